@@ -1,0 +1,1 @@
+"""Capture: freeze, scan, stage and upload a process tree; whatever fails, the job runs on."""

@@ -1,0 +1,1 @@
+"""Transparent incremental snapshots of running process trees."""

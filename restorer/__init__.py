@@ -1,0 +1,1 @@
+"""Bring a snapshot back: plan, fetch, place, resume; no process ever runs on a missing page."""
