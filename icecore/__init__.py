@@ -1,1 +1,1 @@
-"""Transparent incremental snapshots of running process trees."""
+"""icecore: transparent snapshots of running process trees, kept incrementally, restored fast; the rest loads on first use."""
