@@ -1,0 +1,73 @@
+# Targets: setup demo test lint bench torture clean. Nothing needs to be done before; run as root (CRIU needs it).
+#   make test ARGS="-k codec -x"    arguments for pytest
+#   make PYTHON=/path/to/python3.11 …
+
+PYTHON ?= python3
+ARGS ?=
+CRIU_PREFIX ?= /usr/local/lib/icecore/criu
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: setup demo test lint bench torture clean machine machine-tests criu criu-both
+
+FOLDERS := $(wildcard icecore store host dumper restorer service)
+# Folders count too: their time changes when a module is removed or renamed.
+SOURCES := $(shell find $(FOLDERS) -name __pycache__ -prune -o -print) LICENSE README.md
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+
+# .venv: the editable installation for working, the demo and the benchmarks.
+setup: .stamps/venv criu
+
+demo: setup
+	.venv/bin/python tools/demo $(ARGS)
+
+# .venv-test: a normal installation, checked and tested from outside the source root.
+test: machine-tests criu-both .stamps/installed
+	.venv-test/bin/python tools/run-tests $(ARGS)
+
+lint: .stamps/installed
+	.venv-test/bin/python tools/run-tests --only lint --only types
+
+bench: setup
+	$(PYTHON) tools/install-peers
+	.venv/bin/python benchmarks/run.py $(ARGS)
+
+torture: machine-tests criu-both .stamps/installed
+	.venv-test/bin/python tools/run-tests --only tests -m torture --timeout=7200 $(ARGS)
+
+machine:
+	$(PYTHON) tools/prepare-machine
+
+machine-tests:
+	$(PYTHON) tools/prepare-machine --tests
+
+criu: machine
+	$(PYTHON) tools/install-criu --prefix $(CRIU_PREFIX)
+
+# The second CRIU (4.2: another page-server record) is for tests only; where it cannot be had, they say so and skip.
+criu-both: machine-tests
+	$(PYTHON) tools/install-criu --prefix $(CRIU_PREFIX)
+	$(PYTHON) tools/install-criu --suite sid --prefix $(CRIU_PREFIX)-sid || echo "going on without a second CRIU"
+
+.stamps/venv: pyproject.toml | machine
+	$(PYTHON) -m venv .venv
+	.venv/bin/python $(PIP_INSTALL) -e '.[dev]'
+	mkdir -p .stamps && touch $@
+
+.stamps/test-venv: pyproject.toml | machine
+	$(PYTHON) -m venv .venv-test
+	mkdir -p .stamps && touch $@
+
+# A fresh copy is built, so that no module that was removed since lingers in build/.
+.stamps/installed: pyproject.toml $(SOURCES) .stamps/test-venv
+	copy=$$(mktemp -d) && trap 'rm -rf "$$copy"' EXIT && \
+	cp -a pyproject.toml LICENSE README.md $(FOLDERS) "$$copy/" && \
+	.venv-test/bin/python -m pip uninstall --quiet --yes icecore 2>/dev/null && \
+	.venv-test/bin/python $(PIP_INSTALL) "icecore[dev] @ file://$$copy"
+	touch $@
+
+clean:
+	rm -rf .venv .venv-test .stamps build icecore.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find $(FOLDERS) tests tools benchmarks -name __pycache__ -prune -exec rm -rf {} +
