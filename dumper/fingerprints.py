@@ -1,0 +1,84 @@
+"""Fingerprints of cells, the cheap answer to "did this cell change?": XXH3-128 with a secret seed over page bitmap and bytes, looked up by address."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from icecore.errors import Damaged
+from icecore.store.cell import CELL
+
+FINGERPRINT = np.dtype("V16")
+_MAX_HINTS = 1 << 32
+
+
+@dataclass(frozen=True)
+class KnownCells:
+    """What is already known of a space's cells, sorted by address; n rows.
+
+    Attributes:
+        key: u8[n], address of the cell's first byte in its region (``CellPlan.key``).
+        fingerprint: V16[n].
+        record: CELL[n], where the cell is stored.
+    """
+
+    key: npt.NDArray[np.uint64]
+    fingerprint: npt.NDArray[np.void]
+    record: npt.NDArray[np.void]
+
+    @classmethod
+    def none(cls) -> KnownCells:
+        """Nothing known."""
+        return cls(np.empty(0, np.uint64), np.empty(0, FINGERPRINT), np.empty(0, CELL))
+
+    def find(self, key: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        """For each address the row that describes it, or -1."""
+        if not len(self.key):
+            return np.full(len(key), -1, np.int64)
+        row = np.searchsorted(self.key, key)
+        row = np.minimum(row, len(self.key) - 1)
+        return np.where(self.key[row] == key, row, -1)
+
+    def updated(self, key: npt.NDArray[np.uint64], fingerprint: npt.NDArray[np.void], record: npt.NDArray[np.void]) -> KnownCells:
+        """These rows laid over the present ones."""
+        all_key = np.concatenate([key, self.key])
+        unique, first = np.unique(all_key, return_index=True)
+        return KnownCells(unique, np.concatenate([fingerprint, self.fingerprint])[first], np.concatenate([record, self.record])[first])
+
+
+class _Stored(msgspec.Struct, frozen=True, array_like=True):
+    key: bytes
+    fingerprint: bytes
+
+
+def encode_fingerprints(spaces: dict[str, tuple[npt.NDArray[np.uint64], npt.NDArray[np.void]]]) -> bytes:
+    """Fingerprints of many spaces (``kind:key`` → addresses u8[n], fingerprints V16[n]) as one hint object."""
+    stored = {key: _Stored(key.astype("<u8").tobytes(), fingerprint.tobytes()) for key, (key, fingerprint) in spaces.items()}
+    return zstandard.ZstdCompressor(level=1).compress(msgspec.msgpack.encode(stored))
+
+
+def decode_fingerprints(data: bytes) -> dict[str, tuple[npt.NDArray[np.uint64], npt.NDArray[np.void]]]:
+    """The reverse of ``encode_fingerprints``.
+
+    Raises:
+        Damaged: the bytes are not such an object.
+    """
+    try:
+        size = zstandard.frame_content_size(data)
+        if not 0 <= size <= _MAX_HINTS:
+            raise ValueError(f"implausible length {size}")
+        stored = msgspec.msgpack.decode(zstandard.ZstdDecompressor().decompress(data, max_output_size=size), type=dict[str, _Stored])
+        out = {}
+        for key, item in stored.items():
+            key = np.frombuffer(item.key, "<u8").astype(np.uint64)
+            fingerprint = np.frombuffer(item.fingerprint, FINGERPRINT)
+            if len(key) != len(fingerprint):
+                raise ValueError(f"{key}: {len(key)} addresses, {len(fingerprint)} fingerprints")
+            out[key] = (key, fingerprint)
+        return out
+    except (ValueError, msgspec.MsgspecError, zstandard.ZstdError) as error:
+        raise Damaged("hint", "fingerprints", str(error)) from error

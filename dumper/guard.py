@@ -1,0 +1,210 @@
+"""The guard: a small process that runs CRIU for the dumper and undoes everything when the dumper dies. Its one rule: it outlives the window.
+
+It runs in a session of its own, so that no terminal signal meant for the dumper reaches CRIU in the middle of a dump. The dumper talks to it over a
+socket pair, one JSON object a message. The socket to CRIU's page server passes through the guard to CRIU and is held by the dumper alone: CRIU keeps the
+tree frozen until that socket closes, so that a dumper that dies, however it dies, thaws the tree by dying (CRIU closes on a hang-up at any time, also
+on one that came before it served). What is left for the guard is to wait for CRIU's end and to remove the working directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from icecore.errors import DumpFailed
+
+_MESSAGE = 1 << 20
+
+
+class GuardLost(DumpFailed):
+    """The guard process itself died; the tree thaws because the page-server socket closes with it."""
+
+
+class Guard:
+    """The dumper's side: starts the guard process and speaks with it.
+
+    Args:
+        workdir: Directory on tmpfs for CRIU's images; the guard removes it when the dumper dies before ``release``.
+        start_timeout: Seconds the guard process may take to come up.
+    """
+
+    def __init__(self, workdir: str, *, start_timeout: float = 30.0) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket = ours
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "icecore.dumper.guard", str(theirs.fileno()), workdir],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+        self.pages: socket.socket | None = None
+        try:
+            self._expect("ready", start_timeout)
+        except BaseException:
+            self.release()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Process id of the guard."""
+        return self._process.pid
+
+    def _receive(self, timeout: float) -> dict[str, object]:
+        self._socket.settimeout(timeout)
+        try:
+            message = self._socket.recv(_MESSAGE)
+        except TimeoutError:
+            raise DumpFailed(f"CRIU's guard gave no answer for {timeout:.0f} s") from None
+        if not message:
+            raise GuardLost("the dump's guard process ended unexpectedly")
+        reply: dict[str, object] = json.loads(message)
+        return reply
+
+    def _expect(self, name: str, timeout: float) -> dict[str, object]:
+        reply = self._receive(timeout)
+        if reply.get("event") != name:
+            raise DumpFailed(f"CRIU ended early with status {reply.get('status')}")
+        return reply
+
+    def freeze(self, command: Sequence[str], timeout: float) -> None:
+        """Run ``command`` (``criu dump --lazy-pages …``) and return once it serves; the tree then stands still until ``thaw``.
+
+        Args:
+            command: Argument vector; ``{pages}`` and ``{status}`` are replaced by descriptor numbers.
+            timeout: Seconds until the attempt is given up: the page socket closes, and CRIU thaws the tree as soon as it gets there.
+
+        Raises:
+            DumpFailed: CRIU ended before it served; the tree runs on.
+        """
+        ours, theirs = socket.socketpair()
+        self.pages = ours
+        try:
+            socket.send_fds(self._socket, [json.dumps({"run": list(command)}).encode()], [theirs.fileno()])
+        finally:
+            theirs.close()
+        try:
+            self._expect("serving", timeout)
+        except BaseException:
+            self.hang_up()
+            raise
+
+    def hang_up(self) -> None:
+        """Close the page-server socket: CRIU thaws the tree."""
+        if self.pages is not None:
+            self.pages.close()
+            self.pages = None
+
+    def thaw(self, timeout: float) -> int:
+        """Hang up and wait for CRIU's end.
+
+        Returns:
+            CRIU's exit status.
+        """
+        self.hang_up()
+        return int(str(self._expect("ended", timeout)["status"]))
+
+    def wait_ended(self, timeout: float) -> int | None:
+        """CRIU's exit status if it has ended or ends within ``timeout`` seconds (after a failed ``freeze``), else None."""
+        with contextlib.suppress(DumpFailed):
+            reply = self._receive(timeout)
+            return int(str(reply.get("status", -1)))
+        return None
+
+    def release(self) -> None:
+        """End the guard; it first waits for CRIU where that still runs. The working directory is left to the caller."""
+        self.hang_up()
+        with contextlib.suppress(OSError):
+            self._socket.send(json.dumps({"release": True}).encode())
+        self._socket.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            raise DumpFailed(
+                f"CRIU (under guard {self._process.pid}) has not ended a minute after it was told to; it is left alone, because killing it now could lose the job",
+                cure="look at the job's state with 'ps' and at CRIU's log",
+            ) from None
+
+
+def _run(command: list[str], pages: int) -> tuple[subprocess.Popen[bytes], int]:
+    """Start CRIU with the page socket and a status pipe; returns it and the pipe's reading end."""
+    status_read, status_write = os.pipe()
+    os.set_inheritable(status_write, True)
+    argv = [word.replace("{pages}", str(pages)).replace("{status}", str(status_write)) for word in command]
+    criu = subprocess.Popen(argv, pass_fds=[pages, status_write], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    os.close(status_write)
+    os.close(pages)
+    return criu, status_read
+
+
+class _Server:
+    """The guard's own loop: one CRIU at a time, until the dumper releases it or dies."""
+
+    def __init__(self, control: socket.socket, workdir: str) -> None:
+        self.control = control
+        self.workdir = workdir
+        self.dumper_alive = True
+
+    def say(self, **message: object) -> None:
+        try:
+            self.control.send(json.dumps(message).encode())
+        except OSError:
+            self.dumper_alive = False
+
+    def serve(self) -> None:
+        released = False
+        self.say(event="ready")
+        while self.dumper_alive and not released:
+            message, descriptors, _, _ = socket.recv_fds(self.control, _MESSAGE, 1)
+            if not message:
+                self.dumper_alive = False
+                break
+            request = json.loads(message)
+            if request.get("release"):
+                released = True
+            elif "run" in request:
+                self.run(request["run"], descriptors[0])
+        if not released:
+            shutil.rmtree(self.workdir, ignore_errors=True)
+
+    def run(self, command: list[str], pages: int) -> None:
+        criu, status = _run(command, pages)
+        served = os.read(status, 1) == b"\0"
+        os.close(status)
+        if served:
+            self.say(event="serving")
+        self.say(event="ended", status=_wait(criu))
+
+
+def _wait(criu: subprocess.Popen[bytes]) -> int:
+    """CRIU's exit status. There is no time-out: killing CRIU while the parasite is in the job would lose the job."""
+    descriptor = os.pidfd_open(criu.pid)
+    try:
+        select.select([descriptor], [], [])
+    finally:
+        os.close(descriptor)
+    while (status := criu.poll()) is None:
+        time.sleep(0.001)
+    return status
+
+
+def main() -> None:
+    """Entry of the guard process: ``guard CONTROL_FD WORKDIR``."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    control = socket.socket(fileno=int(sys.argv[1]))
+    os.set_inheritable(control.fileno(), False)
+    _Server(control, sys.argv[2]).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""The scan: threads read every cell of a plan in place, fingerprint it, and hand on those that are not known yet; the rule: what is hashed is what is kept."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from icecore.dumper.cells import RUN, CellPlan
+from icecore.dumper.fingerprints import FINGERPRINT, KnownCells
+from icecore.dumper.staging import Slot, Staging
+from icecore.errors import DumpFailed
+
+_BATCH = 16
+
+
+class Source(Protocol):
+    """Where a scan reads: a process's memory, or a file laid out like one."""
+
+    def read_into(self, iovecs: int, count: int, buffer: Slot, size: int) -> None:
+        """Read ``count`` iovecs (at address ``iovecs``; ``size`` bytes in all) into the start of the slot, or raise."""
+
+
+@dataclass(frozen=True)
+class ScanResult:
+    """What a scan found, row by row of its plan.
+
+    Attributes:
+        fingerprint: V16[n].
+        row: i8[n], the row of the known cells that is still true, or -1 where the cell was handed on.
+        seconds: How long it took.
+    """
+
+    fingerprint: npt.NDArray[np.void]
+    row: npt.NDArray[np.int64]
+
+    @property
+    def changed(self) -> npt.NDArray[np.int64]:
+        """Rows of the plan that were handed on."""
+        return np.flatnonzero(self.row < 0)
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What the threads of one scan share."""
+
+    plan: CellPlan
+    known: KnownCells
+    candidates: npt.NDArray[np.int64]
+    fingerprint: npt.NDArray[np.void]
+    row: npt.NDArray[np.int64]
+    source: Source
+    seed: int
+    staging: Staging
+    keep: Callable[[int, Slot], None]
+    stop: threading.Event
+    failures: list[BaseException]
+
+
+class _Cursor:
+    """Hands out batches of rows."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._next = 0
+        self._lock = threading.Lock()
+
+    def take(self) -> range:
+        with self._lock:
+            start = self._next
+            self._next = min(self._rows, start + _BATCH)
+            return range(start, self._next)
+
+
+def scan(
+    plan: CellPlan,
+    source: Source,
+    known: KnownCells,
+    *,
+    seed: int,
+    staging: Staging,
+    threads: int,
+    keep: Callable[[int, Slot], None],
+    stop: threading.Event,
+) -> ScanResult:
+    """Read all cells of ``plan`` and hand those whose fingerprint is not the known one to ``keep``.
+
+    Args:
+        known: What the parent and pre-copy know; looked up by cell key.
+        seed: The lineage's secret 64-bit seed.
+        staging: Where the slots come from. ``keep(row, slot)`` takes the slot over.
+        threads: How many threads read.
+        stop: When set, the scan ends at once.
+
+    Raises:
+        DumpFailed: A page could not be read, or ``stop`` was set.
+    """
+    shared = _Shared(
+        plan,
+        known,
+        known.find(plan.key),
+        np.empty(len(plan), FINGERPRINT),
+        np.full(len(plan), -1, np.int64),
+        source,
+        seed,
+        staging,
+        keep,
+        stop,
+        [],
+    )
+    cursor = _Cursor(len(plan))
+    workers = [threading.Thread(target=_work, args=(shared, cursor), name=f"scan-{i}") for i in range(max(1, min(threads, len(plan) // 4)) - 1)]
+    for worker in workers:
+        worker.start()
+    _work(shared, cursor)
+    for worker in workers:
+        worker.join()
+    if shared.failures:
+        raise shared.failures[0]
+    if stop.is_set():
+        raise DumpFailed("the scan was stopped")
+    return ScanResult(shared.fingerprint, shared.row)
+
+
+def _work(shared: _Shared, cursor: _Cursor) -> None:
+    try:
+        slot = shared.staging.acquire()
+        try:
+            while (batch := cursor.take()) and not shared.stop.is_set() and not shared.failures:
+                slot = _scan_batch(shared, batch, slot)
+        finally:
+            shared.staging.release(slot)
+    except BaseException as error:
+        shared.failures.append(error)
+
+
+def _scan_batch(shared: _Shared, batch: range, slot: Slot) -> Slot:
+    """Scan some rows; returns the slot that the thread now owns. Everything numpy is turned into plain ints once a batch."""
+    plan, known = shared.plan, shared.known
+    low, high = batch.start, batch.stop
+    first = plan.first_run[low : high + 1].tolist()
+    sizes = plan.length[low:high].tolist()
+    candidates = shared.candidates[low:high]
+    rows = candidates.tolist()
+    expected = known.fingerprint[np.maximum(candidates, 0)].tobytes() if len(known.fingerprint) else bytes(16 * len(batch))
+    bitmaps = memoryview(np.ascontiguousarray(plan.bitmap[low:high])).cast("B")
+    runs = plan.runs.ctypes.data
+    read, seed, digest = shared.source.read_into, shared.seed, xxhash.xxh3_128_digest
+    found = bytearray(16 * len(batch))
+    for i in range(high - low):
+        size = sizes[i]
+        read(runs + first[i] * RUN.itemsize, first[i + 1] - first[i], slot, size)
+        slot.set_bitmap(bitmaps[32 * i : 32 * i + 32])
+        value = digest(slot.hashed(size), seed)
+        found[16 * i : 16 * i + 16] = value
+        if rows[i] >= 0 and expected[16 * i : 16 * i + 16] == value:
+            shared.row[low + i] = rows[i]
+        else:
+            fresh = shared.staging.acquire()
+            shared.keep(low + i, slot)
+            slot = fresh
+    shared.fingerprint[low:high] = np.frombuffer(found, FINGERPRINT)
+    return slot
