@@ -43,6 +43,8 @@ def call(argv: Sequence[str | os.PathLike[str]], *, seconds: float = 120, cwd: P
         )
     except FileNotFoundError as error:
         raise ToolError(f"{words[0]} is not installed; this tool needs it") from error
+    except OSError as error:
+        raise ToolError(f"{words[0]} cannot be run: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:
         raise ToolError(f"'{' '.join(words)}' did not end within {seconds:.0f} s") from error
     if done.returncode != 0:
@@ -268,7 +270,7 @@ def make_private(suite: Suite, binaries: Sequence[Path], tree: Path, build: Path
         suite.unpack(suite.library_closure(["patchelf"]), tools)
     loader = next(path for path in tools.rglob(os.path.basename(interpreter(binaries[0]))) if path.exists())
     folders = ":".join(sorted({str(path.parent) for path in _libraries_below(tools).values()}))
-    patchelf = [loader, "--library-path", folders, tools / "usr/bin/patchelf"]
+    patchelf: list[str | os.PathLike[str]] = [loader, "--library-path", folders, tools / "usr/bin/patchelf"]
     for binary in binaries:
         name = os.path.basename(interpreter(binary))
         call([*patchelf, "--set-interpreter", prefix / "lib" / name, binary])
