@@ -1,0 +1,52 @@
+"""The system calls that Python does not offer, typed once for ctypes; rule: every call here releases the GIL and
+leaves its errno in ``ctypes.get_errno``."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+_libc.process_vm_readv.argtypes = [
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.c_ulong,
+    ctypes.c_void_p,
+    ctypes.c_ulong,
+    ctypes.c_ulong,
+]
+_libc.process_vm_readv.restype = ctypes.c_ssize_t
+_libc.process_vm_writev.argtypes = _libc.process_vm_readv.argtypes
+_libc.process_vm_writev.restype = ctypes.c_ssize_t
+_libc.ioctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p]
+_libc.ioctl.restype = ctypes.c_int
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.madvise.restype = ctypes.c_int
+_libc.syscall.restype = ctypes.c_long
+
+#: ``process_vm_readv(pid, local iovecs, count, remote iovecs, count, 0)`` with addresses as integers; bytes read, or
+#: -1.
+process_vm_readv = _libc.process_vm_readv
+#: The same in the other direction.
+process_vm_writev = _libc.process_vm_writev
+#: ``ioctl(fd, request, address of the argument)``; -1 on error.
+ioctl = _libc.ioctl
+#: ``syscall(number, …)`` for calls that the C library has no name for; -1 on error.
+syscall = _libc.syscall
+
+
+def last_error(what: str) -> OSError:
+    """The OSError of the call that just failed on this thread."""
+    number = ctypes.get_errno()
+    return OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def madvise(address: int, length: int, advice: int) -> None:
+    """Advise the kernel about ``length`` bytes of this process's memory at ``address`` (madvise(2)).
+
+    Raises:
+        OSError: The kernel does not know the advice, or the range is not mapped.
+    """
+    if _libc.madvise(address, length, advice):
+        raise last_error(f"madvise({advice}) at {address:#x}")

@@ -1,0 +1,328 @@
+"""What /proc tells about processes; rule: a process that is gone is `NotFound`, never a half-filled answer."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from icecore.errors import IcecoreError, NotFound
+
+PROT_READ, PROT_WRITE, PROT_EXEC = 1, 2, 4
+MAP_SHARED, MAP_PRIVATE = 1, 2
+
+_PF_KTHREAD = 0x00200000
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """One line of /proc/PID/maps. ``protection`` are PROT_ bits, ``flags`` MAP_SHARED or MAP_PRIVATE, ``device`` is
+    (major, minor).
+
+    ``vm_flags`` are the two-letter VmFlags of smaps where they were asked for ("lo" locked, "ht" hugetlb, "gd" grows
+    down, …).
+    """
+
+    start: int
+    end: int
+    protection: int
+    flags: int
+    offset: int
+    device: tuple[int, int]
+    inode: int
+    path: str
+    vm_flags: frozenset[str] = frozenset()
+
+    @property
+    def length(self) -> int:
+        """Bytes."""
+        return self.end - self.start
+
+    @property
+    def private(self) -> bool:
+        """Whether writes stay in this process."""
+        return self.flags == MAP_PRIVATE
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What /proc/PID/status and stat say. Memory in bytes; ``start_time`` in clock ticks after boot; ``own_pid`` as
+    seen in its own pid namespace.
+    """
+
+    pid: int
+    name: str
+    state: str
+    parent: int
+    group: int
+    session: int
+    threads: int
+    user: int
+    own_pid: int
+    tracer: int
+    seccomp: int
+    resident: int
+    virtual: int
+    locked: int
+    start_time: int
+    kernel_thread: bool
+
+    @property
+    def zombie(self) -> bool:
+        """Dead, but not yet waited for."""
+        return self.state in "ZX"
+
+    @property
+    def stopped(self) -> bool:
+        """Standing still by a signal or a tracer."""
+        return self.state in "Tt"
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """An open file of a process. ``target`` is what /proc/PID/fd links to, ``flags`` the open(2) flags, ``inode`` and
+    ``device`` of what is open.
+    """
+
+    number: int
+    target: str
+    flags: int
+    position: int
+    mount: int
+    mode: int
+    device: int
+    inode: int
+    size: int
+    links: int
+
+    @property
+    def writable(self) -> bool:
+        """Whether it was opened for writing."""
+        return self.flags & os.O_ACCMODE != os.O_RDONLY
+
+
+@contextmanager
+def _process(pid: int) -> Iterator[None]:
+    """Turn what the kernel says of a process that ended meanwhile into `NotFound`."""
+    try:
+        yield
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise NotFound(f"there is no process {pid}") from error
+
+
+def exists(pid: int) -> bool:
+    """Whether there is such a process; a zombie counts."""
+    return os.path.exists(f"/proc/{pid}/stat")
+
+
+def _stat_fields(pid: int) -> tuple[str, list[str]]:
+    """The name, and the fields of stat from the third (state) on; the name may itself hold blanks and parentheses."""
+    with _process(pid), open(f"/proc/{pid}/stat", "rb") as file:
+        text = file.read().decode(errors="surrogateescape")
+    opening, closing = text.index("("), text.rindex(")")
+    return text[opening + 1 : closing], text[closing + 2 :].split()
+
+
+def start_time(pid: int) -> int:
+    """When the process started, in clock ticks after boot: with the pid it names a process for good."""
+    return int(_stat_fields(pid)[1][19])
+
+
+def is_kernel_thread(pid: int) -> bool:
+    """Whether it is a thread of the kernel."""
+    return bool(int(_stat_fields(pid)[1][6]) & _PF_KTHREAD)
+
+
+def is_zombie(pid: int) -> bool:
+    """Whether it is dead, but not yet waited for."""
+    return _stat_fields(pid)[1][0] in "ZX"
+
+
+def status(pid: int) -> Status:
+    """State, parents and sizes of a process."""
+    name, stat = _stat_fields(pid)
+    with _process(pid), open(f"/proc/{pid}/status", "rb") as file:
+        pairs = (line.split(":", 1) for line in file.read().decode(errors="surrogateescape").splitlines())
+        fields = {key: value.split() for key, value in pairs}
+
+    def kilobytes(key: str) -> int:
+        return int(fields[key][0]) * 1024 if key in fields else 0  # absent in kernel threads and zombies
+
+    return Status(
+        pid=pid,
+        name=name,
+        state=stat[0],
+        parent=int(stat[1]),
+        group=int(stat[2]),
+        session=int(stat[3]),
+        threads=int(stat[17]),
+        user=int(fields["Uid"][1]),
+        own_pid=int(fields.get("NSpid", [str(pid)])[-1]),
+        tracer=int(fields["TracerPid"][0]),
+        seccomp=int(fields.get("Seccomp", ["0"])[0]),
+        resident=kilobytes("VmRSS"),
+        virtual=kilobytes("VmSize"),
+        locked=kilobytes("VmLck"),
+        start_time=int(stat[19]),
+        kernel_thread=bool(int(stat[6]) & _PF_KTHREAD),
+    )
+
+
+def threads(pid: int) -> list[int]:
+    """The thread ids of a process, ascending."""
+    with _process(pid):
+        return sorted(int(name) for name in os.listdir(f"/proc/{pid}/task"))
+
+
+def children(pid: int) -> list[int]:
+    """The direct children of a process, of whichever thread, in the order in which each thread made them. Zombies
+    count.
+    """
+    found: list[int] = []
+    for thread in threads(pid):
+        try:
+            with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+                found.extend(int(word) for word in file.read().split())
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # that thread ended: its children went to another one
+    return found
+
+
+def tree(pid: int, *, attempts: int = 50) -> list[int]:
+    """The process and all its descendants, root first, parents before children.
+
+    Args:
+        pid: The root.
+        attempts: How often to read; the answer is given once two readings in a row are equal.
+
+    Raises:
+        NotFound: There is no such process.
+        IcecoreError: The tree kept changing.
+    """
+    before: list[int] = []
+    for _ in range(attempts):
+        found = [pid]
+        for process in found:
+            try:
+                found.extend(children(process))
+            except NotFound:
+                if process == pid:
+                    raise
+        if found == before:
+            return found
+        before = found
+    raise IcecoreError(
+        f"the process tree of {pid} kept changing while it was read", cure="stop or slow down what forks, and try again"
+    )
+
+
+_MAPS_LINE = re.compile(
+    rb"([0-9a-f]+)-([0-9a-f]+) ([r-])([w-])([x-])([sp]) ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (\d+) *([^\n]*)"
+)
+
+
+def _path(raw: bytes) -> str:
+    if b"\\" in raw:  # the kernel writes a newline as \012; nothing else is escaped
+        raw = raw.replace(b"\\012", b"\n")
+    return os.fsdecode(raw)
+
+
+def _mapping(fields: tuple[bytes, ...], vm_flags: frozenset[str]) -> Mapping:
+    start, end, read, write, execute, share, offset, major, minor, inode, path = fields
+    return Mapping(
+        int(start, 16),
+        int(end, 16),
+        (read == b"r") * PROT_READ | (write == b"w") * PROT_WRITE | (execute == b"x") * PROT_EXEC,
+        MAP_SHARED if share == b"s" else MAP_PRIVATE,
+        int(offset, 16),
+        (int(major, 16), int(minor, 16)),
+        int(inode),
+        _path(path),
+        vm_flags,
+    )
+
+
+def read_maps(pid: int, *, vm_flags: bool = False) -> list[Mapping]:
+    """The mappings of a process in address order, without the kernel's own [vsyscall].
+
+    Args:
+        pid: The process. A zombie and a kernel thread have none.
+        vm_flags: Whether to read the VmFlags too, from smaps, which costs a walk through all page tables.
+    """
+    none: frozenset[str] = frozenset()
+    with _process(pid), open(f"/proc/{pid}/{'smaps' if vm_flags else 'maps'}", "rb") as file:
+        data = file.read()
+    if not vm_flags:
+        found = [_mapping(fields, none) for fields in _MAPS_LINE.findall(data)]
+    else:
+        sets: dict[bytes, frozenset[str]] = {}
+        found = []
+        heads = [*_MAPS_LINE.finditer(data)]
+        for head, following in zip(heads, [*(h.start() for h in heads[1:]), len(data)], strict=True):
+            at = data.find(b"\nVmFlags:", head.end(), following)
+            words = data[at + 9 : data.find(b"\n", at + 1)] if at >= 0 else b""
+            if words not in sets:
+                sets[words] = frozenset(words.decode().split())
+            found.append(_mapping(head.groups(), sets[words]))
+    return [mapping for mapping in found if mapping.path != "[vsyscall]"]
+
+
+def descriptors(pid: int) -> list[Descriptor]:
+    """The open files of a process, by number; those that are closed while it is read are left out."""
+    found = []
+    with _process(pid):
+        numbers = sorted(int(name) for name in os.listdir(f"/proc/{pid}/fd"))
+    for number in numbers:
+        link = f"/proc/{pid}/fd/{number}"
+        try:
+            target = os.readlink(link)
+            about = os.stat(link)
+            with open(f"/proc/{pid}/fdinfo/{number}", "rb") as file:
+                info = dict(line.split(b":", 1) for line in file.read().splitlines() if b":" in line)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        found.append(
+            Descriptor(
+                number,
+                target,
+                int(info[b"flags"], 8),
+                int(info[b"pos"]),
+                int(info.get(b"mnt_id", b"0")),
+                about.st_mode,
+                about.st_dev,
+                about.st_ino,
+                about.st_size,
+                about.st_nlink,
+            )
+        )
+    if not found and not exists(pid):
+        raise NotFound(f"there is no process {pid}")
+    return found
+
+
+def namespaces(pid: int) -> dict[str, int]:
+    """The inode numbers of a process's namespaces by kind ("net", "pid", "mnt", …): equal numbers are one namespace."""
+    with _process(pid):
+        found = {}
+        for kind in os.listdir(f"/proc/{pid}/ns"):
+            found[kind] = os.stat(f"/proc/{pid}/ns/{kind}").st_ino
+        return found
+
+
+def command_line(pid: int) -> list[str]:
+    """The arguments of a process as it shows them; empty for kernel threads and zombies."""
+    with _process(pid), open(f"/proc/{pid}/cmdline", "rb") as file:
+        data = file.read()
+    return [os.fsdecode(word) for word in data.rstrip(b"\0").split(b"\0")] if data else []
+
+
+def executable(pid: int) -> str:
+    """The path of a process's program; empty for kernel threads and zombies."""
+    try:
+        return os.readlink(f"/proc/{pid}/exe")
+    except FileNotFoundError:
+        if exists(pid):
+            return ""
+        raise NotFound(f"there is no process {pid}") from None

@@ -1,0 +1,80 @@
+"""Which pages are there: both ways of asking must agree with what a process touched."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from icecore.errors import NotFound
+from icecore.host import pagemap
+from tests.host.target import dead_pid, target
+
+PAGES = 600
+
+
+def test_both_ways_agree_with_what_was_touched():
+    code = f"""
+    a = anonymous({PAGES} * 4096)
+    libc.madvise(a, {PAGES} * 4096, 15)  # no huge pages
+    for page in range(0, {PAGES}, 3):
+        ctypes.memset(a + page * 4096, 1, 1)
+    for page in range(1, 30, 3):
+        ctypes.string_at(a + page * 4096, 1)  # reads map the zero frame
+    say(a); hear()
+    """
+    with target(code) as it:
+        (a,) = map(int, it.hear())
+        end = a + PAGES * pagemap.PAGE
+        touched = np.zeros(PAGES, bool)
+        touched[::3] = True
+        touched[1:30:3] = True
+        assert (pagemap.present_pages(it.pid, a, end) == touched).all()
+        with pagemap.Pagemap(it.pid) as pages:
+            entries = pages.entries(a, end)
+            assert ((entries & pagemap.PRESENT != 0) == touched).all()
+            assert not (entries & pagemap.FILE_OR_SHARED)[2:].any() or pagemap.scan_supported()
+            if pagemap.scan_supported():
+                runs = pages.runs(a, end)
+                assert runs["start"][0] == a and (runs["end"] > runs["start"]).all()
+                zero = runs[runs["categories"] & pagemap.SCAN_ZERO_FRAME != 0]
+                assert (zero["start"] == a + np.arange(1, 30, 3) * pagemap.PAGE).all()
+            assert len(pages.entries(a, a)) == 0 and len(pages.present(a, a)) == 0
+
+
+@pytest.mark.skipif(not pagemap.scan_supported(), reason="PAGEMAP_SCAN needs Linux 6.7")
+def test_many_runs_come_in_batches():
+    code = """
+    a = anonymous(20000 * 4096)
+    libc.madvise(a, 20000 * 4096, 15)
+    for page in range(0, 20000, 2):
+        ctypes.memset(a + page * 4096, 1, 1)
+    say(a); hear()
+    """
+    with target(code) as it, pagemap.Pagemap(it.pid) as pages:
+        (a,) = map(int, it.hear())
+        runs = pages.runs(a, a + 20000 * pagemap.PAGE)
+        assert (runs["start"] == a + np.arange(0, 20000, 2) * pagemap.PAGE).all()
+        # the whole address space at once finds them too, among the rest
+        everything = pages.runs(0, (1 << 47) - 4096)
+        assert np.isin(runs["start"], everything["start"]).all()
+
+
+def test_shared_and_file_pages_are_told_apart():
+    code = """
+    s = anonymous(16 * 4096, 3, 0x21)
+    p = anonymous(16 * 4096)
+    ctypes.memset(s, 1, 16 * 4096); ctypes.memset(p, 1, 16 * 4096)
+    say(s, p); hear()
+    """
+    with target(code) as it, pagemap.Pagemap(it.pid) as pages:
+        s, p = map(int, it.hear())
+        assert (pages.entries(s, s + 16 * 4096) & pagemap.FILE_OR_SHARED != 0).all()
+        assert (pages.entries(p, p + 16 * 4096) & pagemap.FILE_OR_SHARED == 0).all()
+        if pagemap.scan_supported():
+            assert (pages.runs(s, s + 16 * 4096)["categories"] & pagemap.SCAN_FILE).all()
+            assert not (pages.runs(p, p + 16 * 4096)["categories"] & pagemap.SCAN_FILE).any()
+
+
+def test_a_process_that_is_gone():
+    with pytest.raises(NotFound):
+        pagemap.Pagemap(dead_pid())
