@@ -150,11 +150,12 @@ class Pagemap:
         except OSError as error:
             if error.errno not in (errno.ENOTTY, errno.EINVAL):
                 raise
-            return (self.entries(start, end) & (PRESENT | SWAPPED)) != 0
+            here: npt.NDArray[np.bool_] = (self.entries(start, end) & (PRESENT | SWAPPED)).astype(np.bool_)
+            return here
         edges = np.zeros((end - start) // PAGE + 1, np.int8)
         np.add.at(edges, ((runs["start"] - start) // PAGE).astype(np.int64), 1)
         np.add.at(edges, ((runs["end"] - start) // PAGE).astype(np.int64), -1)
-        return np.cumsum(edges[:-1], dtype=np.int8) > 0
+        return np.greater(np.cumsum(edges[:-1], dtype=np.int8), 0)
 
 
 def present_pages(pid: int, start: int, end: int) -> npt.NDArray[np.bool_]:

@@ -114,7 +114,10 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class Remap:
-    """``length`` bytes moved from ``source`` to ``target``: what was missing at the one is now missing at the other."""
+    """``length`` bytes moved from ``source`` to ``target``: what was missing at the one is now missing at the other.
+
+    An `Unmap` of the source follows (unless MREMAP_DONTUNMAP), which must find nothing left there to drop.
+    """
 
     source: int
     target: int

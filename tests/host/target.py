@@ -39,35 +39,38 @@ def hear():
 class Target:
     """A running snippet."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process
         self.pid = process.pid
+        self._heard = b""
 
     def hear(self, seconds: float = 20) -> list[str]:
         """The words of the next line that it says."""
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], seconds)
-        assert ready, "the target said nothing in time"
-        line = self.process.stdout.readline()
-        assert line, f"the target ended: {self.process.poll()}"
-        return line.split()
+        end = time.monotonic() + seconds
+        while b"\n" not in self._heard:
+            ready, _, _ = select.select([self.process.stdout], [], [], max(0, end - time.monotonic()))
+            assert ready, "the target said nothing in time"
+            data = os.read(self.process.stdout.fileno(), 1 << 16)
+            assert data, f"the target ended: {self.process.poll()}"
+            self._heard += data
+        line, self._heard = self._heard.split(b"\n", 1)
+        return line.decode().split()
 
     def tell(self, *words: object) -> None:
         """Send it a line."""
         assert self.process.stdin is not None
-        self.process.stdin.write(" ".join(map(str, words)) + "\n")
-        self.process.stdin.flush()
+        self.process.stdin.write((" ".join(map(str, words)) + "\n").encode())
 
 
 @contextmanager
-def target(code: str, *arguments: object, pass_fds: tuple[int, ...] = ()) -> Iterator[Target]:
-    """Run a snippet in a process of its own session; it is killed at the end of the block."""
+def target(code: str, *arguments: object, pass_fds: tuple[int, ...] = (), site: bool = False) -> Iterator[Target]:
+    """Run a snippet in its own session, killed when the block ends; with ``site`` it may import icecore."""
     process = subprocess.Popen(
-        [sys.executable, "-S", "-c", PRELUDE + textwrap.dedent(code), *map(str, arguments)],
+        [sys.executable, *([] if site else ["-S"]), "-c", PRELUDE + textwrap.dedent(code), *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        text=True,
-        bufsize=1,
+        bufsize=0,
         start_new_session=True,
         pass_fds=pass_fds,
     )
