@@ -92,7 +92,15 @@ def plan_cells(regions: Sequence[Region], extents: npt.NDArray[np.void]) -> Cell
     runs["length"] = run_high - run_low
     if not len(runs):
         empty = np.empty(0, np.uint32)
-        return CellPlan(empty, empty, np.empty(0, np.uint64), np.empty((0, BITMAP_BYTES), np.uint8), np.empty(0, np.uint64), np.zeros(1, np.uint32), runs)
+        return CellPlan(
+            empty,
+            empty,
+            np.empty(0, np.uint64),
+            np.empty((0, BITMAP_BYTES), np.uint8),
+            np.empty(0, np.uint64),
+            np.zeros(1, np.uint32),
+            runs,
+        )
 
     new = np.empty(len(runs), np.bool_)
     new[0] = True
@@ -110,7 +118,9 @@ def plan_cells(regions: Sequence[Region], extents: npt.NDArray[np.void]) -> Cell
     )
 
 
-def _bitmaps(cells: int, index: npt.NDArray[np.intp], low: npt.NDArray[np.int64], high: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+def _bitmaps(
+    cells: int, index: npt.NDArray[np.intp], low: npt.NDArray[np.int64], high: npt.NDArray[np.int64]
+) -> npt.NDArray[np.uint8]:
     """Page bitmaps of ``cells`` cells from page runs [low, high) of cell ``index``; a few thousand cells at a time, to bound the scratch memory."""
     out = np.empty((cells, BITMAP_BYTES), np.uint8)
     for start in range(0, cells, _MASK_CELLS):
@@ -119,7 +129,11 @@ def _bitmaps(cells: int, index: npt.NDArray[np.intp], low: npt.NDArray[np.int64]
         edges = np.zeros((stop - start, CELL_PAGES + 1), np.int16)
         np.add.at(edges, (index[a:b] - start, low[a:b]), 1)
         np.subtract.at(edges, (index[a:b] - start, high[a:b]), 1)
-        out[start:stop] = np.packbits(np.cumsum(edges[:, :CELL_PAGES], axis=1, dtype=np.int16).view(np.uint16).astype(np.bool_), axis=1, bitorder="little")
+        out[start:stop] = np.packbits(
+            np.cumsum(edges[:, :CELL_PAGES], axis=1, dtype=np.int16).view(np.uint16).astype(np.bool_),
+            axis=1,
+            bitorder="little",
+        )
     return out
 
 
@@ -149,5 +163,16 @@ def inherit_origins(regions: Sequence[Region], parent: Sequence[Region]) -> list
         if origin == region.origin:
             out.append(region)
         else:
-            out.append(Region(region.start, region.length, origin, region.protection, region.flags, region.kind, region.name, region.lazy))
+            out.append(
+                Region(
+                    region.start,
+                    region.length,
+                    origin,
+                    region.protection,
+                    region.flags,
+                    region.kind,
+                    region.name,
+                    region.lazy,
+                )
+            )
     return out

@@ -43,11 +43,15 @@ class KnownCells:
         row = np.minimum(row, len(self.key) - 1)
         return np.where(self.key[row] == key, row, -1)
 
-    def updated(self, key: npt.NDArray[np.uint64], fingerprint: npt.NDArray[np.void], record: npt.NDArray[np.void]) -> KnownCells:
+    def updated(
+        self, key: npt.NDArray[np.uint64], fingerprint: npt.NDArray[np.void], record: npt.NDArray[np.void]
+    ) -> KnownCells:
         """These rows laid over the present ones."""
         all_key = np.concatenate([key, self.key])
         unique, first = np.unique(all_key, return_index=True)
-        return KnownCells(unique, np.concatenate([fingerprint, self.fingerprint])[first], np.concatenate([record, self.record])[first])
+        return KnownCells(
+            unique, np.concatenate([fingerprint, self.fingerprint])[first], np.concatenate([record, self.record])[first]
+        )
 
 
 class _Stored(msgspec.Struct, frozen=True, array_like=True):
@@ -57,7 +61,10 @@ class _Stored(msgspec.Struct, frozen=True, array_like=True):
 
 def encode_fingerprints(spaces: dict[str, tuple[npt.NDArray[np.uint64], npt.NDArray[np.void]]]) -> bytes:
     """Fingerprints of many spaces (``kind:key`` → addresses u8[n], fingerprints V16[n]) as one hint object."""
-    stored = {key: _Stored(key.astype("<u8").tobytes(), fingerprint.tobytes()) for key, (key, fingerprint) in spaces.items()}
+    stored = {
+        space: _Stored(keys.astype("<u8").tobytes(), fingerprint.tobytes())
+        for space, (keys, fingerprint) in spaces.items()
+    }
     return zstandard.ZstdCompressor(level=1).compress(msgspec.msgpack.encode(stored))
 
 
@@ -71,14 +78,16 @@ def decode_fingerprints(data: bytes) -> dict[str, tuple[npt.NDArray[np.uint64], 
         size = zstandard.frame_content_size(data)
         if not 0 <= size <= _MAX_HINTS:
             raise ValueError(f"implausible length {size}")
-        stored = msgspec.msgpack.decode(zstandard.ZstdDecompressor().decompress(data, max_output_size=size), type=dict[str, _Stored])
+        stored = msgspec.msgpack.decode(
+            zstandard.ZstdDecompressor().decompress(data, max_output_size=size), type=dict[str, _Stored]
+        )
         out = {}
-        for key, item in stored.items():
-            key = np.frombuffer(item.key, "<u8").astype(np.uint64)
+        for space, item in stored.items():
+            keys = np.frombuffer(item.key, "<u8").astype(np.uint64)
             fingerprint = np.frombuffer(item.fingerprint, FINGERPRINT)
-            if len(key) != len(fingerprint):
-                raise ValueError(f"{key}: {len(key)} addresses, {len(fingerprint)} fingerprints")
-            out[key] = (key, fingerprint)
+            if len(keys) != len(fingerprint):
+                raise ValueError(f"{space}: {len(keys)} addresses, {len(fingerprint)} fingerprints")
+            out[space] = (keys, fingerprint)
         return out
     except (ValueError, msgspec.MsgspecError, zstandard.ZstdError) as error:
         raise Damaged("hint", "fingerprints", str(error)) from error

@@ -140,7 +140,13 @@ def _run(command: list[str], pages: int) -> tuple[subprocess.Popen[bytes], int]:
     status_read, status_write = os.pipe()
     os.set_inheritable(status_write, True)
     argv = [word.replace("{pages}", str(pages)).replace("{status}", str(status_write)) for word in command]
-    criu = subprocess.Popen(argv, pass_fds=[pages, status_write], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    criu = subprocess.Popen(
+        argv,
+        pass_fds=[pages, status_write],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     os.close(status_write)
     os.close(pages)
     return criu, status_read

@@ -114,7 +114,10 @@ def scan(
         [],
     )
     cursor = _Cursor(len(plan))
-    workers = [threading.Thread(target=_work, args=(shared, cursor), name=f"scan-{i}") for i in range(max(1, min(threads, len(plan) // 4)) - 1)]
+    workers = [
+        threading.Thread(target=_work, args=(shared, cursor), name=f"scan-{i}")
+        for i in range(max(1, min(threads, len(plan) // 4)) - 1)
+    ]
     for worker in workers:
         worker.start()
     _work(shared, cursor)
@@ -147,7 +150,9 @@ def _scan_batch(shared: _Shared, batch: range, slot: Slot) -> Slot:
     sizes = plan.length[low:high].tolist()
     candidates = shared.candidates[low:high]
     rows = candidates.tolist()
-    expected = known.fingerprint[np.maximum(candidates, 0)].tobytes() if len(known.fingerprint) else bytes(16 * len(batch))
+    expected = (
+        known.fingerprint[np.maximum(candidates, 0)].tobytes() if len(known.fingerprint) else bytes(16 * len(batch))
+    )
     bitmaps = memoryview(np.ascontiguousarray(plan.bitmap[low:high])).cast("B")
     runs = plan.runs.ctypes.data
     read, seed, digest = shared.source.read_into, shared.seed, xxhash.xxh3_128_digest

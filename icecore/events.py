@@ -56,7 +56,18 @@ def phase(sink: Sink, name: str, **fields: Value) -> Iterator[Phase]:
         yield running
     except BaseException as error:
         seconds = time.perf_counter() - started
-        sink(Event(name, {"state": "failed", "seconds": seconds, "error": f"{type(error).__name__}: {error}", **fields, **running.fields}))
+        sink(
+            Event(
+                name,
+                {
+                    "state": "failed",
+                    "seconds": seconds,
+                    "error": f"{type(error).__name__}: {error}",
+                    **fields,
+                    **running.fields,
+                },
+            )
+        )
         raise
     seconds = time.perf_counter() - started
     rate = running.bytes / seconds / 1e9 if seconds else 0.0

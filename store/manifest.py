@@ -8,7 +8,9 @@ import msgspec
 import numpy as np
 
 #: Reference to one map node: the group of 64 cells of one region that it holds, its id, and where its stored bytes lie.
-NODE_REF = np.dtype([("region", "<u4"), ("group", "<u4"), ("node", "u1", 32), ("pack", "u1", 16), ("offset", "<u8"), ("length", "<u4")])
+NODE_REF = np.dtype(
+    [("region", "<u4"), ("group", "<u4"), ("node", "u1", 32), ("pack", "u1", 16), ("offset", "<u8"), ("length", "<u4")]
+)
 
 SpaceKind = Literal["process", "shared", "file", "image", "device"]
 FilePolicy = Literal["content", "checked", "absent"]

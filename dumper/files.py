@@ -1,0 +1,146 @@
+"""Open files as part of a consistent snapshot: what the frozen tree has open or mapped, and which content must be stored; the rule: a writable file is content."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from icecore.dumper.options import DumpOptions
+from icecore.errors import NotFound
+from icecore.host import procfs
+from icecore.store.manifest import FilePolicy, OpenFile
+
+_DELETED = " (deleted)"
+_PSEUDO = ("/proc/", "/sys/", "/dev/")
+_SHARED_MEMORY = "/dev/shm/"
+#: A file whose mtime is this close to its last capture may have been written in the same tick of the clock.
+_CLOCK_TICK_NS = 100_000_000
+
+
+@dataclass(frozen=True)
+class FoundFile:
+    """A regular file that the tree has open or mapped.
+
+    Attributes:
+        about: What goes into the manifest.
+        reach: A path under /proc through which it can be opened, whatever mount namespace it lies in.
+        mapped_writable: Mapped shared and writable: its mtime says nothing about its content.
+        deleted: It has no name any more (CRIU keeps it as a ghost file) or lost this one (``links`` > 0).
+        links: Hard links left.
+    """
+
+    about: OpenFile
+    reach: str
+    mapped_writable: bool
+    deleted: bool
+    links: int
+
+
+def find_files(pids: Iterable[int], options: DumpOptions) -> list[FoundFile]:
+    """Every regular file that the processes have open or mapped, once per inode, sorted by path. Pseudo files and devices are left out."""
+    found: dict[tuple[int, int], FoundFile] = {}
+    for pid in pids:
+        for descriptor in procfs.descriptors(pid):
+            if not stat.S_ISREG(descriptor.mode) or not descriptor.target.startswith("/"):
+                continue
+            writable = (descriptor.flags & os.O_ACCMODE) != os.O_RDONLY
+            _add(found, f"/proc/{pid}/fd/{descriptor.number}", descriptor.target, writable, False, options)
+        for mapping in procfs.read_maps(pid):
+            if mapping.inode == 0 or not mapping.path.startswith("/"):
+                continue
+            shared_writable = bool(mapping.flags & procfs.MAP_SHARED) and bool(mapping.protection & procfs.PROT_WRITE)
+            key = (os.makedev(*mapping.device), mapping.inode)
+            if key in found and not shared_writable:
+                continue
+            _add(
+                found,
+                f"/proc/{pid}/map_files/{mapping.start:x}-{mapping.end:x}",
+                mapping.path,
+                shared_writable,
+                shared_writable,
+                options,
+            )
+    return sorted(found.values(), key=lambda f: f.about.path)
+
+
+def _add(
+    found: dict[tuple[int, int], FoundFile], reach: str, target: str, writable: bool, mapped: bool, options: DumpOptions
+) -> None:
+    try:
+        about = os.stat(reach)
+    except FileNotFoundError:
+        return  # closed or unmapped while we looked: only before the window
+    deleted = target.endswith(_DELETED)
+    path = target.removesuffix(_DELETED)
+    if (
+        not stat.S_ISREG(about.st_mode)
+        or (path.startswith(_PSEUDO) and not path.startswith(_SHARED_MEMORY))
+        or path.startswith(("/memfd:", "/SYSV"))
+    ):
+        return
+    before = found.get((about.st_dev, about.st_ino))
+    if before is not None:
+        writable = writable or before.about.writable
+        mapped = mapped or before.mapped_writable
+        if before.about.writable == writable and before.mapped_writable == mapped:
+            return
+        reach, path, deleted = before.reach, before.about.path, before.deleted
+    policy: FilePolicy = "checked"
+    if deleted and about.st_nlink == 0:
+        policy = "absent"  # CRIU's ghost file holds it
+    elif (writable and options.files == "content") or (deleted or options.with_files):
+        policy = "content"
+    found[about.st_dev, about.st_ino] = FoundFile(
+        OpenFile(
+            path=path,
+            size=about.st_size,
+            mtime_ns=about.st_mtime_ns,
+            inode=about.st_ino,
+            device=about.st_dev,
+            mode=stat.S_IMODE(about.st_mode),
+            user=about.st_uid,
+            group=about.st_gid,
+            writable=writable,
+            policy=policy,
+        ),
+        reach,
+        mapped,
+        deleted,
+        about.st_nlink,
+    )
+
+
+def ghosts(files: Sequence[FoundFile]) -> list[FoundFile]:
+    """Those that have no name left."""
+    return [f for f in files if f.deleted and f.links == 0]
+
+
+def unchanged_since(file: FoundFile, before: OpenFile | None, captured_ns: int) -> bool:
+    """Whether a file certainly has the content that was stored before: same inode, size and mtime, and an mtime well before that capture.
+
+    Args:
+        captured_ns: When the earlier content was read, ns since the epoch.
+    """
+    if before is None or file.mapped_writable or before.policy != "content":
+        return False
+    now = file.about
+    same = (now.inode, now.device, now.size, now.mtime_ns) == (
+        before.inode,
+        before.device,
+        before.size,
+        before.mtime_ns,
+    )
+    return same and now.mtime_ns < captured_ns - _CLOCK_TICK_NS
+
+
+def tree_pids(root: int) -> dict[int, int]:
+    """Processes of a tree: host pid → pid in the tree's own pid namespace (CRIU's image id)."""
+    out = {}
+    for pid in procfs.tree(root):
+        try:
+            out[pid] = procfs.status(pid).own_pid
+        except NotFound:
+            continue
+    return out

@@ -1,0 +1,188 @@
+"""The scan of a live process: what is read is what is there, what is known is not handed on, zero pages are told apart."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+
+import numpy as np
+import pytest
+import xxhash
+
+from icecore.dumper.cells import EXTENT, plan_cells
+from icecore.dumper.fingerprints import KnownCells, decode_fingerprints, encode_fingerprints
+from icecore.dumper.pipeline import without_zero_pages
+from icecore.dumper.scan import ScanResult, scan
+from icecore.dumper.sources import FileSource, PagesImage
+from icecore.dumper.staging import Slot, Staging
+from icecore.errors import Damaged, DumpFailed
+from icecore.host.memory import RemoteReader
+from icecore.store.cell import CELL, CELL_BYTES, PAGE
+from icecore.store.manifest import Region
+
+_SIZE = 9 * CELL_BYTES + 5 * PAGE
+
+
+class Memory:
+    """Anonymous memory of this process with random pages, one page in three left untouched."""
+
+    def __init__(self) -> None:
+        self.map = mmap.mmap(-1, _SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+        self.touched = [p for p in range(_SIZE // PAGE) if p % 3]
+        for page in self.touched:
+            self.map[page * PAGE : (page + 1) * PAGE] = os.urandom(PAGE)
+        self.regions = [Region(self.address, _SIZE, self.address)]
+        self.plan = plan_cells(self.regions, np.array([(self.address + p * PAGE, 1) for p in self.touched], EXTENT))
+
+    def scan(self, known: KnownCells, staging: Staging, kept: dict[int, bytes], threads: int = 2) -> ScanResult:
+        def keep(row: int, slot: Slot) -> None:
+            kept[row] = bytes(slot.view(0, int(self.plan.length[row])))
+            staging.release(slot)
+
+        with RemoteReader(os.getpid()) as reader:
+            return scan(
+                self.plan, reader, known, seed=7, staging=staging, threads=threads, keep=keep, stop=threading.Event()
+            )
+
+
+def test_scan_hands_on_what_changed_and_nothing_else() -> None:
+    memory, kept = Memory(), dict[int, bytes]()
+    with Staging(64 << 20) as staging:
+        first = memory.scan(KnownCells.none(), staging, kept)
+        assert sorted(kept) == list(range(len(memory.plan)))
+        for row, data in kept.items():
+            runs = memory.plan.runs[memory.plan.first_run[row] : memory.plan.first_run[row + 1]]
+            assert data == b"".join(ctypes.string_at(int(r["address"]), int(r["length"])) for r in runs)
+            assert first.fingerprint[row].tobytes() == xxhash.xxh3_128_digest(
+                memory.plan.bitmap[row].tobytes() + data, 7
+            )
+        known = KnownCells(memory.plan.key, first.fingerprint, np.zeros(len(memory.plan), CELL))
+
+        kept.clear()
+        second = memory.scan(known, staging, kept)
+        assert not kept and (second.row == np.arange(len(memory.plan))).all()
+
+        page = memory.touched[700]
+        memory.map[page * PAGE + 17] ^= 1
+        third = memory.scan(known, staging, kept)
+        assert list(kept) == third.changed.tolist() == [page // 256]
+
+
+def test_a_bounded_staging_makes_the_scan_wait_and_an_abandoned_one_ends_it() -> None:
+    memory = Memory()
+    with Staging(1) as staging:
+        held: list[Slot] = []
+        started = threading.Event()
+
+        def keep(row: int, slot: Slot) -> None:
+            held.append(slot)
+            started.set()
+
+        failure: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                with RemoteReader(os.getpid()) as reader:
+                    scan(
+                        memory.plan,
+                        reader,
+                        KnownCells.none(),
+                        seed=1,
+                        staging=staging,
+                        threads=1,
+                        keep=keep,
+                        stop=threading.Event(),
+                    )
+            except DumpFailed as error:
+                failure.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        assert started.wait(10)
+        thread.join(0.5)
+        assert thread.is_alive() and len(held) == staging.capacity - 1  # one is being filled
+        assert staging.bytes <= 8 * (CELL_BYTES + PAGE)
+        staging.abandon(OSError("no space"))
+        thread.join(10)
+        assert not thread.is_alive()
+        assert "no space" in str(failure[0])
+
+
+@pytest.mark.parametrize("zeros", [[], [0], [5, 6, 7, 100], list(range(200))])
+def test_zero_pages_are_told_apart(zeros: list[int]) -> None:
+    rng = np.random.default_rng(3)
+    present = np.sort(rng.choice(256, 200, replace=False))
+    mask = np.zeros(256, np.bool_)
+    mask[present] = True
+    data = rng.integers(0, 256, (200, PAGE), np.uint8)
+    data[:, 0] = rng.integers(0, 2, 200)  # a page that merely begins with zeros is data
+    data[zeros] = 0
+    bitmap, zero, kept = without_zero_pages(
+        np.packbits(mask, bitorder="little"), memoryview(data.tobytes()), np.empty(CELL_BYTES, np.uint8)
+    )
+    is_zero = ~data.any(axis=1)
+    assert set(np.flatnonzero(np.unpackbits(np.frombuffer(zero, np.uint8), bitorder="little"))) == set(present[is_zero])
+    assert set(np.flatnonzero(np.unpackbits(np.frombuffer(bitmap, np.uint8), bitorder="little"))) == set(
+        present[~is_zero]
+    )
+    assert bytes(kept) == data[~is_zero].tobytes()
+
+
+def test_a_file_reads_as_a_space_with_its_holes_and_its_tail(tmp_path: object) -> None:
+    path = f"{tmp_path}/file"
+    tail = os.urandom(3 * PAGE + 123)
+    with open(path, "wb") as file:
+        file.write(b"head" * 1000)
+        file.seek(5 * CELL_BYTES)
+        file.write(tail)
+    size = os.path.getsize(path)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        source = FileSource(descriptor, size, path)
+        plan = plan_cells([Region(0, -(-size // PAGE) * PAGE, 0, kind="file")], source.extents())
+        got: dict[int, bytes] = {}
+        with Staging(1) as staging:
+
+            def keep(row: int, slot: Slot) -> None:
+                got[int(plan.cell[row])] = bytes(slot.view(0, int(plan.length[row])))
+                staging.release(slot)
+
+            scan(plan, source, KnownCells.none(), seed=0, staging=staging, threads=1, keep=keep, stop=threading.Event())
+        assert got[5] == tail + bytes(-len(tail) % PAGE)
+        assert got[0].startswith(b"head" * 1000) and not got[0][4000:].strip(b"\0")
+        assert set(got) == {0, 5}
+    finally:
+        os.close(descriptor)
+
+
+def test_a_pages_image_reads_by_address(tmp_path: object) -> None:
+    pages = [os.urandom(PAGE) for _ in range(6)]
+    path = f"{tmp_path}/pages-1.img"
+    with open(path, "wb") as file:
+        file.write(b"".join(pages))
+    extents = np.array(
+        [(0x7000, 2), (0x1000, 1), (0x20000, 3)], EXTENT
+    )  # in the image's order, which need not be the addresses'
+    image = PagesImage(path, extents)
+    addresses = [0x7000, 0x8000, 0x1000, 0x20000, 0x21000, 0x22000]
+    iovecs = np.array([(a, PAGE) for a in addresses], [("address", "<u8"), ("length", "<u8")])
+    with Staging(1) as staging:
+        slot = staging.acquire()
+        image.read_into(iovecs.ctypes.data, len(iovecs), slot, 6 * PAGE)
+        assert bytes(slot.view(0, 6 * PAGE)) == b"".join(pages)
+    image.close()
+
+
+def test_fingerprints_survive_storing_and_name_damage() -> None:
+    spaces = {"process:1": (np.arange(5, dtype=np.uint64) * 4096, np.frombuffer(os.urandom(80), "V16"))}
+    data = encode_fingerprints(spaces)
+    back = decode_fingerprints(data)
+    assert back["process:1"][0].tolist() == spaces["process:1"][0].tolist()
+    assert back["process:1"][1].tobytes() == spaces["process:1"][1].tobytes()
+    with pytest.raises(Damaged):
+        decode_fingerprints(data[:-3])
+    with pytest.raises(Damaged):
+        decode_fingerprints(os.urandom(100))
