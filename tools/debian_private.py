@@ -193,7 +193,7 @@ class Suite:
             raise ToolError(f"Debian {self.name} has no package {package} for {self.architecture}") from None
 
     def library_closure(self, packages: Sequence[str]) -> list[str]:
-        """`packages` and every shared library package (lib…) that they need, directly or through such packages."""
+        """`packages` and every shared library package that they need, directly or through such packages."""
         wanted = list(packages)
         for package in wanted:  # grows while it is walked
             fields = self.fields(package)
@@ -201,7 +201,7 @@ class Suite:
                 raise ToolError(f"Debian {self.name} has no package {package} for {self.architecture}")
             for clause in ", ".join(filter(None, (fields.get("Pre-Depends"), fields.get("Depends")))).split(", "):
                 name = re.split(r"[ :(|]", clause, maxsplit=1)[0]
-                if name.startswith("lib") and name not in wanted:
+                if name.startswith(("lib", "zlib")) and name not in wanted:
                     wanted.append(name)
         return wanted
 
@@ -240,13 +240,11 @@ def _libraries_below(tree: Path) -> dict[str, Path]:
     return {path.name: path for path in sorted(tree.rglob("*.so*")) if path.exists() and not path.is_dir()}
 
 
-def make_private(suite: Suite, binaries: Sequence[Path], tree: Path, build: Path, prefix: Path) -> None:
-    """Copy the loader and libraries that `binaries` need from the unpacked `tree` to build/lib and bind them to it.
+def copy_libraries(suite: Suite, binaries: Sequence[Path], tree: Path, lib: Path) -> None:
+    """Copy the dynamic loader and every library that `binaries` need from the unpacked `tree` into the folder `lib`.
 
-    The binaries lie below `build`, which will be renamed to `prefix`: the addresses written into them are those of
-    `prefix`. RPATH (not RUNPATH) is set, because only RPATH also counts for what the libraries themselves need.
+    The first of the binaries is a program; what it loads while it runs (extension modules) may follow it.
     """
-    lib = build / "lib"
     lib.mkdir(parents=True, exist_ok=True)
     offered = _libraries_below(tree)
     pending = [
@@ -264,17 +262,25 @@ def make_private(suite: Suite, binaries: Sequence[Path], tree: Path, build: Path
         shutil.copyfile(offered[name].resolve(), lib / name)
         (lib / name).chmod(0o755)
         pending.extend(needed_libraries(offered[name].resolve()))
+
+
+def bind(suite: Suite, binary: Path, lib: Path) -> None:
+    """Write into a program that its loader and libraries are those in `lib`, where they may arrive only later.
+
+    RPATH, not RUNPATH, because only RPATH also counts for what the libraries themselves need. One call does it all:
+    patching a file twice grows it twice. Programs that are not position-independent are refused: patchelf 0.18 makes
+    their segments overlap.
+    """
+    if "DYN" not in call(["readelf", "--file-header", binary]):
+        raise ToolError(f"{binary} is not position-independent: start it through its loader instead")
     # patchelf comes from the same suite and runs under the suite's own loader and libraries, so the machine needs none.
     tools = suite.root / "patchelf"
-    if not tools.exists():
-        suite.unpack(suite.library_closure(["patchelf"]), tools)
-    loader = next(path for path in tools.rglob(os.path.basename(interpreter(binaries[0]))) if path.exists())
-    folders = ":".join(sorted({str(path.parent) for path in _libraries_below(tools).values()}))
-    patchelf: list[str | os.PathLike[str]] = [loader, "--library-path", folders, tools / "usr/bin/patchelf"]
-    for binary in binaries:
-        name = os.path.basename(interpreter(binary))
-        call([*patchelf, "--set-interpreter", prefix / "lib" / name, binary])
-        call([*patchelf, "--force-rpath", "--set-rpath", prefix / "lib", binary])
+    suite.unpack(suite.library_closure(["patchelf"]), tools)
+    name = os.path.basename(interpreter(binary))
+    offered = _libraries_below(tools)
+    folders = ":".join(sorted({str(path.parent) for path in offered.values()}))
+    patchelf: list[str | os.PathLike[str]] = [offered[name], "--library-path", folders, tools / "usr/bin/patchelf"]
+    call([*patchelf, "--set-interpreter", lib / name, "--force-rpath", "--set-rpath", lib, binary])
 
 
 def keep_licences(tree: Path, build: Path) -> None:
