@@ -126,8 +126,12 @@ class Suite:
     _options: tuple[str, ...] = field(repr=False)
 
     @classmethod
-    def open(cls, name: str, root: Path, mirror: str | None = None) -> Suite:
-        """Fetch and verify the suite's package lists (about 10 MB)."""
+    def open(cls, name: str, root: Path, mirror: str | None = None, *, allow_expired: bool = False) -> Suite:
+        """Fetch and verify the suite's package lists (about 10 MB).
+
+        `allow_expired` accepts a Release file past its Valid-Until, as an archive of the past serves it. It must still
+        be signed by Debian; only the protection against being shown an old state is given up.
+        """
         if re.fullmatch(r"[a-z][a-z0-9-]*", name) is None:
             raise ToolError(f"{name!r} is no Debian suite name; trixie or sid are")
         address = mirror or debian_mirror()
@@ -154,6 +158,7 @@ class Suite:
             "APT::Sandbox::User": "root",
             "APT::Get::AllowUnauthenticated": "false",
             "Acquire::AllowInsecureRepositories": "false",
+            **({"Acquire::Check-Valid-Until": "false"} if allow_expired else {}),
             "APT::Update::Error-Mode": "any",
             "Acquire::Retries": "3",
         }
