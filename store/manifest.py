@@ -7,6 +7,9 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from icecore.errors import Damaged, FormatTooNew
+from icecore.store.envelope import ObjectKind, Sealed, seal, unseal
+
 #: Reference to one map node: the group of 64 cells of one region that it holds, its id, and where its stored bytes lie.
 NODE_REF = np.dtype(
     [("region", "<u4"), ("group", "<u4"), ("node", "u1", 32), ("pack", "u1", 16), ("offset", "<u8"), ("length", "<u4")]
@@ -139,3 +142,42 @@ class Manifest(msgspec.Struct, frozen=True):
     hints: str = ""
     hints_digest: str = ""
     extra: dict[str, str] = {}
+
+
+MANIFEST_KIND = ObjectKind("manifest", b"ICEMANI", 1, 256 << 20)
+#: The newest manifest structure that this code writes and reads.
+MANIFEST_FORMAT = 1
+
+_DECODER = msgspec.msgpack.Decoder(Manifest)
+
+
+def encode_manifest(manifest: Manifest, key: bytes) -> Sealed:
+    """The object of ``manifest``; ``key`` is the repository's manifest key."""
+    return seal(MANIFEST_KIND, msgspec.msgpack.encode(manifest), key)
+
+
+def decode_manifest(data: bytes, key: bytes, *, name: str, digest: bytes | None = None) -> Manifest:
+    """The manifest in object ``name``.
+
+    Args:
+        digest: The digest by which the snapshot list refers to it.
+
+    Raises:
+        Damaged: It is not what was written, or another one than was meant.
+        FormatTooNew: It was written by a later version.
+    """
+    body = unseal(MANIFEST_KIND, name, data, key, digest)
+    try:
+        manifest = _DECODER.decode(body)
+    except msgspec.DecodeError as error:
+        raise Damaged(MANIFEST_KIND.title, name, str(error)) from error
+    if manifest.format > MANIFEST_FORMAT:
+        raise FormatTooNew(
+            f"manifest {name} has format {manifest.format}, this icecore reads up to {MANIFEST_FORMAT}", cure="use a newer icecore"
+        )
+    for space in manifest.spaces:
+        if len(space.nodes) % NODE_REF.itemsize:
+            raise Damaged(MANIFEST_KIND.title, name, f"the node references of {space.kind} {space.key} are cut off")
+        if len(space.nodes) and int(np.frombuffer(space.nodes, NODE_REF)["region"].max()) >= len(space.regions):
+            raise Damaged(MANIFEST_KIND.title, name, f"a node of {space.kind} {space.key} belongs to no region")
+    return manifest

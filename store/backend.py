@@ -1,0 +1,137 @@
+"""What the repository asks of storage: create an object if it is absent, atomically; get, ranged get, list, delete; nothing is overwritten."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from typing import ClassVar, NamedTuple
+
+from icecore.errors import UsageError
+
+Buffer = bytes | bytearray | memoryview
+
+#: The longest object name, in bytes; leaves room for a bucket prefix within S3's 1024.
+MAX_NAME = 512
+MAX_PART = 200
+_PART = re.compile(r"[a-z0-9][a-z0-9._-]*\Z")
+
+
+class ObjectInfo(NamedTuple):
+    """One row of a listing: the object's name and its size in bytes."""
+
+    name: str
+    size: int
+
+
+def check_name(name: str) -> str:
+    """Return ``name`` if it can name an object on every back end.
+
+    Raises:
+        UsageError: Says which rule it breaks.
+    """
+    if not name:
+        raise UsageError("an object name is empty")
+    if len(name) > MAX_NAME:
+        raise UsageError(f"object name {name[:40]!r}… has {len(name)} characters, more than {MAX_NAME}")
+    for part in name.split("/"):
+        if not _PART.match(part):
+            raise UsageError(
+                f"object name {name!r}: part {part!r} is not lower-case letters, digits, '.', '_' or '-' beginning with a letter or digit"
+            )
+        if len(part) > MAX_PART:
+            raise UsageError(f"object name {name!r}: part {part[:40]!r}… is longer than {MAX_PART}")
+    return name
+
+
+def check_prefix(prefix: str) -> str:
+    """Return ``prefix`` if it is empty or whole name parts each followed by ``/``; what every back end can list.
+
+    Raises:
+        UsageError: It is neither.
+    """
+    if prefix:
+        if not prefix.endswith("/"):
+            raise UsageError(f"a listing prefix ends with '/': {prefix!r}")
+        check_name(prefix[:-1])
+    return prefix
+
+
+def length_of(parts: Sequence[Buffer]) -> int:
+    """Total bytes of ``parts``."""
+    return sum(memoryview(part).nbytes for part in parts)
+
+
+class Backend(ABC):
+    """One place where objects live. All methods may be called by many tasks of one event loop at the same time.
+
+    Attributes:
+        read_size: Bytes of a ranged read at which this storage is near its best throughput.
+        direct: Whether ``read_into`` works, the synchronous ranged read for worker threads.
+        where: The place in words, for messages.
+    """
+
+    read_size: ClassVar[int] = 16 << 20
+    direct: bool = False
+    where: str = ""
+
+    @abstractmethod
+    async def create(self, name: str, parts: Sequence[Buffer]) -> None:
+        """Create the object from ``parts`` back to back, durable when this returns; other readers see all of it or nothing.
+
+        Raises:
+            ObjectExists: The name is taken; what it holds is untouched.
+            StoreFull: No space; nothing is left behind.
+            StoreError: Anything else. The object may or may not exist afterwards.
+        """
+
+    @abstractmethod
+    async def get(self, name: str, *, limit: int = 1 << 30) -> bytes:
+        """The whole object, read only if it has at most ``limit`` bytes.
+
+        Raises:
+            ObjectMissing: No such object.
+            Damaged: It is larger than ``limit``, so not what its name says.
+            StoreError: It could not be read.
+        """
+
+    @abstractmethod
+    async def get_into(self, name: str, offset: int, out: memoryview) -> None:
+        """Fill ``out`` with the object's bytes from ``offset`` on.
+
+        Raises:
+            ObjectMissing: No such object.
+            Damaged: It ends before ``out`` is full.
+            StoreError: It could not be read.
+        """
+
+    @abstractmethod
+    async def size(self, name: str) -> int:
+        """Size of the object in bytes.
+
+        Raises:
+            ObjectMissing: No such object.
+        """
+
+    @abstractmethod
+    def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        """Objects whose name begins with ``prefix`` (empty, or ending with ``/``), in ascending name order.
+
+        An object that existed, or was absent, during the whole listing is, or is not, listed; in between, either.
+        """
+
+    @abstractmethod
+    async def delete(self, name: str) -> None:
+        """Delete the object; it is no error if there is none."""
+
+    def read_into(self, name: str, offset: int, out: memoryview) -> None:
+        """``get_into`` without an event loop, from any thread; only where ``direct`` is true."""
+        raise UsageError(f"{self.where} has no direct reads")
+
+    async def sweep(self, age_seconds: float) -> int:
+        """Remove remains of writes that broke off more than ``age_seconds`` ago; returns how many. Most storage leaves none."""
+        return 0
+
+    async def close(self) -> None:
+        """Give back what the back end holds open; further calls are errors."""
+        return None

@@ -1,0 +1,188 @@
+"""The snapshot list: immutable pages and a short tail in the log entry, so that a commit costs the same however many snapshots there are."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+
+import msgspec
+
+from icecore.errors import UsageError
+from icecore.store.backend import Backend
+from icecore.store.envelope import Sealed
+from icecore.store.names import Kind, object_name, random_id
+from icecore.store.state import (
+    NAMES_KIND,
+    PAGE_KIND,
+    Condemned,
+    NameListRef,
+    PageRef,
+    SnapshotRecord,
+    State,
+    decode_names,
+    decode_page,
+    encode_names,
+    encode_page,
+    join_names,
+    leading,
+    page_ref,
+    split_names,
+)
+
+#: Records in a full page, and the length of the tail at which it is folded into one. A page reference is 1/1024 of what it stands for.
+PAGE_RECORDS = 1024
+TAIL_RECORDS = 32
+#: Under contention a longer tail is cheaper than pages that a lost race makes useless.
+TAIL_LIMIT = 4 * TAIL_RECORDS
+#: Names of condemned objects that the entry holds itself.
+INLINE_NAMES = 64
+
+
+class Pages:
+    """Reads and writes the objects that a log entry refers to, and keeps those it saw last.
+
+    What a change writes here may only be named by the entry that directly follows the state which the change was given: a collector that lists an
+    object which no state names, condemns it with an entry of its own, so it can only come between by taking that generation.
+    """
+
+    def __init__(self, backend: Backend, key: bytes, *, remembered: int = 64) -> None:
+        self.attempt = 0
+        self._backend = backend
+        self._key = key
+        self._remembered = remembered
+        self._cache: OrderedDict[bytes, bytes] = OrderedDict()
+
+    async def _fetch(self, identity: bytes, digest: bytes, limit: int) -> bytes:
+        data = self._cache.get(digest)
+        if data is None:
+            data = await self._backend.get(object_name("page", identity), limit=limit)
+            self._remember(digest, data)
+        else:
+            self._cache.move_to_end(digest)
+        return data
+
+    def _remember(self, digest: bytes, data: bytes) -> None:
+        self._cache[digest] = data
+        while len(self._cache) > self._remembered:
+            self._cache.popitem(last=False)
+
+    async def _store(self, sealed: Sealed) -> bytes:
+        identity = random_id()
+        await self._backend.create(object_name("page", identity), [sealed.data])
+        self._remember(sealed.digest, sealed.data)
+        return identity
+
+    async def read(self, ref: PageRef) -> list[SnapshotRecord]:
+        """The records of a page."""
+        data = await self._fetch(ref.id, ref.digest, PAGE_KIND.object_limit)
+        try:
+            return decode_page(object_name("page", ref.id), data, self._key, ref)
+        except BaseException:
+            self._cache.pop(ref.digest, None)
+            raise
+
+    async def write(self, records: list[SnapshotRecord]) -> PageRef:
+        """Store a new page."""
+        sealed = encode_page(records, self._key)
+        return page_ref(await self._store(sealed), sealed, records)
+
+    async def read_names(self, batch: Condemned) -> list[tuple[Kind, bytes]]:
+        """The objects of a condemned batch."""
+        if batch.ref is None:
+            return split_names(batch.names)
+        data = await self._fetch(batch.ref.id, batch.ref.digest, NAMES_KIND.object_limit)
+        return decode_names(object_name("page", batch.ref.id), data, self._key, batch.ref)
+
+    async def condemned(self, generation: int, names: list[tuple[Kind, bytes]], *, deleted: bool = False) -> Condemned:
+        """A batch of ``names``, stored as an object of its own if it is long."""
+        if len(names) <= INLINE_NAMES:
+            return Condemned(generation, names=join_names(names), deleted=deleted)
+        sealed = encode_names(names, self._key)
+        identity = await self._store(sealed)
+        return Condemned(generation, ref=NameListRef(identity, sealed.digest, len(sealed.data), len(names)), deleted=deleted)
+
+
+async def add(state: State, records: Sequence[SnapshotRecord], pages: Pages) -> State:
+    """``state`` with ``records`` appended to its snapshot list.
+
+    Raises:
+        UsageError: A snapshot of that id is listed already.
+    """
+    for record in records:
+        if await find(state, record.snapshot, pages) is not None:
+            raise UsageError(f"snapshot {record.snapshot} is in the repository already")
+    tail = [*state.tail, *records]
+    refs = list(state.pages)
+    if len(tail) >= (TAIL_LIMIT if pages.attempt else TAIL_RECORDS):
+        if refs and refs[-1].count + len(tail) <= PAGE_RECORDS:
+            tail = [*await pages.read(refs.pop()), *tail]
+        while tail:
+            refs.append(await pages.write(tail[:PAGE_RECORDS]))
+            del tail[:PAGE_RECORDS]
+    return msgspec.structs.replace(state, pages=refs, tail=tail)
+
+
+async def edit(state: State, snapshots: Collection[str], change: Callable[[SnapshotRecord], SnapshotRecord | None], pages: Pages) -> State:
+    """``state`` with ``change`` applied to the records of ``snapshots`` (None removes); only pages that hold one of them are rewritten.
+
+    Snapshots that are not listed are passed over.
+    """
+    wanted = set(snapshots)
+    prefixes = sorted(leading(snapshot) for snapshot in wanted)
+
+    def apply(records: Sequence[SnapshotRecord]) -> list[SnapshotRecord]:
+        changed = (change(record) if record.snapshot in wanted else record for record in records)
+        return [record for record in changed if record is not None]
+
+    # Runs of neighbouring pages, each either untouched (a reference) or rewritten (its records), joined where they have become small.
+    parts: list[PageRef | list[SnapshotRecord]] = []
+    for ref in state.pages:
+        if any(ref.first <= prefix <= ref.last for prefix in prefixes):
+            before = await pages.read(ref)
+            after = apply(before)
+            if after != before:
+                previous = parts[-1] if parts else None
+                if isinstance(previous, list) and len(previous) + len(after) <= PAGE_RECORDS:
+                    previous.extend(after)
+                elif isinstance(previous, PageRef) and previous.count + len(after) <= PAGE_RECORDS // 2:
+                    parts[-1] = [*await pages.read(previous), *after]
+                else:
+                    parts.append(after)
+                continue
+        parts.append(ref)
+    refs = [part if isinstance(part, PageRef) else await pages.write(part) for part in parts if not isinstance(part, list) or part]
+    return msgspec.structs.replace(state, pages=refs, tail=apply(state.tail))
+
+
+async def find(state: State, snapshot: str, pages: Pages) -> SnapshotRecord | None:
+    """The record of ``snapshot``; reads only pages whose range covers it."""
+    for record in state.tail:
+        if record.snapshot == snapshot:
+            return record
+    if len(snapshot) != 32:
+        return None
+    prefix = leading(snapshot)
+    for ref in reversed(state.pages):
+        if ref.first <= prefix <= ref.last:
+            for record in await pages.read(ref):
+                if record.snapshot == snapshot:
+                    return record
+    return None
+
+
+async def everything(state: State, pages: Pages) -> list[SnapshotRecord]:
+    """All listed snapshots in order of their commits."""
+    records: list[SnapshotRecord] = []
+    for ref in state.pages:
+        records.extend(await pages.read(ref))
+    return [*records, *state.tail]
+
+
+async def condemned_names(state: State, pages: Pages) -> set[tuple[Kind, bytes]]:
+    """Every object that ``state`` marks for deletion."""
+    names: set[tuple[Kind, bytes]] = set()
+    for batch in state.condemned:
+        names.update(await pages.read_names(batch))
+    return names
+
+

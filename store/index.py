@@ -1,0 +1,274 @@
+"""The dedup index: which chunks are stored, asked of the live segments of one state; a miss costs space, never correctness."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from icecore.errors import Damaged, ObjectMissing
+from icecore.store.backend import Backend
+from icecore.store.cell import PLACE, Bytes, Records
+from icecore.store.names import object_name
+from icecore.store.segment import (
+    ENTRY,
+    Head,
+    Mask,
+    encode_segment,
+    head_bytes,
+    leading,
+    merge,
+    parse_head,
+    parse_segment,
+    partition,
+    search,
+    verify_block,
+)
+from icecore.store.state import SegmentRef
+
+#: Segments of one size class and one range that are merged into one: a class has less than this many; half as many where there are many ranges.
+FAN_IN = 8
+#: A segment longer than this many entries is cut into ranges by the leading bits of its ids.
+SPLIT_ENTRIES = 1 << 20
+_CLASS_ENTRIES = 1024
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Segments that are to become one: all of one range."""
+
+    inputs: tuple[SegmentRef, ...]
+
+    @property
+    def entries(self) -> int:
+        """Entries that the inputs hold together."""
+        return sum(ref.count for ref in self.inputs)
+
+
+def size_class(count: int) -> int:
+    """0 for less than 1024 entries, 1 for less than 8 times that, and so on."""
+    size = 0
+    while count >= _CLASS_ENTRIES:
+        count //= FAN_IN
+        size += 1
+    return size
+
+
+def plan_merges(segments: Sequence[SegmentRef], *, entries: int) -> list[Merge]:
+    """What to merge so that the number of live segments grows with the logarithm of the index.
+
+    Args:
+        segments: The live segments.
+        entries: No merge larger than this many entries.
+
+    Returns:
+        Merges of segments of the same range and size class, where there are ``FAN_IN`` of them; with everything smaller in that range, which
+        would only be merged again soon. At most one for each range.
+    """
+    ranges: dict[tuple[int, int], list[SegmentRef]] = {}
+    for ref in segments:
+        ranges.setdefault((ref.bits, ref.prefix), []).append(ref)
+    merges = []
+    for (bits, _), members in ranges.items():
+        for size in range(max(size_class(ref.count) for ref in members), -1, -1):
+            if sum(size_class(ref.count) == size for ref in members) >= (FAN_IN // 2 if bits else FAN_IN):
+                merge_ = Merge(tuple(ref for ref in members if size_class(ref.count) <= size))
+                if merge_.entries <= entries:
+                    merges.append(merge_)
+                    break
+    return merges
+
+
+@dataclass(frozen=True)
+class NewSegment:
+    """A segment that is ready to be stored."""
+
+    ref: SegmentRef
+    parts: list[bytes | memoryview]
+
+
+def build(entries: Records, key: bytes, identity: Callable[[], bytes], *, bits: int = 0, prefix: int = 0) -> list[NewSegment]:
+    """The segments that hold ``entries`` (sorted, all in the given range), cut into narrower ranges where they are many."""
+    if len(entries) > SPLIT_ENTRIES and bits < 8:
+        finer = min(8, bits + 3)
+        return [
+            segment
+            for part, held in partition(entries, finer)
+            for segment in build(held, key, identity, bits=finer, prefix=part)
+        ]
+    if not len(entries):
+        return []
+    parts, digest = encode_segment(entries, key, bits=bits, prefix=prefix)
+    length = sum(memoryview(part).nbytes for part in parts)
+    # The name begins with the range, so that the folder of a segment says what is in it.
+    name = bytes([prefix << (8 - bits) & 0xFF if bits else 0]) + identity()[1:]
+    return [NewSegment(SegmentRef(name, digest, length, len(entries), bits, prefix), parts)]
+
+
+class _Loaded:
+    """A segment in memory, ready to be searched."""
+
+    def __init__(self, entries: Records) -> None:
+        self.entries = entries
+        self.keys = leading(entries["chunk"])
+
+
+class Index:
+    """The live segments of one state.
+
+    ``lookup`` is for threads; segments up to ``budget`` bytes in all, smallest first, are held in memory after ``load``, of the others single
+    blocks are read as they are asked for.
+
+    Args:
+        segments: The state's segments.
+        key: The repository's segment key.
+        budget: Bytes of segments to hold.
+    """
+
+    def __init__(self, backend: Backend, segments: Sequence[SegmentRef], key: bytes, *, budget: int = 256 << 20) -> None:
+        self._backend = backend
+        self._key = key
+        self._budget = budget
+        self._refs = list(segments)
+        self._loaded: dict[bytes, _Loaded] = {}
+        self._heads: dict[bytes, Head] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.damaged: list[tuple[SegmentRef, Damaged | ObjectMissing]] = []
+
+    @property
+    def entries(self) -> int:
+        """Entries in all segments."""
+        return sum(ref.count for ref in self._refs)
+
+    async def load(self) -> None:
+        """Read what fits the budget, and the heads of the rest.
+
+        A damaged or missing segment is left out and listed in ``damaged``: it costs space, and no snapshot should fail for it.
+        """
+        self._loop = asyncio.get_running_loop()
+        left = self._budget
+        whole: list[SegmentRef] = []
+        large: list[SegmentRef] = []
+        for ref in sorted(self._refs, key=lambda ref: ref.length):
+            if ref.length <= left:
+                left -= ref.length
+                whole.append(ref)
+            else:
+                large.append(ref)
+        await _each([self._load(ref, self._load_whole) for ref in whole] + [self._load(ref, self._load_head) for ref in large])
+
+    async def _load(self, ref: SegmentRef, how: Callable[[SegmentRef], Awaitable[None]]) -> None:
+        try:
+            await how(ref)
+        except (Damaged, ObjectMissing) as error:
+            self._refs.remove(ref)
+            self.damaged.append((ref, error))
+
+    async def _load_whole(self, ref: SegmentRef) -> None:
+        if ref.id not in self._loaded:
+            self._loaded[ref.id] = _Loaded(await read_segment(self._backend, ref, self._key))
+
+    async def _load_head(self, ref: SegmentRef) -> None:
+        if ref.id not in self._heads:
+            name = object_name("segment", ref.id)
+            data = bytearray(head_bytes(ref.count))
+            await self._backend.get_into(name, 0, memoryview(data))
+            self._heads[ref.id] = await asyncio.to_thread(parse_head, name, bytes(data), self._key, ref.digest)
+
+    def lookup(self, ids: Bytes) -> tuple[Mask, Records]:
+        """Where chunks are stored. To be called after ``load``, from any thread but the event loop's if segments exceed the budget.
+
+        Args:
+            ids: Chunk ids, n x 32 bytes.
+
+        Returns:
+            Which were found, and n ``PLACE`` records, zero where not found.
+        """
+        found = np.zeros(len(ids), np.bool_)
+        places = np.zeros(len(ids), PLACE)
+        if not len(ids):
+            return found, places
+        first = ids[:, 0]
+        for ref in self._refs:
+            missing = np.flatnonzero(~found & ((first >> (8 - ref.bits)) == ref.prefix) if ref.bits else ~found)
+            if not len(missing):
+                continue
+            loaded = self._loaded.get(ref.id)
+            if loaded is not None:
+                hit, at = search(loaded.entries, loaded.keys, ids[missing])
+                places[missing[hit]] = loaded.entries["place"][at[hit]]
+                found[missing[hit]] = True
+            else:
+                self._search_blocks(ref, ids, missing, found, places)
+        return found, places
+
+    def _search_blocks(self, ref: SegmentRef, ids: Bytes, missing: npt.NDArray[np.int64], found: Mask, places: Records) -> None:
+        head = self._heads[ref.id]
+        numbers = head.blocks_of(leading(ids[missing]))
+        for number in np.unique(numbers).tolist():
+            offset, length = head.block(number)
+            data = bytearray(length)
+            self._read(head.name, offset, memoryview(data))
+            entries = verify_block(head, number, data, self._key)
+            asked = missing[numbers == number]
+            hit, at = search(entries, leading(entries["chunk"]), ids[asked])
+            places[asked[hit]] = entries["place"][at[hit]]
+            found[asked[hit]] = True
+
+    def _read(self, name: str, offset: int, out: memoryview) -> None:
+        if self._backend.direct:
+            self._backend.read_into(name, offset, out)
+        else:
+            assert self._loop is not None
+            asyncio.run_coroutine_threadsafe(self._backend.get_into(name, offset, out), self._loop).result()
+
+    async def entries_of(self, ref: SegmentRef) -> Records:
+        """All entries of a live segment, from memory where they are held."""
+        loaded = self._loaded.get(ref.id)
+        return loaded.entries if loaded is not None else await read_segment(self._backend, ref, self._key)
+
+
+async def read_segment(backend: Backend, ref: SegmentRef, key: bytes) -> Records:
+    """All entries of a segment, verified.
+
+    Raises:
+        Damaged: It is not what was written.
+    """
+    name = object_name("segment", ref.id)
+    data = await backend.get(name, limit=head_bytes(ref.count) + ref.count * ENTRY.itemsize)
+    _, entries = await asyncio.to_thread(parse_segment, name, data, key, ref.digest)
+    return entries
+
+
+async def merge_segments(
+    read: Callable[[SegmentRef], Awaitable[Records]], planned: Merge, key: bytes, identity: Callable[[], bytes], dead: frozenset[bytes] = frozenset()
+) -> list[NewSegment]:
+    """The segments that take the place of a merge's inputs, without entries in the shards ``dead``; of equal ids the last input's stays."""
+    runs = [await read(ref) for ref in reversed(planned.inputs)]
+    first = planned.inputs[0]
+
+    def work() -> list[NewSegment]:
+        return build(merge(runs, dead), key, identity, bits=first.bits, prefix=first.prefix)
+
+    return await asyncio.to_thread(work)
+
+
+def replaced(segments: Sequence[SegmentRef], inputs: Sequence[SegmentRef], outputs: Sequence[SegmentRef]) -> list[SegmentRef] | None:
+    """``segments`` with ``outputs`` in the place of ``inputs``, or None if one of those is no longer live."""
+    gone = {ref.id for ref in inputs}
+    if len(gone & {ref.id for ref in segments}) != len(gone):
+        return None
+    return [*(ref for ref in segments if ref.id not in gone), *outputs]
+
+
+async def _each(work: Sequence[Awaitable[None]], at_once: int = 16) -> None:
+    turn = asyncio.Semaphore(at_once)
+
+    async def one(item: Awaitable[None]) -> None:
+        async with turn:
+            await item
+
+    await asyncio.gather(*(one(item) for item in work))

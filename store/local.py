@@ -1,0 +1,312 @@
+"""A back end in a directory: an object is a file, synced under a temporary name and then linked to its own, which only one creator can do."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+from icecore.errors import Damaged, NotFound, ObjectExists, ObjectMissing, StoreError, StoreFull
+from icecore.store.backend import Backend, Buffer, ObjectInfo, check_name, check_prefix
+
+T = TypeVar("T")
+
+#: Temporary files; object names never begin with a dot.
+_TEMPORARY = ".new-"
+_VECTORS = 512
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_UNLINKABLE = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+
+class _OpenFile:
+    """A file held open for reading, closed when the last reader has let go of it after it left the cache."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.users = 0
+        self.evicted = False
+
+
+class LocalBackend(Backend):
+    """Objects as files under ``root``.
+
+    Args:
+        root: The directory; it must exist unless ``create`` is true.
+        create: Make the directory (and its parents).
+        open_files: How many files stay open for reads.
+        threads: How many file operations run at once.
+
+    Raises:
+        NotFound: ``root`` is no directory.
+    """
+
+    read_size: ClassVar[int] = 1 << 20
+    direct = True
+
+    def __init__(self, root: str | os.PathLike[str], *, create: bool = False, open_files: int = 64, threads: int = 8) -> None:
+        self.root = Path(root).absolute()
+        self.where = str(self.root)
+        if create:
+            try:
+                self.root.mkdir(parents=True, exist_ok=True)
+                _sync_directory(self.root.parent)
+            except OSError as error:
+                raise _translate(error, "create", self.where) from error
+        if not self.root.is_dir():
+            raise NotFound(f"{self.where} is no directory", cure="'icecore init' makes a repository")
+        self._limit = open_files
+        self._files: OrderedDict[str, _OpenFile] = OrderedDict()
+        self._lock = threading.Lock()
+        self._made: set[Path] = {self.root}
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="icecore-local")
+
+    async def _run(self, function: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+
+    async def create(self, name: str, parts: Sequence[Buffer]) -> None:
+        path = self.root / check_name(name)
+        await self._run(self._create, name, path, [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes])
+
+    def _create(self, name: str, path: Path, parts: Sequence[memoryview]) -> None:
+        temporary = path.parent / f"{_TEMPORARY}{secrets.token_hex(8)}"
+        try:
+            self._make_folder(path.parent)
+            try:
+                descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            except FileNotFoundError:
+                self._made.discard(path.parent)  # somebody removed the empty folder
+                self._make_folder(path.parent)
+                descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                try:
+                    _write_all(descriptor, parts)
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+                os.link(temporary, path)
+            finally:
+                os.unlink(temporary)
+            _sync_directory(path.parent)
+        except FileExistsError as error:
+            raise ObjectExists(f"object {name} exists in {self.where}") from error
+        except OSError as error:
+            raise _translate(error, f"create object {name} in", self.where) from error
+
+    def _make_folder(self, folder: Path) -> None:
+        """Make ``folder`` durable with its parents; remembers what is done."""
+        if folder in self._made:
+            return
+        self._make_folder(folder.parent)
+        try:
+            folder.mkdir(mode=0o700)
+        except FileExistsError:
+            pass
+        _sync_directory(folder.parent)
+        self._made.add(folder)
+
+    async def get(self, name: str, *, limit: int = 1 << 30) -> bytes:
+        return await self._run(self._get, name, limit)
+
+    def _get(self, name: str, limit: int) -> bytes:
+        path = self.root / check_name(name)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size > limit:
+                    raise Damaged("object", name, f"it has {size} bytes, more than the {limit} that it can have")
+                data = file.read(size)
+                while len(data) < size:
+                    more = file.read(size - len(data))
+                    if not more:
+                        raise Damaged("object", name, f"it ends after {len(data)} of {size} bytes")
+                    data += more
+                return data
+        except FileNotFoundError as error:
+            raise ObjectMissing(f"there is no object {name} in {self.where}") from error
+        except OSError as error:
+            raise _translate(error, f"read object {name} in", self.where) from error
+
+    async def get_into(self, name: str, offset: int, out: memoryview) -> None:
+        await self._run(self.read_into, name, offset, out)
+
+    def read_into(self, name: str, offset: int, out: memoryview) -> None:
+        view = out.cast("B")
+        file = self._acquire(name)
+        try:
+            done = 0
+            while done < view.nbytes:
+                count = os.preadv(file.descriptor, [view[done:]], offset + done)
+                if count == 0:
+                    raise Damaged("object", name, f"it ends {view.nbytes - done} bytes before offset {offset + view.nbytes}")
+                done += count
+        except OSError as error:
+            raise _translate(error, f"read object {name} in", self.where) from error
+        finally:
+            self._release(file)
+
+    def _acquire(self, name: str) -> _OpenFile:
+        with self._lock:
+            file = self._files.get(name)
+            if file is not None:
+                self._files.move_to_end(name)
+                file.users += 1
+                return file
+        try:
+            descriptor = os.open(self.root / check_name(name), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise ObjectMissing(f"there is no object {name} in {self.where}") from error
+        except OSError as error:
+            raise _translate(error, f"read object {name} in", self.where) from error
+        with self._lock:
+            file = self._files.get(name)
+            if file is not None:  # another thread was faster
+                os.close(descriptor)
+                file.users += 1
+                return file
+            file = _OpenFile(descriptor)
+            file.users = 1
+            self._files[name] = file
+            while len(self._files) > self._limit:
+                self._evict(self._files.popitem(last=False)[1])
+            return file
+
+    def _release(self, file: _OpenFile) -> None:
+        with self._lock:
+            file.users -= 1
+            if file.evicted and file.users == 0:
+                os.close(file.descriptor)
+
+    def _evict(self, file: _OpenFile) -> None:
+        file.evicted = True
+        if file.users == 0:
+            os.close(file.descriptor)
+
+    async def size(self, name: str) -> int:
+        path = self.root / check_name(name)
+        try:
+            return (await self._run(os.stat, path)).st_size
+        except FileNotFoundError as error:
+            raise ObjectMissing(f"there is no object {name} in {self.where}") from error
+        except OSError as error:
+            raise _translate(error, f"read object {name} in", self.where) from error
+
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        check_prefix(prefix)
+        pending: list[str] = [prefix]
+        while pending:
+            folder = pending.pop()
+            if folder and not folder.endswith("/"):
+                try:
+                    size = (await self._run(os.stat, self.root / folder)).st_size
+                except FileNotFoundError:
+                    continue  # deleted while we were listing
+                yield ObjectInfo(folder, size)
+                continue
+            files, folders = await self._run(_scan, self.root, folder)
+            if not folders:
+                for info in files:
+                    yield info
+            else:
+                # Object order is that of whole names: "a/" sorts by its own slash, so folders and files are merged by it.
+                pending.extend(sorted([info.name for info in files] + folders, reverse=True))
+
+    async def delete(self, name: str) -> None:
+        await self._run(self._delete, name)
+
+    def _delete(self, name: str) -> None:
+        path = self.root / check_name(name)
+        with self._lock:
+            file = self._files.pop(name, None)
+            if file is not None:
+                self._evict(file)
+        try:
+            os.unlink(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise _translate(error, f"delete object {name} in", self.where) from error
+
+    async def sweep(self, age_seconds: float) -> int:
+        return await self._run(self._sweep, age_seconds)
+
+    def _sweep(self, age_seconds: float) -> int:
+        oldest = time.time() - age_seconds
+        removed = 0
+        for folder, _, files in os.walk(self.root):
+            for file in files:
+                if file.startswith(_TEMPORARY):
+                    path = os.path.join(folder, file)
+                    try:
+                        if os.stat(path).st_mtime <= oldest:
+                            os.unlink(path)
+                            removed += 1
+                    except FileNotFoundError:
+                        continue  # its writer finished
+        return removed
+
+    async def close(self) -> None:
+        self._pool.shutdown(wait=True)
+        with self._lock:
+            while self._files:
+                self._evict(self._files.popitem()[1])
+
+
+def _scan(root: Path, folder: str) -> tuple[list[ObjectInfo], list[str]]:
+    files: list[ObjectInfo] = []
+    folders: list[str] = []
+    try:
+        with os.scandir(root / folder) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(f"{folder}{entry.name}/")
+                else:
+                    try:
+                        files.append(ObjectInfo(folder + entry.name, entry.stat(follow_symlinks=False).st_size))
+                    except FileNotFoundError:
+                        continue  # deleted while we were listing
+    except (FileNotFoundError, NotADirectoryError):
+        return [], []
+    except OSError as error:
+        raise _translate(error, f"list {folder or 'objects'} in", root) from error
+    files.sort()
+    return files, folders
+
+
+def _write_all(descriptor: int, parts: Sequence[memoryview]) -> None:
+    pending = list(parts)
+    while pending:
+        written = os.writev(descriptor, pending[:_VECTORS])
+        whole = 0
+        while whole < len(pending) and written >= pending[whole].nbytes:
+            written -= pending[whole].nbytes
+            whole += 1
+        del pending[:whole]
+        if written:
+            pending[0] = pending[0][written:]
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _translate(error: OSError, doing: str, where: str | Path) -> StoreError:
+    reason = error.strerror or str(error)
+    if error.errno in _FULL:
+        return StoreFull(f"cannot {doing} {where}: {reason}", cure="free space there, or 'icecore forget' and 'icecore gc'")
+    if error.errno in _UNLINKABLE:
+        return StoreError(f"cannot {doing} {where}: {reason}", cure="the file system must support hard links and must be writable")
+    return StoreError(f"cannot {doing} {where}: {reason}")

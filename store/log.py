@@ -1,0 +1,336 @@
+"""The transaction log: the state is its newest entry, and whoever creates generation + 1 has changed it; no locks and no clocks decide anything."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from icecore.errors import Damaged, ObjectExists, ObjectMissing, RollbackDetected, StoreError, StoreFull
+from icecore.store.backend import Backend
+from icecore.store.catalog import Pages
+from icecore.store.envelope import HEADER_BYTES, Sealed
+from icecore.store.names import LOG, log_generation, log_name
+from icecore.store.state import ENTRY_KIND, REMEMBERED, State, Written, decode_entry, encode_entry, entry_digest
+from icecore.store.watermark import Seen, Watermark
+
+#: What a transaction does: from a state to the next. It may be called again with a newer state, so it must not remember what it saw;
+#: an error that it raises ends the transaction and changes nothing.
+Change = Callable[[State, Pages], Awaitable[State]]
+
+#: How many entries ``trim`` leaves; a listing may be this many generations old and still lead to the newest.
+KEPT_ENTRIES = 1024
+_TRIM_EVERY = KEPT_ENTRIES // 2
+_CREATE_TRIES = 5
+_BACKOFF_SECONDS = 0.005
+_BACKOFF_LIMIT_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A state, and the digest by which the next entry names it."""
+
+    state: State
+    digest: bytes
+
+    @property
+    def generation(self) -> int:
+        """The entry's generation."""
+        return self.state.generation
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A transaction that waits for its turn."""
+
+    change: Change
+    words: str
+    identity: bytes
+    result: asyncio.Future[Entry]
+
+
+class Log:
+    """The log of one repository.
+
+    Transactions that wait at the same time are carried by one entry.
+
+    Args:
+        watermark: Where the newest generation seen is remembered.
+    """
+
+    def __init__(self, backend: Backend, key: bytes, *, watermark: Watermark | None = None) -> None:
+        self.pages = Pages(backend, key)
+        self._backend = backend
+        self._key = key
+        self._watermark = watermark or Watermark()
+        self._known: Entry | None = None
+        self._waiting: list[_Waiting] = []
+        self._worker: asyncio.Task[None] | None = None
+
+    @property
+    def known(self) -> State | None:
+        """The newest state that this object has seen; others may have changed it since."""
+        return self._known.state if self._known else None
+
+    async def found(self) -> None:
+        """Write the first entry, of a repository in which nothing is; no error if it is there."""
+        first = State(generation=1, predecessor=b"", created_ns=time.time_ns(), changes=["init"])
+        try:
+            await self._backend.create(log_name(1), [encode_entry(first, self._key).data])
+        except ObjectExists:
+            pass
+
+    async def read(self, generation: int) -> Entry:
+        """The entry of ``generation``.
+
+        Raises:
+            ObjectMissing: It has not been written, or has been trimmed.
+            Damaged: It is not what was written.
+        """
+        name = log_name(generation)
+        data = await self._backend.get(name, limit=ENTRY_KIND.object_limit)
+        return Entry(decode_entry(name, generation, data, self._key), entry_digest(data))
+
+    async def generations(self) -> AsyncIterator[int]:
+        """Generations that have an entry, newest first, as a listing shows them."""
+        async for info in self._backend.list(LOG):
+            generation = log_generation(info.name)
+            if generation is not None:
+                yield generation
+
+    async def newest(self) -> Entry:
+        """The newest entry: a listing says where to begin, and the first generation that is absent says where to end.
+
+        Raises:
+            RollbackDetected: It is older than, or another one than, what this client has already seen.
+            Damaged: An entry is damaged, or there is none.
+        """
+        seen = self._watermark.load()
+        entry: Entry | None = None
+        while entry is None:
+            listed = await self._listed()
+            hint = max(listed, seen.generation)
+            if hint == 0:
+                raise Damaged(ENTRY_KIND.title, LOG, "there is no entry at all")
+            try:
+                entry = await self.read(hint)
+            except ObjectMissing:
+                if await self._listed() > hint:
+                    continue  # trimmed between the listing and the read
+                if hint == seen.generation:
+                    raise RollbackDetected(
+                        f"the repository in {self._backend.where} ends at generation {listed}, this client has already seen {hint}",
+                        cure="do not write to it: find out who put back an older copy of it",
+                    ) from None
+                raise
+        while True:
+            try:
+                following = await self.read(entry.generation + 1)
+            except ObjectMissing:
+                break
+            if following.state.predecessor != entry.digest:
+                raise Damaged(ENTRY_KIND.title, log_name(following.generation), "it does not follow the entry before it")
+            entry = following
+        if entry.generation == seen.generation and entry.digest.hex() != seen.digest:
+            raise RollbackDetected(
+                f"generation {seen.generation} of the repository in {self._backend.where} is not the one that this client has seen",
+                cure="do not write to it: find out who put back another copy of it",
+            )
+        self._keep(entry)
+        return entry
+
+    async def _listed(self) -> int:
+        async for generation in self.generations():
+            return generation
+        return 0
+
+    def _keep(self, entry: Entry) -> None:
+        self._known = entry
+        self._watermark.save(Seen(entry.generation, entry.digest.hex()))
+
+    async def transact(self, change: Change, words: str) -> Entry:
+        """Apply ``change`` to the newest state, again and again until it is the one that was changed.
+
+        Args:
+            change: Called with a state that already has its new generation; returning that very state changes nothing.
+            words: What it does, for people, in a few words.
+
+        Returns:
+            The entry that carries the change, or the newest one if there was none to make.
+
+        Raises:
+            StoreError: The store failed; if the message says so, the outcome is unknown.
+            Exception: What ``change`` raised on the newest state.
+        """
+        waiting = _Waiting(change, words[:200], secrets.token_bytes(16), asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        if self._worker is None or self._worker.done():
+            self._worker = asyncio.create_task(self._work())
+        return await waiting.result
+
+    async def _work(self) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            try:
+                await self._carry(batch)
+            except BaseException as error:
+                for waiting in batch:
+                    if not waiting.result.done():
+                        waiting.result.set_exception(error)
+                if isinstance(error, asyncio.CancelledError):
+                    raise
+            if self._known is not None and self._known.generation % _TRIM_EVERY == 0 and not self._waiting:
+                try:
+                    await self.trim()
+                except StoreError:
+                    pass  # housekeeping: the collector, or a later transaction, trims as well
+
+    async def _carry(self, batch: list[_Waiting]) -> None:
+        fresh = self._known is None
+        entry = self._known or await self.newest()
+        attempt = 0
+        while True:
+            self.pages.attempt = attempt
+            state = msgspec.structs.replace(
+                entry.state,
+                generation=entry.generation + 1,
+                predecessor=entry.digest,
+                created_ns=time.time_ns(),
+                changes=[],
+            )
+            carried: list[_Waiting] = []
+            failed: list[tuple[_Waiting, Exception]] = []
+            idle: list[_Waiting] = []
+            for waiting in batch:
+                if waiting.result.done():
+                    continue  # its caller has gone away
+                try:
+                    changed = await waiting.change(state, self.pages)
+                except Exception as raised:  # noqa: BLE001 - it belongs to whoever asked for the change
+                    failed.append((waiting, raised))
+                    continue
+                if changed is state:
+                    idle.append(waiting)
+                else:
+                    carried.append(waiting)
+                    state = changed
+            if (failed or not carried) and not fresh:
+                entry, fresh = await self.newest(), True
+                continue
+            for waiting, error in failed:
+                _deliver(waiting, error)
+            if carried:
+                state = msgspec.structs.replace(
+                    state,
+                    changes=[waiting.words for waiting in carried],
+                    transactions=[
+                        *[written for written in state.transactions if written.generation > state.generation - REMEMBERED],
+                        Written(state.generation, b"".join(waiting.identity for waiting in carried)),
+                    ],
+                )
+                sealed = encode_entry(state, self._key)
+                if await self._won(state, sealed, entry):
+                    entry = Entry(state, sealed.digest)
+                    self._keep(entry)
+                else:
+                    batch = [*carried, *idle]
+                    attempt += 1
+                    limit = min(_BACKOFF_LIMIT_SECONDS, _BACKOFF_SECONDS * 2**attempt)
+                    await asyncio.sleep(random.uniform(0, limit) if attempt > 1 else 0)
+                    entry, fresh = await self.newest(), True
+                    continue
+            for waiting in [*carried, *idle]:
+                _deliver(waiting, entry)
+            return
+
+    async def _won(self, state: State, sealed: Sealed, before: Entry) -> bool:
+        """Create the entry; whether it is now part of the log, found out rather than believed."""
+        name = log_name(state.generation)
+        tries = 0
+        while True:
+            try:
+                await self._backend.create(name, [sealed.data])
+                break
+            except ObjectExists:
+                # Taken by another, or by ourselves and the reply was lost: the digest covers our random transaction ids.
+                held = await self._digest(state.generation)
+                if held == sealed.digest:
+                    break
+                if held is not None:
+                    return False
+                # Taken and trimmed since: we slept through more than a thousand generations, and another had ours.
+                return await self._reached(state, sealed)
+            except StoreFull:
+                raise
+            except StoreError as error:
+                tries += 1
+                if tries == _CREATE_TRIES:
+                    raise StoreError(
+                        f"the outcome of transaction '{', '.join(state.changes)}' is unknown: {error}",
+                        cure="look at the repository when the store can be reached again; nothing else is affected",
+                    ) from error
+                await asyncio.sleep(random.uniform(0, _BACKOFF_SECONDS * 2**tries))
+        if await self._digest(before.generation) == before.digest:
+            # Entries are trimmed oldest first: as the one before is there, this generation had never been taken.
+            return True
+        return await self._reached(state, sealed)
+
+    async def _digest(self, generation: int) -> bytes | None:
+        """The digest that the entry of ``generation`` carries, or None if there is no such entry."""
+        header = bytearray(HEADER_BYTES)
+        try:
+            await self._backend.get_into(log_name(generation), 0, memoryview(header))
+        except ObjectMissing:
+            return None
+        return entry_digest(bytes(header))
+
+    async def _reached(self, state: State, sealed: Sealed) -> bool:
+        """Whether the entry is in the chain of the newest, by the transaction ids that entries repeat; if not, it is removed."""
+        ours = state.transactions[-1]
+        generations = [generation async for generation in self.generations() if generation >= state.generation]
+        for generation in reversed(generations):
+            if generation == state.generation and len(generations) > 1:
+                continue  # it is what is in doubt
+            try:
+                entry = await self.read(generation)
+            except ObjectMissing:
+                continue
+            if ours in entry.state.transactions or entry.digest == sealed.digest:
+                return True
+            if any(written.generation == ours.generation for written in entry.state.transactions):
+                if await self._digest(state.generation) == sealed.digest:
+                    await self._backend.delete(log_name(state.generation))
+                return False
+            break
+        raise StoreError(
+            f"the outcome of transaction '{', '.join(state.changes)}' is unknown: the log has moved on by more than it keeps",
+            cure="look at the repository; nothing else is affected",
+        )
+
+    async def trim(self, keep: int = KEPT_ENTRIES) -> int:
+        """Delete entries that are more than ``keep`` generations older than the newest, oldest first and one after the other.
+
+        The order is what tells a writer that slept from one that won: see ``_won``.
+
+        Returns:
+            How many were deleted.
+        """
+        newest = (await self.newest()).generation
+        old = [generation async for generation in self.generations() if generation <= newest - keep]
+        for generation in reversed(old):
+            await self._backend.delete(log_name(generation))
+        return len(old)
+
+
+def _deliver(waiting: _Waiting, outcome: Entry | Exception) -> None:
+    if waiting.result.done():
+        return
+    if isinstance(outcome, Exception):
+        waiting.result.set_exception(outcome)
+    else:
+        waiting.result.set_result(outcome)

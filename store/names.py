@@ -1,0 +1,80 @@
+"""Names of objects: each kind has one place, and its random 16-byte part is never used twice."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from typing import Literal, get_args
+
+#: Kinds of objects that sessions write under random names and that the collector deletes.
+Kind = Literal["shard", "nodes", "manifest", "segment", "page"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+CONFIG = "config"
+KEYS = "keys/"
+LOG = "log/"
+SESSIONS = "sessions/"
+HINTS = "hints/"
+
+PREFIX: dict[Kind, str] = {"shard": "shards/", "nodes": "nodes/", "manifest": "snapshots/", "segment": "index/", "page": "pages/"}
+#: The kinds whose objects lie in 256 folders, by the first byte of their name.
+_SPREAD: frozenset[Kind] = frozenset({"shard", "segment"})
+_ID = re.compile(r"[0-9a-f]{32}\Z")
+_LAST_GENERATION = (1 << 64) - 1
+
+
+def random_id() -> bytes:
+    """16 random bytes for an object that has not been written yet."""
+    return secrets.token_bytes(16)
+
+
+def object_name(kind: Kind, identity: bytes) -> str:
+    """The object of ``kind`` whose random part is ``identity`` (16 bytes)."""
+    if len(identity) != 16:
+        raise ValueError(f"the id of an object has 16 bytes, not {len(identity)}")
+    text = identity.hex()
+    return f"{PREFIX[kind]}{text[:2]}/{text}" if kind in _SPREAD else PREFIX[kind] + text
+
+
+def parse_name(name: str) -> tuple[Kind, bytes] | None:
+    """Kind and random part of an object's name, or None if the name is not one that ``object_name`` makes."""
+    for kind in KINDS:
+        if name.startswith(PREFIX[kind]):
+            text = name.rsplit("/", 1)[-1]
+            if _ID.match(text) and object_name(kind, bytes.fromhex(text)) == name:
+                return kind, bytes.fromhex(text)
+    return None
+
+
+def log_name(generation: int) -> str:
+    """The log entry of ``generation``: inverted, so that the newest is listed first."""
+    if not 0 < generation <= _LAST_GENERATION:
+        raise ValueError(f"generation {generation} is out of range")
+    return f"{LOG}{_LAST_GENERATION - generation:016x}"
+
+
+def log_generation(name: str) -> int | None:
+    """Generation of a log entry's name, or None if it is not one."""
+    text = name.removeprefix(LOG)
+    if name.startswith(LOG) and re.fullmatch(r"[0-9a-f]{16}", text):
+        return _LAST_GENERATION - int(text, 16) or None
+    return None
+
+
+def key_name(slot: int) -> str:
+    """The key slot ``slot``."""
+    return f"{KEYS}{slot:08x}"
+
+
+def heartbeat_name(session: str, sequence: int) -> str:
+    """Heartbeat number ``sequence`` of a session (its id in hexadecimal)."""
+    return f"{SESSIONS}{session}/{sequence:016x}"
+
+
+def new_snapshot_id() -> str:
+    """A new snapshot id: 6 bytes of Unix time in ms, then 10 random ones, in hexadecimal.
+
+    The time only keeps neighbours in time on the same page of the snapshot list; nothing relies on it.
+    """
+    return (time.time_ns() // 1_000_000 & (1 << 48) - 1).to_bytes(6, "big").hex() + secrets.token_hex(10)

@@ -1,0 +1,254 @@
+"""A repository: joins storage, keys, log and sessions into the few calls by which the rest of icecore keeps and finds snapshots."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from icecore.errors import Damaged, NotFound, ObjectExists, ObjectMissing, StoreError, UsageError
+from icecore.events import Sink, discard
+from icecore.store import catalog
+from icecore.store import session as sessions
+from icecore.store.backend import Backend
+from icecore.store.keys import (
+    CONFIG_KIND,
+    FORMAT,
+    KEY_KIND,
+    Config,
+    Keys,
+    Parameters,
+    decode_config,
+    encode_config,
+    encode_slot,
+    new_slot,
+    open_slot,
+)
+from icecore.store.log import Log
+from icecore.store.manifest import MANIFEST_KIND, Manifest, decode_manifest
+from icecore.store.names import CONFIG, KEYS, key_name
+from icecore.store.session import Session
+from icecore.store.state import SnapshotRecord, State
+from icecore.store.watermark import Watermark
+
+T = TypeVar("T")
+
+#: How often a session says that it is alive.
+BEAT_SECONDS = 60.0
+
+
+class Repository:
+    """An open repository; ``create`` and ``open`` make them.
+
+    Attributes:
+        backend: Where its objects live.
+        config: Its identity and parameters.
+        keys: Its keys.
+        log: Its transaction log.
+        emit: Where events go.
+    """
+
+    def __init__(self, backend: Backend, config: Config, keys: Keys, log: Log, emit: Sink) -> None:
+        self.backend = backend
+        self.config = config
+        self.keys = keys
+        self.log = log
+        self.emit = emit
+
+    @classmethod
+    async def create(
+        cls, backend: Backend, parameters: Parameters | None = None, *, watermark: Watermark | None = None, emit: Sink = discard
+    ) -> Repository:
+        """Make the place a repository.
+
+        Raises:
+            UsageError: It is one already, or the store does not do what it must.
+        """
+        await probe(backend)
+        try:
+            await backend.get(CONFIG, limit=CONFIG_KIND.object_limit)
+        except ObjectMissing:
+            pass
+        else:
+            raise UsageError(f"{backend.where} is a repository already")
+        # A creation that broke off left its slot and first entry: they are taken over, and so is a race of two creators settled.
+        try:
+            await backend.create(key_name(0), [encode_slot(new_slot()).data])
+        except ObjectExists:
+            pass
+        keys = await _read_keys(backend)
+        log = Log(backend, keys.log, watermark=watermark)
+        await log.found()
+        config = Config(FORMAT, secrets.token_hex(16), time.time_ns(), parameters or Parameters())
+        try:
+            await backend.create(CONFIG, [encode_config(config, keys).data])
+        except ObjectExists as error:
+            raise UsageError(f"{backend.where} is a repository already") from error
+        return cls(backend, config, keys, log, emit)
+
+    @classmethod
+    async def open(cls, backend: Backend, *, watermark: Watermark | None = None, emit: Sink = discard) -> Repository:
+        """Open the repository that lies in ``backend``.
+
+        Raises:
+            NotFound: There is none.
+            FormatTooNew: It is a later version's.
+            Damaged: Its configuration or key slot is.
+        """
+        try:
+            data = await backend.get(CONFIG, limit=CONFIG_KIND.object_limit)
+        except ObjectMissing as error:
+            raise NotFound(f"{backend.where} is no repository", cure="'icecore init' makes one") from error
+        keys = await _read_keys(backend)
+        config = decode_config(CONFIG, data, keys)
+        return cls(backend, config, keys, Log(backend, keys.log, watermark=watermark), emit)
+
+    async def snapshots(self) -> list[SnapshotRecord]:
+        """All snapshots in order of their commits."""
+        return await self._current(lambda state: catalog.everything(state, self.log.pages))
+
+    async def find(self, snapshot: str) -> SnapshotRecord:
+        """The record of a snapshot.
+
+        Raises:
+            NotFound: It is not listed.
+        """
+        record = await self._current(lambda state: catalog.find(state, snapshot, self.log.pages))
+        if record is None:
+            raise NotFound(f"there is no snapshot {snapshot} in {self.backend.where}", cure="'icecore ls' lists them")
+        return record
+
+    async def resolve(self, text: str) -> SnapshotRecord:
+        """The snapshot that ``text`` means: an id, the beginning of only one id, or a job's name for that job's newest.
+
+        Raises:
+            NotFound: None fits.
+            UsageError: Several ids begin so.
+        """
+        records = await self.snapshots()
+        matching = [record for record in records if text and record.snapshot.startswith(text)]
+        exact = [record for record in matching if record.snapshot == text]
+        named = [record for record in records if record.job == text]
+        if exact:
+            return exact[0]
+        if named:
+            return named[-1]
+        if len(matching) > 1:
+            raise UsageError(f"{len(matching)} snapshots begin with {text!r}", cure="give more digits")
+        if not matching:
+            raise NotFound(f"there is no snapshot {text!r} in {self.backend.where}", cure="'icecore ls' lists them")
+        return matching[0]
+
+    async def manifest(self, snapshot: str | SnapshotRecord) -> Manifest:
+        """The manifest of a snapshot, given by id or by its record.
+
+        A record is taken as it is (that of a session's pin stays readable as long as the session is open); an id is looked up.
+
+        Raises:
+            NotFound: It is not listed.
+            Damaged: The manifest is not what was written.
+            ObjectMissing: The manifest is gone.
+        """
+        if isinstance(snapshot, SnapshotRecord):
+            return await self._manifest(snapshot)
+
+        async def read(state: State) -> Manifest:
+            record = await catalog.find(state, snapshot, self.log.pages)
+            if record is None:
+                raise NotFound(f"there is no snapshot {snapshot} in {self.backend.where}", cure="'icecore ls' lists them")
+            return await self._manifest(record)
+
+        return await self._current(read)
+
+    async def _manifest(self, record: SnapshotRecord) -> Manifest:
+        data = await self.backend.get(record.manifest, limit=MANIFEST_KIND.object_limit)
+        manifest = decode_manifest(data, self.keys.manifest, name=record.manifest, digest=record.manifest_digest)
+        if manifest.snapshot != record.snapshot:
+            raise Damaged(MANIFEST_KIND.title, record.manifest, f"it is of snapshot {manifest.snapshot}, not {record.snapshot}")
+        return manifest
+
+    async def _current(self, read: Callable[[State], Awaitable[T]]) -> T:
+        """``read`` the newest state; again if an object went away because the state moved on."""
+        entry = await self.log.newest()
+        while True:
+            try:
+                return await read(entry.state)
+            except ObjectMissing:
+                newer = await self.log.newest()
+                if newer.digest == entry.digest:
+                    raise
+                entry = newer
+
+    async def begin(self, base: str | None, purpose: str, *, load_index: bool = True, beat_seconds: float | None = BEAT_SECONDS) -> Session:
+        """Begin a writer's session.
+
+        Args:
+            base: The parent snapshot, pinned until the session ends.
+            purpose: For people: dump, import, copy.
+            load_index: Read the dedup index.
+            beat_seconds: How often the session says in the background of this event loop that it is alive; None: only when told.
+
+        Raises:
+            NotFound: ``base`` is not listed.
+        """
+        pins = [] if base is None else [base]
+        return await self._begin(pins, purpose, load_index, beat_seconds)
+
+    async def read_session(self, snapshot: str, *, purpose: str = "restore", beat_seconds: float | None = BEAT_SECONDS) -> Session:
+        """Begin a reader's session: until it ends (``abort``), nothing of ``snapshot`` is deleted, even if it is forgotten.
+
+        Raises:
+            NotFound: ``snapshot`` is not listed.
+        """
+        return await self._begin([snapshot], purpose, False, beat_seconds)
+
+    async def _begin(self, pins: Sequence[str], purpose: str, load_index: bool, beat_seconds: float | None) -> Session:
+        return await sessions.begin(
+            self.backend, self.keys, self.log, self.emit, pins=pins, purpose=purpose, load_index=load_index, every_seconds=beat_seconds
+        )
+
+    async def close(self) -> None:
+        """Close the back end."""
+        await self.backend.close()
+
+
+async def _read_keys(backend: Backend) -> Keys:
+    newest = ""
+    async for info in backend.list(KEYS):
+        newest = info.name
+    if not newest:
+        raise Damaged(KEY_KIND.title, KEYS, "there is none")
+    return Keys.derive(open_slot(newest, await backend.get(newest, limit=KEY_KIND.object_limit)))
+
+
+async def probe(backend: Backend) -> None:
+    """Try whether the store does what a repository relies on: create-if-absent above all.
+
+    Raises:
+        UsageError: It does not; says what.
+        StoreError: It cannot be written to.
+    """
+    name = f"probe/{secrets.token_hex(16)}"
+    first, second = secrets.token_bytes(100), secrets.token_bytes(100)
+    cure = "use a file system with hard links, or an object store with conditional writes (If-None-Match: *)"
+    await backend.create(name, [first])
+    try:
+        try:
+            await backend.create(name, [second])
+        except ObjectExists:
+            pass
+        else:
+            raise UsageError(f"{backend.where} lets an object be created twice: concurrent writers would lose data", cure=cure)
+        part = bytearray(10)
+        await backend.get_into(name, 50, memoryview(part))
+        listed = [info async for info in backend.list("probe/") if info.name == name]
+        if await backend.get(name) != first or part != first[50:60] or len(listed) != 1 or listed[0].size != 100:
+            raise UsageError(f"{backend.where} does not give back what was written", cure=cure)
+    finally:
+        await backend.delete(name)
+    try:
+        await backend.get(name)
+    except ObjectMissing:
+        return
+    raise StoreError(f"{backend.where} still has an object that was deleted", cure=cure)

@@ -1,0 +1,239 @@
+"""The repository's state as one log entry holds it, and the pages that the entry refers to. Pure: bytes to structs; what an entry holds itself stays small."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from icecore.errors import Damaged
+from icecore.store.envelope import ObjectKind, Sealed, digest_of, unseal
+from icecore.store.envelope import seal as _seal
+from icecore.store.names import KINDS, Kind
+
+ENTRY_KIND = ObjectKind("log entry", b"ICELOG\0", 1, 64 << 20)
+PAGE_KIND = ObjectKind("snapshot page", b"ICEPAGE", 1, 16 << 20)
+NAMES_KIND = ObjectKind("name list", b"ICENAME", 1, 256 << 20)
+
+#: How many generations' transaction ids an entry repeats.
+REMEMBERED = 32
+NAME_BYTES = 17
+
+Id = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+HexId = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Generation = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class SnapshotRecord(msgspec.Struct, frozen=True, array_like=True):
+    """One committed snapshot in the snapshot list.
+
+    ``manifest`` is the object's name; ``manifest_digest`` the digest in its header; ``logical``, ``stored`` and ``changed`` are bytes as in
+    ``manifest.Sizes``; ``parent`` is empty for the first of a lineage.
+    """
+
+    snapshot: HexId
+    job: str
+    lineage: str
+    parent: str
+    created_ns: int
+    manifest: str
+    manifest_length: Count
+    manifest_digest: Digest
+    logical: Count = 0
+    stored: Count = 0
+    changed: Count = 0
+    window_seconds: float = 0.0
+    tags: list[str] = []
+    pinned: bool = False
+
+
+class PageRef(msgspec.Struct, frozen=True, array_like=True):
+    """An immutable page of the snapshot list. ``first`` and ``last`` are the smallest and largest leading 48 bits of its snapshot ids."""
+
+    id: Id
+    digest: Digest
+    length: Count
+    count: Count
+    first: Count
+    last: Count
+
+
+class SegmentRef(msgspec.Struct, frozen=True, array_like=True):
+    """A live index segment: ``count`` chunk ids, all of which begin with the ``bits`` bits ``prefix``; ``digest`` is in its header."""
+
+    id: Id
+    digest: Digest
+    length: Count
+    count: Count
+    bits: Annotated[int, msgspec.Meta(ge=0, le=8)] = 0
+    prefix: Annotated[int, msgspec.Meta(ge=0, le=255)] = 0
+
+
+class NameListRef(msgspec.Struct, frozen=True, array_like=True):
+    """A name list too long for the entry, as an object under pages/."""
+
+    id: Id
+    digest: Digest
+    length: Count
+    count: Count
+
+
+class Condemned(msgspec.Struct, frozen=True, array_like=True):
+    """Objects that were marked for deletion at ``generation``, in the entry itself (``names``) or in a list object of its own (``ref``).
+
+    ``deleted`` is true once all of them are gone; the marks stay until no live index segment names them.
+    """
+
+    generation: Generation
+    names: bytes = b""
+    ref: NameListRef | None = None
+    deleted: bool = False
+
+
+class SessionRecord(msgspec.Struct, frozen=True, array_like=True):
+    """An open session: the generation at which it began and the snapshots that it pins, whether or not they are still listed."""
+
+    id: HexId
+    began: Generation
+    purpose: str
+    host: str
+    created_ns: int
+    pins: list[SnapshotRecord] = []
+
+
+class Written(msgspec.Struct, frozen=True, array_like=True):
+    """The ids of the transactions that one generation carried, back to back (16 bytes each)."""
+
+    generation: Generation
+    ids: bytes
+
+
+class State(msgspec.Struct, frozen=True):
+    """All that a log entry says.
+
+    ``predecessor`` is the digest of the entry before; ``transactions`` the last generations' transaction ids, oldest first, this entry's own last;
+    ``changes`` says in words what this entry did. Snapshots are those of ``pages``, then ``tail``, in order of their commits.
+    """
+
+    generation: Annotated[int, msgspec.Meta(ge=1)]
+    predecessor: bytes
+    created_ns: int
+    changes: list[str] = []
+    transactions: list[Written] = []
+    pages: list[PageRef] = []
+    tail: list[SnapshotRecord] = []
+    sessions: list[SessionRecord] = []
+    condemned: list[Condemned] = []
+    segments: list[SegmentRef] = []
+
+    def session(self, identity: str) -> SessionRecord | None:
+        """The open session with this id."""
+        return next((session for session in self.sessions if session.id == identity), None)
+
+    @property
+    def snapshots(self) -> int:
+        """Number of listed snapshots."""
+        return sum(page.count for page in self.pages) + len(self.tail)
+
+
+_ENTRY = msgspec.msgpack.Decoder(State)
+_PAGE = msgspec.msgpack.Decoder(list[SnapshotRecord])
+
+
+def encode_entry(state: State, key: bytes) -> Sealed:
+    """The log entry of ``state``."""
+    return _seal(ENTRY_KIND, msgspec.msgpack.encode(state), key)
+
+
+def decode_entry(name: str, generation: int, data: bytes, key: bytes) -> State:
+    """The state in log entry ``name``, which has to be that of ``generation``.
+
+    Raises:
+        Damaged: It is not what was written there.
+    """
+    body = unseal(ENTRY_KIND, name, data, key)
+    try:
+        state = _ENTRY.decode(body)
+    except msgspec.DecodeError as error:
+        raise Damaged(ENTRY_KIND.title, name, str(error)) from error
+    if state.generation != generation:
+        raise Damaged(ENTRY_KIND.title, name, f"it holds generation {state.generation}, not {generation}")
+    if len(state.predecessor) != (32 if generation > 1 else 0):
+        raise Damaged(ENTRY_KIND.title, name, f"its predecessor's digest has {len(state.predecessor)} bytes")
+    for batch in state.condemned:
+        _split(ENTRY_KIND, name, batch.names)
+    return state
+
+
+def encode_page(records: list[SnapshotRecord], key: bytes) -> Sealed:
+    """The page of ``records``."""
+    return _seal(PAGE_KIND, msgspec.msgpack.encode(records), key)
+
+
+def page_ref(identity: bytes, sealed: Sealed, records: list[SnapshotRecord]) -> PageRef:
+    """The reference to the page that holds ``records``."""
+    prefixes = [leading(record.snapshot) for record in records]
+    return PageRef(identity, sealed.digest, len(sealed.data), len(records), min(prefixes), max(prefixes))
+
+
+def decode_page(name: str, data: bytes, key: bytes, ref: PageRef | None = None) -> list[SnapshotRecord]:
+    """The records on page ``name``, checked against the reference that led to it.
+
+    Raises:
+        Damaged: It is not what was written, or not the page that was meant.
+    """
+    body = unseal(PAGE_KIND, name, data, key, ref.digest if ref else None)
+    try:
+        records = _PAGE.decode(body)
+    except msgspec.DecodeError as error:
+        raise Damaged(PAGE_KIND.title, name, str(error)) from error
+    if ref is not None and len(records) != ref.count:
+        raise Damaged(PAGE_KIND.title, name, f"it has {len(records)} records instead of {ref.count}")
+    return records
+
+
+def leading(snapshot: str) -> int:
+    """The leading 48 bits of a snapshot id, by which pages are told apart."""
+    return int(snapshot[:12], 16)
+
+
+def join_names(names: list[tuple[Kind, bytes]]) -> bytes:
+    """Objects as 17 bytes each, sorted: the kind's number (its place in ``names.KINDS``), then the random part of the name."""
+    return b"".join(sorted(bytes([KINDS.index(kind)]) + identity for kind, identity in names))
+
+
+def split_names(names: bytes) -> list[tuple[Kind, bytes]]:
+    """The inverse of ``join_names``."""
+    return [(KINDS[names[at]], names[at + 1 : at + NAME_BYTES]) for at in range(0, len(names), NAME_BYTES)]
+
+
+def _split(kind: ObjectKind, name: str, names: bytes) -> list[tuple[Kind, bytes]]:
+    if len(names) % NAME_BYTES:
+        raise Damaged(kind.title, name, f"a list of names has {len(names)} bytes, not a multiple of {NAME_BYTES}")
+    if any(code >= len(KINDS) for code in names[::NAME_BYTES]):
+        raise Damaged(kind.title, name, "a list of names has an unknown kind")
+    return split_names(names)
+
+
+def encode_names(names: list[tuple[Kind, bytes]], key: bytes) -> Sealed:
+    """The object of a long name list."""
+    return _seal(NAMES_KIND, join_names(names), key)
+
+
+def decode_names(name: str, data: bytes, key: bytes, ref: NameListRef | None = None) -> list[tuple[Kind, bytes]]:
+    """The names in list object ``name``.
+
+    Raises:
+        Damaged: It is not what was written, or not the list that was meant.
+    """
+    names = _split(NAMES_KIND, name, unseal(NAMES_KIND, name, data, key, ref.digest if ref else None))
+    if ref is not None and len(names) != ref.count:
+        raise Damaged(NAMES_KIND.title, name, f"it has {len(names)} names instead of {ref.count}")
+    return names
+
+
+def entry_digest(data: bytes) -> bytes:
+    """The digest that a log entry's first bytes carry, by which its successor names it."""
+    return digest_of(data)
