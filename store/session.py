@@ -119,15 +119,20 @@ class Session:
     async def put_named(self, kind: Kind, identity: bytes, parts: Sequence[Buffer]) -> str:
         """``put`` under a random part that the caller drew before (``names.random_id``), because the object's own bytes or others mention it."""
         name = object_name(kind, identity)
+        await self.create(name, parts)
+        return name
+
+    async def create(self, name: str, parts: Sequence[Buffer]) -> None:
+        """Store object ``name``, one that nobody else draws, and remember it for ``abort``; tries again where the store fails in passing."""
         self._created.add(name)
         tries = 0
         while True:
             try:
                 await self._backend.create(name, parts)
-                return name
+                return
             except ObjectExists:
                 if tries:
-                    return name  # nobody else draws this name: an earlier try did it, and its reply was lost
+                    return  # nobody else draws this name: an earlier try did it, and its reply was lost
                 raise
             except StoreFull:
                 raise
