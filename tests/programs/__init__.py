@@ -1,0 +1,1 @@
+"""Real programs that check their own data, for round trips through snapshot and restore; none knows of icecore."""
