@@ -1,4 +1,4 @@
-"""Open files as part of a consistent snapshot: what the frozen tree has open or mapped, and which content must be stored; the rule: a writable file is content."""
+"""Open files as part of a consistent snapshot: what the tree has open or mapped, and what of it must be stored; the rule: a writable file is content."""
 
 from __future__ import annotations
 

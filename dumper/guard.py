@@ -1,4 +1,4 @@
-"""The guard: a small process that runs CRIU for the dumper and undoes everything when the dumper dies. Its one rule: it outlives the window.
+"""The guard: a small process that runs CRIU for the dumper and cleans up when that dies. Its one rule: it outlives the window.
 
 It runs in a session of its own, so that no terminal signal meant for the dumper reaches CRIU in the middle of a dump. The dumper talks to it over a
 socket pair, one JSON object a message. The socket to CRIU's page server passes through the guard to CRIU and is held by the dumper alone: CRIU keeps the
@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 
@@ -47,7 +48,8 @@ class Guard:
             start_new_session=True,
         )
         theirs.close()
-        self.pages: socket.socket | None = None
+        self._pages: socket.socket | None = None
+        self._lock = threading.Lock()
         try:
             self._expect("ready", start_timeout)
         except BaseException:
@@ -76,33 +78,42 @@ class Guard:
             raise DumpFailed(f"CRIU ended early with status {reply.get('status')}")
         return reply
 
-    def freeze(self, command: Sequence[str], timeout: float) -> None:
+    def freeze(self, command: Sequence[str], timeout: float) -> int | None:
         """Run ``command`` (``criu dump --lazy-pages …``) and return once it serves; the tree then stands still until ``thaw``.
 
         Args:
             command: Argument vector; ``{pages}`` and ``{status}`` are replaced by descriptor numbers.
             timeout: Seconds until the attempt is given up: the page socket closes, and CRIU thaws the tree as soon as it gets there.
 
+        Returns:
+            None when the tree is frozen; CRIU's exit status when it ended before it served (the tree runs on).
+
         Raises:
-            DumpFailed: CRIU ended before it served; the tree runs on.
+            DumpFailed: No answer in time.
         """
         ours, theirs = socket.socketpair()
-        self.pages = ours
+        with self._lock:
+            self._pages = ours
         try:
             socket.send_fds(self._socket, [json.dumps({"run": list(command)}).encode()], [theirs.fileno()])
         finally:
             theirs.close()
         try:
-            self._expect("serving", timeout)
+            reply = self._receive(timeout)
         except BaseException:
             self.hang_up()
             raise
+        if reply.get("event") == "serving":
+            return None
+        self.hang_up()
+        return int(str(reply.get("status", -1)))
 
     def hang_up(self) -> None:
         """Close the page-server socket: CRIU thaws the tree."""
-        if self.pages is not None:
-            self.pages.close()
-            self.pages = None
+        with self._lock:
+            if self._pages is not None:
+                self._pages.close()
+                self._pages = None
 
     def thaw(self, timeout: float) -> int:
         """Hang up and wait for CRIU's end.
@@ -113,15 +124,8 @@ class Guard:
         self.hang_up()
         return int(str(self._expect("ended", timeout)["status"]))
 
-    def wait_ended(self, timeout: float) -> int | None:
-        """CRIU's exit status if it has ended or ends within ``timeout`` seconds (after a failed ``freeze``), else None."""
-        with contextlib.suppress(DumpFailed):
-            reply = self._receive(timeout)
-            return int(str(reply.get("status", -1)))
-        return None
-
     def release(self) -> None:
-        """End the guard; it first waits for CRIU where that still runs. The working directory is left to the caller."""
+        """End the guard; it first waits for CRIU where that still runs. The working directory is left to the caller. May be called twice."""
         self.hang_up()
         with contextlib.suppress(OSError):
             self._socket.send(json.dumps({"release": True}).encode())
@@ -130,7 +134,7 @@ class Guard:
             self._process.wait(60)
         except subprocess.TimeoutExpired:
             raise DumpFailed(
-                f"CRIU (under guard {self._process.pid}) has not ended a minute after it was told to; it is left alone, because killing it now could lose the job",
+                f"CRIU (under guard {self._process.pid}) has not ended within a minute; killing it now could lose the job, so it is left alone",
                 cure="look at the job's state with 'ps' and at CRIU's log",
             ) from None
 

@@ -1,4 +1,4 @@
-"""The background pipeline: threads that take read cells, drop zero pages and store the rest; the rule: the job's window comes first, so they wait behind a gate."""
+"""The background pipeline: threads that drop zero pages and store the rest; the rule: the window comes first, so they wait behind a gate."""
 
 from __future__ import annotations
 

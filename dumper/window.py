@@ -1,0 +1,179 @@
+"""The window: the time in which the job stands still. Its rule: whatever happens in it, the job runs again within a second, unless the caller asked to stop it.
+
+CRIU freezes the tree, writes everything but the private anonymous pages, and then waits, the tree still frozen, for the socket that this process holds to
+close. In between the memory is read in place.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from icecore.dumper.guard import Guard
+from icecore.errors import DumpFailed, NotFound, WindowExceeded
+from icecore.host import procfs
+
+_THAW_SECONDS = 30.0
+_POLL_SECONDS = 0.002
+
+
+class Window:
+    """One window.
+
+    Args:
+        guard: Runs CRIU.
+        limit: Seconds the tree may stand still; None: no limit (``--stop``).
+        explain: Turns CRIU's log into an error once it has failed.
+        abandon: Called once, from another thread, when the limit is reached: must make whoever reads the tree stop.
+
+    Use as a context manager: leaving it with an error thaws the tree and waits until it runs.
+    """
+
+    def __init__(
+        self, guard: Guard, *, limit: float | None, explain: Callable[[int], DumpFailed], abandon: Callable[[BaseException], None]
+    ) -> None:
+        self._guard = guard
+        self._limit = limit
+        self._explain = explain
+        self._abandon = abandon
+        self._lock = threading.Lock()
+        self._over = False
+        self._exceeded: WindowExceeded | None = None
+        self._watchdog: threading.Timer | None = None
+        self._frozen = False
+        self.started = 0.0
+        self.seconds = 0.0
+
+    def __enter__(self) -> Window:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._frozen:
+            self._end_watch()
+            try:
+                self._guard.thaw(_THAW_SECONDS)
+            finally:
+                self._frozen = False
+                self.seconds = time.monotonic() - self.started
+        if self._exceeded is not None and error is not None and error is not self._exceeded:
+            raise self._exceeded from error
+
+    def freeze(self, command: Sequence[str]) -> None:
+        """Freeze the tree: returns when it stands still and CRIU has written all but the memory that is read in place.
+
+        Raises:
+            WindowExceeded: It took longer than the limit.
+            DumpFailed: CRIU could not dump the tree; it runs on.
+        """
+        self.started = time.monotonic()
+        if self._limit is not None:
+            self._watchdog = threading.Timer(self._limit, self._expire)
+            self._watchdog.daemon = True
+            self._watchdog.start()
+        self._frozen = True
+        try:
+            served = self._guard.freeze(command, (self._limit or 600.0) + _THAW_SECONDS)
+        except BaseException:
+            self._frozen = False
+            self._end_watch()
+            raise
+        if served is not None:
+            self._frozen = False
+            self._end_watch()
+            raise self._exceeded or self._explain(served)
+        self.check()
+
+    def check(self) -> None:
+        """Raise `WindowExceeded` if the limit has passed."""
+        if self._exceeded is not None:
+            raise self._exceeded
+
+    def thaw(self) -> None:
+        """Let the tree run again; returns when it does.
+
+        Raises:
+            WindowExceeded: The limit passed first, so that what was read may not belong together.
+            DumpFailed: CRIU reports that its part of the snapshot failed.
+        """
+        self._end_watch()
+        self.check()
+        self._frozen = False
+        status = self._guard.thaw(_THAW_SECONDS)
+        self.seconds = time.monotonic() - self.started
+        if status != 0:
+            raise self._explain(status)
+
+    def kill(self, pids: Sequence[int]) -> None:
+        """End the frozen tree: every process is killed while it is still traced, then CRIU is let go. For ``--stop``, after the commit."""
+        self._end_watch()
+        descriptors = {}
+        for pid in pids:
+            try:
+                descriptors[pid] = os.pidfd_open(pid)
+                signal.pidfd_send_signal(descriptors[pid], signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+        self._frozen = False
+        self._guard.thaw(_THAW_SECONDS)
+        self.seconds = time.monotonic() - self.started
+        deadline = time.monotonic() + _THAW_SECONDS
+        for pid in descriptors:
+            while not _ended(pid):
+                if time.monotonic() > deadline:
+                    raise DumpFailed(f"process {pid} did not end after it was killed")
+                time.sleep(_POLL_SECONDS)
+
+    def _expire(self) -> None:
+        with self._lock:
+            if self._over:
+                return
+            self._over = True
+            self._exceeded = WindowExceeded(
+                f"the job would have stood still for more than {self._limit:g} s",
+                cure="raise --max-window, or let pre-copy run (--pre-copy on) so that less is left for the window",
+            )
+        # The tree first: it must run on whatever the readers do.
+        self._guard.hang_up()
+        self._abandon(self._exceeded)
+
+    def _end_watch(self) -> None:
+        with self._lock:
+            self._over = True
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+
+
+def _ended(pid: int) -> bool:
+    try:
+        return procfs.is_zombie(pid)
+    except NotFound:
+        return True
+
+
+def wait_running(pids: Sequence[int], timeout: float) -> list[int]:
+    """Wait until none of the processes is stopped by a tracer any more.
+
+    Returns:
+        Those that still were after ``timeout`` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    left = list(pids)
+    while left:
+        left = [pid for pid in left if _traced(pid)]
+        if not left or time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_SECONDS)
+    return left
+
+
+def _traced(pid: int) -> bool:
+    try:
+        return procfs.status(pid).state == "t"
+    except NotFound:
+        return False
