@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import secrets
+import stat
 import threading
 import time
 from collections import OrderedDict
@@ -22,6 +23,7 @@ T = TypeVar("T")
 #: Temporary files; object names never begin with a dot.
 _TEMPORARY = ".new-"
 _VECTORS = 512
+_ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _UNLINKABLE = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
@@ -82,7 +84,7 @@ class LocalBackend(Backend):
             try:
                 descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             except FileNotFoundError:
-                self._made.discard(path.parent)  # somebody removed the empty folder
+                self._made = {self.root}  # somebody removed empty folders
                 self._make_folder(path.parent)
                 descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
@@ -129,7 +131,7 @@ class LocalBackend(Backend):
                         raise Damaged("object", name, f"it ends after {len(data)} of {size} bytes")
                     data += more
                 return data
-        except FileNotFoundError as error:
+        except _ABSENT as error:
             raise ObjectMissing(f"there is no object {name} in {self.where}") from error
         except OSError as error:
             raise _translate(error, f"read object {name} in", self.where) from error
@@ -161,7 +163,10 @@ class LocalBackend(Backend):
                 return file
         try:
             descriptor = os.open(self.root / check_name(name), os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError as error:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                os.close(descriptor)
+                raise IsADirectoryError(errno.EISDIR, "is a folder", name)
+        except _ABSENT as error:
             raise ObjectMissing(f"there is no object {name} in {self.where}") from error
         except OSError as error:
             raise _translate(error, f"read object {name} in", self.where) from error
@@ -192,8 +197,11 @@ class LocalBackend(Backend):
     async def size(self, name: str) -> int:
         path = self.root / check_name(name)
         try:
-            return (await self._run(os.stat, path)).st_size
-        except FileNotFoundError as error:
+            found = await self._run(os.stat, path)
+            if not stat.S_ISREG(found.st_mode):
+                raise IsADirectoryError(errno.EISDIR, "is a folder", name)
+            return found.st_size
+        except _ABSENT as error:
             raise ObjectMissing(f"there is no object {name} in {self.where}") from error
         except OSError as error:
             raise _translate(error, f"read object {name} in", self.where) from error
@@ -229,7 +237,7 @@ class LocalBackend(Backend):
                 self._evict(file)
         try:
             os.unlink(path)
-        except (FileNotFoundError, NotADirectoryError):
+        except _ABSENT:
             return
         except OSError as error:
             raise _translate(error, f"delete object {name} in", self.where) from error
@@ -274,7 +282,7 @@ def _scan(root: Path, folder: str) -> tuple[list[ObjectInfo], list[str]]:
                         files.append(ObjectInfo(folder + entry.name, entry.stat(follow_symlinks=False).st_size))
                     except FileNotFoundError:
                         continue  # deleted while we were listing
-    except (FileNotFoundError, NotADirectoryError):
+    except _ABSENT:
         return [], []
     except OSError as error:
         raise _translate(error, f"list {folder or 'objects'} in", root) from error

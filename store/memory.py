@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
 
@@ -31,6 +32,7 @@ class MemoryBackend(Backend):
 
     async def create(self, name: str, parts: Sequence[Buffer]) -> None:
         check_name(name)
+        await asyncio.sleep(0)  # as with real storage, other tasks run in between
         data = b"".join(parts)
         with self._lock:
             if name in self.objects:
@@ -38,19 +40,23 @@ class MemoryBackend(Backend):
             self.objects[name] = data
 
     async def get(self, name: str, *, limit: int = 1 << 30) -> bytes:
+        await asyncio.sleep(0)
         data = self._object(name)
         if len(data) > limit:
             raise Damaged("object", name, f"it has {len(data)} bytes, more than the {limit} that it can have")
         return data
 
     async def get_into(self, name: str, offset: int, out: memoryview) -> None:
+        await asyncio.sleep(0)
         self.read_into(name, offset, out)
 
     async def size(self, name: str) -> int:
+        await asyncio.sleep(0)
         return len(self._object(name))
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         check_prefix(prefix)
+        await asyncio.sleep(0)
         for name in sorted(self.objects.copy()):
             if name.startswith(prefix):
                 data = self.objects.get(name)
@@ -58,6 +64,7 @@ class MemoryBackend(Backend):
                     yield ObjectInfo(name, len(data))
 
     async def delete(self, name: str) -> None:
+        await asyncio.sleep(0)
         self.objects.pop(check_name(name), None)
 
     def read_into(self, name: str, offset: int, out: memoryview) -> None:

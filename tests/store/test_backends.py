@@ -1,0 +1,208 @@
+"""Every back end passes the public conformance suite; what only a directory can get wrong is tested here."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from icecore.errors import NotFound, ObjectExists, ObjectMissing, StoreError, StoreFull, UsageError
+from icecore.store import local
+from icecore.store.backend import Backend
+from icecore.store.faulty import Crashed, FaultyBackend, Outcome, stop_at
+from icecore.store.local import LocalBackend
+from icecore.store.memory import MemoryBackend
+from icecore.store.repository import probe
+from icecore.store.testing import BackendConformance
+
+
+class TestMemory(BackendConformance):
+    @pytest.fixture(autouse=True)
+    def _place(self) -> None:
+        self.backend = MemoryBackend()
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[Backend]:
+        yield self.backend
+
+
+class TestLocal(BackendConformance):
+    @pytest.fixture(autouse=True)
+    def _place(self, tmp_path: Path) -> None:
+        self.root = tmp_path / "place"
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[Backend]:
+        backend = LocalBackend(self.root, create=True)
+        try:
+            yield backend
+        finally:
+            await backend.close()
+
+
+class TestFaultyPassesOn(TestMemory):
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[Backend]:
+        yield FaultyBackend(self.backend)
+
+
+def files_of(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("broken", ["write", "sync", "link"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_failed_create_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, code: int) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(local.os, {"write": "writev", "sync": "fsync", "link": "link"}[broken], fail)
+    backend = LocalBackend(tmp_path)
+    backend._made.add(tmp_path / "a")
+    (tmp_path / "a").mkdir()
+    with pytest.raises(StoreError) as caught:
+        asyncio.run(backend.create("a/b", [b"data"]))
+    assert isinstance(caught.value, StoreFull) == (code != errno.EIO)
+    monkeypatch.undo()
+    assert files_of(tmp_path) == []
+    asyncio.run(backend.create("a/b", [b"data"]))
+    assert files_of(tmp_path) == ["a/b"]
+
+
+def test_a_full_file_system_is_store_full(tmp_path: Path) -> None:
+    """The real thing: a small tmpfs of our own, if this machine lets us mount one."""
+    import subprocess
+
+    place = tmp_path / "small"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], capture_output=True, timeout=20).returncode:
+        pytest.skip("no right to mount a tmpfs")
+    try:
+
+        async def body() -> None:
+            backend = LocalBackend(place)
+            await backend.create("fits", [bytes(400_000)])
+            with pytest.raises(StoreFull):
+                await backend.create("a/does-not", [bytes(300_000), bytes(700_000)])
+            assert files_of(place) == ["fits"]
+            assert len(await backend.get("fits")) == 400_000
+            await backend.delete("fits")
+            await backend.create("a/does-not", [bytes(700_000)])
+            await backend.close()
+
+        asyncio.run(body())
+    finally:
+        subprocess.run(["umount", str(place)], check=True, timeout=20)
+
+
+def test_remains_of_a_killed_writer_are_swept_and_never_seen(tmp_path: Path) -> None:
+    async def body() -> None:
+        backend = LocalBackend(tmp_path)
+        await backend.create("a/b", [b"data"])
+        old, new = tmp_path / "a" / ".new-00", tmp_path / "a" / ".new-01"
+        for path in (old, new):
+            path.write_bytes(b"half")
+        os.utime(old, (1, 1))
+        assert [info.name async for info in backend.list("")] == ["a/b"]
+        assert await backend.sweep(3600) == 1
+        assert files_of(tmp_path) == ["a/.new-01", "a/b"]
+        await backend.close()
+
+    asyncio.run(body())
+
+
+def test_a_folder_that_vanishes_is_made_again(tmp_path: Path) -> None:
+    async def body() -> None:
+        backend = LocalBackend(tmp_path)
+        await backend.create("a/b/c", [b"1"])
+        await backend.delete("a/b/c")
+        (tmp_path / "a/b").rmdir()
+        (tmp_path / "a").rmdir()
+        await backend.create("a/b/d", [b"2"])
+        assert await backend.get("a/b/d") == b"2"
+        await backend.close()
+
+    asyncio.run(body())
+
+
+def test_open_files_are_bounded_and_shared_by_threads(tmp_path: Path) -> None:
+    backend = LocalBackend(tmp_path, open_files=4)
+    names = [f"o/{number}" for number in range(12)]
+    for number, name in enumerate(names):
+        asyncio.run(backend.create(name, [bytes([number]) * 1000]))
+    before = len(os.listdir("/proc/self/fd"))
+    failures: list[str] = []
+
+    def reader(seed: int) -> None:
+        out = bytearray(100)
+        for step in range(300):
+            number = (seed * 7 + step * 5) % 12
+            backend.read_into(names[number], step, memoryview(out))
+            if out != bytes([number]) * 100:
+                failures.append(names[number])
+
+    threads = [threading.Thread(target=reader, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+    assert len(os.listdir("/proc/self/fd")) <= before + 4
+    asyncio.run(backend.delete(names[0]))
+    with pytest.raises(ObjectMissing):
+        backend.read_into(names[0], 0, memoryview(bytearray(1)))
+    asyncio.run(backend.close())
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_place_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(NotFound):
+        LocalBackend(tmp_path / "none")
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(NotFound):
+        LocalBackend(tmp_path / "file")
+
+
+class Liar(MemoryBackend):
+    """An object store that accepts If-None-Match and ignores it."""
+
+    async def create(self, name: str, parts: object) -> None:
+        self.objects[name] = b"".join(parts)  # type: ignore[call-overload]
+
+
+def test_the_probe_refuses_a_store_that_lies() -> None:
+    with pytest.raises(UsageError, match="created twice"):
+        asyncio.run(probe(Liar()))
+    honest = MemoryBackend()
+    asyncio.run(probe(honest))
+    assert honest.objects == {}
+
+
+def test_injected_faults() -> None:
+    async def body() -> None:
+        inner = MemoryBackend()
+        backend = FaultyBackend(inner, lambda call: {1: Outcome.FAIL, 2: Outcome.LOSE}.get(call.number, Outcome.PASS))
+        with pytest.raises(StoreError):
+            await backend.create("x", [b"1"])
+        assert inner.objects == {}
+        with pytest.raises(StoreError):
+            await backend.create("x", [b"1"])
+        assert inner.objects == {"x": b"1"}
+        with pytest.raises(ObjectExists):
+            await backend.create("x", [b"1"])
+        for effect in (False, True):
+            crashing = FaultyBackend(inner, stop_at(2, effect=effect))
+            await crashing.get("x")
+            with pytest.raises(Crashed):
+                await crashing.create(f"y{effect}".lower(), [b"2"])
+            with pytest.raises(Crashed):
+                await crashing.get("x")
+            assert (f"y{effect}".lower() in inner.objects) == effect
+
+    asyncio.run(body())
