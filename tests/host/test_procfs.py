@@ -121,6 +121,7 @@ def test_status_of_odd_names_zombies_and_kernel_threads():
     """
     with target(code) as it:
         zombie = int(it.hear()[0])
+        assert eventually(lambda: procfs.status(it.pid).state == "S")
         told = procfs.status(it.pid)
         assert told.name == ") R 1 (x y" and told.parent == os.getpid() and told.session == it.pid
         assert told.state == "S" and told.threads == 1 and told.user == os.geteuid() and told.own_pid == it.pid

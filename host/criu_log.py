@@ -1,0 +1,181 @@
+"""What went wrong, from CRIU's log: its first errors, and for the known ones the cause and the cure; rule: pure, and
+the first error counts, the rest follow from it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_ERROR_LINE = re.compile(r"^(?:\(\d+\.\d+\)\s*)?(?:\s*\d+:\s*)?Error \(([^)]*)\): (.*)$")
+#: Logged as errors by dumps and restores that succeed.
+_HARMLESS = re.compile(r"rlimit: Can't setup RLIMIT_NOFILE for self|Can't open (?:dir )?cgroup|Unable to set TCP_CORK")
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """A known reason for which CRIU fails: ``name`` for programs, ``message`` and ``cure`` for people."""
+
+    name: str
+    message: str
+    cure: str
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """``errors``: CRIU's own error lines, first ones first. ``cause``: what they are known to mean, None if they are
+    not known.
+    """
+
+    errors: list[str]
+    cause: Cause | None
+
+    def sentence(self, what: str) -> tuple[str, str]:
+        """The message and the cure of an exception about it; ``what`` is what failed ("the dump of process 7")."""
+        first = self.errors[0] if self.errors else "CRIU gave no reason"
+        if self.cause is None:
+            return f"{what} failed: {first}", ""
+        return f"{what} failed: {self.cause.message}; CRIU said: {first}", self.cause.cure
+
+
+_PIPES_CURE = "run 'sysctl -w fs.pipe-max-size=4194304' or raise the limit on open files (ulimit -n)"
+
+#: Pattern in an error line, and what it means. The first match of the earliest line counts.
+KNOWN: list[tuple[re.Pattern[str], Cause]] = [
+    (re.compile(pattern), Cause(name, message, cure))
+    for pattern, name, message, cure in [
+        (
+            r"io_uring",
+            "io-uring",
+            "a process uses io_uring, which CRIU cannot dump",
+            "run 'sysctl -w kernel.io_uring_disabled=2' and start the job again (PyTorch: USE_LIBUV=0)",
+        ),
+        (r"Can't make pipe for page-pipe", "descriptors", "CRIU ran out of descriptors for page pipes", _PIPES_CURE),
+        (r"Too many open files", "descriptors", "CRIU ran out of descriptors", _PIPES_CURE),
+        (r"No space left on device", "space", "no room for the image files", "free space where the images are written"),
+        (
+            r"[Cc]an't dump ghost file .* (?:increase limit|size)",
+            "ghost-limit",
+            "a deleted file that is still open is larger than the limit",
+            "raise the ghost limit",
+        ),
+        (
+            r"Connected TCP socket",
+            "tcp-established",
+            "a process holds an established TCP connection",
+            "allow established connections, or have them closed at restore",
+        ),
+        (
+            r"might require shell-job option|Found dangling tty|tty: Can't (?:find|open) master|can't find slave",
+            "terminal",
+            "a process is attached to a terminal outside the tree",
+            "start the job with 'icecore run', or allow it as a shell job",
+        ),
+        (
+            r"External socket is used|ext-unix-sk|Runaway unix|is not part of dumpee",
+            "unix-peer",
+            "a unix socket is connected to a process outside the tree",
+            "include the peer in the job, or allow external unix sockets",
+        ),
+        (
+            r"Some file locks are hold",
+            "file-locks",
+            "a process holds file locks",
+            "allow file locks",
+        ),
+        (
+            r"Can't lookup mount|Unable to (?:look ?up|find) mount|doesn't have a proper root mount",
+            "mounts",
+            "an open file lies on a mount that the job's mount namespace does not show",
+            "reopen the file inside the job, or start it with 'icecore run'",
+        ),
+        (
+            r"(?:ip|nf)tables|[Nn]etwork lock|nft",
+            "network-lock",
+            "CRIU could not lock the network (iptables or nftables)",
+            "skip the network lock, or install nftables",
+        ),
+        (
+            r"Unable to connect to|task seized by|ptrace.*Operation not permitted|Can't seize.*not permitted",
+            "traced",
+            "a process of the tree is already traced, or may not be",
+            "end the debugger or strace on it; run as root with CAP_SYS_PTRACE",
+        ),
+        (
+            r"Unable to detach from \d+: No such process|Can't seize|No such process",
+            "ended",
+            "a process ended while the tree was being frozen",
+            "try again",
+        ),
+        (
+            r"Can't (?:dump|handle).*(?:of that type|device)|Can't dump file .* \[\d+\]|unsupported file",
+            "file-type",
+            "a process has an open file of a kind that CRIU cannot dump",
+            "close it in the job before the dump",
+        ),
+        (
+            r"Can't fork for \d+: File exists|Pid \d+ do(?:es)? not match expected|pid .* already in use",
+            "pid-taken",
+            "a process id of the job is in use on this machine",
+            "wait until the old processes are gone, or start the job with 'icecore run' (own pid namespace)",
+        ),
+        (
+            r"Can't bind inet socket|Address already in use",
+            "port-taken",
+            "a port that the job listens on is in use",
+            "end what listens there, or start the job in a private network namespace",
+        ),
+        (
+            r"has bad size",
+            "file-changed",
+            "a file that the job had open is no longer as it was",
+            "have its files put back or truncated (--files restore or truncate)",
+        ),
+        (
+            r"has bad mode|has bad build-ID|bad checksum",
+            "file-changed",
+            "a file that the job had open was replaced by another",
+            "put the recorded file back",
+        ),
+        (
+            r"Can't open file|File .* not found|No such file or directory",
+            "file-missing",
+            "a file that the job had open is not there",
+            "put the recorded file back",
+        ),
+        (
+            r"CPU (?:capabilities|feature)|[Uu]nsupported FPU|insn feature",
+            "cpu",
+            "this CPU lacks a feature that the job was using",
+            "restore on a machine of the same or a newer CPU generation",
+        ),
+        (r"Can't create cgroup|cgroup", "cgroups", "the job's cgroups could not be handled", "leave cgroups alone"),
+        (r"Cannot allocate memory|Out of memory", "memory", "not enough memory", "free memory"),
+        (
+            r"Operation not permitted|Permission denied",
+            "permission",
+            "a permission is missing",
+            "run as root with CAP_SYS_ADMIN, CAP_SYS_PTRACE and CAP_CHECKPOINT_RESTORE",
+        ),
+    ]
+]
+
+
+def diagnose(log: str, *, most: int = 8) -> Diagnosis:
+    """Find the first errors of a log and what they mean.
+
+    Args:
+        log: Text of dump.log or restore.log, and of CRIU's standard error.
+        most: How many error lines to keep.
+    """
+    errors: list[str] = []
+    for line in log.splitlines():
+        found = _ERROR_LINE.match(line)
+        if found and found.group(2) not in errors and not _HARMLESS.search(line):
+            errors.append(found.group(2).strip())
+            if len(errors) == most:
+                break
+    for error in errors:
+        for pattern, cause in KNOWN:
+            if pattern.search(error):
+                return Diagnosis(errors, cause)
+    return Diagnosis(errors, None)

@@ -1,0 +1,154 @@
+"""What this machine allows: capabilities, kernel version, descriptor, pipe, memory and space limits; rule: read anew
+at every call, and never changed but where the name says so."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import resource
+from pathlib import Path
+
+import numpy as np
+
+from icecore.host.pagemap import Pagemap
+
+PAGE = 4096
+
+#: The most pages that CRIU puts into one pipe: it asks for 819 (criu/include/page-pipe.h, PIPE_MAX_SIZE) and Linux
+#: rounds up to a power of two.
+CRIU_PIPE_PAGES = 1024
+#: Descriptors that CRIU has besides its page pipes, with room to spare: its log and images, and a few a process.
+CRIU_DESCRIPTORS = 64
+CRIU_DESCRIPTORS_PER_PROCESS = 16
+
+_SOFT_DIRTY = np.uint64(1 << 55)
+
+_NAMES = (
+    "CHOWN DAC_OVERRIDE DAC_READ_SEARCH FOWNER FSETID KILL SETGID SETUID SETPCAP LINUX_IMMUTABLE NET_BIND_SERVICE "
+    "NET_BROADCAST NET_ADMIN NET_RAW IPC_LOCK IPC_OWNER SYS_MODULE SYS_RAWIO SYS_CHROOT SYS_PTRACE SYS_PACCT SYS_ADMIN "
+    "SYS_BOOT SYS_NICE SYS_RESOURCE SYS_TIME SYS_TTY_CONFIG MKNOD LEASE AUDIT_WRITE AUDIT_CONTROL SETFCAP MAC_OVERRIDE "
+    "MAC_ADMIN SYSLOG WAKE_ALARM BLOCK_SUSPEND AUDIT_READ PERFMON BPF CHECKPOINT_RESTORE"
+)
+_CAPABILITIES = tuple(f"CAP_{name}" for name in _NAMES.split())
+
+
+def capabilities(pid: int | None = None) -> frozenset[str]:
+    """The effective capabilities of a process (default: this thread) by name, e.g. "CAP_SYS_PTRACE"."""
+    text = Path(f"/proc/{'thread-self' if pid is None else pid}/status").read_text(errors="replace")
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)$", text, re.MULTILINE)
+    bits = int(found[1], 16) if found else 0
+    return frozenset(name for number, name in enumerate(_CAPABILITIES) if bits >> number & 1)
+
+
+def kernel_version() -> tuple[int, int]:
+    """Major and minor version of the running kernel."""
+    found = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    if found is None:
+        raise ValueError(f"the kernel release {os.uname().release!r} is not a version")
+    return int(found[1]), int(found[2])
+
+
+def _sysctl(name: str) -> int | None:
+    try:
+        return int(Path("/proc/sys", *name.split(".")).read_text())
+    except FileNotFoundError:
+        return None
+
+
+def pipe_max_size() -> int:
+    """Bytes up to which a pipe grows for who lacks CAP_SYS_RESOURCE (fs.pipe-max-size)."""
+    size = _sysctl("fs.pipe-max-size")
+    return 1 << 20 if size is None else size
+
+
+def pipe_capacity() -> int:
+    """Bytes that CRIU gets into one of its page pipes on this machine."""
+    most = CRIU_PIPE_PAGES * PAGE
+    if "CAP_SYS_RESOURCE" in capabilities():
+        return most
+    # It doubles a pipe until that is refused, so the limit counts as the power of two at or below it.
+    return min(most, 1 << (pipe_max_size().bit_length() - 1))
+
+
+def pipe_need(size: int, processes: int = 1) -> int:
+    """Descriptors that CRIU's lazy dump needs to hold references to ``size`` bytes of private memory in pipes.
+
+    Two a pipe, pipes filled to the brim but for the last of each process (criu/page-pipe.c: pages that may be
+    restored lazily and the others never
+    share one). At 1 MiB a pipe 16 GiB need 32 000, at 4 MiB, which is all that CRIU uses, 8 000.
+
+    Args:
+        size: Bytes of resident private memory of the whole tree.
+        processes: Number of processes in the tree.
+    """
+    pipes = -(-size // pipe_capacity()) + 3 * processes
+    return 2 * pipes + CRIU_DESCRIPTORS + CRIU_DESCRIPTORS_PER_PROCESS * processes
+
+
+def descriptor_limit() -> int:
+    """Descriptors that a CRIU started from here can have.
+
+    CRIU sets its limit to fs.nr_open, which needs CAP_SYS_RESOURCE where the hard limit is lower; if that fails it
+    keeps what it was started with:
+    the hard limit, if `raise_descriptor_limit` was called before.
+    """
+    most = _sysctl("fs.nr_open") or 1 << 20
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or hard >= most or "CAP_SYS_RESOURCE" in capabilities():
+        return most
+    return hard
+
+
+def raise_descriptor_limit() -> int:
+    """Set this process's soft limit on descriptors to its hard limit, for itself and whom it starts; returns it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+def io_uring_disabled() -> int:
+    """kernel.io_uring_disabled: 0 anybody may use io_uring, 1 only privileged processes, 2 nobody."""
+    return _sysctl("kernel.io_uring_disabled") or 0
+
+
+def huge_pages() -> str:
+    """When the kernel uses transparent huge pages: "always", "madvise" or "never"."""
+    try:
+        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except FileNotFoundError:
+        return "never"
+    found = re.search(r"\[(\w+)\]", text)
+    return found[1] if found else "never"
+
+
+def memory_available() -> int:
+    """Bytes that can be taken without swapping (MemAvailable), or that the cgroup leaves, whichever is less."""
+    found = re.search(r"^MemAvailable:\s*(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    available = int(found[1]) * 1024 if found else 0
+    try:
+        group = Path("/proc/self/cgroup").read_text().rsplit("::", 1)[1].strip().lstrip("/")
+        folder = Path("/sys/fs/cgroup", group)
+        most = (folder / "memory.max").read_text().strip()
+        if most != "max":
+            available = min(available, max(0, int(most) - int((folder / "memory.current").read_text())))
+    except (OSError, IndexError):
+        pass  # no cgroup of version 2, or none with a memory limit
+    return available
+
+
+def free_space(path: str | Path) -> int:
+    """Bytes that can still be written where ``path`` lies; on tmpfs no more than there is memory."""
+    about = os.statvfs(path)
+    return about.f_bavail * about.f_frsize
+
+
+def soft_dirty() -> bool:
+    """Whether the kernel tracks soft-dirty pages: a page that was just written then says so."""
+    with mmap.mmap(-1, PAGE) as page, Pagemap(os.getpid()) as pagemap:
+        page[0] = 1
+        array = np.frombuffer(page, np.uint8)
+        address = array.ctypes.data
+        entry = pagemap.entries(address, address + PAGE)[0]
+        del array
+        return bool(entry & _SOFT_DIRTY)
