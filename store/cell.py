@@ -35,7 +35,8 @@ CELL = np.dtype(
 
 def data_pages(records: Records) -> npt.NDArray[np.int64]:
     """Number of data pages of each record."""
-    return np.bitwise_count(records["data"]).sum(axis=1, dtype=np.int64)
+    counts: npt.NDArray[np.int64] = np.bitwise_count(records["data"]).sum(axis=1, dtype=np.int64)
+    return counts
 
 
 def page_mask(bitmap: Bytes) -> npt.NDArray[np.bool_]:

@@ -1,0 +1,21 @@
+"""Hints: what may help the next snapshot or a restore of a lineage (fingerprints, working sets); advice, so a damaged one is told of and then done without."""
+
+from __future__ import annotations
+
+from icecore.store.envelope import ObjectKind, unseal
+
+#: The object of a lineage's hints; what its body means is its readers' business.
+HINTS_KIND = ObjectKind("hints", b"ICEHINT", 1, 1 << 30)
+
+
+def decode_hints(name: str, data: bytes, key: bytes, digest: bytes | None = None) -> bytes:
+    """The body of hints object ``name``; ``key`` is the repository's hints key.
+
+    Args:
+        digest: The digest in :attr:`Manifest.hints_digest`.
+
+    Raises:
+        Damaged: It is not what was written, or another one than was meant.
+        FormatTooNew: It was written by a later version.
+    """
+    return unseal(HINTS_KIND, name, data, key, digest)

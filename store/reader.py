@@ -1,0 +1,305 @@
+"""Reads one snapshot: maps from few ranges, cells from at most two chunks; nothing is handed out that was not verified."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from icecore.errors import Damaged
+from icecore.store import codec, delta
+from icecore.store.cell import CELL, CELL_BYTES, PAGE, Records
+from icecore.store.cellmap import MAX_STORED_NODE_BYTES, NodeDecoder, parse_refs
+from icecore.store.chunk import NO_CHUNK, chunk_id, pages_of
+from icecore.store.keys import Keys
+from icecore.store.manifest import Manifest, Space
+from icecore.store.names import object_name
+from icecore.store.pool import Scratch, ScratchPerThread
+from icecore.store.repository import Repository
+from icecore.store.rows import Place, Row, unpack
+from icecore.store.state import SnapshotRecord
+
+T = TypeVar("T")
+
+#: Nodes of a pack that lie closer than this are read together, up to ``_READ_BYTES`` at once.
+_GAP_BYTES = 256 << 10
+_READ_BYTES = 16 << 20
+
+
+class Read(NamedTuple):
+    """A range of a pack, and which references (by index) lie in it."""
+
+    pack: bytes
+    offset: int
+    length: int
+    refs: npt.NDArray[np.int64]
+
+
+def plan_nodes(refs: npt.NDArray[np.void], *, gap: int, read_size: int) -> list[Read]:
+    """Ranges of packs that cover all ``refs`` (NODE_REF records).
+
+    Args:
+        gap: Unwanted bytes that are read along rather than asking twice.
+        read_size: No range is longer, except for one node alone.
+    """
+    if not len(refs):
+        return []
+    packs = refs["pack"].tobytes()
+    rank = {pack: at for at, pack in enumerate(sorted({packs[at : at + 16] for at in range(0, len(packs), 16)}))}
+    pack = np.fromiter((rank[packs[at : at + 16]] for at in range(0, len(packs), 16)), np.int64, len(refs))
+    offset, length = refs["offset"].astype(np.int64), refs["length"].astype(np.int64)
+    order = np.lexsort((offset, pack))
+    names = list(rank)
+    reads: list[Read] = []
+    breaks = np.flatnonzero((np.diff(pack[order]) != 0) | (np.diff(offset[order]) > gap + length[order][:-1])) + 1
+    for run in np.split(order, breaks):
+        first = 0
+        while first < len(run):
+            # Equal nodes are stored once, so that offsets may repeat; ends ascend all the same.
+            ends = offset[run[first:]] + length[run[first:]]
+            count = max(1, int(np.searchsorted(ends, offset[run[first]] + read_size, side="right")))
+            part = run[first : first + count]
+            start = int(offset[part[0]])
+            reads.append(Read(names[pack[part[0]]], start, int(ends[:count].max()) - start, part))
+            first += count
+    return reads
+
+
+class ChunkDecoder:
+    """Turns stored bytes into a cell's verified data pages. Thread-safe; each thread brings its own buffers.
+
+    Args:
+        key: The repository's chunk key.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def decode(
+        self,
+        record: np.void | Row,
+        stored: memoryview,
+        base_stored: memoryview | None,
+        out: memoryview,
+        scratch: Scratch,
+    ) -> memoryview:
+        """The data pages' bytes of one cell, in address order. Releases the GIL while bytes move.
+
+        Args:
+            record: Its CELL record.
+            stored: The bytes at its ``place``; empty for a zero chunk.
+            base_stored: The bytes at its ``base_place``, if its codec is a delta's.
+            out: Room for a cell; must not overlap ``stored``.
+            scratch: The thread's own.
+
+        Returns:
+            Verified bytes: the beginning of ``out``, or ``stored`` itself where that is raw (then ``out`` is untouched).
+
+        Raises:
+            Damaged: Names the chunk (the cell's or the base's) and its shard.
+        """
+        row = record if isinstance(record, Row) else unpack(record)
+        size = pages_of(row.data) * PAGE
+        number = row.stored.place.codec
+        if not size:
+            return out[:0]
+        if number & codec.DELTA:
+            return self._decode_delta(row, size, stored, base_stored, out, scratch)
+        if number == codec.RAW:
+            if len(stored) != size:
+                raise _damaged(row.chunk, row.stored.place, f"{len(stored)} raw bytes where {size} belong")
+            content = stored
+        else:
+            content = out[:size]
+            _decode_full(row.chunk, row.stored.place, stored, content)
+        if chunk_id(self._key, row.data, content) != row.chunk:
+            raise _damaged(row.chunk, row.stored.place, "its bytes do not have its id")
+        return content
+
+    def _decode_delta(
+        self, row: Row, size: int, stored: memoryview, base_stored: memoryview | None, out: memoryview, scratch: Scratch
+    ) -> memoryview:
+        place, base, base_place = row.stored
+        if base_stored is None:
+            raise ValueError("a delta needs its base's stored bytes")
+        try:
+            theirs = delta.base_bitmap(stored)
+        except ValueError as error:
+            raise _damaged(row.chunk, place, str(error)) from error
+        # Where base and chunk have the same pages, the base is decoded to where the chunk is wanted.
+        content = out[:size]
+        room = content if theirs == row.data else scratch.base[: pages_of(theirs) * PAGE]
+        try:
+            codec.unseal(stored)
+        except ValueError as error:
+            raise _damaged(row.chunk, place, str(error)) from error
+        _decode_full(base, base_place, base_stored, room)
+        try:
+            delta.decode(place.codec, stored, row.data, room, content, scratch.residual)
+        except ValueError as error:
+            raise _damaged(row.chunk, place, str(error)) from error
+        if chunk_id(self._key, row.data, content) != row.chunk:
+            # Whose fault is it? The base has an id of its own.
+            room = scratch.base[: pages_of(theirs) * PAGE]
+            _decode_full(base, base_place, base_stored, room)
+            if chunk_id(self._key, theirs, room) != base:
+                raise _damaged(base, base_place, "its bytes do not have its id")
+            raise _damaged(row.chunk, place, "its bytes do not have its id")
+        return content
+
+
+class SnapshotReader:
+    """One snapshot of a repository. Synchronous and thread-safe.
+
+    Args:
+        repository: Where it is.
+        manifest: Its manifest (``Repository.manifest``).
+        loop: The event loop in which the repository lives; it runs in another thread than the callers'. Needed unless the back end reads directly.
+
+    Attributes:
+        manifest: The snapshot's.
+    """
+
+    def __init__(
+        self, repository: Repository, manifest: Manifest, loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
+        self.manifest = manifest
+        self._backend = repository.backend
+        self._keys: Keys = repository.keys
+        self._loop = loop
+        self._decoder = ChunkDecoder(repository.keys.chunk)
+        self._scratch = ScratchPerThread()
+
+    @classmethod
+    def open(
+        cls, repository: Repository, snapshot: str | SnapshotRecord, loop: asyncio.AbstractEventLoop
+    ) -> SnapshotReader:
+        """The reader of a snapshot given by id or record.
+
+        Raises:
+            NotFound: It is not listed.
+            Damaged: Its manifest is not what was written.
+        """
+        return cls(repository, asyncio.run_coroutine_threadsafe(repository.manifest(snapshot), loop).result(), loop)
+
+    def records(self, space: Space) -> list[Records]:
+        """The CELL records of a space: one array per region, ascending by cell. Nodes are read in few large ranges and verified.
+
+        Raises:
+            Damaged: Names the node, or the manifest if the references in it cannot be.
+            ObjectMissing: A pack is gone.
+        """
+        try:
+            refs = parse_refs(space.nodes, len(space.regions))
+        except ValueError as error:
+            raise Damaged("manifest", self.manifest.snapshot, f"{space.kind} {space.key}: {error}") from error
+        stored: list[memoryview] = [memoryview(b"")] * len(refs)
+        for read in plan_nodes(refs, gap=_GAP_BYTES, read_size=_READ_BYTES):
+            data = memoryview(bytearray(read.length))
+            self.read_into(object_name("nodes", read.pack), read.offset, data)
+            starts = (refs["offset"][read.refs].astype(np.int64) - read.offset).tolist()
+            lengths = refs["length"][read.refs].tolist()
+            for at, start, length in zip(read.refs.tolist(), starts, lengths, strict=True):
+                stored[at] = data[start : start + length]
+        records, counts = NodeDecoder(self._keys.node).decode(stored, refs)
+        per_region = np.bincount(refs["region"], weights=counts, minlength=len(space.regions)).astype(np.int64)
+        edges = np.concatenate(([0], np.cumsum(per_region))).tolist()
+        return [records[a:b] for a, b in pairwise(edges)]
+
+    def decode(
+        self,
+        record: np.void | Row,
+        stored: memoryview,
+        base_stored: memoryview | None,
+        out: memoryview,
+        scratch: Scratch,
+    ) -> memoryview:
+        """As :meth:`ChunkDecoder.decode`."""
+        return self._decoder.decode(record, stored, base_stored, out, scratch)
+
+    def read_cell(self, record: np.void, out: memoryview) -> memoryview:
+        """Fetch, decode and verify one cell: at most two reads.
+
+        Args:
+            record: Its CELL record.
+            out: Room for a cell (1 MiB).
+
+        Returns:
+            Its data pages' bytes: the beginning of ``out``.
+
+        Raises:
+            Damaged: Names the chunk and its shard.
+            ObjectMissing: A shard is gone.
+        """
+        row = unpack(record)
+        size = pages_of(row.data) * PAGE
+        place, _, base_place = row.stored
+        if size > len(out):
+            raise ValueError(f"{len(out)} bytes of room for {size}")
+        scratch = self._scratch.get()
+        if place.codec == codec.RAW and place.length == size:
+            content = out[:size]
+            self._fetch(row.chunk, place, content)
+            if chunk_id(self._keys.chunk, row.data, content) != row.chunk:
+                raise _damaged(row.chunk, place, "its bytes do not have its id")
+            return content
+        stored = self._fetch(row.chunk, place, scratch.stored)
+        base_stored = None
+        if place.codec & codec.DELTA:
+            base_stored = self._fetch(row.stored.base, base_place, scratch.own)
+        return self._decoder.decode(row, stored, base_stored, out, scratch)
+
+    def read_into(self, name: str, offset: int, out: memoryview) -> None:
+        """Fill ``out`` from an object, without an event loop where the back end can."""
+        if self._backend.direct:
+            self._backend.read_into(name, offset, out)
+        else:
+            self._wait(self._backend.get_into(name, offset, out))
+
+    def _fetch(self, chunk: bytes, place: Place, room: memoryview) -> memoryview:
+        if place.length > len(room):
+            raise _damaged(chunk, place, f"its record says that it has {place.length} stored bytes")
+        out = room[: place.length]
+        if place.codec != codec.ZERO:
+            self.read_into(object_name("shard", place.shard), place.offset, out)
+        return out
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._loop is None:
+            work.close()
+            raise ValueError("this back end needs an event loop to read")
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def chunk_records(records: Sequence[Records]) -> Records:
+    """All records that have a chunk, in one array."""
+    together = np.concatenate(records) if records else np.empty(0, CELL)
+    return together[together["chunk"].any(axis=1)]
+
+
+def _decode_full(chunk: bytes, place: Place, stored: memoryview, out: memoryview) -> None:
+    try:
+        codec.decode(place.codec, stored, out)
+    except ValueError as error:
+        raise _damaged(chunk, place, str(error)) from error
+
+
+def _damaged(chunk: bytes, place: Place, why: str) -> Damaged:
+    where = "" if place.codec == codec.ZERO else f" (at {place.offset} of {object_name('shard', place.shard)})"
+    return Damaged("chunk", chunk.hex(), f"{why}{where}")
+
+
+__all__ = [
+    "CELL_BYTES",
+    "MAX_STORED_NODE_BYTES",
+    "NO_CHUNK",
+    "ChunkDecoder",
+    "Read",
+    "SnapshotReader",
+    "chunk_records",
+    "plan_nodes",
+]

@@ -1,0 +1,123 @@
+"""A shard, one immutable object of many chunks: stored chunks back to back, then a footer from which every one of them can be found and told."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+
+from icecore.store import codec
+from icecore.store.cell import BITMAP_BYTES, CELL_BYTES, PAGE, Records
+from icecore.store.chunk import NO_CHUNK
+from icecore.store.codec import Buffer
+from icecore.store.container import NAME_BYTES, Container
+
+#: One stored chunk: its id, data bitmap, base (a delta's, else zero), and where its bytes are. 109 bytes, little-endian, unpadded.
+ENTRY = np.dtype(
+    [
+        ("chunk", "u1", 32),
+        ("data", "u1", BITMAP_BYTES),
+        ("base", "u1", 32),
+        ("offset", "<u8"),
+        ("length", "<u4"),
+        ("codec", "u1"),
+    ]
+)
+_ENTRY = struct.Struct("<32s32s32sQIB")
+
+SHARD = Container("shard", b"icshard\n", 1, ENTRY, 1 << 22)
+
+
+class ShardBuilder:
+    """Lays stored chunks out in one caller-owned buffer.
+
+    Not thread-safe: whoever shares it locks around :meth:`reserve`; filling the room that it returns needs no lock.
+
+    Args:
+        name: 16 random bytes.
+        buffer: Where the chunks go; its length is what the shard holds at most (without the footer).
+    """
+
+    def __init__(self, name: bytes, buffer: memoryview) -> None:
+        if len(name) != NAME_BYTES:
+            raise ValueError("a shard's name has 16 bytes")
+        self.name = name
+        self.buffer = buffer
+        self.used = 0
+        self._entries: list[bytes] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def fits(self, length: int) -> bool:
+        """Whether a chunk of ``length`` stored bytes still has room."""
+        return self.used + length <= len(self.buffer) and len(self._entries) < SHARD.max_entries
+
+    def reserve(self, chunk: bytes, data: Buffer, base: bytes, number: int, length: int) -> tuple[int, memoryview]:
+        """Take room for one stored chunk.
+
+        Args:
+            chunk: The chunk's id.
+            data: Its data bitmap.
+            base: The id of its base if ``number`` is a delta's, else :data:`icecore.store.chunk.NO_CHUNK`.
+            number: Its codec.
+            length: Stored bytes; they must :meth:`fits`.
+
+        Returns:
+            The offset in the shard, and the room, to be filled before :meth:`finish`.
+        """
+        if not self.fits(length):
+            raise ValueError(f"{length} bytes do not fit")
+        offset = self.used
+        self._entries.append(_ENTRY.pack(chunk, data, base, offset, length, number))
+        self.used += length
+        return offset, self.buffer[offset : offset + length]
+
+    def finish(self, key: bytes) -> list[Buffer]:
+        """The whole shard as buffers to write one after the other; ``key`` is the repository's shard key."""
+        return [self.buffer[: self.used], SHARD.footer(key, self.name, b"".join(self._entries), self.used)]
+
+    def entries(self) -> Records:
+        """The table so far."""
+        return np.frombuffer(b"".join(self._entries), ENTRY)
+
+
+def fill(room: memoryview, parts: Sequence[Buffer]) -> None:
+    """Copy ``parts`` into ``room`` one after the other; numpy's copy, which releases the GIL."""
+    target = np.frombuffer(room, np.uint8)
+    at = 0
+    for part in parts:
+        length = len(part)
+        np.copyto(target[at : at + length], np.frombuffer(part, np.uint8))
+        at += length
+
+
+def parse_footer(key: bytes, name: bytes, size: int, footer: Buffer) -> Records:
+    """The chunks of shard ``name`` of ``size`` bytes from its footer (:meth:`Container.parse_tail` says how long that is).
+
+    Returns:
+        ENTRY records in shard order.
+
+    Raises:
+        Damaged: A byte of the footer is not what was written, or an entry cannot be.
+        FormatTooNew: A later version wrote it.
+    """
+    entries = SHARD.parse_footer(key, name, size, footer)
+    pages = np.bitwise_count(entries["data"]).sum(axis=1, dtype=np.int64)
+    lengths, codecs = entries["length"].astype(np.int64), entries["codec"]
+    raw = codecs == codec.RAW
+    if (
+        (pages == 0).any()
+        or (lengths == 0).any()
+        or (lengths > CELL_BYTES).any()
+        or (lengths[raw] != pages[raw] * PAGE).any()
+    ):
+        raise SHARD.damaged(name, "a chunk's length does not fit its pages")
+    for number in np.unique(codecs).tolist():
+        if number == codec.ZERO or not codec.known(number):
+            raise SHARD.damaged(name, f"a chunk has the unknown codec {number}")
+    based = (entries["base"] != np.frombuffer(NO_CHUNK, np.uint8)).any(axis=1)
+    if (based != (codecs & codec.DELTA != 0)).any():
+        raise SHARD.damaged(name, "a chunk's base does not fit its codec")
+    return entries
