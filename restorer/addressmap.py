@@ -1,0 +1,115 @@
+"""Where the bytes of a snapshot's address space belong now, while the process that owns it moves, drops and forks it.
+
+Pure; the rule: every address of the snapshot is at one place at most, and an address that is in no segment holds
+zeros. Addresses as they were in the snapshot are called original, the process's own current.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import NamedTuple
+
+#: No user address is higher (five-level page tables).
+TOP = 1 << 56
+
+
+class Piece(NamedTuple):
+    """``length`` bytes of the snapshot at ``original`` belong at ``current``."""
+
+    current: int
+    original: int
+    length: int
+
+
+class AddressMap:
+    """The map of one address space; at first everything is where it was. Not thread-safe.
+
+    The segments are three parallel lists in order of current addresses: start, end, and what to add to get the
+    original address.
+    """
+
+    def __init__(self) -> None:
+        self._start = [0]
+        self._end = [TOP]
+        self._shift = [0]
+        self._by_original: tuple[list[int], list[Piece]] | None = None
+
+    def copy(self) -> AddressMap:
+        """The map of a child that was just forked."""
+        other = AddressMap()
+        other._start, other._end, other._shift = self._start[:], self._end[:], self._shift[:]
+        return other
+
+    def original(self, current: int) -> int | None:
+        """What lies at a current address, or None: zeros."""
+        at = bisect_right(self._start, current) - 1
+        if at >= 0 and current < self._end[at]:
+            return current + self._shift[at]
+        return None
+
+    def next_mapped(self, current: int) -> int:
+        """The lowest current address from ``current`` on that is in a segment; TOP if there is none."""
+        at = bisect_right(self._start, current) - 1
+        if at >= 0 and current < self._end[at]:
+            return current
+        return self._start[at + 1] if at + 1 < len(self._start) else TOP
+
+    def locate(self, original: int, length: int) -> list[Piece]:
+        """Where ``length`` bytes at an original address belong now, in order; what is missing was dropped."""
+        if self._by_original is None:
+            pieces = sorted(
+                (start + shift, Piece(start, start + shift, end - start))
+                for start, end, shift in zip(self._start, self._end, self._shift, strict=True)
+            )
+            self._by_original = [first for first, _ in pieces], [piece for _, piece in pieces]
+        starts, segments = self._by_original
+        found = []
+        stop = original + length
+        at = max(0, bisect_right(starts, original) - 1)
+        while at < len(starts) and starts[at] < stop:
+            segment = segments[at]
+            low, high = max(original, segment.original), min(stop, segment.original + segment.length)
+            if low < high:
+                found.append(Piece(segment.current + low - segment.original, low, high - low))
+            at += 1
+        return found
+
+    def remove(self, start: int, end: int) -> None:
+        """The process discarded or unmapped ``start`` to ``end``: zeros, or nothing, from now on."""
+        if start < end:
+            self._cut(start, end)
+
+    def remap(self, source: int, target: int, length: int) -> None:
+        """The process moved ``length`` bytes from ``source`` to ``target`` (the ranges do not overlap)."""
+        if source == target or length <= 0:
+            return
+        moved = self._cut(source, source + length)
+        self._cut(target, target + length)
+        if not moved:
+            return
+        at = bisect_right(self._start, target)
+        self._start[at:at] = [start + target - source for start, _, _ in moved]
+        self._end[at:at] = [end + target - source for _, end, _ in moved]
+        self._shift[at:at] = [shift + source - target for _, _, shift in moved]
+
+    def _cut(self, start: int, end: int) -> list[tuple[int, int, int]]:
+        """Take ``start`` to ``end`` out of the map; returns what was there as (start, end, shift)."""
+        self._by_original = None
+        first = bisect_right(self._start, start) - 1
+        if first < 0 or self._end[first] <= start:
+            first += 1
+        after = first
+        taken: list[tuple[int, int, int]] = []
+        kept: list[tuple[int, int, int]] = []
+        while after < len(self._start) and self._start[after] < end:
+            low, high, shift = self._start[after], self._end[after], self._shift[after]
+            if low < start:
+                kept.append((low, start, shift))
+            taken.append((max(low, start), min(high, end), shift))
+            if high > end:
+                kept.append((end, high, shift))
+            after += 1
+        self._start[first:after] = [low for low, _, _ in kept]
+        self._end[first:after] = [high for _, high, _ in kept]
+        self._shift[first:after] = [shift for _, _, shift in kept]
+        return taken

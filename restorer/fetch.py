@@ -1,0 +1,381 @@
+"""Cells from the store to whoever wants their bytes: read, decoded, verified, by several threads, faults first.
+
+The rule: a sink is handed verified bytes only, and a buffer belongs to one worker at a time. Two ways to read: storage
+with direct reads is read by the workers themselves, into a buffer that each reuses; for all other storage an event loop
+keeps many ranges in flight, bounded by the budget, and the workers take what has arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from icecore.errors import Damaged, IcecoreError, ObjectMissing, RestoreFailed, StoreError
+from icecore.host.memory import HugeBuffer
+from icecore.restorer.plan import STORED_LIMIT, Batch, Cell, plan_batches, plan_one, room_for
+from icecore.store.backend import Backend
+from icecore.store.cell import CELL_BYTES, Records
+from icecore.store.loop import LoopThread
+from icecore.store.names import object_name
+from icecore.store.pool import Scratch
+
+#: Unwanted bytes between two chunks that are read along, at most, and as a share of the storage's preferred read.
+_MAX_GAP = 1 << 20
+_GAP_SHARE = 16
+_MAX_IN_FLIGHT = 32
+_FIRST_PAUSE = 0.05
+
+
+class Decoder(Protocol):
+    """What the store's reader does with stored bytes."""
+
+    def decode(
+        self, record: np.void, stored: memoryview, base_stored: memoryview | None, out: memoryview, scratch: Scratch
+    ) -> memoryview:
+        """The chunk's verified bytes: in ``out``, or ``stored`` itself where it was stored raw."""
+
+
+#: Takes the verified bytes of a row; they are valid during the call only. Called by the workers.
+Sink = Callable[[int, memoryview], None]
+
+
+@dataclass
+class Spent:
+    """What the workers did so far: bytes read and produced, and their threads' seconds in each stage."""
+
+    stored: int = 0
+    produced: int = 0
+    cells: int = 0
+    read: float = 0.0
+    decode: float = 0.0
+    sink: float = 0.0
+
+    def add(self, other: Spent) -> None:
+        """Add another worker's share."""
+        for name in ("stored", "produced", "cells", "read", "decode", "sink"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """``threads`` that decode; ``budget`` bytes of fetched and not yet used ranges; ``attempts`` a read; ``stall``
+    seconds after which a read that gives nothing has failed."""
+
+    threads: int
+    budget: int
+    attempts: int
+    stall: float
+
+
+class _Buffers:
+    """A worker's own buffers."""
+
+    def __init__(self, room: int) -> None:
+        self.stored = HugeBuffer(room, prefault=False)
+        self.out = HugeBuffer(CELL_BYTES)
+        self.scratch = Scratch()
+
+
+class Fetcher:
+    """Delivers rows of a record table to a sink.
+
+    Args:
+        backend: Where the shards are.
+        decoder: Decodes and verifies.
+        records: CELL records; every row asked for has data pages.
+        sink: Gets the bytes; an exception from it ends everything.
+        limits: Threads, memory, patience.
+        loop: Runs what waits, for storage without direct reads.
+        needed: Asked before a row is decoded: whether anybody still wants it.
+        failed: Told once, from whatever thread, of the error that ended everything.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        decoder: Decoder,
+        records: Records,
+        sink: Sink,
+        limits: Limits,
+        loop: LoopThread,
+        needed: Callable[[int], bool] | None = None,
+        failed: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self._backend = backend
+        self._decoder = decoder
+        self._records = records
+        self._sink = sink
+        self._limits = limits
+        self._loop = loop
+        self._needed = needed
+        self._failed = failed
+        self._read_size = backend.read_size
+        self._change = threading.Condition()
+        self._urgent: deque[tuple[int, memoryview | None]] = deque()
+        self._asked: set[int] = set()
+        self._planned: Iterator[Batch] = iter(())
+        self._ready: deque[tuple[Batch, HugeBuffer]] = deque()
+        self._open = False
+        self._exhausted = False
+        self._running = 0
+        self._stopped = False
+        self._failure: BaseException | None = None
+        self._threads: list[threading.Thread] = []
+        self._buffers: asyncio.Queue[HugeBuffer] | None = None
+        self.spent = Spent()
+
+    def start(self, order: Sequence[int], *, opened: bool = True) -> None:
+        """Begin. Until `open` only urgent rows are delivered (and ranges fetched ahead, as far as the budget goes)."""
+        gap = min(_MAX_GAP, self._read_size // _GAP_SHARE)
+        self._planned = plan_batches(self._records, order, gap=gap, read_size=self._read_size)
+        self._open = opened
+        if not self._backend.direct:
+            self._loop.submit(self._fetch_planned(len(order)))
+        for number in range(self._limits.threads):
+            thread = threading.Thread(target=self._work, name=f"place-{number}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def open(self) -> None:
+        """Let the planned rows be delivered."""
+        with self._change:
+            self._open = True
+            self._change.notify_all()
+
+    def urgent(self, row: int) -> None:
+        """Deliver this row before all others; it may be delivered again by the plan."""
+        with self._change:
+            if row in self._asked or self._stopped:
+                return
+            self._asked.add(row)
+            if self._backend.direct:
+                self._urgent.append((row, None))
+                self._change.notify()
+        if not self._backend.direct:
+            self._loop.submit(self._fetch_urgent(row))
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until all planned rows are delivered.
+
+        Returns:
+            Whether they are (False: the time was up).
+
+        Raises:
+            Whatever went wrong first.
+        """
+        with self._change:
+            done = self._change.wait_for(self._settled, seconds)
+            if self._failure is not None:
+                raise self._failure
+            return done
+
+    def _settled(self) -> bool:
+        return self._failure is not None or (
+            self._exhausted and not self._running and not self._ready and not self._urgent and not self._asked
+        )
+
+    def fail(self, error: BaseException) -> None:
+        """End everything with this error, unless another came first."""
+        with self._change:
+            first = self._failure is None and not self._stopped
+            if first:
+                self._failure = error
+            self._stopped = True
+            self._change.notify_all()
+        if first and self._failed is not None:
+            self._failed(error)
+
+    def stop(self) -> None:
+        """Let the workers end, and wait for them; rows that were not delivered never will be."""
+        with self._change:
+            self._stopped = True
+            self._change.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    # -- workers ------------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        spent = Spent()
+        try:
+            scratch = _Buffers(room_for(self._read_size) if self._backend.direct else 2 * STORED_LIMIT)
+            while (item := self._take()) is not None:
+                batch, buffer, urgent = item
+                try:
+                    self._deliver(batch, buffer, scratch, spent)
+                finally:
+                    self._finished(batch, buffer, urgent)
+        except BaseException as error:  # noqa: BLE001 - whoever waits for the rows raises it
+            self.fail(_named(error))
+        finally:
+            with self._change:
+                self.spent.add(spent)
+
+    def _take(self) -> tuple[Batch, HugeBuffer | memoryview | None, bool] | None:
+        """The next work: urgent rows first; None: no more."""
+        with self._change:
+            while True:
+                if self._stopped:
+                    return None
+                if self._urgent:
+                    row, data = self._urgent.popleft()
+                    self._running += 1
+                    return plan_one(self._records, row), data, True
+                if self._open:
+                    if self._ready:
+                        self._running += 1
+                        batch, buffer = self._ready.popleft()
+                        return batch, buffer, False
+                    if self._backend.direct and not self._exhausted:
+                        planned = next(self._planned, None)
+                        if planned is not None:
+                            self._running += 1
+                            return planned, None, False
+                        self._exhausted = True
+                        self._change.notify_all()
+                self._change.wait()
+
+    def _finished(self, batch: Batch, buffer: HugeBuffer | memoryview | None, urgent: bool) -> None:
+        if isinstance(buffer, HugeBuffer):
+            assert self._buffers is not None
+            with suppress(RuntimeError):  # the loop was closed: nobody fetches any more
+                self._loop.loop.call_soon_threadsafe(self._buffers.put_nowait, buffer)
+        with self._change:
+            self._running -= 1
+            if urgent:
+                self._asked.discard(batch.cells[0].row)
+            if not self._running:
+                self._change.notify_all()
+
+    def _deliver(
+        self, batch: Batch, buffer: HugeBuffer | memoryview | None, scratch: _Buffers, spent: Spent
+    ) -> None:
+        clock = time.perf_counter
+        began = clock()
+        if buffer is None:
+            stored = scratch.stored.view(0, batch.size)
+            self._read_directly(batch, stored)
+        else:
+            stored = buffer.view(0, batch.size) if isinstance(buffer, HugeBuffer) else buffer
+        spent.read += clock() - began
+        spent.stored += batch.size
+        for cell in batch.cells:
+            if self._stopped:
+                return
+            if self._needed is not None and not self._needed(cell.row):
+                continue
+            began = clock()
+            data = self._decode(cell, stored, scratch)
+            decoded = clock()
+            self._sink(cell.row, data)
+            spent.decode += decoded - began
+            spent.sink += clock() - decoded
+            spent.produced += len(data)
+            spent.cells += 1
+
+    def _decode(self, cell: Cell, stored: memoryview, scratch: _Buffers) -> memoryview:
+        base = stored[cell.base_start : cell.base_stop] if cell.base_stop > cell.base_start else None
+        own = stored[cell.start : cell.stop]
+        return self._decoder.decode(self._records[cell.row], own, base, scratch.out.view(), scratch.scratch)
+
+    def _read_directly(self, batch: Batch, out: memoryview) -> None:
+        for read in batch.reads:
+            name = object_name("shard", read.shard)
+            pause = _FIRST_PAUSE
+            for attempt in range(1, self._limits.attempts + 1):
+                try:
+                    self._backend.read_into(name, read.offset, out[read.at : read.at + read.length])
+                    break
+                except (ObjectMissing, Damaged):
+                    raise
+                except StoreError:
+                    if attempt == self._limits.attempts or self._stopped:
+                        raise
+                    time.sleep(pause)
+                    pause *= 2
+
+    # -- the event loop's side ----------------------------------------------------------------------------------------
+
+    async def _fetch_planned(self, rows: int) -> None:
+        """Keep ranges in flight: as many as there are buffers in the budget."""
+        try:
+            room = room_for(self._read_size)
+            count = max(2, min(_MAX_IN_FLIGHT, self._limits.budget // room, rows))
+            self._buffers = asyncio.Queue()
+            for _ in range(count):
+                self._buffers.put_nowait(HugeBuffer(room, prefault=False))
+            async with asyncio.TaskGroup() as tasks:
+                for batch in self._planned:
+                    buffer = await self._buffers.get()
+                    if self._stopped:
+                        return
+                    tasks.create_task(self._fetch_batch(batch, buffer))
+            with self._change:
+                self._exhausted = True
+                self._change.notify_all()
+        except asyncio.CancelledError:
+            self.fail(RestoreFailed("the restore was cancelled"))
+            raise
+        except BaseExceptionGroup as group:
+            self.fail(_named(group.exceptions[0]))
+        except Exception as error:  # noqa: BLE001 - whoever waits for the rows raises it
+            self.fail(_named(error))
+
+    async def _fetch_batch(self, batch: Batch, buffer: HugeBuffer) -> None:
+        await self._fetch(batch, buffer.view(0, batch.size))
+        with self._change:
+            self._ready.append((batch, buffer))
+            self._change.notify()
+
+    async def _fetch_urgent(self, row: int) -> None:
+        try:
+            batch = plan_one(self._records, row)
+            data = memoryview(bytearray(batch.size))
+            await self._fetch(batch, data)
+            with self._change:
+                self._urgent.append((row, data))
+                self._change.notify()
+        except Exception as error:  # noqa: BLE001 - whoever waits for the rows raises it
+            self.fail(_named(error))
+
+    async def _fetch(self, batch: Batch, out: memoryview) -> None:
+        await asyncio.gather(*(self._fetch_range(read.shard, read.offset, out[read.at : read.at + read.length]) for read in batch.reads))
+
+    async def _fetch_range(self, shard: bytes, offset: int, out: memoryview) -> None:
+        name = object_name("shard", shard)
+        pause = _FIRST_PAUSE
+        for attempt in range(1, self._limits.attempts + 1):
+            try:
+                async with asyncio.timeout(self._limits.stall):
+                    await self._backend.get_into(name, offset, out)
+                return
+            except (ObjectMissing, Damaged):
+                raise
+            except TimeoutError as error:
+                if attempt == self._limits.attempts or self._stopped:
+                    raise StoreError(
+                        f"no answer for {self._limits.stall:.0f} s while reading {name} from {self._backend.where}"
+                    ) from error
+            except StoreError:
+                if attempt == self._limits.attempts or self._stopped:
+                    raise
+            await asyncio.sleep(pause)
+            pause *= 2
+
+
+def _named(error: BaseException) -> BaseException:
+    """The error as it is if it is one of ours, else wrapped so that the caller knows what failed."""
+    if isinstance(error, IcecoreError):
+        return error
+    wrapped = RestoreFailed(f"restoring memory failed: {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped

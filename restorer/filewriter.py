@@ -1,0 +1,96 @@
+"""Cells into files: open files that are put back, CRIU's image files, and the page images rebuilt from memory cells.
+
+The rule: a file is written under the name it was begun with, hole by hole as sparse as it was, and is `finished` only
+when every one of its rows was written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from icecore.restorer.cells import FileLayout, SpaceCells, page_pieces
+from icecore.store.cell import CELL, Bytes, Records
+
+
+@dataclass(frozen=True)
+class FileTarget:
+    """One file to be written from cells.
+
+    Attributes:
+        path: Where; it must not exist.
+        size: Bytes it has in the end.
+        cells: Cells whose data pages go into it.
+        layout: None: an address is an offset in the file. Else where the pages of a pagemap lie in a page image.
+        within: u1[n, 32], with a layout: the pages that it covers.
+        mode: Permission bits.
+    """
+
+    path: str
+    size: int
+    cells: SpaceCells
+    layout: FileLayout | None = None
+    within: Bytes | None = None
+    mode: int = 0o600
+
+
+class FileWriter:
+    """The targets of one run of a `icecore.restorer.fetch.Fetcher`.
+
+    Attributes:
+        records: CELL records of all rows that have bytes to be written.
+    """
+
+    def __init__(self, targets: Sequence[FileTarget]) -> None:
+        self._targets = targets
+        wanted = []
+        rows = []
+        for number, target in enumerate(targets):
+            pages = target.cells.records["data"] if target.within is None else target.within
+            kept = np.flatnonzero(pages.any(axis=1)) if len(pages) else np.empty(0, np.int64)
+            wanted.append(np.full(len(kept), number))
+            rows.append(kept)
+        self._target_of: list[int] = np.concatenate(wanted).tolist() if wanted else []
+        self._cell_of: list[int] = np.concatenate(rows).tolist() if rows else []
+        parts = [target.cells.records[kept] for target, kept in zip(targets, rows, strict=True)]
+        self.records: Records = np.concatenate(parts) if parts else np.empty(0, CELL)
+
+    def create(self) -> None:
+        """Create the files, empty but with their size.
+
+        Raises:
+            FileExistsError: One is there already.
+            OSError: No space, no permission.
+        """
+        for target in self._targets:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+            descriptor = os.open(target.path, flags, target.mode)
+            try:
+                os.ftruncate(descriptor, target.size)
+            finally:
+                os.close(descriptor)
+
+    def write(self, row: int, data: memoryview) -> None:
+        """The sink of the fetcher: put the bytes of one row where they belong."""
+        target = self._targets[self._target_of[row]]
+        cell = self._cell_of[row]
+        base = int(target.cells.base[cell])
+        bitmap = target.cells.records["data"][cell]
+        if target.layout is None:
+            whole = bitmap.tobytes()
+            runs = [(position, base + offset, length) for offset, position, length in page_pieces(whole, whole)]
+        else:
+            assert target.within is not None
+            runs = target.layout.runs(base, bitmap, target.within[cell])
+        descriptor = os.open(target.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            for position, offset, length in runs:
+                length = min(length, target.size - offset)  # the last page of a file is padded
+                done = 0
+                while done < length:
+                    done += os.pwrite(descriptor, data[position + done : position + length], offset + done)
+        finally:
+            os.close(descriptor)

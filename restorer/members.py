@@ -1,0 +1,234 @@
+"""Address spaces that are being filled: the restored processes and the children that they fork meanwhile.
+
+The rule that makes it safe: a placement holds the read lock of its member's map from looking the address up until the
+bytes are there and noted as there; the kernel's events are read and applied under the write lock. So what an event
+says (moved, dropped, forked) applies to exactly the placements that came before it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Callable
+
+import numpy as np
+
+from icecore.errors import RestoreFailed
+from icecore.host import userfaultfd
+from icecore.host.userfaultfd import Stop
+from icecore.restorer.addressmap import AddressMap
+from icecore.restorer.cells import SpaceCells, page_pieces
+from icecore.restorer.locks import MapLock
+from icecore.store.cell import CELL_BYTES, PAGE, Bytes
+
+#: Most bytes that one fault on absent memory fills with zero pages.
+ZERO_BYTES = 64 * PAGE
+_PAUSE = 0.0002
+_LONGEST_PAUSE = 0.01
+#: How long a placement is tried again because the process is changing its address space.
+_PATIENCE = 60.0
+
+
+class Member:
+    """One address space.
+
+    Attributes:
+        descriptor: Our duplicate of its userfaultfd.
+        keep: The guard's number for its own.
+        map: Where what belongs now; read and written under ``lock``.
+        missing: A byte for each cell of the family: 1 while it is not placed.
+        left: How many are 1.
+        gone: The process has ended, or everything was placed and the descriptor is closed.
+        forked: It is a child that a restored process forked.
+    """
+
+    __slots__ = ("_count", "descriptor", "forked", "gone", "keep", "left", "lock", "map", "missing")
+
+    def __init__(self, descriptor: int, keep: int, cells: int) -> None:
+        self.descriptor = descriptor
+        self.keep = keep
+        self.map = AddressMap()
+        self.lock = MapLock()
+        self.missing = bytearray(b"\1" * cells)
+        self.left = cells
+        self.gone = False
+        self.forked = False
+        self._count = threading.Lock()
+
+    def child(self, descriptor: int, keep: int) -> Member:
+        """A child that was just forked. The write lock is held: what is missing here is missing there."""
+        other = Member(descriptor, keep, 0)
+        other.map = self.map.copy()
+        other.missing = bytearray(self.missing)
+        other.left = self.left
+        other.forked = True
+        return other
+
+    def placed(self, row: int) -> None:
+        """Note that a cell is there. The read lock is held."""
+        with self._count:  # two workers may have placed the same cell, one for a fault
+            if self.missing[row]:
+                self.missing[row] = 0
+                self.left -= 1
+
+
+class Family:
+    """One process of the snapshot and the members that have its memory.
+
+    Args:
+        process: CRIU's id of the process.
+        cells: Its cells with pages that come through userfaultfd, in address order.
+        wanted: u1[n, 32], those pages.
+        unregistered: Asked when the kernel says that a page cannot be placed although it should be there; raises if
+            the page is mapped.
+    """
+
+    def __init__(
+        self, process: int, cells: SpaceCells, wanted: Bytes, unregistered: Callable[[Family, Member, int], None]
+    ) -> None:
+        self.process = process
+        self.members: tuple[Member, ...] = ()
+        self.registered = False
+        self._unregistered = unregistered
+        self._base: list[int] = cells.base.tolist()
+        self._low: list[int] = cells.low.tolist()
+        self._high: list[int] = cells.high.tolist()
+        self._data = cells.records["data"].tobytes()
+        self._wanted = wanted.tobytes()
+        self._adding = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._base)
+
+    def add(self, member: Member) -> None:
+        """A member more. For a fork this happens under the parent's write lock."""
+        with self._adding:
+            self.members = (*self.members, member)
+
+    def row_at(self, original: int) -> int | None:
+        """The cell of whose window an original address is part."""
+        row = bisect_right(self._low, original) - 1
+        return row if row >= 0 and original < self._high[row] else None
+
+    def wants(self, row: int, original: int) -> bool:
+        """Whether the page at an original address in a cell's window is one that is placed."""
+        page = (original - self._base[row]) // PAGE
+        return bool(self._wanted[32 * row + page // 8] >> (page % 8) & 1)
+
+    def absent_from(self, original: int) -> int:
+        """How many bytes from an original address on, up to ``ZERO_BYTES``, have no page that is placed."""
+        length = 0
+        row = bisect_right(self._low, original) - 1
+        while length < ZERO_BYTES:
+            at = original + length
+            if row >= 0 and at < self._high[row]:
+                if self.wants(row, at):
+                    break
+                length += PAGE
+            elif row + 1 < len(self._low) and at >= self._low[row + 1]:
+                row += 1
+            else:
+                length += PAGE
+        return length
+
+    # -- placing ------------------------------------------------------------------------------------------------------
+
+    def fill(self, row: int, data: memoryview) -> None:
+        """Place one cell in all members that miss it, also in those that are forked while it is done.
+
+        Args:
+            row: The cell.
+            data: Its verified bytes.
+
+        Raises:
+            RestoreFailed: It could not be placed.
+        """
+        address = int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])
+        pieces = page_pieces(self._data[32 * row : 32 * row + 32], self._wanted[32 * row : 32 * row + 32])
+        while todo := [m for m in self.members if m.missing[row] and not m.gone]:
+            for member in todo:
+                self._fill_member(member, row, address, pieces)
+            if not self.registered:
+                return  # only for a fault: the cell is placed again, as a whole, once everything is registered
+
+    def _fill_member(self, member: Member, row: int, address: int, pieces: list[tuple[int, int, int]]) -> None:
+        pause, tries = _PAUSE, 0
+        give_up = time.monotonic() + _PATIENCE
+        while True:
+            registered = self.registered
+            with member.lock.reading():
+                if member.gone or not member.missing[row]:
+                    return
+                stop, unmapped = self._place(member, row, address, pieces)
+                if stop is Stop.DONE and not unmapped:
+                    member.placed(row)
+                    return
+                if stop is Stop.DEAD:
+                    member.gone = True
+                    return
+            if stop is Stop.DONE:
+                if not registered:
+                    return
+                # An event may be on its way that tells why; if none is, the process really has no such memory, or it
+                # has and would find zeros there.
+                tries += 1
+                if tries > 3:
+                    for at in unmapped:
+                        self._unregistered(self, member, at)
+                    with member.lock.reading():
+                        member.placed(row)
+                    return
+            if time.monotonic() > give_up:
+                raise RestoreFailed(f"process {self.process} has kept its address space changing for {_PATIENCE:.0f} s")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _place(
+        self, member: Member, row: int, address: int, pieces: list[tuple[int, int, int]]
+    ) -> tuple[Stop, list[int]]:
+        """One try; returns why it ended and where pages are not registered."""
+        base = self._base[row]
+        unmapped: list[int] = []
+        for offset, position, length in pieces:
+            for piece in member.map.locate(base + offset, length):
+                source = address + position + piece.original - base - offset
+                placed = userfaultfd.place(member.descriptor, piece.current, source, piece.length)
+                if placed.stop is not Stop.DONE:
+                    return placed.stop, []
+                if placed.unmapped:
+                    unmapped.append(piece.current)
+        return Stop.DONE, unmapped
+
+    def fill_zero(self, member: Member, address: int) -> bool:
+        """Give the page at a current address, and absent ones after it, the content of absent memory: zeros.
+
+        Returns:
+            Whether it is done; false: the address space is changing, try again when its events are read.
+        """
+        with member.lock.reading():
+            if member.gone:
+                return True
+            original = member.map.original(address)
+            if original is None:
+                length = min(ZERO_BYTES, member.map.next_mapped(address) - address)
+            elif (length := self.absent_from(original)) > 0:
+                length = member.map.locate(original, length)[0].length
+            else:
+                return False  # the map changed since the fault: it holds a page again
+            done, _ = userfaultfd.zero(member.descriptor, address, length)
+            if done:
+                return True
+            # The range leaves the VMA, or some of it is there already: the page itself is what somebody waits for.
+            placed = userfaultfd.place_zero(member.descriptor, address, PAGE)
+            if placed.stop is Stop.DEAD:
+                member.gone = True
+            elif placed.stop is Stop.DONE and placed.present:
+                userfaultfd.wake(member.descriptor, address, PAGE)
+            return placed.stop is not Stop.CHANGED
+
+
+def check_window(cells: SpaceCells) -> None:
+    """A family's windows are ascending, disjoint and at most a cell long; `row_at` relies on it."""
+    if ((cells.high - cells.low) > np.uint64(CELL_BYTES)).any() or (cells.low[1:] < cells.high[:-1]).any():
+        raise ValueError("the cells of a process overlap")

@@ -1,0 +1,43 @@
+"""What a restore may be told; every field has the default that serves most jobs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class RestoreOptions:
+    """Options of one restore.
+
+    Attributes:
+        mode: ``full`` holds the tree until all its memory is resident and verified; ``lazy`` lets it run at once and
+            fills its memory as it is touched, and in the background.
+        files: Files that the job had open for writing: ``restore`` puts their content back, ``truncate`` cuts files
+            that grew to the recorded size, ``leave`` does nothing.
+        verify_files: Compare the content of read-only open files with the recorded hash, not only size and mtime.
+        workdir: Directory on tmpfs for CRIU's image files while the restore runs. Empty: /dev/shm.
+        budget_bytes: Bound on the memory that holds fetched and not yet placed bytes.
+        threads: Threads that decode, verify and place; 0: one per core.
+        instance: Name of the restored instance. Empty: the job's name.
+        detach: Leave the tree to itself once it is resident; otherwise `Restored.wait` gives its exit status.
+        tcp: TCP connections that were open: ``keep`` them or let them be found closed (``close``).
+        root: Directory that is the root of the tree's file system (jobs with a private root). Empty: this one's.
+        criu_seconds: Seconds that CRIU may take to build the tree, memory left out.
+        stall_seconds: Seconds without any byte arriving after which the storage counts as failed.
+        attempts: How often a read is tried before its failure counts.
+    """
+
+    mode: Literal["full", "lazy"] = "full"
+    files: Literal["restore", "truncate", "leave"] = "restore"
+    verify_files: bool = False
+    workdir: str = ""
+    budget_bytes: int = 512 << 20
+    threads: int = 0
+    instance: str = ""
+    detach: bool = True
+    tcp: Literal["keep", "close"] = "keep"
+    root: str = ""
+    criu_seconds: float = 120.0
+    stall_seconds: float = 60.0
+    attempts: int = 4

@@ -1,0 +1,142 @@
+"""What is read in which order: cells in restore order, gathered into batches of coalesced ranges of shards.
+
+Pure; the rule: the plan follows from the snapshot's own records, no index is asked. A batch is what one worker or one
+fetch handles: the ranges to read, and for each cell where its stored bytes (and its base's) lie in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from icecore.store.cell import CELL_BYTES, Records
+
+#: Stored bytes are never longer than the cell plus this (icecore.store.codec.MAX_OVERHEAD, and room for encryption).
+STORED_LIMIT = CELL_BYTES + 1024
+_MAX_CELLS = 64
+
+
+class Read(NamedTuple):
+    """A range of a shard, and where in the batch's buffer it goes."""
+
+    shard: bytes
+    offset: int
+    length: int
+    at: int
+
+
+class Cell(NamedTuple):
+    """One cell of a batch: its row, and the bounds of its stored bytes, and of its base's (0, 0 without one), in the
+    batch's buffer."""
+
+    row: int
+    start: int
+    stop: int
+    base_start: int
+    base_stop: int
+
+
+class Batch(NamedTuple):
+    """Ranges that are read together and the cells that they give; ``size`` bytes of buffer."""
+
+    reads: tuple[Read, ...]
+    cells: tuple[Cell, ...]
+    size: int
+
+
+class _Stored(NamedTuple):
+    shard: bytes
+    offset: int
+    length: int
+
+
+def room_for(read_size: int) -> int:
+    """Bytes of buffer that the largest batch for ``read_size`` needs."""
+    return read_size + 2 * STORED_LIMIT
+
+
+def plan_batches(records: Records, order: Iterable[int], *, gap: int, read_size: int) -> Iterator[Batch]:
+    """Batches that cover the rows of ``order`` in that order.
+
+    Args:
+        records: CELL records of all spaces.
+        order: Rows that have data pages.
+        gap: Unwanted bytes between two chunks that are read along rather than asked for separately.
+        read_size: Bytes of one batch; a single cell may take more.
+
+    Yields:
+        Batches of at most `room_for` (read_size) bytes. Their ranges are ascending, disjoint and at most ``read_size``
+        long, but for one that holds a single chunk.
+    """
+    rows: list[int] = []
+    places: list[tuple[_Stored, _Stored | None]] = []
+    size = 0
+    for row in order:
+        own, base = _stored(records, row, "place"), _stored(records, row, "base_place")
+        more = own.length + (base.length if base else 0)
+        if rows and (size + more > read_size or len(rows) >= _MAX_CELLS):
+            yield _batch(rows, places, gap, read_size)
+            rows, places, size = [], [], 0
+        rows.append(row)
+        places.append((own, base))
+        size += more
+    if rows:
+        yield _batch(rows, places, gap, read_size)
+
+
+def plan_one(records: Records, row: int) -> Batch:
+    """The batch of one cell, for a fault."""
+    own, base = _stored(records, row, "place"), _stored(records, row, "base_place")
+    return _batch([row], [(own, base)], 0, 0)
+
+
+def interleave(parts: Sequence[Sequence[int]]) -> list[int]:
+    """The rows of several processes merged so that all progress alike, in proportion to their size, in runs of a few
+    cells (neighbours in a shard stay together)."""
+    if len(parts) == 1:
+        return list(parts[0])
+    run = 16
+    keyed: list[tuple[float, int, int]] = []
+    for number, part in enumerate(parts):
+        keyed.extend(((start + 1) / len(part), number, start) for start in range(0, len(part), run))
+    keyed.sort()
+    return [row for _, number, start in keyed for row in parts[number][start : start + run]]
+
+
+def _stored(records: Records, row: int, which: str) -> _Stored:
+    place = records[which][row]
+    length = int(place["length"])
+    if length > STORED_LIMIT:
+        raise ValueError(f"a chunk of {length} stored bytes is longer than a cell")
+    return _Stored(place["shard"].tobytes(), int(place["offset"]), length)
+
+
+def _batch(rows: list[int], places: list[tuple[_Stored, _Stored | None]], gap: int, read_size: int) -> Batch:
+    wanted = sorted({place for pair in places for place in pair if place is not None and place.length})
+    room = max(room_for(read_size), sum(place.length for place in wanted))
+    spare = room - sum(place.length for place in wanted)
+    reads: list[Read] = []
+    at: dict[_Stored, int] = {}
+    size = 0
+    for place in wanted:
+        last = reads[-1] if reads else None
+        if last is not None and last.shard == place.shard:
+            end = last.offset + last.length
+            between = place.offset - end
+            longer = max(end, place.offset + place.length) - last.offset
+            if between <= min(gap, spare) and longer <= max(read_size, last.length):
+                spare -= max(0, between)
+                reads[-1] = last._replace(length=longer)
+                at[place] = last.at + place.offset - last.offset
+                size = last.at + longer
+                continue
+        reads.append(Read(place.shard, place.offset, place.length, size))
+        at[place] = size
+        size += place.length
+    cells = []
+    for row, (own, base) in zip(rows, places, strict=True):
+        start = at.get(own, 0)
+        base_start = at[base] if base is not None and base.length else 0
+        base_length = base.length if base is not None else 0
+        cells.append(Cell(row, start, start + own.length, base_start, base_start + base_length))
+    return Batch(tuple(reads), tuple(cells), size)

@@ -1,0 +1,196 @@
+"""Cells come out of a repository as they went in, through both ways of reading, with faults first and failures named."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from icecore.errors import Damaged, IcecoreError, ObjectMissing, StoreError
+from icecore.restorer.fetch import Fetcher, Limits
+from icecore.store.backend import Backend
+from icecore.store.cell import Records
+from icecore.store.local import LocalBackend
+from icecore.store.reader import SnapshotReader
+from tests.restorer.places import Place, SlowBackend, repository_place, store_cells
+
+CELLS = 24
+LIMITS = Limits(threads=2, budget=64 << 20, attempts=3, stall=5)
+
+
+@dataclass
+class Stored:
+    place: Place
+    reader: SnapshotReader
+    records: Records
+    content: list[bytes]
+
+
+@pytest.fixture(scope="module")
+def stored() -> Iterator[Stored]:
+    random = np.random.default_rng(1)
+    content: list[bytes] = []
+    bitmaps: list[bytes] = []
+    for number in range(CELLS):
+        pages = 256 if number % 3 else int(random.integers(1, 256))
+        mask = np.zeros(256, np.uint8)
+        mask[random.choice(256, pages, replace=False)] = 1
+        noise = random.integers(0, 256 if number % 2 else 3, pages * 4096, np.uint8)
+        bitmaps.append(np.packbits(mask, bitorder="little").tobytes())
+        content.append(noise.tobytes())
+    with repository_place() as place:
+        reader, records = store_cells(place, list(zip(bitmaps, content, strict=True)))
+        yield Stored(place, reader, records, content)
+
+
+def backend_of(kind: str, stored: Stored) -> Backend:
+    return LocalBackend(stored.place.root) if kind == "direct" else SlowBackend(stored.place.root)
+
+
+class Collected:
+    """A sink that keeps what it gets."""
+
+    def __init__(self, pause: float = 0.0) -> None:
+        self.rows: list[int] = []
+        self.data: dict[int, bytes] = {}
+        self.pause = pause
+
+    def __call__(self, row: int, data: memoryview) -> None:
+        if self.pause:
+            time.sleep(self.pause)
+        self.rows.append(row)
+        self.data[row] = bytes(data)
+
+
+@pytest.mark.parametrize("kind", ["direct", "loop"])
+def test_every_cell_comes_out_verified(stored: Stored, kind: str) -> None:
+    sink = Collected()
+    fetcher = Fetcher(backend_of(kind, stored), stored.reader, stored.records, sink, LIMITS, stored.place.loop)
+    fetcher.start(range(CELLS))
+    assert fetcher.wait(30)
+    fetcher.stop()
+    assert sorted(sink.rows) == list(range(CELLS))
+    assert [sink.data[row] for row in range(CELLS)] == stored.content
+    assert fetcher.spent.produced == sum(map(len, stored.content)) and fetcher.spent.cells == CELLS
+
+
+@pytest.mark.parametrize("kind", ["direct", "loop"])
+def test_a_fault_comes_before_the_plan_and_is_served_while_that_is_closed(stored: Stored, kind: str) -> None:
+    sink = Collected()
+    fetcher = Fetcher(backend_of(kind, stored), stored.reader, stored.records, sink, LIMITS, stored.place.loop)
+    fetcher.start(range(CELLS), opened=False)
+    for row in (17, 5, 17):
+        fetcher.urgent(row)
+    end = time.monotonic() + 10
+    while len(sink.data) < 2 and time.monotonic() < end:
+        time.sleep(0.005)
+    assert set(sink.data) == {5, 17}
+    assert not fetcher.wait(0.05)
+    fetcher.open()
+    assert fetcher.wait(30)
+    fetcher.stop()
+    assert [sink.data[row] for row in range(CELLS)] == stored.content
+
+
+@pytest.mark.parametrize("kind", ["direct", "loop"])
+def test_a_fault_jumps_a_long_queue(stored: Stored, kind: str) -> None:
+    sink = Collected(pause=0.02)
+    fetcher = Fetcher(backend_of(kind, stored), stored.reader, stored.records, sink, LIMITS, stored.place.loop)
+    fetcher.start(range(CELLS))
+    time.sleep(0.05)
+    fetcher.urgent(CELLS - 1)
+    assert fetcher.wait(30)
+    fetcher.stop()
+    assert sink.rows.index(CELLS - 1) < CELLS - 4
+    assert [sink.data[row] for row in range(CELLS)] == stored.content
+
+
+def test_a_failed_read_is_tried_again(stored: Stored) -> None:
+    backend = SlowBackend(stored.place.root)
+    backend.failures = [StoreError("the network is down"), StoreError("still down")]
+    sink = Collected()
+    fetcher = Fetcher(backend, stored.reader, stored.records, sink, LIMITS, stored.place.loop)
+    fetcher.start(range(CELLS))
+    assert fetcher.wait(30)
+    fetcher.stop()
+    assert [sink.data[row] for row in range(CELLS)] == stored.content
+
+
+@pytest.mark.parametrize(
+    "failure", [ObjectMissing("there is no object x"), Damaged("object", "x", "it ends early"), StoreError("no route")]
+)
+def test_a_lasting_failure_ends_everything_once(stored: Stored, failure: IcecoreError) -> None:
+    backend = SlowBackend(stored.place.root)
+    backend.failures = [failure] * 100
+    told: list[BaseException] = []
+    fetcher = Fetcher(
+        backend, stored.reader, stored.records, Collected(), LIMITS, stored.place.loop, failed=told.append
+    )
+    fetcher.start(range(CELLS))
+    with pytest.raises(type(failure)):
+        fetcher.wait(30)
+    fetcher.stop()
+    assert told == [failure]
+
+
+def test_storage_that_gives_no_answer_fails(stored: Stored) -> None:
+    backend = SlowBackend(stored.place.root)
+    backend.delay = 30
+    limits = Limits(threads=1, budget=64 << 20, attempts=2, stall=0.1)
+    fetcher = Fetcher(backend, stored.reader, stored.records, Collected(), limits, stored.place.loop)
+    fetcher.start(range(CELLS))
+    with pytest.raises(StoreError, match="no answer"):
+        fetcher.wait(30)
+    fetcher.stop()
+
+
+def test_a_sink_that_fails_ends_everything(stored: Stored) -> None:
+    def sink(row: int, data: memoryview) -> None:
+        raise OSError("no room")
+
+    backend = LocalBackend(stored.place.root)
+    fetcher = Fetcher(backend, stored.reader, stored.records, sink, LIMITS, stored.place.loop)
+    fetcher.start(range(CELLS))
+    with pytest.raises(IcecoreError, match="no room"):
+        fetcher.wait(30)
+    fetcher.stop()
+
+
+@pytest.mark.parametrize("kind", ["direct", "loop"])
+def test_damage_is_named_and_never_delivered(stored: Stored, kind: str) -> None:
+    row = 7
+    place = stored.records["place"][row]
+    path = stored.place.root / "shards" / place["shard"].tobytes().hex()[:2] / place["shard"].tobytes().hex()
+    at = int(place["offset"]) + int(place["length"]) // 2
+    os.chmod(path, 0o600)
+    original = path.read_bytes()
+    path.write_bytes(original[:at] + bytes([original[at] ^ 4]) + original[at + 1 :])
+    try:
+        sink = Collected()
+        fetcher = Fetcher(backend_of(kind, stored), stored.reader, stored.records, sink, LIMITS, stored.place.loop)
+        fetcher.start(range(CELLS))
+        with pytest.raises(Damaged) as caught:
+            fetcher.wait(30)
+        fetcher.stop()
+        assert stored.records["chunk"][row].tobytes().hex() in str(caught.value)
+        assert row not in sink.data
+    finally:
+        path.write_bytes(original)
+
+
+def test_ranges_in_flight_are_bounded_by_the_budget(stored: Stored) -> None:
+    backend = SlowBackend(stored.place.root)
+    backend.delay = 0.02
+    limits = Limits(threads=2, budget=40 << 20, attempts=1, stall=5)
+    sink = Collected()
+    fetcher = Fetcher(backend, stored.reader, stored.records, sink, limits, stored.place.loop)
+    fetcher.start(list(range(CELLS)) * 6)
+    assert fetcher.wait(30)
+    fetcher.stop()
+    assert 1 <= backend.most_in_flight <= 2
+    assert threading.active_count() < 40
