@@ -93,13 +93,13 @@ class Pages:
         data = await self._fetch(batch.ref.id, batch.ref.digest, NAMES_KIND.object_limit)
         return decode_names(object_name("page", batch.ref.id), data, self._key, batch.ref)
 
-    async def condemned(self, generation: int, names: list[tuple[Kind, bytes]], *, deleted: bool = False) -> Condemned:
+    async def condemned(self, generation: int, names: list[tuple[Kind, bytes]]) -> Condemned:
         """A batch of ``names``, stored as an object of its own if it is long."""
         if len(names) <= INLINE_NAMES:
-            return Condemned(generation, names=join_names(names), deleted=deleted)
+            return Condemned(generation, names=join_names(names))
         sealed = encode_names(names, self._key)
         identity = await self._store(sealed)
-        return Condemned(generation, ref=NameListRef(identity, sealed.digest, len(sealed.data), len(names)), deleted=deleted)
+        return Condemned(generation, ref=NameListRef(identity, sealed.digest, len(sealed.data), len(names)))
 
 
 async def add(state: State, records: Sequence[SnapshotRecord], pages: Pages) -> State:
@@ -122,7 +122,9 @@ async def add(state: State, records: Sequence[SnapshotRecord], pages: Pages) -> 
     return msgspec.structs.replace(state, pages=refs, tail=tail)
 
 
-async def edit(state: State, snapshots: Collection[str], change: Callable[[SnapshotRecord], SnapshotRecord | None], pages: Pages) -> State:
+async def edit(
+    state: State, snapshots: Collection[str], change: Callable[[SnapshotRecord], SnapshotRecord | None], pages: Pages
+) -> State:
     """``state`` with ``change`` applied to the records of ``snapshots`` (None removes); only pages that hold one of them are rewritten.
 
     Snapshots that are not listed are passed over.
@@ -150,7 +152,11 @@ async def edit(state: State, snapshots: Collection[str], change: Callable[[Snaps
                     parts.append(after)
                 continue
         parts.append(ref)
-    refs = [part if isinstance(part, PageRef) else await pages.write(part) for part in parts if not isinstance(part, list) or part]
+    refs = [
+        part if isinstance(part, PageRef) else await pages.write(part)
+        for part in parts
+        if not isinstance(part, list) or part
+    ]
     return msgspec.structs.replace(state, pages=refs, tail=apply(state.tail))
 
 
@@ -186,3 +192,14 @@ async def condemned_names(state: State, pages: Pages) -> set[tuple[Kind, bytes]]
     return names
 
 
+async def pardon(state: State, cleared: Collection[tuple[Kind, bytes]], pages: Pages) -> State:
+    """``state`` without the marks of ``cleared``; the others keep the generation at which they were made."""
+    batches: list[Condemned] = []
+    for batch in state.condemned:
+        names = await pages.read_names(batch)
+        left = [name for name in names if name not in cleared]
+        if len(left) == len(names):
+            batches.append(batch)
+        elif left:
+            batches.append(await pages.condemned(batch.generation, left))
+    return state if batches == state.condemned else msgspec.structs.replace(state, condemned=batches)

@@ -97,7 +97,8 @@ def unseal(kind: ObjectKind, name: str, data: bytes, key: bytes, digest: bytes |
         raise Damaged(kind.title, name, "it is a different one than the one that was referred to")
     if version > kind.version:
         raise FormatTooNew(
-            f"{kind.title} {name} has version {version}, this icecore reads up to {kind.version}", cure="use a newer icecore"
+            f"{kind.title} {name} has version {version}, this icecore reads up to {kind.version}",
+            cure="use a newer icecore",
         )
     if length > kind.limit:
         raise Damaged(kind.title, name, f"it claims {length} bytes, more than the {kind.limit} that it can have")

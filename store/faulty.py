@@ -44,7 +44,9 @@ Plan = Callable[[Call], Outcome]
 
 def stop_at(number: int, *, effect: bool) -> Plan:
     """Crash at call ``number``, with or without its effect."""
-    return lambda call: (Outcome.STOP_AFTER if effect else Outcome.STOP_BEFORE) if call.number == number else Outcome.PASS
+    return lambda call: (
+        (Outcome.STOP_AFTER if effect else Outcome.STOP_BEFORE) if call.number == number else Outcome.PASS
+    )
 
 
 def always(call: Call) -> Outcome:

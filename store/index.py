@@ -19,6 +19,7 @@ from icecore.store.segment import (
     Mask,
     encode_segment,
     head_bytes,
+    in_shards,
     leading,
     merge,
     parse_head,
@@ -90,7 +91,9 @@ class NewSegment:
     parts: list[bytes | memoryview]
 
 
-def build(entries: Records, key: bytes, identity: Callable[[], bytes], *, bits: int = 0, prefix: int = 0) -> list[NewSegment]:
+def build(
+    entries: Records, key: bytes, identity: Callable[[], bytes], *, bits: int = 0, prefix: int = 0
+) -> list[NewSegment]:
     """The segments that hold ``entries`` (sorted, all in the given range), cut into narrower ranges where they are many."""
     if len(entries) > SPLIT_ENTRIES and bits < 8:
         finer = min(8, bits + 3)
@@ -108,14 +111,6 @@ def build(entries: Records, key: bytes, identity: Callable[[], bytes], *, bits: 
     return [NewSegment(SegmentRef(name, digest, length, len(entries), bits, prefix), parts)]
 
 
-class _Loaded:
-    """A segment in memory, ready to be searched."""
-
-    def __init__(self, entries: Records) -> None:
-        self.entries = entries
-        self.keys = leading(entries["chunk"])
-
-
 class Index:
     """The live segments of one state.
 
@@ -125,15 +120,26 @@ class Index:
     Args:
         segments: The state's segments.
         key: The repository's segment key.
+        avoid: Shards whose chunks are not to be found: condemned ones.
         budget: Bytes of segments to hold.
     """
 
-    def __init__(self, backend: Backend, segments: Sequence[SegmentRef], key: bytes, *, budget: int = 256 << 20) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        segments: Sequence[SegmentRef],
+        key: bytes,
+        *,
+        avoid: frozenset[bytes] = frozenset(),
+        budget: int = 256 << 20,
+    ) -> None:
         self._backend = backend
         self._key = key
+        self._avoid = avoid
         self._budget = budget
-        self._refs = list(segments)
-        self._loaded: dict[bytes, _Loaded] = {}
+        self._refs = list(reversed(segments))  # the newest first: it is the likeliest to know
+        self._loaded: dict[bytes, Records] = {}
+        self._keys: dict[bytes, npt.NDArray[np.uint64]] = {}
         self._heads: dict[bytes, Head] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self.damaged: list[tuple[SegmentRef, Damaged | ObjectMissing]] = []
@@ -158,7 +164,9 @@ class Index:
                 whole.append(ref)
             else:
                 large.append(ref)
-        await _each([self._load(ref, self._load_whole) for ref in whole] + [self._load(ref, self._load_head) for ref in large])
+        await _each(
+            [self._load(ref, self._load_whole) for ref in whole] + [self._load(ref, self._load_head) for ref in large]
+        )
 
     async def _load(self, ref: SegmentRef, how: Callable[[SegmentRef], Awaitable[None]]) -> None:
         try:
@@ -169,7 +177,11 @@ class Index:
 
     async def _load_whole(self, ref: SegmentRef) -> None:
         if ref.id not in self._loaded:
-            self._loaded[ref.id] = _Loaded(await read_segment(self._backend, ref, self._key))
+            entries = await read_segment(self._backend, ref, self._key)
+            if self._avoid:
+                entries = entries[~in_shards(entries, self._avoid)]
+            self._keys[ref.id] = leading(entries["chunk"])
+            self._loaded[ref.id] = entries
 
     async def _load_head(self, ref: SegmentRef) -> None:
         if ref.id not in self._heads:
@@ -196,16 +208,31 @@ class Index:
             missing = np.flatnonzero(~found & ((first >> (8 - ref.bits)) == ref.prefix) if ref.bits else ~found)
             if not len(missing):
                 continue
-            loaded = self._loaded.get(ref.id)
-            if loaded is not None:
-                hit, at = search(loaded.entries, loaded.keys, ids[missing])
-                places[missing[hit]] = loaded.entries["place"][at[hit]]
-                found[missing[hit]] = True
+            entries = self._loaded.get(ref.id)
+            if entries is not None:
+                self._take(entries, self._keys[ref.id], ids, missing, found, places)
             else:
                 self._search_blocks(ref, ids, missing, found, places)
         return found, places
 
-    def _search_blocks(self, ref: SegmentRef, ids: Bytes, missing: npt.NDArray[np.int64], found: Mask, places: Records) -> None:
+    def _take(
+        self,
+        entries: Records,
+        keys: npt.NDArray[np.uint64],
+        ids: Bytes,
+        asked: npt.NDArray[np.int64],
+        found: Mask,
+        places: Records,
+    ) -> None:
+        if not len(entries):
+            return
+        hit, at = search(entries, keys, ids[asked])
+        places[asked[hit]] = entries["place"][at[hit]]
+        found[asked[hit]] = True
+
+    def _search_blocks(
+        self, ref: SegmentRef, ids: Bytes, missing: npt.NDArray[np.int64], found: Mask, places: Records
+    ) -> None:
         head = self._heads[ref.id]
         numbers = head.blocks_of(leading(ids[missing]))
         for number in np.unique(numbers).tolist():
@@ -213,10 +240,9 @@ class Index:
             data = bytearray(length)
             self._read(head.name, offset, memoryview(data))
             entries = verify_block(head, number, data, self._key)
-            asked = missing[numbers == number]
-            hit, at = search(entries, leading(entries["chunk"]), ids[asked])
-            places[asked[hit]] = entries["place"][at[hit]]
-            found[asked[hit]] = True
+            if self._avoid:
+                entries = entries[~in_shards(entries, self._avoid)]
+            self._take(entries, leading(entries["chunk"]), ids, missing[numbers == number], found, places)
 
     def _read(self, name: str, offset: int, out: memoryview) -> None:
         if self._backend.direct:
@@ -226,9 +252,9 @@ class Index:
             asyncio.run_coroutine_threadsafe(self._backend.get_into(name, offset, out), self._loop).result()
 
     async def entries_of(self, ref: SegmentRef) -> Records:
-        """All entries of a live segment, from memory where they are held."""
+        """All entries of a live segment (but not those in condemned shards), from memory where they are held."""
         loaded = self._loaded.get(ref.id)
-        return loaded.entries if loaded is not None else await read_segment(self._backend, ref, self._key)
+        return loaded if loaded is not None else await read_segment(self._backend, ref, self._key)
 
 
 async def read_segment(backend: Backend, ref: SegmentRef, key: bytes) -> Records:
@@ -244,7 +270,11 @@ async def read_segment(backend: Backend, ref: SegmentRef, key: bytes) -> Records
 
 
 async def merge_segments(
-    read: Callable[[SegmentRef], Awaitable[Records]], planned: Merge, key: bytes, identity: Callable[[], bytes], dead: frozenset[bytes] = frozenset()
+    read: Callable[[SegmentRef], Awaitable[Records]],
+    planned: Merge,
+    key: bytes,
+    identity: Callable[[], bytes],
+    dead: frozenset[bytes] = frozenset(),
 ) -> list[NewSegment]:
     """The segments that take the place of a merge's inputs, without entries in the shards ``dead``; of equal ids the last input's stays."""
     runs = [await read(ref) for ref in reversed(planned.inputs)]
@@ -256,7 +286,9 @@ async def merge_segments(
     return await asyncio.to_thread(work)
 
 
-def replaced(segments: Sequence[SegmentRef], inputs: Sequence[SegmentRef], outputs: Sequence[SegmentRef]) -> list[SegmentRef] | None:
+def replaced(
+    segments: Sequence[SegmentRef], inputs: Sequence[SegmentRef], outputs: Sequence[SegmentRef]
+) -> list[SegmentRef] | None:
     """``segments`` with ``outputs`` in the place of ``inputs``, or None if one of those is no longer live."""
     gone = {ref.id for ref in inputs}
     if len(gone & {ref.id for ref in segments}) != len(gone):

@@ -105,7 +105,9 @@ def open_slot(name: str, data: bytes) -> bytes:
     except msgspec.DecodeError as error:
         raise Damaged(KEY_KIND.title, name, str(error)) from error
     if slot.format > FORMAT or slot.method != "plain":
-        raise FormatTooNew(f"key slot {name} has method {slot.method!r}, which this icecore does not know", cure="use a newer icecore")
+        raise FormatTooNew(
+            f"key slot {name} has method {slot.method!r}, which this icecore does not know", cure="use a newer icecore"
+        )
     if len(slot.secret) != 32:
         raise Damaged(KEY_KIND.title, name, f"its secret has {len(slot.secret)} bytes")
     return slot.secret

@@ -53,7 +53,9 @@ class LocalBackend(Backend):
     read_size: ClassVar[int] = 1 << 20
     direct = True
 
-    def __init__(self, root: str | os.PathLike[str], *, create: bool = False, open_files: int = 64, threads: int = 8) -> None:
+    def __init__(
+        self, root: str | os.PathLike[str], *, create: bool = False, open_files: int = 64, threads: int = 8
+    ) -> None:
         self.root = Path(root).absolute()
         self.where = str(self.root)
         if create:
@@ -75,7 +77,9 @@ class LocalBackend(Backend):
 
     async def create(self, name: str, parts: Sequence[Buffer]) -> None:
         path = self.root / check_name(name)
-        await self._run(self._create, name, path, [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes])
+        await self._run(
+            self._create, name, path, [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
+        )
 
     def _create(self, name: str, path: Path, parts: Sequence[memoryview]) -> None:
         temporary = path.parent / f"{_TEMPORARY}{secrets.token_hex(8)}"
@@ -147,7 +151,9 @@ class LocalBackend(Backend):
             while done < view.nbytes:
                 count = os.preadv(file.descriptor, [view[done:]], offset + done)
                 if count == 0:
-                    raise Damaged("object", name, f"it ends {view.nbytes - done} bytes before offset {offset + view.nbytes}")
+                    raise Damaged(
+                        "object", name, f"it ends {view.nbytes - done} bytes before offset {offset + view.nbytes}"
+                    )
                 done += count
         except OSError as error:
             raise _translate(error, f"read object {name} in", self.where) from error
@@ -314,7 +320,11 @@ def _sync_directory(path: Path) -> None:
 def _translate(error: OSError, doing: str, where: str | Path) -> StoreError:
     reason = error.strerror or str(error)
     if error.errno in _FULL:
-        return StoreFull(f"cannot {doing} {where}: {reason}", cure="free space there, or 'icecore forget' and 'icecore gc'")
+        return StoreFull(
+            f"cannot {doing} {where}: {reason}", cure="free space there, or 'icecore forget' and 'icecore gc'"
+        )
     if error.errno in _UNLINKABLE:
-        return StoreError(f"cannot {doing} {where}: {reason}", cure="the file system must support hard links and must be writable")
+        return StoreError(
+            f"cannot {doing} {where}: {reason}", cure="the file system must support hard links and must be writable"
+        )
     return StoreError(f"cannot {doing} {where}: {reason}")

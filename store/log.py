@@ -134,7 +134,9 @@ class Log:
             except ObjectMissing:
                 break
             if following.state.predecessor != entry.digest:
-                raise Damaged(ENTRY_KIND.title, log_name(following.generation), "it does not follow the entry before it")
+                raise Damaged(
+                    ENTRY_KIND.title, log_name(following.generation), "it does not follow the entry before it"
+                )
             entry = following
         if entry.generation == seen.generation and entry.digest.hex() != seen.digest:
             raise RollbackDetected(
@@ -229,7 +231,11 @@ class Log:
                     state,
                     changes=[waiting.words for waiting in carried],
                     transactions=[
-                        *[written for written in state.transactions if written.generation > state.generation - REMEMBERED],
+                        *[
+                            written
+                            for written in state.transactions
+                            if written.generation > state.generation - REMEMBERED
+                        ],
                         Written(state.generation, b"".join(waiting.identity for waiting in carried)),
                     ],
                 )

@@ -173,7 +173,8 @@ def decode_manifest(data: bytes, key: bytes, *, name: str, digest: bytes | None 
         raise Damaged(MANIFEST_KIND.title, name, str(error)) from error
     if manifest.format > MANIFEST_FORMAT:
         raise FormatTooNew(
-            f"manifest {name} has format {manifest.format}, this icecore reads up to {MANIFEST_FORMAT}", cure="use a newer icecore"
+            f"manifest {name} has format {manifest.format}, this icecore reads up to {MANIFEST_FORMAT}",
+            cure="use a newer icecore",
         )
     for space in manifest.spaces:
         if len(space.nodes) % NODE_REF.itemsize:

@@ -17,7 +17,13 @@ LOG = "log/"
 SESSIONS = "sessions/"
 HINTS = "hints/"
 
-PREFIX: dict[Kind, str] = {"shard": "shards/", "nodes": "nodes/", "manifest": "snapshots/", "segment": "index/", "page": "pages/"}
+PREFIX: dict[Kind, str] = {
+    "shard": "shards/",
+    "nodes": "nodes/",
+    "manifest": "snapshots/",
+    "segment": "index/",
+    "page": "pages/",
+}
 #: The kinds whose objects lie in 256 folders, by the first byte of their name.
 _SPREAD: frozenset[Kind] = frozenset({"shard", "segment"})
 _ID = re.compile(r"[0-9a-f]{32}\Z")

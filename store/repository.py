@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TypeVar
+
+import msgspec
 
 from icecore.errors import Damaged, NotFound, ObjectExists, ObjectMissing, StoreError, UsageError
 from icecore.events import Sink, discard
 from icecore.store import catalog
 from icecore.store import session as sessions
 from icecore.store.backend import Backend
+from icecore.store.catalog import Pages
 from icecore.store.keys import (
     CONFIG_KIND,
     FORMAT,
@@ -58,7 +61,12 @@ class Repository:
 
     @classmethod
     async def create(
-        cls, backend: Backend, parameters: Parameters | None = None, *, watermark: Watermark | None = None, emit: Sink = discard
+        cls,
+        backend: Backend,
+        parameters: Parameters | None = None,
+        *,
+        watermark: Watermark | None = None,
+        emit: Sink = discard,
     ) -> Repository:
         """Make the place a repository.
 
@@ -156,7 +164,9 @@ class Repository:
         async def read(state: State) -> Manifest:
             record = await catalog.find(state, snapshot, self.log.pages)
             if record is None:
-                raise NotFound(f"there is no snapshot {snapshot} in {self.backend.where}", cure="'icecore ls' lists them")
+                raise NotFound(
+                    f"there is no snapshot {snapshot} in {self.backend.where}", cure="'icecore ls' lists them"
+                )
             return await self._manifest(record)
 
         return await self._current(read)
@@ -165,7 +175,9 @@ class Repository:
         data = await self.backend.get(record.manifest, limit=MANIFEST_KIND.object_limit)
         manifest = decode_manifest(data, self.keys.manifest, name=record.manifest, digest=record.manifest_digest)
         if manifest.snapshot != record.snapshot:
-            raise Damaged(MANIFEST_KIND.title, record.manifest, f"it is of snapshot {manifest.snapshot}, not {record.snapshot}")
+            raise Damaged(
+                MANIFEST_KIND.title, record.manifest, f"it is of snapshot {manifest.snapshot}, not {record.snapshot}"
+            )
         return manifest
 
     async def _current(self, read: Callable[[State], Awaitable[T]]) -> T:
@@ -180,7 +192,9 @@ class Repository:
                     raise
                 entry = newer
 
-    async def begin(self, base: str | None, purpose: str, *, load_index: bool = True, beat_seconds: float | None = BEAT_SECONDS) -> Session:
+    async def begin(
+        self, base: str | None, purpose: str, *, load_index: bool = True, beat_seconds: float | None = BEAT_SECONDS
+    ) -> Session:
         """Begin a writer's session.
 
         Args:
@@ -195,7 +209,9 @@ class Repository:
         pins = [] if base is None else [base]
         return await self._begin(pins, purpose, load_index, beat_seconds)
 
-    async def read_session(self, snapshot: str, *, purpose: str = "restore", beat_seconds: float | None = BEAT_SECONDS) -> Session:
+    async def read_session(
+        self, snapshot: str, *, purpose: str = "restore", beat_seconds: float | None = BEAT_SECONDS
+    ) -> Session:
         """Begin a reader's session: until it ends (``abort``), nothing of ``snapshot`` is deleted, even if it is forgotten.
 
         Raises:
@@ -205,8 +221,68 @@ class Repository:
 
     async def _begin(self, pins: Sequence[str], purpose: str, load_index: bool, beat_seconds: float | None) -> Session:
         return await sessions.begin(
-            self.backend, self.keys, self.log, self.emit, pins=pins, purpose=purpose, load_index=load_index, every_seconds=beat_seconds
+            self.backend,
+            self.keys,
+            self.log,
+            self.emit,
+            pins=pins,
+            purpose=purpose,
+            load_index=load_index,
+            every_seconds=beat_seconds,
         )
+
+    async def forget(self, snapshots: Collection[str]) -> list[SnapshotRecord]:
+        """Take snapshots off the list, in one transaction; what only they reach is the collector's to delete.
+
+        Returns:
+            Those that were removed: pinned ones and ones that are not listed stay as they are.
+        """
+        removed: list[SnapshotRecord] = []
+
+        def remove(record: SnapshotRecord) -> SnapshotRecord | None:
+            if record.pinned:
+                return record
+            removed.append(record)
+            return None
+
+        async def change(state: State, pages: Pages) -> State:
+            removed.clear()
+            changed = await catalog.edit(state, snapshots, remove, pages)
+            return changed if removed else state
+
+        await self.log.transact(change, f"forget {len(snapshots)} snapshots")
+        return removed
+
+    async def update(
+        self, snapshot: str, *, pinned: bool | None = None, tags: Sequence[str] | None = None
+    ) -> SnapshotRecord:
+        """Pin or unpin a snapshot, or give it other tags.
+
+        Raises:
+            NotFound: It is not listed.
+        """
+        updated: list[SnapshotRecord] = []
+
+        def set_fields(record: SnapshotRecord) -> SnapshotRecord:
+            record = msgspec.structs.replace(
+                record,
+                pinned=record.pinned if pinned is None else pinned,
+                tags=record.tags if tags is None else list(tags),
+            )
+            updated.append(record)
+            return record
+
+        async def change(state: State, pages: Pages) -> State:
+            updated.clear()
+            changed = await catalog.edit(state, [snapshot], set_fields, pages)
+            if not updated:
+                raise NotFound(
+                    f"there is no snapshot {snapshot} in {self.backend.where}", cure="'icecore ls' lists them"
+                )
+            return changed
+
+        await self.log.transact(change, f"update {snapshot}")
+        return updated[0]
 
     async def close(self) -> None:
         """Close the back end."""
@@ -239,7 +315,9 @@ async def probe(backend: Backend) -> None:
         except ObjectExists:
             pass
         else:
-            raise UsageError(f"{backend.where} lets an object be created twice: concurrent writers would lose data", cure=cure)
+            raise UsageError(
+                f"{backend.where} lets an object be created twice: concurrent writers would lose data", cure=cure
+            )
         part = bytearray(10)
         await backend.get_into(name, 50, memoryview(part))
         listed = [info async for info in backend.list("probe/") if info.name == name]

@@ -110,7 +110,9 @@ def parse_head(name: str, data: bytes | memoryview, key: bytes, digest: bytes | 
     if digest is not None and digest != written:
         raise Damaged(TITLE, name, "it is a different one than the one that was referred to")
     if version > VERSION:
-        raise FormatTooNew(f"{TITLE} {name} has version {version}, this icecore reads up to {VERSION}", cure="use a newer icecore")
+        raise FormatTooNew(
+            f"{TITLE} {name} has version {version}, this icecore reads up to {VERSION}", cure="use a newer icecore"
+        )
     if bits > 8 or reserved != bytes(6):
         raise Damaged(TITLE, name, "its header has values that are not defined")
     fences: Records = np.frombuffer(bytes(view[HEADER_BYTES:end]), FENCE)
@@ -151,7 +153,9 @@ def parse_segment(name: str, data: bytes | memoryview, key: bytes, digest: bytes
     return head, np.frombuffer(view[head.start :], ENTRY)
 
 
-def encode_segment(entries: Records, key: bytes, *, bits: int = 0, prefix: int = 0) -> tuple[list[bytes | memoryview], bytes]:
+def encode_segment(
+    entries: Records, key: bytes, *, bits: int = 0, prefix: int = 0
+) -> tuple[list[bytes | memoryview], bytes]:
     """The parts of a segment that holds ``entries`` (sorted, as ``sort_entries`` makes them), and its digest."""
     if not 0 < len(entries) <= MAX_ENTRIES:
         raise ValueError(f"a segment has 1 to {MAX_ENTRIES} entries, not {len(entries)}")

@@ -23,7 +23,7 @@ from icecore.store.envelope import ObjectKind, seal, unseal
 from icecore.store.index import Index, NewSegment, build, merge_segments, plan_merges, replaced
 from icecore.store.keys import Keys
 from icecore.store.log import Entry, Log
-from icecore.store.names import Kind, heartbeat_name, object_name, random_id
+from icecore.store.names import Kind, heartbeat_name, object_name, parse_name, random_id
 from icecore.store.segment import sort_entries
 from icecore.store.state import SegmentRef, SessionRecord, SnapshotRecord, State
 
@@ -93,6 +93,7 @@ class Session:
         """Read what is condemned and, if asked, the index, and begin to beat; ``begin`` calls it."""
         condemned = await catalog.condemned_names(self.state, self._log.pages)
         self._condemned = frozenset(identity for kind, identity in condemned if kind == "shard")
+        self.index = Index(self._backend, self.state.segments, self._keys.segment, avoid=self._condemned)
         if load_index:
             await self.index.load()
             for ref, error in self.index.damaged:
@@ -180,28 +181,33 @@ class Session:
             SessionFenced: The session was declared dead; nothing of it was committed.
             StoreError: The store failed. ``abort`` finds out whether the commit took place.
         """
-        publish = await self._segments(entries)
 
         async def change(state: State, pages: Pages) -> State:
-            state = self._without(state)
-            state = msgspec.structs.replace(state, segments=await publish(state.segments))
             return await catalog.add(state, [record], pages)
 
-        return await self._finish(change, f"commit {record.snapshot}")
+        return await self.transform(change, f"commit {record.snapshot}", entries)
 
-    async def transform(self, change: Callable[[State, Pages], Awaitable[State]], words: str, entries: Records | None = None) -> Entry:
-        """End the session with another ``change`` than a new snapshot; it is given a state without this session."""
+    async def transform(
+        self, change: Callable[[State, Pages], Awaitable[State]], words: str, entries: Records | None = None
+    ) -> Entry:
+        """End the session with another ``change`` than one new snapshot; raises what ``commit`` does.
+
+        Args:
+            change: Is given a state without this session, in which its index entries are live.
+            words: What it does, for people.
+            entries: As in ``commit``.
+        """
         publish = await self._segments(entries)
+        own = {parsed for parsed in map(parse_name, self._created) if parsed is not None}
 
         async def whole(state: State, pages: Pages) -> State:
             state = self._without(state)
             state = msgspec.structs.replace(state, segments=await publish(state.segments))
+            # A collector that saw these objects before any state named them has marked them; nobody deletes them while we are open.
+            state = await catalog.pardon(state, own, pages)
             return await change(state, pages)
 
-        return await self._finish(whole, words)
-
-    async def _finish(self, change: Callable[[State, Pages], Awaitable[State]], words: str) -> Entry:
-        entry = await self._log.transact(change, words)
+        entry = await self._log.transact(whole, words)
         self._over = True
         await self._silence()
         return entry
@@ -216,7 +222,11 @@ class Session:
 
     async def _segments(self, entries: Records | None) -> Callable[[list[SegmentRef]], Awaitable[list[SegmentRef]]]:
         """How this session's new index entries get into a list of live segments: merged with small ones, or as they are."""
-        own = await asyncio.to_thread(build, sort_entries(entries), self._keys.segment, random_id) if entries is not None and len(entries) else []
+        own = (
+            await asyncio.to_thread(build, sort_entries(entries), self._keys.segment, random_id)
+            if entries is not None and len(entries)
+            else []
+        )
         held = {segment.ref.id: segment for segment in own}
         stored: set[bytes] = set()
         live = (self._log.known or self.state).segments
@@ -303,12 +313,22 @@ class Session:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self.abort()
 
 
 async def begin(
-    backend: Backend, keys: Keys, log: Log, emit: Sink, *, pins: Sequence[str], purpose: str, load_index: bool, every_seconds: float | None
+    backend: Backend,
+    keys: Keys,
+    log: Log,
+    emit: Sink,
+    *,
+    pins: Sequence[str],
+    purpose: str,
+    load_index: bool,
+    every_seconds: float | None,
 ) -> Session:
     """BEGIN: register a session that pins the snapshots ``pins``, the first of which is its base.
 

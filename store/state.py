@@ -83,13 +83,12 @@ class NameListRef(msgspec.Struct, frozen=True, array_like=True):
 class Condemned(msgspec.Struct, frozen=True, array_like=True):
     """Objects that were marked for deletion at ``generation``, in the entry itself (``names``) or in a list object of its own (``ref``).
 
-    ``deleted`` is true once all of them are gone; the marks stay until no live index segment names them.
+    The mark of a shard outlives the shard: it stays until no live index segment names it.
     """
 
     generation: Generation
     names: bytes = b""
     ref: NameListRef | None = None
-    deleted: bool = False
 
 
 class SessionRecord(msgspec.Struct, frozen=True, array_like=True):

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 
 from icecore.errors import Damaged, IcecoreError, ObjectExists, ObjectMissing, UsageError
-from icecore.store.backend import Backend
+from icecore.store.backend import Backend, Buffer
 
 _SECONDS = 60.0
 
@@ -44,7 +44,7 @@ class BackendConformance(ABC):
 
     def test_gives_back_what_was_created(self) -> None:
         async def work(backend: Backend) -> None:
-            parts = [b"one", bytearray(b"two"), memoryview(b"xthreex")[1:-1], b""]
+            parts: list[Buffer] = [b"one", bytearray(b"two"), memoryview(b"xthreex")[1:-1], b""]
             await backend.create("a/b/object-1.x_y", parts)
             assert await backend.get("a/b/object-1.x_y") == b"onetwothree"
             assert await backend.size("a/b/object-1.x_y") == 11
@@ -55,7 +55,9 @@ class BackendConformance(ABC):
 
     def test_many_parts_and_large_objects(self) -> None:
         async def work(backend: Backend) -> None:
-            parts = [secrets.token_bytes(size) for size in (1, 4095, 4096, 4097, self.large)] + [bytes([n % 251]) * 3 for n in range(3000)]
+            parts = [secrets.token_bytes(size) for size in (1, 4095, 4096, 4097, self.large)] + [
+                bytes([n % 251]) * 3 for n in range(3000)
+            ]
             whole = b"".join(parts)
             await backend.create("large", parts)
             assert await backend.get("large") == whole
@@ -147,7 +149,9 @@ class BackendConformance(ABC):
             await backend.get_into("ranges", 8, wide)
             assert wide.cast("B") == data[8:4_008]
             outs = [bytearray(100) for _ in range(64)]
-            await asyncio.gather(*(backend.get_into("ranges", at * 100, memoryview(out)) for at, out in enumerate(outs)))
+            await asyncio.gather(
+                *(backend.get_into("ranges", at * 100, memoryview(out)) for at, out in enumerate(outs))
+            )
             assert b"".join(outs) == data[:6_400]
 
         self.run(work)
@@ -174,7 +178,10 @@ class BackendConformance(ABC):
 
     def test_lists_in_order(self) -> None:
         async def work(backend: Backend) -> None:
-            names = sorted(["a/b/1", "a/b/2", "a/b-1", "a/b.1", "a/b0", "a/c", "a0", "ab/1", "b/x/y/z", "b/x/y", "config"] + [f"many/{n:04x}" for n in range(1200)])
+            names = sorted(
+                ["a/b/1", "a/b/2", "a/b-1", "a/b.1", "a/b0", "a/c", "a0", "ab/1", "b/x/y/z", "b/x/y", "config"]
+                + [f"many/{n:04x}" for n in range(1200)]
+            )
             names.remove("b/x/y")  # storage with folders cannot hold both
             for name in reversed(names):
                 await backend.create(name, [name.encode()])
@@ -223,8 +230,32 @@ class BackendConformance(ABC):
 
     def test_refuses_bad_names(self) -> None:
         async def work(backend: Backend) -> None:
-            for name in ("", "/", "/a", "a/", "a//b", ".", "..", "a/../b", ".hidden", "a/.b", "A", "ä", "a b", "a\0b", "a\n", "x" * 600, "-a", "a\\b"):
-                for attempt in (backend.create(name, [b"x"]), backend.get(name), backend.delete(name), backend.size(name)):
+            for name in (
+                "",
+                "/",
+                "/a",
+                "a/",
+                "a//b",
+                ".",
+                "..",
+                "a/../b",
+                ".hidden",
+                "a/.b",
+                "A",
+                "ä",
+                "a b",
+                "a\0b",
+                "a\n",
+                "x" * 600,
+                "-a",
+                "a\\b",
+            ):
+                for attempt in (
+                    backend.create(name, [b"x"]),
+                    backend.get(name),
+                    backend.delete(name),
+                    backend.size(name),
+                ):
                     await self._fails(UsageError, attempt)
             assert [info.name async for info in backend.list("")] == []
 

@@ -58,7 +58,9 @@ def files_of(root: Path) -> list[str]:
 
 @pytest.mark.parametrize("broken", ["write", "sync", "link"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-def test_a_failed_create_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, code: int) -> None:
+def test_a_failed_create_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, code: int
+) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError(code, os.strerror(code))
 
@@ -81,7 +83,9 @@ def test_a_full_file_system_is_store_full(tmp_path: Path) -> None:
 
     place = tmp_path / "small"
     place.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], capture_output=True, timeout=20).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], capture_output=True, timeout=20
+    ).returncode:
         pytest.skip("no right to mount a tmpfs")
     try:
 
