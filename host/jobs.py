@@ -1,0 +1,369 @@
+"""The jobs of this node: where they are noted down, started and found again; rule: no job runs that is not written down, and nothing here needs a daemon.
+
+``STATE/jobs/INSTANCE/`` is one instance each (job.py). STATE is ``$ICECORE_STATE``, or /var/lib/icecore. Names are handed out
+under a lock on ``STATE/lock``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from icecore.errors import NotFound, RestoreFailed, UsageError
+from icecore.events import Event, Sink, discard
+from icecore.host import procfs
+from icecore.host.job import Description, Job, boot_id
+from icecore.host.namespaces import (
+    RESTORABLE_ENVIRONMENT,
+    Isolation,
+    RestoreNamespaces,
+    RunRecord,
+    bindable_mounts,
+    init_program,
+)
+from icecore.host.start import Launch, Starting
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+def state_directory() -> Path:
+    """``$ICECORE_STATE``, or /var/lib/icecore."""
+    return Path(os.environ.get("ICECORE_STATE") or "/var/lib/icecore").absolute()
+
+
+class Registry:
+    """The jobs under one state directory.
+
+    Args:
+        state: The directory; made where it is missing. Default: `state_directory`.
+    """
+
+    def __init__(self, state: Path | None = None) -> None:
+        self.state = (state or state_directory()).absolute()
+        self._jobs = self.state / "jobs"
+
+    # -- finding
+
+    def instances(self) -> list[Job]:
+        """All instances, oldest first: running, ended, failed."""
+        found: list[Job] = []
+        try:
+            entries = sorted(self._jobs.iterdir())
+        except FileNotFoundError:
+            return []
+        for entry in entries:
+            try:
+                found.append(Job.load(entry))
+            except NotFound:
+                continue  # being made, or being removed
+        return sorted(found, key=lambda job: job.description.created)
+
+    def find(self, which: str | int) -> Job:
+        """The job with this name, instance id, or a process of this pid in its tree.
+
+        Of several instances of one name it is the living one, else the newest.
+
+        Raises:
+            NotFound: There is none.
+        """
+        jobs = self.instances()
+        named = [job for job in jobs if which in (job.name, job.instance)]
+        named.sort(key=lambda job: job.state in ("running", "starting"))
+        if named:
+            return named[-1]
+        if isinstance(which, int) or which.isdecimal():
+            inits = {job.pid: job for job in jobs if job.alive}
+            pid = int(which)
+            try:
+                while pid > 1:
+                    if pid in inits:
+                        return inits[pid]
+                    pid = procfs.status(pid).parent
+            except NotFound:
+                pass
+        raise NotFound(f"there is no job {which}", cure="'icecore ps' lists the jobs of this node")
+
+    # -- starting
+
+    def start(
+        self,
+        command: Sequence[str],
+        *,
+        name: str = "",
+        isolation: Isolation | None = None,
+        cwd: str | os.PathLike[str] = "",
+        environment: Mapping[str, str] | None = None,
+        umask: int | None = None,
+        emit: Sink = discard,
+    ) -> Job:
+        """Start a command so that it can be snapshotted and restored; it survives this process.
+
+        It gets no descriptors but /dev/null and its two logs, no terminal, a session of its own, default signal handling,
+        and this process's resource limits.
+
+        Args:
+            command: Program (looked up in the environment's PATH) and arguments.
+            name: Empty: the program's, with a number where that is taken.
+            isolation: Its namespaces; default pid and ipc.
+            cwd: Empty: this process's.
+            environment: Default: this process's. Both get `RESTORABLE_ENVIRONMENT` where they do not set it themselves.
+            umask: Default: this process's.
+
+        Raises:
+            UsageError: A bad name, or one that a living job has; a program that cannot be executed.
+            NotFound: No such program or directory.
+            MissingTool: The init was not built.
+            StartFailed: The kernel refused a step.
+        """
+        if not command or not command[0]:
+            raise UsageError("no command was given")
+        isolation = isolation or Isolation()
+        own = dict(os.environ if environment is None else environment)
+        added = {key: value for key, value in RESTORABLE_ENVIRONMENT.items() if key not in own}
+        own.update(added)
+        directory = os.path.abspath(cwd or os.getcwd())
+        if not os.path.isdir(directory):
+            raise NotFound(f"there is no directory {directory}")
+        path = shutil.which(command[0], path=own.get("PATH", os.defpath))
+        if path is None:
+            path = os.path.join(directory, command[0])
+            if "/" not in command[0] or not os.path.exists(path):
+                raise NotFound(f"there is no program {command[0]}", cure="give its path, or add its directory to PATH")
+        path = os.path.abspath(os.path.join(directory, path))
+        binds = bindable_mounts() if isolation.root else []
+        job = self._new(
+            name or os.path.basename(path),
+            list(command),
+            directory,
+            isolation,
+            binds,
+            exact=bool(name),
+            init=init_program().read_bytes(),
+        )
+        wanted = Launch(
+            directory=job.directory,
+            command=[path, *command],
+            cwd=directory,
+            environment=own,
+            umask=_umask() if umask is None else umask,
+            isolation=isolation,
+            binds=binds,
+        )
+        try:
+            with Starting(wanted) as starting:
+                job = job.with_pid(starting.pid)
+                starting.go()
+        except BaseException:
+            shutil.rmtree(job.directory, ignore_errors=True)
+            raise
+        if added:
+            emit(
+                Event(
+                    "run.environment",
+                    {
+                        "job": job.name,
+                        "added": dict(added),
+                        "why": "keeps libraries off io_uring, which CRIU cannot dump",
+                    },
+                )
+            )
+        emit(
+            Event("run.started", {"job": job.name, "instance": job.instance, "pid": job.pid, "command": list(command)})
+        )
+        return job
+
+    def restoring(self, record: RunRecord, *, snapshot: str, lineage: str = "", name: str = "") -> Restoring:
+        """Make the place for a new instance of a run from a snapshot: see `Restoring`.
+
+        Args:
+            record: From the snapshot's manifest.
+            snapshot: Its id.
+            lineage: Its lineage.
+            name: Name of the instance. Empty: the job's, with a number where a living one has it.
+
+        Raises:
+            UsageError: A bad name, or one that a living job has.
+            RestoreRefused: This machine lacks a mount that the job had.
+        """
+        job = self._new(
+            name or record.name,
+            record.command,
+            record.cwd,
+            record.isolation,
+            record.binds,
+            exact=bool(name),
+            init=record.init,
+            snapshot=snapshot,
+            lineage=lineage,
+        )
+        try:
+            for own in ("stdout.log", "stderr.log", "status"):
+                os.close(os.open(job.directory / own, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            return Restoring(job, record, RestoreNamespaces(record, job.directory))
+        except BaseException:
+            shutil.rmtree(job.directory, ignore_errors=True)
+            raise
+
+    # -- removing
+
+    def remove(self, job: Job) -> None:
+        """Forget an instance that has ended, with its logs.
+
+        Raises:
+            UsageError: It runs or is being started.
+        """
+        with self._lock():
+            if Job.load(job.directory).state in ("running", "starting"):
+                raise UsageError(f"job {job.name} ({job.instance}) runs", cure=f"'icecore kill {job.name}' first")
+            shutil.rmtree(job.directory)
+
+    def remove_ended(self, older_than: float = 0.0) -> list[Job]:
+        """Forget all instances that have ended and were created more than ``older_than`` seconds ago."""
+        removed = []
+        for job in self.instances():
+            if job.state in ("ended", "failed") and time.time() - job.description.created >= older_than:
+                self.remove(job)
+                removed.append(job)
+        return removed
+
+    # -- within
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        self._jobs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(self.state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+    def _new(
+        self,
+        name: str,
+        command: list[str],
+        cwd: str,
+        isolation: Isolation,
+        binds: list[str],
+        *,
+        exact: bool,
+        init: bytes,
+        snapshot: str = "",
+        lineage: str = "",
+    ) -> Job:
+        """A new instance, written down, not yet running. ``exact``: the name was asked for and gets no number."""
+        if exact and not _NAME.fullmatch(name):
+            raise UsageError(f"{name!r} is no name for a job", cure="letters, digits, '.', '_', '-'; at most 63")
+        if not exact:
+            name = re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("._-")[:56] or "job"
+        with self._lock():
+            taken = {job.name for job in self.instances() if job.state in ("running", "starting")}
+            if exact and name in taken:
+                raise UsageError(f"a job named {name} runs", cure="choose another name, or end that one first")
+            base, number = name, 2
+            while name in taken:
+                name, number = f"{base}-{number}", number + 1
+            instance = f"i{secrets.token_hex(4)}"
+            directory = self._jobs / instance
+            directory.mkdir(mode=0o700)
+            program = os.open(directory / "init", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o700)
+            with open(program, "wb") as file:
+                file.write(init)
+            job = Job(
+                directory,
+                Description(
+                    name=name,
+                    instance=instance,
+                    command=command,
+                    cwd=cwd,
+                    isolation=isolation,
+                    binds=binds,
+                    created=time.time(),
+                    boot=boot_id(),
+                    owner=(os.getpid(), procfs.start_time(os.getpid())),
+                    restored_from=snapshot,
+                    snapshot=snapshot,
+                    lineage=lineage,
+                ),
+            )
+            job.save()
+        return job
+
+
+class Restoring:
+    """An instance that CRIU is about to restore (a context manager: left before `started`, the instance is forgotten).
+
+    The caller puts back what the logs held (`redirected`), runs ``[*prefix, criu, "restore", …, *options]`` with ``pass_fds``,
+    and calls `started` once CRIU has made the tree. From then on the job is found, waited for and killed as any other.
+
+    Attributes:
+        job: The instance; it has no pid yet.
+    """
+
+    def __init__(self, job: Job, record: RunRecord, namespaces: RestoreNamespaces) -> None:
+        self.job = job
+        self._record = record
+        self._namespaces = namespaces
+        self._started = False
+
+    @property
+    def prefix(self) -> list[str]:
+        """Command line before ``criu``; often empty."""
+        return self._namespaces.prefix
+
+    @property
+    def options(self) -> list[str]:
+        """Options of ``criu restore``."""
+        return self._namespaces.options
+
+    @property
+    def pass_fds(self) -> tuple[int, ...]:
+        """Descriptors that CRIU must inherit."""
+        return self._namespaces.pass_fds
+
+    @property
+    def redirected(self) -> dict[str, Path]:
+        """Paths in the images of files that are the instance's own → the new instance's files. Nothing else may be put at those paths."""
+        return {path: self.job.directory / name for name, path in self._record.files.items()}
+
+    def started(self, pid: int) -> Job:
+        """Note down the restored init.
+
+        Args:
+            pid: As this machine sees it (CRIU's ``--pidfile``).
+
+        Raises:
+            RestoreFailed: It is gone already.
+        """
+        try:
+            self.job = self.job.with_pid(pid)
+        except NotFound as error:
+            raise RestoreFailed(f"the restored init of job {self.job.name} is gone: {error}") from error
+        self._started = True
+        return self.job
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._namespaces.close()
+        if not self._started:
+            shutil.rmtree(self.job.directory, ignore_errors=True)
+
+
+def _umask() -> int:
+    """This process's umask; /proc tells it without changing it for the other threads."""
+    found = re.search(r"^Umask:\s*(\d+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None  # there since Linux 4.7
+    return int(found[1], 8)

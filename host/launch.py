@@ -1,0 +1,180 @@
+"""The program that starts a job's init inside its namespaces; rule: it runs alone (`python -I -S launch.py`) and imports nothing of icecore's.
+
+A process of its own, because unshare, fork and pivot_root are not for a program with threads. The protocol:
+
+- standard input: one line of JSON (what `namespaces.Launch` holds); then, once the pid was noted down, a line ``go``.
+  An end of file instead of it makes the child leave: no job runs that nobody knows of.
+- standard output: ``{"pid": N}``, the init's pid as the starter sees it; then, where something failed,
+  ``{"step": …, "errno": …, "error": …}`` or the init's own ``{"exec_errno": N}``. Its end means that the command runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+from typing import Any, NoReturn
+
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x08000000, 0x20000000, 0x40000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
+MNT_DETACH = 2
+SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
+
+
+class StepFailed(Exception):
+    """One step failed; ``error`` is the system's answer."""
+
+    def __init__(self, step: str, error: OSError) -> None:
+        super().__init__(f"{step}: {error.strerror}")
+        self.step = step
+        self.error = error
+
+
+def _checked(result: int, step: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise StepFailed(step, OSError(number, os.strerror(number)))
+
+
+def unshare(flags: int) -> None:
+    """Give the calling thread (for pid namespaces: its later children) new namespaces (unshare(2))."""
+    _checked(_libc.unshare(flags), "making the namespaces")
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    """mount(2)."""
+    _checked(
+        _libc.mount(
+            os.fsencode(source),
+            os.fsencode(target),
+            kind.encode() if kind is not None else None,
+            flags,
+            options.encode() if options is not None else None,
+        ),
+        f"mounting {source} on {target}",
+    )
+
+
+def raise_loopback() -> None:
+    """Bring up ``lo`` in the network namespace of the calling thread: a fresh one has it down."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as control:
+        request = struct.pack("16sh22x", b"lo", 0)
+        flags: int = struct.unpack_from("h", fcntl.ioctl(control, SIOCGIFFLAGS, request), 16)[0]
+        fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", flags | IFF_UP))
+
+
+def bind_root(root: str) -> None:
+    """In the calling thread's mount namespace, which must be its own: make ``root`` a mount of the host's root alone."""
+    mount("none", "/", None, MS_REC | MS_PRIVATE)  # nothing of this reaches the host
+    mount("/", root, None, MS_BIND)
+
+
+def _enter_root(root: str, binds: list[list[str]], private: list[list[str]]) -> None:
+    """Move into the private root: the host's root, its ``[source, mount point]`` binds, and fresh ``[mount point, type, options]``.
+
+    pivot_root(2) in the form with one directory: the old root ends up on top of the new one, and is let go of.
+    """
+    bind_root(root)
+    for source, point in binds:
+        mount(source, root + point, None, MS_BIND)
+    for point, kind, options in private:
+        flags = MS_NOSUID | (0 if kind == "devpts" else MS_NODEV) | (0 if kind == "tmpfs" else MS_NOEXEC)
+        mount(kind, root + point, kind, flags, options)
+    os.chdir(root)
+    _checked(_libc.pivot_root(b".", b"."), "changing to the private root")
+    _checked(_libc.umount2(b".", MNT_DETACH), "letting go of the old root")
+
+
+def _open_log(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def _become_init(launch: dict[str, Any], report: int) -> NoReturn:
+    """The rest of the way: from here on this is the job's first process (pid 1 where it has a pid namespace)."""
+    if launch["root"] is not None:
+        _enter_root(launch["root"], launch["binds"], launch["private"])
+    os.setsid()
+    # Opened in here: a descriptor from outside belongs to a mount that CRIU does not find in this namespace.
+    opened = [os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)]
+    opened += [_open_log(launch[name]) for name in ("stdout", "stderr", "status")]
+    os.chdir(launch["cwd"])
+    os.umask(launch["umask"])
+    if os.read(0, 1) != b"g":
+        os._exit(0)  # the starter is gone
+    # Raised first above where they go, so that no dup2 overwrites one that is still needed. The init marks 3 and 4
+    # close-on-exec.
+    for target, source in enumerate([fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (*opened, report)]):
+        os.dup2(source, target)
+    os.closerange(5, os.sysconf("SC_OPEN_MAX"))
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    environment = {os.fsencode(name): os.fsencode(value) for name, value in launch["environment"].items()}
+    arguments = [b"icecore-init", b"3", b"4", *map(os.fsencode, launch["command"])]
+    for _ in range(100):
+        try:
+            os.execve(launch["init"], arguments, environment)
+        except OSError as error:
+            if error.errno != errno.ETXTBSY:
+                raise
+            # A child that another thread of the starter forked may still hold the file open for writing, until it executes.
+            time.sleep(0.01)
+    raise OSError(errno.ETXTBSY, os.strerror(errno.ETXTBSY), launch["init"])
+
+
+def _say(fd: int, **answer: object) -> None:
+    os.write(fd, json.dumps(answer).encode() + b"\n")
+
+
+def _say_error(fd: int, error: OSError | StepFailed) -> None:
+    step, cause = (error.step, error.error) if isinstance(error, StepFailed) else ("starting the init", error)
+    text = os.strerror(cause.errno or 0) + (f": {cause.filename}" if cause.filename else "")
+    _say(fd, step=step, errno=cause.errno, error=text)
+
+
+def _read_line(fd: int) -> bytes:
+    """One line and no byte more: what follows is the child's to read."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        piece = os.read(fd, 65536)
+        if not piece:
+            break
+        line += piece
+    return bytes(line)
+
+
+def main() -> int:
+    """Read the launch, make the namespaces, fork the init into them, say its pid, leave it."""
+    launch = json.loads(_read_line(0))
+    report = 1
+    flags = {"pid": CLONE_NEWPID, "ipc": CLONE_NEWIPC, "network": CLONE_NEWNET, "mount": CLONE_NEWNS}
+    try:
+        unshare(sum(flags[name] for name in launch["namespaces"]))
+        if "network" in launch["namespaces"]:
+            raise_loopback()
+    except (OSError, StepFailed) as error:
+        _say_error(report, error)
+        return 1
+    child = os.fork()
+    if child:
+        _say(report, pid=child)
+        return 0
+    try:
+        _become_init(launch, report)
+    except (OSError, StepFailed) as error:
+        _say_error(report, error)
+        os._exit(126)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
