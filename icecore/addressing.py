@@ -1,0 +1,72 @@
+"""What people write to mean a snapshot: an id or its beginning, ``JOB``, ``JOB~1``, ``JOB@3``, ``latest``; pure, and an ambiguous word is an error."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from icecore.errors import NotFound, UsageError
+from icecore.store.state import SnapshotRecord
+
+LATEST = "latest"
+_PART = re.compile(r"(?P<name>.+?)(?:~(?P<back>\d+)|@(?P<number>\d+))?", re.DOTALL)
+_ID = re.compile(r"[0-9a-f]{1,32}")
+_CURE = "'icecore ls' lists them"
+
+
+def resolve(records: Sequence[SnapshotRecord], text: str) -> SnapshotRecord:
+    """The snapshot that ``text`` means.
+
+    Args:
+        records: All snapshots in order of their commits.
+        text: A whole id, or a job's name or ``latest`` (the newest), either followed by ``~N`` (N snapshots before that one) or ``@N`` (the N-th that
+            is kept, counted from 1, oldest first), or the beginning of only one id. A job's name goes before the beginning of an id.
+
+    Raises:
+        NotFound: There is none.
+        UsageError: ``text`` is empty, or several ids begin so.
+    """
+    if not text:
+        raise UsageError("no snapshot is named", cure="give an id, a job's name, JOB~1, JOB@1 or 'latest'")
+    for record in records:
+        if record.snapshot == text:
+            return record
+    # A job's name may itself hold ~ or @: the whole text first.
+    whole = [record for record in records if record.job == text]
+    if whole:
+        return whole[-1]
+    parts = _PART.fullmatch(text)
+    assert parts is not None  # one character is enough
+    name = parts["name"]
+    if name == LATEST:
+        return _counted(records, parts, text)
+    named = [record for record in records if record.job == name]
+    if named:
+        return _counted(named, parts, text)
+    if not _ID.fullmatch(text):
+        raise NotFound(f"there is no snapshot and no job {text!r}", cure=_CURE)
+    found = [record for record in records if record.snapshot.startswith(text)]
+    if len(found) > 1:
+        digits = next(n for n in range(len(text), 33) if len({record.snapshot[:n] for record in found}) == len(found))
+        raise UsageError(f"{len(found)} snapshots begin with {text!r}", cure=f"give {digits} digits")
+    if not found:
+        raise NotFound(f"there is no snapshot {text!r}", cure=_CURE)
+    return found[0]
+
+
+def _counted(records: Sequence[SnapshotRecord], parts: re.Match[str], text: str) -> SnapshotRecord:
+    if parts["number"] is not None:
+        at = int(parts["number"]) - 1
+    else:
+        at = len(records) - 1 - int(parts["back"] or 0)
+    if not 0 <= at < len(records):
+        raise NotFound(f"{text!r}: there are {len(records)} snapshots of {parts['name']!r}", cure=_CURE)
+    return records[at]
+
+
+def shortest(records: Sequence[SnapshotRecord], least: int = 8) -> int:
+    """How many digits of an id tell all ``records`` apart, ``least`` at least."""
+    for digits in range(least, 32):
+        if len({record.snapshot[:digits] for record in records}) == len(records):
+            return digits
+    return 32

@@ -1,0 +1,382 @@
+"""Configuration: TOML files in layers, then the environment; rule: a wrong value is refused with its file, its key and what would be right."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
+
+from icecore.errors import NotFound, UsageError
+
+T = TypeVar("T")
+
+#: Prefix of the environment variables that override keys: ICECORE_<SECTION>_<KEY>, and ICECORE_<KEY> for keys of no section.
+PREFIX = "ICECORE_"
+_SIZES = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4} | {
+    f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)
+}
+_SIZES |= {f"{letter}b": _SIZES[letter] for letter in "kmgt"}
+_DAY = 86400.0
+_TIMES = {"": 1.0, "ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": _DAY, "w": 7 * _DAY, "mo": 30 * _DAY, "y": 365 * _DAY}
+_NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
+_NUMBERS = re.compile(rf"(?:{_NUMBER.pattern})+", re.IGNORECASE)
+_WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+@dataclass(frozen=True)
+class Kind(Generic[T]):
+    """What a value may be.
+
+    Attributes:
+        expects: In words, for messages.
+        read: The value from a TOML value; raises ValueError or TypeError.
+        parse: The value from text (environment, command line); raises ValueError.
+    """
+
+    expects: str
+    read: Callable[[Any], T]
+    parse: Callable[[str], T]
+
+    def __call__(self, text: str) -> T:
+        """``parse``, with an error that argparse understands."""
+        try:
+            return self.parse(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is not {self.expects}") from None
+
+    @property
+    def __name__(self) -> str:
+        """What argparse calls it when it complains."""
+        return f"value (expected {self.expects})"
+
+
+def _quantity(text: str, units: Mapping[str, float]) -> float:
+    match = _NUMBER.fullmatch(text)
+    if match is None or match[2].lower() not in units:
+        raise ValueError(text)
+    return float(match[1]) * units[match[2].lower()]
+
+
+def parse_size(text: str) -> int:
+    """Bytes in ``2 GiB``, ``500MB``, ``4096``; binary units have an i.
+
+    Raises:
+        ValueError: It is no size.
+    """
+    return int(_quantity(text, _SIZES))
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds in ``30``, ``250ms``, ``5min``, ``36h``, ``2w 3d``, ``1y6mo`` (a month has 30 days, a year 365).
+
+    Raises:
+        ValueError: It is no duration.
+    """
+    if not _NUMBERS.fullmatch(text):
+        raise ValueError(text)
+    return sum(_quantity(part[0], _TIMES) for part in _NUMBER.finditer(text))
+
+
+def _refuse(value: Any) -> Any:
+    raise ValueError(value)
+
+
+def _number(parse: Callable[[str], T], made: Callable[[Any], T], *wanted: type) -> Callable[[Any], T]:
+    def read(value: Any) -> T:
+        if isinstance(value, str):
+            return parse(value)
+        if not isinstance(value, wanted) or isinstance(value, bool):
+            raise TypeError(value)
+        number: Any = value
+        return made(number) if 0 <= number < 2**63 else _refuse(value)
+
+    return read
+
+
+def _count(text: str | int) -> int:
+    value = int(text)
+    return value if 0 <= value < 2**31 else _refuse(value)
+
+
+def _kept(text: str) -> int:
+    return -1 if text == "all" else _count(text)
+
+
+def _plain(text: str) -> str:
+    return text if "\0" not in text else _refuse(text)
+
+
+SIZE: Kind[int] = Kind("a size such as '2 GiB' or a number of bytes", _number(parse_size, int, int), parse_size)
+SECONDS: Kind[float] = Kind(
+    "a duration such as '30 s' or a number of seconds", _number(parse_seconds, float, int, float), parse_seconds
+)
+COUNT: Kind[int] = Kind("a whole number, 0 or more", _number(_refuse, _count, int), _count)
+TEXT: Kind[str] = Kind("a text", lambda value: _plain(value) if isinstance(value, str) else _refuse(value), _plain)
+KEEP: Kind[int] = Kind("a whole number, 0 or more, or 'all'", _number(_kept, _count, int), _kept)
+SWITCH: Kind[bool] = Kind(
+    "true or false",
+    lambda value: value if isinstance(value, bool) else _refuse(value),
+    lambda text: _WORDS[text.lower()] if text.lower() in _WORDS else _refuse(text),
+)
+
+
+def choice(*words: str) -> Kind[Any]:
+    """One of ``words``."""
+
+    def parse(text: Any) -> str:
+        return text if isinstance(text, str) and text in words else _refuse(text)
+
+    return Kind("one of " + ", ".join(f'"{word}"' for word in words), parse, parse)
+
+
+def _setting(default: T, kind: Kind[T]) -> T:
+    made: T = field(default=default, metadata={"kind": kind})
+    return made
+
+
+@dataclass(frozen=True)
+class DumpSettings:
+    """[dump]: defaults of ``icecore dump``; the meaning of each is in `icecore.dumper.options.DumpOptions`."""
+
+    max_window: float = _setting(30.0, SECONDS)
+    pre_copy: Literal["auto", "on", "off"] = _setting("auto", choice("auto", "on", "off"))
+    staging_bytes: int = _setting(2 << 30, SIZE)
+    scan_threads: int = _setting(0, COUNT)
+    files: Literal["content", "check"] = _setting("content", choice("content", "check"))
+    with_files: bool = _setting(False, SWITCH)
+    verify_files: bool = _setting(False, SWITCH)
+    file_budget: int = _setting(4 << 30, SIZE)
+    ghost_limit: int = _setting(1 << 30, SIZE)
+    tcp: Literal["keep", "close"] = _setting("keep", choice("keep", "close"))
+    link_rate: int = _setting(0, SIZE)
+    workdir: str = _setting("/dev/shm", TEXT)
+    before: str = _setting("", TEXT)
+    after: str = _setting("", TEXT)
+
+
+@dataclass(frozen=True)
+class RestoreSettings:
+    """[restore]: defaults of ``icecore restore``; the meaning of each is in `icecore.restorer.options.RestoreOptions`.
+
+    ``after`` is a shell command that is run once the restored job runs.
+    """
+
+    mode: Literal["full", "lazy"] = _setting("full", choice("full", "lazy"))
+    files: Literal["restore", "truncate", "leave"] = _setting("restore", choice("restore", "truncate", "leave"))
+    verify_files: bool = _setting(False, SWITCH)
+    tcp: Literal["keep", "close"] = _setting("keep", choice("keep", "close"))
+    budget_bytes: int = _setting(512 << 20, SIZE)
+    threads: int = _setting(0, COUNT)
+    workdir: str = _setting("", TEXT)
+    criu_seconds: float = _setting(120.0, SECONDS)
+    stall_seconds: float = _setting(60.0, SECONDS)
+    attempts: int = _setting(4, COUNT)
+    after: str = _setting("", TEXT)
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """[run]: defaults of ``icecore run``: which namespaces of the host a job shares, and which are its own."""
+
+    pid: Literal["host", "private"] = _setting("private", choice("host", "private"))
+    ipc: Literal["host", "private"] = _setting("private", choice("host", "private"))
+    network: Literal["host", "private"] = _setting("host", choice("host", "private"))
+    root: Literal["host", "private"] = _setting("host", choice("host", "private"))
+
+
+@dataclass(frozen=True)
+class ForgetSettings:
+    """[forget]: what ``icecore forget`` keeps of each job when it is given no ``--keep-…``; 0: that rule keeps nothing, -1 ("all"): no bound."""
+
+    keep_last: int = _setting(0, KEEP)
+    keep_hourly: int = _setting(0, KEEP)
+    keep_daily: int = _setting(0, KEEP)
+    keep_weekly: int = _setting(0, KEEP)
+    keep_monthly: int = _setting(0, KEEP)
+    keep_yearly: int = _setting(0, KEEP)
+    keep_within: float = _setting(0.0, SECONDS)
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings.
+
+    Attributes:
+        repository: Where snapshots are kept when ``--repository`` does not say; empty: it has to.
+        criu: The CRIU to use; empty: the one that tools/install-criu installed, else the one in PATH.
+        state: Directory of the jobs of this node and of what is remembered of repositories; empty: /var/lib/icecore, or below
+            ~/.local/state for others than root.
+    """
+
+    repository: str = _setting("", TEXT)
+    criu: str = _setting("", TEXT)
+    state: str = _setting("", TEXT)
+    dump: DumpSettings = DumpSettings()
+    restore: RestoreSettings = RestoreSettings()
+    run: RunSettings = RunSettings()
+    forget: ForgetSettings = ForgetSettings()
+
+
+def _kind(about: Field[Any]) -> Kind[Any] | None:
+    kind = about.metadata.get("kind")
+    return kind if isinstance(kind, Kind) else None
+
+
+def keys(config: Config | None = None) -> Iterator[tuple[str, str, Kind[Any], Any]]:
+    """Section ("" for none), key, kind and value of every setting; of the built-in defaults if no ``config`` is given."""
+    config = config or Config()
+    for about in fields(config):
+        value = getattr(config, about.name)
+        kind = _kind(about)
+        if kind is not None:
+            yield "", about.name, kind, value
+        else:
+            for inner in fields(value):
+                kind = _kind(inner)
+                assert kind is not None
+                yield about.name, inner.name, kind, getattr(value, inner.name)
+
+
+def variable(section: str, key: str) -> str:
+    """The environment variable that overrides a key."""
+    return PREFIX + (f"{section}_{key}" if section else key).upper()
+
+
+def _changed(config: Config, section: str, key: str, value: Any) -> Config:
+    if not section:
+        return replace(config, **{key: value})
+    return replace(config, **{section: replace(getattr(config, section), **{key: value})})
+
+
+def merge(config: Config, table: Mapping[str, Any], where: str) -> Config:
+    """``config`` with the values of one TOML document.
+
+    Args:
+        where: The file, for messages.
+
+    Raises:
+        UsageError: An unknown section or key, or a value that is not what it should be.
+    """
+    known = {(section, key): kind for section, key, kind, _ in keys()}
+    sections = {section for section, _ in known if section}
+    for name, value in table.items():
+        inner: Iterable[tuple[str, str, Any]] = [("", name, value)]
+        if name in sections:
+            if not isinstance(value, dict):
+                raise UsageError(f"{where}: [{name}] is a section, not {value!r}", cure=f"write [{name}] on a line of its own")
+            inner = [(name, key, value[key]) for key in value]
+        for section, key, given in inner:
+            kind = known.get((section, key))
+            full = f"{section}.{key}" if section else key
+            if kind is None:
+                raise UsageError(f"{where}: there is no setting {full}", cure=_suggest(full, known))
+            try:
+                config = _changed(config, section, key, kind.read(given))
+            except (ValueError, TypeError):
+                raise UsageError(f"{where}: {full} = {given!r} is wrong", cure=f"give {kind.expects}") from None
+    return config
+
+
+def _suggest(name: str, known: Mapping[tuple[str, str], Kind[Any]]) -> str:
+    from difflib import get_close_matches
+
+    names = [f"{section}.{key}" if section else key for section, key in known]
+    near = get_close_matches(name, names, 1)
+    return f"did you mean {near[0]}?" if near else "configs/icecore.toml lists all settings"
+
+
+def override(config: Config, environment: Mapping[str, str]) -> Config:
+    """``config`` with the values of the environment.
+
+    Raises:
+        UsageError: A variable of a known section names no key, or its value is not what it should be.
+    """
+    known = {variable(section, key): (section, key, kind) for section, key, kind, _ in keys()}
+    sections = tuple({f"{PREFIX}{section.upper()}_" for section, *_ in known.values() if section})
+    for name, text in environment.items():
+        if name in known:
+            section, key, kind = known[name]
+            try:
+                config = _changed(config, section, key, kind.parse(text))
+            except ValueError:
+                raise UsageError(f"environment: {name}={text!r} is wrong", cure=f"give {kind.expects}") from None
+        elif name.startswith(sections):
+            raise UsageError(f"environment: {name} overrides no setting", cure=f"unset it, or one of {', '.join(_of(name, known))}")
+    return config
+
+
+def _of(name: str, known: Mapping[str, object]) -> list[str]:
+    from difflib import get_close_matches
+
+    return get_close_matches(name, list(known), 3, 0.0)
+
+
+def standard_files(environment: Mapping[str, str], directory: Path) -> list[Path]:
+    """Where configuration is looked for, weakest first: the machine's, the user's, the working directory's."""
+    own = environment.get("XDG_CONFIG_HOME") or str(Path(environment.get("HOME", "/")) / ".config")
+    return [Path("/etc/icecore.toml"), Path(own) / "icecore.toml", directory / "icecore.toml"]
+
+
+def read_file(path: Path, *, trusted: bool) -> dict[str, Any] | None:
+    """The document in a file, None if there is none.
+
+    Args:
+        trusted: The caller named the file; otherwise it must belong to this user or root, because settings hold commands that are run.
+
+    Raises:
+        UsageError: It cannot be read, is not TOML, or is somebody else's.
+    """
+    try:
+        with open(path, "rb") as file:
+            about = os.fstat(file.fileno())
+            data = file.read(1 << 20)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}", cure="correct its permissions or remove it") from error
+    if not trusted and (about.st_uid not in (0, os.geteuid()) or about.st_mode & stat.S_IWOTH):
+        raise UsageError(
+            f"{path} can be written by others than you, and its settings are commands that would be run as you",
+            cure=f"chown and chmod o-w it, work elsewhere, or name it with --config {path}",
+        )
+    try:
+        return tomllib.loads(data.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not TOML: {error}", cure="correct it; configs/icecore.toml is an example") from error
+
+
+def load(
+    path: str = "",
+    *,
+    environment: Mapping[str, str] | None = None,
+    files: Sequence[Path] | None = None,
+) -> Config:
+    """The configuration: defaults, /etc/icecore.toml, ~/.config/icecore.toml, ./icecore.toml, ``path``, the environment; later ones win, key by key.
+
+    Args:
+        path: A further file, which has to exist. Empty: the one that ICECORE_CONFIG names, if any.
+        environment: Instead of this process's.
+        files: Instead of the three standard ones.
+
+    Raises:
+        NotFound: There is no file ``path``.
+        UsageError: Names the file, the key, the value, and what would be right.
+    """
+    environment = os.environ if environment is None else environment
+    config = Config()
+    for file in standard_files(environment, Path.cwd()) if files is None else files:
+        table = read_file(file, trusted=False)
+        if table is not None:
+            config = merge(config, table, str(file))
+    named = path or environment.get("ICECORE_CONFIG", "")
+    if named:
+        table = read_file(Path(named), trusted=True)
+        if table is None:
+            raise NotFound(f"there is no configuration file {named}", cure="correct --config or ICECORE_CONFIG")
+        config = merge(config, table, named)
+    return override(config, environment)

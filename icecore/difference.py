@@ -1,0 +1,203 @@
+"""What differs between two snapshots, told from their maps alone: no memory is read, so bytes count by whole cells (1 MiB)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from icecore.store.cell import CELL, PAGE, Records, data_pages
+from icecore.store.manifest import Manifest, OpenFile, Process, Region, Space
+
+State = Literal["added", "removed", "changed"]
+
+
+class Reader(Protocol):
+    """What is needed of a snapshot's reader."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """The snapshot's."""
+
+    def records(self, space: Space) -> list[Records]:
+        """The CELL records of a space, one array per region."""
+
+
+@dataclass(frozen=True)
+class RegionChange:
+    """A region that differs.
+
+    Attributes:
+        space: Kind of its space: process, shared, file, image, device.
+        key: Which one: the process's id, the file's path, …
+        kind: Kind of the region: anonymous, heap, stack, …
+        name: What the region maps; empty for anonymous memory.
+        start: Where it begins: an address, or 0.
+        length: Its bytes.
+        cells: Cells (1 MiB) that differ.
+        changed: Data bytes in those cells, as they are in the newer snapshot (the older, for one that was removed).
+        stored: Bytes in the repository for chunks of those cells that the older snapshot does not use.
+    """
+
+    state: State
+    space: str
+    key: str
+    kind: str
+    name: str
+    start: int
+    length: int
+    cells: int
+    changed: int
+    stored: int
+
+
+@dataclass(frozen=True)
+class Total:
+    """Bytes of one kind of space: all data in the newer snapshot, what differs, and what that takes in the repository."""
+
+    logical: int
+    changed: int
+    stored: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What differs between two snapshots.
+
+    Attributes:
+        older, newer: Their ids.
+        processes: Processes that are new, gone, or run another program, by state.
+        files: Open files that are new, gone, or have another size, mtime or inode.
+        regions: Memory and content that differs.
+        totals: By kind of space.
+    """
+
+    older: str
+    newer: str
+    processes: list[tuple[State, Process]]
+    files: list[tuple[State, OpenFile]]
+    regions: list[RegionChange]
+    totals: dict[str, Total]
+
+
+def compare(older: Reader, newer: Reader) -> Difference:
+    """Compare two snapshots; those of one lineage share addresses, others match only where regions begin at the same ones.
+
+    Raises:
+        Damaged: A map of one of them is.
+        ObjectMissing: A map is gone.
+    """
+    before = {(space.kind, space.key): space for space in older.manifest.spaces}
+    after = {(space.kind, space.key): space for space in newer.manifest.spaces}
+    known: set[bytes] = set()
+    pairs: list[tuple[Space, list[Records], Space, list[Records]]] = []
+    for key in [*after, *(key for key in before if key not in after)]:
+        some = after.get(key) or before[key]
+        nothing = Space(some.kind, some.key, 0, [])
+        old, new = before.get(key, nothing), after.get(key, nothing)
+        old_records = older.records(old) if old.regions else []
+        # Equal references are equal content: the same map is not read twice.
+        same = old.regions == new.regions and old.nodes == new.nodes
+        new_records = old_records if same else newer.records(new) if new.regions else []
+        pairs.append((old, old_records, new, new_records))
+        known.update(_chunks(old_records))
+    regions: list[RegionChange] = []
+    totals: dict[str, Total] = {}
+    for old, old_records, new, new_records in pairs:
+        found = list(_regions(old, old_records, new, new_records, known))
+        regions.extend(found)
+        total = totals.get(new.kind, Total(0, 0, 0))
+        totals[new.kind] = Total(
+            total.logical + sum(int(data_pages(records).sum()) * PAGE for records in new_records),
+            total.changed + sum(region.changed for region in found if region.state != "removed"),
+            total.stored + sum(region.stored for region in found),
+        )
+    return Difference(
+        older.manifest.snapshot,
+        newer.manifest.snapshot,
+        _processes(older.manifest, newer.manifest),
+        _files(older.manifest, newer.manifest),
+        regions,
+        totals,
+    )
+
+
+def _chunks(records: Iterable[Records]) -> Iterable[bytes]:
+    for array in records:
+        ids = np.ascontiguousarray(array["chunk"]).tobytes()
+        yield from (ids[at : at + 32] for at in range(0, len(ids), 32))
+
+
+def _regions(
+    old: Space, old_records: list[Records], new: Space, new_records: list[Records], known: set[bytes]
+) -> Iterable[RegionChange]:
+    before = {region.origin: (region, records) for region, records in zip(old.regions, old_records, strict=True)}
+    counted: set[bytes] = set()
+    for region, records in zip(new.regions, new_records, strict=True):
+        earlier, had = before.pop(region.origin, (None, np.empty(0, CELL)))
+        differs = records[~_equal(records, had)]
+        gone = had[~np.isin(had["cell"], records["cell"])]
+        if earlier is not None and not len(differs) and not len(gone):
+            continue
+        stored = 0
+        lengths = differs["place"]["length"].tolist()
+        for chunk, length in zip(_chunks([differs]), lengths, strict=True):
+            if chunk not in known and chunk not in counted:
+                counted.add(chunk)
+                stored += length
+        changed = int(data_pages(differs).sum()) * PAGE
+        yield _change("added" if earlier is None else "changed", new, region, len(differs) + len(gone), changed, stored)
+    for region, records in before.values():
+        yield _change("removed", old, region, len(records), int(data_pages(records).sum()) * PAGE, 0)
+
+
+def _change(state: State, space: Space, region: Region, cells: int, changed: int, stored: int) -> RegionChange:
+    return RegionChange(
+        state, space.kind, space.key, region.kind, region.name, region.start, region.length, cells, changed, stored
+    )
+
+
+def _equal(records: Records, others: Records) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Which of ``records`` (ascending by cell) hold what ``others`` hold in the same cell."""
+    if not len(others):
+        return np.zeros(len(records), np.bool_)
+    at = np.minimum(np.searchsorted(others["cell"], records["cell"]), len(others) - 1)
+    there = others[at]
+    same: np.ndarray[tuple[int], np.dtype[np.bool_]] = (
+        (there["cell"] == records["cell"])
+        & (there["chunk"] == records["chunk"]).all(axis=1)
+        & (there["data"] == records["data"]).all(axis=1)
+        & (there["zero"] == records["zero"]).all(axis=1)
+    )
+    return same
+
+
+def _processes(older: Manifest, newer: Manifest) -> list[tuple[State, Process]]:
+    before = {process.image_id: process for process in older.processes}
+    found: list[tuple[State, Process]] = []
+    for process in newer.processes:
+        earlier = before.pop(process.image_id, None)
+        if earlier is None:
+            found.append(("added", process))
+        elif (earlier.executable, earlier.command, earlier.threads) != (
+            process.executable,
+            process.command,
+            process.threads,
+        ):
+            found.append(("changed", process))
+    return found + [("removed", process) for process in before.values()]
+
+
+def _files(older: Manifest, newer: Manifest) -> list[tuple[State, OpenFile]]:
+    before = {file.path: file for file in older.files}
+    found: list[tuple[State, OpenFile]] = []
+    for file in newer.files:
+        earlier = before.pop(file.path, None)
+        if earlier is None:
+            found.append(("added", file))
+        elif (earlier.size, earlier.mtime_ns, earlier.inode) != (file.size, file.mtime_ns, file.inode):
+            found.append(("changed", file))
+    return found + [("removed", file) for file in before.values()]
+
