@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import select
 import shutil
 import signal
@@ -22,6 +23,7 @@ import time
 from collections.abc import Sequence
 
 from icecore.errors import DumpFailed
+from icecore.host.page_server import Connection
 
 _MESSAGE = 1 << 20
 
@@ -114,6 +116,18 @@ class Guard:
             if self._pages is not None:
                 self._pages.close()
                 self._pages = None
+
+    def confirm(self, version: tuple[int, ...], timeout: float) -> None:
+        """Have CRIU (of ``version``) say that it held the tree until now; then ``thaw``.
+
+        Raises:
+            DumpFailed: It did not.
+        """
+        with self._lock:
+            pages = self._pages
+        if pages is None:
+            raise DumpFailed("the tree was let go before the end of the window")
+        Connection(pages, version).finish(timeout)
 
     def thaw(self, timeout: float) -> int:
         """Hang up and wait for CRIU's end.
@@ -211,6 +225,9 @@ def main() -> None:
     """Entry of the guard process: ``guard CONTROL_FD WORKDIR``."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
+    # CRIU holds references to all private memory in pipes: it inherits as many descriptors as it may have.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     control = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(control.fileno(), False)
     _Server(control, sys.argv[2]).serve()

@@ -171,7 +171,7 @@ class Pipeline:
             try:
                 if self._failure is None:
                     sink.store(row, slot, scratch, self._writer)
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
                 self._failure = self._failure or error
                 self._staging.abandon(error)
             finally:

@@ -83,7 +83,9 @@ def check_target(pid: int) -> list[Refusal]:
     if procfs.is_kernel_thread(pid):
         return [Refusal("kernel-thread", f"{pid} is a thread of the kernel", "name a process")]
     if procfs.is_zombie(pid):
-        return [Refusal("zombie", f"process {pid} has ended and waits to be reaped", "there is nothing left to snapshot")]
+        return [
+            Refusal("zombie", f"process {pid} has ended and waits to be reaped", "there is nothing left to snapshot")
+        ]
     if pid == 1 or _contains(pid, os.getpid()):
         return [
             Refusal(
@@ -175,7 +177,11 @@ def _capabilities(found: Look) -> list[Refusal]:
 
 def _traced(found: Look) -> list[Refusal]:
     return [
-        Refusal("traced", f"process {p.pid} is traced by process {p.status.tracer}", "detach the debugger (gdb, strace, py-spy) first")
+        Refusal(
+            "traced",
+            f"process {p.pid} is traced by process {p.status.tracer}",
+            "detach the debugger (gdb, strace, py-spy) first",
+        )
         for p in found.processes
         if p.status.tracer
     ]
@@ -195,7 +201,11 @@ def _pipes(found: Look) -> list[Refusal]:
 
 
 def _io_uring(found: Look) -> list[Refusal]:
-    users = [p.pid for p in found.processes if any("[io_uring]" in m.path for m in p.mappings) or any("[io_uring]" in d.target for d in p.descriptors)]
+    users = [
+        p.pid
+        for p in found.processes
+        if any("[io_uring]" in m.path for m in p.mappings) or any("[io_uring]" in d.target for d in p.descriptors)
+    ]
     if not users:
         return []
     return [

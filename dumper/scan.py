@@ -138,7 +138,7 @@ def _work(shared: _Shared, cursor: _Cursor) -> None:
                 slot = _scan_batch(shared, batch, slot)
         finally:
             shared.staging.release(slot)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
         shared.failures.append(error)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from icecore.errors import DumpFailed
@@ -112,6 +114,15 @@ class Staging:
         if self._made >= self.capacity and len(self._free) < 8:
             with self._change:
                 self._change.notify()
+
+    @contextmanager
+    def limited(self, limit: int) -> Iterator[None]:
+        """Take no more than ``limit`` bytes of memory meanwhile: while the job runs, waiting costs nobody anything."""
+        whole, self.capacity = self.capacity, min(self.capacity, max(8, limit // SLOT_BYTES))
+        try:
+            yield
+        finally:
+            self.capacity = whole
 
     def abandon(self, why: BaseException) -> None:
         """Wake everyone who waits for a slot, with an error."""

@@ -26,6 +26,7 @@ class Window:
 
     Args:
         guard: Runs CRIU.
+        version: CRIU's version.
         limit: Seconds the tree may stand still; None: no limit (``--stop``).
         explain: Turns CRIU's log into an error once it has failed.
         abandon: Called once, from another thread, when the limit is reached: must make whoever reads the tree stop.
@@ -34,9 +35,16 @@ class Window:
     """
 
     def __init__(
-        self, guard: Guard, *, limit: float | None, explain: Callable[[int], DumpFailed], abandon: Callable[[BaseException], None]
+        self,
+        guard: Guard,
+        version: tuple[int, ...],
+        *,
+        limit: float | None,
+        explain: Callable[[int], DumpFailed],
+        abandon: Callable[[BaseException], None],
     ) -> None:
         self._guard = guard
+        self._version = version
         self._limit = limit
         self._explain = explain
         self._abandon = abandon
@@ -51,7 +59,9 @@ class Window:
     def __enter__(self) -> Window:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._frozen:
             self._end_watch()
             try:
@@ -101,6 +111,7 @@ class Window:
         """
         self._end_watch()
         self.check()
+        self._guard.confirm(self._version, _THAW_SECONDS)
         self._frozen = False
         status = self._guard.thaw(_THAW_SECONDS)
         self.seconds = time.monotonic() - self.started

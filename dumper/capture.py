@@ -1,0 +1,204 @@
+"""What is captured: in the window only what the running job would change, after it all that CRIU has written; the rule: the window reads, others write."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import blake3
+import msgspec
+import numpy as np
+
+from icecore.dumper.cells import EXTENT, inherit_origins
+from icecore.dumper.facts import describe_namespaces, describe_processes, listening_ports
+from icecore.dumper.files import FoundFile, find_files, tree_pids, unchanged_since
+from icecore.dumper.images import ImageSet, Pagemap, image_files, read_images
+from icecore.dumper.options import DumpOptions
+from icecore.dumper.parent import Parent
+from icecore.dumper.precopy import PreCopied
+from icecore.dumper.sources import FileSource, PagesImage
+from icecore.dumper.spaces import Machinery, SpaceCapture
+from icecore.errors import DumpFailed, NotFound
+from icecore.events import Sink, phase
+from icecore.host.memory import RemoteReader
+from icecore.store.cell import PAGE
+from icecore.store.manifest import Namespaces, OpenFile, Process, Region, Space
+
+_HASH_BYTES = 1 << 20
+
+
+@dataclass
+class Captured:
+    """One consistent image of the tree, as far as it has been read.
+
+    Attributes:
+        at_ns: When the tree stood still, ns since the epoch.
+        pids: Host pid → image id, root first.
+        spaces: Captures of processes, files, shared memory and image files.
+        reused: Spaces taken over from the parent as they are.
+        files: What the manifest says of open files.
+        scanned: Bytes read in the window.
+    """
+
+    at_ns: int
+    pids: dict[int, int]
+    processes: list[Process]
+    namespaces: Namespaces
+    ports: list[str]
+    images: ImageSet
+    spaces: list[SpaceCapture] = field(default_factory=list)
+    reused: list[Space] = field(default_factory=list)
+    files: list[OpenFile] = field(default_factory=list)
+    scanned: int = 0
+
+
+class Capture:
+    """Reads a frozen tree and what CRIU wrote of it.
+
+    Args:
+        images: CRIU's image directory.
+        parent: The parent snapshot, if there is one.
+        copied: What pre-copy learnt, by image id.
+    """
+
+    def __init__(
+        self,
+        options: DumpOptions,
+        images: Path,
+        parent: Parent | None,
+        copied: Mapping[int, PreCopied],
+        machinery: Machinery,
+        emit: Sink,
+    ) -> None:
+        self._options = options
+        self._images = images
+        self._parent = parent
+        self._copied = copied
+        self._machinery = machinery
+        self._emit = emit
+
+    def in_window(self, root: int) -> Captured:
+        """Everything that must be read while the tree stands still."""
+        at = time.time_ns()
+        pids = tree_pids(root)
+        alive = [pid for pid in pids if os.path.exists(f"/proc/{pid}/exe")]
+        images = read_images(self._images)
+        captured = Captured(
+            at, pids, describe_processes(pids), describe_namespaces(root), listening_ports(alive), images
+        )
+        by_image = {image: pid for pid, image in pids.items()}
+        for number, pagemap in enumerate(images.processes):
+            capture = self._process(pagemap, number)
+            captured.spaces.append(capture)
+            if not len(pagemap.extents):
+                continue
+            if pagemap.number not in by_image:
+                raise NotFound(f"CRIU dumped a process {pagemap.number} that is not in the tree of {root}")
+            with RemoteReader(by_image[pagemap.number]) as reader:
+                captured.scanned += capture.scan(reader, pagemap.extents, self._machinery)
+        with phase(self._emit, "dump.files") as running:
+            for file in find_files(alive, self._options):
+                running.bytes += self._file(file, captured)
+        return captured
+
+    def _process(self, pagemap: Pagemap, number: int) -> SpaceCapture:
+        key = str(pagemap.number)
+        parent = self._parent.space("process", key) if self._parent else None
+        copied = self._copied.get(pagemap.number)
+        if copied is None:
+            return SpaceCapture.make("process", key, 0, pagemap.regions, parent, stream=self._stream(number))
+        regions = inherit_origins(pagemap.regions, parent.space.regions if parent else [])
+        regions = inherit_origins(regions, copied.regions)
+        return SpaceCapture("process", key, 0, regions, copied.known, parent, self._stream(number))
+
+    def _stream(self, number: int) -> int:
+        return number % self._machinery.streams
+
+    def _file(self, file: FoundFile, captured: Captured) -> int:
+        """Record one open file and read its content where the policy says so; returns bytes read."""
+        about = file.about
+        if file.deleted and file.links:
+            about = _link_remap(about)
+        before = self._parent.file(about.path) if self._parent else None
+        if about.policy != "content":
+            digest = _digest(file.reach, about.size) if self._options.verify_files and about.policy == "checked" else ""
+            captured.files.append(msgspec.structs.replace(about, digest=digest))
+            return about.size if digest else 0
+        captured.files.append(about)
+        parent = self._parent.space("file", about.path) if self._parent else None
+        if (
+            parent is not None
+            and self._parent is not None
+            and unchanged_since(file, before, self._parent.manifest.created_ns)
+        ):
+            captured.reused.append(parent.space)
+            return 0
+        descriptor = os.open(file.reach, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            source = FileSource(descriptor, about.size, about.path)
+            regions = [Region(0, -(-about.size // PAGE) * PAGE, 0, kind="file", name=about.path)] if about.size else []
+            capture = SpaceCapture.make("file", about.path, about.size, regions, parent)
+            captured.spaces.append(capture)
+            read = capture.scan(source, source.extents(), self._machinery) if about.size else 0
+            if os.fstat(descriptor).st_size < about.size:
+                raise DumpFailed(f"{about.path} shrank while it was read: something outside the job writes to it")
+            return read
+        finally:
+            os.close(descriptor)
+
+    def after_window(self, captured: Captured) -> None:
+        """Everything that CRIU has written: shared memory, and its image files."""
+        for pagemap in captured.images.shared:
+            key = str(pagemap.number)
+            parent = self._parent.space("shared", key) if self._parent else None
+            capture = SpaceCapture.make("shared", key, 0, pagemap.regions, parent)
+            captured.spaces.append(capture)
+            self._pages(capture, pagemap)
+        for path in image_files(self._images):
+            captured.spaces.append(self._image(path))
+
+    def _pages(self, capture: SpaceCapture, pagemap: Pagemap) -> None:
+        if not len(pagemap.written):
+            return
+        source = PagesImage(str(self._images / f"pages-{pagemap.pages}.img"), pagemap.written)
+        try:
+            order = np.argsort(pagemap.written["address"], kind="stable")
+            capture.scan(source, pagemap.written[order], self._machinery)
+        finally:
+            source.close()
+
+    def _image(self, path: Path) -> SpaceCapture:
+        size = path.stat().st_size
+        parent = self._parent.space("image", path.name) if self._parent else None
+        regions = [Region(0, -(-size // PAGE) * PAGE, 0, kind="image", name=path.name)] if size else []
+        capture = SpaceCapture.make("image", path.name, size, regions, parent)
+        if size:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                extents = np.array([(0, -(-size // PAGE))], EXTENT)
+                capture.scan(FileSource(descriptor, size, path.name), extents, self._machinery)
+            finally:
+                os.close(descriptor)
+        return capture
+
+
+def _link_remap(about: OpenFile) -> OpenFile:
+    """A file that lost the name under which it was opened but has others: CRIU has linked it as ``link_remap.N`` beside that name."""
+    folder = os.path.dirname(about.path)
+    for entry in os.scandir(folder):
+        if entry.name.startswith("link_remap.") and entry.inode() == about.inode:
+            return msgspec.structs.replace(about, path=entry.path)
+    raise DumpFailed(f"CRIU left no link to {about.path}, which was deleted while it is open")
+
+
+def _digest(path: str, size: int) -> str:
+    hasher = blake3.blake3()
+    with open(path, "rb") as file:
+        left = size
+        while left and (piece := file.read(min(_HASH_BYTES, left))):
+            hasher.update(piece)
+            left -= len(piece)
+    return hasher.hexdigest()

@@ -1,0 +1,399 @@
+"""A dump from beginning to end: preflight, pre-copy, window, storing, commit. Its rule: the job is never lost, whatever fails."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from icecore.dumper.capture import Capture, Captured
+from icecore.dumper.facts import describe_requirements
+from icecore.dumper.fingerprints import KnownCells, encode_fingerprints
+from icecore.dumper.guard import Guard
+from icecore.dumper.options import DumpOptions
+from icecore.dumper.parent import Parent, choose_parent, fingerprint_seed, load_parent
+from icecore.dumper.pipeline import Pipeline
+from icecore.dumper.precopy import PreCopied, pre_copy
+from icecore.dumper.preflight import Look, check_target, look, require
+from icecore.dumper.spaces import Machinery
+from icecore.dumper.staging import Staging
+from icecore.dumper.target import Target
+from icecore.dumper.window import Window, wait_running
+from icecore.errors import DumpFailed, PreflightRefused
+from icecore.events import Event, Sink, discard, phase
+from icecore.host import limits, procfs
+from icecore.host.criu import Criu, DumpArguments, explain, find_criu, lazy_dump_command
+from icecore.host.namespaces import dump_options
+from icecore.store.loop import LoopThread
+from icecore.store.manifest import MANIFEST_FORMAT, Manifest, Sizes, Space
+from icecore.store.names import new_snapshot_id
+from icecore.store.repository import Repository
+from icecore.store.trial import Objective
+from icecore.store.writer import SnapshotWriter
+
+_PRE_COPY_BYTES = 256 << 20
+_PRE_COPY_STAGING = 128 << 20
+_HOOK_SECONDS = 300.0
+_RUNNING_SECONDS = 5.0
+#: Pages that are prefaulted for the window when nothing is known of how much changes, as a share of the private memory.
+_GUESS = 0.25
+
+
+@dataclass(frozen=True)
+class DumpResult:
+    """What a dump made.
+
+    Attributes:
+        snapshot: Its id.
+        window_seconds: How long the job stood still (with ``stop``: until CRIU and the scan were done).
+        seconds: The whole dump.
+        sizes: In bytes.
+        pre_copied: Bytes that were stored before the window.
+        spilled: Staging ran full in the window, which made it longer.
+    """
+
+    snapshot: str
+    job: str
+    lineage: str
+    parent: str
+    window_seconds: float
+    seconds: float
+    sizes: Sizes
+    pre_copied: int
+    spilled: bool
+
+
+def dump(
+    repository: Repository,
+    loop: LoopThread,
+    target: Target,
+    options: DumpOptions | None = None,
+    *,
+    criu: Criu | None = None,
+    workdir: str = "/dev/shm",
+    emit: Sink = discard,
+) -> DumpResult:
+    """Take a snapshot of a running process tree.
+
+    Args:
+        repository: Where to; it lives in ``loop``.
+        target: The tree.
+        options: See `DumpOptions`; None: all defaults.
+        criu: Which CRIU; None: the one that `find_criu` finds.
+        workdir: Directory on tmpfs for CRIU's images while the dump lasts.
+        emit: Gets ``dump.*`` and ``store.*`` events.
+
+    Raises:
+        PreflightRefused: Something would lose or hang the job; nothing was frozen.
+        WindowExceeded: The job would have stood still for too long; it runs.
+        DumpFailed: The snapshot was abandoned; the job runs.
+        StoreError: It could not be stored; the job runs.
+    """
+    started = time.monotonic()
+    options = options or DumpOptions()
+    with ExitStack() as stack:
+        result = _Dump(repository, loop, target, options, criu or find_criu(), workdir, emit, stack).run()
+    _hook(options.after, target, result[0])
+    snapshot, manifest, pre_copied, spilled = result
+    done = DumpResult(
+        snapshot=snapshot,
+        job=manifest.job,
+        lineage=manifest.lineage,
+        parent=manifest.parent,
+        window_seconds=manifest.window_seconds,
+        seconds=time.monotonic() - started,
+        sizes=manifest.sizes,
+        pre_copied=pre_copied,
+        spilled=spilled,
+    )
+    emit(
+        Event(
+            "dump.done",
+            {
+                "snapshot": snapshot,
+                "job": done.job,
+                "parent": done.parent,
+                "window_seconds": done.window_seconds,
+                "seconds": done.seconds,
+                "logical": done.sizes.logical,
+                "changed": done.sizes.changed,
+                "stored": done.sizes.stored,
+                "pre_copied": pre_copied,
+                "spilled": spilled,
+            },
+        )
+    )
+    return done
+
+
+def _hook(command: str, target: Target, snapshot: str) -> None:
+    """Run a user's shell command; it sees ICECORE_JOB, ICECORE_PID and ICECORE_SNAPSHOT."""
+    if not command:
+        return
+    environment = {
+        **os.environ,
+        "ICECORE_JOB": target.job,
+        "ICECORE_PID": str(target.pid),
+        "ICECORE_SNAPSHOT": snapshot,
+    }
+    try:
+        done = subprocess.run(
+            command,
+            shell=True,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_HOOK_SECONDS,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise DumpFailed(f"the hook {command!r} did not end within {_HOOK_SECONDS:.0f} s") from error
+    if done.returncode:
+        raise DumpFailed(f"the hook {command!r} ended with status {done.returncode}: {done.stderr.strip()[-300:]}")
+
+
+class _Dump:
+    """One dump. ``stack`` undoes, in reverse, everything that was begun."""
+
+    def __init__(
+        self,
+        repository: Repository,
+        loop: LoopThread,
+        target: Target,
+        options: DumpOptions,
+        criu: Criu,
+        workdir: str,
+        emit: Sink,
+        stack: ExitStack,
+    ) -> None:
+        self.repository = repository
+        self.loop = loop
+        self.target = target
+        self.options = options
+        self.criu = criu
+        self.workdir = workdir
+        self.emit = emit
+        self.stack = stack
+        self.threads = options.scan_threads or os.cpu_count() or 1
+        self.stop = threading.Event()
+
+    def run(self) -> tuple[str, Manifest, int, bool]:
+        """All of it; see `dump`."""
+        with phase(self.emit, "dump.preflight", pid=self.target.pid) as running:
+            found = self._preflight()
+            running.fields |= {"processes": len(found.processes), "private_bytes": found.private_bytes}
+        _hook(self.options.before, self.target, "")
+        images = self._make_workdir()
+        guard = Guard(str(images))
+        self.stack.callback(guard.release)
+        parent = self._begin()
+        staging = self.stack.enter_context(Staging(self._staging_bytes()))
+        pipeline = self.stack.enter_context(Pipeline(self.writer, staging, self.threads))
+        machinery = Machinery(
+            pipeline,
+            staging,
+            fingerprint_seed(self.repository.keys, self.lineage),
+            self.threads,
+            self.streams,
+            self.stop,
+        )
+        copied = self._pre_copy(found, parent, machinery)
+        self._reserve(found, copied, staging)
+
+        pipeline.close_gate()
+        window = Window(
+            guard,
+            self.criu.version,
+            limit=None if self.options.stop else self.options.max_window,
+            explain=lambda status: self._explain(images, status),
+            abandon=lambda why: self._abandon(staging, why),
+        )
+        capture = Capture(self.options, images, parent, copied, machinery, self.emit)
+        with window:
+            with phase(self.emit, "dump.window") as running:
+                window.freeze(self._criu_command(images))
+                running.fields["freeze_seconds"] = time.monotonic() - window.started
+                captured = capture.in_window(self.target.pid)
+                running.bytes = captured.scanned
+                if not self.options.stop:
+                    window.thaw()
+                    running.fields["window_seconds"] = window.seconds
+                else:
+                    window.seconds = time.monotonic() - window.started
+            if not self.options.stop:
+                self._check_running(captured)
+            pipeline.open_gate()
+            manifest = self._store(capture, captured, pipeline, window.seconds)
+            snapshot = self.writer.commit(manifest)
+            if self.options.stop:
+                window.kill(list(captured.pids))
+        return snapshot, manifest, sum(c.changed for c in copied.values()), pipeline.spilled
+
+    def _preflight(self) -> Look:
+        refusals = check_target(self.target.pid)
+        if refusals:
+            raise PreflightRefused([(r.name, r.message, r.cure) for r in refusals])
+        found = look(self.target.pid, self.criu, self.workdir, self.options)
+        require(found)
+        self.shell_job = procfs.status(self.target.pid).session not in {p.status.group for p in found.processes}
+        return found
+
+    def _make_workdir(self) -> Path:
+        images = Path(tempfile.mkdtemp(prefix="icecore-dump-", dir=self.workdir))
+        self.stack.callback(shutil.rmtree, images, ignore_errors=True)
+        return images
+
+    def _begin(self) -> Parent | None:
+        """Choose the parent and begin a session that pins it."""
+        record = choose_parent(self.loop.run(self.repository.snapshots()), self.target.job, self.target.parent)
+        parent = load_parent(self.repository, self.loop, record, self.emit) if record else None
+        self.lineage = parent.manifest.lineage if parent else secrets.token_hex(16)
+        self.parent_id = parent.manifest.snapshot if parent else ""
+        session = self.loop.run(self.repository.begin(self.parent_id or None, "dump"))
+        objective = Objective(self.options.link_rate) if self.options.link_rate else None
+        streams = min(16, len(procfs.tree(self.target.pid)))
+        self.streams = streams
+        self.writer = self.stack.enter_context(
+            SnapshotWriter(
+                self.repository, session, self.loop.loop, streams=streams, objective=objective, emit=self.emit
+            )
+        )
+        return parent
+
+    def _staging_bytes(self) -> int:
+        """The bound on staging: what was asked for, but no more than a third of the memory at hand."""
+        return min(self.options.staging_bytes, limits.memory_available() // 3)
+
+    def _pre_copy(self, found: Look, parent: Parent | None, machinery: Machinery) -> dict[int, PreCopied]:
+        """Pre-copy every process that is large enough; pid in the tree's namespace → what was learnt."""
+        mode = self.options.pre_copy
+        if mode == "off" or (mode == "auto" and found.private_bytes < _PRE_COPY_BYTES):
+            return {}
+        out = {}
+        with phase(self.emit, "dump.precopy") as running, machinery.staging.limited(_PRE_COPY_STAGING):
+            for number, process in enumerate(found.processes):
+                if process.status.zombie or process.private_bytes < (1 << 20):
+                    continue
+                image = process.status.own_pid
+                before = parent.space("process", str(image)) if parent else None
+                learnt = pre_copy(
+                    process.pid,
+                    number % self.streams,
+                    before.space.regions if before else [],
+                    before.known if before else KnownCells.none(),
+                    pipeline=machinery.pipeline,
+                    staging=machinery.staging,
+                    seed=machinery.seed,
+                    threads=machinery.threads,
+                    stop=self.stop,
+                )
+                if learnt is not None:
+                    out[image] = learnt
+                    running.bytes += learnt.scanned
+            running.fields["changed"] = sum(c.changed for c in out.values())
+        return out
+
+    def _reserve(self, found: Look, copied: dict[int, PreCopied], staging: Staging) -> None:
+        """Fault staging in before the window: as much as is likely to change, which pre-copy has just measured."""
+        guess = (
+            sum(c.changed for c in copied.values())
+            if copied
+            else int(found.private_bytes * (1.0 if not self.parent_id else _GUESS))
+        )
+        staging.reserve(min(staging.capacity, guess // (1 << 20) + 2 * self.threads))
+
+    def _criu_command(self, images: Path) -> list[str]:
+        """CRIU's arguments; the guard fills in the descriptors."""
+        own = dump_options(self.target.pid, self.target.record) if self.target.record else []
+        arguments = DumpArguments(
+            connections=self.options.tcp,
+            network_lock="skip",
+            file_locks=True,
+            external_unix=True,
+            shell_job=self.shell_job,
+            ghost_limit=self.options.ghost_limit,
+            verbosity=2,
+            extra=("--link-remap", *own),
+        )
+        return lazy_dump_command(self.criu, self.target.pid, images, arguments, pages="{pages}", status="{status}")
+
+    def _explain(self, images: Path, status: int) -> DumpFailed:
+        message, cure = explain(images).sentence(f"the dump of process {self.target.pid}")
+        return DumpFailed(f"{message} (criu's exit status {status})", cure=cure)
+
+    def _abandon(self, staging: Staging, why: BaseException) -> None:
+        self.stop.set()
+        staging.abandon(why)
+
+    def _check_running(self, captured: Captured) -> None:
+        """CRIU's word is not enough: every process must be seen to run."""
+        stuck = wait_running(list(captured.pids), _RUNNING_SECONDS)
+        if stuck:
+            raise DumpFailed(
+                f"{len(stuck)} processes still stand still after the window: {stuck[:5]}",
+                cure="look for what traces them ('grep TracerPid /proc/PID/status')",
+            )
+
+    def _store(self, capture: Capture, captured: Captured, pipeline: Pipeline, window_seconds: float) -> Manifest:
+        """Everything after the window but the commit."""
+        with phase(self.emit, "dump.store") as running:
+            capture.after_window(captured)
+            pipeline.drain()
+            spaces: list[Space] = []
+            logical = zero = changed = 0
+            for space_capture in captured.spaces:
+                space, data, zeros = space_capture.store(self.writer)
+                spaces.append(space)
+                logical, zero = logical + data, zero + zeros
+                changed += space_capture.changed
+            spaces += captured.reused
+            fingerprints = {f"{c.kind}:{c.key}": c.fingerprints() for c in captured.spaces}
+            hints, digest = self.writer.put_hints(self.lineage, encode_fingerprints(fingerprints))
+            statistics = self.writer.statistics
+            running.bytes = logical
+            running.fields |= {
+                "stored": statistics.stored,
+                "chunks": statistics.chunks,
+                "deltas": statistics.deltas,
+                "by_codec": dict(statistics.by_codec),
+            }
+        return Manifest(
+            format=MANIFEST_FORMAT,
+            snapshot=new_snapshot_id(),
+            job=self.target.job,
+            lineage=self.lineage,
+            parent=self.parent_id,
+            created_ns=captured.at_ns,
+            host=socket.gethostname(),
+            writer=f"icecore dump, criu {'.'.join(map(str, self.criu.version))}",
+            root_pid=captured.pids[self.target.pid],
+            processes=captured.processes,
+            spaces=spaces,
+            files=captured.files,
+            requirements=describe_requirements(
+                self.criu.version, captured.pids, captured.namespaces.pid, captured.ports
+            ),
+            namespaces=captured.namespaces,
+            criu_options=["--shell-job"] if self.shell_job else [],
+            tags=list(self.options.tags),
+            pinned=self.options.pinned,
+            sizes=Sizes(
+                logical=logical,
+                zero=zero,
+                changed=changed,
+                stored=statistics.stored,
+                by_codec=dict(statistics.by_codec),
+            ),
+            window_seconds=window_seconds,
+            hints=hints,
+            hints_digest=digest.hex(),
+            extra={"run": self.target.record.encode()} if self.target.record else {},
+        )

@@ -1,0 +1,87 @@
+"""The parent of a snapshot as a dump needs it: its spaces by name, each with its grid, its records and its fingerprints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import blake3
+import numpy as np
+import numpy.typing as npt
+
+from icecore.dumper.fingerprints import decode_fingerprints
+from icecore.dumper.spaces import ParentSpace, known_from
+from icecore.errors import Damaged, StoreError
+from icecore.events import Event, Sink
+from icecore.store.hints import HINTS_KIND, decode_hints
+from icecore.store.keys import Keys
+from icecore.store.loop import LoopThread
+from icecore.store.manifest import Manifest, OpenFile, Space
+from icecore.store.reader import SnapshotReader
+from icecore.store.repository import Repository
+from icecore.store.state import SnapshotRecord
+
+
+@dataclass
+class Parent:
+    """The parent snapshot. Spaces are read when first asked for."""
+
+    manifest: Manifest
+    _reader: SnapshotReader
+    _fingerprints: dict[str, tuple[npt.NDArray[np.uint64], npt.NDArray[np.void]]]
+    _spaces: dict[tuple[str, str], Space]
+    _files: dict[str, OpenFile]
+    _read: dict[tuple[str, str], ParentSpace] = field(default_factory=dict)
+
+    def space(self, kind: str, key: str) -> ParentSpace | None:
+        """A space of the parent by kind and key, if it has it."""
+        found = self._spaces.get((kind, key))
+        if found is None:
+            return None
+        if (kind, key) not in self._read:
+            records = self._reader.records(found)
+            known = known_from(found.regions, records, self._fingerprints.get(f"{kind}:{key}"))
+            self._read[kind, key] = ParentSpace(found, records, known)
+        return self._read[kind, key]
+
+    def file(self, path: str) -> OpenFile | None:
+        """What the parent recorded of an open file."""
+        return self._files.get(path)
+
+
+def load_parent(repository: Repository, loop: LoopThread, record: SnapshotRecord, emit: Sink) -> Parent | None:
+    """Read the manifest and the fingerprints of a parent; a damaged parent is reported and done without."""
+    try:
+        manifest = loop.run(repository.manifest(record))
+    except Damaged as error:
+        emit(Event("dump.parent_damaged", {"snapshot": record.snapshot, "error": str(error)}))
+        return None
+    fingerprints = {}
+    if manifest.hints:
+        try:
+            data = loop.run(repository.backend.get(manifest.hints, limit=HINTS_KIND.object_limit))
+            body = decode_hints(manifest.hints, data, repository.keys.hints, bytes.fromhex(manifest.hints_digest))
+            fingerprints = decode_fingerprints(body)
+        except (Damaged, StoreError) as error:
+            # Without them every cell counts as changed, and is found to be stored by its id: slower, not wrong.
+            emit(Event("dump.hints_missing", {"snapshot": record.snapshot, "error": str(error)}))
+    return Parent(
+        manifest,
+        SnapshotReader(repository, manifest, loop.loop),
+        fingerprints,
+        {(s.kind, s.key): s for s in manifest.spaces},
+        {f.path: f for f in manifest.files},
+    )
+
+
+def choose_parent(records: list[SnapshotRecord], job: str, wanted: str) -> SnapshotRecord | None:
+    """The snapshot to build on: the one wanted, if it is still listed, else the job's newest."""
+    for record in records:
+        if wanted and record.snapshot == wanted:
+            return record
+    own = [record for record in records if record.job == job]
+    return own[-1] if own else None
+
+
+def fingerprint_seed(keys: Keys, lineage: str) -> int:
+    """The secret 64-bit seed of a lineage's fingerprints."""
+    return int.from_bytes(blake3.blake3(lineage.encode(), key=keys.hints).digest(8), "little")

@@ -1,0 +1,165 @@
+"""A space on its way into the repository: its plans, what scans found, the records, and in the end its map; one for a process, a file, an image."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from icecore.dumper.cells import CellPlan, inherit_origins, plan_cells
+from icecore.dumper.fingerprints import FINGERPRINT, KnownCells
+from icecore.dumper.pipeline import Pipeline, SpaceSink
+from icecore.dumper.scan import ScanResult, Source, scan
+from icecore.dumper.staging import Staging
+from icecore.errors import DumpFailed
+from icecore.store.cell import CELL, CELL_BYTES, PAGE, Records, data_pages
+from icecore.store.manifest import Region, Space, SpaceKind
+from icecore.store.writer import SnapshotWriter
+
+
+@dataclass(frozen=True)
+class Machinery:
+    """What every scan of one dump shares."""
+
+    pipeline: Pipeline
+    staging: Staging
+    seed: int
+    threads: int
+    streams: int
+    stop: threading.Event
+
+
+@dataclass(frozen=True)
+class ParentSpace:
+    """A space as the parent snapshot has it."""
+
+    space: Space
+    records: list[Records]
+    known: KnownCells
+
+
+@dataclass
+class SpaceCapture:
+    """One space of the new snapshot.
+
+    Attributes:
+        kind, key, size, regions: As in the manifest's `Space`; the regions with their inherited grids.
+        known: What the parent and pre-copy know of it.
+        parent: The parent's space, whose nodes are reused where they are equal.
+        stream: The shard stream that it goes to.
+    """
+
+    kind: SpaceKind
+    key: str
+    size: int
+    regions: list[Region]
+    known: KnownCells
+    parent: ParentSpace | None
+    stream: int = 0
+    _parts: list[tuple[CellPlan, SpaceSink, ScanResult]] = field(default_factory=list)
+
+    @classmethod
+    def make(
+        cls, kind: SpaceKind, key: str, size: int, regions: list[Region], parent: ParentSpace | None, *, stream: int = 0
+    ) -> SpaceCapture:
+        """A capture whose regions take over the parent's grids."""
+        known = parent.known if parent else KnownCells.none()
+        regions = inherit_origins(regions, parent.space.regions if parent else [])
+        return cls(kind, key, size, regions, known, parent, stream)
+
+    def scan(self, source: Source, extents: npt.NDArray[np.void], machinery: Machinery) -> int:
+        """Read the pages of ``extents`` from ``source``, and queue what is not known yet.
+
+        Returns:
+            Bytes read.
+        """
+        plan = plan_cells(self.regions, extents)
+        if not len(plan):
+            return 0
+        sink = machinery.pipeline.space(self.stream, plan, self.regions, self.known)
+        result = scan(
+            plan,
+            source,
+            self.known,
+            seed=machinery.seed,
+            staging=machinery.staging,
+            threads=machinery.threads,
+            keep=sink.keep,
+            stop=machinery.stop,
+        )
+        sink.unchanged(result.row)
+        self._parts.append((plan, sink, result))
+        return plan.bytes
+
+    @property
+    def changed(self) -> int:
+        """Bytes of cells that were not known."""
+        return sum(int(plan.length[result.changed].sum()) for plan, _, result in self._parts)
+
+    def fingerprints(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.void]]:
+        """Keys u8[n] and fingerprints V16[n] of all its cells."""
+        if not self._parts:
+            return np.empty(0, np.uint64), np.empty(0, FINGERPRINT)
+        keys = np.concatenate([plan.key for plan, _, _ in self._parts])
+        fingerprints = np.concatenate([result.fingerprint for _, _, result in self._parts])
+        order = np.argsort(keys, kind="stable")
+        return keys[order], fingerprints[order]
+
+    def records(self) -> list[Records]:
+        """CELL records by region, ascending by cell. To be called once the pipeline is drained."""
+        if not self._parts:
+            return [np.empty(0, CELL) for _ in self.regions]
+        region = np.concatenate([plan.region for plan, _, _ in self._parts])
+        rows = np.concatenate([sink.records for _, sink, _ in self._parts])
+        order = np.lexsort((rows["cell"], region))
+        region, rows = region[order], rows[order]
+        if ((np.diff(region.astype(np.int64)) == 0) & (np.diff(rows["cell"].astype(np.int64)) == 0)).any():
+            raise DumpFailed(f"CRIU split a cell of {self.kind} {self.key} between lazy and written pages")
+        return (
+            np.split(rows, np.searchsorted(region, np.arange(1, len(self.regions))))
+            if len(self.regions) > 1
+            else [rows]
+        )
+
+    def store(self, writer: SnapshotWriter) -> tuple[Space, int, int]:
+        """Write the map.
+
+        Returns:
+            The manifest's space, bytes of data pages, bytes of zero pages.
+        """
+        records = self.records()
+        space = writer.put_map(
+            self.kind, self.key, self.size, self.regions, records, self.parent.space if self.parent else None
+        )
+        data = sum(int(data_pages(r).sum()) for r in records) * PAGE
+        zero = sum(int(np.bitwise_count(r["zero"]).sum()) for r in records) * PAGE
+        return space, data, zero
+
+
+def cell_keys(regions: list[Region], records: list[Records]) -> npt.NDArray[np.uint64]:
+    """Keys (`CellPlan.key`) of stored records, region by region."""
+    keys = [
+        np.maximum(np.int64(region.origin) + rows["cell"].astype(np.int64) * CELL_BYTES, region.start).astype(np.uint64)
+        for region, rows in zip(regions, records, strict=True)
+    ]
+    return np.concatenate(keys) if keys else np.empty(0, np.uint64)
+
+
+def known_from(
+    regions: list[Region],
+    records: list[Records],
+    fingerprints: tuple[npt.NDArray[np.uint64], npt.NDArray[np.void]] | None,
+) -> KnownCells:
+    """What a parent's space tells: its records, with the fingerprints that its hint has (a cell without one counts as changed)."""
+    keys = cell_keys(regions, records)
+    rows = np.concatenate(records) if records else np.empty(0, CELL)
+    own = np.zeros(len(keys), FINGERPRINT)
+    if fingerprints is not None and len(keys) and len(fingerprints[0]):
+        stored_keys, stored = fingerprints
+        at = np.minimum(np.searchsorted(stored_keys, keys), len(stored_keys) - 1)
+        there = stored_keys[at] == keys
+        own[there] = stored[at[there]]
+    order = np.argsort(keys, kind="stable")
+    return KnownCells(keys[order], own[order], rows[order])

@@ -1,0 +1,31 @@
+"""What is dumped: a process tree, the name under which its snapshots form a lineage, and how its job was started."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from icecore.host import procfs
+from icecore.host.namespaces import RunRecord
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tree to dump.
+
+    Attributes:
+        pid: Host pid of its root.
+        job: The job's name.
+        parent: Snapshot id that the tree was last dumped to or restored from; empty: the job's newest snapshot, if there is one.
+        record: How `icecore run` started it; None for any other tree.
+    """
+
+    pid: int
+    job: str
+    parent: str = ""
+    record: RunRecord | None = None
+
+    @classmethod
+    def of_process(cls, pid: int, job: str = "") -> Target:
+        """A tree that icecore did not start; named after its program unless ``job`` says otherwise."""
+        return cls(pid, job or os.path.basename(procfs.executable(pid)) or f"pid-{pid}")
