@@ -43,8 +43,8 @@ _PRE_COPY_BYTES = 256 << 20
 _PRE_COPY_STAGING = 128 << 20
 _HOOK_SECONDS = 300.0
 _RUNNING_SECONDS = 5.0
-#: Pages that are prefaulted for the window when nothing is known of how much changes, as a share of the private memory.
-_GUESS = 0.25
+#: Staging that is prefaulted when nothing is known of how much changes, as a share of the private memory.
+_GUESS = 0.125
 
 
 @dataclass(frozen=True)
@@ -302,12 +302,8 @@ class _Dump:
         return out
 
     def _reserve(self, found: Look, copied: dict[int, PreCopied], staging: Staging) -> None:
-        """Fault staging in before the window: as much as is likely to change, which pre-copy has just measured."""
-        guess = (
-            sum(c.changed for c in copied.values())
-            if copied
-            else int(found.private_bytes * (1.0 if not self.parent_id else _GUESS))
-        )
+        """Fault staging in before the window: as much as is likely to change, by what changed since the parent."""
+        guess = sum(c.changed for c in copied.values()) if copied and self.parent_id else int(found.private_bytes * _GUESS)
         staging.reserve(min(staging.capacity, guess // (1 << 20) + 2 * self.threads))
 
     def _criu_command(self, images: Path) -> list[str]:
