@@ -71,7 +71,8 @@ def group(records: Sequence[Records]) -> Groups:
     Raises:
         ValueError: A region's cells do not ascend.
     """
-    together = np.concatenate(records) if records else np.empty(0, CELL)
+    # Not np.concatenate: it derives the common type of structured arrays pair by pair, 25 µs each.
+    together = np.frombuffer(b"".join([r.tobytes() for r in records]), CELL)
     region = np.repeat(np.arange(len(records), dtype=np.int64), [len(r) for r in records])
     cell = together["cell"].astype(np.int64)
     number = cell // NODE_CELLS

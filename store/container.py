@@ -53,29 +53,24 @@ class Container:
         return table + head + _digest(key, table, head)
 
     def parse_tail(self, name: bytes, size: int, tail: Buffer) -> Where:
-        """Read the last :data:`TAIL_BYTES` of an object of ``size`` bytes; trusted only once :meth:`parse_footer` has checked the digest.
+        """Where the footer of an object of ``size`` bytes begins, from its last :data:`TAIL_BYTES`; the same in all versions.
+
+        Only :meth:`parse_footer` can say whether it is true.
 
         Raises:
-            Damaged: Not such an object's tail, another object's, or sizes that do not add up.
-            FormatTooNew: A later version wrote it.
+            Damaged: Not such an object's tail, another object's, or an offset that cannot be.
         """
         if len(tail) != TAIL_BYTES or size < TAIL_BYTES:
             raise self.damaged(name, "it is shorter than its tail")
-        magic, version, entries, offset, own_name, _ = _TAIL.unpack(tail)
+        magic, _, _, offset, own_name, _ = _TAIL.unpack(tail)
         if magic != self.magic:
             raise self.damaged(name, f"its end is not that of a {self.kind} object")
-        if version != self.version:
-            # A flipped bit must not read as "written by a later version": versions count up by one.
-            if not self.version < version < self.version + 64 or own_name != name:
-                raise self.damaged(name, f"it says that it is of version {version}")
-            raise FormatTooNew(
-                f"object {object_name(self.kind, name)} has version {version}", cure="use a newer icecore"
-            )
         if own_name != name:
             raise self.damaged(name, f"it says that it is {own_name.hex()}")
-        if entries > self.max_entries or offset + entries * self.entry.itemsize + TAIL_BYTES != size:
-            raise self.damaged(name, f"{entries} entries from offset {offset} on do not make {size} bytes")
-        return Where(offset, size - offset, entries)
+        length = size - offset
+        if not TAIL_BYTES <= length <= TAIL_BYTES + self.max_entries * self.entry.itemsize:
+            raise self.damaged(name, f"its footer cannot begin at {offset} of {size} bytes")
+        return Where(offset, length)
 
     def parse_footer(self, key: bytes, name: bytes, size: int, footer: Buffer) -> Records:
         """The table of an object of ``size`` bytes, from its last :attr:`Where.length` bytes.
@@ -94,11 +89,17 @@ class Container:
         table = view[:-TAIL_BYTES]
         if _digest(key, table, view[-TAIL_BYTES:-_DIGEST_BYTES]) != view[-_DIGEST_BYTES:]:
             raise self.damaged(name, "its footer's digest differs")
+        _, version, count, *_ = _TAIL.unpack(view[-TAIL_BYTES:])
+        if version > self.version:
+            raise FormatTooNew(
+                f"{object_name(self.kind, name)} has version {version}, this icecore reads up to {self.version}", cure="use a newer icecore"
+            )
+        if len(table) != count * self.entry.itemsize:
+            raise self.damaged(name, f"a table of {len(table)} bytes for {count} entries")
         entries = np.frombuffer(table, self.entry)
         ends = np.cumsum(entries["length"], dtype=np.int64)
-        if (ends[-1] if len(ends) else 0) != where.offset or (
-            ends - entries["length"] != entries["offset"].astype(np.int64)
-        ).any():
+        starts = ends - entries["length"]
+        if (ends[-1] if count else 0) != where.offset or (starts != entries["offset"].astype(np.int64)).any():
             raise self.damaged(name, "its pieces do not lie back to back")
         return entries
 
@@ -113,7 +114,6 @@ class Where:
 
     offset: int
     length: int
-    entries: int
 
 
 def _digest(key: bytes, table: Buffer, head: Buffer) -> bytes:

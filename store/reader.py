@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from icecore.errors import Damaged
 from icecore.store import codec, delta
-from icecore.store.cell import CELL, CELL_BYTES, PAGE, Records
-from icecore.store.cellmap import MAX_STORED_NODE_BYTES, NodeDecoder, parse_refs
-from icecore.store.chunk import NO_CHUNK, chunk_id, pages_of
+from icecore.store.cell import PAGE, Records
+from icecore.store.cellmap import NodeDecoder, parse_refs
+from icecore.store.chunk import chunk_id, pages_of
 from icecore.store.keys import Keys
 from icecore.store.manifest import Manifest, Space
 from icecore.store.names import object_name
@@ -275,12 +275,6 @@ class SnapshotReader:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
-def chunk_records(records: Sequence[Records]) -> Records:
-    """All records that have a chunk, in one array."""
-    together = np.concatenate(records) if records else np.empty(0, CELL)
-    return together[together["chunk"].any(axis=1)]
-
-
 def _decode_full(chunk: bytes, place: Place, stored: memoryview, out: memoryview) -> None:
     try:
         codec.decode(place.codec, stored, out)
@@ -291,15 +285,3 @@ def _decode_full(chunk: bytes, place: Place, stored: memoryview, out: memoryview
 def _damaged(chunk: bytes, place: Place, why: str) -> Damaged:
     where = "" if place.codec == codec.ZERO else f" (at {place.offset} of {object_name('shard', place.shard)})"
     return Damaged("chunk", chunk.hex(), f"{why}{where}")
-
-
-__all__ = [
-    "CELL_BYTES",
-    "MAX_STORED_NODE_BYTES",
-    "NO_CHUNK",
-    "ChunkDecoder",
-    "Read",
-    "SnapshotReader",
-    "chunk_records",
-    "plan_nodes",
-]
