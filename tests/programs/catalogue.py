@@ -1,4 +1,4 @@
-"""The test programs: how each is built, started, watched, asked for its verdict and damaged; it knows nothing of icecore.
+"""The test programs: what each is, how it is built and started, what CRIU needs for it; nothing here knows of icecore.
 
 A program runs until ``finish`` appears in its state directory, verifies everything, writes its verdict into ``state.json``
 and exits with 0 or 1. A restored program is watched in the same way; only its exit status may be out of reach.
@@ -6,23 +6,19 @@ and exits with 0 or 1. A restored program is watched in the same way; only its e
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
-from tests.programs import redis_client, redis_load, report
+from tests.programs import redis_load
 
 HERE = Path(__file__).resolve().parent
 POLL_S = 0.01
@@ -43,11 +39,15 @@ class Program:
         damage: Regions (by the beginning of their name) in which one changed byte must be noticed.
         ready_s, finish_s: How long at most, in seconds, until its first progress and until its verdict.
         exit_status: What it exits with when nothing was violated.
-        open_connections: What it does to TCP connections beyond its tree: ``none``, or ``clients outside``.
-        criu_options: What plain CRIU needs, beyond ``-t PID -D DIR --shell-job``-less defaults, to dump it, kill it and
-            restore it on a host without netfilter; measured with CRIU 4.1.1 (``criu_notes`` says what happens without).
-        restore_options: The same for ``criu restore``.
+        clients: Whether it has TCP clients, and where.
+        criu_options: What ``criu dump`` needs beyond ``--tree`` and ``--images-dir``. Measured with CRIU 4.1.1 and 4.2.1 on
+            Linux 6.18, the process a session leader without a terminal, in the host's namespaces and in pid and ipc
+            namespaces of its own, with and without ``--lazy-pages``.
+        restore_options: What ``criu restore`` needs beyond ``--images-dir``.
+        criu_notes: What was seen without an option, and what plain CRIU leaves to its caller.
+        least_criu: The oldest CRIU that can do it on Linux 6.16 and newer.
         own_ipc: It can only be dumped in an ipc namespace of its own.
+        dumpable: False where CRIU fails to dump it: it must then go on as if nothing had been tried.
     """
 
     name: str
@@ -65,7 +65,9 @@ class Program:
     criu_options: tuple[str, ...] = ()
     restore_options: tuple[str, ...] = ()
     criu_notes: str = ""
+    least_criu: tuple[int, int] = (4, 0)
     own_ipc: bool = False
+    dumpable: bool = True
 
 
 @dataclass(frozen=True)
@@ -76,35 +78,18 @@ class Command:
     environment: Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class Progress:
-    """What a program last wrote about itself."""
-
-    counter: int
-    writes: int
-    errors: tuple[str, ...]
-    finished: bool
-    passed: bool | None
-    regions: tuple[tuple[str, int, int], ...]  # name, address, bytes
-    facts: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Running:
-    """A program that was started here: ``process`` is its first process, the leader of its own session."""
-
-    program: Program
-    state_dir: Path
-    process: subprocess.Popen[bytes]
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-
-class ProgramError(Exception):
-    """A program did not do what was asked of it in time; the message ends with what it last said."""
-
+TREE_OPTIONS = ("--ghost-limit", "64M", "--link-remap", "--file-locks")
+TREE_NOTES = (
+    "Without --ghost-limit: \"Can't dump ghost file … of 2097152 size, increase limit\". Without --link-remap: \"Can't create "
+    "link remap … Use link-remap option\". Without --file-locks at dump: \"Some file locks are hold by dumping tasks!\"; "
+    "without it at restore the locks are silently lost. --ext-unix-sk is not needed. If the tree runs on after the dump, "
+    "restore fails (\"File … shared-description has bad size\") unless its files are put back."
+)
+TCP_OPTIONS = ("--tcp-established", "--network-lock", "skip")
+TCP_NOTES = (
+    "CRIU 4.1 cannot dump any inet socket on Linux 6.16 or newer (\"Can't get 1:16 opt: Operation not supported\"). Without "
+    "--network-lock skip CRIU runs iptables; where there is none: \"Failed to lock TCP connection\". "
+)
 
 PROGRAMS: Mapping[str, Program] = MappingProxyType(
     {
@@ -123,6 +108,9 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
                 what="A process tree that holds one of nearly every kernel object.",
                 source="tree.py",
                 damage=("blackboard",),
+                criu_options=TREE_OPTIONS,
+                restore_options=("--file-locks",),
+                criu_notes=TREE_NOTES,
             ),
             Program(
                 name="tree-system-v",
@@ -131,6 +119,20 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
                 arguments=("--system-v", "1"),
                 quick=("--system-v", "1"),
                 own_ipc=True,
+                criu_options=TREE_OPTIONS,
+                restore_options=("--file-locks",),
+                criu_notes="In the host's ipc namespace: \"Task … with SysVIPC shmem map … doesn't live in IPC ns\".",
+            ),
+            Program(
+                name="tree-credentials",
+                what="The same tree with a message in a queue that carries its sender's credentials.",
+                source="tree.py",
+                arguments=("--credentials", "1"),
+                quick=("--credentials", "1"),
+                criu_options=TREE_OPTIONS,
+                restore_options=("--file-locks",),
+                criu_notes="The dump fails with \"Control messages in queue, not supported\" and thaws the tree.",
+                dumpable=False,
             ),
             Program(
                 name="redis",
@@ -140,6 +142,10 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
                 quick=("--port", "{port}", "--keys", "500"),
                 needs=("redis-server",),
                 clients="in the tree",
+                criu_options=TCP_OPTIONS,
+                restore_options=("--tcp-established",),
+                criu_notes=TCP_NOTES,
+                least_criu=(4, 2),
             ),
             Program(
                 name="redis-append-only",
@@ -149,6 +155,12 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
                 quick=("--port", "{port}", "--keys", "500", "--append-only", "1"),
                 needs=("redis-server",),
                 clients="in the tree",
+                criu_options=TCP_OPTIONS,
+                restore_options=("--tcp-established",),
+                criu_notes=TCP_NOTES
+                + "CRIU does not compare the size of a file that is open O_WRONLY | O_APPEND: if the tree ran on after the "
+                "dump, the file keeps what was appended since, and only reading it again shows that.",
+                least_criu=(4, 2),
             ),
             Program(
                 name="redis-alone",
@@ -156,6 +168,12 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
                 source="",
                 needs=("redis-server",),
                 clients="outside",
+                criu_options=TCP_OPTIONS,
+                restore_options=("--tcp-close",),
+                criu_notes=TCP_NOTES + "The policy may be chosen at restore: dumped with --tcp-established, restored with "
+                "--tcp-close, clients see a reset; restored with --tcp-established at once, they do not even notice. Dumped "
+                "with --tcp-close it needs no network lock, but then restore takes only --tcp-close.",
+                least_criu=(4, 2),
             ),
             Program(
                 name="logger",
@@ -163,6 +181,8 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
                 source="logger.py",
                 arguments=("--ledger-mib", "4"),
                 quick=("--ledger-mib", "0.25"),
+                criu_notes="If it runs on after the dump, restore fails (\"File … job.log has bad size\") unless its files "
+                "are put back.",
             ),
             Program(
                 name="node",
@@ -170,6 +190,7 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
                 source="node_app.js",
                 arguments=("32",),
                 quick=("4",),
+                criu_notes="With io_uring its ring could not be dumped: UV_USE_IO_URING=0.",
                 environment=MappingProxyType({"UV_USE_IO_URING": "0"}),
                 needs=("node",),
             ),
@@ -196,6 +217,8 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
                 quick=("--mib", "64"),
                 needs=("cc",),
                 damage=("data",),
+                criu_notes="Restored by CRIU's own lazy-pages daemon and let go at once, it ends with \"mremap: Bad address\": "
+                "that daemon unregisters a range from userfaultfd on MADV_DONTNEED, which splits the VMA.",
             ),
             Program(
                 name="inference",
@@ -215,6 +238,8 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
                 needs=("cc",),
                 damage=("data",),
                 ready_s=60.0,
+                criu_notes="CRIU restores into a time namespace in which CLOCK_MONOTONIC goes on from the dump: only "
+                "CLOCK_REALTIME can be compared with the outside.",
             ),
         )
     }
@@ -294,203 +319,5 @@ def command(program: Program, state_dir: Path, cache: Path, arguments: Sequence[
     return Command(tuple(argv), MappingProxyType(environment))
 
 
-def start(program: Program, state_dir: Path, cache: Path, arguments: Sequence[str] | None = None) -> Running:
-    """Starts it as a session leader, without a terminal, its output in ``state_dir/output.log``."""
-    run = command(program, state_dir, cache, arguments)
-    with open(state_dir / "output.log", "ab") as output:
-        process = subprocess.Popen(
-            run.argv,
-            env=dict(run.environment),
-            cwd=state_dir,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    return Running(program, state_dir, process)
-
-
 def port_of(state_dir: Path) -> int:
     return int((state_dir / "port").read_text())
-
-
-def progress(state_dir: Path) -> Progress | None:
-    """What the program last wrote, or None before its first write."""
-    try:
-        state = json.loads((state_dir / report.STATE).read_text())
-    except FileNotFoundError:
-        return None
-    regions = tuple((region["name"], region["address"], region["bytes"]) for region in state["regions"])
-    return Progress(
-        state["counter"],
-        state["writes"],
-        tuple(state["errors"]),
-        state["finished"],
-        state["passed"],
-        regions,
-        MappingProxyType(state["facts"]),
-    )
-
-
-def wait_until(state_dir: Path, holds: Callable[[Progress], bool], timeout_s: float, what: str) -> Progress:
-    """Waits until the program's own words fulfil a condition.
-
-    Raises:
-        ProgramError: They did not within ``timeout_s`` seconds.
-    """
-    until = time.monotonic() + timeout_s
-    while True:
-        now = progress(state_dir)
-        if now is not None and holds(now):
-            return now
-        if time.monotonic() > until:
-            raise ProgramError(f"not {what} within {timeout_s} s; {last_words(state_dir)}")
-        time.sleep(POLL_S)
-
-
-def last_words(state_dir: Path) -> str:
-    """The last progress and the end of the output, for messages."""
-    log = state_dir / "output.log"
-    output = log.read_text(errors="replace")[-2000:] if log.exists() else ""
-    now = progress(state_dir)
-    said = "no progress" if now is None else f"counter {now.counter}, errors {list(now.errors)}, facts {dict(now.facts)}"
-    return f"{said}, output: {output!r}"
-
-
-def wait_ready(program: Program, state_dir: Path) -> None:
-    """Returns once it makes progress; redis-server alone, once it answers.
-
-    Raises:
-        ProgramError, OSError: It did not in time.
-    """
-    if not program.source:
-        redis_load.connect(port_of(state_dir), timeout_s=10).close()
-        return
-    wait_until(state_dir, lambda now: now.counter > 0, program.ready_s, "ready")
-
-
-def wait_progress(state_dir: Path, timeout_s: float = 20.0, *, steps: int = 2) -> Progress:
-    """Waits until it has written its state ``steps`` times more than now: it lives, wherever its counter stands."""
-    before = progress(state_dir)
-    start_writes = -1 if before is None else before.writes
-    return wait_until(state_dir, lambda now: abs(now.writes - start_writes) >= steps, timeout_s, "making progress")
-
-
-def forget(state_dir: Path) -> Progress | None:
-    """Removes the state file and returns what it said; what comes next was written by the restored program."""
-    before = progress(state_dir)
-    for name in (report.STATE, report.FINISH):
-        (state_dir / name).unlink(missing_ok=True)
-    return before
-
-
-def ask_finish(program: Program, state_dir: Path) -> None:
-    """Asks for the final verification; redis-server alone is told to shut down without saving."""
-    if program.source:
-        (state_dir / report.FINISH).touch()
-        return
-    connection = redis_load.connect(port_of(state_dir), timeout_s=10)
-    with contextlib.suppress(redis_client.RedisError, ConnectionError):  # it answers by hanging up
-        connection.call("SHUTDOWN", "NOSAVE")
-    connection.close()
-
-
-def wait_finished(program: Program, state_dir: Path, timeout_s: float | None = None) -> Progress:
-    """Waits for the verdict of a self-checking program, which is in the result's ``passed`` and ``errors``."""
-    return wait_until(state_dir, lambda now: now.finished, timeout_s or program.finish_s, "finished")
-
-
-def go(state_dir: Path) -> None:
-    """Lets the mutator begin; it sees this within a millisecond, or as soon as it runs again."""
-    (state_dir / "go").touch()
-
-
-def change(state_dir: Path, number: int, cells_percent: int, pages_percent: int, timeout_s: float = 60.0) -> int:
-    """Makes memory-pattern rewrite part of its pages and returns how many.
-
-    Args:
-        number: Of the request; each is a different choice of pages.
-        cells_percent: How many of the 1 MiB cells change.
-        pages_percent: How many of the pages of such a cell change.
-    """
-    (state_dir / ".change.new").write_text(f"{number} {cells_percent} {pages_percent}\n")
-    (state_dir / ".change.new").replace(state_dir / "change")
-    until = time.monotonic() + timeout_s
-    while time.monotonic() < until:
-        with contextlib.suppress(FileNotFoundError):
-            answer = json.loads((state_dir / "changed").read_text())
-            if answer["id"] == number:
-                return int(answer["pages"])
-        time.sleep(0.001)
-    raise ProgramError(f"request {number} was not answered within {timeout_s} s; {last_words(state_dir)}")
-
-
-def damage(pid: int, now: Progress, region: str) -> int:
-    """Flips one bit in the middle of a region, through /proc/PID/mem, and returns the address."""
-    name, address, size = next(found for found in now.regions if found[0].startswith(region))
-    at = address + size // 2 + (1 if size > 4096 else 100)
-    with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
-        memory.seek(at)
-        byte = memory.read(1)[0]
-        memory.seek(at)
-        memory.write(bytes([byte ^ 0x40]))
-    return at
-
-
-def tree_of(pid: int) -> list[int]:
-    """The process and all that descend from it, parents first."""
-    found = [pid]
-    for parent in found:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            for thread in os.listdir(f"/proc/{parent}/task"):
-                children = Path(f"/proc/{parent}/task/{thread}/children").read_text().split()
-                found += [int(child) for child in children if int(child) not in found]
-    return found
-
-
-def kill_tree(pid: int, timeout_s: float = 10.0) -> None:
-    """Kills a tree, also a restored one, and returns when nothing of it runs; what may remain is a zombie of another's.
-
-    The tree is stopped from the root on first, so that nothing in it can fork or notice.
-    """
-    stopped: list[int] = []
-    while fresh := [one for one in tree_of(pid) if one not in stopped]:
-        for one in fresh:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(one, signal.SIGSTOP)
-        stopped += fresh
-    for one in stopped:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(one, signal.SIGKILL)
-    until = time.monotonic() + timeout_s
-    for one in stopped:
-        while alive(one):
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(one, os.WNOHANG)
-            if time.monotonic() > until:
-                raise ProgramError(f"process {one} of the tree of {pid} does not die")
-            time.sleep(0.002)
-
-
-def alive(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return status.rsplit(")", 1)[1].split()[0] not in "ZX"
-
-
-def clean(state_dir: Path) -> None:
-    """Removes what a killed program left outside its state directory (a POSIX shared memory file)."""
-    last = progress(state_dir)
-    for name in last.facts.get("shm", ()) if last is not None else ():
-        Path("/dev/shm", name).unlink(missing_ok=True)
-
-
-def stop(running: Running) -> None:
-    """Ends a program that was started here, whatever state it is in, and cleans up after it."""
-    kill_tree(running.pid)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        running.process.wait(timeout=10)
-    clean(running.state_dir)

@@ -6,8 +6,9 @@
    pages in CELLS percent of the 1 MiB cells (10 100: a tenth of the cells, wholly; 100 10: a tenth of the pages of every
    cell). It is taken away at once and answered by STATE_DIR/changed with the ID and the number of pages.
 
-   Each millisecond one page is verified and STATE_DIR/progress, a mapped file, gets the counter and the time: three 64-bit
-   words: counter, CLOCK_MONOTONIC in ns of this step, index of the page. `--huge 1` asks for huge pages. */
+   Each millisecond one page is verified and STATE_DIR/progress, a mapped file, gets three 64-bit words: the counter, the time
+   of this step in ns (CLOCK_REALTIME: CRIU restores into a time namespace, where CLOCK_MONOTONIC is another one), and the
+   index of the page. `--huge 1` asks for huge pages. */
 #include "report.h"
 
 #include <sys/mman.h>
@@ -92,7 +93,7 @@ int main(int argc, char **argv)
         uint64_t page = mix(++counter) % pages;
         verify(page);
         shared[2] = page;
-        shared[1] = now_ns();
+        shared[1] = clock_ns(CLOCK_REALTIME);
         shared[0] = counter;
         take_request(request, taken, answer, answer_new);
         report_write(counter, NULL);

@@ -13,10 +13,10 @@ import time
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from tests.programs.redis_client import Connection, Load
+from tests.programs.redis_client import Connection, Load, RedisError
 from tests.programs.report import Report, run
 
-START_S = 20.0
+START_S = STOP_S = 20.0
 
 
 def server_command(port: int, directory: str, *, append_only: bool) -> list[str]:
@@ -26,27 +26,44 @@ def server_command(port: int, directory: str, *, append_only: bool) -> list[str]
 
 
 def connect(port: int, *, timeout_s: float | None = None) -> Connection:
-    """Waits until a server answers on the port. Raises OSError when it does not within 20 s."""
+    """Waits until a server answers on the port. Raises OSError or RedisError when it does not within 20 s."""
     until = time.monotonic() + START_S
     while True:
         try:
             connection = Connection(port, timeout_s=timeout_s)
             connection.call("PING")
             return connection
-        except OSError:
+        except (OSError, RedisError):  # not listening yet, or still reading its files
             if time.monotonic() > until:
                 raise
             time.sleep(0.02)
 
 
+class Server:
+    """The server process, which is started again to see what its append-only file holds."""
+
+    def __init__(self, report: Report, port: int, *, append_only: bool) -> None:
+        command = server_command(port, str(report.state_dir), append_only=append_only)
+        with open(report.state_dir / "redis.log", "ab") as log:
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def stop(self) -> int:
+        self.process.terminate()
+        return self.process.wait(timeout=STOP_S)
+
+
+def verify(report: Report, loads: list[Load], what: str) -> None:
+    """Compares everything that the server holds with what the loads know."""
+    for load in loads:
+        for wrong in load.verify_all():
+            report.violation(f"{what}: {wrong}")
+    present = sum(len(load.version) + 2 for load in loads)
+    if (size := loads[0].connection.call("DBSIZE")) != present:
+        report.violation(f"{what}: the server holds {size!r} keys, not {present}")
+
+
 def main(report: Report, port: int, clients: int, keys: int, *, append_only: bool) -> int:
-    with open(report.state_dir / "redis.log", "ab") as log:
-        server = subprocess.Popen(
-            server_command(port, str(report.state_dir), append_only=append_only),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
+    server = Server(report, port, append_only=append_only)
     loads = [Load(connect(port), f"client{n}", keys, seed=n) for n in range(clients)]
     turns = 0
     while not report.finish_asked():
@@ -54,20 +71,20 @@ def main(report: Report, port: int, clients: int, keys: int, *, append_only: boo
         for load in loads:
             for wrong in load.round():
                 report.violation(wrong)
-        if server.poll() is not None:
-            raise RuntimeError(f"redis-server ended with {server.returncode}")
-        report.write(turns, server=server.pid, port=port)
+        if server.process.poll() is not None:
+            raise RuntimeError(f"redis-server ended with {server.process.returncode}")
+        report.write(turns, server=server.process.pid, port=port)
         time.sleep(0.002)
-    for load in loads:
-        for wrong in load.verify_all():
-            report.violation(wrong)
-    present = sum(len(load.version) + 2 for load in loads)
-    if (size := loads[0].connection.call("DBSIZE")) != present:
-        report.violation(f"the server holds {size!r} keys, not {present}")
-    server.terminate()
-    if (status := server.wait(timeout=20)) != 0:
+    verify(report, loads, "at the end")
+    if (status := server.stop()) != 0:
         report.violation(f"redis-server ended with {status}")
-    return report.end(turns, server=server.pid, port=port)
+    if append_only:
+        server = Server(report, port, append_only=True)
+        for load in loads:
+            load.connection = connect(port)
+        verify(report, loads, "read from the append-only file")
+        server.stop()
+    return report.end(turns, port=port)
 
 
 if __name__ == "__main__":

@@ -27,14 +27,15 @@ struct report {
     unsigned region_count;
     uint64_t error_count, writes;
     uint64_t written_at_ms;
+    pid_t owner;
 };
 
 static struct report report;
 
-static inline uint64_t now_ns(void)
+static inline uint64_t clock_ns(clockid_t clock)
 {
     struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
+    clock_gettime(clock, &t);
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
@@ -55,6 +56,7 @@ static inline void report_path(char out[4096], const char *dir, const char *name
 static inline void report_open(const char *dir, const char *program)
 {
     report.program = program;
+    report.owner = getpid();
     report_path(report.state, dir, "state.json");
     report_path(report.temporary, dir, ".state.json.new");
     report_path(report.finish, dir, "finish");
@@ -100,8 +102,9 @@ static inline void report_replace(uint64_t counter, bool finished, const char *f
             (unsigned long long)report.error_count, finished ? "true" : "false",
             !finished ? "null" : report.error_count ? "false" : "true");
     for (unsigned i = 0; i < report.region_count; i++)
-        fprintf(f, "%s{\"name\": \"%s\", \"address\": %llu, \"bytes\": %llu}", i ? ", " : "", report.regions[i].name,
-                (unsigned long long)report.regions[i].address, (unsigned long long)report.regions[i].bytes);
+        fprintf(f, "%s{\"name\": \"%s\", \"address\": %llu, \"bytes\": %llu, \"pid\": %d}", i ? ", " : "",
+                report.regions[i].name, (unsigned long long)report.regions[i].address,
+                (unsigned long long)report.regions[i].bytes, (int)report.owner);
     fprintf(f, "], \"facts\": {%s}}", facts ? facts : "");
     if (fclose(f) || rename(report.temporary, report.state)) {
         perror(report.state);
@@ -112,7 +115,7 @@ static inline void report_replace(uint64_t counter, bool finished, const char *f
 /* Replaces the state file unless that was done less than 20 ms ago. `facts` is the inside of a JSON object, or NULL. */
 static inline void report_write(uint64_t counter, const char *facts)
 {
-    uint64_t ms = now_ns() / 1000000;
+    uint64_t ms = clock_ns(CLOCK_MONOTONIC) / 1000000;
     if (report.written_at_ms && ms - report.written_at_ms < 20)
         return;
     report.written_at_ms = ms;
@@ -187,12 +190,18 @@ static inline uint64_t option(int argc, char **argv, const char *name, uint64_t 
     return otherwise;
 }
 
+/* Ends the program when a call failed that must not fail; that is a verdict too. A forked child only dies. */
 static inline void need(bool holds, const char *what)
 {
-    if (!holds) {
-        perror(what);
-        exit(2);
+    if (holds)
+        return;
+    int error = errno;
+    if (!report.program || report.owner != getpid()) {
+        fprintf(stderr, "%s: %s\n", what, strerror(error));
+        _exit(2);
     }
+    violation("%s: %s", what, strerror(error));
+    exit(report_end(0, NULL));
 }
 
 #endif

@@ -41,9 +41,14 @@ class Report:
     def failed(self) -> bool:
         return self._error_count > 0
 
-    def region(self, name: str, address: int, size: int) -> None:
-        """Names memory that the program verifies, so that a test can damage it from outside and see it noticed."""
-        self.regions.append({"name": name, "address": address, "bytes": size})
+    def region(self, name: str, address: int, size: int, pid: int | None = None) -> None:
+        """Names memory that the program verifies, so that a test can damage it from outside and see it noticed.
+
+        Args:
+            address: Where it begins in the address space of process ``pid`` (as the program counts pids; default: itself).
+            size: In bytes.
+        """
+        self.regions.append({"name": name, "address": address, "bytes": size, "pid": pid or os.getpid()})
 
     def violation(self, what: str) -> None:
         """Records a broken expectation; the first ones are kept word for word, later ones are counted."""

@@ -6,7 +6,7 @@
           ├─ memory ─── grandchild     rewrite shared memory by turns; the grandchild is a session of its own
           └─ a zombie
 
-    python tree.py STATE_DIR [--system-v 1] [--passed 1]
+    python tree.py STATE_DIR [--system-v 1] [--credentials 1]
 """
 
 from __future__ import annotations
@@ -31,27 +31,17 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 
 from tests.programs import kernel
 from tests.programs.report import Report, run
-from tests.programs.tree_objects import (
+from tests.programs.tree_channels import CredentialPair, PassedDescriptor, StalledPair, StalledPipe
+from tests.programs.tree_events import Events, Identity, PendingSignals, Timers
+from tests.programs.tree_kept import Broken, Kept, content, same
+from tests.programs.tree_storage import (
     Blackboard,
-    Broken,
-    CredentialPair,
     DeletedFile,
-    Events,
-    Identity,
-    Kept,
     LinkedFile,
     Locks,
-    PassedDescriptor,
-    PendingSignals,
     Probe,
     SealedMemory,
-    StalledPair,
-    StalledPipe,
     SystemV,
-    Timers,
-    content,
-    pages_of,
-    same,
 )
 
 FINISH, ORPHANED = b"finish", 3
@@ -98,6 +88,9 @@ class Member:
         except OSError as failed:
             self.say(f"{call}: {failed}")
 
+    def expect(self, what: str, found: Any, expected: Any) -> None:
+        self.attempt(lambda: same(what, found, expected))
+
     def live(self) -> NoReturn:
         """Runs until told to finish; the exit status is 0 if nothing was ever broken."""
         poll = select.poll()
@@ -125,8 +118,8 @@ class Member:
 class Root:
     """The first process: forks the others, questions them in turn, collects what they find."""
 
-    def __init__(self, report: Report, *, system_v: bool, passed: bool) -> None:
-        self.report, self.system_v, self.passed = report, system_v, passed
+    def __init__(self, report: Report, *, system_v: bool, credentials: bool) -> None:
+        self.report, self.system_v, self.credentials = report, system_v, credentials
         self.directory = report.state_dir / "tree"
         self.directory.mkdir()
         self.number = 0
@@ -201,7 +194,7 @@ class Root:
 
         def answer() -> None:
             number, text = QUESTION.unpack(os.read(self.to_pipes[0], QUESTION.size))
-            same("question over a pipe", text, content(500, 20, number))
+            member.expect("question over a pipe", text, content(500, 20, number))
             os.write(self.shared, struct.pack("<QQ", number, 1))
             os.write(self.from_pipes[1], QUESTION.pack(number, content(500, 21, number)))
 
@@ -224,20 +217,19 @@ class Root:
 
         def answer_stream() -> None:
             number, text = QUESTION.unpack(stream.recv(QUESTION.size, socket.MSG_WAITALL))
-            same("question over a stream", text, content(500, 22, number))
+            member.expect("question over a stream", text, content(500, 22, number))
             stream.sendall(QUESTION.pack(number, content(500, 23, number)))
 
         def answer_datagram() -> None:
             message, sender = datagram.recvfrom(1000)
             number, text = QUESTION.unpack(message)
-            same("question in a datagram", text, content(500, 24, number))
+            member.expect("question in a datagram", text, content(500, 24, number))
             datagram.sendto(QUESTION.pack(number, content(500, 25, number)), sender)
 
         member.handlers.update({stream.fileno(): answer_stream, datagram.fileno(): answer_datagram})
         member.kept += [StalledPair(kind) for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET)]
-        member.kept += [CredentialPair(), Probe(self.directory, os.getppid())]
-        if self.passed:
-            member.kept.append(PassedDescriptor(self.directory / "passed"))
+        member.kept += [PassedDescriptor(self.directory / "passed"), Probe(self.directory, os.getppid())]
+        member.kept.append(CredentialPair(waiting=self.credentials))
         member.live()
 
     def live_signals(self, control: socket.socket) -> NoReturn:
@@ -251,7 +243,7 @@ class Root:
         def answer() -> None:
             nonlocal previous
             for number, value in kernel.read_signalfd(requests):
-                same("signal and value", (number, value), (asked, previous + 1))
+                member.expect("signal and value", (number, value), (asked, previous + 1))
                 previous = value
                 os.eventfd_write(self.done, 1)
 
@@ -279,16 +271,14 @@ class Root:
         os.close(back[1])
         member = Member("memory", control, self.board)
         version = 0
-        address = struct.pack("<Q", blackboard.address())
-        control.send(json.dumps({"blackboard": struct.unpack("<Q", address)[0]}).encode())
+        control.send(json.dumps({"blackboard": blackboard.address()}).encode())
 
         def turn() -> None:
             """The grandchild has written a version: look at it, write the next one, hand it back."""
             nonlocal version
             version = int.from_bytes(os.read(back[0], 8), "little")
-            blackboard.verify(version, pages_of(version))
-            if version % 32 == 0:
-                blackboard.verify_all(version)
+            look = blackboard.verify_all if version % 32 == 0 else blackboard.verify_some
+            member.attempt(lambda: look(version))
             time.sleep(0.002)
             version += 1
             blackboard.write(version)
@@ -303,14 +293,14 @@ class Root:
         def end() -> None:
             """With the turn in hand nobody writes: both sides verify everything, then the grandchild ends."""
             last = int.from_bytes(os.read(back[0], 8), "little")
-            same("version at the end", last, version + 1)
-            blackboard.verify_all(last)
+            member.expect("version at the end", last, version + 1)
+            member.attempt(lambda: blackboard.verify_all(last))
             ours.send(FINISH)
             while message := ours.recv(5000):
                 member.broken += 1
                 control.send(message)
             _, status = os.waitpid(grandchild, 0)
-            same("exit status of the grandchild", os.waitstatus_to_exitcode(status), 0)
+            member.expect("exit status of the grandchild", os.waitstatus_to_exitcode(status), 0)
 
         member.handlers.update({back[0]: turn, ours.fileno(): hear})
         member.at_end = end
@@ -337,7 +327,7 @@ class Root:
         def turn() -> None:
             nonlocal version
             version = int.from_bytes(os.read(there, 8), "little")
-            blackboard.verify(version, pages_of(version))
+            member.attempt(lambda: blackboard.verify_some(version))
             version += 1
             blackboard.write(version)
             os.write(back, version.to_bytes(8, "little"))
@@ -351,32 +341,43 @@ class Root:
     def await_hello(self) -> None:
         """Returns once every process has set up what it is asked for from outside its own code."""
         same("greeting", self.stream.recv(5), b"hello")
-        for role, control in self.children.values():
+        for pid, (role, control) in self.children.items():
             if role == "signals":
                 same("greeting", json.loads(control.recv(100)), "hello")
             elif role == "memory":
                 told = json.loads(control.recv(5000))
                 if not isinstance(told, dict):
                     raise Broken(str(told))
-                self.report.region("blackboard", told["blackboard"], Blackboard.SIZE)
+                self.report.region("blackboard", told["blackboard"], Blackboard.SIZE, pid)
 
     def round(self) -> None:
         self.number += 1
         number = self.number
         os.write(self.to_pipes[1], QUESTION.pack(number, content(500, 20, number)))
+        self.await_answer(self.from_pipes[0])
         answer = QUESTION.unpack(os.read(self.from_pipes[0], QUESTION.size))
         same("answer over a pipe", answer, (number, content(500, 21, number)))
         self.share(number)
         self.stream.sendall(QUESTION.pack(number, content(500, 22, number)))
+        self.await_answer(self.stream.fileno())
         answer = QUESTION.unpack(self.stream.recv(QUESTION.size, socket.MSG_WAITALL))
         same("answer over a stream", answer, (number, content(500, 23, number)))
         self.datagram.send(QUESTION.pack(number, content(500, 24, number)))
+        self.await_answer(self.datagram.fileno())
         answer = QUESTION.unpack(self.datagram.recv(1000))
         same("answer in a datagram", answer, (number, content(500, 25, number)))
         kernel.sigqueue(self.pid_of("signals"), signal.SIGRTMIN + 6, number)
         while self.acknowledged < number:
+            self.await_answer(self.done)
             self.acknowledged += os.eventfd_read(self.done)
         same("signals acknowledged", self.acknowledged, number)
+
+    def await_answer(self, descriptor: int) -> None:
+        """Waits until it can be read; finds out when the one who should answer is dead."""
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        while not poll.poll(1000):
+            self.look_after_children()
 
     def share(self, number: int) -> None:
         """The child has just written a record; the offset that both share must show it, and ours goes after it."""
@@ -433,16 +434,16 @@ class Root:
         return self.report.end(self.number, **self.facts())
 
 
-def main(report: Report, *, system_v: bool, passed: bool) -> int:
+def main(report: Report, *, system_v: bool, credentials: bool) -> int:
     kernel.set_name("tree-root")
-    return Root(report, system_v=system_v, passed=passed).live()
+    return Root(report, system_v=system_v, credentials=credentials).live()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("state_dir")
     parser.add_argument("--system-v", type=int, default=0, help="1: System V shared memory, semaphore and queue too")
-    parser.add_argument("--passed", type=int, default=0, help="1: a descriptor that was sent and not yet received too")
+    parser.add_argument("--credentials", type=int, default=0, help="1: credentials wait in a queue; CRIU cannot dump them")
     options = parser.parse_args()
-    chosen = {"system_v": bool(options.system_v), "passed": bool(options.passed)}
+    chosen = {"system_v": bool(options.system_v), "credentials": bool(options.credentials)}
     sys.exit(run(Report(options.state_dir, "tree"), lambda report: main(report, **chosen)))
