@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import shutil
@@ -10,7 +11,8 @@ import subprocess
 import tempfile
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -160,6 +162,18 @@ def _hook(command: str, target: Target, snapshot: str) -> None:
         raise DumpFailed(f"the hook {command!r} ended with status {done.returncode}: {done.stderr.strip()[-300:]}")
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Python's cyclic collector stops every thread for as long as it runs: not in the window."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class _Dump:
     """One dump. ``stack`` undoes, in reverse, everything that was begun."""
 
@@ -218,7 +232,7 @@ class _Dump:
         )
         capture = Capture(self.options, images, parent, copied, machinery, self.emit)
         with window:
-            with phase(self.emit, "dump.window") as running:
+            with phase(self.emit, "dump.window") as running, _no_garbage_collection():
                 window.freeze(self._criu_command(images))
                 running.fields["freeze_seconds"] = time.monotonic() - window.started
                 captured = capture.in_window(self.target.pid)
@@ -303,7 +317,9 @@ class _Dump:
 
     def _reserve(self, found: Look, copied: dict[int, PreCopied], staging: Staging) -> None:
         """Fault staging in before the window: as much as is likely to change, by what changed since the parent."""
-        guess = sum(c.changed for c in copied.values()) if copied and self.parent_id else int(found.private_bytes * _GUESS)
+        guess = (
+            sum(c.changed for c in copied.values()) if copied and self.parent_id else int(found.private_bytes * _GUESS)
+        )
         staging.reserve(min(staging.capacity, guess // (1 << 20) + 2 * self.threads))
 
     def _criu_command(self, images: Path) -> list[str]:
