@@ -113,7 +113,7 @@ def test_any_flipped_bit_of_a_stored_chunk_is_named(here: Place, backend: Memory
     snapshot = here.loop.run(here.repository.snapshots())[0].snapshot
     reader = reader_of(snapshot)
     name = only(backend, "shards/")
-    for at in random.Random(0).sample(range(int(record["place"]["length"])), 300) + [0, int(record["place"]["length"]) - 1]:
+    for at in [*random.Random(0).sample(range(int(record["place"]["length"])), 300), 0, int(record["place"]["length"]) - 1]:
         flip(backend, name, at, 1 << at % 8)
         with pytest.raises(Damaged) as caught:
             reader.read_cell(record, out)

@@ -52,7 +52,7 @@ def test_round_trip(here: Place, kind: str) -> None:
 
 def test_equal_cells_of_a_snapshot_are_stored_once(here: Place) -> None:
     data = make_data("random", CELL_PAGES)
-    taken = here.take({cell: (FULL, data) for cell in range(5)}, threads=4)
+    taken = here.take(dict.fromkeys(range(5), (FULL, data)), threads=4)
     assert taken.statistics.stored == CELL_BYTES
     assert taken.statistics.chunks == 1
     assert taken.statistics.reused_from["session"] == 4
