@@ -1,18 +1,19 @@
 """One instance of a job on this node, as its directory describes it; rule: a pid counts only together with its start time and this boot.
 
 The directory of an instance holds ``job.json`` (`Description`), ``stdout.log`` and ``stderr.log`` (append-only), ``status``
-(one line by the init once the command has ended) and ``init`` (the init's program).
+(one line by the init once the command has ended) and ``icecore-init`` (the init's program).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import select
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -120,15 +121,16 @@ class Job:
         except (FileNotFoundError, NotADirectoryError) as error:
             raise NotFound(f"there is no job in {directory}") from error
         try:
-            description = msgspec.json.decode(data, type=Description)
-        except (msgspec.DecodeError, UsageError) as error:
+            description = msgspec.convert(json.loads(data), Description)
+        except (ValueError, msgspec.ValidationError, UsageError) as error:
             raise Damaged("job description", str(directory / "job.json"), str(error)) from error
         return cls(directory, description)._found_restored()
 
     def save(self) -> None:
         """Write job.json, whole or not at all."""
         path, new = self.directory / "job.json", self.directory / "job.json.new"
-        new.write_bytes(msgspec.json.format(msgspec.json.encode(self.description), indent=2) + b"\n")
+        # The standard library's JSON: it can hold names that are not UTF-8, escaped.
+        new.write_text(json.dumps(asdict(self.description), indent=2) + "\n")
         os.replace(new, path)
 
     def with_pid(self, pid: int) -> Job:
@@ -179,7 +181,7 @@ class Job:
             isolation=known.isolation,
             files=own_paths(self.directory, known.isolation),
             binds=known.binds,
-            init=(self.directory / "init").read_bytes(),
+            init=(self.directory / "icecore-init").read_bytes(),
         )
 
     # -- how it is

@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -140,15 +141,8 @@ class Registry:
                 raise NotFound(f"there is no program {command[0]}", cure="give its path, or add its directory to PATH")
         path = os.path.abspath(os.path.join(directory, path))
         binds = bindable_mounts() if isolation.root else []
-        job = self._new(
-            name or os.path.basename(path),
-            list(command),
-            directory,
-            isolation,
-            binds,
-            exact=bool(name),
-            init=init_program().read_bytes(),
-        )
+        described = _describe(name or os.path.basename(path), command, directory, isolation, binds)
+        job = self._note_down(described, exact=bool(name), init=init_program().read_bytes())
         wanted = Launch(
             directory=job.directory,
             command=[path, *command],
@@ -194,17 +188,16 @@ class Registry:
             UsageError: A bad name, or one that a living job has.
             RestoreRefused: This machine lacks a mount that the job had.
         """
-        job = self._new(
+        described = _describe(
             name or record.name,
             record.command,
             record.cwd,
             record.isolation,
             record.binds,
-            exact=bool(name),
-            init=record.init,
             snapshot=snapshot,
             lineage=lineage,
         )
+        job = self._note_down(described, exact=bool(name), init=record.init)
         try:
             for own in ("stdout.log", "stderr.log", "status"):
                 os.close(os.open(job.directory / own, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
@@ -247,20 +240,9 @@ class Registry:
         finally:
             os.close(fd)
 
-    def _new(
-        self,
-        name: str,
-        command: list[str],
-        cwd: str,
-        isolation: Isolation,
-        binds: list[str],
-        *,
-        exact: bool,
-        init: bytes,
-        snapshot: str = "",
-        lineage: str = "",
-    ) -> Job:
+    def _note_down(self, wanted: Description, *, exact: bool, init: bytes) -> Job:
         """A new instance, written down, not yet running. ``exact``: the name was asked for and gets no number."""
+        name = wanted.name
         if exact and not _NAME.fullmatch(name):
             raise UsageError(f"{name!r} is no name for a job", cure="letters, digits, '.', '_', '-'; at most 63")
         if not exact:
@@ -272,31 +254,47 @@ class Registry:
             base, number = name, 2
             while name in taken:
                 name, number = f"{base}-{number}", number + 1
-            instance = f"i{secrets.token_hex(4)}"
-            directory = self._jobs / instance
+            directory = self._jobs / wanted.instance
             directory.mkdir(mode=0o700)
-            program = os.open(directory / "init", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o700)
-            with open(program, "wb") as file:
-                file.write(init)
-            job = Job(
-                directory,
-                Description(
-                    name=name,
-                    instance=instance,
-                    command=command,
-                    cwd=cwd,
-                    isolation=isolation,
-                    binds=binds,
-                    created=time.time(),
-                    boot=boot_id(),
-                    owner=(os.getpid(), procfs.start_time(os.getpid())),
-                    restored_from=snapshot,
-                    snapshot=snapshot,
-                    lineage=lineage,
-                ),
-            )
-            job.save()
+            job = Job(directory, replace(wanted, name=name))
+            try:
+                program = os.open(
+                    directory / "icecore-init", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o700
+                )
+                with open(program, "wb") as file:
+                    file.write(init)
+                job.save()
+            except BaseException:
+                shutil.rmtree(directory, ignore_errors=True)
+                raise
         return job
+
+
+def _describe(
+    name: str,
+    command: Sequence[str],
+    cwd: str,
+    isolation: Isolation,
+    binds: Sequence[str],
+    *,
+    snapshot: str = "",
+    lineage: str = "",
+) -> Description:
+    """A new instance that this process brings to life."""
+    return Description(
+        name=name,
+        instance=f"i{secrets.token_hex(4)}",
+        command=[*command],
+        cwd=cwd,
+        isolation=isolation,
+        binds=[*binds],
+        created=time.time(),
+        boot=boot_id(),
+        owner=(os.getpid(), procfs.start_time(os.getpid())),
+        restored_from=snapshot,
+        snapshot=snapshot,
+        lineage=lineage,
+    )
 
 
 class Restoring:

@@ -34,7 +34,7 @@ OWN_FILES = {
     "stdout.log": os.O_WRONLY | os.O_APPEND,
     "stderr.log": os.O_WRONLY | os.O_APPEND,
     "status": os.O_WRONLY | os.O_APPEND,
-    "init": os.O_RDONLY,
+    "icecore-init": os.O_RDONLY,
 }
 
 _NETWORK_NAME = "icecore-network"
@@ -111,6 +111,16 @@ class RunRecord:
     files: dict[str, str]
     binds: list[str]
     init: bytes
+
+    def is_own(self, path: str) -> bool:
+        """Whether a path in CRIU's images is the instance's own: nothing may be read or put back at that path of the host.
+
+        These are `OWN_FILES`, and in a private root whatever lies on its private mounts (CRIU's images hold what is in them).
+        """
+        if path in self.files.values():
+            return True
+        own = _OWN_MOUNTS if self.isolation.root else ()
+        return any(path == point or path.startswith(f"{point}/") for point in own)
 
     def encode(self) -> str:
         """As text, for the manifest."""

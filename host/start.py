@@ -30,7 +30,7 @@ class Launch:
     """What is to be started.
 
     Attributes:
-        directory: The instance's; the init's program lies there as ``init``.
+        directory: The instance's; the init's program lies there as ``icecore-init``.
         command: Program path, then its arguments from argv[0] on.
         cwd, environment, umask: The command's.
         isolation: Its namespaces.
@@ -60,7 +60,7 @@ class Launch:
                     "stdout": paths["stdout.log"],
                     "stderr": paths["stderr.log"],
                     "status": paths["status"],
-                    "init": paths["init"],
+                    "init": paths["icecore-init"],
                     "cwd": self.cwd,
                     "umask": self.umask,
                     "command": list(self.command),

@@ -1,0 +1,209 @@
+"""The registry: names, finding, following, removing, and what it makes of stale notes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from icecore.errors import Damaged, NotFound, UsageError
+from icecore.host.job import ExitStatus, Job
+from icecore.host.jobs import Registry, state_directory
+from icecore.host.namespaces import Isolation
+
+from .criu_round import emptied, output, until
+
+pytestmark = [pytest.mark.criu, pytest.mark.timeout(60)]
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Iterator[Registry]:
+    with emptied(Registry(tmp_path / "state")) as registry:
+        yield registry
+
+
+def sleeper(registry: Registry, name: str = "") -> Job:
+    return registry.start(["sleep", "60"], name=name)
+
+
+def ended(registry: Registry, name: str = "") -> Job:
+    job = registry.start(["true"], name=name)
+    job.wait(10)
+    return job
+
+
+def test_the_state_directory_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ICECORE_STATE", raising=False)
+    assert state_directory() == Path("/var/lib/icecore")
+    monkeypatch.setenv("ICECORE_STATE", str(tmp_path))
+    assert Registry().state == tmp_path
+    assert Registry().instances() == []
+
+
+def test_finding(registry: Registry) -> None:
+    first, second = sleeper(registry, "first"), sleeper(registry, "second")
+    assert [job.name for job in registry.instances()] == ["first", "second"]
+    assert registry.find("first").instance == first.instance
+    assert registry.find(second.instance).name == "second"
+    assert registry.find(second.pid).name == "second"
+    assert registry.find(str(second.main_process())).name == "second"
+    for nobody in ("third", os.getpid(), 1, 0, str(1 << 30)):
+        with pytest.raises(NotFound, match="there is no job"):
+            registry.find(nobody)
+
+
+def test_the_living_instance_of_a_name_is_found_first(registry: Registry) -> None:
+    living = sleeper(registry, "name")
+    dead = ended(registry, "other")
+    Job(dead.directory, replace(dead.description, name="name", created=time.time() + 5)).save()
+    assert registry.find("name").instance == living.instance
+    living.kill(signal.SIGKILL)
+    living.wait(10)
+    assert registry.find("name").instance == dead.instance  # of dead ones the newest
+
+
+def test_names(registry: Registry) -> None:
+    names = [sleeper(registry).name for _ in range(3)]
+    assert names == ["sleep", "sleep-2", "sleep-3"]
+    with pytest.raises(UsageError, match="runs"):
+        sleeper(registry, "sleep-2")
+    for bad in ("a/b", "-a", "..", "a b", "x" * 64):
+        with pytest.raises(UsageError, match="no name"):
+            sleeper(registry, bad)
+    registry.find("sleep-2").kill(signal.SIGKILL)
+    registry.find("sleep-2").wait(10)
+    assert sleeper(registry).name == "sleep-2"
+    assert sleeper(registry, "x" * 63).name == "x" * 63
+
+
+def test_names_are_unique_among_threads(registry: Registry) -> None:
+    names: list[str] = []
+    threads = [threading.Thread(target=lambda: names.append(sleeper(registry).name)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(names) == sorted(["sleep", *(f"sleep-{number}" for number in range(2, 9))])
+
+
+def test_a_pid_that_is_another_process_by_now_is_not_the_job(registry: Registry) -> None:
+    job = sleeper(registry)
+    stale = Job(job.directory, replace(job.description, start_time=job.description.start_time - 1))
+    stale.save()
+    found = registry.find("sleep")
+    assert (found.alive, found.state) == (False, "ended")
+    with pytest.raises(NotFound, match="does not run"):
+        found.kill(signal.SIGKILL)
+    assert job.alive  # it was not hit
+    job.save()
+
+
+def test_after_a_restart_of_the_machine_nobody_knows(registry: Registry) -> None:
+    job = sleeper(registry)
+    Job(job.directory, replace(job.description, boot="another")).save()
+    found = registry.find("sleep")
+    assert (found.alive, found.status()) == (False, ExitStatus())
+    assert (str(found.wait(1)), found.wait(1).exit_code) == ("lost", 255)
+    job.save()
+
+
+def test_an_end_that_was_written_counts_after_a_restart_too(registry: Registry) -> None:
+    job = registry.start(["sh", "-c", "exit 3"])
+    job.wait(10)
+    Job(job.directory, replace(job.description, boot="another")).save()
+    assert registry.find("sh").status() == ExitStatus(code=3)
+
+
+def test_waiting_has_an_end(registry: Registry) -> None:
+    job = sleeper(registry)
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError, match="still runs"):
+        job.wait(0.1)
+    assert 0.09 < time.monotonic() - begun < 5
+    assert job.status() is None
+
+
+def test_waiters_in_other_threads_are_told(registry: Registry) -> None:
+    job = sleeper(registry)
+    told: list[ExitStatus] = []
+    waiters = [threading.Thread(target=lambda: told.append(registry.find("sleep").wait(20))) for _ in range(3)]
+    for waiter in waiters:
+        waiter.start()
+    job.kill(signal.SIGTERM)
+    for waiter in waiters:
+        waiter.join(20)
+    assert told == [ExitStatus(signal=signal.SIGTERM)] * 3
+
+
+def test_logs_to_the_end(registry: Registry) -> None:
+    job = registry.start(
+        ["sh", "-c", "for i in 1 2 3 4 5; do echo $i; echo e$i >&2; sleep 0.03; done; printf last; exit 3"]
+    )
+    followed = list(job.logs(follow=True))
+    assert b"".join(piece.data for piece in followed if piece.stream == "stdout") == b"1\n2\n3\n4\n5\nlast"
+    assert b"".join(piece.data for piece in followed if piece.stream == "stderr") == b"e1\ne2\ne3\ne4\ne5\n"
+    assert len(followed) > 2  # as it came, not at the end
+    assert job.status() == ExitStatus(code=3)
+    assert b"".join(piece.data for piece in job.logs() if piece.stream == "stdout") == b"1\n2\n3\n4\n5\nlast"
+
+
+def test_logs_so_far(registry: Registry) -> None:
+    job = registry.start(["sh", "-c", "echo one; sleep 60"])
+    until(lambda: output(job))
+    assert [piece.data for piece in job.logs()] == [b"one\n"]
+
+
+def test_removing(registry: Registry) -> None:
+    living, dead = sleeper(registry), ended(registry)
+    with pytest.raises(UsageError, match="runs"):
+        registry.remove(living)
+    registry.remove(dead)
+    assert [job.instance for job in registry.instances()] == [living.instance]
+    assert not dead.directory.exists()
+    recent = ended(registry)
+    assert registry.remove_ended(older_than=3600) == []
+    assert [job.instance for job in registry.remove_ended()] == [recent.instance]
+    assert [job.instance for job in registry.instances()] == [living.instance]
+
+
+def test_removing_a_job_with_a_private_root_removes_nothing_of_the_host(registry: Registry, tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("x")
+    job = registry.start(["true"], isolation=Isolation(root=True))
+    job.wait(10)
+    registry.remove(job)
+    assert (tmp_path / "precious").read_text() == "x"
+    assert os.path.exists("/proc/self/status")
+
+
+def test_whose_starter_died(registry: Registry) -> None:
+    job = ended(registry)
+    unborn = replace(job.description, pid=0, start_time=0)
+    Job(job.directory, unborn).save()
+    assert registry.find("true").state == "starting"  # by this process, as far as the note says
+    with pytest.raises(TimeoutError, match="being started"):
+        registry.find("true").wait(0.1)
+    Job(job.directory, replace(unborn, owner=(unborn.owner[0], unborn.owner[1] - 1))).save()
+    assert registry.find("true").state == "failed"
+    assert [gone.instance for gone in registry.remove_ended()] == [job.instance]
+
+
+def test_half_made_and_foreign_entries(registry: Registry) -> None:
+    job = ended(registry)
+    (job.directory.parent / "inothing").mkdir()
+    assert [found.instance for found in registry.instances()] == [job.instance]
+    (job.directory / "job.json").write_text('{"name": 1}')
+    with pytest.raises(Damaged, match=r"job\.json"):
+        Job.load(job.directory)
+    (job.directory / "job.json").unlink()
+
+
+def test_notes_on_snapshots(registry: Registry) -> None:
+    job = ended(registry).with_snapshot("s7", "lineage")
+    assert (registry.find("true").description.snapshot, job.description.lineage) == ("s7", "lineage")
+    assert job.description.restored_from == ""
