@@ -9,7 +9,7 @@ import msgspec
 
 from icecore.errors import UsageError
 from icecore.store.backend import Backend
-from icecore.store.envelope import Sealed
+from icecore.store.envelope import Sealed, digest_of
 from icecore.store.names import Kind, object_name, random_id
 from icecore.store.state import (
     NAMES_KIND,
@@ -52,11 +52,12 @@ class Pages:
         self._remembered = remembered
         self._cache: OrderedDict[bytes, bytes] = OrderedDict()
 
-    async def _fetch(self, identity: bytes, digest: bytes, limit: int) -> bytes:
-        data = self._cache.get(digest)
+    async def _fetch(self, identity: bytes, digest: bytes, limit: int, cached: bool) -> bytes:
+        data = self._cache.get(digest) if cached else None
         if data is None:
             data = await self._backend.get(object_name("page", identity), limit=limit)
-            self._remember(digest, data)
+            if digest_of(data) == digest:
+                self._remember(digest, data)
         else:
             self._cache.move_to_end(digest)
         return data
@@ -72,9 +73,9 @@ class Pages:
         self._remember(sealed.digest, sealed.data)
         return identity
 
-    async def read(self, ref: PageRef) -> list[SnapshotRecord]:
-        """The records of a page."""
-        data = await self._fetch(ref.id, ref.digest, PAGE_KIND.object_limit)
+    async def read(self, ref: PageRef, *, cached: bool = True) -> list[SnapshotRecord]:
+        """The records of a page, from storage in any case unless ``cached``."""
+        data = await self._fetch(ref.id, ref.digest, PAGE_KIND.object_limit, cached)
         try:
             return decode_page(object_name("page", ref.id), data, self._key, ref)
         except BaseException:
@@ -86,11 +87,11 @@ class Pages:
         sealed = encode_page(records, self._key)
         return page_ref(await self._store(sealed), sealed, records)
 
-    async def read_names(self, batch: Condemned) -> list[tuple[Kind, bytes]]:
+    async def read_names(self, batch: Condemned, *, cached: bool = True) -> list[tuple[Kind, bytes]]:
         """The objects of a condemned batch."""
         if batch.ref is None:
             return split_names(batch.names)
-        data = await self._fetch(batch.ref.id, batch.ref.digest, NAMES_KIND.object_limit)
+        data = await self._fetch(batch.ref.id, batch.ref.digest, NAMES_KIND.object_limit, cached)
         return decode_names(object_name("page", batch.ref.id), data, self._key, batch.ref)
 
     async def condemned(self, generation: int, names: list[tuple[Kind, bytes]]) -> Condemned:

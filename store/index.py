@@ -13,6 +13,7 @@ from icecore.errors import Damaged, ObjectMissing
 from icecore.store.backend import Backend
 from icecore.store.cell import PLACE, Bytes, Records
 from icecore.store.names import object_name
+from icecore.store.parallel import each
 from icecore.store.segment import (
     ENTRY,
     Head,
@@ -164,9 +165,12 @@ class Index:
                 whole.append(ref)
             else:
                 large.append(ref)
-        await _each(
-            [self._load(ref, self._load_whole) for ref in whole] + [self._load(ref, self._load_head) for ref in large]
-        )
+        held = {ref.id for ref in whole}
+
+        async def read(ref: SegmentRef) -> None:
+            await self._load(ref, self._load_whole if ref.id in held else self._load_head)
+
+        await each([*whole, *large], read)
 
     async def _load(self, ref: SegmentRef, how: Callable[[SegmentRef], Awaitable[None]]) -> None:
         try:
@@ -294,13 +298,3 @@ def replaced(
     if len(gone & {ref.id for ref in segments}) != len(gone):
         return None
     return [*(ref for ref in segments if ref.id not in gone), *outputs]
-
-
-async def _each(work: Sequence[Awaitable[None]], at_once: int = 16) -> None:
-    turn = asyncio.Semaphore(at_once)
-
-    async def one(item: Awaitable[None]) -> None:
-        async with turn:
-            await item
-
-    await asyncio.gather(*(one(item) for item in work))

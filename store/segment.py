@@ -210,8 +210,13 @@ def merge(sources: Sequence[Records], dead: Sequence[bytes] | frozenset[bytes] =
 
 def in_shards(entries: Records, shards: Sequence[bytes] | frozenset[bytes]) -> Mask:
     """Which entries lie in one of ``shards`` (16-byte ids)."""
+    return of_shards(entries["place"]["shard"], shards)
+
+
+def of_shards(held: Bytes, shards: Sequence[bytes] | frozenset[bytes]) -> Mask:
+    """Which of ``held`` (n x 16 bytes) are among ``shards``."""
     wanted = np.frombuffer(b"".join(shards), np.uint8).reshape(-1, 16)
-    held = np.ascontiguousarray(entries["place"]["shard"])
+    held = np.ascontiguousarray(held)
     # The leading 8 bytes decide nearly all; fixed-width byte strings compare exactly but slowly.
     mask = np.isin(leading(held), leading(wanted))
     candidates = np.flatnonzero(mask)

@@ -1,0 +1,472 @@
+"""Looks at every object that the newest state reaches and names each that is damaged; damage is what it reports, never what stops it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from icecore.errors import Damaged, IcecoreError, ObjectMissing, StoreError
+from icecore.events import Event, phase
+from icecore.store.cell import CELL, CELL_BYTES, Records
+from icecore.store.cellmap import PACK, parse_pack_footer
+from icecore.store.container import TAIL_BYTES, Container
+from icecore.store.hints import HINTS_KIND, decode_hints
+from icecore.store.index import read_segment
+from icecore.store.keys import CONFIG_KIND, KEY_KIND, decode_config, open_slot
+from icecore.store.log import Entry
+from icecore.store.manifest import MANIFEST_KIND, Manifest
+from icecore.store.names import CONFIG, KEYS, KINDS, LOG, PREFIX, Kind, log_name, object_name, parse_name
+from icecore.store.parallel import each
+from icecore.store.reach import Refs, read_nodes, space_refs
+from icecore.store.reader import SnapshotReader
+from icecore.store.repository import Repository
+from icecore.store.segment import TITLE as SEGMENT_TITLE
+from icecore.store.shard import SHARD, parse_footer
+from icecore.store.state import ENTRY_KIND, NAMES_KIND, PAGE_KIND, Condemned, SnapshotRecord, State
+
+Name = tuple[Kind, bytes]
+_READ_BATCH = 64
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One thing that is not as it should be.
+
+    Attributes:
+        kind: What it is: log entry, snapshot page, manifest, node, nodes, shard, chunk, index segment, …
+        name: The object, or the chunk's or node's id.
+        why: In words.
+        snapshots: Those that cannot be restored because of it.
+    """
+
+    kind: str
+    name: str
+    why: str
+    snapshots: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}: {self.why}"
+
+
+@dataclass
+class Report:
+    """What a check found.
+
+    Attributes:
+        damages: Everything that is wrong; empty if all is well.
+        snapshots: How many are listed.
+        objects: Number of objects by kind.
+        bytes: Bytes of objects by kind.
+        unreached: Objects that nothing reaches and that wait for the collector, with their bytes. No damage.
+        chunks: Different chunks that are reached.
+        read_chunks: Chunks that were decoded and verified.
+    """
+
+    damages: list[Damage] = field(default_factory=list)
+    snapshots: int = 0
+    objects: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+    unreached: int = 0
+    unreached_bytes: int = 0
+    chunks: int = 0
+    read_chunks: int = 0
+
+    @property
+    def sound(self) -> bool:
+        """Whether nothing is damaged."""
+        return not self.damages
+
+
+async def check(repository: Repository, *, read_data: float = 0.0, threads: int = 4, register: bool = True) -> Report:
+    """Check a repository, while it is in use.
+
+    Args:
+        read_data: Share of the reached chunks, 0 to 1, that are read, decoded and verified as well.
+        threads: How many chunks are decoded at once.
+        register: Open a session for the time of the check, so that no collector deletes what is being looked at. Without, what others delete or
+            swap meanwhile may be reported as missing; for a place that cannot be written to.
+
+    Returns:
+        What was found; only errors of the store's reachability are raised.
+    """
+    checker = _Checker(repository, read_data, threads)
+    with phase(repository.emit, "check"):
+        if not register:
+            await checker.run(None)
+            return checker.report
+        try:
+            session = await repository.begin(None, "check", load_index=False)
+        except Damaged as error:
+            checker.note(error, error.kind, error.name)
+            return checker.report
+        async with session:
+            await checker.run(session.state)
+    return checker.report
+
+
+class _Checker:
+    def __init__(self, repository: Repository, share: float, threads: int) -> None:
+        self.report = Report()
+        self._repository = repository
+        self._backend = repository.backend
+        self._keys = repository.keys
+        self._share = share
+        self._threads = threads
+        self._sizes: dict[Name, int] = {}
+        self._named: set[Name] = set()
+        self._seen: set[tuple[str, str, str]] = set()
+        #: Records of all different nodes, one array per node, and for each snapshot the numbers of its nodes.
+        self._nodes: list[Records] = []
+        self._numbers: dict[tuple[bytes, bytes, int], int] = {}
+        self._of_snapshot: dict[str, list[int]] = {}
+        self._footers: dict[bytes, Records | None] = {}
+        self._hints: set[str] = set()
+        self._manifest: Manifest | None = None
+
+    def note(self, error: IcecoreError, kind: str, name: str, snapshots: Sequence[str] = ()) -> None:
+        """Take an error down as damage of object ``name``, or of what the error names."""
+        if isinstance(error, Damaged):
+            self.damage(error.kind if error.kind != "object" else kind, error.name, error.why, snapshots)
+        elif isinstance(error, ObjectMissing):
+            self.damage(kind, name, "it is missing", snapshots)
+        else:
+            self.damage(kind, name, str(error), snapshots)
+
+    def damage(self, kind: str, name: str, why: str, snapshots: Sequence[str] = ()) -> None:
+        """Report something once."""
+        key = (kind, name, why)
+        if key not in self._seen:
+            self._seen.add(key)
+            self.report.damages.append(Damage(kind, name, why, tuple(snapshots)))
+            self._repository.emit(Event("check.damage", {"kind": kind, "object": name, "why": why}))
+
+    async def run(self, state: State | None) -> None:
+        """The whole check."""
+        await self._identity()
+        entry = await self._log_chain(state)
+        if entry is None:
+            return
+        state = state or entry.state
+        await self._list()
+        records = await self._records(state)
+        self.report.snapshots = len(records)
+        pinned = {pin.manifest: pin for session in state.sessions for pin in session.pins}
+        for record in {**pinned, **{record.manifest: record for record in records}}.values():
+            await self._snapshot(record)
+        for name in sorted(name for name in self._named if name[0] == "nodes" and name in self._sizes):
+            await self._footer(PACK, "nodes", name)
+        cells = await self._cells()
+        await self._segments(state)
+        if self._share > 0:
+            await self._read(cells)
+        unreached = self._sizes.keys() - self._named
+        self.report.unreached = len(unreached)
+        self.report.unreached_bytes = sum(self._sizes[name] for name in unreached)
+
+    async def _log_chain(self, state: State | None) -> Entry | None:
+        """Every log entry there is, from the newest on: readable, and the one that its successor names."""
+        log = self._repository.log
+        try:
+            newest = await log.newest()
+        except Damaged as error:
+            self.note(error, ENTRY_KIND.title, LOG)
+            return None
+        generations = [generation async for generation in log.generations()]
+        self.report.objects["log"] = len(generations)
+        oldest = min(generations, default=newest.generation)
+        following = newest
+        for generation in range(newest.generation - 1, oldest - 1, -1):
+            try:
+                before = await log.read(generation)
+            except IcecoreError as error:
+                if isinstance(error, ObjectMissing) and await self._trimmed(generation):
+                    break
+                self.note(error, ENTRY_KIND.title, log_name(generation))
+                break  # what it would say of the one before is unknown
+            if following.state.predecessor != before.digest:
+                self.damage(ENTRY_KIND.title, log_name(generation), "it is not the one that its successor follows")
+            following = before
+        return newest
+
+    async def _trimmed(self, generation: int) -> bool:
+        """Whether an entry is missing because everything older is, too."""
+        return min([older async for older in self._repository.log.generations()]) > generation
+
+    async def _list(self) -> None:
+        for kind in KINDS:
+            async for info in self._backend.list(PREFIX[kind]):
+                parsed = parse_name(info.name)
+                if parsed is None:
+                    self.damage(kind, info.name, "it has a name that no object of its kind has")
+                    continue
+                self._sizes[parsed] = info.size
+                self.report.objects[kind] += 1
+                self.report.bytes[kind] += info.size
+
+    async def _records(self, state: State) -> list[SnapshotRecord]:
+        records: list[SnapshotRecord] = []
+        for ref in state.pages:
+            self._named.add(("page", ref.id))
+            try:
+                records += await self._repository.log.pages.read(ref, cached=False)
+            except IcecoreError as error:
+                self.note(error, PAGE_KIND.title, object_name("page", ref.id))
+        for batch in state.condemned:
+            if batch.ref is not None:
+                self._named.add(("page", batch.ref.id))
+            try:
+                await self._repository.log.pages.read_names(batch, cached=False)
+            except IcecoreError as error:
+                assert batch.ref is not None
+                self.note(error, NAMES_KIND.title, object_name("page", batch.ref.id))
+        records += state.tail
+        for snapshot, times in Counter(record.snapshot for record in records).items():
+            if times > 1:
+                self.damage("snapshot", snapshot, f"it is listed {times} times")
+        return records
+
+    async def _snapshot(self, record: SnapshotRecord) -> None:
+        """A manifest, its packs and nodes."""
+        parsed = parse_name(record.manifest)
+        if parsed is not None:
+            self._named.add(parsed)
+        snapshots = [record.snapshot]
+        try:
+            manifest = await self._repository.manifest(record)
+            spaces = space_refs(manifest, record.manifest)
+        except IcecoreError as error:
+            self.note(error, MANIFEST_KIND.title, record.manifest, snapshots)
+            return
+        self._manifest = manifest
+        await self._hints_of(manifest)
+        if parsed is not None and self._sizes.get(parsed) != record.manifest_length:
+            self.damage(MANIFEST_KIND.title, record.manifest, "it has another length than its record says", snapshots)
+        numbers = self._of_snapshot.setdefault(record.snapshot, [])
+        for refs in spaces:
+            numbers += await self._space(refs, snapshots)
+
+    async def _hints_of(self, manifest: Manifest) -> None:
+        """Hints are advice: damaged ones cost time, no snapshot."""
+        if manifest.hints and manifest.hints not in self._hints:
+            self._hints.add(manifest.hints)
+            try:
+                data = await self._backend.get(manifest.hints, limit=HINTS_KIND.object_limit)
+                decode_hints(manifest.hints, data, self._keys.hints)
+            except IcecoreError as error:
+                self.note(error, HINTS_KIND.title, manifest.hints)
+
+    async def _identity(self) -> None:
+        """Configuration and key slots."""
+        try:
+            decode_config(CONFIG, await self._backend.get(CONFIG, limit=CONFIG_KIND.object_limit), self._keys)
+        except IcecoreError as error:
+            self.note(error, CONFIG_KIND.title, CONFIG)
+        async for info in self._backend.list(KEYS):
+            try:
+                open_slot(info.name, await self._backend.get(info.name, limit=KEY_KIND.object_limit))
+            except IcecoreError as error:
+                self.note(error, KEY_KIND.title, info.name)
+
+    async def _space(self, refs: Refs, snapshots: list[str]) -> list[int]:
+        """Read the nodes that were not seen before; the numbers of all that can be read."""
+        keys = [(ref["node"].tobytes(), ref["pack"].tobytes(), int(ref["offset"])) for ref in refs]
+        fresh = np.array([at for at, key in enumerate(keys) if key not in self._numbers], np.int64)
+        for pack in {key[1] for key in keys}:
+            if ("nodes", pack) not in self._sizes:
+                self.damage("nodes", object_name("nodes", pack), "it is missing", snapshots)
+            self._named.add(("nodes", pack))
+        there = np.array([("nodes", keys[at][1]) in self._sizes for at in fresh], np.bool_)
+        await self._nodes_of(refs, keys, fresh[there], snapshots)
+        return [self._numbers[key] for key in keys if key in self._numbers]
+
+    async def _nodes_of(
+        self, refs: Refs, keys: list[tuple[bytes, bytes, int]], which: npt.NDArray[np.int64], snapshots: list[str]
+    ) -> None:
+        """Read nodes together; where that fails, halve them until the damaged ones stand alone."""
+        if not len(which):
+            return
+        try:
+            records, counts = await read_nodes(self._repository, refs[which])
+        except IcecoreError as error:
+            if len(which) == 1:
+                self.note(error, "nodes", object_name("nodes", keys[int(which[0])][1]), snapshots)
+                return
+            half = len(which) // 2
+            await self._nodes_of(refs, keys, which[:half], snapshots)
+            await self._nodes_of(refs, keys, which[half:], snapshots)
+            return
+        for at, held in zip(which.tolist(), np.split(records, np.cumsum(counts)[:-1]), strict=True):
+            self._numbers[keys[at]] = len(self._nodes)
+            self._nodes.append(held)
+
+    async def _footer(self, container: Container, kind: Kind, name: Name) -> Records | None:
+        """The table of a shard or pack, or None if it is damaged or missing (which is then reported)."""
+        size = self._sizes.get(name)
+        if size is None:
+            self.damage(kind, object_name(*name), "it is missing")
+            return None
+        parse: Callable[[bytes, bytes, int, bytes], Records] = parse_footer if kind == "shard" else parse_pack_footer
+        try:
+            tail = bytearray(min(size, TAIL_BYTES))
+            await self._backend.get_into(object_name(*name), size - len(tail), memoryview(tail))
+            where = container.parse_tail(name[1], size, tail)
+            footer = bytearray(where.length)
+            await self._backend.get_into(object_name(*name), where.offset, memoryview(footer))
+            return parse(self._keys.shard, name[1], size, bytes(footer))
+        except IcecoreError as error:
+            self.note(error, kind, object_name(*name))
+            return None
+
+    async def _table(self, shard: bytes) -> Records | None:
+        if shard not in self._footers:
+            self._footers[shard] = await self._footer(SHARD, "shard", ("shard", shard))
+        return self._footers[shard]
+
+    async def _cells(self) -> Records:
+        """Hold every place that a record names against its shard's footer; the records of different chunks."""
+        records = np.concatenate(self._nodes) if self._nodes else np.empty(0, CELL)
+        records = records[records["place"]["length"] > 0]
+        for place, chunk in (("place", "chunk"), ("base_place", "base")):
+            held = records[records[place]["length"] > 0]
+            for shard, which in _by_shard(held[place]):
+                await self._shard(shard, held[which], place, chunk)
+        different = _different(records["place"])
+        self.report.chunks = len(different)
+        return records[different]
+
+    async def _shard(self, shard: bytes, held: Records, place: str, chunk: str) -> None:
+        self._named.add(("shard", shard))
+        table = await self._table(shard)
+        if table is None:
+            self._affect("shard", object_name("shard", shard), self._snapshots_of(shard, held[place]["offset"], place))
+            return
+        wrong = held[~_agree(table, held[place], held[chunk])]
+        if len(wrong):
+            self.damage(
+                "shard",
+                object_name("shard", shard),
+                f"{len(wrong)} chunks that maps refer to are not in its footer",
+                self._snapshots_of(shard, wrong[place]["offset"], place),
+            )
+
+    def _affect(self, kind: str, name: str, snapshots: Sequence[str]) -> None:
+        """Say which snapshots an object that was reported already belongs to."""
+        for at, damage in enumerate(self.report.damages):
+            if damage.kind == kind and damage.name == name:
+                both = tuple(sorted({*damage.snapshots, *snapshots}))
+                self.report.damages[at] = Damage(damage.kind, damage.name, damage.why, both)
+
+    def _snapshots_of(self, shard: bytes, offsets: npt.NDArray[np.uint64], *places: str) -> list[str]:
+        """Snapshots that have a cell at one of these places."""
+        wanted = np.frombuffer(shard, np.uint8)
+        nodes = set()
+        for number, node in enumerate(self._nodes):
+            for place in places:
+                here = (node[place]["shard"] == wanted).all(axis=1) & np.isin(node[place]["offset"], offsets)
+                if (here & (node[place]["length"] > 0)).any():
+                    nodes.add(number)
+        return [snapshot for snapshot, numbers in self._of_snapshot.items() if not nodes.isdisjoint(numbers)]
+
+    async def _segments(self, state: State) -> None:
+        """Index segments: readable, and what they say of shards is so."""
+        condemned = {name for batch in state.condemned for name in await self._names(batch)}
+        for ref in state.segments:
+            name = object_name("segment", ref.id)
+            self._named.add(("segment", ref.id))
+            try:
+                entries = await read_segment(self._backend, ref, self._keys.segment)
+            except IcecoreError as error:
+                self.note(error, SEGMENT_TITLE, name)
+                continue
+            if len(entries) != ref.count:
+                self.damage(SEGMENT_TITLE, name, f"it has {len(entries)} entries instead of {ref.count}")
+            for shard, which in _by_shard(entries["place"]):
+                if ("shard", shard) in condemned:
+                    continue  # marked, so nobody uses what the index says of it
+                if ("shard", shard) not in self._sizes:
+                    self.damage(SEGMENT_TITLE, name, f"it names {object_name('shard', shard)}, which is missing")
+                    continue
+                table = await self._table(shard)
+                if table is not None and not _agree(table, entries["place"][which], entries["chunk"][which]).all():
+                    self.damage(
+                        SEGMENT_TITLE, name, f"it names chunks that {object_name('shard', shard)} does not have"
+                    )
+
+    async def _names(self, batch: Condemned) -> list[Name]:
+        try:
+            return await self._repository.log.pages.read_names(batch)
+        except IcecoreError:
+            return []  # reported before
+
+    async def _read(self, cells: Records) -> None:
+        """Read, decode and verify chunks, in the order in which they lie."""
+        if self._manifest is None:
+            return
+        if self._share < 1:
+            chosen = np.random.default_rng().random(len(cells)) < self._share
+            cells = cells[chosen]
+        reader = SnapshotReader(self._repository, self._manifest, asyncio.get_running_loop())
+        rooms = threading.local()
+
+        def verify(batch: Records) -> list[tuple[np.void, IcecoreError]]:
+            if not hasattr(rooms, "out"):
+                rooms.out = memoryview(bytearray(CELL_BYTES))
+            failed = []
+            for record in batch:
+                try:
+                    reader.read_cell(record, rooms.out)
+                except IcecoreError as error:
+                    failed.append((record, error))
+            return failed
+
+        async def work(first: int) -> None:
+            batch = cells[first : first + _READ_BATCH]
+            failed = await asyncio.to_thread(verify, batch)
+            self.report.read_chunks += len(batch)
+            for record, error in failed:
+                place = record["place"]
+                shard = place["shard"].tobytes()
+                snapshots = self._snapshots_of(shard, np.array([place["offset"]]), "place", "base_place")
+                if isinstance(error, (ObjectMissing, Damaged)) or not isinstance(error, StoreError):
+                    self.note(error, "chunk", record["chunk"].tobytes().hex(), snapshots)
+                else:
+                    self.damage("chunk", record["chunk"].tobytes().hex(), str(error), snapshots)
+
+        await each(range(0, len(cells), _READ_BATCH), work, at_once=self._threads)
+
+
+def _agree(table: Records, places: Records, chunks: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+    """Which places, with the ids of the chunks that should lie there, are those of a shard's table."""
+    if not len(table):
+        return np.zeros(len(places), np.bool_)
+    at = np.minimum(np.searchsorted(table["offset"], places["offset"]), len(table) - 1)
+    found = table[at]
+    agree: npt.NDArray[np.bool_] = (found["chunk"] == chunks).all(axis=1)
+    for name in ("offset", "length", "codec"):
+        agree &= found[name] == places[name]
+    return agree
+
+
+def _by_shard(places: Records) -> Iterator[tuple[bytes, npt.NDArray[np.int64]]]:
+    """Shards that ``places`` name, and which of them name each."""
+    if not len(places):
+        return
+    shards, inverse = np.unique(np.ascontiguousarray(places["shard"]).view("S16")[:, 0], return_inverse=True)
+    order = np.argsort(inverse, kind="stable")
+    edges = np.searchsorted(inverse[order], np.arange(len(shards) + 1))
+    for number, name in enumerate(shards.tolist()):
+        yield name.ljust(16, b"\0"), order[edges[number] : edges[number + 1]]
+
+
+def _different(places: Records) -> npt.NDArray[np.int64]:
+    """One index for each different place, in the order in which they lie."""
+    keys = np.empty((len(places), 24), np.uint8)
+    keys[:, :16] = places["shard"]
+    keys[:, 16:] = places["offset"].astype(">u8").view(np.uint8).reshape(-1, 8)
+    return np.unique(keys.view("S24")[:, 0], return_index=True)[1]

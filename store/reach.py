@@ -1,0 +1,158 @@
+"""What snapshots reach: from records through manifests and map nodes to packs, shards and the chunks in them; every node is read once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from icecore.errors import Damaged
+from icecore.store.cell import Records
+from icecore.store.cellmap import NodeDecoder, parse_refs
+from icecore.store.manifest import MANIFEST_KIND, Manifest
+from icecore.store.names import Kind, object_name, parse_name
+from icecore.store.parallel import each
+from icecore.store.reader import plan_nodes
+from icecore.store.repository import Repository
+from icecore.store.state import SnapshotRecord
+
+_GAP_BYTES = 256 << 10
+_READ_BYTES = 16 << 20
+#: Pieces are gathered in arrays and made unique when there are so many new ones.
+_UNIQUE_EVERY = 1 << 22
+_OFFSET_BITS = 40
+
+Refs = npt.NDArray[np.void]
+
+
+@dataclass(frozen=True)
+class Live:
+    """How much of a shard is reached: bytes, and the offsets of the pieces."""
+
+    bytes: int
+    offsets: npt.NDArray[np.int64]
+
+
+class Reach:
+    """Gathers what is reached, snapshot by snapshot.
+
+    Attributes:
+        names: Manifests, packs and shards.
+        hints: Names of hint objects.
+    """
+
+    def __init__(self, repository: Repository, *, at_once: int = 8) -> None:
+        self.names: set[tuple[Kind, bytes]] = set()
+        self.hints: set[str] = set()
+        self._repository = repository
+        self._at_once = at_once
+        self._manifests: set[str] = set()
+        self._nodes: set[bytes] = set()
+        self._numbers: dict[bytes, int] = {}
+        self._pieces: list[npt.NDArray[np.uint64]] = []
+        self._lengths: list[npt.NDArray[np.uint32]] = []
+        self._new = 0
+
+    async def add(self, records: Iterable[SnapshotRecord]) -> None:
+        """Mark what these snapshots reach; those whose manifest was marked before cost nothing.
+
+        Raises:
+            Damaged, ObjectMissing: Part of a snapshot cannot be read, so what it reaches is unknown.
+        """
+        new = {record.manifest: record for record in records if record.manifest not in self._manifests}
+        await each(new.values(), self._snapshot, at_once=self._at_once)
+        self._manifests.update(new)
+
+    async def _snapshot(self, record: SnapshotRecord) -> None:
+        manifest = await self._repository.manifest(record)
+        parsed = parse_name(record.manifest)
+        if parsed is None or parsed[0] != "manifest":
+            raise Damaged("log entry", record.snapshot, f"its manifest has the name {record.manifest!r}")
+        for refs in space_refs(manifest, record.manifest):
+            packs = np.unique(np.ascontiguousarray(refs["pack"]).view("S16")).astype("S16")
+            self.names.update(("nodes", bytes(pack).ljust(16, b"\0")) for pack in packs.tolist())
+            identities = np.ascontiguousarray(refs["node"]).tobytes()
+            fresh = [at for at in range(len(refs)) if identities[32 * at : 32 * at + 32] not in self._nodes]
+            if fresh:
+                cells, _ = await read_nodes(self._repository, refs[fresh])
+                self._cells(cells)
+                self._nodes.update(identities[32 * at : 32 * at + 32] for at in fresh)
+        if manifest.hints:
+            self.hints.add(manifest.hints)
+        self.names.add(parsed)
+
+    def _cells(self, cells: Records) -> None:
+        for field in ("place", "base_place"):
+            places = cells[field]
+            places = places[places["length"] > 0]
+            if not len(places):
+                continue
+            shards, inverse = np.unique(np.ascontiguousarray(places["shard"]).view("S16")[:, 0], return_inverse=True)
+            numbers = np.fromiter((self._number(bytes(shard).ljust(16, b"\0")) for shard in shards.tolist()), np.uint64)
+            self._pieces.append(numbers[inverse] << np.uint64(_OFFSET_BITS) | places["offset"].astype(np.uint64))
+            self._lengths.append(places["length"].astype(np.uint32))
+            self._new += len(places)
+        if self._new > _UNIQUE_EVERY:
+            self._unique()
+
+    def _number(self, shard: bytes) -> int:
+        number = self._numbers.get(shard)
+        if number is None:
+            number = self._numbers[shard] = len(self._numbers)
+            self.names.add(("shard", shard))
+        return number
+
+    def _unique(self) -> None:
+        if self._pieces:
+            pieces, first = np.unique(np.concatenate(self._pieces), return_index=True)
+            self._lengths = [np.concatenate(self._lengths)[first]]
+            self._pieces = [pieces]
+        self._new = 0
+
+    def shards(self) -> dict[bytes, Live]:
+        """Every reached shard, and what of it is reached."""
+        self._unique()
+        if not self._pieces:
+            return {}
+        pieces, lengths = self._pieces[0], self._lengths[0].astype(np.int64)
+        numbers = (pieces >> np.uint64(_OFFSET_BITS)).astype(np.int64)
+        offsets = (pieces & np.uint64((1 << _OFFSET_BITS) - 1)).astype(np.int64)
+        edges = np.searchsorted(numbers, np.arange(len(self._numbers) + 1))
+        return {
+            shard: Live(
+                int(lengths[edges[number] : edges[number + 1]].sum()), offsets[edges[number] : edges[number + 1]]
+            )
+            for shard, number in self._numbers.items()
+        }
+
+
+def space_refs(manifest: Manifest, name: str) -> list[Refs]:
+    """The node references of every space of a manifest.
+
+    Raises:
+        Damaged: They cannot be.
+    """
+    try:
+        return [parse_refs(space.nodes, len(space.regions)) for space in manifest.spaces]
+    except ValueError as error:
+        raise Damaged(MANIFEST_KIND.title, name, str(error)) from error
+
+
+async def read_nodes(repository: Repository, refs: Refs) -> tuple[Records, npt.NDArray[np.int64]]:
+    """The CELL records of nodes in the order of ``refs``, verified, and how many each node has.
+
+    Raises:
+        Damaged, ObjectMissing: Names the node, or the pack.
+    """
+    stored: list[memoryview] = [memoryview(b"")] * len(refs)
+    reads = plan_nodes(refs, gap=_GAP_BYTES, read_size=_READ_BYTES)
+    for read in reads:
+        data = memoryview(bytearray(read.length))
+        await repository.backend.get_into(object_name("nodes", read.pack), read.offset, data)
+        starts = (refs["offset"][read.refs].astype(np.int64) - read.offset).tolist()
+        for at, start, length in zip(read.refs.tolist(), starts, refs["length"][read.refs].tolist(), strict=True):
+            stored[at] = data[start : start + length]
+    return await asyncio.to_thread(NodeDecoder(repository.keys.node).decode, stored, refs)
