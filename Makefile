@@ -52,7 +52,7 @@ criu-both: machine-tests
 	$(PYTHON) tools/install-criu --prefix $(CRIU_PREFIX)
 	$(PYTHON) tools/install-criu --suite sid --allow-expired --prefix $(CRIU_PREFIX)-sid || echo "going on without a second CRIU"
 
-.stamps/venv: pyproject.toml | machine
+.stamps/venv: pyproject.toml setup.py host/init.c | machine
 	$(PYTHON) -m venv .venv
 	.venv/bin/python $(PIP_INSTALL) -e '.[dev]'
 	mkdir -p .stamps && touch $@
@@ -62,7 +62,7 @@ criu-both: machine-tests
 	mkdir -p .stamps && touch $@
 
 # A fresh copy is built, so that no module that was removed since lingers in build/.
-.stamps/installed: pyproject.toml $(SOURCES) .stamps/test-venv
+.stamps/installed: pyproject.toml setup.py $(SOURCES) .stamps/test-venv
 	copy=$$(mktemp -d) && trap 'rm -rf "$$copy"' EXIT && \
 	cp -a pyproject.toml LICENSE README.md $(FOLDERS) "$$copy/" && \
 	.venv-test/bin/python -m pip uninstall --quiet --yes icecore 2>/dev/null && \
@@ -70,5 +70,5 @@ criu-both: machine-tests
 	touch $@
 
 clean:
-	rm -rf .venv .venv-test .stamps build icecore.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-test .stamps build icecore.egg-info host/icecore-init .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find $(FOLDERS) tests tools benchmarks -name __pycache__ -prune -exec rm -rf {} +
