@@ -1,1 +1,92 @@
-"""icecore: transparent snapshots of running process trees, kept incrementally, restored fast; the rest loads on first use."""
+"""icecore: transparent, incremental snapshots of running process trees, kept deduplicated, restored fast.
+
+The public names load on first use, so that importing this costs nothing::
+
+    import icecore
+
+    job = icecore.run(["python3", "train.py"])
+    with icecore.Repository.open("/srv/snapshots") as repository:
+        taken = icecore.dump(job.name, repository)
+        back = icecore.restore(taken.snapshot, repository)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from icecore.api import check_restore, dump, restore, run
+    from icecore.config import Config
+    from icecore.difference import Difference
+    from icecore.dumper.dump import DumpResult
+    from icecore.dumper.options import DumpOptions
+    from icecore.errors import IcecoreError
+    from icecore.events import Event
+    from icecore.host.job import ExitStatus, Job
+    from icecore.host.jobs import Registry
+    from icecore.host.namespaces import Isolation
+    from icecore.repository import Repository
+    from icecore.restorer.options import RestoreOptions
+    from icecore.restorer.restore import Restored
+    from icecore.store.forget import Policy
+    from icecore.store.manifest import Manifest
+    from icecore.store.state import SnapshotRecord
+
+__all__ = [
+    "Config",
+    "Difference",
+    "DumpOptions",
+    "DumpResult",
+    "Event",
+    "ExitStatus",
+    "IcecoreError",
+    "Isolation",
+    "Job",
+    "Manifest",
+    "Policy",
+    "Registry",
+    "Repository",
+    "RestoreOptions",
+    "Restored",
+    "SnapshotRecord",
+    "check_restore",
+    "dump",
+    "restore",
+    "run",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name (PEP 562)."""
+    home = {
+        "Config": "config",
+        "Difference": "difference",
+        "DumpOptions": "dumper.options",
+        "DumpResult": "dumper.dump",
+        "Event": "events",
+        "ExitStatus": "host.job",
+        "IcecoreError": "errors",
+        "Isolation": "host.namespaces",
+        "Job": "host.job",
+        "Manifest": "store.manifest",
+        "Policy": "store.forget",
+        "Registry": "host.jobs",
+        "Repository": "repository",
+        "RestoreOptions": "restorer.options",
+        "Restored": "restorer.restore",
+        "SnapshotRecord": "store.state",
+        "check_restore": "api",
+        "dump": "api",
+        "restore": "api",
+        "run": "api",
+    }.get(name)
+    if home is None:
+        raise AttributeError(f"module 'icecore' has no attribute {name!r}")
+    value: object = getattr(import_module(f"icecore.{home}"), name)
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

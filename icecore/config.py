@@ -36,11 +36,15 @@ class Kind(Generic[T]):
         expects: In words, for messages.
         read: The value from a TOML value; raises ValueError or TypeError.
         parse: The value from text (environment, command line); raises ValueError.
+        short: What stands for a value in usage lines.
+        words: All values there are, if they are few words.
     """
 
     expects: str
     read: Callable[[Any], T]
     parse: Callable[[str], T]
+    short: str = "TEXT"
+    words: tuple[str, ...] = ()
 
     def __call__(self, text: str) -> T:
         """``parse``, with an error that argparse understands."""
@@ -111,13 +115,13 @@ def _plain(text: str) -> str:
     return text if "\0" not in text else _refuse(text)
 
 
-SIZE: Kind[int] = Kind("a size such as '2 GiB' or a number of bytes", _number(parse_size, int, int), parse_size)
+SIZE: Kind[int] = Kind("a size such as '2 GiB' or a number of bytes", _number(parse_size, int, int), parse_size, "SIZE")
 SECONDS: Kind[float] = Kind(
-    "a duration such as '30 s' or a number of seconds", _number(parse_seconds, float, int, float), parse_seconds
+    "a duration such as '30 s' or a number of seconds", _number(parse_seconds, float, int, float), parse_seconds, "TIME"
 )
-COUNT: Kind[int] = Kind("a whole number, 0 or more", _number(_refuse, _count, int), _count)
+COUNT: Kind[int] = Kind("a whole number, 0 or more", _number(_refuse, _count, int), _count, "N")
 TEXT: Kind[str] = Kind("a text", lambda value: _plain(value) if isinstance(value, str) else _refuse(value), _plain)
-KEEP: Kind[int] = Kind("a whole number, 0 or more, or 'all'", _number(_kept, _count, int), _kept)
+KEEP: Kind[int] = Kind("a whole number, 0 or more, or 'all'", _number(_kept, _count, int), _kept, "N")
 SWITCH: Kind[bool] = Kind(
     "true or false",
     lambda value: value if isinstance(value, bool) else _refuse(value),
@@ -131,7 +135,7 @@ def choice(*words: str) -> Kind[Any]:
     def parse(text: Any) -> str:
         return text if isinstance(text, str) and text in words else _refuse(text)
 
-    return Kind("one of " + ", ".join(f'"{word}"' for word in words), parse, parse)
+    return Kind("one of " + ", ".join(f'"{word}"' for word in words), parse, parse, words=words)
 
 
 def _setting(default: T, kind: Kind[T]) -> T:
@@ -163,7 +167,7 @@ class DumpSettings:
 class RestoreSettings:
     """[restore]: defaults of ``icecore restore``; the meaning of each is in `icecore.restorer.options.RestoreOptions`.
 
-    ``after`` is a shell command that is run once the restored job runs.
+    ``after`` is a shell command that is run once the restored job runs, ``hook_seconds`` the time that it may take.
     """
 
     mode: Literal["full", "lazy"] = _setting("full", choice("full", "lazy"))
@@ -177,6 +181,7 @@ class RestoreSettings:
     stall_seconds: float = _setting(60.0, SECONDS)
     attempts: int = _setting(4, COUNT)
     after: str = _setting("", TEXT)
+    hook_seconds: float = _setting(300.0, SECONDS)
 
 
 @dataclass(frozen=True)
@@ -203,6 +208,13 @@ class ForgetSettings:
 
 
 @dataclass(frozen=True)
+class GcSettings:
+    """[gc]: how ``icecore gc`` collects. ``fence_seconds``: silence after which a session is taken for dead; its work is then void."""
+
+    fence_seconds: float = _setting(1800.0, SECONDS)
+
+
+@dataclass(frozen=True)
 class Config:
     """All settings.
 
@@ -220,6 +232,7 @@ class Config:
     restore: RestoreSettings = RestoreSettings()
     run: RunSettings = RunSettings()
     forget: ForgetSettings = ForgetSettings()
+    gc: GcSettings = GcSettings()
 
 
 def _kind(about: Field[Any]) -> Kind[Any] | None:

@@ -1,0 +1,139 @@
+"""What every command shares: configuration, output, the repository it works on, and how options are taken from settings."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import Field, dataclass, field, fields, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+
+from icecore.config import SWITCH, Config, Kind
+from icecore.errors import UsageError
+from icecore.output import Output
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from icecore.host.jobs import Registry
+    from icecore.repository import Repository
+
+Settings = TypeVar("Settings")
+
+
+@dataclass
+class Context:
+    """One run of the command line; a context manager that closes what was opened.
+
+    Attributes:
+        location: Where the repository is; empty where nothing says.
+    """
+
+    config: Config
+    output: Output
+    location: str
+    _stack: ExitStack = field(default_factory=ExitStack)
+    _repository: Repository | None = None
+
+    def repository(self) -> Repository:
+        """The repository, opened when first asked for.
+
+        Raises:
+            UsageError: None is named.
+            NotFound: There is none.
+        """
+        if self._repository is None:
+            from icecore.repository import Repository
+
+            opened = Repository.open(self.location, state=self.config.state, emit=self.output.event)
+            self._repository = self._stack.enter_context(opened)
+        return self._repository
+
+    def registry(self) -> Registry:
+        """The jobs of this node."""
+        from icecore.api import registry
+
+        return registry(self.config)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+
+
+Run = Callable[[argparse.Namespace, Context], int]
+
+
+class Interrupted(BaseException):
+    """A signal asked this process to end: everything that was begun is undone on the way out, and jobs run on."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose complaints are errors like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, cure=f"'{self.prog} --help' shows what there is")
+
+
+class Commands:
+    """Adds commands to the parser; each knows the options that stand before it too."""
+
+    def __init__(self, parsers: argparse._SubParsersAction[Parser], common: Callable[[argparse.ArgumentParser], None]) -> None:
+        self._parsers = parsers
+        self._common = common
+
+    def add(self, name: str, run: Run, what: str, *, more: str = "", usage: str | None = None) -> Parser:
+        """A command: its name, what runs it, and what it does in one sentence."""
+        parser = self._parsers.add_parser(
+            name,
+            help=what[0].lower() + what[1:].rstrip("."),
+            description=f"{what} {more}".strip(),
+            usage=usage,
+            allow_abbrev=False,
+        )
+        self._common(parser)
+        parser.set_defaults(run=run)
+        return parser
+
+
+def add_setting(parser: argparse.ArgumentParser, settings: type[DataclassInstance], key: str, what: str, *flags: str) -> None:
+    """An option that overrides a setting; absent, the configuration's value counts.
+
+    Args:
+        flags: Default: the key with dashes.
+    """
+    about: Field[Any] = next(one for one in fields(settings) if one.name == key)
+    kind = about.metadata["kind"]
+    assert isinstance(kind, Kind)
+    names = flags or (f"--{key.replace('_', '-')}",)
+    if kind is SWITCH:
+        parser.add_argument(*names, dest=key, action=argparse.BooleanOptionalAction, default=None, help=what)
+        return
+    words = kind.words
+    parser.add_argument(
+        *names,
+        dest=key,
+        type=kind,
+        default=None,
+        metavar="|".join(words) if words else kind.short,
+        help=f"{what} (default: {_shown(about.default)})",
+    )
+
+
+def _shown(value: object) -> str:
+    return "none" if value == "" else str(value)
+
+
+def overridden(settings: Settings, arguments: argparse.Namespace) -> Settings:
+    """``settings`` with what the command line gives."""
+    known: Sequence[Field[Any]] = fields(settings)  # type: ignore[arg-type]
+    given = {about.name: getattr(arguments, about.name, None) for about in known}
+    changed: Any = replace(settings, **{name: value for name, value in given.items() if value is not None})  # type: ignore[type-var]
+    result: Settings = changed
+    return result

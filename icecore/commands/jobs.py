@@ -1,0 +1,249 @@
+"""Commands for the jobs of this node: run, ps, logs, attach, wait, kill, rm; rule: whatever happens to the command line, the job runs on."""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import os
+import signal
+
+from icecore import units
+from icecore.commands.context import Commands, Context, Interrupted, add_setting, overridden
+from icecore.config import SECONDS, RunSettings
+from icecore.errors import UsageError
+from icecore.events import Value
+from icecore.host.job import Job, LogPiece
+
+
+def add(commands: Commands) -> None:
+    """Add the commands."""
+    parser = commands.add(
+        "run",
+        run,
+        "Start a command as a job that can be snapshotted and restored.",
+        more="In the foreground its output is shown and its exit status returned; Ctrl-C leaves it running.",
+        usage="icecore run [options] -- COMMAND [ARGUMENT ...]",
+    )
+    parser.add_argument("-d", "--detach", action="store_true", help="return at once; print the job's name")
+    parser.add_argument("--name", default="", help="name of the job (default: the program's)")
+    parser.add_argument("--cwd", default="", metavar="DIR", help="directory to start in (default: this one)")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="set a variable; may be repeated")
+    parser.add_argument("--rm", action="store_true", help="forget the job and its logs once it has ended (foreground only)")
+    for key, what in (
+        ("pid", "process ids: its own, so that it can be restored anywhere and several times at once, or the host's"),
+        ("ipc", "System V IPC and message queues"),
+        ("network", "network: the host's, or one of its own that has loopback only"),
+        ("root", "file system: the host's mounts as they are, or bound into a root of its own, with its own /proc and /dev/shm"),
+    ):
+        add_setting(parser, RunSettings, key, what)
+
+    parser = commands.add("ps", ps, "List the jobs of this node.")
+    parser.add_argument("-a", "--all", action="store_true", help="those that have ended, too")
+
+    parser = commands.add("logs", logs, "Show what a job has written.")
+    parser.add_argument("job", help="name, instance or pid")
+    parser.add_argument("-f", "--follow", action="store_true", help="and what it writes until it ends")
+    parser.add_argument("--stream", choices=("both", "stdout", "stderr"), default="both", help="only this one")
+
+    parser = commands.add(
+        "attach", attach, "Follow a job's output from now on and return its exit status; Ctrl-C leaves it running."
+    )
+    parser.add_argument("job", help="name, instance or pid")
+
+    parser = commands.add("wait", wait, "Wait until a job has ended and return its exit status, after a restore too.")
+    parser.add_argument("job", help="name, instance or pid")
+    parser.add_argument("--timeout", type=SECONDS, metavar="TIME", help="give up after this time (exit status 124)")
+
+    parser = commands.add("kill", kill, "Send a signal to a job; KILL ends all its processes at once.")
+    parser.add_argument("job", help="name, instance or pid")
+    parser.add_argument("-s", "--signal", default="TERM", metavar="NAME", help="name or number (default: TERM)")
+
+    parser = commands.add("rm", remove, "Forget jobs that have ended, with their logs; snapshots are not touched.")
+    parser.add_argument("job", nargs="*", help="name or instance")
+    parser.add_argument("--ended", type=SECONDS, metavar="TIME", help="all that ended and were started longer ago than this")
+
+
+def run(arguments: argparse.Namespace, context: Context) -> int:
+    """icecore run."""
+    from icecore.host.namespaces import Isolation
+
+    if not arguments.job_command:
+        raise UsageError("no command to run", cure="write it after '--': icecore run -- python3 train.py")
+    if arguments.rm and arguments.detach:
+        raise UsageError("--rm needs the foreground, because nobody else waits for the job's end", cure="leave out -d or --rm")
+    own = overridden(context.config.run, arguments)
+    isolation = Isolation(
+        pid=own.pid == "private", ipc=own.ipc == "private", network=own.network == "private", root=own.root == "private"
+    )
+    environment = dict(os.environ)
+    for pair in arguments.env:
+        name, separator, value = pair.partition("=")
+        if not separator or not name:
+            raise UsageError(f"--env {pair!r} is wrong", cure="write NAME=VALUE")
+        environment[name] = value
+    registry = context.registry()
+    job = registry.start(
+        arguments.job_command,
+        name=arguments.name,
+        isolation=isolation,
+        cwd=arguments.cwd,
+        environment=environment,
+        emit=context.output.event,
+    )
+    if arguments.detach:
+        context.output.line(job.name)
+        return 0
+    status = follow(job, context, from_start=True)
+    if arguments.rm:
+        registry.remove(job)
+    return status
+
+
+def ps(arguments: argparse.Namespace, context: Context) -> int:
+    """icecore ps."""
+    rows = []
+    for job in context.registry().instances():
+        state = job.state
+        if not arguments.all and state not in ("running", "starting"):
+            continue
+        context.output.result("job", _fields(job))
+        known = job.description
+        ended = job.status()
+        rows.append(
+            [
+                job.name,
+                job.instance,
+                str(job.pid or ""),
+                str(ended) if ended is not None and state == "ended" else state,
+                units.moment(known.created),
+                known.restored_from[:12],
+                known.snapshot[:12],
+                " ".join(known.command),
+            ]
+        )
+    columns = ["JOB", "INSTANCE", "PID", "STATE", "SINCE", "RESTORED FROM", "LAST SNAPSHOT", "COMMAND"]
+    context.output.table(columns, rows, right=["PID"])
+    return 0
+
+
+def _fields(job: Job) -> dict[str, Value]:
+    known, status = job.description, job.status()
+    return {
+        "job": job.name,
+        "instance": job.instance,
+        "pid": job.pid,
+        "state": job.state,
+        "created": known.created,
+        "command": list(known.command),
+        "restored_from": known.restored_from,
+        "snapshot": known.snapshot,
+        "lineage": known.lineage,
+        "exit_code": None if status is None else status.exit_code,
+    }
+
+
+def logs(arguments: argparse.Namespace, context: Context) -> int:
+    """icecore logs."""
+    job = context.registry().find(arguments.job)
+    writer = _Writer(job, context, arguments.stream)
+    for piece in job.logs(follow=arguments.follow):
+        writer.write(piece)
+    return 0
+
+
+def attach(arguments: argparse.Namespace, context: Context) -> int:
+    """icecore attach."""
+    return follow(context.registry().find(arguments.job), context, from_start=False)
+
+
+def follow(job: Job, context: Context, *, from_start: bool) -> int:
+    """Show a job's output until it ends; its exit status."""
+    writer = _Writer(job, context, "both")
+    skip = {} if from_start else {stream: job.log_path(stream).stat().st_size for stream in ("stdout", "stderr")}
+    try:
+        for piece in job.logs(follow=True):
+            skipped = min(skip.get(piece.stream, 0), len(piece.data))
+            if skipped:
+                skip[piece.stream] -= skipped
+            if skipped < len(piece.data):
+                writer.write(LogPiece(piece.stream, piece.data[skipped:]))
+        status = job.wait()
+    except Interrupted:
+        context.output.note(f"\njob {job.name} runs on; 'icecore attach {job.name}' follows it again, 'icecore kill {job.name}' ends it")
+        raise
+    context.output.result("job.ended", {"job": job.name, "instance": job.instance, "how": str(status), "exit_code": status.exit_code})
+    if status.code is None:
+        context.output.note(f"job {job.name}: {status}")
+    return status.exit_code
+
+
+class _Writer:
+    """Writes pieces of a job's output as they are, or as ``job.output`` events."""
+
+    def __init__(self, job: Job, context: Context, stream: str) -> None:
+        self._job = job
+        self._output = context.output
+        self._stream = stream
+        make = codecs.getincrementaldecoder("utf-8")
+        self._decoders = {name: make("replace") for name in ("stdout", "stderr")}
+
+    def write(self, piece: LogPiece) -> None:
+        """Write one."""
+        if self._stream not in ("both", piece.stream):
+            return
+        if self._output.as_json:
+            text = self._decoders[piece.stream].decode(piece.data)
+            self._output.result("job.output", {"job": self._job.name, "stream": piece.stream, "text": text})
+        else:
+            self._output.raw(piece.data, error=piece.stream == "stderr")
+
+
+def wait(arguments: argparse.Namespace, context: Context) -> int:
+    """icecore wait."""
+    job = context.registry().find(arguments.job)
+    try:
+        status = job.wait(arguments.timeout)
+    except TimeoutError as error:
+        context.output.note(f"icecore: {error}")
+        return 124
+    fields: dict[str, Value] = {"job": job.name, "instance": job.instance, "how": str(status), "exit_code": status.exit_code}
+    context.output.result("job.ended", fields, f"{job.name}: {status}")
+    return status.exit_code
+
+
+def kill(arguments: argparse.Namespace, context: Context) -> int:
+    """icecore kill."""
+    job = context.registry().find(arguments.job)
+    number = _signal_number(arguments.signal)
+    job.kill(number)
+    if number == signal.SIGKILL:
+        job.wait(timeout=30)
+    context.output.result("job.signalled", {"job": job.name, "instance": job.instance, "signal": signal.Signals(number).name})
+    return 0
+
+
+def _signal_number(text: str) -> int:
+    word = text.upper().removeprefix("SIG")
+    named = {one.name.removeprefix("SIG"): int(one) for one in signal.Signals}
+    if word in named:
+        return named[word]
+    if word.isdecimal() and int(word) in named.values():
+        return int(word)
+    raise UsageError(f"there is no signal {text!r}", cure="use a name such as TERM, KILL, USR1, or its number")
+
+
+def remove(arguments: argparse.Namespace, context: Context) -> int:
+    """icecore rm."""
+    registry = context.registry()
+    if not arguments.job and arguments.ended is None:
+        raise UsageError("no job is named", cure="name jobs, or give --ended 7d")
+    removed = [registry.find(name) for name in arguments.job]
+    for job in removed:
+        registry.remove(job)
+    if arguments.ended is not None:
+        removed += registry.remove_ended(arguments.ended)
+    for job in removed:
+        context.output.result("job.removed", {"job": job.name, "instance": job.instance}, f"{job.name} ({job.instance}) forgotten")
+    return 0
+
+

@@ -1,0 +1,33 @@
+"""The command that looks at this machine: doctor."""
+
+from __future__ import annotations
+
+import argparse
+
+from icecore.commands.context import Commands, Context
+
+
+def add(commands: Commands) -> None:
+    """Add the command."""
+    commands.add(
+        "doctor",
+        doctor,
+        "Look at what dumps and restores need of this machine and the repository, and say what cures what is missing.",
+        more="Ends with status 1 if something is bad.",
+    )
+
+
+def doctor(arguments: argparse.Namespace, context: Context) -> int:
+    """icecore doctor."""
+    from icecore.doctor import examine
+
+    signs = {"good": "ok", "warning": "warn", "bad": "BAD"}
+    bad = False
+    for finding in examine(context.config, context.location):
+        bad = bad or finding.state == "bad"
+        words = f"{signs[finding.state]:<5} {finding.name}: {finding.message}"
+        fields = {"name": finding.name, "state": finding.state, "message": finding.message, "cure": finding.cure}
+        context.output.result("doctor.finding", {**fields}, words)
+        if finding.cure:
+            context.output.line(f"      cure: {finding.cure}")
+    return 1 if bad else 0

@@ -1,0 +1,234 @@
+"""Commands that make and keep repositories: init, forget, mark, gc, check."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+
+from icecore import units
+from icecore.addressing import shortest
+from icecore.commands.context import Commands, Context, add_setting, overridden
+from icecore.commands.snapshots import WHICH, snapshot_fields
+from icecore.config import SIZE, ForgetSettings, GcSettings
+from icecore.errors import Damaged, UsageError
+from icecore.events import Value
+from icecore.repository import Repository
+from icecore.store.forget import Policy
+from icecore.store.gc import Options
+
+
+def add(commands: Commands) -> None:
+    """Add the commands."""
+    parser = commands.add("init", init, "Make a repository.", more="The place is tried out first: it must create files atomically.")
+    parser.add_argument("location", nargs="?", default="", metavar="DIR", help="where (default: the repository that is configured)")
+    parser.add_argument("--shard", type=SIZE, default=64 << 20, metavar="SIZE", help="size of an object of chunks (default: 64 MiB)")
+
+    parser = commands.add(
+        "forget",
+        forget,
+        "Take snapshots off the list, by name or by policy.",
+        more="Rules add up; pinned snapshots stay. 'gc' then frees the space.",
+    )
+    parser.add_argument("snapshot", nargs="*", help=WHICH)
+    parser.add_argument("-n", "--dry-run", action="store_true", help="say what would be forgotten, change nothing")
+    parser.add_argument("--job", default="", help="apply the policy to this job only")
+    for rule, what in (
+        ("last", "the newest N"),
+        ("hourly", "the newest of each of the last N hours that have any"),
+        ("daily", "the same by days"),
+        ("weekly", "the same by weeks"),
+        ("monthly", "the same by months"),
+        ("yearly", "the same by years"),
+        ("within", "all that are at most this much older than the newest"),
+    ):
+        add_setting(parser, ForgetSettings, f"keep_{rule}", f"keep {what}, of each job")
+    parser.add_argument("--keep-tag", action="append", default=[], metavar="TEXT", help="keep all with this label; may be repeated")
+
+    parser = commands.add("mark", mark, "Pin a snapshot or label it.")
+    parser.add_argument("snapshot", help=WHICH)
+    parser.add_argument("--pin", action=argparse.BooleanOptionalAction, default=None, help="never forget it by policy")
+    parser.add_argument("--tag", action="append", default=[], metavar="TEXT", help="add a label")
+    parser.add_argument("--untag", action="append", default=[], metavar="TEXT", help="take a label off")
+
+    parser = commands.add(
+        "gc",
+        gc,
+        "Free what no snapshot needs any more.",
+        more="Safe beside running dumps and restores, and to interrupt at any time.",
+    )
+    parser.add_argument("-n", "--dry-run", action="store_true", help="say what would be done, change nothing")
+    add_setting(parser, GcSettings, "fence_seconds", "silence after which an open session is taken for dead", "--fence")
+
+    parser = commands.add(
+        "check",
+        check,
+        "Look at every object that snapshots need and name what is damaged.",
+        more="Ends with status 9 if anything is.",
+    )
+    parser.add_argument(
+        "--read-data",
+        nargs="?",
+        type=_share,
+        const=1.0,
+        default=0.0,
+        metavar="PERCENT",
+        help="read and verify the data, too: all of it, or this share of it",
+    )
+    parser.add_argument("--read-only", action="store_true", help="write nothing to the repository, not even that it is being looked at")
+
+
+def _share(text: str) -> float:
+    percent = float(text.removesuffix("%"))
+    if not 0 <= percent <= 100:
+        raise ValueError(text)
+    return percent / 100
+
+
+def init(arguments: argparse.Namespace, context: Context) -> int:
+    """icecore init."""
+    location = arguments.location or context.location
+    with Repository.create(
+        location, shard_bytes=arguments.shard, state=context.config.state, emit=context.output.event
+    ) as repository:
+        context.output.result(
+            "repository",
+            {"location": repository.location, "id": repository.id, "shard_bytes": arguments.shard},
+            f"made repository {repository.id[:12]} in {repository.location}",
+        )
+    context.output.note("it will hold whatever jobs have in memory, secrets too: only you may read it")
+    return 0
+
+
+def forget(arguments: argparse.Namespace, context: Context) -> int:
+    """icecore forget."""
+    settings = overridden(context.config.forget, arguments)
+    given = [about.name for about in fields(settings) if getattr(arguments, about.name) is not None]
+    repository = context.repository()
+    if arguments.snapshot:
+        if given or arguments.keep_tag or arguments.job:
+            raise UsageError("snapshots are named and a policy is given as well", cure="do one, then the other")
+        records = [repository.find(text) for text in arguments.snapshot]
+        pinned = [record.snapshot for record in records if record.pinned]
+        if pinned:
+            raise UsageError(f"pinned: {', '.join(pinned)}", cure="'icecore mark --no-pin' first")
+        decisions = [(record, False, ["named"]) for record in records]
+    else:
+        policy = Policy(
+            settings.keep_last,
+            settings.keep_hourly,
+            settings.keep_daily,
+            settings.keep_weekly,
+            settings.keep_monthly,
+            settings.keep_yearly,
+            settings.keep_within,
+            frozenset(arguments.keep_tag),
+        )
+        decisions = [(one.record, one.keep, one.reasons) for one in repository.plan_forget(policy, job=arguments.job)]
+    digits = shortest([record for record, *_ in decisions])
+    rows = []
+    for record, keep, reasons in decisions:
+        words: dict[str, Value] = {"snapshot": record.snapshot, "job": record.job, "keep": keep, "reasons": list(reasons)}
+        context.output.result("forget.decision", words)
+        verdict = "keep" if keep else "forget"
+        rows.append([record.snapshot[:digits], record.job, units.moment(record.created_ns / 1e9), verdict, ", ".join(reasons)])
+    context.output.table(["SNAPSHOT", "JOB", "TAKEN", "VERDICT", "WHY"], rows)
+    doomed = [record.snapshot for record, keep, _ in decisions if not keep]
+    removed = [] if arguments.dry_run or not doomed else repository.forget(doomed)
+    said = f"would forget {len(doomed)}" if arguments.dry_run else f"forgot {len(removed)}"
+    context.output.result(
+        "forget.done",
+        {"dry_run": arguments.dry_run, "kept": len(decisions) - len(doomed), "forgotten": len(doomed if arguments.dry_run else removed)},
+        f"{said}, {len(decisions) - len(doomed)} kept" + ("" if arguments.dry_run else "; 'icecore gc' frees the space"),
+    )
+    return 0
+
+
+def mark(arguments: argparse.Namespace, context: Context) -> int:
+    """icecore mark."""
+    if arguments.pin is None and not arguments.tag and not arguments.untag:
+        raise UsageError("nothing to change", cure="give --pin, --no-pin, --tag or --untag")
+    repository = context.repository()
+    record = repository.find(arguments.snapshot)
+    kept = [tag for tag in record.tags if tag not in arguments.untag]
+    tags = kept + [tag for tag in arguments.tag if tag not in kept]
+    record = repository.update(record, pinned=arguments.pin, tags=tags)
+    labels = " ".join([*(["pinned"] if record.pinned else []), *record.tags]) or "no labels"
+    context.output.result("snapshot", snapshot_fields(record), f"{record.snapshot}: {labels}")
+    return 0
+
+
+def gc(arguments: argparse.Namespace, context: Context) -> int:
+    """icecore gc."""
+    repository = context.repository()
+    options = Options(fence_seconds=overridden(context.config.gc, arguments).fence_seconds)
+    if arguments.dry_run:
+        plan = repository.plan_gc(options)
+        context.output.result(
+            "gc.plan",
+            {
+                "fence": [session.id for session in plan.fence],
+                "condemn": len(plan.condemn),
+                "delete": len(plan.delete),
+                "delete_bytes": plan.delete_bytes,
+                "wait": len(plan.wait),
+                "wait_bytes": plan.wait_bytes,
+                "compact": len(plan.compact),
+                "compact_bytes": plan.compact_bytes,
+                "rewrite": plan.rewrite,
+                "trim": len(plan.trim),
+                "kept_bytes": plan.kept_bytes,
+            },
+            f"would free {units.size(plan.delete_bytes)} in {len(plan.delete)} objects"
+            f" and {units.size(plan.compact_bytes)} by rewriting {len(plan.compact)}; {units.size(plan.kept_bytes)} stay"
+            + (f"; {units.size(plan.wait_bytes)} wait for open sessions" if plan.wait else "")
+            + (f"; {len(plan.fence)} silent sessions would be ended" if plan.fence else ""),
+        )
+        return 0
+    result = repository.gc(options)
+    context.output.result(
+        "gc.done",
+        {
+            "fenced": result.fenced,
+            "compacted": result.compacted.shards,
+            "compacted_bytes": result.compacted.freed_bytes,
+            "condemned": result.condemned,
+            "deleted": result.deleted,
+            "deleted_bytes": result.deleted_bytes,
+            "waiting": result.waiting,
+            "rewritten": result.rewritten,
+            "trimmed": result.trimmed,
+        },
+        f"freed {units.size(result.deleted_bytes)} in {result.deleted} objects"
+        + (f"; {result.waiting} wait for open sessions" if result.waiting else ""),
+    )
+    return 0
+
+
+def check(arguments: argparse.Namespace, context: Context) -> int:
+    """icecore check."""
+    report = context.repository().check(read_data=arguments.read_data, register=not arguments.read_only)
+    output = context.output
+    for damage in report.damages:
+        fields: dict[str, Value] = {"kind": damage.kind, "object": damage.name, "why": damage.why, "snapshots": list(damage.snapshots)}
+        lost = f" (cannot be restored: {', '.join(damage.snapshots)})" if damage.snapshots else ""
+        output.result("check.finding", fields, f"DAMAGED {damage}{lost}")
+    rows = [[kind, str(report.objects[kind]), units.size(report.bytes[kind])] for kind in sorted(report.objects)]
+    output.table(["OBJECTS", "NUMBER", "SIZE"], rows, right=["NUMBER", "SIZE"])
+    output.result(
+        "check.done",
+        {
+            "sound": report.sound,
+            "damages": len(report.damages),
+            "snapshots": report.snapshots,
+            "objects": sum(report.objects.values()),
+            "object_bytes": sum(report.bytes.values()),
+            "unreached": report.unreached,
+            "unreached_bytes": report.unreached_bytes,
+            "chunks": report.chunks,
+            "read_chunks": report.read_chunks,
+        },
+        f"{report.snapshots} snapshots, {report.chunks} chunks of which {report.read_chunks} read: "
+        + ("all is well" if report.sound else f"{len(report.damages)} damages")
+        + (f"; {units.size(report.unreached_bytes)} wait for 'icecore gc'" if report.unreached else ""),
+    )
+    return 0 if report.sound else Damaged.exit_code

@@ -1,0 +1,196 @@
+"""What this machine lacks for dumps and restores; rule: every line that is not good says what cures it, and nothing is changed."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from icecore import units
+from icecore.config import Config
+from icecore.errors import IcecoreError
+from icecore.host import limits, namespaces
+from icecore.host.criu import Criu, find_criu
+from icecore.host.images import load_pycriu
+from icecore.host.userfaultfd import create
+from icecore.places import state_directory
+from icecore.repository import Repository
+
+State = Literal["good", "warning", "bad"]
+_LEAST_KERNEL = (5, 11)
+_SCAN_KERNEL = (6, 7)
+_NEEDED = ("CAP_SYS_ADMIN", "CAP_SYS_PTRACE")
+_ROOM = 1 << 30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what was looked at, how it is, what was found, and what cures it."""
+
+    name: str
+    state: State
+    message: str
+    cure: str = ""
+
+
+def examine(config: Config, location: str) -> Iterator[Finding]:
+    """Look at this machine and at the repository at ``location``; findings one by one, as some take a second."""
+    yield from _platform()
+    yield from _privileges()
+    yield from _criu(config)
+    yield _pipes()
+    yield _io_uring()
+    yield _workdir(config.restore.workdir or config.dump.workdir)
+    yield _jobs(config)
+    yield from _repository(config, location)
+
+
+def _platform() -> Iterator[Finding]:
+    python = f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
+    yield Finding("python", "good", f"{python} in {sys.prefix}")
+    machine = platform.machine()
+    known = machine == "x86_64"
+    yield Finding("architecture", "good" if known else "warning", machine, "" if known else "only x86_64 is tested")
+    version, release = limits.kernel_version(), os.uname().release
+    if version < _LEAST_KERNEL:
+        yield Finding("kernel", "bad", f"{release} is older than 5.11", "use a newer kernel")
+    elif version < _SCAN_KERNEL:
+        yield Finding("kernel", "warning", f"{release} has no PAGEMAP_SCAN (6.7): pages are found more slowly", "use a newer kernel")
+    else:
+        yield Finding("kernel", "good", release)
+    pages = limits.huge_pages()
+    yield Finding(
+        "huge pages",
+        "warning" if pages == "never" else "good",
+        f"transparent huge pages: {pages}",
+        "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled" if pages == "never" else "",
+    )
+
+
+def _privileges() -> Iterator[Finding]:
+    missing = [name for name in _NEEDED if name not in limits.capabilities()]
+    if missing:
+        yield Finding("capabilities", "bad", f"{', '.join(missing)} missing", "run as root, in a container with --privileged")
+    else:
+        yield Finding("capabilities", "good", "CAP_SYS_ADMIN, CAP_SYS_PTRACE")
+    try:
+        os.close(create())
+    except (OSError, IcecoreError) as error:
+        yield Finding(
+            "userfaultfd", "bad", f"cannot be used: {error}", "run as root, or sysctl -w vm.unprivileged_userfaultfd=1"
+        )
+    else:
+        yield Finding("userfaultfd", "good", "with the events that a restore needs")
+
+
+def _criu(config: Config) -> Iterator[Finding]:
+    try:
+        criu = find_criu(config.criu or None)
+        criu.check()
+    except IcecoreError as error:
+        yield Finding("CRIU", "bad", error.message, error.cure)
+        return
+    version = ".".join(map(str, criu.version))
+    yield Finding("CRIU", "good", f"{version} at {criu.path}; 'criu check' passes")
+    yield _pycriu(criu)
+
+
+def _pycriu(criu: Criu) -> Finding:
+    try:
+        load_pycriu(criu)
+    except IcecoreError as error:
+        return Finding("pycriu", "warning", error.message, error.cure)
+    return Finding("pycriu", "good", f"in {criu.pycriu}")
+
+
+def _pipes() -> Finding:
+    """CRIU holds the pages of a frozen process in pipes: how large may a process be?"""
+    descriptors, capacity = limits.descriptor_limit(), limits.pipe_capacity()
+    most = max(0, (descriptors - limits.pipe_need(0)) // 2) * capacity
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+    message = f"fs.pipe-max-size {limits.pipe_max_size()}, {descriptors} descriptors: jobs of up to {units.size(most)}"
+    if most >= total:
+        return Finding("pipes", "good", message)
+    cure = "sysctl -w fs.pipe-max-size=134217728"
+    if limits.pipe_capacity() >= limits.CRIU_PIPE_PAGES * limits.PAGE:
+        cure = "raise the hard limit of descriptors: ulimit -Hn 1048576"
+    return Finding("pipes", "warning", f"{message}, of {units.size(total)} in this machine", cure)
+
+
+def _io_uring() -> Finding:
+    disabled = limits.io_uring_disabled()
+    if disabled == 2:
+        return Finding("io_uring", "good", "off: no job can come to use it, and CRIU cannot dump it")
+    return Finding(
+        "io_uring",
+        "warning",
+        "on: CRIU cannot dump a job that uses it ('icecore run' keeps Node.js and PyTorch off it)",
+        "sysctl -w kernel.io_uring_disabled=2",
+    )
+
+
+def _workdir(path: str) -> Finding:
+    path = path or "/dev/shm"
+    try:
+        free = limits.free_space(path)
+        kind = _filesystem(path)
+    except OSError as error:
+        return Finding("workdir", "bad", f"{path}: {error.strerror}", "name another one: workdir in [dump] and [restore]")
+    if kind != "tmpfs":
+        return Finding("workdir", "warning", f"{path} is on {kind}, which makes the window longer", "name one on tmpfs: workdir in [dump]")
+    if free < _ROOM:
+        return Finding("workdir", "warning", f"{path} has {units.size(free)} free", f"mount -o remount,size=50% {path}")
+    return Finding("workdir", "good", f"{path}: tmpfs, {units.size(free)} free")
+
+
+def _filesystem(path: str) -> str:
+    """The type of the file system that ``path`` lies on."""
+    wanted = os.path.realpath(path)
+    best, kind = "", "unknown"
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+        for line in file:
+            before, _, after = line.partition(" - ")
+            point = before.split()[4]
+            inside = wanted == point or wanted.startswith(point.rstrip("/") + "/")
+            if inside and len(point) >= len(best):
+                best, kind = point, after.split()[0]
+    return kind
+
+
+def _jobs(config: Config) -> Finding:
+    state = state_directory(config.state)
+    try:
+        namespaces.init_program()
+    except IcecoreError as error:
+        return Finding("jobs", "bad", error.message, error.cure)
+    nearest = next(path for path in (state, *state.parents) if path.is_dir())
+    if not os.access(nearest, os.W_OK):
+        return Finding("jobs", "bad", f"{state} cannot be written to", "run as root, or set ICECORE_STATE")
+    if os.statvfs(nearest).f_flag & os.ST_NOEXEC:
+        return Finding("jobs", "bad", f"{state} is on a file system mounted noexec", "set ICECORE_STATE to another place")
+    return Finding("jobs", "good", f"noted down in {state}")
+
+
+def _repository(config: Config, location: str) -> Iterator[Finding]:
+    if not location:
+        yield Finding("repository", "warning", "none is named", "-r DIR, ICECORE_REPOSITORY, or repository in icecore.toml")
+        return
+    try:
+        with Repository.open(location, state=config.state) as repository:
+            count = len(repository.snapshots())
+            where = repository.location
+    except (IcecoreError, OSError) as error:
+        cure = error.cure if isinstance(error, IcecoreError) else "look at its permissions"
+        yield Finding("repository", "bad", str(getattr(error, "message", error)), cure)
+        return
+    yield Finding("repository", "good", f"{where}: {count} snapshots")
+    if Path(where).is_dir():
+        free = limits.free_space(where)
+        state: State = "good" if free >= _ROOM else "warning"
+        yield Finding("space", state, f"{units.size(free)} free in {where}", "" if state == "good" else "'icecore forget', then 'icecore gc'")
+
+

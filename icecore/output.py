@@ -1,0 +1,283 @@
+"""What the command line says: JSON lines, or tables and progress for people; rule: results go to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TextIO
+
+from icecore import units
+from icecore.errors import IcecoreError, PreflightRefused
+from icecore.events import Event, Value
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+#: What long work is called while it goes on; other phases go by their event's name.
+TITLES: Mapping[str, str] = {
+    "check": "checking",
+    "dump.precopy": "scanning while it runs",
+    "dump.preflight": "preflight",
+    "dump.store": "storing",
+    "dump.window": "window",
+    "export": "exporting",
+    "gc.compact": "rewriting objects",
+    "gc.delete": "deleting",
+    "gc.survey": "looking around",
+    "hook": "hook",
+    "import": "importing",
+    "restore.criu": "building the tree",
+    "restore.images": "writing images",
+    "restore.memory": "filling memory",
+    "store.commit": "committing",
+}
+
+
+class Output:
+    """Where a command's words go.
+
+    Args:
+        as_json: One JSON object a line on stdout, events included, instead of text.
+        quiet: No progress.
+        stdout, stderr: Instead of this process's.
+    """
+
+    def __init__(
+        self, *, as_json: bool = False, quiet: bool = False, stdout: TextIO | None = None, stderr: TextIO | None = None
+    ) -> None:
+        self.as_json = as_json
+        self._quiet = quiet
+        self._stdout = stdout or sys.stdout
+        self._stderr = stderr or sys.stderr
+        self._lock = threading.Lock()
+        self._bars: _Bars | None = None
+        if not as_json and not quiet and self._stderr.isatty():
+            self._bars = _Bars(self._stderr)
+
+    # -- results
+
+    def result(self, name: str, fields: Mapping[str, Value], text: str = "") -> None:
+        """One result: an event ``name`` as JSON, else ``text`` as a line (none if it is empty)."""
+        if self.as_json:
+            self._json(Event(name, dict(fields)))
+        elif text:
+            self.line(text)
+
+    def line(self, text: str) -> None:
+        """A line on stdout; nothing as JSON."""
+        if not self.as_json:
+            with self._lock:
+                self._pause()
+                print(text, file=self._stdout, flush=True)
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", right: Sequence[str] = ()) -> None:
+        """A table on stdout; nothing as JSON.
+
+        Args:
+            right: Columns that hold numbers.
+        """
+        if self.as_json or not rows:
+            return
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        for column in columns:
+            table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in row))
+        terminal = self._stdout.isatty()
+        # What is read by programs is not folded to a width that nobody sees.
+        console = Console(file=self._stdout, width=None if terminal else 10_000, highlight=False, no_color=not terminal)
+        with self._lock:
+            self._pause()
+            if terminal:
+                console.print(table)
+            else:
+                with console.capture() as captured:
+                    console.print(table)
+                self._stdout.write("\n".join(line.rstrip() for line in captured.get().split("\n")))
+            self._stdout.flush()
+
+    def raw(self, data: bytes, *, error: bool = False) -> None:
+        """Bytes of a job's output, as they are."""
+        with self._lock:
+            self._pause()
+            stream = self._stderr if error else self._stdout
+            stream.flush()
+            stream.buffer.write(data)
+            stream.buffer.flush()
+
+    # -- while it lasts
+
+    def event(self, event: Event) -> None:
+        """A sink for events; any thread may call it."""
+        if self.as_json:
+            self._json(event)
+            return
+        if self._quiet:
+            return
+        with self._lock:
+            if self._bars is not None:
+                self._bars.event(event)
+            text = describe(event)
+            if text and (self._bars is None or event.fields.get("state") == "failed" or "state" not in event.fields):
+                self._pause()
+                print(text, file=self._stderr, flush=True)
+
+    def note(self, text: str) -> None:
+        """A remark on stderr; nothing as JSON or when quiet."""
+        if not self.as_json and not self._quiet:
+            with self._lock:
+                self._pause()
+                print(text, file=self._stderr, flush=True)
+
+    def error(self, error: IcecoreError) -> None:
+        """What went wrong, with its cure: on stderr, and as an ``error`` event as JSON."""
+        fields: dict[str, Value] = {
+            "class": type(error).__name__,
+            "message": error.message,
+            "cure": error.cure,
+            "exit_code": error.exit_code,
+        }
+        if isinstance(error, PreflightRefused):
+            fields["reasons"] = [{"name": name, "message": message, "cure": cure} for name, message, cure in error.reasons]
+        if self.as_json:
+            self._json(Event("error", fields))
+        with self._lock:
+            self._pause()
+            for line in explain(error):
+                print(line, file=self._stderr)
+            self._stderr.flush()
+
+    def _json(self, event: Event) -> None:
+        line = json.dumps(event.as_json(), ensure_ascii=False, default=str)
+        with self._lock:
+            print(line, file=self._stdout, flush=True)
+
+    def _pause(self) -> None:
+        if self._bars is not None:
+            self._bars.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._lock:
+            self._pause()
+
+
+def explain(error: IcecoreError) -> list[str]:
+    """An error as lines for people."""
+    if isinstance(error, PreflightRefused) and error.reasons:
+        lines = ["icecore: refused; nothing was stopped:"]
+        for name, message, cure in error.reasons:
+            lines.append(f"  {name}: {message}")
+            if cure:
+                lines.append(f"    cure: {cure}")
+        return lines
+    lines = [f"icecore: {error.message}"]
+    if error.cure:
+        lines.append(f"  cure: {error.cure}")
+    return lines
+
+
+def describe(event: Event) -> str:
+    """An event as a line for people; empty for those that say nothing to them."""
+    fields = event.fields
+    state = fields.get("state")
+    if state == "begin":
+        return ""
+    title = TITLES.get(event.name, event.name)
+    if state in ("end", "failed"):
+        if state == "end" and event.name not in TITLES:
+            return ""
+        words = [title, units.seconds(_number(fields, "seconds"))]
+        if "bytes" in fields:
+            words.append(units.size(_number(fields, "bytes")))
+        if "gb_per_s" in fields:
+            words.append(f"{_number(fields, 'gb_per_s'):.2f} GB/s")
+        if state == "failed":
+            words.append(f"failed: {fields.get('error')}")
+        return "  ".join(words)
+    if "error" in fields or "warning" in fields:
+        return f"{title}: {fields.get('warning') or fields.get('error')}"
+    return ""
+
+
+def _number(fields: Mapping[str, Any], name: str) -> float:
+    value = fields.get(name)
+    return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+class _Bars:
+    """Progress bars of the phases that go on; cleared as soon as anything else is to be written."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._progress: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+
+    def event(self, event: Event) -> None:
+        """Show what an event changes."""
+        state = event.fields.get("state")
+        total, done = event.fields.get("total"), event.fields.get("bytes")
+        if event.name not in TITLES and event.name not in self._tasks:
+            return
+        if state in ("end", "failed"):
+            self._end(event.name)
+            return
+        progress = self._shown()
+        task = self._tasks.get(event.name)
+        if task is None:
+            task = self._tasks[event.name] = progress.add_task(TITLES[event.name], total=None)
+        if isinstance(total, (int, float)):
+            progress.update(task, total=total)
+        if isinstance(done, (int, float)):
+            progress.update(task, completed=done)
+
+    def _shown(self) -> Progress:
+        if self._progress is None:
+            from rich.console import Console
+            from rich.progress import (
+                BarColumn,
+                DownloadColumn,
+                Progress,
+                TextColumn,
+                TimeElapsedColumn,
+                TransferSpeedColumn,
+            )
+
+            self._progress = Progress(
+                TextColumn("{task.description:<24}"),
+                BarColumn(),
+                DownloadColumn(binary_units=True),
+                TransferSpeedColumn(),
+                TimeElapsedColumn(),
+                console=Console(file=self._file),
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._progress.start()
+        return self._progress
+
+    def _end(self, name: str) -> None:
+        task = self._tasks.pop(name, None)
+        if task is not None and self._progress is not None:
+            self._progress.remove_task(task)
+        if not self._tasks:
+            self.clear()
+
+    def clear(self) -> None:
+        """Take the bars off the terminal; the next event brings them back."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+            self._tasks.clear()
+
+

@@ -1,0 +1,46 @@
+"""Where things are kept: repositories by their location, and what this node remembers; rule: nothing is made here, and there is no repository by default."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from icecore.errors import UsageError
+from icecore.store.backend import Backend
+from icecore.store.local import LocalBackend
+
+_CURE = "name one with --repository DIR (-r), ICECORE_REPOSITORY, or repository = \"DIR\" in icecore.toml; 'icecore init' makes one"
+
+
+def backend_at(location: str, *, create: bool = False) -> Backend:
+    """The storage at ``location``: a directory, or ``file://`` and its absolute path.
+
+    Args:
+        create: Make the directory where it is missing.
+
+    Raises:
+        UsageError: No location, or of a kind that this version does not have.
+        NotFound: There is no such directory.
+    """
+    if not location:
+        raise UsageError("no repository is named", cure=_CURE)
+    scheme, separator, rest = location.partition("://")
+    if separator and scheme != "file":
+        raise UsageError(f"{location}: this version keeps repositories in directories only", cure="name a directory")
+    if separator and not rest.startswith("/"):
+        raise UsageError(f"{location} has no absolute path", cure="write file:///DIR, or just DIR")
+    return LocalBackend(Path(rest if separator else location).expanduser(), create=create)
+
+
+def state_directory(named: str = "") -> Path:
+    """Where the jobs of this node and the newest generations seen are noted down.
+
+    Args:
+        named: From the configuration (or ICECORE_STATE). Empty: /var/lib/icecore, or below ~/.local/state for others than root.
+    """
+    named = named or os.environ.get("ICECORE_STATE", "")
+    if named:
+        return Path(named).expanduser().absolute()
+    if os.geteuid() == 0:
+        return Path("/var/lib/icecore")
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "icecore"
