@@ -64,7 +64,7 @@ criu-both: machine-tests
 # A fresh copy is built, so that no module that was removed since lingers in build/.
 .stamps/installed: pyproject.toml setup.py $(SOURCES) .stamps/test-venv
 	copy=$$(mktemp -d) && trap 'rm -rf "$$copy"' EXIT && \
-	cp -a pyproject.toml LICENSE README.md $(FOLDERS) "$$copy/" && \
+	cp -a pyproject.toml setup.py LICENSE README.md $(FOLDERS) "$$copy/" && \
 	.venv-test/bin/python -m pip uninstall --quiet --yes icecore 2>/dev/null && \
 	.venv-test/bin/python $(PIP_INSTALL) "icecore[dev] @ file://$$copy"
 	touch $@
