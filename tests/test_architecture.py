@@ -186,7 +186,8 @@ def test_pyproject_lists_every_package() -> None:
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     packages = {module.name for module in modules() if module.path.name == "__init__.py"}
     assert sorted(setuptools["packages"]) == sorted(packages)
-    folders = {name: "icecore" if name == "icecore" else name.split(".")[1] for name in packages if name.count(".") < 2}
+    top = {"icecore", *(f"icecore.{folder}" for folder in FOLDERS[1:])}
+    folders = {name: name.rpartition(".")[2] for name in packages & top}  # those below find theirs through their parent
     assert setuptools["package-dir"] == folders
 
 
