@@ -223,12 +223,10 @@ class Daemon:
 
     def _add_task(self, message: Message) -> None:
         descriptor, keep = message.descriptors[0], message.number("keep")
-        family = self._families.get(message.number("process"))
-        if family is None:
-            # A process without missing memory: whatever it touches is absent. Without us the kernel does the same.
-            os.close(descriptor)
-            self._guard.close_descriptor(keep)
-            return
+        process = message.number("process")
+        # A process without missing memory is served too: CRIU registers its memory all the same, so that absent pages
+        # would be waited for.
+        family = self._families.get(process) or Family.empty(process, self.check_unmapped)
         self._watch(family, Member(descriptor, keep, len(family)))
 
     def _watch(self, family: Family, member: Member) -> None:

@@ -3,14 +3,15 @@ name, so that whoever still has the old one open keeps it, or it is not touched.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
+
+import blake3
 
 from icecore.errors import Damaged, RestoreFailed
 from icecore.restorer.cells import SpaceCells
@@ -49,7 +50,7 @@ class FilePlan:
 
 
 def plan_files(
-    manifest: Manifest, mode: FilesMode, *, root: str = "", look: bool = True, verify: bool = False
+    manifest: Manifest, mode: FilesMode, *, root: str = "", skip: Set[str] = frozenset(), verify: bool = False
 ) -> FilePlan:
     """Compare the files on this machine with what the snapshot recorded.
 
@@ -57,16 +58,14 @@ def plan_files(
         manifest: The snapshot's.
         mode: As in `icecore.restorer.options.RestoreOptions`.
         root: What the paths are relative to, for a job with a private root.
-        look: Whether the paths mean this machine's files at all.
+        skip: Files that the new instance has of its own, by path.
         verify: Compare the content of read-only files whose hash was recorded.
     """
     actions: list[Action] = []
     problems: list[Problem] = []
-    if not look:
-        return FilePlan([], [])
     stored = {space.key for space in manifest.spaces if space.kind == "file"}
     for file in manifest.files:
-        if file.policy == "absent":
+        if file.policy == "absent" or file.path in skip:
             continue
         has_content = file.policy == "content" and file.path in stored
         outcome = _plan_one(file, has_content, mode, root, verify)
@@ -114,8 +113,8 @@ def _cure_for_content(file: OpenFile, has_content: bool, mode: FilesMode) -> str
 
 
 def content_digest(path: str) -> str:
-    """SHA-256 of a file's content in hexadecimal, as manifests record it."""
-    state = hashlib.sha256()
+    """BLAKE3 of a file's content in hexadecimal, as manifests record it."""
+    state = blake3.blake3()
     with open(path, "rb", buffering=0) as file:
         while piece := file.read(_HASH_PIECE):
             state.update(piece)

@@ -21,12 +21,13 @@ class FileTarget:
     """One file to be written from cells.
 
     Attributes:
-        path: Where; it must not exist.
+        path: Where; it must not exist, unless ``existing``.
         size: Bytes it has in the end.
         cells: Cells whose data pages go into it.
         layout: None: an address is an offset in the file. Else where the pages of a pagemap lie in a page image.
         within: u1[n, 32], with a layout: the pages that it covers.
         mode: Permission bits.
+        existing: The file is there, empty and perhaps open: it is filled in place.
     """
 
     path: str
@@ -35,6 +36,7 @@ class FileTarget:
     layout: FileLayout | None = None
     within: Bytes | None = None
     mode: int = 0o600
+    existing: bool = False
 
 
 class FileWriter:
@@ -66,7 +68,9 @@ class FileWriter:
             OSError: No space, no permission.
         """
         for target in self._targets:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+            flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+            if not target.existing:
+                flags |= os.O_CREAT | os.O_EXCL
             descriptor = os.open(target.path, flags, target.mode)
             try:
                 os.ftruncate(descriptor, target.size)

@@ -81,8 +81,8 @@ class Guard:
         return self._socket.fileno()
 
     def run(self, argv: Sequence[str], descriptors: Sequence[int] = ()) -> None:
-        """Start CRIU. ``{0}``, ``{1}`` … in ``argv`` become the numbers under which ``descriptors`` are open there."""
-        self._send({"do": "run", "argv": list(argv)}, descriptors)
+        """Start CRIU. It inherits ``descriptors`` under the numbers that they have here."""
+        self._send({"do": "run", "argv": list(argv), "numbers": list(descriptors)}, descriptors)
 
     def kill(self) -> None:
         """Ask for the end of CRIU and the tree; ``killed`` is said when nothing is left."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import select
@@ -102,7 +103,7 @@ class Guard:
     def obey(self) -> bool:
         """One request of the restorer; false when there is nothing left to do."""
         try:
-            message, descriptors, _, _ = socket.recv_fds(self.control, MAX_MESSAGE, 16, socket.MSG_CMSG_CLOEXEC)
+            message, descriptors, _, _ = socket.recv_fds(self.control, MAX_MESSAGE, MAX_EVENTS, socket.MSG_CMSG_CLOEXEC)
         except OSError:
             message, descriptors = b"", []
         if not message:
@@ -115,7 +116,7 @@ class Guard:
         elif what == "close":
             os.close(self.kept.pop(request["keep"]))
         elif what == "run":
-            self.run(request["argv"], descriptors)
+            self.run(request["argv"], descriptors, request["numbers"])
         elif what == "kill":
             self.kill_tree()
             self.say({"say": "killed"})
@@ -125,21 +126,24 @@ class Guard:
             return bool(request["stay"])
         return True
 
-    def run(self, argv: list[str], descriptors: list[int]) -> None:
-        """Start CRIU; ``{0}``, ``{1}`` … in its arguments are the numbers of the descriptors that came along."""
+    def run(self, argv: list[str], descriptors: list[int], numbers: list[int]) -> None:
+        """Start CRIU, with the descriptors that came along under the given numbers."""
+        # First out of the way of all those numbers, so that no descriptor is overwritten before it is placed.
+        above = max(numbers, default=2) + 1
+        moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, above) for descriptor in descriptors]
         for descriptor in descriptors:
-            os.set_inheritable(descriptor, True)
-        words = [argument.format(*descriptors) if "{" in argument else argument for argument in argv]
-        output = os.open("criu.output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            os.close(descriptor)
+        output = os.open("restore.log.stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             self.criu = os.posix_spawn(
-                words[0],
-                words,
+                argv[0],
+                argv,
                 os.environ,
                 file_actions=[
                     (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
                     (os.POSIX_SPAWN_DUP2, output, 1),
                     (os.POSIX_SPAWN_DUP2, output, 2),
+                    *((os.POSIX_SPAWN_DUP2, old, new) for old, new in zip(moved, numbers, strict=True)),
                 ],
                 setsigdef=[*_IGNORED, signal.SIGCHLD, signal.SIGPIPE],
                 setsigmask=[],
@@ -148,7 +152,7 @@ class Guard:
         except OSError as error:
             self.say({"say": "ended", "status": 127, "why": str(error)})
         finally:
-            for descriptor in (*descriptors, output):
+            for descriptor in (*moved, output):
                 os.close(descriptor)
 
     def accept(self) -> None:

@@ -20,7 +20,7 @@ from icecore.host.userfaultfd import Stop
 from icecore.restorer.addressmap import AddressMap
 from icecore.restorer.cells import SpaceCells, page_pieces
 from icecore.restorer.locks import MapLock
-from icecore.store.cell import CELL_BYTES, PAGE, Bytes
+from icecore.store.cell import BITMAP_BYTES, CELL, CELL_BYTES, PAGE, Bytes
 
 #: Most bytes that one fault on absent memory fills with zero pages.
 ZERO_BYTES = 64 * PAGE
@@ -98,6 +98,13 @@ class Family:
         self._wanted = wanted.tobytes()
         self._adding = threading.Lock()
 
+    @classmethod
+    def empty(cls, process: int, unregistered: Callable[[Family, Member, int], None]) -> Family:
+        """A process all of whose lazy memory is absent."""
+        nothing = np.empty(0, np.uint64)
+        cells = SpaceCells(np.empty(0, CELL), nothing, nothing, nothing)
+        return cls(process, cells, np.empty((0, BITMAP_BYTES), np.uint8), unregistered)
+
     def __len__(self) -> int:
         return len(self._base)
 
@@ -105,6 +112,14 @@ class Family:
         """A member more. For a fork this happens under the parent's write lock."""
         with self._adding:
             self.members = (*self.members, member)
+
+    def address(self, row: int) -> int:
+        """The first address in a cell's window that is its region's: names the cell among snapshots of the process."""
+        return self._low[row]
+
+    def misses(self, row: int) -> bool:
+        """Whether a cell is still to be placed somewhere."""
+        return not self.members or any(m.missing[row] and not m.gone for m in self.members)
 
     def row_at(self, original: int) -> int | None:
         """The cell of whose window an original address is part."""

@@ -1,0 +1,405 @@
+"""An image directory that CRIU wrote, stored as a snapshot: pages by address, everything else as files. Its rule: the
+directory is only read, and a snapshot of it restores as the directory does."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import secrets
+import socket
+import stat
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from icecore.dumper.cells import EXTENT
+from icecore.dumper.facts import describe_requirements
+from icecore.dumper.fingerprints import encode_fingerprints
+from icecore.dumper.images import ImageSet, Pagemap, image_files, read_images
+from icecore.dumper.parent import Parent, choose_parent, fingerprint_seed, load_parent
+from icecore.dumper.pipeline import Pipeline
+from icecore.dumper.sources import FileSource, read_fully
+from icecore.dumper.spaces import Machinery, SpaceCapture
+from icecore.dumper.staging import Slot, Staging
+from icecore.errors import Damaged, NotFound, UsageError
+from icecore.events import Event, Sink, discard, phase
+from icecore.host import images as criu_images
+from icecore.host.criu import find_criu
+from icecore.store.cell import PAGE
+from icecore.store.loop import LoopThread
+from icecore.store.manifest import (
+    MANIFEST_FORMAT,
+    Manifest,
+    Namespaces,
+    OpenFile,
+    Process,
+    Region,
+    Sizes,
+    Space,
+)
+from icecore.store.names import new_snapshot_id
+from icecore.store.repository import Repository
+from icecore.store.trial import Objective
+from icecore.store.writer import SnapshotWriter
+
+#: Cells between reading and storing; few, so that they are still in a cache when they are hashed again.
+_STAGING_BYTES = 20 << 20
+_MAX_STREAMS = 16
+
+
+@dataclass(frozen=True)
+class ImportResult:
+    """What an import made: the snapshot's id, its lineage and parent, sizes in bytes, and how long it took."""
+
+    snapshot: str
+    job: str
+    lineage: str
+    parent: str
+    seconds: float
+    sizes: Sizes
+
+
+class CompactPages:
+    """The ``pages-N.img`` of a plain dump, where the present pages of any stretch of addresses lie back to back: a cell
+    is one read. Thread-safe.
+
+    Args:
+        path: The image.
+        extents: EXTENT records of all its pages, ascending.
+
+    Raises:
+        Damaged: The file has not as many pages.
+    """
+
+    def __init__(self, path: Path, extents: npt.NDArray[np.void]) -> None:
+        self._path = str(path)
+        length = extents["pages"].astype(np.int64) * PAGE
+        self._start: list[int] = extents["address"].tolist()
+        self._offset: list[int] = (np.cumsum(length) - length).tolist()
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        size = os.fstat(self._descriptor).st_size
+        if size != int(length.sum()):
+            os.close(self._descriptor)
+            raise Damaged("image", path.name, f"it has {size} bytes, its pagemap {int(length.sum())}")
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+    def read_into(self, iovecs: int, count: int, buffer: Slot, size: int) -> None:
+        """See `icecore.dumper.scan.Source`."""
+        address = ctypes.c_uint64.from_address(iovecs).value
+        entry = bisect_right(self._start, address) - 1
+        offset = self._offset[entry] + address - self._start[entry]
+        read_fully(self._descriptor, buffer.view(0, size), offset, self._path)
+
+
+def import_images(
+    repository: Repository,
+    loop: LoopThread,
+    directory: str | os.PathLike[str],
+    job: str = "",
+    *,
+    parent: str = "",
+    threads: int = 0,
+    tags: Sequence[str] = (),
+    objective: Objective | None = None,
+    emit: Sink = discard,
+) -> ImportResult:
+    """Store an image directory of ``criu dump`` as a snapshot.
+
+    Args:
+        repository: Where to; it lives in ``loop``.
+        directory: Holds the images, ``pages-*.img`` included. Incremental directories (with a ``parent`` link) and lazy
+            dumps without their pages are refused.
+        job: Name of the job; its snapshots form the lineage. Empty: the name of the root process.
+        parent: Snapshot to build on; empty: the job's newest, if there is one.
+        threads: Threads that read, and as many that encode; 0: one a core.
+        tags: Free labels of the snapshot.
+        objective: What is to be saved, bytes or time.
+        emit: Gets ``import.*`` and ``store.*`` events.
+
+    Raises:
+        NotFound: There is no image directory.
+        UsageError: It does not stand alone.
+        Damaged: An image is missing or makes no sense.
+        StoreError: It could not be stored.
+    """
+    began = time.perf_counter()
+    folder = Path(directory)
+    if not (folder / "pstree.img").is_file():
+        raise NotFound(
+            f"{folder} is no image directory: it has no pstree.img", cure="name what 'criu dump -D' was given"
+        )
+    if os.path.lexists(folder / "parent"):
+        raise UsageError(
+            f"{folder} is an incremental dump, its pages are in its parent directories",
+            cure="dump once more without --prev-images-dir, or import the parents and dump in full",
+        )
+    with ExitStack() as stack:
+        manifest = _Import(repository, loop, folder, job, parent, threads, tags, objective, emit, stack).run()
+    result = ImportResult(
+        manifest.snapshot, manifest.job, manifest.lineage, manifest.parent, time.perf_counter() - began, manifest.sizes
+    )
+    emit(
+        Event(
+            "import.done",
+            {
+                "snapshot": result.snapshot,
+                "job": result.job,
+                "parent": result.parent,
+                "seconds": result.seconds,
+                "logical": result.sizes.logical,
+                "changed": result.sizes.changed,
+                "stored": result.sizes.stored,
+            },
+        )
+    )
+    return result
+
+
+class _Import:
+    """One import. ``stack`` undoes what was begun."""
+
+    def __init__(
+        self,
+        repository: Repository,
+        loop: LoopThread,
+        folder: Path,
+        job: str,
+        parent: str,
+        threads: int,
+        tags: Sequence[str],
+        objective: Objective | None,
+        emit: Sink,
+        stack: ExitStack,
+    ) -> None:
+        self.repository = repository
+        self.loop = loop
+        self.folder = folder
+        self.tasks = criu_images.load_pstree(folder)
+        self.cores = {task.pid: criu_images.load_core(folder, task.pid) for task in self.tasks}
+        if not self.tasks:
+            raise Damaged("image", "pstree.img", "it has no process")
+        self.job = job or self.cores[self.tasks[0].pid].command or f"import-{self.tasks[0].pid}"
+        self.wanted_parent = parent
+        self.threads = threads or os.cpu_count() or 1
+        self.tags = tags
+        self.objective = objective
+        self.emit = emit
+        self.stack = stack
+        self.streams = min(_MAX_STREAMS, len(self.tasks))
+
+    def run(self) -> Manifest:
+        """All of it."""
+        images = read_images(self.folder)
+        parent = self._begin()
+        staging = self.stack.enter_context(Staging(_STAGING_BYTES))
+        pipeline = self.stack.enter_context(Pipeline(self.writer, staging, self.threads))
+        seed = fingerprint_seed(self.repository.keys, self.lineage)
+        machinery = Machinery(pipeline, staging, seed, self.threads, self.streams, threading.Event())
+        with phase(self.emit, "import.store", directory=str(self.folder)) as running:
+            captures = self._capture(images, parent, machinery)
+            pipeline.drain()
+            manifest = self._manifest(captures)
+            running.bytes = manifest.sizes.logical + manifest.sizes.zero
+            running.fields |= {"stored": manifest.sizes.stored, "by_codec": dict(manifest.sizes.by_codec)}
+        self.writer.commit(manifest)
+        return manifest
+
+    def _begin(self) -> Parent | None:
+        record = choose_parent(self.loop.run(self.repository.snapshots()), self.job, self.wanted_parent)
+        if self.wanted_parent and (record is None or record.snapshot != self.wanted_parent):
+            raise NotFound(f"there is no snapshot {self.wanted_parent}", cure="'icecore ls' lists them")
+        parent = load_parent(self.repository, self.loop, record, self.emit) if record else None
+        self.lineage = parent.manifest.lineage if parent else secrets.token_hex(16)
+        self.parent_id = parent.manifest.snapshot if parent else ""
+        session = self.loop.run(self.repository.begin(self.parent_id or None, "import"))
+        self.writer = self.stack.enter_context(
+            SnapshotWriter(
+                self.repository,
+                session,
+                self.loop.loop,
+                streams=self.streams,
+                objective=self.objective,
+                emit=self.emit,
+            )
+        )
+        return parent
+
+    # -- content ------------------------------------------------------------------------------------------------------
+
+    def _capture(self, images: ImageSet, parent: Parent | None, machinery: Machinery) -> list[SpaceCapture]:
+        captures = []
+        memory = [("process", pagemap) for pagemap in images.processes] + [("shared", p) for p in images.shared]
+        for number, (kind, pagemap) in enumerate(memory):
+            before = parent.space(kind, str(pagemap.number)) if parent else None
+            capture = SpaceCapture.make(
+                "process" if kind == "process" else "shared",
+                str(pagemap.number),
+                0,
+                pagemap.regions,
+                before,
+                stream=number % self.streams,
+            )
+            captures.append(capture)
+            self._pages(capture, pagemap, machinery)
+        for path in image_files(self.folder):
+            captures.append(self._image(path, parent, machinery))
+        return captures
+
+    def _pages(self, capture: SpaceCapture, pagemap: Pagemap, machinery: Machinery) -> None:
+        if int(pagemap.written["pages"].sum()) != int(pagemap.extents["pages"].sum()):
+            raise UsageError(
+                f"{self.folder} is a lazy dump: memory of {capture.kind} {capture.key} is not in it",
+                cure="dump without --lazy-pages",
+            )
+        if not len(pagemap.extents):
+            return
+        if (np.diff(pagemap.written["address"].astype(np.int64)) < 0).any():
+            raise Damaged("image", f"pagemap of {capture.kind} {capture.key}", "its entries are not in address order")
+        source = CompactPages(self.folder / f"pages-{pagemap.pages}.img", pagemap.extents)
+        try:
+            capture.scan(source, pagemap.extents, machinery)
+        finally:
+            source.close()
+
+    def _image(self, path: Path, parent: Parent | None, machinery: Machinery) -> SpaceCapture:
+        size = path.stat().st_size
+        before = parent.space("image", path.name) if parent else None
+        regions = [Region(0, -(-size // PAGE) * PAGE, 0, kind="image", name=path.name)] if size else []
+        capture = SpaceCapture.make("image", path.name, size, regions, before)
+        if size:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                extents = np.array([(0, -(-size // PAGE))], EXTENT)
+                capture.scan(FileSource(descriptor, size, path.name), extents, machinery)
+            finally:
+                os.close(descriptor)
+        return capture
+
+    def _scan(self, capture: SpaceCapture, source: Source, extents: npt.NDArray[np.void], machinery: Machinery) -> None:
+        capture.scan(source, extents, machinery)
+
+    # -- the manifest -------------------------------------------------------------------------------------------------
+
+    def _manifest(self, captures: list[SpaceCapture]) -> Manifest:
+        spaces: list[Space] = []
+        logical = zero = 0
+        for capture in captures:
+            space, data, zeros = capture.store(self.writer)
+            spaces.append(space)
+            logical, zero = logical + data, zero + zeros
+        fingerprints = {f"{c.kind}:{c.key}": c.fingerprints() for c in captures}
+        hints, digest = self.writer.put_hints(self.lineage, encode_fingerprints(fingerprints))
+        statistics = self.writer.statistics
+        own_pids = self.tasks[0].pid == 1
+        pids = {task.pid: task.pid for task in self.tasks}
+        requirements = describe_requirements(self._criu_version(), pids, own_pids, [])
+        return Manifest(
+            format=MANIFEST_FORMAT,
+            snapshot=new_snapshot_id(),
+            job=self.job,
+            lineage=self.lineage,
+            parent=self.parent_id,
+            created_ns=(self.folder / "pstree.img").stat().st_mtime_ns,
+            host=socket.gethostname(),
+            writer="icecore import",
+            root_pid=self.tasks[0].pid,
+            processes=self._processes(),
+            spaces=spaces,
+            files=self._files(),
+            # The directory may come from another machine: what it does not say is not required.
+            requirements=msgspec.structs.replace(requirements, kernel="", cpu=[]),
+            namespaces=self._namespaces(own_pids),
+            criu_options=[],
+            tags=list(self.tags),
+            sizes=Sizes(
+                logical=logical,
+                zero=zero,
+                changed=sum(c.changed for c in captures),
+                stored=statistics.stored,
+                by_codec=dict(statistics.by_codec),
+            ),
+            hints=hints,
+            hints_digest=digest.hex(),
+            extra={"imported": str(self.folder.absolute())},
+        )
+
+    def _criu_version(self) -> tuple[int, ...]:
+        """The CRIU that wrote the images, from its log where that is there; else the one of this machine."""
+        for log in sorted(self.folder.glob("*.log")):
+            with open(log, "rb") as file:
+                found = re.search(rb"Version: (\d+)\.(\d+)(?:\.(\d+))?", file.read(1 << 16))
+            if found:
+                return tuple(int(number or 0) for number in found.groups())
+        return find_criu().version
+
+    def _processes(self) -> list[Process]:
+        paths = {file.id: file.path for file in criu_images.load_files(self.folder)}
+        found = []
+        for task in self.tasks:
+            core = self.cores[task.pid]
+            alive = core.state != criu_images.DEAD
+            executable = paths.get(criu_images.load_mm(self.folder, task.pid).executable, "") if alive else ""
+            found.append(
+                Process(
+                    image_id=task.pid,
+                    pid=task.pid,
+                    parent=task.parent,
+                    group=task.group,
+                    session=task.session,
+                    threads=len(task.threads) if alive else 0,
+                    command=[core.command],
+                    executable=executable,
+                    user=0,
+                    alive=alive,
+                )
+            )
+        return found
+
+    def _namespaces(self, own_pids: bool) -> Namespaces:
+        def there(pattern: str) -> bool:
+            return any(self.folder.glob(pattern))
+
+        return Namespaces(
+            pid=own_pids,
+            ipc=there("ipcns-*.img"),
+            mount=there("mountpoints-*.img"),
+            network="own" if there("netdev-*.img") else "host",
+            uts=there("utsns-*.img"),
+        )
+
+    def _files(self) -> list[OpenFile]:
+        """The regular files that CRIU will look for, with the sizes that it will ask for; what else they were is not known."""
+        ghosts = {remap.original for remap in criu_images.load_remaps(self.folder)}
+        found: dict[str, OpenFile] = {}
+        for file in criu_images.load_files(self.folder):
+            regular = file.mode == 0 or stat.S_ISREG(file.mode)
+            if not regular or file.size is None or file.external or file.id in ghosts or not file.path.startswith("/"):
+                continue
+            writable = (file.flags & os.O_ACCMODE) != os.O_RDONLY
+            if file.path in found and not writable:
+                continue
+            found[file.path] = OpenFile(
+                path=file.path,
+                size=file.size,
+                mtime_ns=0,
+                inode=0,
+                device=0,
+                mode=stat.S_IMODE(file.mode),
+                user=0,
+                group=0,
+                writable=writable,
+                policy="checked",
+            )
+        return [found[path] for path in sorted(found)]

@@ -1,0 +1,218 @@
+"""What a snapshot demands of this machine, looked at before anything is started; the rule: nothing is changed here, so
+that ``--dry-run`` is this and nothing else."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from icecore.errors import RestoreRefused
+from icecore.host import limits, procfs, userfaultfd
+from icecore.host.criu import Criu
+from icecore.restorer.files import FilePlan, plan_files
+from icecore.restorer.options import RestoreOptions
+from icecore.store.manifest import Manifest
+
+#: CPU flags that are instructions a program may have chosen its code by; the others describe the kernel or the host.
+_INSTRUCTIONS = re.compile(
+    r"sse|ssse|avx|amx|bmi|fma|f16c|aes|vaes|sha|gfni|pclmul|vpclmul|movbe|popcnt|adx|rdrand|rdseed|abm|lzcnt|clflush"
+    r"|clwb|fsgsbase|xsave|rtm|hle|cx16|cx8|fxsr|mmx|pku|asimd|sve|atomics|crc32|pmull|fphp|lrcpc|dcpop|bf16|i8mm|paca|pacg"
+)
+_LEAST_KERNEL = (5, 11)  # userfaultfd as CRIU and the daemon use it
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """One thing that the machine must offer.
+
+    Attributes:
+        name: For programs: ``architecture``, ``criu``, ``cpu``, ``kernel``, ``pid``, ``port``, ``file``, ``memory``,
+            ``space``, ``userfaultfd``, ``device``.
+        met: Whether it does.
+        message: What was found.
+        cure: What can be done where it does not.
+        hard: False: a restore is tried all the same.
+    """
+
+    name: str
+    met: bool
+    message: str
+    cure: str = ""
+    hard: bool = True
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """The outcome of all checks.
+
+    Attributes:
+        checks: Every check that was made.
+        files: What will be done to the open files.
+    """
+
+    checks: list[Requirement]
+    files: FilePlan
+
+    @property
+    def failed(self) -> list[Requirement]:
+        """What stands in the way of a restore."""
+        return [check for check in self.checks if not check.met and check.hard]
+
+    @property
+    def warnings(self) -> list[Requirement]:
+        """What may make it fail."""
+        return [check for check in self.checks if not check.met and not check.hard]
+
+    def require(self) -> None:
+        """Raise `RestoreRefused`, with all reasons and cures, unless nothing stands in the way."""
+        if self.failed:
+            cures = dict.fromkeys(check.cure for check in self.failed if check.cure)
+            raise RestoreRefused(
+                "this machine does not meet what the snapshot requires: " + "; ".join(c.message for c in self.failed),
+                cure="; ".join(cures),
+            )
+
+
+def check_requirements(
+    manifest: Manifest, options: RestoreOptions, criu: Criu, workdir: str, own_files: frozenset[str] = frozenset()
+) -> Requirements:
+    """Compare what a snapshot requires with this machine.
+
+    Args:
+        manifest: The snapshot's.
+        options: How it would be restored.
+        criu: The CRIU that would do it.
+        workdir: Where the image files would lie.
+        own_files: Open files that the new instance gets anew (its logs): nothing is asked of them.
+    """
+    # A job with a private root has its files on the same host mounts, but for what is its own (/dev/shm, /proc).
+    files = plan_files(manifest, options.files, root=options.root, skip=own_files, verify=options.verify_files)
+    checks = [
+        *_machine(manifest, criu),
+        *_names(manifest),
+        *_room(manifest, workdir),
+        *(Requirement("file", False, f"{p.path}: {p.message}", p.cure) for p in files.problems),
+    ]
+    return Requirements(checks, files)
+
+
+def _machine(manifest: Manifest, criu: Criu) -> Iterator[Requirement]:
+    wanted = manifest.requirements
+    here = platform.machine()
+    yield Requirement(
+        "architecture",
+        here == wanted.architecture and os.sysconf("SC_PAGESIZE") == wanted.page_size,
+        f"{wanted.architecture} with pages of {wanted.page_size} bytes is needed, this is {here}",
+        "restore it on a machine of that architecture",
+    )
+    needed = tuple(int(number) for number in re.findall(r"\d+", wanted.criu)[:3])
+    yield Requirement(
+        "criu",
+        criu.version >= needed,
+        f"CRIU {wanted.criu} took the snapshot, this one is {'.'.join(map(str, criu.version))}",
+        f"install CRIU {wanted.criu} or newer (tools/install-criu)",
+    )
+    kernel = tuple(int(number) for number in re.findall(r"\d+", wanted.kernel)[:2])
+    yield Requirement(
+        "kernel",
+        limits.kernel_version() >= kernel,
+        f"the job ran on Linux {wanted.kernel}, this is {os.uname().release}: older, it may lack what the job uses",
+        "restore it on the same kernel or a newer one",
+        hard=limits.kernel_version() < _LEAST_KERNEL,
+    )
+    missing = sorted(flag for flag in set(wanted.cpu) - _cpu_flags() if _INSTRUCTIONS.match(flag))
+    yield Requirement(
+        "cpu",
+        not missing,
+        f"this CPU lacks {', '.join(missing) or 'nothing'} of the one that the job ran on",
+        "restore it on a CPU of the same or a later generation",
+    )
+    try:
+        os.close(userfaultfd.create())
+        yield Requirement("userfaultfd", True, "userfaultfd works")
+    except OSError as error:
+        yield Requirement(
+            "userfaultfd",
+            False,
+            f"userfaultfd is not to be had: {error.strerror}",
+            "run as root with CAP_SYS_PTRACE; a container must allow the system call",
+        )
+    if wanted.devices or any(space.kind == "device" for space in manifest.spaces):
+        yield Requirement("device", False, "the snapshot holds device memory", "restore it with the GPU support")
+
+
+def _cpu_flags() -> set[str]:
+    with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
+        for line in file:
+            key, _, value = line.partition(":")
+            if key.strip() in ("flags", "Features"):
+                return set(value.split())
+    return set()
+
+
+def _names(manifest: Manifest) -> Iterator[Requirement]:
+    """Pids and ports that the job must be able to have."""
+    if not manifest.namespaces.pid:
+        taken = [pid for pid in manifest.requirements.pids if os.path.exists(f"/proc/{pid}")]
+        yield Requirement(
+            "pid",
+            not taken,
+            f"process ids {', '.join(map(str, taken[:5]))} are in use" if taken else "all process ids are free",
+            "wait until those processes are gone; jobs started with 'icecore run' have process ids of their own",
+        )
+    if manifest.namespaces.network == "host":
+        busy = [port for port in manifest.requirements.ports if not _can_listen(port)]
+        yield Requirement(
+            "port",
+            not busy,
+            f"the job listens on {', '.join(busy)}, where somebody listens already" if busy else "all ports are free",
+            "end what listens there, or start the job in a private network namespace",
+        )
+
+
+def _can_listen(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # Connections that linger do not hinder CRIU, a listener does.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            probe.bind((host, int(port)))
+            probe.listen(1)
+    except OSError:
+        return False
+    return True
+
+
+def _room(manifest: Manifest, workdir: str) -> Iterator[Requirement]:
+    """Memory for the tree; CRIU's images lie in memory too, for a while."""
+    images = sum(space.size for space in manifest.spaces if space.kind == "image")
+    needed = manifest.sizes.logical + images
+    available = limits.memory_available()
+    yield Requirement(
+        "memory",
+        available >= needed,
+        f"the job needs {needed >> 20} MiB of memory, {available >> 20} MiB are available",
+        "free memory, or restore on a larger machine",
+    )
+    space = limits.free_space(workdir)
+    yield Requirement(
+        "space",
+        space >= images,
+        f"CRIU's image files take {images >> 20} MiB in {workdir}, where {space >> 20} MiB are free",
+        "name another directory on tmpfs as workdir",
+    )
+
+
+def processes_in_the_way(manifest: Manifest) -> list[int]:
+    """The processes whose pids the job needs, for whoever waits for them to go away."""
+    if manifest.namespaces.pid:
+        return []
+    return [pid for pid in manifest.requirements.pids if procfs.exists(pid)]

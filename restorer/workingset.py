@@ -1,0 +1,81 @@
+"""Which cells a lazily restored job asked for first: recorded with the lineage, and the order in which the next restore
+brings memory. Advice only: without it, or with a wrong one, a restore is slower and nothing else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from icecore.errors import Damaged, FormatTooNew, ObjectMissing, StoreError
+from icecore.store.envelope import seal
+from icecore.store.hints import HINTS_KIND, decode_hints
+from icecore.store.names import HINTS, random_id
+from icecore.store.repository import Repository
+
+_PREFIX = "touched-"
+_KEPT = 3
+_MAX_CELLS = 1 << 20
+_LAST_TIME = (1 << 63) - 1
+
+
+class WorkingSet(msgspec.Struct, frozen=True):
+    """``cells``: (CRIU's id of the process, first address of the cell in its region) in the order of their first use.
+    ``snapshot``: of which it was observed."""
+
+    snapshot: str
+    cells: list[tuple[int, int]]
+
+
+def encode(working_set: WorkingSet) -> bytes:
+    """As bytes."""
+    return msgspec.msgpack.encode(working_set)
+
+
+def decode(name: str, data: bytes) -> WorkingSet:
+    """The inverse of `encode`.
+
+    Raises:
+        Damaged: It is none.
+    """
+    try:
+        found = msgspec.msgpack.decode(data, type=WorkingSet)
+    except msgspec.MsgspecError as error:
+        raise Damaged("hints", name, str(error)) from error
+    if len(found.cells) > _MAX_CELLS:
+        raise Damaged("hints", name, f"it lists {len(found.cells)} cells")
+    return found
+
+
+async def remember(repository: Repository, lineage: str, snapshot: str, cells: Sequence[tuple[int, int]]) -> str:
+    """Keep what a restore of ``snapshot`` observed with its lineage; of older observations a few stay.
+
+    Returns:
+        The object's name.
+    """
+    folder = f"{HINTS}{lineage}/"
+    data = seal(HINTS_KIND, encode(WorkingSet(snapshot, list(cells[:_MAX_CELLS]))), repository.keys.hints).data
+    # The newest is listed first.
+    name = f"{folder}{_PREFIX}{_LAST_TIME - time.time_ns():016x}-{random_id().hex()[:8]}"
+    await repository.backend.create(name, [data])
+    own = [info.name async for info in repository.backend.list(folder) if info.name.startswith(folder + _PREFIX)]
+    for old in own[_KEPT:]:
+        await repository.backend.delete(old)
+    return name
+
+
+async def recall(repository: Repository, lineage: str, snapshot: str) -> list[tuple[int, int]]:
+    """The cells to bring first: what was observed of this snapshot, else of the lineage's latest restore; empty if
+    nothing was, or nothing readable."""
+    folder = f"{HINTS}{lineage}/{_PREFIX}"
+    found: list[WorkingSet] = []
+    try:
+        async for info in repository.backend.list(f"{HINTS}{lineage}/"):
+            if info.name.startswith(folder):
+                data = await repository.backend.get(info.name, limit=HINTS_KIND.object_limit)
+                found.append(decode(info.name, decode_hints(info.name, data, repository.keys.hints)))
+    except (Damaged, FormatTooNew, ObjectMissing, StoreError):
+        pass  # advice: what was read so far serves
+    same = [one for one in found if one.snapshot == snapshot]
+    return [(process, address) for process, address in (same or found)[0].cells] if found else []
