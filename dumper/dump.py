@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
-import secrets
 import shutil
 import socket
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,33 +16,30 @@ from pathlib import Path
 
 from icecore.dumper.capture import Capture, Captured
 from icecore.dumper.facts import describe_requirements
-from icecore.dumper.fingerprints import KnownCells, encode_fingerprints
+from icecore.dumper.fingerprints import KnownCells
 from icecore.dumper.guard import Guard
 from icecore.dumper.options import DumpOptions
-from icecore.dumper.parent import Parent, choose_parent, fingerprint_seed, load_parent
-from icecore.dumper.pipeline import Pipeline
 from icecore.dumper.precopy import PreCopied, pre_copy
 from icecore.dumper.preflight import Look, check_target, look, require
-from icecore.dumper.spaces import Machinery
-from icecore.dumper.staging import Staging
+from icecore.dumper.storing import Storing
 from icecore.dumper.target import Target
 from icecore.dumper.window import Window, wait_running
 from icecore.errors import DumpFailed, PreflightRefused
 from icecore.events import Event, Sink, discard, phase
-from icecore.host import limits, procfs
+from icecore.host import procfs
 from icecore.host.criu import Criu, DumpArguments, explain, find_criu, lazy_dump_command
 from icecore.host.namespaces import dump_options
 from icecore.store.loop import LoopThread
-from icecore.store.manifest import MANIFEST_FORMAT, Manifest, Sizes, Space
+from icecore.store.manifest import MANIFEST_FORMAT, Manifest, Sizes
 from icecore.store.names import new_snapshot_id
 from icecore.store.repository import Repository
-from icecore.store.trial import Objective
-from icecore.store.writer import SnapshotWriter
 
 _PRE_COPY_BYTES = 256 << 20
 _PRE_COPY_STAGING = 128 << 20
 _HOOK_SECONDS = 300.0
 _RUNNING_SECONDS = 5.0
+#: Shard streams at most: each holds a shard buffer.
+_MOST_STREAMS = 16
 #: Staging that is prefaulted when nothing is known of how much changes, as a share of the private memory.
 _GUESS = 0.125
 
@@ -197,7 +192,6 @@ class _Dump:
         self.emit = emit
         self.stack = stack
         self.threads = options.scan_threads or os.cpu_count() or 1
-        self.stop = threading.Event()
 
     def run(self) -> tuple[str, Manifest, int, bool]:
         """All of it; see `dump`."""
@@ -208,29 +202,31 @@ class _Dump:
         images = self._make_workdir()
         guard = Guard(str(images))
         self.stack.callback(guard.release)
-        parent = self._begin()
-        staging = self.stack.enter_context(Staging(self._staging_bytes()))
-        pipeline = self.stack.enter_context(Pipeline(self.writer, staging, self.threads))
-        machinery = Machinery(
-            pipeline,
-            staging,
-            fingerprint_seed(self.repository.keys, self.lineage),
-            self.threads,
-            self.streams,
-            self.stop,
+        storing = self.storing = Storing(
+            self.repository,
+            self.loop,
+            self.stack,
+            job=self.target.job,
+            parent=self.target.parent,
+            purpose="dump",
+            streams=min(_MOST_STREAMS, len(found.processes)),
+            staging_bytes=self.options.staging_bytes,
+            threads=self.threads,
+            link_rate=self.options.link_rate,
+            emit=self.emit,
         )
-        copied = self._pre_copy(found, parent, machinery)
-        self._reserve(found, copied, staging)
+        copied = self._pre_copy(found)
+        self._reserve(found, copied)
 
-        pipeline.close_gate()
+        storing.pipeline.close_gate()
         window = Window(
             guard,
             self.criu.version,
             limit=None if self.options.stop else self.options.max_window,
             explain=lambda status: self._explain(images, status),
-            abandon=lambda why: self._abandon(staging, why),
+            abandon=storing.abandon,
         )
-        capture = Capture(self.options, images, parent, copied, machinery, self.emit)
+        capture = Capture(self.options, images, storing.parent, copied, storing.machinery, self.emit)
         with window:
             with phase(self.emit, "dump.window") as running, _no_garbage_collection():
                 window.freeze(self._criu_command(images))
@@ -244,12 +240,12 @@ class _Dump:
                     window.seconds = time.monotonic() - window.started
             if not self.options.stop:
                 self._check_running(captured)
-            pipeline.open_gate()
-            manifest = self._store(capture, captured, pipeline, window.seconds)
-            snapshot = self.writer.commit(manifest)
+            storing.pipeline.open_gate()
+            manifest = self._store(capture, captured, window.seconds)
+            snapshot = storing.writer.commit(manifest)
             if self.options.stop:
                 window.kill(list(captured.pids))
-        return snapshot, manifest, sum(c.changed for c in copied.values()), pipeline.spilled
+        return snapshot, manifest, sum(c.changed for c in copied.values()), storing.pipeline.spilled
 
     def _preflight(self) -> Look:
         refusals = check_target(self.target.pid)
@@ -265,33 +261,13 @@ class _Dump:
         self.stack.callback(shutil.rmtree, images, ignore_errors=True)
         return images
 
-    def _begin(self) -> Parent | None:
-        """Choose the parent and begin a session that pins it."""
-        record = choose_parent(self.loop.run(self.repository.snapshots()), self.target.job, self.target.parent)
-        parent = load_parent(self.repository, self.loop, record, self.emit) if record else None
-        self.lineage = parent.manifest.lineage if parent else secrets.token_hex(16)
-        self.parent_id = parent.manifest.snapshot if parent else ""
-        session = self.loop.run(self.repository.begin(self.parent_id or None, "dump"))
-        objective = Objective(self.options.link_rate) if self.options.link_rate else None
-        streams = min(16, len(procfs.tree(self.target.pid)))
-        self.streams = streams
-        self.writer = self.stack.enter_context(
-            SnapshotWriter(
-                self.repository, session, self.loop.loop, streams=streams, objective=objective, emit=self.emit
-            )
-        )
-        return parent
-
-    def _staging_bytes(self) -> int:
-        """The bound on staging: what was asked for, but no more than a third of the memory at hand."""
-        return min(self.options.staging_bytes, limits.memory_available() // 3)
-
-    def _pre_copy(self, found: Look, parent: Parent | None, machinery: Machinery) -> dict[int, PreCopied]:
+    def _pre_copy(self, found: Look) -> dict[int, PreCopied]:
         """Pre-copy every process that is large enough; pid in the tree's namespace → what was learnt."""
         mode = self.options.pre_copy
         if mode == "off" or (mode == "auto" and found.private_bytes < _PRE_COPY_BYTES):
             return {}
         out = {}
+        parent, machinery = self.storing.parent, self.storing.machinery
         with phase(self.emit, "dump.precopy") as running, machinery.staging.limited(_PRE_COPY_STAGING):
             for number, process in enumerate(found.processes):
                 if process.status.zombie or process.private_bytes < (1 << 20):
@@ -300,14 +276,14 @@ class _Dump:
                 before = parent.space("process", str(image)) if parent else None
                 learnt = pre_copy(
                     process.pid,
-                    number % self.streams,
+                    number % machinery.streams,
                     before.space.regions if before else [],
                     before.known if before else KnownCells.none(),
                     pipeline=machinery.pipeline,
                     staging=machinery.staging,
                     seed=machinery.seed,
                     threads=machinery.threads,
-                    stop=self.stop,
+                    stop=machinery.stop,
                 )
                 if learnt is not None:
                     out[image] = learnt
@@ -315,11 +291,14 @@ class _Dump:
             running.fields["changed"] = sum(c.changed for c in out.values())
         return out
 
-    def _reserve(self, found: Look, copied: dict[int, PreCopied], staging: Staging) -> None:
+    def _reserve(self, found: Look, copied: dict[int, PreCopied]) -> None:
         """Fault staging in before the window: as much as is likely to change, by what changed since the parent."""
         guess = (
-            sum(c.changed for c in copied.values()) if copied and self.parent_id else int(found.private_bytes * _GUESS)
+            sum(c.changed for c in copied.values())
+            if copied and self.storing.parent_id
+            else int(found.private_bytes * _GUESS)
         )
+        staging = self.storing.staging
         staging.reserve(min(staging.capacity, guess // (1 << 20) + 2 * self.threads))
 
     def _criu_command(self, images: Path) -> list[str]:
@@ -341,10 +320,6 @@ class _Dump:
         message, cure = explain(images).sentence(f"the dump of process {self.target.pid}")
         return DumpFailed(f"{message} (criu's exit status {status})", cure=cure)
 
-    def _abandon(self, staging: Staging, why: BaseException) -> None:
-        self.stop.set()
-        staging.abandon(why)
-
     def _check_running(self, captured: Captured) -> None:
         """CRIU's word is not enough: every process must be seen to run."""
         stuck = wait_running(list(captured.pids), _RUNNING_SECONDS)
@@ -354,41 +329,30 @@ class _Dump:
                 cure="look for what traces them ('grep TracerPid /proc/PID/status')",
             )
 
-    def _store(self, capture: Capture, captured: Captured, pipeline: Pipeline, window_seconds: float) -> Manifest:
+    def _store(self, capture: Capture, captured: Captured, window_seconds: float) -> Manifest:
         """Everything after the window but the commit."""
         with phase(self.emit, "dump.store") as running:
             capture.after_window(captured)
-            pipeline.drain()
-            spaces: list[Space] = []
-            logical = zero = changed = 0
-            for space_capture in captured.spaces:
-                space, data, zeros = space_capture.store(self.writer)
-                spaces.append(space)
-                logical, zero = logical + data, zero + zeros
-                changed += space_capture.changed
-            spaces += captured.reused
-            fingerprints = {f"{c.kind}:{c.key}": c.fingerprints() for c in captured.spaces}
-            hints, digest = self.writer.put_hints(self.lineage, encode_fingerprints(fingerprints))
-            statistics = self.writer.statistics
-            running.bytes = logical
+            stored = self.storing.finish(captured.spaces, captured.reused)
+            running.bytes = stored.sizes.logical
             running.fields |= {
-                "stored": statistics.stored,
-                "chunks": statistics.chunks,
-                "deltas": statistics.deltas,
-                "by_codec": dict(statistics.by_codec),
+                "stored": stored.sizes.stored,
+                "chunks": stored.chunks,
+                "deltas": stored.deltas,
+                "by_codec": dict(stored.sizes.by_codec),
             }
         return Manifest(
             format=MANIFEST_FORMAT,
             snapshot=new_snapshot_id(),
             job=self.target.job,
-            lineage=self.lineage,
-            parent=self.parent_id,
+            lineage=self.storing.lineage,
+            parent=self.storing.parent_id,
             created_ns=captured.at_ns,
             host=socket.gethostname(),
             writer=f"icecore dump, criu {'.'.join(map(str, self.criu.version))}",
             root_pid=captured.pids[self.target.pid],
             processes=captured.processes,
-            spaces=spaces,
+            spaces=stored.spaces,
             files=captured.files,
             requirements=describe_requirements(
                 self.criu.version, captured.pids, captured.namespaces.pid, captured.ports
@@ -397,15 +361,9 @@ class _Dump:
             criu_options=["--shell-job"] if self.shell_job else [],
             tags=list(self.options.tags),
             pinned=self.options.pinned,
-            sizes=Sizes(
-                logical=logical,
-                zero=zero,
-                changed=changed,
-                stored=statistics.stored,
-                by_codec=dict(statistics.by_codec),
-            ),
+            sizes=stored.sizes,
             window_seconds=window_seconds,
-            hints=hints,
-            hints_digest=digest.hex(),
+            hints=stored.hints,
+            hints_digest=stored.hints_digest,
             extra={"run": self.target.record.encode()} if self.target.record else {},
         )
