@@ -1,0 +1,185 @@
+"""Small real snapshots for the tests of the control plane: cells of one page, written through shards, maps, manifest and session as large ones are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from icecore.store import catalog, codec
+from icecore.store.backend import Backend
+from icecore.store.cell import CELL, CELL_BYTES, PAGE, PLACE, Records
+from icecore.store.check import Report, check
+from icecore.store.chunk import NO_CHUNK, chunk_id
+from icecore.store.faulty import FaultyBackend, Plan, always
+from icecore.store.gc import Collector, Options, Result
+from icecore.store.log import Entry
+from icecore.store.manifest import Manifest, Namespaces, Region, Requirements, Sizes, encode_manifest
+from icecore.store.names import new_snapshot_id, random_id
+from icecore.store.packs import MapWriter
+from icecore.store.reader import SnapshotReader
+from icecore.store.repository import Repository
+from icecore.store.rows import Place, Row, Stored, pack
+from icecore.store.segment import make_entries
+from icecore.store.session import Session
+from icecore.store.shard import ShardBuilder
+from icecore.store.state import SnapshotRecord
+
+#: Cell number -> one byte that fills its only data page; None for no page at all.
+Content = Mapping[int, int]
+_BITMAP = b"\1" + bytes(31)
+
+
+def page(value: int) -> bytes:
+    """The data page of a cell whose content is ``value``: incompressible, so that shards have a size."""
+    return np.random.default_rng(value).bytes(PAGE)
+
+
+async def put(
+    repository: Repository,
+    session: Session,
+    content: Content,
+    *,
+    job: str = "job",
+    tags: list[str] | None = None,
+    created_ns: int | None = None,
+) -> tuple[SnapshotRecord, Records | None]:
+    """Store everything of a snapshot but its commit; ``content`` not found through the index or the base goes into one new shard."""
+    builder = ShardBuilder(random_id(), memoryview(bytearray(max(1, len(content)) * PAGE)))
+    ids = {cell: chunk_id(repository.keys.chunk, _BITMAP, page(value)) for cell, value in content.items()}
+    held: dict[bytes, Place] = {}
+    base = await repository.manifest(session.base) if session.base else None
+    parent = base.spaces[0] if base else None
+    if base is not None and parent is not None:
+        for records in SnapshotReader(repository, base).records(parent):
+            for record in records:
+                place = Place(
+                    record["place"]["shard"].tobytes(),
+                    *(int(record["place"][name]) for name in ("offset", "length", "codec")),
+                )
+                if session.usable(place.shard):
+                    held[record["chunk"].tobytes()] = place
+    if ids:
+        found, places = session.index.lookup(np.frombuffer(b"".join(ids.values()), np.uint8).reshape(-1, 32))
+        for chunk, hit, place_ in zip(ids.values(), found, places, strict=True):
+            shard = place_["shard"].tobytes()
+            if hit and session.usable(shard):
+                held.setdefault(chunk, Place(shard, int(place_["offset"]), int(place_["length"]), int(place_["codec"])))
+    rows = []
+    for cell, value in sorted(content.items()):
+        chunk = ids[cell]
+        if chunk not in held:
+            offset, room = builder.reserve(chunk, _BITMAP, NO_CHUNK, codec.RAW, PAGE)
+            room[:] = page(value)
+            held[chunk] = Place(builder.name, offset, PAGE, codec.RAW)
+        rows.append(pack(Row(cell, _BITMAP, bytes(32), chunk, Stored(held[chunk]))))
+    records = np.array(rows, CELL) if rows else np.empty(0, CELL)
+    entries = None
+    if len(builder):
+        await session.put_named("shard", builder.name, builder.finish(repository.keys.shard))
+        table = builder.entries()
+        places = np.zeros(len(table), PLACE)
+        places["shard"] = np.frombuffer(builder.name, np.uint8)
+        for name in ("offset", "length", "codec"):
+            places[name] = table[name]
+        entries = make_entries(table["chunk"], places)
+    maps = MapWriter(repository.keys)
+    region = Region(0, 64 * CELL_BYTES, 0)
+    nodes = maps.add([records], parent)
+    packed = maps.finish()
+    if packed is not None:
+        await session.put_named("nodes", maps.name, packed)
+    from icecore.store.manifest import Space
+
+    manifest = Manifest(
+        format=1, snapshot=new_snapshot_id(), job=job, lineage=job, parent=session.base.snapshot if session.base else "",
+        created_ns=created_ns or time.time_ns(), host="host", writer="test", root_pid=1, processes=[],
+        spaces=[Space("process", "1", 0, [region], nodes)], files=[], requirements=Requirements("x86_64", "6", "4"),
+        namespaces=Namespaces(), criu_options=[], tags=tags or [], sizes=Sizes(),
+    )  # fmt: skip
+    sealed = encode_manifest(manifest, repository.keys.manifest)
+    name = await session.put("manifest", [sealed.data])
+    record = SnapshotRecord(
+        manifest.snapshot,
+        job,
+        job,
+        manifest.parent,
+        manifest.created_ns,
+        name,
+        len(sealed.data),
+        sealed.digest,
+        len(content) * PAGE,
+        tags=tags or [],
+    )
+    return record, entries
+
+
+async def take(repository: Repository, content: Content, base: str | None = None, **more: object) -> str:
+    """A whole snapshot; its id."""
+    async with await repository.begin(base, "test", beat_seconds=None) as session:
+        record, entries = await put(repository, session, content, **more)  # type: ignore[arg-type]
+        await session.commit(record, entries)
+    return record.snapshot
+
+
+async def read(repository: Repository, snapshot: str | SnapshotRecord) -> dict[int, int]:
+    """The content of a snapshot, every byte verified; raises what a restore would."""
+    manifest = await repository.manifest(snapshot)
+    reader = SnapshotReader(repository, manifest)
+    content = {}
+    out = memoryview(bytearray(CELL_BYTES))
+    for records in reader.records(manifest.spaces[0]):
+        for record in records:
+            data = bytes(reader.read_cell(record, out))
+            content[int(record["cell"])] = _value(data)
+    return content
+
+
+_VALUES: dict[bytes, int] = {}
+
+
+def _value(data: bytes) -> int:
+    if not _VALUES:
+        _VALUES.update((page(value)[:16], value) for value in range(256))
+    value = _VALUES[data[:16]]
+    assert data == page(value)
+    return value
+
+
+async def collect(repository: Repository, **options: float) -> Result:
+    """One run of the collector."""
+    return await Collector(repository, Options(**options)).collect()  # type: ignore[arg-type]
+
+
+async def sound(repository: Repository, *, unreached: int | None = None) -> Report:
+    """Check everything, data included."""
+    report = await check(repository, read_data=1.0)
+    assert report.sound, [str(damage) for damage in report.damages]
+    if unreached is not None:
+        assert report.unreached == unreached, f"{report.unreached} objects are left over"
+    return report
+
+
+async def reopened(backend: Backend, plan: Plan = always) -> tuple[Repository, FaultyBackend]:
+    """The repository, opened anew through a back end that injects faults."""
+    faulty = FaultyBackend(backend, plan)
+    return await Repository.open(faulty), faulty
+
+
+async def state_of(repository: Repository) -> Entry:
+    """The newest entry."""
+    return await repository.log.newest()
+
+
+async def listed(repository: Repository) -> list[str]:
+    """Ids of all snapshots."""
+    return [
+        record.snapshot for record in await catalog.everything((await state_of(repository)).state, repository.log.pages)
+    ]
+
+
+def files(root: Path) -> list[str]:
+    """Names of all files under a directory."""
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())

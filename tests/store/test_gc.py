@@ -1,0 +1,236 @@
+"""The collector deletes what nothing reaches and nothing else: forgotten snapshots, remains of dead writers, sparse shards, beside open sessions."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from icecore.errors import NotFound, ObjectMissing, SessionFenced
+from icecore.store import catalog
+from icecore.store.gc import Collector, Options
+from icecore.store.memory import MemoryBackend
+from icecore.store.repository import Repository
+from tests.store.miniature import collect, listed, put, read, sound, state_of, take
+
+A = {cell: cell for cell in range(20)}
+B = {**A, **{cell: 100 + cell for cell in range(18)}}
+
+
+def test_forgotten_snapshots_are_deleted_and_the_others_stay() -> None:
+    async def body() -> None:
+        backend = MemoryBackend()
+        repository = await Repository.create(backend)
+        first = await take(repository, A)
+        second = await take(repository, B, first)
+        other = await take(repository, {1: 200})
+        assert [record.snapshot for record in await repository.forget([first, "f" * 32])] == [first]
+        before = dict(backend.objects)
+        plan = await Collector(repository, Options(compact_below=0)).plan()
+        assert backend.objects == before
+        result = await collect(repository, compact_below=0)
+        assert result.deleted == len(plan.delete) and result.deleted_bytes >= plan.delete_bytes > 0
+        assert await read(repository, second) == B and await read(repository, other) == {1: 200}
+        with pytest.raises(NotFound):
+            await repository.manifest(first)
+        await sound(repository, unreached=0)
+        assert {item.name for item in plan.delete} == {name for name in before if name not in backend.objects}
+        await repository.forget([second, other])
+        await collect(repository)
+        await sound(repository, unreached=0)
+        assert {name.split("/")[0] for name in backend.objects} == {"config", "keys", "log"}
+        assert (await state_of(repository)).state.condemned == []
+
+    asyncio.run(body())
+
+
+def test_sparse_shards_are_rewritten_under_the_same_ids() -> None:
+    async def body() -> None:
+        backend = MemoryBackend()
+        repository = await Repository.create(backend)
+        first = await take(repository, A)
+        second = await take(repository, B, first)
+        third = await take(repository, {**B, 40: 7}, second)
+        await repository.forget([first])
+        plan = await Collector(repository).plan()
+        assert len(plan.compact) == 1 and plan.compact_bytes > 17 * 4096
+        old = {record.snapshot: record.manifest for record in await repository.snapshots()}
+        result = await collect(repository)
+        assert result.compacted.shards == 1 and result.compacted.snapshots == 2
+        assert result.compacted.copied_bytes == 3 * 4096  # cells 18 and 19, and 7 which is cell 7's content
+        new = {record.snapshot: record.manifest for record in await repository.snapshots()}
+        assert list(new) == [second, third] and not set(new.values()) & set(old.values())
+        assert await read(repository, second) == B and await read(repository, third) == {**B, 40: 7}
+        await sound(repository, unreached=0)
+        assert (await collect(repository)).compacted.shards == 0
+        # Dedup finds the chunks at their new place.
+        objects = set(backend.objects)
+        fourth = await take(repository, {5: 18, 6: 19, 7: 7})
+        assert not [name for name in set(backend.objects) - objects if name.startswith("shards/")]
+        assert await read(repository, fourth) == {5: 18, 6: 19, 7: 7}
+
+    asyncio.run(body())
+
+
+def test_an_open_session_keeps_what_it_may_use() -> None:
+    async def body() -> None:
+        repository = await Repository.create(MemoryBackend())
+        first = await take(repository, A)
+        reader = await repository.read_session(first, beat_seconds=None)
+        writer = await repository.begin(None, "test", beat_seconds=None)
+        await repository.forget([first])
+        result = await collect(repository)
+        assert result.deleted == 0
+        assert reader.base is not None
+        assert await read(repository, reader.base) == A
+        # The writer began before anything was condemned: it may reuse the forgotten snapshot's chunks.
+        record, entries = await put(repository, writer, A)
+        assert entries is None
+        await writer.commit(record, entries)
+        await collect(repository)
+        assert await read(repository, record.snapshot) == A
+        await reader.abort()
+        await collect(repository)
+        assert await read(repository, record.snapshot) == A
+        await sound(repository, unreached=0)
+
+    asyncio.run(body())
+
+
+def test_a_later_session_does_not_touch_what_is_condemned() -> None:
+    async def body() -> None:
+        repository = await Repository.create(MemoryBackend())
+        first = await take(repository, A)
+        early = await repository.begin(None, "holds on", beat_seconds=None)
+        await repository.forget([first])
+        assert (await collect(repository)).waiting > 0
+        late = await repository.begin(None, "test", beat_seconds=None)
+        record, entries = await put(repository, late, A)
+        assert entries is not None and len(entries) == 20
+        await early.abort()
+        await collect(repository)  # deletes the condemned shard while the late session is open
+        await late.commit(record, entries)
+        assert await read(repository, record.snapshot) == A
+        await collect(repository)
+        await sound(repository, unreached=0)
+
+    asyncio.run(body())
+
+
+def test_what_an_open_session_wrote_is_pardoned_by_its_commit() -> None:
+    async def body() -> None:
+        repository = await Repository.create(MemoryBackend())
+        session = await repository.begin(None, "test", beat_seconds=None)
+        record, entries = await put(repository, session, A)
+        result = await collect(repository)
+        assert result.condemned == 3 and result.deleted == 0
+        await session.commit(record, entries)
+        assert (await state_of(repository)).state.condemned == []
+        following = await repository.begin(record.snapshot, "test", beat_seconds=None)
+        assert (await put(repository, following, A))[1] is None  # its shard is usable again
+        await following.abort()
+        await sound(repository)
+
+    asyncio.run(body())
+
+
+def test_remains_of_a_dead_writer_go_when_it_is_fenced() -> None:
+    async def body() -> None:
+        backend = MemoryBackend()
+        repository = await Repository.create(backend)
+        kept = await take(repository, {1: 1})
+        dead = await repository.begin(kept, "test", beat_seconds=None)
+        await dead.heartbeat()
+        record, entries = await put(repository, dead, A)
+        assert (await collect(repository)).fenced == 0
+        assert any(name.startswith("sessions/") for name in backend.objects)
+        result = await collect(repository, fence_seconds=0)
+        assert result.fenced == 1 and result.deleted > 0
+        with pytest.raises(SessionFenced):
+            await dead.commit(record, entries)
+        assert await dead.abort() is False
+        await collect(repository)
+        await sound(repository, unreached=0)
+        assert not any(name.startswith("sessions/") for name in backend.objects)
+        assert await read(repository, kept) == {1: 1}
+        with pytest.raises(ObjectMissing):
+            await repository.manifest(record)
+
+    asyncio.run(body())
+
+
+def test_abort_deletes_what_the_session_wrote() -> None:
+    async def body() -> None:
+        backend = MemoryBackend()
+        repository = await Repository.create(backend)
+        before = {name for name in backend.objects if not name.startswith("log/")}
+        session = await repository.begin(None, "test", beat_seconds=None)
+        await put(repository, session, A)
+        await session.heartbeat()
+        await session.heartbeat()
+        assert await session.abort() is True
+        assert {name for name in backend.objects if not name.startswith("log/")} == before
+        assert (await state_of(repository)).state.sessions == []
+
+    asyncio.run(body())
+
+
+def test_pinned_snapshots_are_not_forgotten() -> None:
+    async def body() -> None:
+        repository = await Repository.create(MemoryBackend())
+        first, second = await take(repository, A), await take(repository, B)
+        await repository.update(first, pinned=True, tags=["keep"])
+        assert [record.snapshot for record in await repository.forget([first, second])] == [second]
+        record = await repository.find(first)
+        assert record.pinned and record.tags == ["keep"]
+        await repository.update(first, pinned=False)
+        assert len(await repository.forget([first])) == 1
+        with pytest.raises(NotFound):
+            await repository.update(first, pinned=True)
+
+    asyncio.run(body())
+
+
+def test_two_collectors_and_a_commit_in_one_entry() -> None:
+    """Transactions of one process share an entry: a commit that is carried with the collector's is not overlooked."""
+
+    async def body() -> None:
+        repository = await Repository.create(MemoryBackend())
+        for round_ in range(6):
+            first = await take(repository, A)
+            session = await repository.begin(None, "test", beat_seconds=None)
+            await repository.forget([first])
+            record, entries = await put(repository, session, {**A, 30: round_})
+            await asyncio.gather(
+                collect(repository, fence_seconds=3600.0),
+                session.commit(record, entries),
+                collect(repository, compact_below=0.9),
+                take(repository, B),
+                collect(repository),
+            )
+            assert await read(repository, record.snapshot) == {**A, 30: round_}
+        for snapshot in await listed(repository):
+            await read(repository, snapshot)
+        await collect(repository)
+        await sound(repository, unreached=0)
+
+    asyncio.run(body())
+
+
+def test_many_names_are_condemned_in_an_object_of_their_own() -> None:
+    async def body() -> None:
+        backend = MemoryBackend()
+        repository = await Repository.create(backend)
+        for number in range(30):
+            await take(repository, {cell: (number * 7 + cell) % 256 for cell in range(5)})
+        early = await repository.begin(None, "test", beat_seconds=None)
+        await repository.forget(await listed(repository))
+        await collect(repository)
+        state = (await state_of(repository)).state
+        assert state.condemned[0].ref is not None and state.condemned[0].ref.count > catalog.INLINE_NAMES
+        await early.abort()
+        await collect(repository)
+        await sound(repository, unreached=0)
+        assert {name.split("/")[0] for name in backend.objects} == {"config", "keys", "log"}
+
+    asyncio.run(body())

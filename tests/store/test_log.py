@@ -1,0 +1,365 @@
+"""The transaction log: every transaction takes effect exactly once, whoever else writes, whichever replies are lost and however long a writer sleeps."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import random
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from icecore.errors import Damaged, NotFound, RollbackDetected, StoreError
+from icecore.store.backend import Backend
+from icecore.store.catalog import Pages
+from icecore.store.faulty import Call, FaultyBackend, Outcome
+from icecore.store.local import LocalBackend
+from icecore.store.log import Log
+from icecore.store.memory import MemoryBackend
+from icecore.store.names import log_name
+from icecore.store.state import SessionRecord, State
+from icecore.store.watermark import FileWatermark, Watermark
+
+KEY = b"k" * 32
+
+
+def enter(identity: str) -> object:
+    """A change that adds a session of this id, whatever the state."""
+
+    async def change(state: State, pages: Pages) -> State:
+        record = SessionRecord(identity, state.generation, "test", "host", 0)
+        return msgspec.structs.replace(state, sessions=[*state.sessions, record])
+
+    return change
+
+
+async def founded(backend: Backend) -> Log:
+    log = Log(backend, KEY)
+    await log.found()
+    return log
+
+
+async def write(log: Log, ids: list[str]) -> None:
+    for identity in ids:
+        await log.transact(enter(identity), "enter")  # type: ignore[arg-type]
+
+
+def drawn(count: int) -> list[str]:
+    return [secrets.token_hex(16) for _ in range(count)]
+
+
+async def chain(log: Log) -> State:
+    """The newest state, after the whole chain was followed back to the beginning."""
+    newest = following = await log.newest()
+    for generation in range(newest.generation - 1, 0, -1):
+        entry = await log.read(generation)
+        assert following.state.predecessor == entry.digest
+        following = entry
+    return newest.state
+
+
+def test_transactions_of_one_process_share_entries() -> None:
+    async def body() -> None:
+        log = await founded(MemoryBackend())
+        ids = drawn(50)
+        await asyncio.gather(*(write(log, [identity]) for identity in ids))
+        state = await chain(log)
+        assert sorted(record.id for record in state.sessions) == sorted(ids)
+        assert state.generation < 10
+
+    asyncio.run(body())
+
+
+def test_many_clients_contend() -> None:
+    async def body() -> None:
+        backend = MemoryBackend()
+        await founded(backend)
+        ids = [drawn(10) for _ in range(8)]
+        await asyncio.gather(*(write(Log(backend, KEY), mine) for mine in ids))
+        state = await chain(Log(backend, KEY))
+        assert sorted(record.id for record in state.sessions) == sorted(sum(ids, []))
+        # Each client's transactions took place in the order in which it made them.
+        order = [record.id for record in state.sessions]
+        for mine in ids:
+            assert [identity for identity in order if identity in mine] == mine
+
+    asyncio.run(body())
+
+
+def write_here(root: str, ids: list[str]) -> None:
+    """A client in a thread or process of its own."""
+
+    async def body() -> None:
+        backend = LocalBackend(root)
+        await write(Log(backend, KEY), ids)
+        await backend.close()
+
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_contention_on_a_real_directory(tmp_path: Path, kind: str) -> None:
+    backend = LocalBackend(tmp_path)
+    asyncio.run(founded(backend))
+    ids = [drawn(12) for _ in range(4)]
+    if kind == "threads":
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(write_here, [str(tmp_path)] * 4, ids))
+    else:
+        context = multiprocessing.get_context("spawn")
+        processes = [context.Process(target=write_here, args=(str(tmp_path), mine)) for mine in ids]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(90)
+            assert process.exitcode == 0
+
+    async def look() -> None:
+        fresh = LocalBackend(tmp_path)
+        state = await chain(Log(fresh, KEY))
+        assert sorted(record.id for record in state.sessions) == sorted(sum(ids, []))
+        assert state.generation == 1 + 48
+        await fresh.close()
+
+    asyncio.run(look())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_lost_replies_and_failures_are_settled(seed: int) -> None:
+    """A third of the creates fails before its effect or loses its reply, with four clients."""
+
+    async def body() -> None:
+        inner = MemoryBackend()
+        await founded(inner)
+        dice = random.Random(seed)
+
+        def plan(call: Call) -> Outcome:
+            if call.operation != "create":
+                return Outcome.PASS
+            return dice.choice([Outcome.PASS, Outcome.PASS, Outcome.PASS, Outcome.PASS, Outcome.FAIL, Outcome.LOSE])
+
+        ids = [drawn(8) for _ in range(4)]
+        await asyncio.gather(*(write(Log(FaultyBackend(inner, plan), KEY), mine) for mine in ids))
+        state = await chain(Log(inner, KEY))
+        assert sorted(record.id for record in state.sessions) == sorted(sum(ids, []))
+
+    asyncio.run(body())
+
+
+def test_an_unknown_outcome_is_said_to_be_unknown() -> None:
+    async def body() -> None:
+        inner = MemoryBackend()
+        await founded(inner)
+        for outcome in (Outcome.FAIL, Outcome.LOSE):
+            backend = FaultyBackend(
+                inner,
+                lambda call, outcome=outcome: outcome if call.operation == "create" else Outcome.PASS,  # type: ignore[misc]
+            )
+            log = Log(backend, KEY)
+            if outcome is Outcome.FAIL:
+                with pytest.raises(StoreError, match="unknown"):
+                    await write(log, drawn(1))
+            else:  # found out by the entry's own bytes
+                await write(log, drawn(1))
+        assert (await Log(inner, KEY).newest()).generation == 2
+
+    asyncio.run(body())
+
+
+class Sleeper(MemoryBackend):
+    """Stops before it creates a chosen name, until it is woken."""
+
+    def __init__(self, objects: dict[str, bytes], name: str) -> None:
+        super().__init__(objects)
+        self.name = name
+        self.asleep = asyncio.Event()
+        self.wake = asyncio.Event()
+
+    async def create(self, name: str, parts: object) -> None:
+        if name == self.name:
+            self.name = ""
+            self.asleep.set()
+            await self.wake.wait()
+        await super().create(name, parts)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("others", [3, 60])
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_a_writer_that_slept_does_not_believe_that_it_won(others: int, trimmed: bool) -> None:
+    """Its generation was taken, and perhaps trimmed away again, while it slept: then its create succeeds, and must not count."""
+
+    async def body() -> None:
+        backend = MemoryBackend()
+        log = await founded(backend)
+        sleepy = Sleeper(backend.objects, log_name(2))
+        sleeper = Log(sleepy, KEY)
+        mine, theirs = drawn(1), drawn(others)
+        task = asyncio.create_task(write(sleeper, mine))
+        await sleepy.asleep.wait()
+        await write(log, theirs)
+        if trimmed:
+            assert await log.trim(keep=2) == others - 1
+            assert log_name(2) not in backend.objects or others < 3
+        sleepy.wake.set()
+        if trimmed and others > 32:
+            # Too long ago for the ids that entries repeat to tell: nothing is claimed, and nobody else is misled.
+            with pytest.raises(StoreError, match="unknown"):
+                await task
+            mine = []
+        else:
+            await task
+        state = (await Log(backend, KEY).newest()).state
+        assert sorted(record.id for record in state.sessions) == sorted(theirs + mine)
+        await log.trim(keep=2)
+        assert len([name for name in backend.objects if name.startswith("log/")]) == 2
+        await write(Log(backend, KEY), drawn(1))
+
+    asyncio.run(body())
+
+
+def test_trimming_leaves_the_newest_and_writers_go_on() -> None:
+    async def body() -> None:
+        backend = MemoryBackend()
+        log, other = await founded(backend), Log(backend, KEY)
+        await write(other, drawn(1))
+        await write(log, drawn(20))
+        assert await log.trim(keep=5) == 17
+        assert [generation async for generation in log.generations()] == [22, 21, 20, 19, 18]
+        await write(other, drawn(3))  # it knows generation 2 only
+        assert (await log.newest()).generation == 25
+
+    asyncio.run(body())
+
+
+def test_a_listing_may_lag_behind() -> None:
+    class Lagging(MemoryBackend):
+        async def list(self, prefix: str):  # type: ignore[no-untyped-def, override]
+            rows = [info async for info in MemoryBackend.list(self, prefix)]
+            for info in rows[5:]:
+                yield info
+
+    async def body() -> None:
+        backend = Lagging()
+        log = await founded(backend)
+        log._known = None
+        ids = drawn(10)
+        inner = Log(MemoryBackend(backend.objects), KEY)
+        await write(inner, ids)
+        assert (await Log(backend, KEY).newest()).generation == 11
+        await write(Log(backend, KEY), drawn(2))
+        assert len((await inner.newest()).state.sessions) == 12
+
+    asyncio.run(body())
+
+
+def test_the_error_of_a_change_is_that_of_the_newest_state() -> None:
+    async def body() -> None:
+        backend = MemoryBackend()
+        log, other = await founded(backend), Log(backend, KEY)
+        await write(log, drawn(1))
+        mine = drawn(1)
+        await write(other, mine)
+
+        async def needs(state: State, pages: Pages) -> State:
+            if state.session(mine[0]) is None:
+                raise NotFound("not there")
+            return msgspec.structs.replace(state, sessions=[])
+
+        await log.transact(needs, "needs")  # log has not seen the other's entry yet
+        with pytest.raises(NotFound):
+            await log.transact(needs, "needs")
+        assert (await log.newest()).generation == 4
+
+    asyncio.run(body())
+
+
+def test_one_bad_change_does_not_spoil_its_neighbours() -> None:
+    async def body() -> None:
+        log = await founded(MemoryBackend())
+
+        async def bad(state: State, pages: Pages) -> State:
+            raise NotFound("no")
+
+        async def nothing(state: State, pages: Pages) -> State:
+            return state
+
+        ids = drawn(2)
+        results = await asyncio.gather(
+            write(log, ids[:1]), log.transact(bad, "bad"), log.transact(nothing, "nothing"), write(log, ids[1:]),
+            return_exceptions=True,
+        )  # fmt: skip
+        assert isinstance(results[1], NotFound) and results[0] is None and results[3] is None
+        assert [record.id for record in (await log.newest()).state.sessions] == ids
+
+    asyncio.run(body())
+
+
+def test_a_caller_that_goes_away_holds_nobody_up() -> None:
+    async def body() -> None:
+        backend = FaultyBackend(MemoryBackend(), delay=lambda call: 0.01)
+        log = await founded(backend)
+        ids = drawn(4)
+        tasks = [asyncio.create_task(write(log, [identity])) for identity in ids]
+        await asyncio.sleep(0.005)
+        tasks[0].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        there = [record.id for record in (await log.newest()).state.sessions]
+        assert set(ids[1:]) <= set(there)
+
+    asyncio.run(body())
+
+
+def test_an_older_state_is_noticed(tmp_path: Path) -> None:
+    async def body() -> None:
+        backend = MemoryBackend()
+        watermark = FileWatermark(tmp_path / "seen")
+        log = Log(backend, KEY, watermark=watermark)
+        await log.found()
+        await write(log, drawn(3))
+        copy = dict(backend.objects)
+        await write(log, drawn(3))
+        for forked in (False, True):
+            rolled = MemoryBackend(dict(copy))
+            if forked:
+                await write(Log(rolled, KEY), drawn(3))
+            with pytest.raises(RollbackDetected):
+                await Log(rolled, KEY, watermark=FileWatermark(tmp_path / "seen")).newest()
+            with pytest.raises(RollbackDetected):
+                await write(Log(rolled, KEY, watermark=FileWatermark(tmp_path / "seen")), drawn(1))
+            await Log(rolled, KEY, watermark=Watermark()).newest()  # who has not seen more cannot know
+        await Log(backend, KEY, watermark=FileWatermark(tmp_path / "seen")).newest()
+        with pytest.raises(RollbackDetected):
+            await Log(MemoryBackend(), KEY, watermark=FileWatermark(tmp_path / "seen")).newest()
+
+    asyncio.run(body())
+
+
+def test_damaged_entries_are_named() -> None:
+    async def body() -> None:
+        backend = MemoryBackend()
+        log = await founded(backend)
+        await write(log, drawn(2))
+        name = log_name(3)
+        good = backend.objects[name]
+        for bad in (
+            good[:-1],
+            good + b"\0",
+            good[:60],
+            b"",
+            good[:20] + bytes([good[20] ^ 1]) + good[21:],
+            backend.objects[log_name(2)],
+        ):
+            backend.objects[name] = bad
+            with pytest.raises(Damaged) as caught:
+                await Log(backend, KEY).newest()
+            assert caught.value.kind == "log entry" and caught.value.name == name
+        backend.objects[name] = good
+        with pytest.raises(Damaged):
+            await Log(backend, b"x" * 32).newest()
+        with pytest.raises(Damaged):
+            await Log(MemoryBackend(), KEY).newest()
+
+    asyncio.run(body())
