@@ -81,7 +81,9 @@ def test_the_mutator_survives_its_own_operations(start: Start) -> None:
         60.0,
         "done with 2000 operations",
     )
-    assert all(done.facts[operation] > 0 for operation in ("dontneed", "free", "move", "grow", "shrink", "punch", "fork"))
+    assert all(
+        done.facts[operation] > 0 for operation in ("dontneed", "free", "move", "grow", "shrink", "punch", "fork")
+    )
     said, status = verdict(running)
     assert said.passed and status == 0, said.errors
 

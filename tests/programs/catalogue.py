@@ -80,15 +80,15 @@ class Command:
 
 TREE_OPTIONS = ("--ghost-limit", "64M", "--link-remap", "--file-locks")
 TREE_NOTES = (
-    "Without --ghost-limit: \"Can't dump ghost file … of 2097152 size, increase limit\". Without --link-remap: \"Can't create "
-    "link remap … Use link-remap option\". Without --file-locks at dump: \"Some file locks are hold by dumping tasks!\"; "
+    'Without --ghost-limit: "Can\'t dump ghost file … of 2097152 size, increase limit". Without --link-remap: "Can\'t create '
+    'link remap … Use link-remap option". Without --file-locks at dump: "Some file locks are hold by dumping tasks!"; '
     "without it at restore the locks are silently lost. --ext-unix-sk is not needed. If the tree runs on after the dump, "
-    "restore fails (\"File … shared-description has bad size\") unless its files are put back."
+    'restore fails ("File … shared-description has bad size") unless its files are put back.'
 )
 TCP_OPTIONS = ("--tcp-established", "--network-lock", "skip")
 TCP_NOTES = (
-    "CRIU 4.1 cannot dump any inet socket on Linux 6.16 or newer (\"Can't get 1:16 opt: Operation not supported\"). Without "
-    "--network-lock skip CRIU runs iptables; where there is none: \"Failed to lock TCP connection\". "
+    'CRIU 4.1 cannot dump any inet socket on Linux 6.16 or newer ("Can\'t get 1:16 opt: Operation not supported"). Without '
+    '--network-lock skip CRIU runs iptables; where there is none: "Failed to lock TCP connection". '
 )
 
 PROGRAMS: Mapping[str, Program] = MappingProxyType(
@@ -131,7 +131,7 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
                 quick=("--credentials", "1"),
                 criu_options=TREE_OPTIONS,
                 restore_options=("--file-locks",),
-                criu_notes="The dump fails with \"Control messages in queue, not supported\" and thaws the tree.",
+                criu_notes='The dump fails with "Control messages in queue, not supported" and thaws the tree.',
                 dumpable=False,
             ),
             Program(
@@ -170,7 +170,8 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
                 clients="outside",
                 criu_options=TCP_OPTIONS,
                 restore_options=("--tcp-close",),
-                criu_notes=TCP_NOTES + "The policy may be chosen at restore: dumped with --tcp-established, restored with "
+                criu_notes=TCP_NOTES
+                + "The policy may be chosen at restore: dumped with --tcp-established, restored with "
                 "--tcp-close, clients see a reset; restored with --tcp-established at once, they do not even notice. Dumped "
                 "with --tcp-close it needs no network lock, but then restore takes only --tcp-close.",
                 least_criu=(4, 2),
@@ -181,7 +182,7 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
                 source="logger.py",
                 arguments=("--ledger-mib", "4"),
                 quick=("--ledger-mib", "0.25"),
-                criu_notes="If it runs on after the dump, restore fails (\"File … job.log has bad size\") unless its files "
+                criu_notes='If it runs on after the dump, restore fails ("File … job.log has bad size") unless its files '
                 "are put back.",
             ),
             Program(
@@ -217,7 +218,7 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
                 quick=("--mib", "64"),
                 needs=("cc",),
                 damage=("data",),
-                criu_notes="Restored by CRIU's own lazy-pages daemon and let go at once, it ends with \"mremap: Bad address\": "
+                criu_notes='Restored by CRIU\'s own lazy-pages daemon and let go at once, it ends with "mremap: Bad address": '
                 "that daemon unregisters a range from userfaultfd on MADV_DONTNEED, which splits the VMA.",
             ),
             Program(
@@ -275,7 +276,10 @@ def build(program: Program, cache: Path) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         partial = cache / f"{binary.name}.{os.getpid()}"
         subprocess.run(
-            ["cc", "-O2", "-Wall", "-Wextra", "-Werror", "-o", partial, source], check=True, capture_output=True, timeout=60
+            ["cc", "-O2", "-Wall", "-Wextra", "-Werror", "-o", partial, source],
+            check=True,
+            capture_output=True,
+            timeout=60,
         )
         partial.replace(binary)
     return binary

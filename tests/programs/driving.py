@@ -40,27 +40,46 @@ class Progress:
 
 @dataclass(frozen=True)
 class Running:
-    """A program that was started here: ``process`` is its first process, the leader of its own session."""
+    """A program that was started here.
+
+    Args:
+        process: What was started: its first process, or the unshare(1) that waits for it.
+        pid: Its first process, which leads a session of its own.
+    """
 
     program: Program
     state_dir: Path
     process: subprocess.Popen[bytes]
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
+    pid: int
 
 
 class ProgramError(Exception):
     """A program did not do what was asked of it in time; the message ends with what it last said."""
 
 
-def start(program: Program, state_dir: Path, cache: Path, arguments: Sequence[str] | None = None) -> Running:
-    """Starts it as a session leader, without a terminal, its output in ``state_dir/output.log``."""
+def start(
+    program: Program,
+    state_dir: Path,
+    cache: Path,
+    arguments: Sequence[str] | None = None,
+    *,
+    own_namespaces: bool = False,
+) -> Running:
+    """Starts it as a session leader, without a terminal, its output in ``state_dir/output.log``.
+
+    Args:
+        state_dir: An existing directory, not used before.
+        cache: Where binaries are kept.
+        arguments: Instead of ``program.arguments``.
+        own_namespaces: In a pid and an ipc namespace of its own, as the first process there, over the host's /proc.
+    """
     run = command(program, state_dir, cache, arguments)
+    argv = list(run.argv)
+    if own_namespaces:
+        argv = ["unshare", "--pid", "--ipc", "--fork", "setsid", *argv]
     with open(state_dir / "output.log", "ab") as output:
         process = subprocess.Popen(
-            run.argv,
+            argv,
             env=dict(run.environment),
             cwd=state_dir,
             stdin=subprocess.DEVNULL,
@@ -68,7 +87,15 @@ def start(program: Program, state_dir: Path, cache: Path, arguments: Sequence[st
             stderr=output,
             start_new_session=True,
         )
-    return Running(program, state_dir, process)
+    pid = process.pid
+    until = time.monotonic() + 10
+    while own_namespaces and pid == process.pid:
+        pid = [*tree_of(process.pid), process.pid][1]
+        if time.monotonic() > until:
+            process.kill()
+            raise ProgramError(f"unshare(1) started nothing; {last_words(state_dir)}")
+        time.sleep(0.001)
+    return Running(program, state_dir, process, pid)
 
 
 def progress(state_dir: Path, name: str = report.STATE) -> Progress | None:
@@ -110,7 +137,9 @@ def last_words(state_dir: Path) -> str:
     log = state_dir / "output.log"
     output = log.read_text(errors="replace")[-2000:] if log.exists() else ""
     now = progress(state_dir)
-    said = "no progress" if now is None else f"counter {now.counter}, errors {list(now.errors)}, facts {dict(now.facts)}"
+    said = (
+        "no progress" if now is None else f"counter {now.counter}, errors {list(now.errors)}, facts {dict(now.facts)}"
+    )
     return f"{said}, output: {output!r}"
 
 
@@ -275,9 +304,20 @@ def clean(state_dir: Path) -> None:
             Path("/dev/shm", name).unlink(missing_ok=True)
 
 
+def members(state_dir: Path) -> list[int]:
+    """The live processes that work in that state directory: the program, started or restored, whatever their parents."""
+    found = []
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if name.isdecimal() and Path(os.readlink(f"/proc/{name}/cwd")).is_relative_to(state_dir.resolve()):
+                found.append(int(name))
+    return [pid for pid in found if alive(pid)]
+
+
 def stop(running: Running) -> None:
-    """Ends a program that was started here, whatever state it is in, and cleans up after it."""
-    kill_tree(running.pid)
+    """Ends a program that was started here, restored or not, and cleans up after it."""
+    for pid in members(running.state_dir):
+        kill_tree(pid)
     with contextlib.suppress(subprocess.TimeoutExpired):
         running.process.wait(timeout=10)
     clean(running.state_dir)

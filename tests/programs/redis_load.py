@@ -1,18 +1,20 @@
 """redis-server and clients that load it, in one process tree, over loopback connections that stay open.
 
-    python redis_load.py STATE_DIR --port PORT [--clients 2] [--keys 2000] [--append-only 0]
+python redis_load.py STATE_DIR --port PORT [--clients 2] [--keys 2000] [--append-only 0]
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
+from tests.programs import kernel
 from tests.programs.redis_client import Connection, Load, RedisError
 from tests.programs.report import Report, run
 
@@ -39,13 +41,19 @@ def connect(port: int, *, timeout_s: float | None = None) -> Connection:
             time.sleep(0.02)
 
 
+def die_with_parent() -> None:
+    kernel.set_death_signal(signal.SIGKILL)
+
+
 class Server:
     """The server process, which is started again to see what its append-only file holds."""
 
     def __init__(self, report: Report, port: int, *, append_only: bool) -> None:
         command = server_command(port, str(report.state_dir), append_only=append_only)
         with open(report.state_dir / "redis.log", "ab") as log:
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=die_with_parent
+            )
 
     def stop(self) -> int:
         self.process.terminate()

@@ -1,12 +1,12 @@
 """A process tree that holds one of nearly every kernel object, keeps using them, and checks them in every process.
 
-    root ─┬─ pipes      answers over pipes, shares an open file description with the root
-          ├─ sockets    answers over unix sockets, tries the root's file locks
-          ├─ signals    answers queued signals through signalfd and eventfd, has signals and timers pending
-          ├─ memory ─── grandchild     rewrite shared memory by turns; the grandchild is a session of its own
-          └─ a zombie
+root ─┬─ pipes      answers over pipes, shares an open file description with the root
+      ├─ sockets    answers over unix sockets, tries the root's file locks
+      ├─ signals    answers queued signals through signalfd and eventfd, has signals and timers pending
+      ├─ memory ─── grandchild     rewrite shared memory by turns; the grandchild is a session of its own
+      └─ a zombie
 
-    python tree.py STATE_DIR [--system-v 1] [--credentials 1]
+python tree.py STATE_DIR [--system-v 1] [--credentials 1]
 """
 
 from __future__ import annotations
@@ -443,7 +443,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("state_dir")
     parser.add_argument("--system-v", type=int, default=0, help="1: System V shared memory, semaphore and queue too")
-    parser.add_argument("--credentials", type=int, default=0, help="1: credentials wait in a queue; CRIU cannot dump them")
+    parser.add_argument(
+        "--credentials", type=int, default=0, help="1: credentials wait in a queue; CRIU cannot dump them"
+    )
     options = parser.parse_args()
     chosen = {"system_v": bool(options.system_v), "credentials": bool(options.credentials)}
     sys.exit(run(Report(options.state_dir, "tree"), lambda report: main(report, **chosen)))
