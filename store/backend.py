@@ -62,17 +62,39 @@ def length_of(parts: Sequence[Buffer]) -> int:
     return sum(memoryview(part).nbytes for part in parts)
 
 
+class Draft(ABC):
+    """An object that is written piece by piece. Nobody sees any of it before it is published. For one thread at a time."""
+
+    @abstractmethod
+    def append(self, parts: Sequence[Buffer]) -> None:
+        """Write ``parts`` behind what was written before; synchronous.
+
+        Raises:
+            StoreFull, StoreError: They could not be written; the draft is of no use any more.
+        """
+
+    @abstractmethod
+    async def publish(self) -> None:
+        """Make it an object, as ``Backend.create`` does, with the same errors; after either outcome the draft is gone."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Forget it, unless it was published. May be called at any time and more than once."""
+
+
 class Backend(ABC):
     """One place where objects live. All methods may be called by many tasks of one event loop at the same time.
 
     Attributes:
         read_size: Bytes of a ranged read at which this storage is near its best throughput.
         direct: Whether ``read_into`` works, the synchronous ranged read for worker threads.
+        drafts: Whether ``draft`` works, by which worker threads write an object piece by piece.
         where: The place in words, for messages.
     """
 
     read_size: ClassVar[int] = 16 << 20
     direct: bool = False
+    drafts: bool = False
     where: str = ""
 
     @abstractmethod
@@ -127,6 +149,14 @@ class Backend(ABC):
     def read_into(self, name: str, offset: int, out: memoryview) -> None:
         """``get_into`` without an event loop, from any thread; only where ``direct`` is true."""
         raise UsageError(f"{self.where} has no direct reads")
+
+    def draft(self, name: str) -> Draft:
+        """A draft of object ``name``, from any thread; only where ``drafts`` is true.
+
+        Raises:
+            StoreFull, StoreError: It could not be begun.
+        """
+        raise UsageError(f"{self.where} takes whole objects only")
 
     async def sweep(self, age_seconds: float) -> int:
         """Remove remains of writes that broke off more than ``age_seconds`` ago; returns how many. Most storage leaves none."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
 from icecore.errors import StoreError
-from icecore.store.backend import Backend, Buffer, ObjectInfo, length_of
+from icecore.store.backend import Backend, Buffer, Draft, ObjectInfo, length_of
 
 
 class Crashed(BaseException):
@@ -70,11 +71,13 @@ class FaultyBackend(Backend):
         self.plan = plan
         self.calls: list[Call] = []
         self.direct = inner.direct
+        self.drafts = inner.drafts
         self.where = inner.where
         self._delay = delay
         self._dead = False
 
-    def _enter(self, operation: str, name: str, size: int = 0) -> tuple[Call, Outcome]:
+    def enter(self, operation: str, name: str, size: int = 0) -> tuple[Call, Outcome]:
+        """A call begins: count it, and fail or stop before it if the plan says so."""
         if self._dead:
             raise Crashed(f"{operation} {name} after the end")
         call = Call(len(self.calls) + 1, operation, name, size)
@@ -87,67 +90,106 @@ class FaultyBackend(Backend):
             raise StoreError(f"injected failure of {operation} {name}")
         return call, outcome
 
-    def _leave(self, call: Call, outcome: Outcome) -> None:
-        if outcome is Outcome.STOP_AFTER:
-            self._dead = True
-            raise Crashed(f"{call.operation} {call.name}")
-        if outcome is Outcome.LOSE:
-            raise StoreError(f"injected loss of the reply to {call.operation} {call.name}")
+    @contextmanager
+    def reply(self, call: Call, outcome: Outcome) -> Iterator[None]:
+        """Around the call itself: whether it succeeds or fails, its reply may be lost, or nobody be left to hear it."""
+        try:
+            yield
+        finally:
+            if outcome is Outcome.STOP_AFTER:
+                self._dead = True
+                raise Crashed(f"{call.operation} {call.name}")
+            if outcome is Outcome.LOSE:
+                raise StoreError(f"injected loss of the reply to {call.operation} {call.name}")
 
-    async def _pause(self, call: Call) -> None:
+    async def pause(self, call: Call) -> None:
+        """Wait before a call is passed on."""
         if self._delay is not None:
             await asyncio.sleep(self._delay(call))
 
     async def create(self, name: str, parts: Sequence[Buffer]) -> None:
-        call, outcome = self._enter("create", name, length_of(parts))
-        await self._pause(call)
-        await self.inner.create(name, parts)
-        self._leave(call, outcome)
+        call, outcome = self.enter("create", name, length_of(parts))
+        await self.pause(call)
+        with self.reply(call, outcome):
+            await self.inner.create(name, parts)
 
     async def get(self, name: str, *, limit: int = 1 << 30) -> bytes:
-        call, outcome = self._enter("get", name)
-        await self._pause(call)
-        data = await self.inner.get(name, limit=limit)
-        self.calls[call.number - 1] = Call(call.number, "get", name, len(data))
-        self._leave(call, outcome)
+        call, outcome = self.enter("get", name)
+        await self.pause(call)
+        with self.reply(call, outcome):
+            data = await self.inner.get(name, limit=limit)
+            self.calls[call.number - 1] = Call(call.number, "get", name, len(data))
         return data
 
     async def get_into(self, name: str, offset: int, out: memoryview) -> None:
-        call, outcome = self._enter("get_into", name, out.nbytes)
-        await self._pause(call)
-        await self.inner.get_into(name, offset, out)
-        self._leave(call, outcome)
+        call, outcome = self.enter("get_into", name, out.nbytes)
+        await self.pause(call)
+        with self.reply(call, outcome):
+            await self.inner.get_into(name, offset, out)
 
     def read_into(self, name: str, offset: int, out: memoryview) -> None:
-        call, outcome = self._enter("read_into", name, out.nbytes)
-        self.inner.read_into(name, offset, out)
-        self._leave(call, outcome)
+        call, outcome = self.enter("read_into", name, out.nbytes)
+        with self.reply(call, outcome):
+            self.inner.read_into(name, offset, out)
 
     async def size(self, name: str) -> int:
-        call, outcome = self._enter("size", name)
-        await self._pause(call)
-        size = await self.inner.size(name)
-        self._leave(call, outcome)
+        call, outcome = self.enter("size", name)
+        await self.pause(call)
+        with self.reply(call, outcome):
+            size = await self.inner.size(name)
         return size
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        call, outcome = self._enter("list", prefix)
-        await self._pause(call)
-        async for info in self.inner.list(prefix):
+        call, outcome = self.enter("list", prefix)
+        await self.pause(call)
+        with self.reply(call, outcome):
+            rows = [info async for info in self.inner.list(prefix)]
+        for info in rows:
             yield info
-        self._leave(call, outcome)
 
     async def delete(self, name: str) -> None:
-        call, outcome = self._enter("delete", name)
-        await self._pause(call)
-        await self.inner.delete(name)
-        self._leave(call, outcome)
+        call, outcome = self.enter("delete", name)
+        await self.pause(call)
+        with self.reply(call, outcome):
+            await self.inner.delete(name)
+
+    def draft(self, name: str) -> Draft:
+        return FaultyDraft(self, name)
 
     async def sweep(self, age_seconds: float) -> int:
-        call, outcome = self._enter("sweep", "")
-        removed = await self.inner.sweep(age_seconds)
-        self._leave(call, outcome)
+        call, outcome = self.enter("sweep", "")
+        with self.reply(call, outcome):
+            removed = await self.inner.sweep(age_seconds)
         return removed
 
     async def close(self) -> None:
         await self.inner.close()
+
+
+class FaultyDraft(Draft):
+    """Appending counts as ``append``, publishing as the ``create`` that it stands for."""
+
+    def __init__(self, backend: FaultyBackend, name: str) -> None:
+        self._backend = backend
+        self._name = name
+        self._size = 0
+        self._inner = backend.inner.draft(name)
+
+    def append(self, parts: Sequence[Buffer]) -> None:
+        call, outcome = self._backend.enter("append", self._name, length_of(parts))
+        with self._backend.reply(call, outcome):
+            self._inner.append(parts)
+            self._size += length_of(parts)
+
+    async def publish(self) -> None:
+        try:
+            call, outcome = self._backend.enter("create", self._name, self._size)
+            await self._backend.pause(call)
+        except Exception:
+            self._inner.discard()
+            raise
+        with self._backend.reply(call, outcome):
+            await self._inner.publish()
+
+    def discard(self) -> None:
+        self._inner.discard()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import ClassVar, TypeVar
 
 from icecore.errors import Damaged, NotFound, ObjectExists, ObjectMissing, StoreError, StoreFull
-from icecore.store.backend import Backend, Buffer, ObjectInfo, check_name, check_prefix
+from icecore.store.backend import Backend, Buffer, Draft, ObjectInfo, check_name, check_prefix
 
 T = TypeVar("T")
 
@@ -52,6 +52,7 @@ class LocalBackend(Backend):
 
     read_size: ClassVar[int] = 1 << 20
     direct = True
+    drafts = True
 
     def __init__(
         self, root: str | os.PathLike[str], *, create: bool = False, open_files: int = 64, threads: int = 8
@@ -72,39 +73,36 @@ class LocalBackend(Backend):
         self._made: set[Path] = {self.root}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="icecore-local")
 
-    async def _run(self, function: Callable[..., T], *arguments: object) -> T:
+    async def run(self, function: Callable[..., T], *arguments: object) -> T:
+        """``function`` in one of the threads of this back end."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     async def create(self, name: str, parts: Sequence[Buffer]) -> None:
-        path = self.root / check_name(name)
-        await self._run(
-            self._create, name, path, [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
-        )
+        check_name(name)
+        await self.run(self._create, name, [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes])
 
-    def _create(self, name: str, path: Path, parts: Sequence[memoryview]) -> None:
-        temporary = path.parent / f"{_TEMPORARY}{secrets.token_hex(8)}"
+    def _create(self, name: str, parts: Sequence[memoryview]) -> None:
+        draft = LocalDraft(self, name)
         try:
-            self._make_folder(path.parent)
-            try:
-                descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            except FileNotFoundError:
-                self._made = {self.root}  # somebody removed empty folders
-                self._make_folder(path.parent)
-                descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                try:
-                    _write_all(descriptor, parts)
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
-                os.link(temporary, path)
-            finally:
-                os.unlink(temporary)
-            _sync_directory(path.parent)
-        except FileExistsError as error:
-            raise ObjectExists(f"object {name} exists in {self.where}") from error
-        except OSError as error:
-            raise _translate(error, f"create object {name} in", self.where) from error
+            draft.append(parts)
+            draft.publish_now()
+        finally:
+            draft.discard()
+
+    def draft(self, name: str) -> LocalDraft:
+        return LocalDraft(self, name)
+
+    def open_temporary(self, folder: Path) -> tuple[Path, int]:
+        """A new file in ``folder`` that is no object, and its descriptor."""
+        temporary = folder / f"{_TEMPORARY}{secrets.token_hex(8)}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._make_folder(folder)
+        try:
+            return temporary, os.open(temporary, flags, 0o600)
+        except FileNotFoundError:
+            self._made = {self.root}  # somebody removed empty folders
+            self._make_folder(folder)
+            return temporary, os.open(temporary, flags, 0o600)
 
     def _make_folder(self, folder: Path) -> None:
         """Make ``folder`` durable with its parents; remembers what is done."""
@@ -119,7 +117,7 @@ class LocalBackend(Backend):
         self._made.add(folder)
 
     async def get(self, name: str, *, limit: int = 1 << 30) -> bytes:
-        return await self._run(self._get, name, limit)
+        return await self.run(self._get, name, limit)
 
     def _get(self, name: str, limit: int) -> bytes:
         path = self.root / check_name(name)
@@ -141,7 +139,7 @@ class LocalBackend(Backend):
             raise _translate(error, f"read object {name} in", self.where) from error
 
     async def get_into(self, name: str, offset: int, out: memoryview) -> None:
-        await self._run(self.read_into, name, offset, out)
+        await self.run(self.read_into, name, offset, out)
 
     def read_into(self, name: str, offset: int, out: memoryview) -> None:
         view = out.cast("B")
@@ -203,7 +201,7 @@ class LocalBackend(Backend):
     async def size(self, name: str) -> int:
         path = self.root / check_name(name)
         try:
-            found = await self._run(os.stat, path)
+            found = await self.run(os.stat, path)
             if not stat.S_ISREG(found.st_mode):
                 raise IsADirectoryError(errno.EISDIR, "is a folder", name)
             return found.st_size
@@ -219,12 +217,12 @@ class LocalBackend(Backend):
             folder = pending.pop()
             if folder and not folder.endswith("/"):
                 try:
-                    size = (await self._run(os.stat, self.root / folder)).st_size
+                    size = (await self.run(os.stat, self.root / folder)).st_size
                 except FileNotFoundError:
                     continue  # deleted while we were listing
                 yield ObjectInfo(folder, size)
                 continue
-            files, folders = await self._run(_scan, self.root, folder)
+            files, folders = await self.run(_scan, self.root, folder)
             if not folders:
                 for info in files:
                     yield info
@@ -233,7 +231,7 @@ class LocalBackend(Backend):
                 pending.extend(sorted([info.name for info in files] + folders, reverse=True))
 
     async def delete(self, name: str) -> None:
-        await self._run(self._delete, name)
+        await self.run(self._delete, name)
 
     def _delete(self, name: str) -> None:
         path = self.root / check_name(name)
@@ -249,7 +247,7 @@ class LocalBackend(Backend):
             raise _translate(error, f"delete object {name} in", self.where) from error
 
     async def sweep(self, age_seconds: float) -> int:
-        return await self._run(self._sweep, age_seconds)
+        return await self.run(self._sweep, age_seconds)
 
     def _sweep(self, age_seconds: float) -> int:
         oldest = time.time() - age_seconds
@@ -294,6 +292,52 @@ def _scan(root: Path, folder: str) -> tuple[list[ObjectInfo], list[str]]:
         raise _translate(error, f"list {folder or 'objects'} in", root) from error
     files.sort()
     return files, folders
+
+
+class LocalDraft(Draft):
+    """A temporary file that becomes the object ``name``."""
+
+    def __init__(self, backend: LocalBackend, name: str) -> None:
+        self._backend = backend
+        self._name = name
+        self._path = backend.root / check_name(name)
+        self._descriptor = -1
+        self._doing = f"create object {name} in"
+        try:
+            self._temporary, self._descriptor = backend.open_temporary(self._path.parent)
+        except OSError as error:
+            raise _translate(error, self._doing, backend.where) from error
+
+    def append(self, parts: Sequence[Buffer]) -> None:
+        try:
+            _write_all(self._descriptor, [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes])
+        except OSError as error:
+            raise _translate(error, self._doing, self._backend.where) from error
+
+    async def publish(self) -> None:
+        await self._backend.run(self.publish_now)
+
+    def publish_now(self) -> None:
+        """``publish`` in this thread."""
+        try:
+            os.fsync(self._descriptor)
+            os.link(self._temporary, self._path)
+            _sync_directory(self._path.parent)
+        except FileExistsError as error:
+            raise ObjectExists(f"object {self._name} exists in {self._backend.where}") from error
+        except OSError as error:
+            raise _translate(error, self._doing, self._backend.where) from error
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+            try:
+                os.unlink(self._temporary)
+            except FileNotFoundError:
+                pass  # a sweep took it for a broken-off one
 
 
 def _write_all(descriptor: int, parts: Sequence[memoryview]) -> None:

@@ -16,7 +16,7 @@ import msgspec
 from icecore.errors import Damaged, NotFound, ObjectExists, ObjectMissing, SessionFenced, StoreError, StoreFull
 from icecore.events import Event, Sink
 from icecore.store import catalog
-from icecore.store.backend import Backend, Buffer
+from icecore.store.backend import Backend, Buffer, Draft
 from icecore.store.catalog import Pages
 from icecore.store.cell import Records
 from icecore.store.envelope import ObjectKind, seal, unseal
@@ -116,6 +116,16 @@ class Session:
             StoreError: It could not be stored.
         """
         return await self.put_named(kind, random_id(), parts)
+
+    def draft(self, kind: Kind, identity: bytes) -> Draft:
+        """A draft of an object under a random part that the caller drew before, for threads; only where the back end has drafts.
+
+        Once published it is the session's, as if by ``put_named``.
+        """
+        name = object_name(kind, identity)
+        draft = self._backend.draft(name)
+        self._created.add(name)
+        return draft
 
     async def put_named(self, kind: Kind, identity: bytes, parts: Sequence[Buffer]) -> str:
         """``put`` under a random part that the caller drew before (``names.random_id``), because the object's own bytes or others mention it."""

@@ -29,21 +29,19 @@ _ENTRY = struct.Struct("<32s32s32sQIB")
 SHARD = Container("shard", b"icshard\n", 1, ENTRY, 1 << 22)
 
 
-class ShardBuilder:
-    """Lays stored chunks out in one caller-owned buffer.
-
-    Not thread-safe: whoever shares it locks around :meth:`reserve`; filling the room that it returns needs no lock.
+class ShardTable:
+    """The chunks of a shard that is being laid out, and its footer. Not thread-safe.
 
     Args:
         name: 16 random bytes.
-        buffer: Where the chunks go; its length is what the shard holds at most (without the footer).
+        limit: Stored bytes that it takes at most (without the footer).
     """
 
-    def __init__(self, name: bytes, buffer: memoryview) -> None:
+    def __init__(self, name: bytes, limit: int) -> None:
         if len(name) != NAME_BYTES:
             raise ValueError("a shard's name has 16 bytes")
         self.name = name
-        self.buffer = buffer
+        self.limit = limit
         self.used = 0
         self._entries: list[bytes] = []
 
@@ -52,10 +50,10 @@ class ShardBuilder:
 
     def fits(self, length: int) -> bool:
         """Whether a chunk of ``length`` stored bytes still has room."""
-        return self.used + length <= len(self.buffer) and len(self._entries) < SHARD.max_entries
+        return self.used + length <= self.limit and len(self._entries) < SHARD.max_entries
 
-    def reserve(self, chunk: bytes, data: Buffer, base: bytes, number: int, length: int) -> tuple[int, memoryview]:
-        """Take room for one stored chunk.
+    def add(self, chunk: bytes, data: Buffer, base: bytes, number: int, length: int) -> int:
+        """Enter one stored chunk behind the others.
 
         Args:
             chunk: The chunk's id.
@@ -65,22 +63,42 @@ class ShardBuilder:
             length: Stored bytes; they must :meth:`fits`.
 
         Returns:
-            The offset in the shard, and the room, to be filled before :meth:`finish`.
+            Its offset in the shard.
         """
         if not self.fits(length):
             raise ValueError(f"{length} bytes do not fit")
         offset = self.used
         self._entries.append(_ENTRY.pack(chunk, data, base, offset, length, number))
         self.used += length
-        return offset, self.buffer[offset : offset + length]
+        return offset
 
-    def finish(self, key: bytes) -> list[Buffer]:
-        """The whole shard as buffers to write one after the other; ``key`` is the repository's shard key."""
-        return [self.buffer[: self.used], SHARD.footer(key, self.name, b"".join(self._entries), self.used)]
+    def footer(self, key: bytes) -> bytes:
+        """What comes after the chunks; ``key`` is the repository's shard key."""
+        return SHARD.footer(key, self.name, b"".join(self._entries), self.used)
 
     def entries(self) -> Records:
         """The table so far."""
         return np.frombuffer(b"".join(self._entries), ENTRY)
+
+
+class ShardBuilder(ShardTable):
+    """Lays stored chunks out in one caller-owned buffer, whose length is the shard's limit.
+
+    Not thread-safe: whoever shares it locks around :meth:`reserve`; filling the room that it returns needs no lock.
+    """
+
+    def __init__(self, name: bytes, buffer: memoryview) -> None:
+        super().__init__(name, len(buffer))
+        self.buffer = buffer
+
+    def reserve(self, chunk: bytes, data: Buffer, base: bytes, number: int, length: int) -> tuple[int, memoryview]:
+        """As :meth:`add`; returns also the room for the chunk, to be filled before :meth:`finish`."""
+        offset = self.add(chunk, data, base, number, length)
+        return offset, self.buffer[offset : offset + length]
+
+    def finish(self, key: bytes) -> list[Buffer]:
+        """The whole shard as buffers to write one after the other; ``key`` is the repository's shard key."""
+        return [self.buffer[: self.used], self.footer(key)]
 
 
 def fill(room: memoryview, parts: Sequence[Buffer]) -> None:

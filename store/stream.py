@@ -1,18 +1,130 @@
-"""One stream of shards: chunks of one process, in the order in which they come, into one open shard after the other; full ones are uploaded."""
+"""Streams of shards: the chunks of one process, in the order in which they come, go into one open shard after the other; full ones are stored.
+
+Storage into which threads can write takes each chunk at once from where it was encoded (:class:`DraftStream`); other storage takes whole shards out
+of a bounded number of buffers (:class:`BufferedStream`).
+"""
 
 from __future__ import annotations
 
+import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
+from icecore.store.backend import Draft
 from icecore.store.codec import Buffer
 from icecore.store.names import random_id
 from icecore.store.pool import BufferPool
-from icecore.store.shard import ShardBuilder, fill
+from icecore.store.shard import ShardBuilder, ShardTable, fill
 from icecore.store.uploads import Uploads
 
-#: Told of every shard as it is closed.
-Closed = Callable[[ShardBuilder], None]
+#: Told of every shard once no chunk is added to it any more.
+Closed = Callable[[ShardTable], None]
+
+
+class ShardStream(ABC):
+    """Thread-safe; the threads of one process share one."""
+
+    @abstractmethod
+    def put(
+        self, chunk: bytes, data: bytes, base: bytes, number: int, parts: Sequence[Buffer], length: int
+    ) -> tuple[bytes, int]:
+        """Store one chunk.
+
+        Args:
+            chunk, data, base, number: As for :meth:`ShardTable.add`.
+            parts: Its stored bytes, not referred to after the call; ``length`` in all.
+
+        Returns:
+            The name of its shard and its offset there.
+
+        Raises:
+            StoreError: It, or one before it, could not be stored.
+        """
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Close what is open; no other thread may be putting."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Drop what is open."""
+
+
+class _Lane:
+    """A shard that is being written; ``taken`` while a thread writes."""
+
+    def __init__(self) -> None:
+        self.taken = threading.Lock()
+        self.table: ShardTable | None = None
+        self.draft: Draft | None = None
+
+
+class DraftStream(ShardStream):
+    """Writes each chunk into a draft as it comes.
+
+    Writing to one file from two threads makes one of them wait, so there are several lanes, each with a shard of its own; the later ones are only used
+    when the earlier ones are taken, so that little data makes one shard.
+
+    Args:
+        uploads: Makes and publishes the drafts.
+        key: The repository's shard key.
+        closed: Called once for each shard.
+        shard_bytes: Size at which a shard is closed.
+    """
+
+    def __init__(self, uploads: Uploads, key: bytes, closed: Closed, shard_bytes: int) -> None:
+        self._uploads = uploads
+        self._key = key
+        self._closed = closed
+        self._shard_bytes = shard_bytes
+        self._lanes = [_Lane() for _ in range(os.cpu_count() or 1)]
+
+    def put(
+        self, chunk: bytes, data: bytes, base: bytes, number: int, parts: Sequence[Buffer], length: int
+    ) -> tuple[bytes, int]:
+        lane = self._take()
+        try:
+            table, draft = lane.table, lane.draft
+            if table is not None and not table.fits(length):
+                self._close(lane)
+                table = draft = None
+            if table is None or draft is None:
+                table = lane.table = ShardTable(random_id(), self._shard_bytes)
+                draft = lane.draft = self._uploads.draft("shard", table.name)
+            self._uploads.append(draft, parts)
+            return table.name, table.add(chunk, data, base, number, length)
+        finally:
+            lane.taken.release()
+
+    def flush(self) -> None:
+        for lane in self._lanes:
+            with lane.taken:
+                self._close(lane)
+
+    def abandon(self) -> None:
+        for lane in self._lanes:
+            with lane.taken:
+                if lane.draft is not None:
+                    lane.draft.discard()
+                lane.table = lane.draft = None
+
+    def _take(self) -> _Lane:
+        for lane in self._lanes:
+            if lane.taken.acquire(blocking=False):
+                return lane
+        lane = self._lanes[threading.get_ident() % len(self._lanes)]
+        lane.taken.acquire()
+        return lane
+
+    def _close(self, lane: _Lane) -> None:
+        table, draft = lane.table, lane.draft
+        lane.table = lane.draft = None
+        if table is not None and draft is not None:
+            self._closed(table)
+            footer = table.footer(self._key)
+            self._uploads.append(draft, [footer])
+            self._uploads.publish("shard", table.name, draft, table.used + len(footer))
 
 
 class _OpenShard:
@@ -24,12 +136,12 @@ class _OpenShard:
         self.closed = False
 
 
-class ShardStream:
-    """Thread-safe; the threads of one process share one.
+class BufferedStream(ShardStream):
+    """Gathers shards in memory.
 
     Args:
         pool: Where shard buffers come from and go back to; its bound is what slows the threads down to the storage's pace.
-        uploads: What stores the closed shards.
+        uploads: Stores the closed shards.
         key: The repository's shard key.
         closed: Called once for each shard.
         patience: Seconds to wait for a buffer.
@@ -49,7 +161,6 @@ class ShardStream:
     def put(
         self, chunk: bytes, data: bytes, base: bytes, number: int, parts: Sequence[Buffer], length: int
     ) -> tuple[bytes, int]:
-        """Store one chunk of ``length`` stored bytes; the name of its shard and its offset there."""
         with self._order:
             shard = self._open
             if shard is not None and not shard.builder.fits(length):
@@ -73,11 +184,13 @@ class ShardStream:
         return shard.builder.name, offset
 
     def flush(self) -> None:
-        """Close the open shard, if there is one."""
         with self._order:
             shard, self._open = self._open, None
             if shard is not None:
                 self._close(shard)
+
+    def abandon(self) -> None:
+        self._open = None
 
     def _close(self, shard: _OpenShard) -> None:
         with self._count:

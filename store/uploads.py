@@ -6,11 +6,13 @@ import asyncio
 import concurrent.futures
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from icecore.errors import IcecoreError, StoreError
 from icecore.events import Event, Sink
-from icecore.store.backend import Buffer, length_of
+from icecore.store.backend import Buffer, Draft, length_of
 from icecore.store.names import Kind, object_name
 from icecore.store.session import Session
 
@@ -37,13 +39,53 @@ class Uploads:
         self, kind: Kind, identity: bytes, parts: Sequence[Buffer], finished: Callable[[], None] | None = None
     ) -> None:
         """Store an object from ``parts``, which must not change until ``finished`` is called (once, whatever the outcome)."""
+        self._run(self._session.put_named(kind, identity, parts), kind, identity, length_of(parts), finished)
+
+    def draft(self, kind: Kind, identity: bytes) -> Draft:
+        """A draft of an object.
+
+        Raises:
+            StoreError: It could not be begun.
+        """
+        with self._noting():
+            return self._session.draft(kind, identity)
+
+    def append(self, draft: Draft, parts: Sequence[Buffer]) -> None:
+        """Write ``parts`` behind what the draft has.
+
+        Raises:
+            StoreError: They could not be written; every later call raises the same.
+        """
+        with self._noting():
+            draft.append(parts)
+
+    def publish(self, kind: Kind, identity: bytes, draft: Draft, size: int) -> None:
+        """Make a draft of ``size`` bytes an object, in the background."""
+        self._run(draft.publish(), kind, identity, size, None)
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            with self._change:
+                self._failure = self._failure or error
+            raise
+
+    def _run(
+        self,
+        work: Coroutine[Any, Any, object],
+        kind: Kind,
+        identity: bytes,
+        size: int,
+        finished: Callable[[], None] | None,
+    ) -> None:
         with self._change:
             self._running += 1
         started = time.perf_counter()
-        size = length_of(parts)
-        future = asyncio.run_coroutine_threadsafe(self._session.put_named(kind, identity, parts), self._loop)
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
 
-        def ended(result: concurrent.futures.Future[str]) -> None:
+        def ended(result: concurrent.futures.Future[object]) -> None:
             error = concurrent.futures.CancelledError() if result.cancelled() else result.exception()
             with self._change:
                 self._running -= 1

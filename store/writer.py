@@ -31,9 +31,9 @@ from icecore.store.repository import Repository
 from icecore.store.rows import Place, Row, Stored, pack, unpack
 from icecore.store.segment import make_entries
 from icecore.store.session import Session
-from icecore.store.shard import ShardBuilder
+from icecore.store.shard import ShardTable
 from icecore.store.state import SnapshotRecord
-from icecore.store.stream import ShardStream
+from icecore.store.stream import BufferedStream, DraftStream, ShardStream
 from icecore.store.trial import Habit, Objective, sample, surprising, trial
 from icecore.store.uploads import Uploads
 
@@ -78,8 +78,8 @@ class SnapshotWriter:
         streams: How many shard streams there are: one for each process whose restore should read its own shards.
         objective: What is to be saved, bytes or time.
         emit: Gets ``store.upload``, ``store.commit`` and ``store.base_damaged`` events.
-        memory: Bound in bytes of the shard buffers; a shard is at most as large as it and the repository's ``shard_bytes`` allow. Each calling
-            thread takes about 6 MiB more.
+        memory: Bound in bytes of the shard buffers, where the back end needs some; shards are then as small as it demands. Each calling thread takes
+            about 6 MiB more.
     """
 
     def __init__(
@@ -102,12 +102,7 @@ class SnapshotWriter:
         self._objective = objective or Objective()
         self._keys = repository.keys
         self._uploads = Uploads(session, loop, emit)
-        count = streams + IN_FLIGHT
-        shard_bytes = max(_LEAST_SHARD_BYTES, min(repository.config.parameters.shard_bytes, memory // count))
-        pool = BufferPool(shard_bytes, count)
-        self._streams = [
-            ShardStream(pool, self._uploads, self._keys.shard, self._closed, _PATIENCE_SECONDS) for _ in range(streams)
-        ]
+        self._streams = self._make_streams(streams, memory)
         self._habits = [Habit() for _ in range(streams)]
         self._deltas = [
             Deltas(self._fetch, self._usable_base, self._keys.chunk, self._objective, emit) for _ in range(streams)
@@ -119,9 +114,16 @@ class SnapshotWriter:
         self._looked_up: dict[bytes, Stored | None] = {}
         self._entries: list[Records] = []
         self._own_shards: set[bytes] = set()
-        self._hints: list[str] = []
         self._statistics = Statistics()
         self._over = False
+
+    def _make_streams(self, count: int, memory: int) -> Sequence[ShardStream]:
+        key, shard_bytes = self._keys.shard, self._repository.config.parameters.shard_bytes
+        if self._repository.backend.drafts:
+            return [DraftStream(self._uploads, key, self._closed, shard_bytes) for _ in range(count)]
+        buffers = count + IN_FLIGHT
+        pool = BufferPool(max(_LEAST_SHARD_BYTES, min(shard_bytes, memory // buffers)), buffers)
+        return [BufferedStream(pool, self._uploads, key, self._closed, _PATIENCE_SECONDS) for _ in range(count)]
 
     @property
     def statistics(self) -> Statistics:
@@ -228,8 +230,7 @@ class SnapshotWriter:
         """
         sealed = seal(HINTS_KIND, bytes(fingerprints), self._keys.hints)
         name = f"{HINTS}{lineage}/{random_id().hex()}"
-        self._hints.append(name)
-        self._wait(self._repository.backend.create(name, [sealed.data]))
+        self._wait(self.session.create(name, [sealed.data]))
         return name, sealed.digest
 
     def commit(self, manifest: Manifest) -> str:
@@ -286,11 +287,10 @@ class SnapshotWriter:
         """
         if self._over:
             return False
+        for stream in self._streams:
+            stream.abandon()
         self._uploads.settle()
         ended = self._wait(self.session.abort())
-        if ended:
-            for name in self._hints:
-                self._wait(self._repository.backend.delete(name))
         self._over = True
         return ended
 
@@ -408,12 +408,12 @@ class SnapshotWriter:
             if place.codec != codec.ZERO:
                 self._own_shards.add(place.shard)
 
-    def _closed(self, builder: ShardBuilder) -> None:
+    def _closed(self, shard: ShardTable) -> None:
         """A shard is complete: its full chunks go into the index."""
-        table = builder.entries()
+        table = shard.entries()
         full = table[table["codec"] & codec.DELTA == 0]
         places = np.zeros(len(full), PLACE)
-        places["shard"] = np.frombuffer(builder.name, np.uint8)
+        places["shard"] = np.frombuffer(shard.name, np.uint8)
         for name in ("offset", "length", "codec"):
             places[name] = full[name]
         entries = make_entries(full["chunk"], places)
