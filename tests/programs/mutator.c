@@ -149,8 +149,9 @@ static void child(void)
     for (int n = 0; n < 400; n++) {
         uint32_t first, count;
         struct segment *s = pick(16, &first, &count);
-        for (uint32_t i = first; i < first + count; i++)
-            verify(s, i, "child");
+        if (draw(2))
+            for (uint32_t i = first; i < first + count; i++)
+                verify(s, i, "child");
         switch (draw(8)) {
         case 0:
             need(!madvise(s->at + (size_t)first * PAGE, (size_t)count * PAGE, MADV_DONTNEED), "MADV_DONTNEED in a child");
@@ -205,8 +206,10 @@ static void operate(void)
     while (ticket >= weights[op])
         ticket -= weights[op++];
     struct segment *s = pick(64, &first, &count);
-    for (uint32_t i = first; i < first + count; i++)
-        verify(s, i, operation_names[op]);
+    /* Half of the time not: a page that nobody has looked at since the restore may still be on its way. */
+    if (op == CHECK || draw(2))
+        for (uint32_t i = first; i < first + count; i++)
+            verify(s, i, operation_names[op]);
     switch (op) {
     case REWRITE:
         for (uint32_t i = first; i < first + count; i++)
