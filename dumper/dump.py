@@ -316,6 +316,11 @@ class _Dump:
         )
         return lazy_dump_command(self.criu, self.target.pid, images, arguments, pages="{pages}", status="{status}")
 
+    def _restore_options(self) -> list[str]:
+        """What a restore of this dump must tell CRIU."""
+        options = ["--shell-job"] if self.shell_job else []
+        return [*options, "--tcp-close"] if self.options.tcp == "close" else options
+
     def _explain(self, images: Path, status: int) -> DumpFailed:
         message, cure = explain(images).sentence(f"the dump of process {self.target.pid}")
         return DumpFailed(f"{message} (criu's exit status {status})", cure=cure)
@@ -358,7 +363,7 @@ class _Dump:
                 self.criu.version, captured.pids, captured.namespaces.pid, captured.ports
             ),
             namespaces=captured.namespaces,
-            criu_options=["--shell-job"] if self.shell_job else [],
+            criu_options=self._restore_options(),
             tags=list(self.options.tags),
             pinned=self.options.pinned,
             sizes=stored.sizes,

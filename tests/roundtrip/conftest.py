@@ -1,0 +1,87 @@
+"""What the round trips share: a repository on this machine, CRIU, compiled programs, and the reaping of restored trees."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from icecore.dumper.dump import DumpResult, dump
+from icecore.dumper.options import DumpOptions
+from icecore.dumper.target import Target
+from icecore.errors import IcecoreError
+from icecore.host.criu import PREFIX, Criu, find_criu
+from icecore.restorer.options import RestoreOptions
+from icecore.restorer.restore import Restored, restore
+from icecore.store.local import LocalBackend
+from icecore.store.loop import LoopThread
+from icecore.store.repository import Repository
+from tests.programs import driving, plain_criu
+from tests.programs.catalogue import Program, missing
+
+_CHANGED_SOCKETS = (6, 16)
+
+
+@dataclass
+class Trip:
+    """A repository and the CRIU that a round trip uses."""
+
+    repository: Repository
+    loop: LoopThread
+    criu: Criu
+    work: Path
+    cache: Path
+
+    def start(self, program: Program, *, own_namespaces: bool = False) -> driving.Running:
+        """Start a program in its quick size, or skip where this machine cannot."""
+        if lacking := missing(program):
+            pytest.skip(f"this machine has no {', '.join(lacking)}")
+        kernel = tuple(int(part) for part in platform.release().split(".")[:2])
+        if kernel >= _CHANGED_SOCKETS and self.criu.version[:2] < program.least_criu:
+            self.criu = _newer_criu(program.least_criu)
+        state = self.work / "state"
+        state.mkdir()
+        running = driving.start(program, state, self.cache, program.quick, own_namespaces=own_namespaces)
+        driving.wait_ready(program, state)
+        return running
+
+    def dump(self, pid: int, **options: object) -> DumpResult:
+        """Dump a tree into the repository."""
+        target = Target.of_process(pid, "job")
+        return dump(self.repository, self.loop, target, DumpOptions(**options), criu=self.criu)  # type: ignore[arg-type]
+
+    def restore(self, snapshot: str, **options: object) -> Restored:
+        """Restore a snapshot from it; the tree's end is waited for by the restorer."""
+        chosen = RestoreOptions(detach=False, **options)  # type: ignore[arg-type]
+        return restore(self.repository, self.loop, snapshot, chosen, criu=self.criu)
+
+
+def _newer_criu(least: tuple[int, int]) -> Criu:
+    try:
+        criu = find_criu(PREFIX.with_name(f"{PREFIX.name}-sid"))
+    except IcecoreError as none:
+        pytest.skip(f"on Linux {platform.release()} this needs CRIU {least[0]}.{least[1]}: {none}")
+    return criu
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("binaries")
+
+
+@pytest.fixture
+def trip(tmp_path: Path, cache: Path) -> Iterator[Trip]:
+    if os.geteuid() != 0:
+        pytest.skip("CRIU needs root")
+    with LoopThread() as loop, plain_criu.adopting():
+        repository = loop.run(_create(tmp_path / "repository"))
+        yield Trip(repository, loop, find_criu(), tmp_path, cache)
+        loop.run(repository.close())
+
+
+async def _create(path: Path) -> Repository:
+    return await Repository.create(LocalBackend(path, create=True))
