@@ -15,6 +15,7 @@ from icecore.events import Event
 from icecore.store.backend import Backend
 from icecore.store.cell import BITMAP_BYTES, CELL, CELL_BYTES, CELL_PAGES, PAGE, Records, bitmap_of
 from icecore.store.local import LocalBackend
+from icecore.store.keys import Parameters
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import Manifest, Namespaces, Region, Requirements, Sizes, Space
 from icecore.store.names import new_snapshot_id
@@ -179,10 +180,10 @@ class Place:
 
 
 @contextmanager
-def place(backend: Backend) -> Iterator[Place]:
+def place(backend: Backend, shard_bytes: int = 64 << 20) -> Iterator[Place]:
     """A new repository in ``backend``."""
     with LoopThread() as loop:
-        repository = loop.run(Repository.create(backend))
+        repository = loop.run(Repository.create(backend, Parameters(shard_bytes=shard_bytes)))
         try:
             yield Place(loop, repository)
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import threading
 from collections.abc import Iterator
@@ -12,8 +13,10 @@ import pytest
 
 from icecore.errors import StoreError, StoreFull
 from icecore.store import codec
+from icecore.store.backend import Backend
 from icecore.store.cell import CELL_BYTES, CELL_PAGES, PAGE, Records
 from icecore.store.chunk import NO_CHUNK, chunk_id
+from icecore.store.container import TAIL_BYTES
 from icecore.store.faulty import Call, FaultyBackend, Outcome
 from icecore.store.local import LocalBackend
 from icecore.store.manifest import Region
@@ -226,27 +229,36 @@ def test_a_chunk_still_in_memory_is_no_base(here: Place) -> None:
         assert not record["place"]["codec"] & codec.DELTA
 
 
-def test_eight_threads_and_many_shards(here: Place, tmp_path: Path) -> None:
+async def listed(backend: Backend, prefix: str) -> list[str]:
+    return [info.name async for info in backend.list(prefix)]
+
+
+@pytest.mark.parametrize("drafts", [True, False], ids=["drafts", "buffers"])
+def test_eight_threads_and_many_shards(tmp_path: Path, drafts: bool) -> None:
     content = image(24, "random") | {cell: image(1, "random")[0] for cell in range(100, 140)}
-    with here.writer(memory=1) as writer:
-        records = here.store(writer, content, threads=8)
-        space = writer.put_map("process", "1", 140 * CELL_BYTES, [Region(0, 140 * CELL_BYTES, 0)], [records], None)
-        snapshot = writer.commit(here.manifest([space]))
-        assert writer.statistics.chunks == 24
-        assert writer.statistics.logical == len(content) * CELL_BYTES
-    assert here.content(snapshot) == content
-    shards = sorted((tmp_path / "repository" / "shards").rglob("*/*"))
-    assert len(shards) == 6
-    chunks = set()
-    for path in shards:
-        whole = path.read_bytes()
-        name = bytes.fromhex(path.name)
-        where = SHARD.parse_tail(name, len(whole), whole[-72:])
-        for entry in parse_footer(here.repository.keys.shard, name, len(whole), whole[where.offset :]):
-            stored = whole[int(entry["offset"]) : int(entry["offset"]) + int(entry["length"])]
-            assert chunk_id(here.repository.keys.chunk, entry["data"].tobytes(), stored) == entry["chunk"].tobytes()
-            chunks.add(entry["chunk"].tobytes())
-    assert len(chunks) == 24
+    backend = LocalBackend(tmp_path, create=True)
+    backend.drafts = drafts
+    with place(backend, shard_bytes=4 << 20) as here:
+        with here.writer() as writer:
+            records = here.store(writer, content, threads=8)
+            space = writer.put_map("process", "1", 140 * CELL_BYTES, [Region(0, 140 * CELL_BYTES, 0)], [records], None)
+            snapshot = writer.commit(here.manifest([space]))
+            assert writer.statistics.chunks == 24
+            assert writer.statistics.logical == len(content) * CELL_BYTES
+        assert here.content(snapshot) == content
+        names = here.loop.run(listed(backend, "shards/"))
+        assert 6 <= len(names) <= 6 + (os.cpu_count() or 1)
+        chunks = []
+        for name in names:
+            whole, identity = here.loop.run(backend.get(name)), bytes.fromhex(name[-32:])
+            where = SHARD.parse_tail(identity, len(whole), whole[-TAIL_BYTES:])
+            assert where.offset <= 4 << 20
+            for entry in parse_footer(here.repository.keys.shard, identity, len(whole), whole[where.offset :]):
+                stored = whole[int(entry["offset"]) : int(entry["offset"]) + int(entry["length"])]
+                chunks.append(chunk_id(here.repository.keys.chunk, entry["data"].tobytes(), stored))
+                assert chunks[-1] == entry["chunk"].tobytes()
+        assert len(chunks) == len(set(chunks)) == 24
+        assert not list(tmp_path.rglob(".*"))
 
 
 def test_streams_have_their_own_shards(here: Place) -> None:
@@ -260,10 +272,14 @@ def test_streams_have_their_own_shards(here: Place) -> None:
     assert len(set(places)) == 3
 
 
-def test_memory_is_bounded(tmp_path: Path) -> None:
-    """96 MiB of incompressible cells through 4 MiB shards: what stays is a few buffers, however slow the storage is."""
-    slow = FaultyBackend(LocalBackend(tmp_path / "r", create=True), delay=lambda call: 0.02 if call.name.startswith("shards") else 0.0)
-    with place(slow) as here, here.writer(memory=1) as writer:
+@pytest.mark.parametrize("drafts", [True, False], ids=["drafts", "buffers"])
+def test_memory_is_bounded(tmp_path: Path, drafts: bool) -> None:
+    """96 MiB of incompressible cells: what stays is a few buffers at most, however slow the storage is."""
+    backend = FaultyBackend(
+        LocalBackend(tmp_path, create=True), delay=lambda call: 0.02 if call.name.startswith("shards") else 0.0
+    )
+    backend.drafts = drafts
+    with place(backend, shard_bytes=4 << 20) as here, here.writer() as writer:
         data = np.frombuffer(make_data("random", CELL_PAGES), np.uint8).copy()
 
         def some(first: int, cells: int) -> None:
@@ -321,6 +337,27 @@ def test_a_full_store_is_told_of_at_the_next_cell_and_at_commit() -> None:
         assert [record.snapshot for record in here.loop.run(here.repository.snapshots())] == [kept.snapshot]
         assert here.content(kept.snapshot) == image(2, "random", seed=5)
         assert len({name for name in objects(inner) if name.startswith("shards")}) == 1
+
+
+@pytest.mark.parametrize("operation", ["append", "create"])
+def test_a_draft_that_fails_leaves_nothing(tmp_path: Path, operation: str) -> None:
+    backend = FaultyBackend(LocalBackend(tmp_path, create=True))
+    with place(backend, shard_bytes=4 << 20) as here:
+        kept = here.take(image(2, "random", seed=5))
+
+        def plan(call: Call) -> Outcome:
+            if call.operation == operation and call.name.startswith("shards") and call.number > 60:
+                raise StoreFull("no space left")
+            return Outcome.PASS
+
+        backend.plan = plan
+        with pytest.raises(StoreFull), here.writer(kept.snapshot) as writer:
+            here.store(writer, image(80, "random"), kept, threads=4)
+            writer.commit(here.manifest([]))
+        backend.plan = lambda call: Outcome.PASS
+        assert here.content(kept.snapshot) == image(2, "random", seed=5)
+        assert len(here.loop.run(listed(backend, "shards/"))) == 1
+        assert not list(tmp_path.rglob(".*"))
 
 
 def test_lost_replies_do_not_lose_a_snapshot() -> None:
