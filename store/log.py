@@ -26,7 +26,7 @@ Change = Callable[[State, Pages], Awaitable[State]]
 #: How many entries ``trim`` leaves; a listing may be this many generations old and still lead to the newest.
 KEPT_ENTRIES = 1024
 _TRIM_EVERY = KEPT_ENTRIES // 2
-_CREATE_TRIES = 5
+_TRIES = 5
 _BACKOFF_SECONDS = 0.005
 _BACKOFF_LIMIT_SECONDS = 0.5
 
@@ -240,7 +240,16 @@ class Log:
                     ],
                 )
                 sealed = encode_entry(state, self._key)
-                if await self._won(state, sealed, entry):
+                try:
+                    won = await self._won(state, sealed, entry)
+                except StoreFull:
+                    raise
+                except StoreError as error:
+                    raise StoreError(
+                        f"the outcome of transaction '{', '.join(state.changes)}' is unknown: {error}",
+                        cure="look at the repository when the store can be reached again; nothing else is affected",
+                    ) from error
+                if won:
                     entry = Entry(state, sealed.digest)
                     self._keep(entry)
                 else:
@@ -255,32 +264,26 @@ class Log:
             return
 
     async def _won(self, state: State, sealed: Sealed, before: Entry) -> bool:
-        """Create the entry; whether it is now part of the log, found out rather than believed."""
+        """Create the entry; whether it is now part of the log, found out rather than believed.
+
+        Raises:
+            StoreError: The store could not be reached for long enough to find out.
+        """
         name = log_name(state.generation)
-        tries = 0
-        while True:
-            try:
-                await self._backend.create(name, [sealed.data])
-                break
-            except ObjectExists:
-                # Taken by another, or by ourselves and the reply was lost: the digest covers our random transaction ids.
-                held = await self._digest(state.generation)
-                if held == sealed.digest:
-                    break
-                if held is not None:
-                    return False
+        try:
+            await self._patiently(lambda: self._backend.create(name, [sealed.data]))
+        except StoreFull:
+            raise
+        except StoreError as error:
+            # Taken by another, or by ourselves and the reply was lost: the digest covers our random transaction ids.
+            held = await self._digest(state.generation)
+            if held is None and not isinstance(error, ObjectExists):
+                raise
+            if held is None:
                 # Taken and trimmed since: we slept through more than a thousand generations, and another had ours.
                 return await self._reached(state, sealed)
-            except StoreFull:
-                raise
-            except StoreError as error:
-                tries += 1
-                if tries == _CREATE_TRIES:
-                    raise StoreError(
-                        f"the outcome of transaction '{', '.join(state.changes)}' is unknown: {error}",
-                        cure="look at the repository when the store can be reached again; nothing else is affected",
-                    ) from error
-                await asyncio.sleep(random.uniform(0, _BACKOFF_SECONDS * 2**tries))
+            if held != sealed.digest:
+                return False
         if await self._digest(before.generation) == before.digest:
             # Entries are trimmed oldest first: as the one before is there, this generation had never been taken.
             return True
@@ -289,8 +292,9 @@ class Log:
     async def _digest(self, generation: int) -> bytes | None:
         """The digest that the entry of ``generation`` carries, or None if there is no such entry."""
         header = bytearray(HEADER_BYTES)
+        name = log_name(generation)
         try:
-            await self._backend.get_into(log_name(generation), 0, memoryview(header))
+            await self._patiently(lambda: self._backend.get_into(name, 0, memoryview(header)))
         except ObjectMissing:
             return None
         return entry_digest(bytes(header))
@@ -313,10 +317,21 @@ class Log:
                     await self._backend.delete(log_name(state.generation))
                 return False
             break
-        raise StoreError(
-            f"the outcome of transaction '{', '.join(state.changes)}' is unknown: the log has moved on by more than it keeps",
-            cure="look at the repository; nothing else is affected",
-        )
+        raise StoreError("the log has moved on by more than it keeps")
+
+    async def _patiently(self, call: Callable[[], Awaitable[None]]) -> None:
+        """Do ``call`` again while it fails without saying why; it may have taken effect each time."""
+        tries = 0
+        while True:
+            try:
+                return await call()
+            except (ObjectExists, ObjectMissing, StoreFull):
+                raise
+            except StoreError:
+                tries += 1
+                if tries == _TRIES:
+                    raise
+                await asyncio.sleep(random.uniform(0, _BACKOFF_SECONDS * 2**tries))
 
     async def trim(self, keep: int = KEPT_ENTRIES) -> int:
         """Delete entries that are more than ``keep`` generations older than the newest, oldest first and one after the other.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import multiprocessing
 import random
 import secrets
@@ -80,7 +81,7 @@ def test_many_clients_contend() -> None:
         ids = [drawn(10) for _ in range(8)]
         await asyncio.gather(*(write(Log(backend, KEY), mine) for mine in ids))
         state = await chain(Log(backend, KEY))
-        assert sorted(record.id for record in state.sessions) == sorted(sum(ids, []))
+        assert sorted(record.id for record in state.sessions) == sorted(itertools.chain(*ids))
         # Each client's transactions took place in the order in which it made them.
         order = [record.id for record in state.sessions]
         for mine in ids:
@@ -120,7 +121,7 @@ def test_contention_on_a_real_directory(tmp_path: Path, kind: str) -> None:
     async def look() -> None:
         fresh = LocalBackend(tmp_path)
         state = await chain(Log(fresh, KEY))
-        assert sorted(record.id for record in state.sessions) == sorted(sum(ids, []))
+        assert sorted(record.id for record in state.sessions) == sorted(itertools.chain(*ids))
         assert state.generation == 1 + 48
         await fresh.close()
 
@@ -144,7 +145,7 @@ def test_lost_replies_and_failures_are_settled(seed: int) -> None:
         ids = [drawn(8) for _ in range(4)]
         await asyncio.gather(*(write(Log(FaultyBackend(inner, plan), KEY), mine) for mine in ids))
         state = await chain(Log(inner, KEY))
-        assert sorted(record.id for record in state.sessions) == sorted(sum(ids, []))
+        assert sorted(record.id for record in state.sessions) == sorted(itertools.chain(*ids))
 
     asyncio.run(body())
 
