@@ -23,6 +23,7 @@ from icecore.dumper.sources import FileSource, PagesImage
 from icecore.dumper.spaces import Machinery, SpaceCapture
 from icecore.errors import DumpFailed, NotFound
 from icecore.events import Sink, phase
+from icecore.host.images import LINKED, load_files, load_remaps
 from icecore.host.memory import RemoteReader
 from icecore.store.cell import PAGE
 from icecore.store.manifest import Namespaces, OpenFile, Process, Region, Space
@@ -100,8 +101,9 @@ class Capture:
             with RemoteReader(by_image[pagemap.number]) as reader:
                 captured.scanned += capture.scan(reader, pagemap.extents, self._machinery)
         with phase(self._emit, "dump.files") as running:
+            linked = _linked(self._images)
             for file in find_files(alive, self._options):
-                running.bytes += self._file(file, captured)
+                running.bytes += self._file(file, linked, captured)
         return captured
 
     def _process(self, pagemap: Pagemap, number: int) -> SpaceCapture:
@@ -117,11 +119,12 @@ class Capture:
     def _stream(self, number: int) -> int:
         return number % self._machinery.streams
 
-    def _file(self, file: FoundFile, captured: Captured) -> int:
+    def _file(self, file: FoundFile, linked: Mapping[str, str], captured: Captured) -> int:
         """Record one open file and read its content where the policy says so; returns bytes read."""
         about = file.about
         if file.deleted and file.links:
-            about = _link_remap(about)
+            links = _other_names(about)
+            about = msgspec.structs.replace(about, path=linked.get(about.path, about.path), links=links)
         before = self._parent.file(about.path) if self._parent else None
         if about.policy != "content":
             digest = _digest(file.reach, about.size) if self._options.verify_files and about.policy == "checked" else ""
@@ -185,13 +188,19 @@ class Capture:
         return capture
 
 
-def _link_remap(about: OpenFile) -> OpenFile:
-    """A file that lost the name under which it was opened but has others: CRIU has linked it as ``link_remap.N`` beside that name."""
-    folder = os.path.dirname(about.path)
-    for entry in os.scandir(folder):
-        if entry.name.startswith("link_remap.") and entry.inode() == about.inode:
-            return msgspec.structs.replace(about, path=entry.path)
-    raise DumpFailed(f"CRIU left no link to {about.path}, which was deleted while it is open")
+def _linked(images: Path) -> dict[str, str]:
+    """Files that lost the name under which they were opened but have others: that name → the name that CRIU will look for (``link_remap.N``).
+
+    CRIU makes that link and removes it again when it leaves the tree running: the restore must put the file there.
+    """
+    names = {file.id: file.path for file in load_files(images)}
+    return {names[r.original]: names[r.target] for r in load_remaps(images) if r.kind == LINKED}
+
+
+def _other_names(about: OpenFile) -> list[str]:
+    """Names of the same inode beside the one that was lost; those in other folders are not searched for."""
+    with os.scandir(os.path.dirname(about.path)) as entries:
+        return sorted(entry.path for entry in entries if entry.inode() == about.inode)
 
 
 def _digest(path: str, size: int) -> str:

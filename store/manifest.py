@@ -68,7 +68,10 @@ class Process(msgspec.Struct, frozen=True):
 
 
 class OpenFile(msgspec.Struct, frozen=True):
-    """A regular file that was open or mapped. Times in ns since the epoch. ``policy``: content stored as a space, or only its size and mtime checked."""
+    """A regular file that was open or mapped. Times in ns since the epoch. ``policy``: content stored as a space, or only its size and mtime checked.
+
+    ``links`` are other names of the same inode, where ``path`` is one that only CRIU uses (a file that lost the name it was opened under).
+    """
 
     path: str
     size: int
@@ -81,6 +84,7 @@ class OpenFile(msgspec.Struct, frozen=True):
     writable: bool
     policy: FilePolicy
     digest: str = ""
+    links: list[str] = []
 
 
 class Requirements(msgspec.Struct, frozen=True):

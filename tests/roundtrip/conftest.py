@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,9 +52,18 @@ class Trip:
         return running
 
     def dump(self, pid: int, **options: object) -> DumpResult:
-        """Dump a tree into the repository."""
+        """Dump a tree into the repository; one that is stopped by it is reaped, so that its pids are free."""
         target = Target.of_process(pid, "job")
-        return dump(self.repository, self.loop, target, DumpOptions(**options), criu=self.criu)  # type: ignore[arg-type]
+        tree = driving.tree_of(pid)
+        result = dump(self.repository, self.loop, target, DumpOptions(**options), criu=self.criu)  # type: ignore[arg-type]
+        until = time.monotonic() + 20
+        for one in tree[1:] if options.get("stop") else []:
+            while os.path.exists(f"/proc/{one}"):
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(one, os.WNOHANG)
+                assert time.monotonic() < until, f"process {one} is still there"
+                time.sleep(0.002)
+        return result
 
     def restore(self, snapshot: str, **options: object) -> Restored:
         """Restore a snapshot from it; the tree's end is waited for by the restorer."""
