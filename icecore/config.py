@@ -240,7 +240,7 @@ def _kind(about: Field[Any]) -> Kind[Any] | None:
     return kind if isinstance(kind, Kind) else None
 
 
-def keys(config: Config | None = None) -> Iterator[tuple[str, str, Kind[Any], Any]]:
+def every_setting(config: Config | None = None) -> Iterator[tuple[str, str, Kind[Any], Any]]:
     """Section ("" for none), key, kind and value of every setting; of the built-in defaults if no ``config`` is given."""
     config = config or Config()
     for about in fields(config):
@@ -275,7 +275,7 @@ def merge(config: Config, table: Mapping[str, Any], where: str) -> Config:
     Raises:
         UsageError: An unknown section or key, or a value that is not what it should be.
     """
-    known = {(section, key): kind for section, key, kind, _ in keys()}
+    known = {(section, key): kind for section, key, kind, _ in every_setting()}
     sections = {section for section, _ in known if section}
     for name, value in table.items():
         inner: Iterable[tuple[str, str, Any]] = [("", name, value)]
@@ -309,7 +309,7 @@ def override(config: Config, environment: Mapping[str, str]) -> Config:
     Raises:
         UsageError: A variable of a known section names no key, or its value is not what it should be.
     """
-    known = {variable(section, key): (section, key, kind) for section, key, kind, _ in keys()}
+    known = {variable(section, key): (section, key, kind) for section, key, kind, _ in every_setting()}
     sections = tuple({f"{PREFIX}{section.upper()}_" for section, *_ in known.values() if section})
     for name, text in environment.items():
         if name in known:

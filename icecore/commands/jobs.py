@@ -6,13 +6,17 @@ import argparse
 import codecs
 import os
 import signal
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from icecore import units
 from icecore.commands.context import Commands, Context, Interrupted, add_setting, overridden
 from icecore.config import SECONDS, RunSettings
 from icecore.errors import UsageError
 from icecore.events import Value
-from icecore.host.job import Job, LogPiece
+
+if TYPE_CHECKING:
+    from icecore.host.job import Job, LogPiece
 
 
 def add(commands: Commands) -> None:
@@ -165,8 +169,7 @@ def follow(job: Job, context: Context, *, from_start: bool) -> int:
             skipped = min(skip.get(piece.stream, 0), len(piece.data))
             if skipped:
                 skip[piece.stream] -= skipped
-            if skipped < len(piece.data):
-                writer.write(LogPiece(piece.stream, piece.data[skipped:]))
+            writer.write(replace(piece, data=piece.data[skipped:]) if skipped else piece)
         status = job.wait()
     except Interrupted:
         context.output.note(f"\njob {job.name} runs on; 'icecore attach {job.name}' follows it again, 'icecore kill {job.name}' ends it")
@@ -189,7 +192,7 @@ class _Writer:
 
     def write(self, piece: LogPiece) -> None:
         """Write one."""
-        if self._stream not in ("both", piece.stream):
+        if not piece.data or self._stream not in ("both", piece.stream):
             return
         if self._output.as_json:
             text = self._decoders[piece.stream].decode(piece.data)

@@ -6,15 +6,11 @@ import argparse
 from dataclasses import fields
 
 from icecore import units
-from icecore.addressing import shortest
 from icecore.commands.context import Commands, Context, add_setting, overridden
 from icecore.commands.snapshots import WHICH, snapshot_fields
 from icecore.config import SIZE, ForgetSettings, GcSettings
 from icecore.errors import Damaged, UsageError
 from icecore.events import Value
-from icecore.repository import Repository
-from icecore.store.forget import Policy
-from icecore.store.gc import Options
 
 
 def add(commands: Commands) -> None:
@@ -86,6 +82,8 @@ def _share(text: str) -> float:
 
 def init(arguments: argparse.Namespace, context: Context) -> int:
     """icecore init."""
+    from icecore.repository import Repository
+
     location = arguments.location or context.location
     with Repository.create(
         location, shard_bytes=arguments.shard, state=context.config.state, emit=context.output.event
@@ -101,6 +99,9 @@ def init(arguments: argparse.Namespace, context: Context) -> int:
 
 def forget(arguments: argparse.Namespace, context: Context) -> int:
     """icecore forget."""
+    from icecore.addressing import shortest
+    from icecore.store.forget import Policy
+
     settings = overridden(context.config.forget, arguments)
     given = [about.name for about in fields(settings) if getattr(arguments, about.name) is not None]
     repository = context.repository()
@@ -159,6 +160,8 @@ def mark(arguments: argparse.Namespace, context: Context) -> int:
 
 def gc(arguments: argparse.Namespace, context: Context) -> int:
     """icecore gc."""
+    from icecore.store.gc import Options
+
     repository = context.repository()
     options = Options(fence_seconds=overridden(context.config.gc, arguments).fence_seconds)
     if arguments.dry_run:

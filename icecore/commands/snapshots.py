@@ -6,18 +6,19 @@ import argparse
 import time
 from collections import Counter
 from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
 from icecore import units
-from icecore.addressing import shortest
 from icecore.commands.context import Commands, Context, add_setting, overridden
 from icecore.config import DumpSettings, RestoreSettings
-from icecore.difference import Difference
 from icecore.errors import UsageError
 from icecore.events import Value
-from icecore.restorer.requirements import Requirements
-from icecore.store.cell import CELL_BYTES
-from icecore.store.manifest import Manifest, Region
-from icecore.store.state import SnapshotRecord
+
+if TYPE_CHECKING:
+    from icecore.difference import Difference
+    from icecore.restorer.requirements import Requirements
+    from icecore.store.manifest import Manifest, Region
+    from icecore.store.state import SnapshotRecord
 
 WHICH = "id or its beginning, JOB, JOB~1, JOB@1 (the oldest kept), or latest"
 _LARGEST = 20
@@ -160,6 +161,8 @@ def _report_requirements(found: Requirements, context: Context) -> None:
 
 def ls(arguments: argparse.Namespace, context: Context) -> int:
     """icecore ls."""
+    from icecore.addressing import shortest
+
     everything = context.repository().snapshots()
     digits = shortest(everything)
     rows = []
@@ -337,6 +340,8 @@ def diff(arguments: argparse.Namespace, context: Context) -> int:
 
 
 def _report_difference(found: Difference, context: Context, everything: bool) -> None:
+    from icecore.store.cell import CELL_BYTES
+
     output = context.output
     output.line(f"{found.older} → {found.newer}")
     for state, process in found.processes:
