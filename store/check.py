@@ -295,7 +295,10 @@ class _Checker:
             records, counts = await read_nodes(self._repository, refs[which])
         except IcecoreError as error:
             if len(which) == 1:
-                self.note(error, "nodes", object_name("nodes", keys[int(which[0])][1]), snapshots)
+                pack = object_name("nodes", keys[int(which[0])][1])
+                if isinstance(error, Damaged) and error.kind == "node":
+                    error = Damaged(error.kind, error.name, f"{error.why} (in {pack})")
+                self.note(error, "nodes", pack, snapshots)
                 return
             half = len(which) // 2
             await self._nodes_of(refs, keys, which[:half], snapshots)
