@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
@@ -87,6 +88,9 @@ def _plan_one(file: OpenFile, has_content: bool, mode: FilesMode, root: str, ver
         return Problem(file.path, f"it cannot be looked at: {error.strerror}", "run as a user who may")
     if not stat.S_ISREG(now.st_mode):
         return Problem(file.path, "it is no regular file any more", "move away what is there now")
+    if has_content and mode == "restore" and file.writable:
+        # Also if size and time are the same: a mapped file changes without its time.
+        return Action("write", file)
     if now.st_size == file.size and (not file.mtime_ns or now.st_mtime_ns == file.mtime_ns):
         return None
     if has_content and mode == "restore":
@@ -166,7 +170,13 @@ class PutBack:
                 os.chown(temporary, file.user, file.group)
                 os.chmod(temporary, file.mode)
                 os.utime(temporary, ns=(file.mtime_ns, file.mtime_ns))
-                os.replace(temporary, path)
+                other = self._same_inode(file)
+                if other:
+                    _write_in_place(temporary, other, file)
+                    os.link(other, path)
+                    os.unlink(temporary)
+                else:
+                    os.replace(temporary, path)
             except OSError as error:
                 raise RestoreFailed(f"cannot put {file.path} back: {error.strerror}") from error
             if os.path.basename(path).startswith(_LINK_REMAP):
@@ -177,8 +187,27 @@ class PutBack:
             except OSError as error:
                 raise RestoreFailed(f"cannot cut {file.path} to {file.size} bytes: {error.strerror}") from error
 
+    def _same_inode(self, file: OpenFile) -> str:
+        """Another name under which the very file is still there: its names must go on meaning one file."""
+        for name in file.links:
+            try:
+                now = os.stat(self._root + name)
+            except OSError:
+                continue
+            if (now.st_ino, now.st_dev) == (file.inode, file.device):
+                return self._root + name
+        return ""
+
     def abandon(self) -> None:
         """The restore failed: remove what is temporary, and links that only CRIU would have removed."""
         for path in [*(temporary for _, temporary in self._write), *self._placed_links]:
             with suppress(OSError):
                 os.unlink(path)
+
+
+def _write_in_place(source: str, target: str, file: OpenFile) -> None:
+    """Give ``target`` the content of ``source``, without making another file of it."""
+    with open(source, "rb") as content, open(target, "r+b") as out:
+        shutil.copyfileobj(content, out, _HASH_PIECE)
+        out.truncate()
+    os.utime(target, ns=(file.mtime_ns, file.mtime_ns))
