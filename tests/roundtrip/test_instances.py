@@ -1,0 +1,153 @@
+"""Jobs started by `icecore run`: one snapshot, several instances at once, each with its own logs and a known exit status."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from icecore.dumper.dump import dump
+from icecore.dumper.options import DumpOptions
+from icecore.dumper.target import Target
+from icecore.host.job import Job
+from icecore.host.jobs import Registry
+from icecore.host.namespaces import Isolation
+from icecore.restorer.options import RestoreOptions
+from icecore.restorer.restore import Restored, restore
+from tests.roundtrip.conftest import Trip
+
+pytestmark = [pytest.mark.criu, pytest.mark.timeout(120)]
+
+#: Chains a hash over its own memory, one line a step, with a child that does the same; ends with 7 once the file is there.
+CHAIN = """
+import hashlib, mmap, os, sys, time
+memory = mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+memory[:] = bytes(range(256)) * (len(memory) // 256)
+child = os.fork()
+if not child:
+    while True:
+        time.sleep(0.01)
+link, step = b"", 0
+while not os.path.exists(sys.argv[1]):
+    step += 1
+    at = step * 4099 % (len(memory) - 64)
+    link = hashlib.blake2b(link + memory[at : at + 64], digest_size=16).digest()
+    memory[at : at + 16] = link
+    print(step, link.hex(), flush=True)
+    time.sleep(0.005)
+os.kill(child, 9)
+sys.exit(7)
+"""
+
+
+def expected(steps: int) -> list[str]:
+    """What the job prints in its first steps."""
+    memory = bytearray(bytes(range(256)) * ((8 << 20) // 256))
+    link, lines = b"", []
+    for step in range(1, steps + 1):
+        at = step * 4099 % (len(memory) - 64)
+        link = hashlib.blake2b(link + memory[at : at + 64], digest_size=16).digest()
+        memory[at : at + 16] = link
+        lines.append(f"{step} {link.hex()}")
+    return lines
+
+
+def lines(job: Job) -> list[str]:
+    """What an instance has printed so far, whole lines."""
+    return job.log_path("stdout").read_text().split("\n")[:-1]
+
+
+def wait_lines(job: Job, more_than: int, seconds: float = 20.0) -> list[str]:
+    """Wait until an instance has printed more than so many lines."""
+    until = time.monotonic() + seconds
+    while len(found := lines(job)) <= more_than:
+        assert time.monotonic() < until, (
+            f"{job.instance} printed {len(found)} lines; {job.log_path('stderr').read_text()}"
+        )
+        time.sleep(0.01)
+    return found
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Iterator[Registry]:
+    made = Registry(tmp_path / "jobs")
+    yield made
+    for job in made.instances():
+        if job.alive:
+            job.kill(9)
+            job.wait(10)
+
+
+def take(trip: Trip, job: Job, *, stop: bool = False) -> str:
+    target = Target(job.pid, job.name, record=job.record())
+    return dump(trip.repository, trip.loop, target, DumpOptions(stop=stop), criu=trip.criu).snapshot
+
+
+def bring_back(trip: Trip, registry: Registry, snapshot: str, **options: object) -> Restored:
+    return restore(
+        trip.repository,
+        trip.loop,
+        snapshot,
+        RestoreOptions(**options),  # type: ignore[arg-type]
+        criu=trip.criu,
+        registry=registry,
+    )
+
+
+ISOLATIONS = {
+    "default": Isolation(),
+    "network": Isolation(network=True),
+    "root": Isolation(root=True),
+    "everything": Isolation(network=True, root=True),
+}
+
+
+@pytest.mark.parametrize("mode", ["full", "lazy"])
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_two_instances_of_one_snapshot_beside_the_original(
+    isolation: str, mode: str, trip: Trip, registry: Registry, tmp_path: Path
+) -> None:
+    end = tmp_path / "end"
+    command = [sys.executable, "-c", CHAIN, str(end)]
+    original = registry.start(command, name="chain", isolation=ISOLATIONS[isolation])
+    wait_lines(original, 20)
+    take(trip, original)
+    wait_lines(original, 40)
+    snapshot = take(trip, original)
+    printed = len(lines(original))
+    restored = [bring_back(trip, registry, snapshot, mode=mode) for _ in range(2)]
+    instances = [r.job for r in restored if r.job is not None]
+    assert len({job.instance for job in [original, *instances]}) == 3
+    for r in restored:
+        r.wait_resident(30)
+    seen = [wait_lines(job, printed + 20) for job in [original, *instances]]
+    end.touch()
+    for job in [original, *instances]:
+        assert job.wait(20).exit_code == 7
+    for job, before in zip([original, *instances], seen, strict=True):
+        found = lines(job)
+        assert found == expected(len(found))
+        assert len(found) >= len(before)
+
+
+def test_the_exit_status_of_a_stopped_and_restored_job(trip: Trip, registry: Registry, tmp_path: Path) -> None:
+    end = tmp_path / "end"
+    job = registry.start([sys.executable, "-c", CHAIN, str(end)], name="chain")
+    wait_lines(job, 10)
+    snapshot = take(trip, job, stop=True)
+    assert not job.alive
+    again = bring_back(trip, registry, snapshot).job
+    assert again is not None
+    wait_lines(again, 20)
+    second = take(trip, again, stop=True)
+    third = bring_back(trip, registry, second).job
+    assert third is not None
+    wait_lines(third, 30)
+    end.touch()
+    assert third.wait(20).exit_code == 7
+    found = lines(third)
+    assert found == expected(len(found))
