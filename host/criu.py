@@ -6,19 +6,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import select
 import shutil
-import socket
 import subprocess
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
-from icecore.errors import DumpFailed, IcecoreError, MissingTool, RestoreFailed
+from icecore.errors import MissingTool
 from icecore.host.criu_log import Diagnosis, diagnose
-from icecore.host.page_server import Connection
 
 LEAST_VERSION = (4, 0)
 PREFIX = Path("/usr/local/lib/icecore/criu")
@@ -36,6 +31,14 @@ class Criu:
     path: Path
     version: tuple[int, int, int]
     pycriu: Path | None
+
+    def dumps_internet_sockets(self, kernel: tuple[int, int]) -> bool:
+        """Whether it can dump any TCP or UDP socket, listening ones too, on a kernel of this version.
+
+        From Linux 6.16 on SO_PASSCRED is refused on sockets other than unix ones; CRIU 4.2 is the first not to ask
+        for it.
+        """
+        return self.version >= (4, 2) or kernel < (6, 16)
 
     def check(self, seconds: float = 60) -> None:
         """Have it look at the kernel (``criu check``).
@@ -204,276 +207,61 @@ class RestoreArguments:
         ]
 
 
-@dataclass
-class _Run:
-    """A running CRIU: in its own session, so that no terminal's signal reaches it in the middle of its work."""
-
-    process: subprocess.Popen[bytes]
-    log: Path
-    output: Path
-    what: str
-    error: type[IcecoreError]
-    started: float = field(default_factory=time.monotonic)
-
-    @classmethod
-    def start(
-        cls,
-        criu: Criu,
-        arguments: list[str],
-        work: Path,
-        log: str,
-        what: str,
-        error: type[IcecoreError],
-        fds: tuple[int, ...],
-    ) -> _Run:
-        output = work / f"{log}.stderr"
-        with open(output, "wb") as file:
-            process = subprocess.Popen(
-                [criu.path, *arguments, "-o", log],
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                cwd="/",
-                pass_fds=fds,
-                start_new_session=True,
-            )
-        return cls(process, work / log, output, what, error)
-
-    def diagnosis(self) -> Diagnosis:
-        """What its log says went wrong so far."""
-        text = ""
-        for path in (self.log, self.output):
-            try:
-                text += path.read_text(errors="replace") + "\n"
-            except FileNotFoundError:
-                pass
-        return diagnose(text)
-
-    def failed(self) -> IcecoreError:
-        """The error to raise for what its log says."""
-        message, cure = self.diagnosis().sentence(self.what)
-        status = self.process.poll()
-        return self.error(f"{message} (criu's exit status {status})", cure=cure)
-
-    def wait(self, seconds: float) -> None:
-        """Wait for its end; raise if it failed or did not end in time."""
-        try:
-            status = self.process.wait(seconds)
-        except subprocess.TimeoutExpired as error:
-            raise self.error(f"{self.what} did not end within {seconds:g} s") from error
-        if status:
-            raise self.failed()
-
-
-class LazyDump:
-    """``criu dump --lazy-pages --leave-running``: the tree stands still from some moment after the start until the
-    connection is hung up.
-
-    CRIU's page server gets one end of a socket pair (--ps-socket), so there is no port to choose and nothing to
-    connect to: the other end is
-    here, and when it is closed, by `finish`, `abandon` or this process's death, CRIU thaws the tree, at once if it
-    serves, else as soon as it does.
+def lazy_dump_command(
+    criu: Criu, pid: int, images: Path, arguments: DumpArguments, *, pages: int | str, status: int | str
+) -> list[str]:
+    """The command line of a lazy dump, for who starts CRIU by himself.
 
     Args:
-        criu: Which CRIU.
-        pid: Root of the tree.
-        images: Existing folder for the image files; they are complete once `wait_serving` returns, but for stats-dump.
-        options: What CRIU is told.
+        pages: Descriptor that CRIU inherits: one end of a stream socket pair; the tree is thawed when the other end
+            is closed.
+        status: Descriptor that CRIU inherits: one zero byte is written to it when the tree stands still; it ends
+            without one if the dump failed.
     """
+    return [
+        *(
+            str(criu.path),
+            "dump",
+            "-t",
+            str(pid),
+            "-D",
+            str(images),
+            "-o",
+            "dump.log",
+            "--lazy-pages",
+            "--leave-running",
+        ),
+        *("--ps-socket", str(pages), "--status-fd", str(status), *arguments.arguments()),
+    ]
 
-    def __init__(self, criu: Criu, pid: int, images: Path, options: DumpArguments = DumpArguments()) -> None:
-        self.images = images
-        ours, theirs = socket.socketpair()
-        ready, told = os.pipe()
+
+def plain_dump_command(criu: Criu, pid: int, images: Path, arguments: DumpArguments) -> list[str]:
+    """The command line of a dump that writes the memory into the images folder too."""
+    return [
+        *(str(criu.path), "dump", "-t", str(pid), "-D", str(images), "-o", "dump.log", "--leave-running"),
+        *arguments.arguments(),
+    ]
+
+
+def stream_dump_command(criu: Criu, pid: int, images: Path, arguments: DumpArguments, *, pages: int | str) -> list[str]:
+    """The command line of a dump that sends the memory through an inherited descriptor, in the page-server protocol."""
+    return [*plain_dump_command(criu, pid, images, arguments), "--page-server", "--ps-socket", str(pages)]
+
+
+def restore_command(criu: Criu, images: Path, work: Path, arguments: RestoreArguments, *, pid_file: Path) -> list[str]:
+    """The command line of a restore; CRIU creates ``pid_file``, which must not exist."""
+    return [
+        *(str(criu.path), "restore", "-D", str(images), "-W", str(work), "-o", "restore.log", "-d"),
+        *("--pidfile", str(pid_file), *arguments.arguments()),
+    ]
+
+
+def explain(folder: Path, log: str = "dump.log") -> Diagnosis:
+    """What a log in ``folder`` (and what CRIU said before it had one, in LOG.stderr) says went wrong."""
+    text = ""
+    for path in (folder / log, folder / f"{log}.stderr"):
         try:
-            arguments = [
-                *("dump", "-t", str(pid), "-D", str(images), "--lazy-pages", "--leave-running"),
-                *("--ps-socket", str(theirs.fileno()), "--status-fd", str(told), *options.arguments()),
-            ]
-            self._run = _Run.start(
-                criu, arguments, images, "dump.log", f"the dump of process {pid}", DumpFailed, (theirs.fileno(), told)
-            )
-        except BaseException:
-            ours.close()
-            os.close(ready)
-            raise
-        finally:
-            theirs.close()
-            os.close(told)
-        self._ready: int | None = ready
-        self.connection = Connection(ours, criu.version)
-
-    def __enter__(self) -> LazyDump:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.abandon()
-
-    @property
-    def process(self) -> subprocess.Popen[bytes]:
-        """The running CRIU. Never kill it before it serves: the parasite code would stay in the tree."""
-        return self._run.process
-
-    @property
-    def log(self) -> Path:
-        """CRIU's log."""
-        return self._run.log
-
-    def wait_serving(self, seconds: float) -> float:
-        """Wait until the tree stands still and all metadata are written.
-
-        Returns:
-            Seconds since CRIU was started.
-
-        Raises:
-            DumpFailed: CRIU gave up (it has thawed the tree), or not in time: then call `abandon`.
-        """
-        assert self._ready is not None, "asked once already"
-        readable, _, _ = select.select([self._ready], [], [], seconds)
-        if not readable:
-            raise DumpFailed(f"{self._run.what} did not reach the window within {seconds:g} s")
-        told = os.read(self._ready, 1)
-        os.close(self._ready)
-        self._ready = None
-        if told != b"\0":
-            self._run.wait(30)
-            raise self._run.failed()
-        return time.monotonic() - self._run.started
-
-    def serving(self) -> bool:
-        """Whether CRIU still holds the tree."""
-        return self.connection.serving()
-
-    def finish(self, seconds: float = 60) -> None:
-        """End the window: CRIU confirms that it held the tree until now, thaws it and ends.
-
-        Raises:
-            DumpFailed: It did not hold the tree to the end, or failed later.
-        """
-        try:
-            self.connection.finish(seconds)
-        except DumpFailed:
-            self.connection.close()
-            self._run.wait(seconds)  # its own reason, if it gives one
-            raise
-        self.connection.close()
-        self._run.wait(seconds)
-        if not (self.images / "stats-dump").exists():  # written last, only by a dump that succeeded
-            raise self._run.failed()
-
-    def abandon(self, seconds: float = 60) -> None:
-        """Hang up: the tree is thawed, now or as soon as CRIU serves. Waits for CRIU's end; harmless after `finish`.
-
-        Raises:
-            DumpFailed: CRIU did not end in time: the tree may still stand still.
-        """
-        self.connection.close()
-        if self._ready is not None:
-            os.close(self._ready)
-            self._ready = None
-        try:
-            self._run.process.wait(seconds)
-        except subprocess.TimeoutExpired as error:
-            raise DumpFailed(f"{self._run.what} was abandoned, but CRIU did not end within {seconds:g} s") from error
-
-
-class PlainDump:
-    """``criu dump --leave-running``, memory and all into the images folder: for where lazy mode cannot work.
-    Arguments as `LazyDump`.
-    """
-
-    def __init__(self, criu: Criu, pid: int, images: Path, options: DumpArguments = DumpArguments()) -> None:
-        arguments = ["dump", "-t", str(pid), "-D", str(images), "--leave-running", *options.arguments()]
-        self._run = _Run.start(criu, arguments, images, "dump.log", f"the dump of process {pid}", DumpFailed, ())
-
-    def wait(self, seconds: float) -> None:
-        """Wait for its end.
-
-        Raises:
-            DumpFailed: It failed, or not in time.
-        """
-        self._run.wait(seconds)
-
-
-class StreamDump:
-    """``criu dump --page-server``: all memory comes through ``connection`` (`Connection.extents`) while the tree
-    stands still. Arguments as `LazyDump`.
-
-    For where lazy mode cannot work. CRIU writes no pagemap images then: whoever receives the extents does.
-    """
-
-    def __init__(self, criu: Criu, pid: int, images: Path, options: DumpArguments = DumpArguments()) -> None:
-        ours, theirs = socket.socketpair()
-        try:
-            arguments = [
-                *("dump", "-t", str(pid), "-D", str(images), "--leave-running", "--page-server"),
-                *("--ps-socket", str(theirs.fileno()), *options.arguments()),
-            ]
-            self._run = _Run.start(
-                criu, arguments, images, "dump.log", f"the dump of process {pid}", DumpFailed, (theirs.fileno(),)
-            )
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        self.connection = Connection(ours, criu.version)
-
-    def wait(self, seconds: float) -> None:
-        """Hang up and wait for CRIU's end, after the last extent.
-
-        Raises:
-            DumpFailed: It failed, or not in time.
-        """
-        self.connection.close()
-        self._run.wait(seconds)
-
-
-class Restore:
-    """``criu restore`` of a folder of images, detached: CRIU ends once the tree runs.
-
-    Args:
-        criu: Which CRIU.
-        images: The image files.
-        work: Folder for the log, the pid file and, in lazy mode, ``lazy-pages.socket``, on which somebody must
-            already listen.
-        options: What CRIU is told.
-    """
-
-    def __init__(self, criu: Criu, images: Path, work: Path, options: RestoreArguments = RestoreArguments()) -> None:
-        self._pid_file = work / "restored.pid"
-        self._pid_file.unlink(missing_ok=True)  # CRIU wants to create it
-        arguments = [
-            *("restore", "-D", str(images), "-W", str(work), "-d", "--pidfile", str(self._pid_file)),
-            *options.arguments(),
-        ]
-        fds = tuple(fd for fd, _ in options.inherit)
-        self._run = _Run.start(criu, arguments, work, "restore.log", f"the restore from {images}", RestoreFailed, fds)
-
-    @property
-    def process(self) -> subprocess.Popen[bytes]:
-        """The running CRIU."""
-        return self._run.process
-
-    @property
-    def log(self) -> Path:
-        """CRIU's log."""
-        return self._run.log
-
-    def failed(self) -> IcecoreError:
-        """The error to raise once it has failed, with the reason that its log gives."""
-        return self._run.failed()
-
-    def wait(self, seconds: float) -> int:
-        """Wait until the tree runs.
-
-        Returns:
-            The root's pid as this process sees it.
-
-        Raises:
-            RestoreFailed: It failed (CRIU has then killed what it had restored), or not in time.
-        """
-        self._run.wait(seconds)
-        return int(self._pid_file.read_text())
+            text += path.read_text(errors="replace") + "\n"
+        except FileNotFoundError:
+            pass
+    return diagnose(text)

@@ -49,6 +49,12 @@ KNOWN: list[tuple[re.Pattern[str], Cause]] = [
             "a process uses io_uring, which CRIU cannot dump",
             "run 'sysctl -w kernel.io_uring_disabled=2' and start the job again (PyTorch: USE_LIBUV=0)",
         ),
+        (
+            r"Can't get 1:(?:16|34) opt",
+            "inet-sockets",
+            "a process has an internet socket, which CRIU before 4.2 cannot dump on Linux 6.16 and newer",
+            "install a newer CRIU: tools/install-criu --suite sid",
+        ),
         (r"Can't make pipe for page-pipe", "descriptors", "CRIU ran out of descriptors for page pipes", _PIPES_CURE),
         (r"Too many open files", "descriptors", "CRIU ran out of descriptors", _PIPES_CURE),
         (r"No space left on device", "space", "no room for the image files", "free space where the images are written"),

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -250,6 +251,22 @@ class BufferPool:
             self._change.notify_all()
 
 
+class Destination(Protocol):
+    """Memory of this process to read into: a `HugeBuffer`, or a part of one."""
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of room."""
+
+    @property
+    def iovec(self) -> int:
+        """Address of a struct iovec that describes it."""
+
+
 class RemoteReader:
     """Reads the memory of one process by process_vm_readv, PROT_NONE pages through /proc/PID/mem. Thread-safe: no
     state changes but the open file.
@@ -278,7 +295,7 @@ class RemoteReader:
                 os.close(self._memory)
                 self._memory = None
 
-    def read_into(self, iovecs: int, count: int, buffer: HugeBuffer, size: int) -> None:
+    def read_into(self, iovecs: int, count: int, buffer: Destination, size: int) -> None:
         """Read remote extents one after the other into the start of a buffer: one system call.
 
         Args:
@@ -307,7 +324,7 @@ class RemoteReader:
             self._read_file(memoryview(data), start)
         return data
 
-    def _read_slowly(self, iovecs: int, count: int, buffer: HugeBuffer, size: int) -> None:
+    def _read_slowly(self, iovecs: int, count: int, buffer: Destination, size: int) -> None:
         """The extents again, each through process_vm_readv if that can read it, else through /proc/PID/mem."""
         if size > buffer.size:
             raise ValueError(f"{size} bytes do not fit into a buffer of {buffer.size}")
@@ -324,7 +341,8 @@ class RemoteReader:
             remote = iovecs + number * IOVEC.itemsize
             got = libc.process_vm_readv(self.pid, ctypes.addressof(local), 1, remote, 1, 0)
             if got != length:
-                self._read_file(buffer.view(at, at + length), base)
+                room = (ctypes.c_char * length).from_address(buffer.address + at)
+                self._read_file(memoryview(room).cast("B"), base)
             at += length
 
     def _check_failure(self) -> None:

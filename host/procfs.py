@@ -260,7 +260,8 @@ def read_maps(pid: int, *, vm_flags: bool = False) -> list[Mapping]:
         sets: dict[bytes, frozenset[str]] = {}
         found = []
         heads = [*_MAPS_LINE.finditer(data)]
-        for head, following in zip(heads, [*(h.start() for h in heads[1:]), len(data)], strict=True):
+        bounds = [*(head.start() for head in heads), len(data)]
+        for head, following in zip(heads, bounds[1:], strict=True):
             at = data.find(b"\nVmFlags:", head.end(), following)
             words = data[at + 9 : data.find(b"\n", at + 1)] if at >= 0 else b""
             if words not in sets:
