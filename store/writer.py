@@ -105,7 +105,15 @@ class SnapshotWriter:
         self._streams = self._make_streams(streams, memory)
         self._habits = [Habit() for _ in range(streams)]
         self._deltas = [
-            Deltas(self._fetch, self._usable_base, self._keys.chunk, self._objective, emit) for _ in range(streams)
+            Deltas(
+                self._fetch,
+                self._usable_base,
+                self._keys.chunk,
+                self._objective,
+                emit,
+                peek=repository.backend.direct,
+            )
+            for _ in range(streams)
         ]
         self._scratch = ScratchPerThread()
         self._maps = MapWriter(self._keys)

@@ -125,7 +125,7 @@ def test_a_delta_that_has_grown_becomes_a_full_chunk_and_the_next_base(here: Pla
     content[0] = FULL, bytes(changed)
     second = here.take(content, first)
     assert is_delta(second.records).all()
-    changed[100 * PAGE : 180 * PAGE] = make_data("random", 80, 2)
+    changed[100 * PAGE : 200 * PAGE] = make_data("random", 100, 2)
     content[0] = FULL, bytes(changed)
     third = here.take(content, second)
     assert not is_delta(third.records).any()
@@ -418,3 +418,13 @@ def test_hints(here: Place) -> None:
 def test_thrifty_objective_stores_less(here: Place) -> None:
     quick, small = here.take(image(2, "float32", 1)), here.take(image(2, "float32", 2), objective=THRIFTY)
     assert small.statistics.stored < 0.95 * quick.statistics.logical
+
+
+def test_a_region_where_deltas_failed_is_still_looked_at(here: Place) -> None:
+    """Most cells are rewritten, so deltas are given up there for a while; a cell with few changed pages is found all the same."""
+    before = image(20, "random")
+    first = here.take(before)
+    content = image(20, "random", seed=9) | {cell: touch(before, [cell], pages=2, seed=1)[cell] for cell in (6, 13, 19)}
+    second = here.take(content, first)
+    assert np.flatnonzero(is_delta(second.records)).tolist() == [6, 13, 19]
+    assert here.content(second.snapshot) == content
