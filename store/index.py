@@ -153,7 +153,7 @@ class Index:
     async def load(self) -> None:
         """Read what fits the budget, and the heads of the rest.
 
-        A damaged or missing segment is left out and listed in ``damaged``: it costs space, and no snapshot should fail for it.
+        A damaged or missing segment, or block of one, is passed over and listed in ``damaged``: it costs space, and no snapshot should fail for it.
         """
         self._loop = asyncio.get_running_loop()
         left = self._budget
@@ -231,7 +231,7 @@ class Index:
         if not len(entries):
             return
         hit, at = search(entries, keys, ids[asked])
-        places[asked[hit]] = entries["place"][at[hit]]
+        places[asked[hit]] = np.take(entries, at[hit])["place"]
         found[asked[hit]] = True
 
     def _search_blocks(
@@ -242,8 +242,12 @@ class Index:
         for number in np.unique(numbers).tolist():
             offset, length = head.block(number)
             data = bytearray(length)
-            self._read(head.name, offset, memoryview(data))
-            entries = verify_block(head, number, data, self._key)
+            try:
+                self._read(head.name, offset, memoryview(data))
+                entries = verify_block(head, number, data, self._key)
+            except (Damaged, ObjectMissing) as error:
+                self.damaged.append((ref, error))  # what it holds is not found
+                continue
             if self._avoid:
                 entries = entries[~in_shards(entries, self._avoid)]
             self._take(entries, leading(entries["chunk"]), ids, missing[numbers == number], found, places)

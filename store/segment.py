@@ -236,12 +236,15 @@ def partition(entries: Records, bits: int) -> Iterator[tuple[int, Records]]:
 def search(entries: Records, keys: npt.NDArray[np.uint64], ids: Bytes) -> tuple[Mask, npt.NDArray[np.int64]]:
     """Look ``ids`` up in sorted ``entries`` whose leading numbers are ``keys``: which were found, and where (0 for those that were not)."""
     wanted = leading(ids)
-    at = np.searchsorted(keys, wanted).astype(np.int64)
+    # Sorting what is asked for is cheaper than looking it up out of order; taking whole records, than gathering one field of them.
+    order = np.argsort(wanted)
+    at = np.empty(len(ids), np.int64)
+    at[order] = np.searchsorted(keys, wanted[order])
     found = np.zeros(len(ids), np.bool_)
     open_ = np.flatnonzero(at < len(keys))
     open_ = open_[keys[at[open_]] == wanted[open_]]
     while len(open_):
-        match = (entries["chunk"][at[open_]] == ids[open_]).all(axis=1)
+        match = (np.take(entries, at[open_])["chunk"] == ids[open_]).all(axis=1)
         found[open_[match]] = True
         open_ = open_[~match]
         at[open_] += 1
