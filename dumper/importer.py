@@ -6,10 +6,8 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import secrets
 import socket
 import stat
-import threading
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -23,13 +21,12 @@ import numpy.typing as npt
 
 from icecore.dumper.cells import EXTENT
 from icecore.dumper.facts import describe_requirements
-from icecore.dumper.fingerprints import encode_fingerprints
 from icecore.dumper.images import ImageSet, Pagemap, image_files, read_images
-from icecore.dumper.parent import Parent, choose_parent, fingerprint_seed, load_parent
-from icecore.dumper.pipeline import Pipeline
+from icecore.dumper.parent import Parent
 from icecore.dumper.sources import FileSource, read_fully
 from icecore.dumper.spaces import Machinery, SpaceCapture
-from icecore.dumper.staging import Slot, Staging
+from icecore.dumper.staging import Slot
+from icecore.dumper.storing import Stored, Storing
 from icecore.errors import Damaged, NotFound, UsageError
 from icecore.events import Event, Sink, discard, phase
 from icecore.host import images as criu_images
@@ -44,12 +41,10 @@ from icecore.store.manifest import (
     Process,
     Region,
     Sizes,
-    Space,
 )
 from icecore.store.names import new_snapshot_id
 from icecore.store.repository import Repository
 from icecore.store.trial import Objective
-from icecore.store.writer import SnapshotWriter
 
 #: Cells between reading and storing; few, so that they are still in a cache when they are hashed again.
 _STAGING_BYTES = 20 << 20
@@ -125,7 +120,7 @@ def import_images(
         parent: Snapshot to build on; empty: the job's newest, if there is one.
         threads: Threads that read, and as many that encode; 0: one a core.
         tags: Free labels of the snapshot.
-        objective: What is to be saved, bytes or time.
+        objective: What is to be saved, bytes or time; None: the default.
         emit: Gets ``import.*`` and ``store.*`` events.
 
     Raises:
@@ -194,7 +189,7 @@ class _Import:
         self.wanted_parent = parent
         self.threads = threads or os.cpu_count() or 1
         self.tags = tags
-        self.objective = objective
+        self.link_rate = objective.link if objective is not None else 0.0
         self.emit = emit
         self.stack = stack
         self.streams = min(_MAX_STREAMS, len(self.tasks))
@@ -202,39 +197,28 @@ class _Import:
     def run(self) -> Manifest:
         """All of it."""
         images = read_images(self.folder)
-        parent = self._begin()
-        staging = self.stack.enter_context(Staging(_STAGING_BYTES))
-        pipeline = self.stack.enter_context(Pipeline(self.writer, staging, self.threads))
-        seed = fingerprint_seed(self.repository.keys, self.lineage)
-        machinery = Machinery(pipeline, staging, seed, self.threads, self.streams, threading.Event())
+        storing = Storing(
+            self.repository,
+            self.loop,
+            self.stack,
+            job=self.job,
+            parent=self.wanted_parent,
+            purpose="import",
+            streams=self.streams,
+            staging_bytes=_STAGING_BYTES,
+            threads=self.threads,
+            link_rate=self.link_rate,
+            emit=self.emit,
+        )
+        if self.wanted_parent not in ("", storing.parent_id):
+            raise NotFound(f"there is no snapshot {self.wanted_parent}", cure="'icecore ls' lists them")
         with phase(self.emit, "import.store", directory=str(self.folder)) as running:
-            captures = self._capture(images, parent, machinery)
-            pipeline.drain()
-            manifest = self._manifest(captures)
+            captures = self._capture(images, storing.parent, storing.machinery)
+            manifest = self._manifest(storing, storing.finish(captures))
             running.bytes = manifest.sizes.logical + manifest.sizes.zero
             running.fields |= {"stored": manifest.sizes.stored, "by_codec": dict(manifest.sizes.by_codec)}
-        self.writer.commit(manifest)
+        storing.writer.commit(manifest)
         return manifest
-
-    def _begin(self) -> Parent | None:
-        record = choose_parent(self.loop.run(self.repository.snapshots()), self.job, self.wanted_parent)
-        if self.wanted_parent and (record is None or record.snapshot != self.wanted_parent):
-            raise NotFound(f"there is no snapshot {self.wanted_parent}", cure="'icecore ls' lists them")
-        parent = load_parent(self.repository, self.loop, record, self.emit) if record else None
-        self.lineage = parent.manifest.lineage if parent else secrets.token_hex(16)
-        self.parent_id = parent.manifest.snapshot if parent else ""
-        session = self.loop.run(self.repository.begin(self.parent_id or None, "import"))
-        self.writer = self.stack.enter_context(
-            SnapshotWriter(
-                self.repository,
-                session,
-                self.loop.loop,
-                streams=self.streams,
-                objective=self.objective,
-                emit=self.emit,
-            )
-        )
-        return parent
 
     # -- content ------------------------------------------------------------------------------------------------------
 
@@ -287,21 +271,9 @@ class _Import:
                 os.close(descriptor)
         return capture
 
-    def _scan(self, capture: SpaceCapture, source: Source, extents: npt.NDArray[np.void], machinery: Machinery) -> None:
-        capture.scan(source, extents, machinery)
-
     # -- the manifest -------------------------------------------------------------------------------------------------
 
-    def _manifest(self, captures: list[SpaceCapture]) -> Manifest:
-        spaces: list[Space] = []
-        logical = zero = 0
-        for capture in captures:
-            space, data, zeros = capture.store(self.writer)
-            spaces.append(space)
-            logical, zero = logical + data, zero + zeros
-        fingerprints = {f"{c.kind}:{c.key}": c.fingerprints() for c in captures}
-        hints, digest = self.writer.put_hints(self.lineage, encode_fingerprints(fingerprints))
-        statistics = self.writer.statistics
+    def _manifest(self, storing: Storing, stored: Stored) -> Manifest:
         own_pids = self.tasks[0].pid == 1
         pids = {task.pid: task.pid for task in self.tasks}
         requirements = describe_requirements(self._criu_version(), pids, own_pids, [])
@@ -309,29 +281,23 @@ class _Import:
             format=MANIFEST_FORMAT,
             snapshot=new_snapshot_id(),
             job=self.job,
-            lineage=self.lineage,
-            parent=self.parent_id,
+            lineage=storing.lineage,
+            parent=storing.parent_id,
             created_ns=(self.folder / "pstree.img").stat().st_mtime_ns,
             host=socket.gethostname(),
             writer="icecore import",
             root_pid=self.tasks[0].pid,
             processes=self._processes(),
-            spaces=spaces,
+            spaces=stored.spaces,
             files=self._files(),
             # The directory may come from another machine: what it does not say is not required.
             requirements=msgspec.structs.replace(requirements, kernel="", cpu=[]),
             namespaces=self._namespaces(own_pids),
             criu_options=[],
             tags=list(self.tags),
-            sizes=Sizes(
-                logical=logical,
-                zero=zero,
-                changed=sum(c.changed for c in captures),
-                stored=statistics.stored,
-                by_codec=dict(statistics.by_codec),
-            ),
-            hints=hints,
-            hints_digest=digest.hex(),
+            sizes=stored.sizes,
+            hints=stored.hints,
+            hints_digest=stored.hints_digest,
             extra={"imported": str(self.folder.absolute())},
         )
 

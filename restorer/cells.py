@@ -51,7 +51,8 @@ def space_cells(regions: Sequence[Region], records: Sequence[Records]) -> SpaceC
     Raises:
         Damaged: A record lies outside its region.
     """
-    together = np.concatenate(records) if records else np.empty(0, CELL)
+    # Through bytes: numpy compares the field lists of structured arrays one by one before it joins them.
+    together = np.frombuffer(b"".join([part.tobytes() for part in records]), CELL)
     index = np.repeat(np.arange(len(regions)), [len(r) for r in records])
     origin = np.array([r.origin for r in regions], np.uint64)[index]
     start = np.array([r.start for r in regions], np.uint64)[index]
@@ -167,14 +168,16 @@ def page_pieces(bitmap: bytes, wanted: bytes) -> list[tuple[int, int, int]]:
     """
     if wanted == FULL_CELL:
         return _WHOLE
-    pages = np.flatnonzero(np.unpackbits(np.frombuffer(wanted, np.uint8), bitorder="little"))
-    if not len(pages):
-        return []
-    rank = pages if bitmap == FULL_CELL else np.cumsum(np.unpackbits(np.frombuffer(bitmap, np.uint8), bitorder="little"))[pages] - 1
-    new = np.ones(len(pages), np.bool_)
-    new[1:] = (np.diff(pages) != 1) | (np.diff(rank) != 1)
-    first = np.flatnonzero(new)
-    count = np.diff(first, append=len(pages))
-    return list(
-        zip((pages[first] * PAGE).tolist(), (rank[first] * PAGE).tolist(), (count * PAGE).tolist(), strict=True)
-    )
+    # Whole numbers as bit sets: a cell has few runs, and numpy's calls would cost more than the placing of small cells.
+    data, left, page = int.from_bytes(bitmap, "little"), int.from_bytes(wanted, "little"), 0
+    pieces = []
+    while left:
+        skip = (left & -left).bit_length() - 1
+        left >>= skip
+        page += skip
+        count = (~left & (left + 1)).bit_length() - 1
+        rank = (data & ((1 << page) - 1)).bit_count()
+        pieces.append((page * PAGE, rank * PAGE, count * PAGE))
+        left >>= count
+        page += count
+    return pieces

@@ -21,8 +21,6 @@ from icecore.restorer.guard import Guard, GuardLost, Message
 from icecore.restorer.guard_process import EVENT_BYTES, descendants
 from icecore.restorer.members import Family, Member
 
-#: A discarded range at least this long is given back to the kernel, so that its pages need not be asked of us again.
-_UNREGISTER_BYTES = 1 << 20
 _ANSWER_SECONDS = 30.0
 _MESSAGE = struct.Struct("<B7xQQQ")
 _PAGE = 4096
@@ -266,13 +264,10 @@ class Daemon:
                     self._watch(family, member.child(descriptor, next(born)))
                 case Remap(source, target, length):
                     member.map.remap(source, target, length)
-                case Unmap(start, end):
+                case Unmap(start, end) | Remove(start, end):
+                    # A discarded range stays registered: giving it back to the kernel would split the VMA, and a
+                    # process that then moves it as the one mapping that it made would fail.
                     member.map.remove(start, end)
-                case Remove(start, end):
-                    member.map.remove(start, end)
-                    if end - start >= _UNREGISTER_BYTES:
-                        with suppress(OSError):  # the process has ended, or has already unmapped a part of it
-                            userfaultfd.unregister(member.descriptor, start, end - start)
         return len(events)
 
     def _answer(self, family: Family, member: Member, fault: Fault) -> None:

@@ -52,16 +52,16 @@ class Guard:
     """A running guard process.
 
     Args:
-        workdir: CRIU's working directory on tmpfs; the guard removes it when it has to kill the tree because the
-            restorer died.
+        workdir: CRIU's working directory on tmpfs.
+        temporary: The directory that the guard removes when it has to kill the tree because the restorer died.
     """
 
-    def __init__(self, workdir: str) -> None:
+    def __init__(self, workdir: str, temporary: str) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         script = str(Path(guard_process.__file__))
         with theirs, open(os.path.join(workdir, "guard.output"), "wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", script, str(theirs.fileno()), workdir],
+                [sys.executable, "-I", "-S", script, str(theirs.fileno()), workdir, temporary],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,

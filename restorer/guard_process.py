@@ -7,7 +7,8 @@ is born in the process that reads of the fork. The restorer holds duplicates and
 hold its lock on the address map at that moment (see `icecore.restorer.daemon`).
 
 Run by its path under ``python -I -S`` and made of the standard library alone: it starts in a few milliseconds.
-Arguments: the number of its end of a SOCK_SEQPACKET socket pair, and CRIU's working directory, which becomes its own.
+Arguments: the number of its end of a SOCK_SEQPACKET socket pair, CRIU's working directory, which becomes its own, and the
+directory to remove when the restorer dies before the tree is complete.
 A message is one JSON object, for ``read`` followed by a zero byte and the events as the kernel gave them.
 """
 
@@ -239,14 +240,14 @@ class Guard:
 
 
 def main() -> None:
-    """Entry: ``guard_process.py CONTROL_FD WORKDIR``."""
+    """Entry: ``guard_process.py CONTROL_FD WORKDIR TEMPORARY``."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     control = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(control.fileno(), False)
-    workdir = os.path.abspath(sys.argv[2])
-    os.chdir(workdir)
+    temporary = os.path.abspath(sys.argv[3])
+    os.chdir(sys.argv[2])
     guard = Guard(control)
     try:
         guard.serve()
@@ -255,7 +256,7 @@ def main() -> None:
             guard.kill_tree()
             import shutil  # only now: it costs milliseconds at the start
 
-            shutil.rmtree(workdir, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 if __name__ == "__main__":

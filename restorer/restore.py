@@ -127,7 +127,9 @@ def restore(
     try:
         return run.start()
     except BaseException as error:
-        run.undo(error)
+        run.undo(run.failure or error)
+        if run.failure is not None and run.failure is not error:
+            raise run.failure from None  # what broke first; that CRIU was killed for it explains nothing
         raise
 
 
@@ -203,6 +205,7 @@ class _Run:
         self.restored: Restored | None = None
         self._dying = threading.Lock()
         self._killed = False
+        self.failure: BaseException | None = None
 
     @property
     def backend(self) -> Backend:
@@ -217,7 +220,7 @@ class _Run:
         self.pid_file = self.work / "restored.pid"
         self.images.mkdir(mode=0o700)
         self.work.mkdir(mode=0o700)
-        self.guard = Guard(str(self.work))
+        self.guard = Guard(str(self.work), str(top))
         manifest = self._open()
         self.criu = self.criu or find_criu()
         record = _run_record(manifest)
@@ -420,8 +423,8 @@ class _Run:
                 self._remember(manifest)
                 self._resident(restored)
             except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the memory
-                self.undo(error)
-                restored._resident.set_exception(error)
+                self.undo(self.failure or error)
+                restored._resident.set_exception(self.failure or error)
 
         threading.Thread(target=finish, name="restore", daemon=True).start()
         return restored
@@ -495,6 +498,7 @@ class _Run:
     def _failed(self, error: BaseException) -> None:
         """Something went wrong in a worker or in the daemon: the tree must not run on. Whoever waits raises the error."""
         assert self.filling is not None
+        self.failure = self.failure or error
         self._kill()
         self.filling.fail(error)
 

@@ -58,7 +58,7 @@ class Rig:
             mask = np.unpackbits(records["data"][cell], bitorder="little").view(np.bool_)
             self.content.append(memoryview(np.ascontiguousarray(content_of(cell)[mask]).view(np.uint8).reshape(-1)))
         self.failures: list[BaseException] = []
-        self.guard = Guard(str(folder))
+        self.guard = Guard(str(folder), str(folder))
         self.family: Family | None = None
         self.rows = records
         self.cells = cells

@@ -1,0 +1,158 @@
+"""A snapshot written as an image directory that plain ``criu restore`` takes, so that nobody depends on icecore to get
+a process back. Its rule: the directory is complete or it is not there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from icecore.errors import Damaged, IcecoreError, StoreError, UsageError
+from icecore.events import Event, Sink, discard, phase
+from icecore.restorer.fetch import Fetcher, Limits
+from icecore.restorer.filewriter import FileTarget, FileWriter
+from icecore.restorer.images import image_targets, plan_memory, read_spaces, spaces_of
+from icecore.store.loop import LoopThread
+from icecore.store.manifest import Space
+from icecore.store.reader import SnapshotReader
+from icecore.store.repository import Repository
+
+#: Where the content of open files goes, below the image directory, each under its path.
+OPEN_FILES = "open-files"
+_BUDGET = 256 << 20
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """What an export wrote: bytes of image and page files, how many of them, and the paths of open files whose content lies
+    under `OPEN_FILES` and must be put in place before ``criu restore``."""
+
+    directory: Path
+    bytes: int
+    images: int
+    open_files: list[str]
+    seconds: float
+
+
+def export(
+    repository: Repository,
+    loop: LoopThread,
+    snapshot: str,
+    directory: str | os.PathLike[str],
+    *,
+    threads: int = 0,
+    emit: Sink = discard,
+) -> ExportResult:
+    """Write a snapshot as an image directory of CRIU.
+
+    Args:
+        repository: Where the snapshot is; it lives in ``loop``.
+        snapshot: Its id.
+        directory: Is made; if it is there it must be empty.
+        threads: Threads that decode; 0: one a core.
+        emit: Gets ``export.*`` events.
+
+    Raises:
+        NotFound: No such snapshot.
+        UsageError: The directory is not empty.
+        Damaged: An object of the snapshot is not what was written.
+        StoreError: The storage failed, or there is no room.
+    """
+    began = time.perf_counter()
+    folder = Path(directory)
+    session = loop.run(repository.read_session(snapshot, purpose="export"))
+    try:
+        reader = SnapshotReader.open(repository, snapshot, loop.loop)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if any(folder.iterdir()):
+                raise UsageError(f"{folder} is not empty", cure="name a new directory")
+        except OSError as error:
+            raise StoreError(f"cannot make {folder}: {error.strerror}") from error
+        limits = Limits(threads or os.cpu_count() or 1, _BUDGET, 4, 60.0)
+        try:
+            with phase(emit, "export.write", snapshot=snapshot) as running:
+                result = _Export(repository, loop, reader, folder, limits).run(began)
+                running.bytes = result.bytes
+        except BaseException:
+            _empty(folder)
+            raise
+    finally:
+        try:
+            loop.run(session.abort())
+        except IcecoreError as error:
+            # It only pinned the snapshot, and is fenced when it has been silent for long.
+            emit(Event("export.warning", {"message": str(error)}))
+    return result
+
+
+def _empty(folder: Path) -> None:
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
+
+
+class _Export:
+    def __init__(
+        self, repository: Repository, loop: LoopThread, reader: SnapshotReader, folder: Path, limits: Limits
+    ) -> None:
+        self.backend = repository.backend
+        self.loop = loop
+        self.reader = reader
+        self.folder = folder
+        self.limits = limits
+
+    def run(self, began: float) -> ExportResult:
+        manifest = self.reader.manifest
+        images, memory = spaces_of(manifest, "image"), spaces_of(manifest, "process", "shared")
+        files = spaces_of(manifest, "file")
+        far = not self.backend.direct
+        cells = read_spaces(self.reader, [*images, *memory, *files], parallel=far)
+        targets = image_targets(self.folder, images, cells[: len(images)])
+        self._write(targets)
+        version = tuple(int(number) for number in re.findall(r"\d+", manifest.requirements.criu)[:3])
+        own = cells[len(images) : len(images) + len(memory)]
+        pages = plan_memory(self.folder, list(zip(memory, own, strict=True)), version, lazily=False).page_images
+        open_files = [
+            FileTarget(self._open_file(space), space.size, part)
+            for space, part in zip(files, cells[len(images) + len(memory) :], strict=True)
+        ]
+        self._write([*pages, *open_files])
+        written = [*targets, *pages, *open_files]
+        return ExportResult(
+            self.folder,
+            sum(target.size for target in written),
+            len(targets) + len(pages),
+            [space.key for space in files],
+            time.perf_counter() - began,
+        )
+
+    def _open_file(self, space: Space) -> str:
+        """Where the content of an open file goes; its folder is made."""
+        parts = Path(space.key).parts
+        if not parts or parts[0] != "/" or ".." in parts or "\0" in space.key:
+            raise Damaged("manifest", self.reader.manifest.snapshot, f"it has an open file named {space.key!r}")
+        path = self.folder.joinpath(OPEN_FILES, *parts[1:])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return str(path)
+
+    def _write(self, targets: Sequence[FileTarget]) -> None:
+        writer = FileWriter(targets)
+        try:
+            writer.create()
+        except OSError as error:
+            raise StoreError(f"cannot create {error.filename}: {error.strerror}") from error
+        if not len(writer.records):
+            return
+        fetcher = Fetcher(self.backend, self.reader, writer.records, writer.write, self.limits, self.loop)
+        fetcher.start(range(len(writer.records)))
+        try:
+            fetcher.wait()
+        finally:
+            fetcher.stop()

@@ -1,0 +1,152 @@
+"""Import and export: a directory of plain CRIU goes in, a directory for plain CRIU comes out."""
+
+from __future__ import annotations
+
+import filecmp
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from icecore.dumper.images import image_files
+from icecore.dumper.importer import import_images
+from icecore.errors import Damaged, NotFound, UsageError
+from icecore.host.pagemap_image import load_pagemap
+from icecore.restorer.exporter import export
+from icecore.store.cell import PAGE
+from icecore.store.reader import SnapshotReader
+from tests.programs import driving, plain_criu
+from tests.restorer.criu_place import await_gone, criu_or_skip, dumped
+
+pytestmark = [pytest.mark.criu, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("programs")
+
+
+def content_by_address(folder: Path, pid: int) -> dict[int, bytes]:
+    """Every page of a process's images."""
+    pages_id, entries = load_pagemap(folder / f"pagemap-{pid}.img")
+    data = (folder / f"pages-{pages_id}.img").read_bytes()
+    found, at = {}, 0
+    for entry in entries:
+        for k in range(int(entry["pages"])):
+            found[int(entry["address"]) + k * PAGE] = data[at : at + PAGE]
+            at += PAGE
+    assert at == len(data)
+    return found
+
+
+@pytest.mark.parametrize("name", ["memory-pattern", "tree", "sparse", "many-vmas"])
+def test_what_comes_out_is_what_went_in_and_plain_criu_restores_it(tmp_path: Path, cache: Path, name: str) -> None:
+    with dumped(name, tmp_path, cache) as it:
+        driving.forget(tmp_path)
+        out = it.place.root.parent / "exported"
+        result = export(it.place.repository, it.place.loop, it.result.snapshot, out)
+        for path in image_files(it.images):
+            assert (out / path.name).read_bytes() == path.read_bytes(), path.name
+        for path in it.images.glob("pages-*.img"):
+            assert filecmp.cmp(path, out / path.name, shallow=False), path.name
+        assert result.bytes == sum(p.stat().st_size for p in out.iterdir())
+        plain_criu.restore(it.criu.path, out, it.program.restore_options)
+        driving.wait_progress(tmp_path)
+        assert it.verdict().passed
+
+
+def test_three_successive_dumps_share_what_did_not_change(tmp_path: Path, cache: Path) -> None:
+    criu = criu_or_skip()
+    with dumped("memory-pattern", tmp_path, cache, ("--mib", "64")) as it:
+        results = [it.result]
+        folder = it.images
+        for number in (1, 2):
+            driving.forget(tmp_path)
+            pid = plain_criu.restore(criu.path, folder, ())
+            driving.wait_progress(tmp_path)
+            changed = driving.change(tmp_path, number, 10, 20)
+            assert changed > 0
+            folder = it.place.root.parent / f"images-{number}"
+            folder.mkdir()
+            plain_criu.dump(criu.path, pid, folder, ())
+            results.append(import_images(it.place.repository, it.place.loop, folder))
+        first, second, third = results
+        assert second.parent == first.snapshot and third.parent == second.snapshot
+        assert first.lineage == second.lineage == third.lineage
+        assert first.sizes.stored > 60 << 20
+        for later in (second, third):
+            assert later.sizes.logical > 60 << 20
+            assert later.sizes.changed < 16 << 20, "about a tenth of the cells"
+            assert later.sizes.stored < 6 << 20, "about a fiftieth of the pages"
+        # Each is whole by itself, whatever it shares.
+        for number, result in enumerate(results):
+            out = it.place.root.parent / f"out-{number}"
+            export(it.place.repository, it.place.loop, result.snapshot, out)
+            source = it.images if number == 0 else it.place.root.parent / f"images-{number}"
+            assert content_by_address(out, it.running.pid) == content_by_address(source, it.running.pid)
+
+
+def test_importing_the_same_again_stores_nothing(tmp_path: Path, cache: Path) -> None:
+    with dumped("memory-pattern", tmp_path, cache, ("--mib", "32")) as it:
+        again = import_images(it.place.repository, it.place.loop, it.images)
+        assert again.sizes.changed == 0 and again.sizes.stored == 0
+        other = import_images(it.place.repository, it.place.loop, it.images, "another-job")
+        assert other.lineage != it.result.lineage and other.parent == ""
+        # The index finds what is the same in other lineages.
+        assert other.sizes.stored == 0
+
+
+def test_pages_of_private_memory_are_left_out_where_they_are_zero_and_come_back(tmp_path: Path, cache: Path) -> None:
+    with dumped("sparse", tmp_path, cache) as it:
+        reader = SnapshotReader(it.place.repository, it.place.run(it.place.repository.manifest(it.result.snapshot)))
+        assert it.result.sizes.zero > 0
+        for space in reader.manifest.spaces:
+            for region, records in zip(space.regions, reader.records(space), strict=True):
+                if not region.lazy:
+                    assert not np.any(records["zero"]), "only private anonymous memory may lose its zero pages"
+
+
+def test_what_is_no_image_directory_is_refused(tmp_path: Path, cache: Path) -> None:
+    with dumped("memory-pattern", tmp_path, cache, ("--mib", "8")) as it:
+        place = it.place
+        with pytest.raises(NotFound, match="no image directory"):
+            import_images(place.repository, place.loop, tmp_path)
+        broken = it.place.root.parent / "broken"
+        shutil.copytree(it.images, broken)
+        (broken / "parent").symlink_to("../elsewhere")
+        with pytest.raises(UsageError, match="incremental"):
+            import_images(place.repository, place.loop, broken)
+        (broken / "parent").unlink()
+        (pages,) = broken.glob("pages-1.img")
+        with open(pages, "ab") as file:
+            file.truncate(pages.stat().st_size - PAGE)
+        with pytest.raises(Damaged, match=r"pages-1\.img"):
+            import_images(place.repository, place.loop, broken)
+        (broken / f"mm-{it.running.pid}.img").unlink()
+        with pytest.raises(Damaged, match="mm-"):
+            import_images(place.repository, place.loop, broken)
+        with pytest.raises(NotFound, match="no snapshot"):
+            import_images(place.repository, place.loop, it.images, parent="0" * 32)
+        assert len(place.run(place.repository.snapshots())) == 1
+        full = tmp_path / "full"
+        full.mkdir()
+        (full / "something").touch()
+        with pytest.raises(UsageError, match="not empty"):
+            export(place.repository, place.loop, it.result.snapshot, full)
+        assert [p.name for p in full.iterdir()] == ["something"]
+
+
+def test_a_failed_export_leaves_an_empty_directory(tmp_path: Path, cache: Path) -> None:
+    with dumped("memory-pattern", tmp_path, cache, ("--mib", "8")) as it:
+        for shard in (it.place.root / "shards").rglob("*"):
+            if shard.is_file():
+                shard.chmod(0o600)
+                data = bytearray(shard.read_bytes())
+                data[len(data) // 2] ^= 1
+                shard.write_bytes(data)
+        out = tmp_path / "out"
+        with pytest.raises(Damaged):
+            export(it.place.repository, it.place.loop, it.result.snapshot, out)
+        assert list(out.iterdir()) == []
+        await_gone([])

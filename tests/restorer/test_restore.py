@@ -1,0 +1,362 @@
+"""Round trips of real processes through import and restore: every byte, both modes, and what is left when it fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from icecore.errors import Damaged, IcecoreError, ObjectMissing, RestoreFailed, RestoreRefused, StoreError
+from icecore.host import procfs
+from icecore.host.memory import RemoteReader
+from icecore.restorer.guard_process import descendants
+from icecore.restorer.options import RestoreOptions
+from icecore.restorer.restore import check
+from icecore.store.cell import PAGE
+from icecore.store.reader import SnapshotReader
+from tests.programs import driving, plain_criu
+from tests.restorer.criu_place import Dumped, await_gone, dumped
+from tests.restorer.places import SlowBackend
+
+pytestmark = [pytest.mark.criu, pytest.mark.timeout(180)]
+
+FULL = RestoreOptions(mode="full")
+LAZY = RestoreOptions(mode="lazy")
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("programs")
+
+
+def differing_pages(it: Dumped, pid: int) -> int:
+    """How many pages of the stopped process differ from the snapshot's."""
+    reader = SnapshotReader(it.place.repository, it.place.run(it.place.repository.manifest(it.result.snapshot)))
+    out = memoryview(bytearray(1 << 20))
+    differ = 0
+    (space,) = [s for s in reader.manifest.spaces if s.kind == "process"]
+    with RemoteReader(pid) as memory:
+        for region, records in zip(space.regions, reader.records(space), strict=True):
+            if region.kind == "vdso":
+                continue
+            for record in records:
+                data = reader.read_cell(record, out)
+                base = region.origin + (int(record["cell"]) << 20)
+                for bitmap, content in ((record["data"], data), (record["zero"], None)):
+                    pages = np.flatnonzero(np.unpackbits(bitmap, bitorder="little"))
+                    for rank, page in enumerate(pages.tolist()):
+                        found = memory.read(base + page * PAGE, PAGE)
+                        expected = bytes(PAGE) if content is None else content[rank * PAGE : (rank + 1) * PAGE]
+                        differ += found != expected
+    return differ
+
+
+@pytest.mark.parametrize("options", [FULL, LAZY], ids=["full", "lazy"])
+def test_every_page_comes_back(tmp_path: Path, cache: Path, options: RestoreOptions) -> None:
+    with dumped("memory-pattern", tmp_path, cache, ("--mib", "200")) as it:
+        driving.forget(tmp_path)
+        restored = it.restore(options)
+        os.kill(restored.pid, signal.SIGSTOP)
+        restored.wait_resident(60)
+        # A step of the program may have been between the two moments: its counters live on a page or two.
+        assert differing_pages(it, restored.pid) <= 4
+        os.kill(restored.pid, signal.SIGCONT)
+        driving.wait_progress(tmp_path)
+        assert it.verdict().errors == ()
+        names = [event.name for event in it.events]
+        assert "restore.running" in names and "restore.resident" in names
+        it.kill(restored.pid)
+        assert it.remains() == []
+
+
+@pytest.mark.parametrize("options", [FULL, LAZY], ids=["full", "lazy"])
+@pytest.mark.parametrize("name", ["training", "tree", "many-vmas", "sparse", "inference", "logger"])
+def test_programs_go_on_and_find_their_data_intact(
+    tmp_path: Path, cache: Path, name: str, options: RestoreOptions
+) -> None:
+    with dumped(name, tmp_path, cache) as it:
+        before = driving.forget(tmp_path)
+        restored = it.restore(options)
+        now = driving.wait_progress(tmp_path)
+        assert before is not None and now.counter >= before.counter
+        restored.wait_resident(60)
+        verdict = it.verdict()
+        assert verdict.passed, verdict.errors
+        assert "restore.warning" not in [event.name for event in it.events]
+
+
+def test_a_process_that_forks_moves_unmaps_and_discards_while_it_is_filled(tmp_path: Path, cache: Path) -> None:
+    with dumped("mutator", tmp_path, cache, ("--mib", "300", "--burst", "20000")) as it:
+        driving.forget(tmp_path)
+        driving.go(tmp_path)
+        restored = it.restore(LAZY)
+        driving.wait_progress(tmp_path)
+        restored.wait_resident(120)
+        verdict = it.verdict()
+        assert verdict.passed, verdict.errors
+
+
+def test_the_same_again_and_slowly(tmp_path: Path, cache: Path) -> None:
+    """Every read takes milliseconds, so that the process does thousands of things while its memory is missing."""
+    with dumped("mutator", tmp_path, cache, ("--mib", "100", "--burst", "4000")) as it:
+        driving.forget(tmp_path)
+        driving.go(tmp_path)
+        backend = SlowBackend(it.place.root)
+        backend.delay = 0.03
+        restored = it.restore(LAZY, it.place.reopened(backend))
+        driving.wait_progress(tmp_path)
+        restored.wait_resident(120)
+        verdict = it.verdict()
+        assert verdict.passed, verdict.errors
+
+
+def test_one_snapshot_several_times(tmp_path: Path, cache: Path) -> None:
+    with dumped("training", tmp_path, cache) as it:
+        for options in (LAZY, FULL, LAZY):
+            driving.forget(tmp_path)
+            restored = it.restore(options)
+            driving.wait_progress(tmp_path)
+            restored.wait_resident(60)
+            assert it.verdict().passed
+            it.kill(restored.pid)
+            await_gone([restored.pid])
+
+
+def test_what_a_lazy_restore_touched_first_comes_first_the_next_time(tmp_path: Path, cache: Path) -> None:
+    with dumped("memory-pattern", tmp_path, cache, ("--mib", "100")) as it:
+        for _ in range(2):
+            driving.forget(tmp_path)
+            backend = SlowBackend(it.place.root)
+            backend.delay = 0.02
+            restored = it.restore(LAZY, it.place.reopened(backend))
+            driving.wait_progress(tmp_path)
+            restored.wait_resident(60)
+            it.kill(restored.pid)
+            await_gone([restored.pid])
+        faults = [int(str(e.fields["faults"])) for e in it.events if e.name == "restore.memory" and "faults" in e.fields]
+        assert len(faults) == 2 and faults[0] > 0
+        listed = it.place.run(names(it, "hints/"))
+        assert any("touched-" in name for name in listed)
+
+
+async def names(it: Dumped, prefix: str) -> list[str]:
+    return [info.name async for info in it.place.repository.backend.list(prefix)]
+
+
+# -- what fails -----------------------------------------------------------------------------------------------------------
+
+
+def shard_of_memory(it: Dumped, row: int = -1) -> tuple[Path, int, int, str]:
+    """File, offset, length and chunk id of a cell of the process's memory."""
+    reader = SnapshotReader(it.place.repository, it.place.run(it.place.repository.manifest(it.result.snapshot)))
+    (space,) = [s for s in reader.manifest.spaces if s.kind == "process"]
+    regions = zip(space.regions, reader.records(space), strict=True)
+    records = np.concatenate([records for region, records in regions if region.lazy])
+    records = records[records["place"]["length"] > 4096]
+    record = records[row]
+    name = record["place"]["shard"].tobytes().hex()
+    path = it.place.root / "shards" / name[:2] / name
+    return path, int(record["place"]["offset"]), int(record["place"]["length"]), record["chunk"].tobytes().hex()
+
+
+def flip(it: Dumped) -> str:
+    path, offset, length, chunk = shard_of_memory(it)
+    data = bytearray(path.read_bytes())
+    data[offset + length // 2] ^= 1
+    path.chmod(0o600)
+    path.write_bytes(data)
+    return chunk
+
+
+def truncate(it: Dumped) -> str:
+    path, offset, length, _ = shard_of_memory(it)
+    os.truncate(path, offset + length // 2)
+    return path.name
+
+
+def remove(it: Dumped) -> str:
+    path, _, _, _ = shard_of_memory(it)
+    path.unlink()
+    return path.name
+
+
+@pytest.mark.parametrize(
+    ("harm", "error"), [(flip, Damaged), (truncate, Damaged), (remove, ObjectMissing)], ids=["flip", "truncate", "remove"]
+)
+@pytest.mark.parametrize("options", [FULL, LAZY], ids=["full", "lazy"])
+def test_a_damaged_shard_is_named_and_nothing_runs_on(
+    tmp_path: Path, cache: Path, harm: Callable[[Dumped], str], error: type[IcecoreError], options: RestoreOptions
+) -> None:
+    with dumped("memory-pattern", tmp_path, cache, ("--mib", "64")) as it:
+        driving.forget(tmp_path)
+        name = harm(it)
+        with pytest.raises(error) as caught:
+            it.restore(options).wait_resident(60)
+        assert name in str(caught.value)
+        assert it.remains() == []
+        assert "restore.failed" in [event.name for event in it.events]
+
+
+@pytest.mark.parametrize("options", [FULL, LAZY], ids=["full", "lazy"])
+def test_storage_that_fails_in_the_middle_kills_the_tree(tmp_path: Path, cache: Path, options: RestoreOptions) -> None:
+    with dumped("memory-pattern", tmp_path, cache, ("--mib", "64")) as it:
+        driving.forget(tmp_path)
+        backend = SlowBackend(it.place.root)
+        repository = it.place.reopened(backend)
+        from dataclasses import replace
+
+        options = replace(options, attempts=2)
+
+        def break_it() -> None:
+            backend.delay = 0.05
+            backend.failures = [StoreError("the network is gone")] * 10000
+
+        original = it.events.append
+
+        def emit(event: object) -> None:
+            original(event)  # type: ignore[arg-type]
+            if getattr(event, "name", "") == "restore.criu":
+                break_it()
+
+        from icecore.restorer.restore import restore
+
+        with pytest.raises(StoreError, match="network is gone"):
+            restore(
+                repository, it.place.loop, it.result.snapshot, options, criu=it.criu, emit=emit
+            ).wait_resident(60)
+        assert it.remains() == []
+
+
+def test_a_restorer_that_is_killed_takes_the_tree_with_it(tmp_path: Path, cache: Path) -> None:
+    """SIGKILL in the middle of a lazy restore, with the program checking all its memory all the time."""
+    with dumped("memory-pattern", tmp_path, cache, ("--mib", "128")) as it:
+        driving.forget(tmp_path)
+        script = f"""
+import sys
+sys.path.append({str(Path(__file__).parents[2])!r})
+from tests.restorer.places import SlowBackend
+from icecore.restorer.restore import restore
+from icecore.restorer.options import RestoreOptions
+from icecore.store.loop import LoopThread
+from icecore.store.repository import Repository
+with LoopThread() as loop:
+    backend = SlowBackend({str(it.place.root)!r})
+    repository = loop.run(Repository.open(backend))
+    backend.delay = 0.3
+    restored = restore(repository, loop, {it.result.snapshot!r}, RestoreOptions(mode="lazy", budget_bytes=1))
+    print("running", flush=True)
+    restored.wait_resident()
+"""
+        restorer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+        try:
+            assert restorer.stdout is not None and restorer.stdout.readline() == "running\n"
+            tree = descendants(restorer.pid)
+            assert len(tree) == 2
+        finally:
+            restorer.kill()
+            restorer.wait(10)
+        await_gone(tree)
+        assert it.remains() == []
+        last = driving.progress(tmp_path)
+        assert last is None or last.errors == ()
+
+
+def test_pids_in_use_are_refused_before_anything_starts(tmp_path: Path, cache: Path) -> None:
+    with dumped("memory-pattern", tmp_path, cache, ("--mib", "8")) as it:
+        restored = it.restore(FULL)
+        with pytest.raises(RestoreRefused, match=f"process ids {restored.pid}"):
+            it.restore(FULL)
+        dry = check(it.place.repository, it.place.loop, it.result.snapshot, criu=it.criu)
+        assert [c.name for c in dry.failed] == ["pid"]
+        assert procfs.exists(restored.pid)
+        it.kill(restored.pid)
+        await_gone([restored.pid])
+        assert not check(it.place.repository, it.place.loop, it.result.snapshot, criu=it.criu).failed
+
+
+def test_a_file_that_grew_is_refused_or_cut(tmp_path: Path, cache: Path) -> None:
+    with dumped("logger", tmp_path, cache) as it:
+        driving.forget(tmp_path)
+        (log,) = tmp_path.glob("*.log*") if not (tmp_path / "job.log").exists() else [tmp_path / "job.log"]
+        with open(log, "ab") as file:
+            file.write(b"what was appended after the dump\n")
+        with pytest.raises(RestoreRefused, match=log.name):
+            it.restore(FULL)
+        restored = it.restore(RestoreOptions(files="truncate"))
+        driving.wait_progress(tmp_path)
+        assert it.verdict().passed
+        it.kill(restored.pid)
+
+
+def test_criu_failing_leaves_nothing(tmp_path: Path, cache: Path) -> None:
+    """A file that CRIU wants is replaced by a directory after the check has passed: CRIU itself fails."""
+    with dumped("logger", tmp_path, cache) as it:
+        manifest = it.place.run(it.place.repository.manifest(it.result.snapshot))
+        state = driving.progress(tmp_path)
+        assert state is not None and manifest.files
+        options = RestoreOptions(files="leave")
+
+        def emit(event: object) -> None:
+            if getattr(event, "name", "") == "restore.criu" and getattr(event, "fields", {})["state"] == "begin":
+                os.rename(tmp_path / "job.log", tmp_path / "moved")
+
+        from icecore.restorer.restore import restore
+
+        with pytest.raises(RestoreFailed, match=r"job\.log"):
+            restore(it.place.repository, it.place.loop, it.result.snapshot, options, criu=it.criu, emit=emit)
+        assert it.remains() == []
+
+
+def test_the_exit_status_of_a_tree_that_was_not_detached(tmp_path: Path, cache: Path) -> None:
+    with dumped("training", tmp_path, cache) as it:
+        driving.forget(tmp_path)
+        restored = it.restore(RestoreOptions(detach=False))
+        driving.wait_progress(tmp_path)
+        with pytest.raises(TimeoutError):
+            restored.wait(0.05)
+        assert it.verdict().passed
+        assert restored.wait(20).code == 0
+
+
+def test_it_is_what_plain_criu_restores(tmp_path: Path, cache: Path) -> None:
+    """The image directory that was imported still restores by itself: the import changed nothing."""
+    with dumped("memory-pattern", tmp_path, cache, ("--mib", "16")) as it:
+        driving.forget(tmp_path)
+        pid = plain_criu.restore(it.criu.path, it.images, it.program.restore_options)
+        driving.wait_progress(tmp_path)
+        assert it.verdict().passed
+        it.kill(pid)
+
+
+def test_progress_is_quick(tmp_path: Path, cache: Path) -> None:
+    """Not a measurement: a lazily restored tree runs long before its memory could have been read."""
+    with dumped("memory-pattern", tmp_path, cache, ("--mib", "64")) as it:
+        backend = SlowBackend(it.place.root)
+        repository = it.place.reopened(backend)
+        began = time.monotonic()
+
+        def emit(event: object) -> None:
+            if getattr(event, "name", "") == "restore.criu" and getattr(event, "fields", {})["state"] == "begin":
+                backend.delay = 1.0
+
+        from icecore.restorer.restore import restore
+
+        restored = restore(
+            repository,
+            it.place.loop,
+            it.result.snapshot,
+            RestoreOptions(mode="lazy", budget_bytes=1),
+            criu=it.criu,
+            emit=emit,
+        )
+        assert restored.seconds_to_running < 10
+        seconds = restored.wait_resident(60)
+        assert restored.seconds_to_running < seconds <= time.monotonic() - began
+        it.kill(restored.pid)
