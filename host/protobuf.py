@@ -103,8 +103,8 @@ class Message:
     def integer(self, number: int, default: int = 0) -> int:
         """The (last) value of an unsigned field or enum."""
         value: int | bytes = default
-        for value in self._values(number):
-            pass
+        for found in self._values(number):
+            value = found
         if isinstance(value, bytes):
             raise WireError(f"field {number} is no number")
         return value

@@ -92,7 +92,10 @@ class Worker:
         return eventually(lambda: self.progress() > before + 2, seconds)
 
     def kill(self) -> None:
-        self.process.kill()
+        """End it and its descendants."""
+        if self.process.poll() is None:
+            for pid in procfs.tree(self.pid):
+                os.kill(pid, signal.SIGKILL)
         self.process.wait(20)
 
 
