@@ -10,12 +10,12 @@ from icecore.errors import Damaged, ObjectMissing
 from icecore.events import Event, Sink
 from icecore.store import codec, delta
 from icecore.store.cell import BITMAP_BYTES, PAGE
-from icecore.store.chunk import align, changed_pages, chunk_id, pages_of
+from icecore.store.chunk import align, chunk_id, pages_of
 from icecore.store.codec import Buffer
 from icecore.store.names import object_name
-from icecore.store.pool import Scratch
+from icecore.store.pool import SAMPLE_BYTES, Scratch
 from icecore.store.rows import Place, Row
-from icecore.store.trial import Estimate, Habit, Objective, sample, trial
+from icecore.store.trial import SAMPLE_PAGES, SAMPLE_RUNS, Estimate, Habit, Objective, sample, sample_starts, trial
 
 #: Fills a buffer from a shard (16-byte name) at an offset.
 Fetch = Callable[[bytes, int, memoryview], None]
@@ -27,9 +27,9 @@ WORTH = 0.75
 _SMALL = 4
 #: Estimates off by less than this are tried.
 _DOUBT = 1.1
+#: A chunk whose full form is shorter than one in this many of its bytes is not worth reading a base for.
+_LITTLE = 16
 _LONGEST_PAUSE = 16
-_PEEKS = 8
-_PEEK_PAGES = 2
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Delta:
 
 @dataclass(frozen=True)
 class Base:
-    """A verified base: its id, place, data bitmap and bytes."""
+    """A base: its id, place, data bitmap and bytes."""
 
     chunk: bytes
     place: Place
@@ -55,7 +55,7 @@ class Base:
 
 @dataclass
 class _Luck:
-    """How deltas fared in one region: after losses some chunks are not even compared, for reading the base costs as much as storing."""
+    """How deltas fared in one region, for bases that can not be looked at cheaply: after losses some are not even read."""
 
     losses: int = 0
     pause: int = 0
@@ -106,21 +106,27 @@ class Deltas:
         base, place = previous.chunk, previous.stored.place
         if place.codec & codec.DELTA:
             base, place = previous.stored.base, previous.stored.base_place
-        if place.codec == codec.ZERO or not self._usable(place.shard):
+        if place.codec == codec.ZERO or full * _LITTLE < len(data) or not self._usable(place.shard):
             return None
         luck = self._luck.setdefault(region, _Luck())
         try:
             theirs = self._bitmap(previous, scratch)
-            if luck.pause > 0 and not self._alike(theirs, bitmap, data, place, full, scratch):
+            looked = self._look(region, data, place, scratch) if theirs == bitmap else None
+            if looked is None and luck.pause > 0:
                 luck.pause -= 1
                 return None
+            if looked is not None and looked > WORTH * full * _DOUBT:
+                return None
             content = self._content(base, place, theirs, scratch)
+            made = self._encode(region, bitmap, data, Base(base, place, theirs, content), full, scratch)
+            # Only what is built upon has to be proven: most failed attempts end before this.
+            if made is not None and chunk_id(self._key, theirs, content) != base:
+                raise Damaged("chunk", base.hex(), "its bytes do not have its id")
         except (Damaged, ObjectMissing) as error:
             self._emit(
                 Event("store.base_damaged", {"chunk": base.hex(), "shard": place.shard.hex(), "error": str(error)})
             )
             return None
-        made = self._encode(region, bitmap, data, Base(base, place, theirs, content), full, scratch)
         if made is not None:
             luck.losses = 0
         else:
@@ -138,8 +144,7 @@ class Deltas:
         number: int = codec.XOR | codec.RAW
         body: Buffer = b""
         if len(found.xor):
-            habit, objective = self._small if len(found.xor) * _SMALL <= len(data) else self._large
-            estimate = habit.choose(region, found.xor, scratch, partial(_try, found, objective))
+            estimate = self._choose(region, found, len(found.xor) / len(data), scratch)
             if estimate.ratio * len(found.xor) > WORTH * full * _DOUBT:
                 return None
             chosen = found.own if estimate.kind == codec.PATCH else found.xor
@@ -159,24 +164,27 @@ class Deltas:
         self._fetch(own.shard, own.offset, head)
         return delta.base_bitmap(head)
 
-    def _alike(
-        self, theirs: bytes, bitmap: bytes, data: memoryview, place: Place, full: float, scratch: Scratch
-    ) -> bool:
-        """Whether a look at a few pages of the base (unverified: nothing is made of them) promises a delta in spite of earlier losses."""
+    def _look(self, region: int, data: memoryview, place: Place, scratch: Scratch) -> float | None:
+        """How long a delta would be, from a few of the base's pages; None where such a look is not possible or not cheap."""
         pages = len(data) // PAGE
-        if not self._peek or place.codec != codec.RAW or theirs != bitmap or pages < _PEEKS * _PEEK_PAGES:
-            return False
-        length = _PEEK_PAGES * PAGE
-        changed = 0
-        for at in range(_PEEKS):
-            start = at * (pages - _PEEK_PAGES) // (_PEEKS - 1) * PAGE
-            room = scratch.base[:length]
-            self._fetch(place.shard, place.offset + start, room)
-            changed += pages_of(changed_pages(data[start : start + length], room).tobytes())
-        return changed * len(data) < WORTH * full * _PEEKS * _PEEK_PAGES
+        if not self._peek or place.codec != codec.RAW or place.length != len(data) or pages < 2 * SAMPLE_PAGES:
+            return None
+        mine, theirs = sample(data), scratch.base[:SAMPLE_BYTES]
+        length = SAMPLE_BYTES // SAMPLE_RUNS
+        for run, start in enumerate(sample_starts(pages)):
+            self._fetch(place.shard, place.offset + start * PAGE, theirs[run * length : (run + 1) * length])
+        found = delta.difference(mine, theirs, scratch.own, scratch.residual)
+        if not len(found.xor):
+            return 0.0
+        share = len(found.xor) / len(mine)
+        return self._choose(region, found, share, scratch).ratio * share * len(data)
+
+    def _choose(self, region: int, found: delta.Difference, share: float, scratch: Scratch) -> Estimate:
+        habit, objective = self._small if share * _SMALL <= 1 else self._large
+        return habit.choose(region, found.xor, scratch, partial(_try, found, objective))
 
     def _content(self, base: bytes, place: Place, theirs: bytes, scratch: Scratch) -> memoryview:
-        """The base's bytes, verified."""
+        """The base's bytes, as they were read."""
         content = scratch.base[: pages_of(theirs) * PAGE]
         try:
             if place.codec == codec.RAW and place.length == len(content):
@@ -187,12 +195,12 @@ class Deltas:
                 codec.decode(place.codec, stored, content)
         except ValueError as error:
             raise Damaged("chunk", base.hex(), f"{error} (in {object_name('shard', place.shard)})") from error
-        if chunk_id(self._key, theirs, content) != base:
-            raise Damaged("chunk", base.hex(), f"its bytes do not have its id (in {object_name('shard', place.shard)})")
         return content
 
 
 def _try(found: delta.Difference, objective: Objective, scratch: Scratch) -> Estimate:
     by_xor = trial(sample(found.xor), scratch, objective, codec.XOR)
+    if found.whole:
+        return by_xor  # a patch of all pages is the full form
     by_patch = trial(sample(found.own), scratch, objective, codec.PATCH)
     return by_patch if by_patch.cost <= by_xor.cost else by_xor

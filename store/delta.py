@@ -22,12 +22,14 @@ HEADER_BYTES = 2 * BITMAP_BYTES
 class Difference:
     """What differs between a chunk and its aligned base.
 
-    ``changed`` is a 32-byte bitmap over the chunk's pages, ``own`` the changed pages' bytes, ``xor`` their residual.
+    ``changed`` is a 32-byte bitmap over the chunk's pages, ``own`` the changed pages' bytes, ``xor`` their residual;
+    ``whole`` is whether all pages changed.
     """
 
     changed: bytes
     own: memoryview
     xor: memoryview
+    whole: bool
 
 
 def difference(data: memoryview, base: memoryview, own: memoryview, xor: memoryview) -> Difference:
@@ -44,13 +46,13 @@ def difference(data: memoryview, base: memoryview, own: memoryview, xor: memoryv
     length = count * PAGE
     if length == len(data):
         np.bitwise_xor(_words(data), _words(base), out=_words(xor[:length]))
-        return Difference(changed.tobytes(), data, xor[:length])
+        return Difference(changed.tobytes(), data, xor[:length], True)
     rows = np.flatnonzero(page_mask(changed))
     np.take(as_pages(data), rows, axis=0, out=as_pages(own[:length]), mode="clip")
     residual = xor[:length]
     np.take(as_pages(base), rows, axis=0, out=as_pages(residual), mode="clip")
     np.bitwise_xor(_words(own[:length]), _words(residual), out=_words(residual))
-    return Difference(changed.tobytes(), own[:length], residual)
+    return Difference(changed.tobytes(), own[:length], residual, False)
 
 
 def parts(number: int, base_bitmap: bytes, changed: bytes, body: Buffer) -> tuple[Buffer, ...]:

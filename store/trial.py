@@ -34,8 +34,9 @@ _QUICK = (
 _SLOW = (Choice(codec.ZSTD, 3), Choice(codec.ZSTD, 6), Choice(codec.SHUFFLE2_ZSTD, 5), Choice(codec.SHUFFLE4_ZSTD, 5))
 _SLOW_LINK = 0.2e9
 
-_SAMPLE_RUNS = 8
-_SAMPLE_RUN_PAGES = SAMPLE_BYTES // PAGE // _SAMPLE_RUNS
+SAMPLE_RUNS = 8
+SAMPLE_PAGES = SAMPLE_BYTES // PAGE
+_SAMPLE_RUN_PAGES = SAMPLE_PAGES // SAMPLE_RUNS
 _PROBE_PAGES = 8
 _PROBE_BYTES = 1024
 _BUCKETS = 8
@@ -44,7 +45,7 @@ _LAST_INTERVAL = 128
 _TOLERANCE = 0.15
 #: Seconds of trials per byte of data: 5 % of what hashing, copying and writing a byte takes at the least.
 _CREDIT_PER_BYTE = 0.05 * 0.7e-9
-_FIRST_CREDIT = 0.02
+_FIRST_CREDIT = 0.006
 _LARGEST_CREDIT = 0.1
 #: A form must be cheaper by this than one that was tried before it: measuring is no more exact.
 _MARGIN = 0.97
@@ -91,14 +92,17 @@ class Estimate:
     kind: int = 0
 
 
+def sample_starts(pages: int) -> list[int]:
+    """The first page of each run of a sample of a chunk of so many pages."""
+    return [run * (pages - _SAMPLE_RUN_PAGES) // (SAMPLE_RUNS - 1) for run in range(SAMPLE_RUNS)]
+
+
 def sample(data: memoryview) -> memoryview:
     """At most 64 KiB of ``data``: 8 runs of 2 pages spread over it, or all of it if it is no longer than that."""
     pages = len(data) // PAGE
-    wanted = _SAMPLE_RUNS * _SAMPLE_RUN_PAGES
-    if pages <= wanted:
+    if pages <= SAMPLE_PAGES:
         return data
-    first = np.linspace(0, pages - _SAMPLE_RUN_PAGES, _SAMPLE_RUNS).astype(np.int64)
-    rows = (first[:, None] + np.arange(_SAMPLE_RUN_PAGES)).reshape(-1)
+    rows = (np.array(sample_starts(pages))[:, None] + np.arange(_SAMPLE_RUN_PAGES)).reshape(-1)
     chosen: memoryview = as_pages(data)[rows].reshape(-1).data
     return chosen
 
