@@ -29,9 +29,11 @@ from icecore.store.state import (
     split_names,
 )
 
-#: Records in a full page, and the length of the tail at which it is folded into one. A page reference is 1/1024 of what it stands for.
-PAGE_RECORDS = 1024
+#: Records in a full page, the length of the tail at which it becomes a page, and how many pages of one size class are joined: a record is rewritten
+#: a few times in its life, and the entry refers to one page for every 2048 records and a dozen smaller ones.
+PAGE_RECORDS = 2048
 TAIL_RECORDS = 32
+FAN_IN = 8
 #: Under contention a longer tail is cheaper than pages that a lost race makes useless.
 TAIL_LIMIT = 4 * TAIL_RECORDS
 #: Names of condemned objects that the entry holds itself.
@@ -115,12 +117,24 @@ async def add(state: State, records: Sequence[SnapshotRecord], pages: Pages) -> 
     tail = [*state.tail, *records]
     refs = list(state.pages)
     if len(tail) >= (TAIL_LIMIT if pages.attempt else TAIL_RECORDS):
-        if refs and refs[-1].count + len(tail) <= PAGE_RECORDS:
-            tail = [*await pages.read(refs.pop()), *tail]
         while tail:
             refs.append(await pages.write(tail[:PAGE_RECORDS]))
             del tail[:PAGE_RECORDS]
+        for size in range(_size_class(PAGE_RECORDS)):
+            last = refs[-FAN_IN:]
+            if len(last) == FAN_IN and all(_size_class(ref.count) == size for ref in last):
+                joined = [record for ref in last for record in await pages.read(ref)]
+                refs[-FAN_IN:] = [await pages.write(joined)]
     return msgspec.structs.replace(state, pages=refs, tail=tail)
+
+
+def _size_class(count: int) -> int:
+    """0 for a page of less than 256 records, 1 for less than 2048, 2 for full ones."""
+    size = 0
+    while count >= TAIL_RECORDS * FAN_IN:
+        count //= FAN_IN
+        size += 1
+    return size
 
 
 async def edit(
