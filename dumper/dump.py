@@ -24,7 +24,7 @@ from icecore.dumper.preflight import Look, check_target, look, require
 from icecore.dumper.storing import Storing
 from icecore.dumper.target import Target
 from icecore.dumper.window import Window, wait_running
-from icecore.errors import DumpFailed, PreflightRefused
+from icecore.errors import DumpFailed, IcecoreError, PreflightRefused
 from icecore.events import Event, Sink, discard, phase
 from icecore.host import procfs
 from icecore.host.criu import Criu, DumpArguments, explain, find_criu, lazy_dump_command
@@ -93,13 +93,14 @@ def dump(
         WindowExceeded: The job would have stood still for too long; it runs.
         DumpFailed: The snapshot was abandoned; the job runs.
         StoreError: It could not be stored; the job runs.
+        IcecoreError: The snapshot is committed, but the command after it failed.
     """
     started = time.monotonic()
     options = options or DumpOptions()
-    with ExitStack() as stack:
-        result = _Dump(repository, loop, target, options, criu or find_criu(), workdir, emit, stack).run()
-    _hook(options.after, target, result[0])
-    snapshot, manifest, pre_copied, spilled = result
+    with _after(options.after, target, emit) as after, ExitStack() as stack:
+        dumping = _Dump(repository, loop, target, options, criu or find_criu(), workdir, emit, stack)
+        snapshot, manifest, pre_copied, spilled = dumping.run(after)
+        after.snapshot = snapshot
     done = DumpResult(
         snapshot=snapshot,
         job=manifest.job,
@@ -129,6 +130,35 @@ def dump(
         )
     )
     return done
+
+
+@dataclass
+class _After:
+    """What the command after a dump is told, and whether it is due: once the one before it was begun, for it may have to undo that."""
+
+    due: bool = False
+    snapshot: str = ""
+
+
+@contextmanager
+def _after(command: str, target: Target, emit: Sink) -> Iterator[_After]:
+    """Run ``command`` at the end, also when the dump failed, whose error then is the one to be told."""
+    after = _After()
+    try:
+        yield after
+    except BaseException:
+        if after.due:
+            try:
+                _hook(command, target, "")
+            except DumpFailed as error:
+                emit(Event("dump.hook", {"command": command, "error": str(error)}))
+        raise
+    try:
+        _hook(command, target, after.snapshot)
+    except DumpFailed as error:
+        raise IcecoreError(
+            f"snapshot {after.snapshot} is committed, but {error}", cure="correct the command"
+        ) from error
 
 
 def _hook(command: str, target: Target, snapshot: str) -> None:
@@ -193,11 +223,12 @@ class _Dump:
         self.stack = stack
         self.threads = options.scan_threads or os.cpu_count() or 1
 
-    def run(self) -> tuple[str, Manifest, int, bool]:
+    def run(self, after: _After) -> tuple[str, Manifest, int, bool]:
         """All of it; see `dump`."""
         with phase(self.emit, "dump.preflight", pid=self.target.pid) as running:
             found = self._preflight()
             running.fields |= {"processes": len(found.processes), "private_bytes": found.private_bytes}
+        after.due = True
         _hook(self.options.before, self.target, "")
         images = self._make_workdir()
         guard = Guard(str(images))

@@ -3,7 +3,9 @@
 It runs in a session of its own, so that no terminal signal meant for the dumper reaches CRIU in the middle of a dump. The dumper talks to it over a
 socket pair, one JSON object a message. The socket to CRIU's page server passes through the guard to CRIU and is held by the dumper alone: CRIU keeps the
 tree frozen until that socket closes, so that a dumper that dies, however it dies, thaws the tree by dying (CRIU closes on a hang-up at any time, also
-on one that came before it served). What is left for the guard is to wait for CRIU's end and to remove the working directory.
+on one that came before it served). What is left for the guard is to wait for CRIU's end, to remove the working directory, and to hang up by itself when a
+dumper that lives but does not run (stopped by a terminal, say) holds the tree for too long. CRIU and the guard both hold the writing end of a pipe, so
+that the dumper knows when neither is left, even if the guard was killed.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ from icecore.errors import DumpFailed
 from icecore.host.page_server import Connection
 
 _MESSAGE = 1 << 20
+#: How much longer than the dumper itself the guard waits before it ends the window.
+_GRACE_SECONDS = 1.0
+_END_SECONDS = 60.0
 
 
 class GuardLost(DumpFailed):
@@ -43,13 +48,15 @@ class Guard:
     def __init__(self, workdir: str, *, start_timeout: float = 30.0) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket = ours
+        self._life, life = os.pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "icecore.dumper.guard", str(theirs.fileno()), workdir],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-P", "-m", "icecore.dumper.guard", str(theirs.fileno()), str(life), workdir],
+            pass_fds=[theirs.fileno(), life],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
         theirs.close()
+        os.close(life)
         self._pages: socket.socket | None = None
         self._lock = threading.Lock()
         try:
@@ -80,12 +87,13 @@ class Guard:
             raise DumpFailed(f"CRIU ended early with status {reply.get('status')}")
         return reply
 
-    def freeze(self, command: Sequence[str], timeout: float) -> int | None:
+    def freeze(self, command: Sequence[str], timeout: float, limit: float | None) -> int | None:
         """Run ``command`` (``criu dump --lazy-pages …``) and return once it serves; the tree then stands still until ``thaw``.
 
         Args:
             command: Argument vector; ``{pages}`` and ``{status}`` are replaced by descriptor numbers.
             timeout: Seconds until the attempt is given up: the page socket closes, and CRIU thaws the tree as soon as it gets there.
+            limit: Seconds from now after which the tree shall run again whatever this process does; None: no limit.
 
         Returns:
             None when the tree is frozen; CRIU's exit status when it ended before it served (the tree runs on).
@@ -97,7 +105,11 @@ class Guard:
         with self._lock:
             self._pages = ours
         try:
-            socket.send_fds(self._socket, [json.dumps({"run": list(command)}).encode()], [theirs.fileno()])
+            order = {"run": list(command), "limit": None if limit is None else limit + _GRACE_SECONDS}
+            socket.send_fds(self._socket, [json.dumps(order).encode()], [theirs.fileno()])
+        except OSError as error:
+            self.hang_up()
+            raise GuardLost(f"the dump's guard process ended unexpectedly: {error}") from error
         finally:
             theirs.close()
         try:
@@ -108,6 +120,8 @@ class Guard:
         if reply.get("event") == "serving":
             return None
         self.hang_up()
+        if "error" in reply:
+            raise DumpFailed(f"CRIU cannot be started: {reply['error']}", cure="run tools/install-criu")
         return int(str(reply.get("status", -1)))
 
     def hang_up(self) -> None:
@@ -139,42 +153,51 @@ class Guard:
         return int(str(self._expect("ended", timeout)["status"]))
 
     def release(self) -> None:
-        """End the guard; it first waits for CRIU where that still runs. The working directory is left to the caller. May be called twice."""
+        """End the guard, and wait until CRIU has ended too. The working directory is left to the caller. May be called twice."""
         self.hang_up()
         with contextlib.suppress(OSError):
             self._socket.send(json.dumps({"release": True}).encode())
         self._socket.close()
+        if self._life < 0:
+            return
         try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
+            end = select.poll()
+            end.register(self._life, select.POLLIN)
+            ready = end.poll(_END_SECONDS * 1000)
+        finally:
+            os.close(self._life)
+            self._life = -1
+        if not ready:
             raise DumpFailed(
                 f"CRIU (under guard {self._process.pid}) has not ended within a minute; killing it now could lose the job, so it is left alone",
                 cure="look at the job's state with 'ps' and at CRIU's log",
-            ) from None
+            )
+        self._process.wait(_END_SECONDS)
 
 
-def _run(command: list[str], pages: int) -> tuple[subprocess.Popen[bytes], int]:
-    """Start CRIU with the page socket and a status pipe; returns it and the pipe's reading end."""
+def _run(command: list[str], inherited: Sequence[int]) -> tuple[subprocess.Popen[bytes], int]:
+    """Start CRIU with descriptors (the page socket first) and a status pipe; returns it and the pipe's reading end."""
     status_read, status_write = os.pipe()
-    os.set_inheritable(status_write, True)
-    argv = [word.replace("{pages}", str(pages)).replace("{status}", str(status_write)) for word in command]
-    criu = subprocess.Popen(
-        argv,
-        pass_fds=[pages, status_write],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    os.close(status_write)
-    os.close(pages)
+    argv = [word.replace("{pages}", str(inherited[0])).replace("{status}", str(status_write)) for word in command]
+    try:
+        criu = subprocess.Popen(
+            argv,
+            pass_fds=[*inherited, status_write],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+    finally:
+        os.close(status_write)
     return criu, status_read
 
 
 class _Server:
     """The guard's own loop: one CRIU at a time, until the dumper releases it or dies."""
 
-    def __init__(self, control: socket.socket, workdir: str) -> None:
+    def __init__(self, control: socket.socket, life: int, workdir: str) -> None:
         self.control = control
+        self.life = life
         self.workdir = workdir
         self.dumper_alive = True
 
@@ -196,41 +219,63 @@ class _Server:
             if request.get("release"):
                 released = True
             elif "run" in request:
-                self.run(request["run"], descriptors[0])
+                with socket.socket(fileno=descriptors[0]) as pages:
+                    self.run(request["run"], pages, request["limit"])
         if not released:
             shutil.rmtree(self.workdir, ignore_errors=True)
 
-    def run(self, command: list[str], pages: int) -> None:
-        criu, status = _run(command, pages)
+    def run(self, command: list[str], pages: socket.socket, limit: float | None) -> None:
+        try:
+            criu, status = _run(command, [pages.fileno(), self.life])
+        except OSError as error:
+            self.say(event="ended", status=-1, error=f"{command[0]}: {error.strerror}")
+            return
+        # This end of the page socket is CRIU's too: shutting it down is a hang-up.
+        watch = _Watch(pages, limit)
+        watch.wait(status)
         served = os.read(status, 1) == b"\0"
         os.close(status)
         if served:
             self.say(event="serving")
-        self.say(event="ended", status=_wait(criu))
+        # There is no time-out for CRIU itself: killing it while the parasite is in the job would lose the job.
+        ended = os.pidfd_open(criu.pid)
+        watch.wait(ended)
+        os.close(ended)
+        self.say(event="ended", status=criu.wait())
 
 
-def _wait(criu: subprocess.Popen[bytes]) -> int:
-    """CRIU's exit status. There is no time-out: killing CRIU while the parasite is in the job would lose the job."""
-    descriptor = os.pidfd_open(criu.pid)
-    try:
-        select.select([descriptor], [], [])
-    finally:
-        os.close(descriptor)
-    while (status := criu.poll()) is None:
-        time.sleep(0.001)
-    return status
+class _Watch:
+    """Waits for descriptors, and hangs up once ``limit`` seconds have passed."""
+
+    def __init__(self, pages: socket.socket, limit: float | None) -> None:
+        self._pages = pages
+        self._end = None if limit is None else time.monotonic() + limit
+
+    def wait(self, descriptor: int) -> None:
+        """Until ``descriptor`` can be read."""
+        while True:
+            left = None if self._end is None else max(0.0, self._end - time.monotonic())
+            if select.select([descriptor], [], [], left)[0]:
+                return
+            self._end = None
+            with contextlib.suppress(OSError):  # CRIU may be gone already
+                self._pages.shutdown(socket.SHUT_RDWR)
 
 
 def main() -> None:
-    """Entry of the guard process: ``guard CONTROL_FD WORKDIR``."""
+    """Entry of the guard process: ``guard CONTROL_FD LIFE_FD WORKDIR``."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     # CRIU holds references to all private memory in pipes: it inherits as many descriptors as it may have.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    # Nor may the OOM killer choose it while the parasite is in the job; for who lacks CAP_SYS_RESOURCE this stays a wish.
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write("-900")
     control = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(control.fileno(), False)
-    _Server(control, sys.argv[2]).serve()
+    os.set_inheritable(int(sys.argv[2]), False)
+    _Server(control, int(sys.argv[2]), sys.argv[3]).serve()
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ class DumpOptions:
         pinned: Never forget this snapshot by policy.
         scan_threads: Threads that scan and encode; 0: one per core.
         before: Shell command run before anything is frozen; a failure gives the dump up.
-        after: Shell command run once the job runs again.
+        after: Shell command run at the end, once the job runs again, also when the dump failed (ICECORE_SNAPSHOT is then empty).
         link_rate: Bytes per second assumed between here and where the snapshot will be read; what codec trial optimises for. 0: the back end's default.
     """
 

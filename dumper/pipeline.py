@@ -13,7 +13,6 @@ import numpy.typing as npt
 from icecore.dumper.cells import CellPlan
 from icecore.dumper.fingerprints import KnownCells
 from icecore.dumper.staging import Slot, Staging
-from icecore.errors import DumpFailed
 from icecore.store.cell import BITMAP_BYTES, CELL, CELL_BYTES, CELL_PAGES, PAGE
 from icecore.store.manifest import Region
 
@@ -132,10 +131,14 @@ class Pipeline:
         return SpaceSink(self, stream, plan, regions, known)
 
     def put(self, sink: SpaceSink, row: int, slot: Slot) -> None:
-        """Queue one cell."""
+        """Queue one cell.
+
+        Raises:
+            Whatever the store raised first.
+        """
         if self._failure is not None:
             self._staging.release(slot)
-            raise DumpFailed(f"storing failed: {self._failure}") from self._failure
+            raise self._failure
         with self._idle:
             self._pending += 1
         self._queue.put((sink, row, slot))

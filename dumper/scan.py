@@ -120,9 +120,16 @@ def scan(
     ]
     for worker in workers:
         worker.start()
-    _work(shared, cursor)
-    for worker in workers:
-        worker.join()
+    try:
+        _work(shared, cursor)
+        for worker in workers:
+            worker.join()
+    except BaseException as error:
+        # An interrupt: nobody may go on reading what is about to run again.
+        shared.failures.append(error)
+        for worker in workers:
+            worker.join()
+        raise
     if shared.failures:
         raise shared.failures[0]
     if stop.is_set():

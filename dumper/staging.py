@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-from icecore.errors import DumpFailed
 from icecore.host.memory import HugeBuffer
 from icecore.store.cell import BITMAP_BYTES, CELL_BYTES, PAGE
 
@@ -52,13 +51,15 @@ class Staging:
     """At most ``limit`` bytes of slots; whoever finds none waits.
 
     Args:
-        limit: Bytes; at least a few slots are always there.
+        limit: Bytes.
+        threads: How many threads scan: each holds a slot while it waits for another, so that there must be more slots than threads, whatever the limit.
 
     Memory is taken in arenas of 32 slots, when first needed, and kept for reuse until ``close``.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.capacity = max(8, limit // SLOT_BYTES)
+    def __init__(self, limit: int, threads: int = 1) -> None:
+        self._least = 2 * threads + 6
+        self.capacity = max(self._least, limit // SLOT_BYTES)
         self._free: list[Slot] = []
         self._made = 0
         self._abandoned: BaseException | None = None
@@ -91,7 +92,7 @@ class Staging:
         """A slot with arbitrary bytes in it; waits until one is free.
 
         Raises:
-            DumpFailed: The dump was abandoned meanwhile.
+            The reason for which the dump was abandoned meanwhile.
         """
         try:
             return self._free.pop()  # list.pop is atomic: no lock on the way that every cell takes
@@ -100,7 +101,7 @@ class Staging:
         with self._change:
             while True:
                 if self._abandoned is not None:
-                    raise DumpFailed(f"the dump was abandoned: {self._abandoned}") from self._abandoned
+                    raise self._abandoned
                 if self._free:
                     return self._free.pop()
                 if self._made < self.capacity:
@@ -111,14 +112,14 @@ class Staging:
     def release(self, slot: Slot) -> None:
         """Give a slot back."""
         self._free.append(slot)
-        if self._made >= self.capacity and len(self._free) < 8:
+        if self._made >= self.capacity and len(self._free) <= self._least:
             with self._change:
                 self._change.notify()
 
     @contextmanager
     def limited(self, limit: int) -> Iterator[None]:
         """Take no more than ``limit`` bytes of memory meanwhile: while the job runs, waiting costs nobody anything."""
-        whole, self.capacity = self.capacity, min(self.capacity, max(8, limit // SLOT_BYTES))
+        whole, self.capacity = self.capacity, min(self.capacity, max(self._least, limit // SLOT_BYTES))
         try:
             yield
         finally:

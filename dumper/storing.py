@@ -72,7 +72,7 @@ class Storing:
         self.parent: Parent | None = load_parent(repository, loop, session.base, emit) if session.base else None
         self.lineage = record.lineage if record else secrets.token_hex(16)
         self.parent_id = record.snapshot if record else ""
-        self.staging = stack.enter_context(Staging(min(staging_bytes, limits.memory_available() // 3)))
+        self.staging = stack.enter_context(Staging(min(staging_bytes, limits.memory_available() // 3), threads))
         self.pipeline = stack.enter_context(Pipeline(self.writer, self.staging, threads))
         seed = fingerprint_seed(repository.keys, self.lineage)
         self.machinery = Machinery(self.pipeline, self.staging, seed, threads, streams, self.stop)

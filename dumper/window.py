@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import TracebackType
 
 from icecore.dumper.guard import Guard
@@ -64,11 +65,14 @@ class Window:
     ) -> None:
         if self._frozen:
             self._end_watch()
+            self._frozen = False
             try:
                 self._guard.thaw(_THAW_SECONDS)
-            finally:
-                self._frozen = False
-                self.seconds = time.monotonic() - self.started
+            except DumpFailed:
+                if error is None:
+                    raise
+                # What failed first is to be told. The page socket is closed, so CRIU lets go whatever became of the guard, and its release waits for that.
+            self.seconds = time.monotonic() - self.started
         if self._exceeded is not None and error is not None and error is not self._exceeded:
             raise self._exceeded from error
 
@@ -86,7 +90,7 @@ class Window:
             self._watchdog.start()
         self._frozen = True
         try:
-            served = self._guard.freeze(command, (self._limit or 600.0) + _THAW_SECONDS)
+            served = self._guard.freeze(command, (self._limit or 600.0) + _THAW_SECONDS, self._limit)
         except BaseException:
             self._frozen = False
             self._end_watch()
@@ -131,7 +135,9 @@ class Window:
         for descriptor in descriptors.values():
             os.close(descriptor)
         self._frozen = False
-        self._guard.thaw(_THAW_SECONDS)
+        # The snapshot is committed and the tree is dead: what became of CRIU and the guard does not matter any more.
+        with suppress(DumpFailed):
+            self._guard.thaw(_THAW_SECONDS)
         self.seconds = time.monotonic() - self.started
         deadline = time.monotonic() + _THAW_SECONDS
         for pid in descriptors:
