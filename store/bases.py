@@ -105,6 +105,9 @@ class Deltas:
         """
         base, place = previous.chunk, previous.stored.place
         if place.codec & codec.DELTA:
+            # What it is a delta of is written at its head: while that is still on its way out, it cannot be known.
+            if not self._usable(place.shard):
+                return None
             base, place = previous.stored.base, previous.stored.base_place
         if place.codec == codec.ZERO or full * _LITTLE < len(data) or not self._usable(place.shard):
             return None
