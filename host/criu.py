@@ -14,12 +14,14 @@ from typing import Literal
 
 from icecore.errors import MissingTool
 from icecore.host.criu_log import Diagnosis, diagnose
+from icecore.host.limits import kernel_version
 
 LEAST_VERSION = (4, 0)
 PREFIX = Path("/usr/local/lib/icecore/criu")
 _SYSTEM_PYTHON = Path("/usr/lib/python3/dist-packages")
 _CURE = "run tools/install-criu, or name a CRIU with ICECORE_CRIU"
 
+Version = tuple[int, int, int]
 NetworkLock = Literal["skip", "iptables", "nftables"]
 Connections = Literal["refuse", "keep", "close"]
 
@@ -29,7 +31,7 @@ class Criu:
     """A CRIU that starts: its path, version, and the folder that holds its pycriu (None where it has none)."""
 
     path: Path
-    version: tuple[int, int, int]
+    version: Version
     pycriu: Path | None
 
     def dumps_internet_sockets(self, kernel: tuple[int, int]) -> bool:
@@ -54,7 +56,7 @@ class Criu:
             raise MissingTool(f"{self.path} cannot work on this kernel: {said}", cure=_CURE)
 
 
-def _version(path: Path) -> tuple[int, int, int] | None:
+def _version(path: Path) -> Version | None:
     try:
         done = subprocess.run(
             [path, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20, cwd="/"
@@ -65,17 +67,30 @@ def _version(path: Path) -> tuple[int, int, int] | None:
     return (int(found[1]), int(found[2]), int(found[3] or 0)) if found else None
 
 
-def _from_prefix(prefix: Path) -> tuple[Path, Path] | None:
-    """The binary and the pycriu folder that a prefix of tools/install-criu records."""
+def _from_prefix(prefix: Path) -> tuple[Path, Path | None, Version | None] | None:
+    """The binary, the pycriu folder and the version that a prefix of tools/install-criu records: it has started that CRIU, which takes a while."""
     try:
         record = json.loads((prefix / "criu.json").read_text())
-        return Path(record["criu"]), Path(record["pycriu_path"])
+        path = Path(record["criu"])
+        if not path.is_file():
+            return None
+        numbers = [int(number) for number in str(record.get("version", "")).split(".") if number]
+        version = (numbers[0], numbers[1], numbers[2] if len(numbers) > 2 else 0) if len(numbers) > 1 else None
+        return path, Path(record["pycriu_path"]), version
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
+def newer_prefix(prefix: Path) -> Path:
+    """Where tools/install-criu puts a newer CRIU beside the one in ``prefix``."""
+    return prefix.with_name(f"{prefix.name}-sid")
+
+
 def find_criu(explicit: str | Path | None = None) -> Criu:
     """Find a CRIU: the one named, else ICECORE_CRIU, else install-criu's prefix (or ICECORE_CRIU_PREFIX), else PATH.
+
+    Of those that nobody named, the first that can dump internet sockets on this kernel is taken, if one can; a newer CRIU that install-criu
+    put beside the first (``PREFIX-sid``) is looked at too.
 
     Args:
         explicit: A criu binary, or a prefix of tools/install-criu.
@@ -84,24 +99,24 @@ def find_criu(explicit: str | Path | None = None) -> Criu:
         MissingTool: There is none of at least version 4.0; a named one is never replaced by another.
     """
     named = explicit or os.environ.get("ICECORE_CRIU")
-    candidates: list[tuple[Path, Path | None]] = []
+    candidates: list[tuple[Path, Path | None, Version | None]] = []
     if named:
         path = Path(named)
         recorded = _from_prefix(path) if path.is_dir() else _from_prefix(path.parent.parent)
         if path.is_dir() and recorded is None:
             raise MissingTool(f"{path} holds no criu.json", cure=_CURE)
-        pycriu = recorded[1] if recorded else None
-        candidates.append((recorded[0] if recorded and path.is_dir() else path, pycriu))
+        same = recorded if recorded and (path.is_dir() or path == recorded[0]) else None
+        candidates.append(same or (path, None, None))
     else:
-        recorded = _from_prefix(Path(os.environ.get("ICECORE_CRIU_PREFIX") or PREFIX))
-        if recorded:
-            candidates.append(recorded)
+        prefix = Path(os.environ.get("ICECORE_CRIU_PREFIX") or PREFIX)
+        candidates += [found for found in (_from_prefix(prefix), _from_prefix(newer_prefix(prefix))) if found]
         system = shutil.which("criu", path=os.environ.get("PATH", "") + ":/usr/local/sbin:/usr/sbin:/sbin")
         if system:
-            candidates.append((Path(system), None))
+            candidates.append((Path(system), None, None))
     reasons = []
-    for path, pycriu in candidates:
-        version = _version(path)
+    usable: list[Criu] = []
+    for path, pycriu, recorded_version in candidates:
+        version = recorded_version or _version(path)
         if version is None:
             reasons.append(f"{path} does not start")
         elif version[:2] < LEAST_VERSION:
@@ -109,7 +124,12 @@ def find_criu(explicit: str | Path | None = None) -> Criu:
         else:
             if pycriu is None and (_SYSTEM_PYTHON / "pycriu").is_dir():
                 pycriu = _SYSTEM_PYTHON
-            return Criu(path, version, pycriu)
+            criu = Criu(path, version, pycriu)
+            if named or criu.dumps_internet_sockets(kernel_version()):
+                return criu
+            usable.append(criu)
+    if usable:
+        return usable[0]
     raise MissingTool("no usable CRIU: " + ("; ".join(reasons) or "none is installed"), cure=_CURE)
 
 

@@ -15,8 +15,8 @@ import pytest
 from icecore.dumper.dump import DumpResult, dump
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
-from icecore.errors import IcecoreError
-from icecore.host.criu import PREFIX, Criu, find_criu
+from icecore.host.criu import Criu, find_criu
+from icecore.host.limits import kernel_version
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import Restored, restore
 from icecore.store.local import LocalBackend
@@ -24,8 +24,6 @@ from icecore.store.loop import LoopThread
 from icecore.store.repository import Repository
 from tests.programs import driving, plain_criu
 from tests.programs.catalogue import Program, missing
-
-_CHANGED_SOCKETS = (6, 16)
 
 
 @dataclass
@@ -42,9 +40,9 @@ class Trip:
         """Start a program in its quick size, or skip where this machine cannot."""
         if lacking := missing(program):
             pytest.skip(f"this machine has no {', '.join(lacking)}")
-        kernel = tuple(int(part) for part in platform.release().split(".")[:2])
-        if kernel >= _CHANGED_SOCKETS and self.criu.version[:2] < program.least_criu:
-            self.criu = _newer_criu(program.least_criu)
+        sockets = program.clients != "none"
+        if sockets and not self.criu.dumps_internet_sockets(kernel_version()):
+            pytest.skip(f"CRIU {self.criu.version} cannot dump internet sockets on Linux {platform.release()}")
         state = self.work / "state"
         state.mkdir()
         running = driving.start(program, state, self.cache, program.quick, own_namespaces=own_namespaces)
@@ -69,14 +67,6 @@ class Trip:
         """Restore a snapshot from it; the tree's end is waited for by the restorer."""
         chosen = RestoreOptions(detach=False, **options)  # type: ignore[arg-type]
         return restore(self.repository, self.loop, snapshot, chosen, criu=self.criu)
-
-
-def _newer_criu(least: tuple[int, int]) -> Criu:
-    try:
-        criu = find_criu(PREFIX.with_name(f"{PREFIX.name}-sid"))
-    except IcecoreError as none:
-        pytest.skip(f"on Linux {platform.release()} this needs CRIU {least[0]}.{least[1]}: {none}")
-    return criu
 
 
 @pytest.fixture(scope="session")
