@@ -128,8 +128,10 @@ class Daemon:
         self._wake()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        for descriptor in self._by_descriptor:
-            os.close(descriptor)
+        for descriptor, (_, member) in self._by_descriptor.items():
+            with member.lock.writing():  # nobody may place through a number that soon means another file
+                member.gone = True
+                os.close(descriptor)
         self._by_descriptor.clear()
         for descriptor in (self._wake_read, self._wake_write):
             if descriptor >= 0:

@@ -6,8 +6,8 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -53,14 +53,25 @@ class Dumped:
     def program(self) -> Program:
         return self.running.program
 
-    def restore(self, options: RestoreOptions | None = None, repository: Repository | None = None) -> Restored:
+    @property
+    def workdir(self) -> Path:
+        """Where restores put their temporary files: nobody else's are there."""
+        return self.place.root.parent / "work"
+
+    def restore(
+        self,
+        options: RestoreOptions | None = None,
+        repository: Repository | None = None,
+        emit: Callable[[Event], None] | None = None,
+    ) -> Restored:
+        self.workdir.mkdir(exist_ok=True)
         return restore(
             repository or self.place.repository,
             self.place.loop,
             self.result.snapshot,
-            options or RestoreOptions(),
+            replace(options or RestoreOptions(), workdir=str(self.workdir)),
             criu=self.criu,
-            emit=self.events.append,
+            emit=emit or self.events.append,
         )
 
     def verdict(self) -> driving.Progress:
@@ -74,7 +85,7 @@ class Dumped:
     def remains(self) -> list[str]:
         """What a restore left behind: processes of the tree, and temporary files."""
         left = [f"process {pid}" for pid in driving.members(self.state_dir)]
-        return left + [str(path) for path in Path("/dev/shm").glob("icecore-restore-*")]
+        return left + [str(path) for path in self.workdir.iterdir()]
 
 
 def await_gone(pids: Sequence[int], seconds: float = 10) -> None:

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from icecore.errors import Damaged, IcecoreError, ObjectMissing, RestoreFailed, RestoreRefused, StoreError
+from icecore.events import Event
 from icecore.host import procfs
 from icecore.host.memory import RemoteReader
 from icecore.restorer.guard_process import descendants
@@ -210,27 +212,18 @@ def test_storage_that_fails_in_the_middle_kills_the_tree(tmp_path: Path, cache: 
         driving.forget(tmp_path)
         backend = SlowBackend(it.place.root)
         repository = it.place.reopened(backend)
-        from dataclasses import replace
-
         options = replace(options, attempts=2)
 
         def break_it() -> None:
             backend.delay = 0.05
             backend.failures = [StoreError("the network is gone")] * 10000
 
-        original = it.events.append
-
-        def emit(event: object) -> None:
-            original(event)  # type: ignore[arg-type]
-            if getattr(event, "name", "") == "restore.criu":
+        def emit(event: Event) -> None:
+            if event.name == "restore.criu":
                 break_it()
 
-        from icecore.restorer.restore import restore
-
         with pytest.raises(StoreError, match="network is gone"):
-            restore(
-                repository, it.place.loop, it.result.snapshot, options, criu=it.criu, emit=emit
-            ).wait_resident(60)
+            it.restore(options, repository, emit).wait_resident(60)
         assert it.remains() == []
 
 
@@ -238,6 +231,7 @@ def test_a_restorer_that_is_killed_takes_the_tree_with_it(tmp_path: Path, cache:
     """SIGKILL in the middle of a lazy restore, with the program checking all its memory all the time."""
     with dumped("memory-pattern", tmp_path, cache, ("--mib", "128")) as it:
         driving.forget(tmp_path)
+        it.workdir.mkdir()
         script = f"""
 import sys
 sys.path.append({str(Path(__file__).parents[2])!r})
@@ -250,7 +244,7 @@ with LoopThread() as loop:
     backend = SlowBackend({str(it.place.root)!r})
     repository = loop.run(Repository.open(backend))
     backend.delay = 0.3
-    restored = restore(repository, loop, {it.result.snapshot!r}, RestoreOptions(mode="lazy", budget_bytes=1))
+    restored = restore(repository, loop, {it.result.snapshot!r}, RestoreOptions(mode="lazy", budget_bytes=1, workdir={str(it.workdir)!r}))
     print("running", flush=True)
     restored.wait_resident()
 """
@@ -303,14 +297,12 @@ def test_criu_failing_leaves_nothing(tmp_path: Path, cache: Path) -> None:
         assert state is not None and manifest.files
         options = RestoreOptions(files="leave")
 
-        def emit(event: object) -> None:
-            if getattr(event, "name", "") == "restore.criu" and getattr(event, "fields", {})["state"] == "begin":
+        def emit(event: Event) -> None:
+            if event.name == "restore.criu" and event.fields["state"] == "begin":
                 os.rename(tmp_path / "job.log", tmp_path / "moved")
 
-        from icecore.restorer.restore import restore
-
         with pytest.raises(RestoreFailed, match=r"job\.log"):
-            restore(it.place.repository, it.place.loop, it.result.snapshot, options, criu=it.criu, emit=emit)
+            it.restore(options, emit=emit)
         assert it.remains() == []
 
 
@@ -342,20 +334,11 @@ def test_progress_is_quick(tmp_path: Path, cache: Path) -> None:
         repository = it.place.reopened(backend)
         began = time.monotonic()
 
-        def emit(event: object) -> None:
-            if getattr(event, "name", "") == "restore.criu" and getattr(event, "fields", {})["state"] == "begin":
+        def emit(event: Event) -> None:
+            if event.name == "restore.criu" and event.fields["state"] == "begin":
                 backend.delay = 1.0
 
-        from icecore.restorer.restore import restore
-
-        restored = restore(
-            repository,
-            it.place.loop,
-            it.result.snapshot,
-            RestoreOptions(mode="lazy", budget_bytes=1),
-            criu=it.criu,
-            emit=emit,
-        )
+        restored = it.restore(RestoreOptions(mode="lazy", budget_bytes=1), repository, emit)
         assert restored.seconds_to_running < 10
         seconds = restored.wait_resident(60)
         assert restored.seconds_to_running < seconds <= time.monotonic() - began
