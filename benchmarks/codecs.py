@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
@@ -35,13 +36,15 @@ KEY = bytes(32)
 
 def float32(random: np.random.Generator) -> bytes:
     """Weights of a network."""
-    return (random.standard_normal(CELL_BYTES // 4, np.float32) * np.float32(0.02)).tobytes()
+    weights: bytes = (random.standard_normal(CELL_BYTES // 4, np.float32) * np.float32(0.02)).tobytes()
+    return weights
 
 
 def bfloat16(random: np.random.Generator) -> bytes:
     """The same, shorter."""
     wide = (random.standard_normal(CELL_BYTES // 2, np.float32) * np.float32(0.02)).view(np.uint32) >> 16
-    return wide.astype(np.uint16).tobytes()
+    narrow: bytes = wide.astype(np.uint16).tobytes()
+    return narrow
 
 
 def text(random: np.random.Generator) -> bytes:
@@ -54,10 +57,11 @@ def text(random: np.random.Generator) -> bytes:
 def heap(random: np.random.Generator) -> bytes:
     """Pointers, small integers and zeros, as on a heap of small objects."""
     words = (0x7F0000000000 + random.integers(0, 1 << 28, CELL_BYTES // 8) * 16).astype(np.uint64)
-    kind = random.random(len(words))
-    words[kind < 0.4] = random.integers(0, 200, int((kind < 0.4).sum()))
-    words[kind < 0.15] = 0
-    return words.tobytes()
+    kind: npt.NDArray[np.float64] = random.random(len(words))
+    words[np.less(kind, 0.4)] = random.integers(0, 200, int(np.less(kind, 0.4).sum()))
+    words[np.less(kind, 0.15)] = 0
+    content: bytes = words.tobytes()
+    return content
 
 
 def zero(random: np.random.Generator) -> bytes:
@@ -70,13 +74,43 @@ KINDS: tuple[Callable[[np.random.Generator], bytes], ...] = (float32, bfloat16, 
 
 def best(work: Callable[[int], object], count: int, rounds: int) -> float:
     """GB/s of ``work`` over ``count`` cells, the best of ``rounds``."""
-    rates = []
+    rates: list[float] = []
     for _ in range(rounds):
         started = time.thread_time()
         for at in range(count):
             work(at)
         rates.append(count * CELL_BYTES / (time.thread_time() - started) / 1e9)
     return max(rates)
+
+
+def by_codec(name: str, words: str, data: list[bytes], objective: Objective, rounds: int) -> Table:
+    """Every codec on one kind of data."""
+    cells, room, encoder = [memoryview(cell) for cell in data], np.zeros(CELL_BYTES, np.uint8), Encoder()
+    estimate = trial(sample(cells[0]), Scratch(), objective)
+    table = Table(title=f"{name}: {words}", title_justify="left")
+    table.caption = f"chosen at {objective.link / 1e9:.2f} GB/s on {objective.cores} cores: {codec.name(estimate.choice.codec)} {estimate.choice.level or ''}"
+    for heading in ("codec", "ratio", "encode GB/s", "decode GB/s", "decode + verify GB/s"):
+        table.add_column(heading, justify="left" if heading == "codec" else "right")
+
+    def row(choice: Choice) -> tuple[str, ...]:
+        stored = [codec.encode(cell, choice, encoder) for cell in cells]
+        joined = [memoryview(b"".join(parts)) for _, parts in stored]
+
+        def decode(at: int) -> None:
+            codec.decode(stored[at][0], joined[at], room.data)
+
+        def verify(at: int) -> None:
+            decode(at)
+            chunk_id(KEY, FULL, room.data)
+
+        ratio = sum(len(part) for part in joined) / CELL_BYTES / len(cells)
+        label = f"{codec.name(choice.codec)} {choice.level or ''}" + (" (stays raw)" if stored[0][0] != choice.codec else "")
+        rates = (best(work, len(cells), rounds) for work in (lambda at: codec.encode(cells[at], choice, encoder), decode, verify))
+        return label, f"{ratio:.3f}", *(f"{rate:.2f}" for rate in rates)
+
+    for choice in CHOICES:
+        table.add_row(*row(choice))
+    return table
 
 
 def main() -> None:
@@ -100,29 +134,7 @@ def main() -> None:
     console.print(f"floor, one core: copy {copy:.1f} GB/s, chunk id (BLAKE3) {hashing:.1f} GB/s; {options.cells} MiB of each kind")
 
     for kind in KINDS:
-        cells = [memoryview(bytearray(kind(random))) for _ in range(options.cells)]
-        table = Table(title=f"{kind.__name__}: {kind.__doc__}", title_justify="left")
-        for heading in ("codec", "ratio", "encode GB/s", "decode GB/s", "decode + verify GB/s"):
-            table.add_column(heading, justify="left" if heading == "codec" else "right")
-        for choice in CHOICES:
-            stored = [codec.encode(cell, choice, encoder) for cell in cells]
-            joined = [memoryview(b"".join(parts)) for _, parts in stored]
-            encode = measured(lambda at, choice=choice: codec.encode(cells[at], choice, encoder))  # type: ignore[misc]
-
-            def decode(at: int, stored: list[tuple[int, tuple[codec.Buffer, ...]]] = stored, joined: list[memoryview] = joined) -> None:
-                codec.decode(stored[at][0], joined[at], room.data)
-
-            def verify(at: int, decode: Callable[[int], None] = decode) -> None:
-                decode(at)
-                chunk_id(KEY, FULL, room.data)
-
-            ratio = sum(len(part) for part in joined) / CELL_BYTES / options.cells
-            name = f"{codec.name(choice.codec)} {choice.level or ''}" + (" (stays raw)" if stored[0][0] != choice.codec else "")
-            table.add_row(name, f"{ratio:.3f}", f"{encode:.2f}", f"{measured(decode):.2f}", f"{measured(verify):.2f}")
-        estimate = trial(sample(cells[0]), scratch, objective)
-        table.caption = f"chosen at {objective.link / 1e9:.2f} GB/s on {objective.cores} cores: {codec.name(estimate.choice.codec)} {estimate.choice.level or ''}"
-        console.print(table)
-
+        console.print(by_codec(kind.__name__, kind.__doc__ or "", [kind(random) for _ in range(options.cells)], objective, options.rounds))
     table = Table(title="delta: float32, 64 bytes changed in some pages, against the whole residual under zstd 1", title_justify="left")
     for heading in ("changed pages", "delta bytes", "delta GB/s", "whole residual bytes", "whole residual GB/s"):
         table.add_column(heading, justify="right")
@@ -130,7 +142,7 @@ def main() -> None:
     for pages in (1, 8, 64, CELL_PAGES):
         mine = np.frombuffer(base, np.uint8).copy().reshape(-1, PAGE)
         mine[random.choice(CELL_PAGES, pages, replace=False), 100:164] ^= 0x35
-        data, choice = memoryview(mine.reshape(-1)), Choice(codec.ZSTD, 1)
+        data, choice = mine.reshape(-1).data, Choice(codec.ZSTD, 1)
 
         def sparse(at: int, data: memoryview = data, choice: Choice = choice) -> int:
             found = delta.difference(data, base, scratch.own, scratch.residual)

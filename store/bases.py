@@ -92,11 +92,20 @@ class Deltas:
         self._small = Habit(), objective.for_small_deltas()
         self._large = Habit(), objective
         self._luck: dict[int, _Luck] = {}
+        # The bases' bitmaps of deltas made here: what pre-copy stored may change again before it can be read back.
+        self._made: dict[bytes, bytes] = {}
 
     def make(
-        self, region: int, bitmap: bytes, data: memoryview, previous: Row, full: float, scratch: Scratch
+        self,
+        region: int,
+        chunk: bytes,
+        bitmap: bytes,
+        data: memoryview,
+        previous: Row,
+        full: float,
+        scratch: Scratch,
     ) -> Delta | None:
-        """A delta of ``data`` if that is worth it, given that the best full form is expected to take ``full`` bytes.
+        """A delta of ``data`` (whose id is ``chunk``) if that is worth it, given that the best full form is expected to take ``full`` bytes.
 
         The base is the parent's chunk, or the parent's base where that chunk is a delta itself.
 
@@ -105,8 +114,8 @@ class Deltas:
         """
         base, place = previous.chunk, previous.stored.place
         if place.codec & codec.DELTA:
-            # What it is a delta of is written at its head: while that is still on its way out, it cannot be known.
-            if not self._usable(place.shard):
+            # What its base's pages are is written at its head, which is out of reach while it is still on its way out.
+            if previous.chunk not in self._made and not self._usable(place.shard):
                 return None
             base, place = previous.stored.base, previous.stored.base_place
         if place.codec == codec.ZERO or full * _LITTLE < len(data) or not self._usable(place.shard):
@@ -131,6 +140,7 @@ class Deltas:
             )
             return None
         if made is not None:
+            self._made[chunk] = theirs
             luck.losses = 0
         else:
             luck.losses += 1
@@ -163,6 +173,9 @@ class Deltas:
         own = previous.stored.place
         if not own.codec & codec.DELTA:
             return previous.data
+        made = self._made.get(previous.chunk)
+        if made is not None:
+            return made
         head = scratch.stored[:BITMAP_BYTES]
         self._fetch(own.shard, own.offset, head)
         return delta.base_bitmap(head)

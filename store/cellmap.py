@@ -79,12 +79,10 @@ def group(records: Sequence[Records]) -> Groups:
     same_region = region[1:] == region[:-1]
     if (np.diff(cell)[same_region] <= 0).any():
         raise ValueError("the cells of a region must ascend")
-    first = (
-        np.flatnonzero(np.concatenate(([True], ~same_region | (np.diff(number) != 0))))
-        if len(cell)
-        else np.empty(0, np.int64)
-    )
-    return Groups(together, np.append(first, len(cell)), region[first], number[first])
+    begins = np.ones(len(cell), np.bool_)
+    begins[1:] = ~same_region | (np.diff(number) != 0)
+    first: Indices = np.flatnonzero(begins)
+    return Groups(together, np.concatenate((first, np.array([len(cell)]))), region[first], number[first])
 
 
 def node_ids(key: bytes, nodes: Sequence[Buffer]) -> list[bytes]:

@@ -394,7 +394,7 @@ class SnapshotWriter:
         estimate = habit.choose(region, data, scratch, lambda scratch: trial(sample(data), scratch, self._objective))
         put = partial(self._streams[stream].put, chunk, bitmap)
         if before is not None and before.chunk != NO_CHUNK:
-            made = self._deltas[stream].make(region, bitmap, data, before, estimate.ratio * len(data), scratch)
+            made = self._deltas[stream].make(region, chunk, bitmap, data, before, estimate.ratio * len(data), scratch)
             if made is not None:
                 shard, offset = put(made.base, made.number, made.parts, made.length)
                 return Stored(Place(shard, offset, made.length, made.number), made.base, made.base_place)

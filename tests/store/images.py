@@ -14,8 +14,8 @@ import numpy as np
 from icecore.events import Event
 from icecore.store.backend import Backend
 from icecore.store.cell import BITMAP_BYTES, CELL, CELL_BYTES, CELL_PAGES, PAGE, Records, bitmap_of
-from icecore.store.local import LocalBackend
 from icecore.store.keys import Parameters
+from icecore.store.local import LocalBackend
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import Manifest, Namespaces, Region, Requirements, Sizes, Space
 from icecore.store.names import new_snapshot_id

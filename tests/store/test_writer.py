@@ -428,3 +428,18 @@ def test_a_region_where_deltas_failed_is_still_looked_at(here: Place) -> None:
     second = here.take(content, first)
     assert np.flatnonzero(is_delta(second.records)).tolist() == [6, 13, 19]
     assert here.content(second.snapshot) == content
+
+
+def test_what_pre_copy_made_a_delta_of_can_change_again(here: Place) -> None:
+    """The cell's newest record is a delta that cannot be read back yet; its base can."""
+    before = image(1, "random")
+    first = here.take(before)
+    once = touch(before, [0], pages=2, seed=1)
+    twice = touch(once, [0], pages=2, seed=2)
+    with here.writer(first.snapshot) as writer:
+        early = here.store(writer, once, first)
+        record = writer.store_cell(0, 0, FULL, NONE, memoryview(twice[0][1]), early[0])
+        assert record["base"].tobytes() == first.records[0]["chunk"].tobytes()
+        space = writer.put_map("process", "1", CELL_BYTES, [Region(0, CELL_BYTES, 0)], [np.array([record])], first.space)
+        snapshot = writer.commit(here.manifest([space], first.snapshot))
+    assert here.content(snapshot) == twice
