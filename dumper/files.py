@@ -42,12 +42,16 @@ def find_files(pids: Iterable[int], options: DumpOptions) -> list[FoundFile]:
     """Every regular file that the processes have open or mapped, once per inode, sorted by path. Pseudo files and devices are left out."""
     found: dict[tuple[int, int], FoundFile] = {}
     for pid in pids:
-        for descriptor in procfs.descriptors(pid):
+        try:
+            descriptors, mappings = procfs.descriptors(pid), procfs.read_maps(pid)
+        except NotFound:
+            continue  # it ended meanwhile: only before the window
+        for descriptor in descriptors:
             if not stat.S_ISREG(descriptor.mode) or not descriptor.target.startswith("/"):
                 continue
             writable = (descriptor.flags & os.O_ACCMODE) != os.O_RDONLY
             _add(found, f"/proc/{pid}/fd/{descriptor.number}", descriptor.target, writable, False, options)
-        for mapping in procfs.read_maps(pid):
+        for mapping in mappings:
             if mapping.inode == 0 or not mapping.path.startswith("/"):
                 continue
             shared_writable = bool(mapping.flags & procfs.MAP_SHARED) and bool(mapping.protection & procfs.PROT_WRITE)

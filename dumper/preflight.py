@@ -116,7 +116,7 @@ def look(pid: int, criu: Criu, workdir: str, options: DumpOptions) -> Look:
                 continue
             mappings = procfs.read_maps(member)
             processes.append(ProcessLook(member, status, mappings, procfs.descriptors(member), _private(member)))
-        except NotFound:
+        except (NotFound, FileNotFoundError, ProcessLookupError):
             continue  # it ended meanwhile
     private = sum(p.private_bytes for p in processes)
     resident = sum(p.status.resident for p in processes)
