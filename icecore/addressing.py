@@ -60,7 +60,8 @@ def _counted(records: Sequence[SnapshotRecord], parts: re.Match[str], text: str)
     else:
         at = len(records) - 1 - int(parts["back"] or 0)
     if not 0 <= at < len(records):
-        raise NotFound(f"{text!r}: there are {len(records)} snapshots of {parts['name']!r}", cure=_CURE)
+        of = "" if parts["name"] == LATEST else f" of job {parts['name']!r}"
+        raise NotFound(f"there is no snapshot {text!r}: there are {len(records)}{of}", cure=_CURE)
     return records[at]
 
 

@@ -23,12 +23,12 @@ TITLES: Mapping[str, str] = {
     "dump.preflight": "preflight",
     "dump.store": "storing",
     "dump.window": "window",
-    "export": "exporting",
+    "export.write": "exporting",
     "gc.compact": "rewriting objects",
     "gc.delete": "deleting",
     "gc.survey": "looking around",
     "hook": "hook",
-    "import": "importing",
+    "import.store": "importing",
     "restore.criu": "building the tree",
     "restore.images": "writing images",
     "restore.memory": "filling memory",
@@ -194,7 +194,7 @@ def describe(event: Event) -> str:
         return ""
     title = TITLES.get(event.name, event.name)
     if state in ("end", "failed"):
-        if state == "end" and event.name not in TITLES:
+        if event.name not in TITLES:
             return ""
         words = [title, units.seconds(_number(fields, "seconds"))]
         if "bytes" in fields:
@@ -202,10 +202,12 @@ def describe(event: Event) -> str:
         if "gb_per_s" in fields:
             words.append(f"{_number(fields, 'gb_per_s'):.2f} GB/s")
         if state == "failed":
-            words.append(f"failed: {fields.get('error')}")
+            words.append("failed")  # why is told once, at the end
         return "  ".join(words)
-    if "error" in fields or "warning" in fields:
-        return f"{title}: {fields.get('warning') or fields.get('error')}"
+    if event.name in ("restore.warning", "export.warning"):
+        return f"warning: {fields.get('message')}"
+    if "error" in fields and event.name != "restore.failed":
+        return f"warning: {event.name}: {fields['error']}"
     return ""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from icecore.errors import UsageError
+from icecore.errors import StoreError, UsageError
 from icecore.store.backend import Backend
 from icecore.store.local import LocalBackend
 
@@ -21,6 +21,7 @@ def backend_at(location: str, *, create: bool = False) -> Backend:
     Raises:
         UsageError: No location, or of a kind that this version does not have.
         NotFound: There is no such directory.
+        StoreError: It cannot be made.
     """
     if not location:
         raise UsageError("no repository is named", cure=_CURE)
@@ -29,7 +30,14 @@ def backend_at(location: str, *, create: bool = False) -> Backend:
         raise UsageError(f"{location}: this version keeps repositories in directories only", cure="name a directory")
     if separator and not rest.startswith("/"):
         raise UsageError(f"{location} has no absolute path", cure="write file:///DIR, or just DIR")
-    return LocalBackend(Path(rest if separator else location).expanduser(), create=create)
+    path = Path(rest if separator else location).expanduser()
+    if create and not path.exists():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, exist_ok=True)  # what is kept there holds the jobs' secrets
+        except OSError as error:
+            raise StoreError(f"cannot make {path}: {error.strerror}", cure="name another directory, or correct its parent") from error
+    return LocalBackend(path, create=create)
 
 
 def state_directory(named: str = "") -> Path:

@@ -178,7 +178,7 @@ def ls(arguments: argparse.Namespace, context: Context) -> int:
                 units.size(record.logical),
                 units.size(record.changed),
                 units.size(record.stored),
-                units.seconds(record.window_seconds),
+                units.seconds(record.window_seconds) if record.window_seconds else "–",
                 record.parent[:digits] or "–",
                 " ".join([*(["pinned"] if record.pinned else []), *record.tags]),
             ]

@@ -1,0 +1,83 @@
+"""Commands that exchange snapshots with plain CRIU: import, export."""
+
+from __future__ import annotations
+
+import argparse
+
+from icecore import units
+from icecore.commands.context import Commands, Context
+from icecore.commands.snapshots import WHICH
+from icecore.config import COUNT, SIZE
+from icecore.events import Value
+
+
+def add(commands: Commands) -> None:
+    """Add the commands."""
+    parser = commands.add("import", import_, "Store an image directory of 'criu dump' as a snapshot; it is only read.")
+    parser.add_argument("directory", metavar="DIR", help="what 'criu dump -D' was given")
+    parser.add_argument("--job", default="", help="job whose snapshot it becomes (default: the name of its first process)")
+    parser.add_argument("--parent", default="", metavar="SNAPSHOT", help=f"snapshot to build on (default: the job's newest): {WHICH}")
+    parser.add_argument("--tag", action="append", default=[], metavar="TEXT", help="label the snapshot; may be repeated")
+    parser.add_argument("--threads", type=COUNT, default=0, metavar="N", help="threads that read and encode; 0: one a core")
+    parser.add_argument("--link-rate", type=SIZE, default=0, metavar="SIZE", help="bytes a second at which it will be read")
+
+    parser = commands.add("export", export, "Write a snapshot as an image directory that plain 'criu restore' takes.")
+    parser.add_argument("snapshot", help=WHICH)
+    parser.add_argument("directory", metavar="DIR", help="is made; if it is there it has to be empty")
+    parser.add_argument("--threads", type=COUNT, default=0, metavar="N", help="threads that decode; 0: one a core")
+
+
+def import_(arguments: argparse.Namespace, context: Context) -> int:
+    """icecore import."""
+    from icecore.dumper.importer import import_images
+    from icecore.store.trial import Objective
+
+    repository = context.repository()
+    done = import_images(
+        repository.core,
+        repository.loop,
+        arguments.directory,
+        arguments.job,
+        parent=repository.find(arguments.parent).snapshot if arguments.parent else "",
+        threads=arguments.threads,
+        tags=arguments.tag,
+        objective=Objective(arguments.link_rate) if arguments.link_rate else None,
+        emit=context.output.event,
+    )
+    sizes = done.sizes
+    context.output.line(
+        f"{done.snapshot}  {done.job}: {units.size(sizes.logical)} in memory, {units.size(sizes.changed)} changed, "
+        f"{units.size(sizes.stored)} stored in {units.seconds(done.seconds)}"
+    )
+    return 0
+
+
+def export(arguments: argparse.Namespace, context: Context) -> int:
+    """icecore export."""
+    from icecore.restorer.exporter import OPEN_FILES
+    from icecore.restorer.exporter import export as write
+
+    repository = context.repository()
+    record = repository.find(arguments.snapshot)
+    done = write(
+        repository.core,
+        repository.loop,
+        record.snapshot,
+        arguments.directory,
+        threads=arguments.threads,
+        emit=context.output.event,
+    )
+    fields: dict[str, Value] = {
+        "snapshot": record.snapshot,
+        "directory": str(done.directory),
+        "bytes": done.bytes,
+        "images": done.images,
+        "open_files": list(done.open_files),
+        "seconds": done.seconds,
+    }
+    words = f"{record.snapshot}: {units.size(done.bytes)} in {done.images} images in {done.directory}"
+    context.output.result("export.done", fields, words)
+    if done.open_files:
+        context.output.note(f"{len(done.open_files)} files that it had open lie in {done.directory / OPEN_FILES}: put them in place first")
+    context.output.note("the directory holds what the job had in memory, secrets too")
+    return 0

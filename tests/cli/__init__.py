@@ -1,0 +1,1 @@
+"""Tests of the public face: configuration, command line, events, and real jobs through it."""

@@ -1,0 +1,112 @@
+"""A command line with a state directory and a repository of its own; every job that a test started is ended behind it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from icecore.errors import MissingTool
+from icecore.host.criu import find_criu
+from icecore.host.job import Job
+from icecore.host.jobs import Registry
+
+SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Cli:
+    """Runs commands in processes of their own, in ``folder``."""
+
+    folder: Path
+    environment: dict[str, str]
+
+    @property
+    def registry(self) -> Registry:
+        """The jobs that it started."""
+        return Registry(self.folder / "state")
+
+    def command(self, *words: str) -> list[str]:
+        """The argument vector."""
+        return [sys.executable, "-P", "-m", "icecore.cli", *words]
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        """Start a command that goes on."""
+        return subprocess.Popen(
+            self.command(*words),
+            env=self.environment,
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *words: str, status: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run a command, which has to end with ``status``."""
+        done = subprocess.run(
+            self.command(*words),
+            env={**self.environment, **variables},
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
+        assert done.returncode == status, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    def events(self, *words: str, status: int = 0) -> list[dict[str, Any]]:
+        """The events that a command prints with --json."""
+        return [json.loads(line) for line in self.run("--json", *words, status=status).stdout.splitlines()]
+
+    def one(self, name: str, *words: str, status: int = 0) -> dict[str, Any]:
+        """The only event of a name that a command prints."""
+        found = [event for event in self.events(*words, status=status) if event["event"] == name]
+        assert len(found) == 1, found
+        return found[0]
+
+    def job(self, name: str) -> Job:
+        """A job as it is now."""
+        return self.registry.find(name)
+
+
+def until(holds: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+    """Wait until something holds."""
+    limit = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < limit, f"not {what} within {seconds} s"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Iterator[Cli]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("ICECORE_") or name == "ICECORE_CRIU_PREFIX"}
+    made = Cli(
+        tmp_path,
+        {**own, "HOME": str(tmp_path), "ICECORE_STATE": str(tmp_path / "state"), "ICECORE_REPOSITORY": str(tmp_path / "repository")},
+    )
+    yield made
+    for job in made.registry.instances():
+        if job.alive:
+            job.kill(signal.SIGKILL)
+            job.wait(timeout=10)
+
+
+@pytest.fixture
+def needs_criu() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    try:
+        find_criu()
+    except MissingTool as error:
+        pytest.skip(str(error))

@@ -1,0 +1,56 @@
+"""Reads the tables of docs/: what is written there is what the tests hold the code to."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+COMMON = {"event", "at"}
+PHASE = {"state", "seconds", "bytes", "gb_per_s", "error", "total"}
+
+
+@dataclass(frozen=True)
+class Documented:
+    """An event in docs/events.md: fields that are always there, and those that may be."""
+
+    always: frozenset[str]
+    sometimes: frozenset[str]
+
+    @property
+    def all(self) -> frozenset[str]:
+        """Every field."""
+        return self.always | self.sometimes
+
+
+def rows(document: str, section: str) -> list[list[str]]:
+    """The cells of the first table in a section."""
+    text = (ROOT / "docs" / document).read_text()
+    part = re.split(r"^## ", text.split(f"\n## {section}\n")[1], flags=re.MULTILINE)[0]
+    lines = [line for line in part.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
+
+
+def documented_events() -> dict[str, Documented]:
+    """Every event by name."""
+    found = {}
+    for section, column in (("Phases", 1), ("While it works", 1), ("Results", 2)):
+        for cells in rows("events.md", section):
+            fields = re.findall(r"`(\w+\??)`", cells[column])
+            always = {name for name in fields if not name.endswith("?")}
+            sometimes = {name[:-1] for name in fields if name.endswith("?")}
+            if section == "Phases":
+                always, sometimes = always | {"state"}, sometimes | PHASE - {"state"}
+            found[cells[0].strip("`")] = Documented(frozenset(always), frozenset(sometimes))
+    return found
+
+
+def check_event(event: dict[str, object], documented: dict[str, Documented]) -> None:
+    """Assert that an event is what docs/events.md says."""
+    name = str(event["event"])
+    assert name in documented, f"{name} is not in docs/events.md"
+    fields = event.keys() - COMMON
+    assert fields <= documented[name].all, f"{name} has undocumented fields {fields - documented[name].all}"
+    assert documented[name].always <= fields, f"{name} lacks {documented[name].always - fields}"
+    assert isinstance(event["at"], float)

@@ -1,0 +1,118 @@
+"""docs/events.md and docs/cli.md say what the code does: names and fields of events, exit codes, commands."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+from collections import defaultdict
+
+import icecore
+from icecore.cli import build_parser
+from icecore.errors import IcecoreError
+from tests.cli.documents import ROOT, documented_events, rows
+
+FOLDERS = ("icecore", "store", "host", "dumper", "restorer")
+#: Which argument of these calls is an event's name.
+NAMED = {"Event": 0, "phase": 1, "result": 0}
+
+
+def said() -> dict[str, set[str]]:
+    """Events in the sources with the fields that can be read off them."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(), str(path))):
+                if isinstance(node, ast.Call):
+                    _call(node, found)
+                elif isinstance(node, ast.With):
+                    _phase(node, found)
+    return found
+
+
+def _name(call: ast.Call) -> str | None:
+    function = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
+    at = NAMED.get(function)
+    if at is None or len(call.args) <= at:
+        return None
+    name = call.args[at]
+    return name.value if isinstance(name, ast.Constant) and isinstance(name.value, str) else None
+
+
+def _call(call: ast.Call, found: dict[str, set[str]]) -> None:
+    name = _name(call)
+    if name is None:
+        return
+    found[name] |= {key for one in call.args if isinstance(one, ast.Dict) for key in _keys(one)}
+    if getattr(call.func, "id", "") == "phase":
+        found[name] |= {keyword.arg for keyword in call.keywords if keyword.arg}
+
+
+def _phase(node: ast.With, found: dict[str, set[str]]) -> None:
+    """What is added to the fields of a running phase."""
+    names = [_name(item.context_expr) for item in node.items if isinstance(item.context_expr, ast.Call)]
+    if not names or names[0] is None:
+        return
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.AugAssign) and getattr(inner.target, "attr", "") == "fields" and isinstance(inner.value, ast.Dict):
+            found[names[0]] |= set(_keys(inner.value))
+        if isinstance(inner, ast.Subscript) and getattr(inner.value, "attr", "") == "fields" and isinstance(inner.slice, ast.Constant):
+            found[names[0]].add(str(inner.slice.value))
+
+
+def _keys(node: ast.Dict) -> list[str]:
+    return [key.value for key in node.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+
+
+def test_every_event_is_documented_and_every_documented_one_exists() -> None:
+    found, documented = said(), documented_events()
+    assert len(found) > 50  # the sources were read
+    assert found.keys() - documented.keys() == set(), "in the code, not in docs/events.md"
+    assert documented.keys() - found.keys() == set(), "in docs/events.md, not in the code"
+    wrong = {name: fields - documented[name].all for name, fields in found.items() if fields - documented[name].all}
+    assert not wrong, f"fields that docs/events.md does not have: {wrong}"
+
+
+def error_classes() -> list[type[IcecoreError]]:
+    """Every class of error in the package."""
+    for module in pkgutil.walk_packages(icecore.__path__, "icecore."):
+        if not module.name.endswith(("launch", "guard_process", "__main__")):
+            importlib.import_module(module.name)
+    found: list[type[IcecoreError]] = [IcecoreError]
+    for kind in found:
+        found.extend(one for one in kind.__subclasses__() if one not in found)
+    return found
+
+
+def test_exit_codes_are_documented() -> None:
+    table = {int(code): set(classes.replace("`", "").split(", ")) for code, classes, *_ in rows("cli.md", "Exit codes") if code.isdecimal()}
+    assert {code for code in table if code < 100} == {0, *(kind.exit_code for kind in error_classes())}
+    private = {"GuardLost"}  # met by nobody but as what it derives from
+    for kind in error_classes():
+        if kind.__name__ not in private:
+            assert kind.__name__ in table[kind.exit_code], f"{kind.__name__} has exit code {kind.exit_code}"
+
+
+def test_every_error_has_a_docstring_and_every_exit_code_one_meaning() -> None:
+    assert all(inspect.getdoc(kind) for kind in error_classes())
+    direct = [kind for kind in error_classes() if kind.exit_code not in (1, *(up.exit_code for up in kind.__mro__[1:] if issubclass(up, IcecoreError)))]
+    codes = [kind.exit_code for kind in direct]
+    assert len(codes) == len(set(codes)), direct
+
+
+def test_every_command_is_documented() -> None:
+    parsers = next(action for action in build_parser()._actions if action.dest == "command")
+    assert parsers.choices is not None
+    documented = {words[0].split("`")[1].split()[0] for words in rows("cli.md", "Commands")}
+    assert set(parsers.choices) == documented
+
+
+def test_the_readme_names_only_commands_that_exist() -> None:
+    parsers = next(action for action in build_parser()._actions if action.dest == "command")
+    assert parsers.choices is not None
+    words = [line.strip().removeprefix("$ ").split() for line in (ROOT / "README.md").read_text().splitlines() if line.strip().startswith("$ icecore ")]
+    assert words
+    assert {line[1] for line in words} <= set(parsers.choices)
+
+

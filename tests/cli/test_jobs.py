@@ -1,0 +1,108 @@
+"""Jobs through the command line: output, exit status, signals, names, and that they survive whoever started them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.cli.conftest import Cli, until
+from tests.cli.documents import check_event, documented_events
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")
+
+COUNT = ["/bin/sh", "-c", "i=0; while :; do i=$((i+1)); echo $i; sleep 0.02; done"]
+
+
+def test_foreground_shows_output_and_returns_the_exit_status(cli: Cli) -> None:
+    done = cli.run("run", "--", "/bin/sh", "-c", "echo out; echo err >&2; exit 7", status=7)
+    assert (done.stdout, done.stderr) == ("out\n", "err\n")
+    done = cli.run("run", "--", "/bin/sh", "-c", "kill -USR1 $$; sleep 5", status=128 + signal.SIGUSR1)
+    assert "killed by SIGUSR1" in done.stderr
+
+
+def test_the_jobs_own_options_are_not_parsed(cli: Cli) -> None:
+    assert cli.run("run", "-q", "--", "echo", "--json", "-d", "--", "x").stdout == "--json -d -- x\n"
+
+
+def test_output_as_events(cli: Cli) -> None:
+    events = cli.events("run", "--name", "j", "--", "/bin/sh", "-c", "printf 'h\\303'; sleep 0.3; printf '\\266\\n'; exit 3", status=3)
+    documented = documented_events()
+    for event in events:
+        check_event(event, documented)
+    assert "".join(event["text"] for event in events if event["event"] == "job.output") == "hö\n"
+    assert events[-1] | {"at": 0, "instance": ""} == {
+        "event": "job.ended", "at": 0, "job": "j", "instance": "", "how": "exited 3", "exit_code": 3,
+    }  # fmt: skip
+
+
+def test_environment_directory_and_removal(cli: Cli) -> None:
+    (cli.folder / "elsewhere").mkdir()
+    done = cli.run("run", "--rm", "--cwd", "elsewhere", "--env", "WORD=a=b", "--", "/bin/sh", "-c", "pwd; echo $WORD")
+    assert done.stdout == f"{cli.folder}/elsewhere\na=b\n"
+    assert cli.events("ps", "-a") == []
+
+
+def test_a_job_has_its_own_pids_or_the_hosts(cli: Cli) -> None:
+    assert cli.run("run", "--", "/bin/sh", "-c", "echo $$").stdout == "2\n"
+    assert int(cli.run("run", "--pid", "host", "--", "/bin/sh", "-c", "echo $$").stdout) > 2
+    assert int(cli.run("run", "--", "/bin/sh", "-c", "echo $$", ICECORE_RUN_PID="host").stdout) > 2
+
+
+def test_detached_followed_and_ended(cli: Cli) -> None:
+    assert cli.run("run", "-d", "--name", "count", "--", *COUNT).stdout == "count\n"
+    (job,) = cli.events("ps")
+    assert (job["job"], job["state"], job["command"], job["exit_code"]) == ("count", "running", COUNT, None)
+    assert "a job named count runs" in cli.run("run", "-d", "--name", "count", "--", "true", status=2).stderr
+    assert "count" in cli.run("ps").stdout
+    assert cli.run("wait", "count", "--timeout", "0.1", status=124).stderr
+    first = cli.run("logs", "count").stdout.splitlines()
+    assert first[:2] == ["1", "2"]
+    assert cli.run("logs", "count", "--stream", "stderr").stdout == ""
+    assert "unknown" not in cli.run("kill", "count", "-s", "unheard-of", status=2).stdout
+    cli.run("kill", "count", "-s", "sigusr1")
+    assert cli.run("wait", "count", status=128 + signal.SIGUSR1).stdout == "count: killed by SIGUSR1\n"
+    assert "does not run" in cli.run("kill", "count", status=3).stderr
+    assert cli.events("ps") == []
+    (job,) = cli.events("ps", "-a")
+    assert (job["state"], job["exit_code"]) == ("ended", 138)
+    assert "SIGUSR1" in cli.run("ps", "-a").stdout
+    assert cli.one("job.removed", "rm", "count")["job"] == "count"
+    assert cli.events("ps", "-a") == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_lets_go_of_the_job(cli: Cli, number: signal.Signals) -> None:
+    following = cli.start("run", "--name", "count", "--", *COUNT)
+    assert following.stdout is not None
+    assert following.stdout.readline() == "1\n"
+    following.send_signal(number)
+    _, error = following.communicate(timeout=20)
+    assert following.returncode == 128 + number
+    assert "job count runs on" in error and "icecore attach count" in error
+    assert cli.job("count").alive
+
+
+def test_attach_shows_what_comes_from_now_on(cli: Cli) -> None:
+    cli.run("run", "-d", "--name", "count", "--", "/bin/sh", "-c", "echo early; while ! [ -e go ]; do sleep 0.02; done; echo late; exit 5")
+    until(lambda: "early" in cli.run("logs", "count").stdout, "started")
+    attached = cli.start("attach", "count")
+    time.sleep(0.5)
+    (cli.folder / "go").touch()
+    out, _ = attached.communicate(timeout=20)
+    assert (out, attached.returncode) == ("late\n", 5)
+    assert cli.run("wait", "count", status=5).stdout == "count: exited 5\n"
+
+
+def test_killing_the_starter_leaves_the_job(cli: Cli) -> None:
+    following = cli.start("run", "--name", "count", "--", *COUNT)
+    assert following.stdout is not None
+    assert following.stdout.readline() == "1\n"
+    following.kill()
+    following.communicate(timeout=20)
+    assert cli.job("count").alive
+    cli.run("kill", "count", "-s", "KILL")
+    assert not cli.job("count").alive
+    assert cli.run("rm", "--ended", "0").stdout.startswith("count (")
