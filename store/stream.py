@@ -123,7 +123,11 @@ class DraftStream(ShardStream):
         if table is not None and draft is not None:
             self._closed(table)
             footer = table.footer(self._key)
-            self._uploads.append(draft, [footer])
+            try:
+                self._uploads.append(draft, [footer])
+            except BaseException:
+                draft.discard()
+                raise
             self._uploads.publish("shard", table.name, draft, table.used + len(footer))
 
 
