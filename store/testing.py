@@ -156,6 +156,34 @@ class BackendConformance(ABC):
 
         self.run(work)
 
+    def test_drafts(self) -> None:
+        async def work(backend: Backend) -> None:
+            if not backend.drafts:
+                try:
+                    backend.draft("any")
+                except UsageError:
+                    return
+                raise AssertionError("a back end without drafts gave one")
+            pieces = [secrets.token_bytes(size) for size in (1, 100_000, self.large // 4)]
+            draft, loser, dropped = (backend.draft("d/x" if n < 2 else "d/y") for n in range(3))
+            for piece in pieces:
+                for each in (draft, loser, dropped):
+                    await asyncio.to_thread(each.append, [piece[:10], memoryview(piece)[10:], b""])
+                await self._fails(ObjectMissing, backend.get("d/x"))
+            assert [info.name async for info in backend.list("")] == []
+            await draft.publish()
+            draft.discard()
+            assert await backend.get("d/x") == b"".join(pieces)
+            loser.append([b"other"])
+            await self._fails(ObjectExists, loser.publish())
+            assert await backend.get("d/x") == b"".join(pieces)
+            dropped.discard()
+            dropped.discard()
+            assert [info.name async for info in backend.list("")] == ["d/x"]
+            assert await backend.sweep(0) == 0
+
+        self.run(work)
+
     def test_limit_of_a_get(self) -> None:
         async def work(backend: Backend) -> None:
             await backend.create("limited", [bytes(1000)])
