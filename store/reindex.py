@@ -51,15 +51,15 @@ class Reindexer:
         Returns:
             How many segments were rewritten.
         """
-        merges = await self.plan((await self._repository.log.newest()).state.segments)
-        if not merges:
-            if self._gone:
-                await self._repository.log.transact(self._clear, "clear marks")
+        repository = self._repository
+        if not self._gone and not plan_merges((await repository.log.newest()).state.segments, entries=_ANY_SIZE):
             return 0
-        async with await self._repository.begin(None, "index", load_index=False) as session:
+        # Within a session, so that no other collector deletes the segments while they are read.
+        async with await repository.begin(None, "index", load_index=False) as session:
+            merges = await self.plan(session.state.segments)
             outputs: list[list[SegmentRef]] = []
             for merge in merges:
-                made = await merge_segments(self._read, merge, self._repository.keys.segment, random_id, self._shards)
+                made = await merge_segments(self._read, merge, repository.keys.segment, random_id, self._shards)
                 for segment in made:
                     await session.put_named("segment", segment.ref.id, segment.parts)
                 outputs.append([segment.ref for segment in made])

@@ -1,0 +1,328 @@
+"""Writers, readers and collectors over one repository, interleaved at every single store call, against a plain model: what is reachable always reads back."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from icecore.errors import NotFound, SessionFenced
+from icecore.store import catalog
+from icecore.store.backend import Backend, Buffer, ObjectInfo
+from icecore.store.keys import Parameters
+from icecore.store.memory import MemoryBackend
+from icecore.store.repository import Repository
+from icecore.store.session import Session
+from icecore.store.state import SnapshotRecord
+from tests.store.miniature import collect, put, read, sound, take
+
+T = TypeVar("T")
+Content = dict[int, int]
+
+
+class GatedBackend(Backend):
+    """Holds every call back until it is let through: the test decides who does his next store call."""
+
+    direct = True
+    where = "behind a gate"
+
+    def __init__(self, inner: MemoryBackend) -> None:
+        self.inner = inner
+        self.open = False
+        self.arrivals = 0
+        self.waiting: list[asyncio.Future[None]] = []
+
+    async def _pass(self) -> None:
+        self.arrivals += 1
+        if not self.open:
+            gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self.waiting.append(gate)
+            await gate
+
+    def admit(self) -> None:
+        """Let the call through that has waited longest."""
+        while self.waiting:
+            gate = self.waiting.pop(0)
+            if not gate.done():
+                gate.set_result(None)
+                return
+
+    async def create(self, name: str, parts: Sequence[Buffer]) -> None:
+        await self._pass()
+        await self.inner.create(name, parts)
+
+    async def get(self, name: str, *, limit: int = 1 << 30) -> bytes:
+        await self._pass()
+        return await self.inner.get(name, limit=limit)
+
+    async def get_into(self, name: str, offset: int, out: memoryview) -> None:
+        await self._pass()
+        await self.inner.get_into(name, offset, out)
+
+    def read_into(self, name: str, offset: int, out: memoryview) -> None:
+        self.inner.read_into(name, offset, out)
+
+    async def size(self, name: str) -> int:
+        await self._pass()
+        return await self.inner.size(name)
+
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        await self._pass()
+        async for info in self.inner.list(prefix):
+            yield info
+
+    async def delete(self, name: str) -> None:
+        await self._pass()
+        await self.inner.delete(name)
+
+
+@dataclass
+class Actor:
+    """A process of its own: a client with its own view, doing one thing, stopped before each store call."""
+
+    kind: str
+    backend: GatedBackend
+    task: asyncio.Task[object]
+    content: Content = field(default_factory=dict)
+    session: Session | None = None
+    record: SnapshotRecord | None = None
+
+
+class World:
+    """A repository, its actors, and what the model knows of them."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.inner = MemoryBackend()
+        self.repository = self.run(Repository.create(self.inner, Parameters(shard_bytes=1 << 16)))
+        self.snapshots: dict[str, Content] = {}
+        self.actors: list[Actor] = []
+        self.readers: list[tuple[Session, Content]] = []
+        #: Snapshots of writers that vanished: each may have been committed, or not.
+        self.orphaned: set[str] = set()
+
+    def run(self, work: Awaitable[T]) -> T:
+        return self.loop.run_until_complete(asyncio.wait_for(work, 60))
+
+    def act(self, kind: str, what: Callable[[Repository, Actor], Awaitable[object]]) -> Actor:
+        """Start an actor; it stops before its first store call."""
+        backend = GatedBackend(self.inner)
+
+        async def body() -> object:
+            # What opening reads never changes: it is not worth a step.
+            backend.open = True
+            repository = await Repository.open(backend)
+            backend.open = False
+            return await what(repository, actor)
+
+        async def start() -> asyncio.Task[object]:
+            return asyncio.ensure_future(body())
+
+        actor = Actor(kind, backend, self.run(start()))
+        self.actors.append(actor)
+        self.run(self._settle(actor, backend.arrivals))
+        return actor
+
+    def step(self, actor: Actor, calls: int) -> None:
+        """Let an actor do so many store calls."""
+        for _ in range(calls):
+            if actor.task.done():
+                break
+            before = actor.backend.arrivals
+            actor.backend.admit()
+            self.run(self._settle(actor, before))
+        if actor.task.done():
+            self.finish(actor)
+
+    async def _settle(self, actor: Actor, arrivals: int) -> None:
+        """Until the actor stands before its next call, or has none."""
+        for turn in itertools.count():
+            await asyncio.sleep(0 if turn < 20 else 0.001)
+            if actor.task.done() or actor.backend.arrivals > arrivals:
+                return
+            if turn >= 25 and actor.backend.waiting:
+                return  # others of its calls wait; the one that was let through was the last of its kind
+
+    def finish(self, actor: Actor) -> None:
+        """An actor is done: take down what it achieved."""
+        if actor not in self.actors:
+            return
+        self.actors.remove(actor)
+        try:
+            result = actor.task.result()
+        except (SessionFenced, NotFound):
+            return  # fenced while it worked, or its base was forgotten before it began
+        if actor.kind == "writer":
+            assert isinstance(result, str)
+            self.snapshots[result] = actor.content
+        elif actor.kind == "reader":
+            assert isinstance(result, Session)
+            self.readers.append((result, actor.content))
+
+    def write(self, content: Content, base: str | None) -> None:
+        async def body(repository: Repository, actor: Actor) -> object:
+            async with await repository.begin(base, "writer", beat_seconds=None) as session:
+                record, entries = await put(repository, session, content)
+                actor.record = record
+                await session.commit(record, entries)
+                return record.snapshot
+
+        self.act("writer", body).content = content
+
+    def start_reader(self, snapshot: str) -> None:
+        async def body(repository: Repository, actor: Actor) -> object:
+            return await repository.read_session(snapshot, beat_seconds=None)
+
+        self.act("reader", body).content = self.snapshots[snapshot]
+
+    def end_reader(self, number: int) -> None:
+        session, _ = self.readers.pop(number % len(self.readers))
+        session._backend.open = True  # type: ignore[attr-defined]
+        self.run(session.abort())
+
+    def collect(self, *, compact_below: float, fence_seconds: float) -> None:
+        async def body(repository: Repository, actor: Actor) -> object:
+            return await collect(repository, compact_below=compact_below, fence_seconds=fence_seconds)
+
+        self.act("collector", body)
+
+    def forget(self, snapshots: list[str]) -> None:
+        for record in self.run(self.repository.forget(snapshots)):
+            del self.snapshots[record.snapshot]
+
+    def crash(self, actor: Actor) -> None:
+        """An actor vanishes where it stands."""
+        self.actors.remove(actor)
+        actor.backend.waiting.clear()
+        actor.task.cancel()
+
+        async def gone() -> None:
+            for _ in range(5):
+                await asyncio.sleep(
+                    0
+                )  # its clean-up handlers stop before their first store call, as if they had never run
+
+        self.run(gone())
+
+    def check(self) -> None:
+        """The invariant: what a listed snapshot or a live reader reaches reads back; what was committed is listed."""
+
+        async def body() -> None:
+            state = (await self.repository.log.newest()).state
+            listed = {record.snapshot: record for record in await catalog.everything(state, self.repository.log.pages)}
+            # A writer that has not been told yet may have committed.
+            pending = {actor.record.snapshot: actor.content for actor in self.actors if actor.record is not None}
+            assert set(self.snapshots) <= set(listed) <= set(self.snapshots) | set(pending) | self.orphaned
+            for snapshot, record in listed.items():
+                content = await read(self.repository, record)
+                assert content == self.snapshots.get(snapshot, pending.get(snapshot, content))
+            for session, content in self.readers:
+                if state.session(session.id) is not None:
+                    assert session.base is not None
+                    assert await read(self.repository, session.base) == content
+
+        self.run(body())
+
+    def end(self) -> None:
+        """Let everybody finish, then collect everything: all that is left is what the model says."""
+        dice = random.Random(1)
+        while self.actors:
+            self.step(dice.choice(self.actors), 3)
+        self.check()
+        while self.readers:
+            self.end_reader(0)
+        self.run(collect(self.repository, fence_seconds=0))
+        self.run(sound(self.repository, unreached=0))
+        self.check()
+        pending = asyncio.all_tasks(self.loop)
+        for task in pending:
+            task.cancel()
+        if pending:
+            self.loop.run_until_complete(asyncio.wait(pending, timeout=1))
+        self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        self.loop.close()
+
+
+contents = st.dictionaries(st.integers(0, 4), st.integers(0, 5), min_size=1, max_size=4)
+
+
+class Sessions(RuleBasedStateMachine):
+    """Random interleavings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+
+    @rule(content=contents, based=st.booleans(), number=st.integers(0, 100))
+    def write(self, content: Content, based: bool, number: int) -> None:
+        if len(self.world.actors) < 6:
+            ids = list(self.world.snapshots)
+            self.world.write(content, ids[number % len(ids)] if based and ids else None)
+
+    @rule(content=contents)
+    def snapshot(self, content: Content) -> None:
+        """A whole snapshot at once, by another process."""
+        self.world.snapshots[self.world.run(take(self.world.repository, content))] = content
+
+    @rule(number=st.integers(0, 100))
+    def open_reader(self, number: int) -> None:
+        if self.world.snapshots and len(self.world.actors) < 6:
+            self.world.start_reader(list(self.world.snapshots)[number % len(self.world.snapshots)])
+
+    @rule(number=st.integers(0, 100))
+    def close_reader(self, number: int) -> None:
+        if self.world.readers:
+            self.world.end_reader(number)
+
+    @rule(compact=st.sampled_from([0.0, 0.6]), fence=st.sampled_from([0.0, 3600.0, 3600.0]))
+    def collector(self, compact: float, fence: float) -> None:
+        if sum(actor.kind == "collector" for actor in self.world.actors) < 2:
+            self.world.collect(compact_below=compact, fence_seconds=fence)
+
+    @rule(keep=st.integers(0, 3), number=st.integers(0, 100))
+    def forget(self, keep: int, number: int) -> None:
+        ids = list(self.world.snapshots)
+        random.Random(number).shuffle(ids)
+        self.world.forget(ids[keep:])
+
+    @rule(number=st.integers(0, 100), calls=st.sampled_from([1, 1, 2, 3, 5, 8, 20]))
+    def step(self, number: int, calls: int) -> None:
+        if self.world.actors:
+            self.world.step(self.world.actors[number % len(self.world.actors)], calls)
+
+    @rule(number=st.integers(0, 100))
+    def crash(self, number: int) -> None:
+        if self.world.actors and number % 4 == 0:
+            actor = self.world.actors[number % len(self.world.actors)]
+            if actor.record is not None:
+                self.world.orphaned.add(actor.record.snapshot)
+            self.world.crash(actor)
+
+    @invariant()
+    def reachable_reads_back(self) -> None:
+        self.world.check()
+
+    def teardown(self) -> None:
+        self.world.end()
+
+
+TestSessions = Sessions.TestCase
+TestSessions.settings = settings(
+    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(3600)
+class TestSessionsLong(Sessions.TestCase):  # type: ignore[name-defined, misc]
+    settings = settings(
+        max_examples=1500, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    )
