@@ -23,6 +23,7 @@ from icecore.dumper.sources import FileSource, PagesImage
 from icecore.dumper.spaces import Machinery, SpaceCapture
 from icecore.errors import DumpFailed, NotFound
 from icecore.events import Sink, phase
+from icecore.host import procfs
 from icecore.host.images import LINKED, load_files, load_remaps
 from icecore.host.memory import RemoteReader
 from icecore.store.cell import PAGE
@@ -104,6 +105,7 @@ class Capture:
             linked = _linked(self._images)
             for file in find_files(alive, self._options):
                 running.bytes += self._file(file, linked, captured)
+        _still_there(alive)
         return captured
 
     def _process(self, pagemap: Pagemap, number: int) -> SpaceCapture:
@@ -188,6 +190,13 @@ class Capture:
         return capture
 
 
+def _still_there(pids: list[int]) -> None:
+    """Raise if one of the processes did not live to the end of the window: SIGKILL reaches a frozen one too, and CRIU ends with 0 all the same."""
+    for pid in pids:
+        if not procfs.exists(pid) or procfs.is_zombie(pid):
+            raise DumpFailed(f"process {pid} was killed while it was being dumped")
+
+
 def _linked(images: Path) -> dict[str, str]:
     """Files that lost the name under which they were opened but have others: that name → the name that CRIU will look for (``link_remap.N``).
 
@@ -199,8 +208,11 @@ def _linked(images: Path) -> dict[str, str]:
 
 def _other_names(about: OpenFile) -> list[str]:
     """Names of the same inode beside the one that was lost; those in other folders are not searched for."""
-    with os.scandir(os.path.dirname(about.path)) as entries:
-        return sorted(entry.path for entry in entries if entry.inode() == about.inode)
+    try:
+        with os.scandir(os.path.dirname(about.path)) as entries:
+            return sorted(entry.path for entry in entries if entry.inode() == about.inode)
+    except FileNotFoundError:
+        return []  # the folder was deleted too
 
 
 def _digest(path: str, size: int) -> str:

@@ -246,6 +246,8 @@ class _Dump:
             link_rate=self.options.link_rate,
             emit=self.emit,
         )
+        if storing.parent is not None:
+            storing.parent.prepare()
         copied = self._pre_copy(found)
         self._reserve(found, copied)
 

@@ -76,6 +76,8 @@ class Guard:
             message = self._socket.recv(_MESSAGE)
         except TimeoutError:
             raise DumpFailed(f"CRIU's guard gave no answer for {timeout:.0f} s") from None
+        except ConnectionResetError:
+            message = b""  # it ended with an order of ours unread
         if not message:
             raise GuardLost("the dump's guard process ended unexpectedly")
         reply: dict[str, object] = json.loads(message)
@@ -211,7 +213,10 @@ class _Server:
         released = False
         self.say(event="ready")
         while self.dumper_alive and not released:
-            message, descriptors, _, _ = socket.recv_fds(self.control, _MESSAGE, 1)
+            try:
+                message, descriptors, _, _ = socket.recv_fds(self.control, _MESSAGE, 1)
+            except ConnectionResetError:
+                message = b""  # the dumper died with an answer of ours unread
             if not message:
                 self.dumper_alive = False
                 break

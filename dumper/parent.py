@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from icecore.dumper.fingerprints import decode_fingerprints
 from icecore.dumper.spaces import ParentSpace, known_from
-from icecore.errors import Damaged, StoreError
+from icecore.errors import Damaged, FormatTooNew, ObjectMissing, StoreError
 from icecore.events import Event, Sink
 from icecore.store.hints import HINTS_KIND, decode_hints
 from icecore.store.keys import Keys
@@ -23,25 +23,44 @@ from icecore.store.state import SnapshotRecord
 
 @dataclass
 class Parent:
-    """The parent snapshot. Spaces are read when first asked for."""
+    """The parent snapshot. Spaces are read when first asked for, or all at once by ``prepare``; a damaged one is reported and done without."""
 
     manifest: Manifest
     _reader: SnapshotReader
+    _emit: Sink
     _fingerprints: dict[str, tuple[npt.NDArray[np.uint64], npt.NDArray[np.void]]]
     _spaces: dict[tuple[str, str], Space]
     _files: dict[str, OpenFile]
-    _read: dict[tuple[str, str], ParentSpace] = field(default_factory=dict)
+    _read: dict[tuple[str, str], ParentSpace | None] = field(default_factory=dict)
 
     def space(self, kind: str, key: str) -> ParentSpace | None:
-        """A space of the parent by kind and key, if it has it."""
-        found = self._spaces.get((kind, key))
-        if found is None:
-            return None
+        """A space of the parent by kind and key, if it has it and it can be read.
+
+        Raises:
+            StoreError: The storage failed.
+        """
         if (kind, key) not in self._read:
-            records = self._reader.records(found)
-            known = known_from(found.regions, records, self._fingerprints.get(f"{kind}:{key}"))
-            self._read[kind, key] = ParentSpace(found, records, known)
+            found = self._spaces.get((kind, key))
+            self._read[kind, key] = self._load(found) if found is not None else None
         return self._read[kind, key]
+
+    def _load(self, space: Space) -> ParentSpace | None:
+        try:
+            records = self._reader.records(space)
+        except (Damaged, ObjectMissing) as error:
+            self._emit(Event("dump.parent_damaged", {"snapshot": self.manifest.snapshot, "error": str(error)}))
+            return None
+        known = known_from(space.regions, records, self._fingerprints.get(f"{space.kind}:{space.key}"))
+        return ParentSpace(space, records, known)
+
+    def prepare(self) -> None:
+        """Read every space now, so that the window need not wait for the storage.
+
+        Raises:
+            StoreError: The storage failed.
+        """
+        for kind, key in self._spaces:
+            self.space(kind, key)
 
     def file(self, path: str) -> OpenFile | None:
         """What the parent recorded of an open file."""
@@ -52,7 +71,7 @@ def load_parent(repository: Repository, loop: LoopThread, record: SnapshotRecord
     """Read the manifest and the fingerprints of a parent; a damaged parent is reported and done without."""
     try:
         manifest = loop.run(repository.manifest(record))
-    except Damaged as error:
+    except (Damaged, ObjectMissing) as error:
         emit(Event("dump.parent_damaged", {"snapshot": record.snapshot, "error": str(error)}))
         return None
     fingerprints = {}
@@ -61,12 +80,13 @@ def load_parent(repository: Repository, loop: LoopThread, record: SnapshotRecord
             data = loop.run(repository.backend.get(manifest.hints, limit=HINTS_KIND.object_limit))
             body = decode_hints(manifest.hints, data, repository.keys.hints, bytes.fromhex(manifest.hints_digest))
             fingerprints = decode_fingerprints(body)
-        except (Damaged, StoreError) as error:
+        except (Damaged, FormatTooNew, StoreError) as error:
             # Without them every cell counts as changed, and is found to be stored by its id: slower, not wrong.
             emit(Event("dump.hints_missing", {"snapshot": record.snapshot, "error": str(error)}))
     return Parent(
         manifest,
         SnapshotReader(repository, manifest, loop.loop),
+        emit,
         fingerprints,
         {(s.kind, s.key): s for s in manifest.spaces},
         {f.path: f for f in manifest.files},

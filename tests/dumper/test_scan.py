@@ -105,7 +105,7 @@ def test_a_bounded_staging_makes_the_scan_wait_and_an_abandoned_one_ends_it() ->
         thread.join(0.5)
         assert thread.is_alive() and len(held) == staging.capacity - 1  # one is being filled
         assert staging.bytes <= 8 * (CELL_BYTES + PAGE)
-        staging.abandon(OSError("no space"))
+        staging.abandon(DumpFailed("no space"))
         thread.join(10)
         assert not thread.is_alive()
         assert "no space" in str(failure[0])

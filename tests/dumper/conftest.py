@@ -1,0 +1,83 @@
+"""Fixtures of the tests of whole dumps."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from icecore.store.loop import LoopThread
+from tests.programs import driving
+from tests.programs.catalogue import PROGRAMS, missing
+
+from .failing import Job, Witness
+from .world import Store, leftovers
+
+
+class Start(Protocol):
+    """Starts a program, in its small size unless arguments are given, and waits until it works."""
+
+    def __call__(self, name: str, *arguments: str) -> driving.Running: ...
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("binaries")
+
+
+@pytest.fixture
+def start(tmp_path: Path, cache: Path) -> Iterator[Start]:
+    """Whatever was started is ended after the test."""
+    started: list[driving.Running] = []
+
+    def start_one(name: str, *arguments: str) -> driving.Running:
+        program = PROGRAMS[name]
+        if lacking := missing(program):
+            pytest.skip(f"this machine has no {', '.join(lacking)}")
+        state_dir = tmp_path / f"{name}-{len(started)}"
+        state_dir.mkdir()
+        running = driving.start(program, state_dir, cache, arguments or program.quick)
+        started.append(running)
+        driving.wait_ready(program, state_dir)
+        return running
+
+    yield start_one
+    for running in started:
+        driving.stop(running)
+
+
+@pytest.fixture(scope="session")
+def loop() -> Iterator[LoopThread]:
+    with LoopThread() as loop:
+        yield loop
+
+
+@pytest.fixture
+def workdir() -> Iterator[Path]:
+    """Where CRIU's images go, on tmpfs; after the test nothing may be left in it, nor a process that works there."""
+    path = Path(tempfile.mkdtemp(prefix="icecore-test-", dir="/dev/shm"))
+    yield path
+    left = leftovers(path)
+    shutil.rmtree(path, ignore_errors=True)
+    assert not left
+
+
+@pytest.fixture
+def store(tmp_path: Path, loop: LoopThread, workdir: Path) -> Store:
+    """An empty repository on the disk."""
+    return Store.make(loop, tmp_path / "repository", workdir)
+
+
+@pytest.fixture
+def job(start: Start) -> Job:
+    return Job(start("memory-pattern", "--mib", "8"))
+
+
+@pytest.fixture
+def witness(store: Store, job: Job) -> Witness:
+    """With one snapshot of the job."""
+    return Witness(store, job.pid)

@@ -1,0 +1,55 @@
+"""A dumper in a process of its own, for tests that kill it: dumps one tree, says on standard output what happens, pauses where it is told to.
+
+python driver.py '{"repository": …, "workdir": …, "pid": …, "pause": ["dump.files", "begin"], "options": {…}}'
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from icecore.dumper.dump import dump
+from icecore.dumper.options import DumpOptions
+from icecore.dumper.target import Target
+from icecore.errors import IcecoreError
+from icecore.events import Event
+from icecore.store.local import LocalBackend
+from icecore.store.loop import LoopThread
+from icecore.store.repository import Repository
+
+
+def main(order: dict[str, object]) -> int:
+    pause = order.get("pause")
+
+    def say(event: Event) -> None:
+        about = [event.name, str(event.fields.get("state", ""))]
+        os.write(1, json.dumps(about).encode() + b"\n")
+        if about == pause:
+            time.sleep(60)
+
+    async def reopen() -> Repository:
+        return await Repository.open(LocalBackend(Path(str(order["repository"]))))
+
+    options = order.get("options")
+    with LoopThread() as loop:
+        try:
+            result = dump(
+                loop.run(reopen()),
+                loop,
+                Target.of_process(int(str(order["pid"])), "job"),
+                DumpOptions(**options) if isinstance(options, dict) else None,
+                workdir=str(order["workdir"]),
+                emit=say,
+            )
+        except IcecoreError as error:
+            os.write(1, json.dumps(["error", type(error).__name__, str(error)]).encode() + b"\n")
+            return error.exit_code
+    os.write(1, json.dumps(["snapshot", result.snapshot]).encode() + b"\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))

@@ -1,0 +1,153 @@
+"""For tests that make a dump fail: a job that notes its steps, a witness to what the repository must still hold, and a dumper that can be killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from icecore.errors import DumpFailed
+from icecore.store.local import LocalBackend
+from tests.programs import driving
+
+from .world import Events, Stillness, Store, assert_same_memory, leftovers, standing
+
+SECONDS = 1.0
+_DRIVER = Path(__file__).with_name("driver.py")
+#: Events that say that a dump found something wrong with what an earlier one stored.
+_COMPLAINTS = {"dump.parent_damaged", "dump.hints_missing", "store.base_damaged", "index.damaged"}
+
+
+class Job:
+    """A memory-pattern process that writes down when it makes a step."""
+
+    def __init__(self, running: driving.Running) -> None:
+        self.running = running
+        self.pid = running.pid
+
+    def runs(self, since_ns: int, seconds: float = SECONDS) -> None:
+        """It made a step within ``seconds`` of that time, and nothing traces it."""
+        at = driving.wait_step(self.running.state_dir, since_ns, timeout_s=20)
+        assert at - since_ns <= seconds * 1e9, f"it stood still for {(at - since_ns) / 1e9:.2f} s"
+        assert not standing(self.pid)
+
+    def is_well(self) -> None:
+        """Its own check of all its data."""
+        driving.ask_finish(self.running.program, self.running.state_dir)
+        said = driving.wait_finished(self.running.program, self.running.state_dir)
+        assert said.passed, said.errors
+
+    def stopped_since(self, until_ns: int, seconds: float = 20.0) -> None:
+        """Wait until it stands still."""
+        end = time.monotonic() + seconds
+        while not standing(self.pid):
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+
+class Witness:
+    """An earlier snapshot, and what it must still hold after everything that goes wrong."""
+
+    def __init__(self, store: Store, pid: int) -> None:
+        self.store = store
+        self.pid = pid
+        self.still = Stillness()
+        events = Events({("dump.files", "begin"): lambda _: self.still.look(pid)})
+        self.first = store.dump(pid, events=events).snapshot
+        self.verify(1)
+
+    def verify(self, snapshots: int) -> None:
+        """The repository opens, lists so many snapshots, and the first is what it was."""
+        fresh = self.store.through(self.store.backend)
+        assert len(fresh.snapshots()) == snapshots
+        assert assert_same_memory(fresh.read(self.first), self.still) > 8 * 256
+
+    def open_sessions(self) -> list[str]:
+        """Sessions that nobody ended."""
+        fresh = self.store.through(self.store.backend)
+        return [session.id for session in self.store.loop.run(fresh.repository.log.newest()).state.sessions]
+
+    def next_dump_is_good(self) -> None:
+        """As it says; the program has been changed meanwhile."""
+        before = len(self.store.snapshots())
+        still = Stillness()
+        events = Events({("dump.files", "begin"): lambda _: still.look(self.pid)})
+        fresh = self.store.through(self.store.backend)
+        result = fresh.dump(self.pid, events=events)
+        assert_same_memory(fresh.read(result.snapshot), still)
+        assert not events.names() & _COMPLAINTS
+        self.verify(before + 1)
+
+
+def fails(
+    job: Job, witness: Witness, act: Callable[[], object], error: type[BaseException] = DumpFailed
+) -> BaseException:
+    """``act`` raises ``error``; the job runs when it does, nothing is left, and the repository is as it was."""
+    before = len(witness.store.snapshots())
+    with pytest.raises(error) as caught:
+        act()
+    at = time.time_ns()
+    assert not standing(job.pid)
+    assert not leftovers(witness.store.workdir)
+    job.runs(at)
+    witness.verify(before)
+    return caught.value
+
+
+def members(workdir: Path, word: str) -> list[int]:
+    """Processes whose command line has both."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal() and int(entry) != os.getpid():
+            try:
+                words = Path("/proc", entry, "cmdline").read_bytes()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if str(workdir).encode() in words and word.encode() in words:
+                found.append(int(entry))
+    return found
+
+
+class Dumper:
+    """A dumper in a process of its own."""
+
+    def __init__(self, store: Store, job: Job, pause: tuple[str, str] | None = None, **options: object) -> None:
+        assert isinstance(store.backend, LocalBackend)
+        order = {
+            "repository": str(store.backend.root),
+            "workdir": str(store.workdir),
+            "pid": job.pid,
+            "pause": pause,
+            "options": options,
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", str(_DRIVER), json.dumps(order)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+        )
+
+    def until(self, *moment: str, seconds: float = 20.0) -> list[str]:
+        """Read what it says until it says this."""
+        end = time.monotonic() + seconds
+        assert self.process.stdout is not None
+        while True:
+            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, end - time.monotonic()))
+            line = self.process.stdout.readline() if ready else b""
+            assert line, f"{moment} did not come"
+            said: list[str] = json.loads(line)
+            if said[: len(moment)] == list(moment):
+                return said
+
+    def end(self, number: int) -> int:
+        """Send it a signal and wait for its end; its status."""
+        self.process.send_signal(number)
+        self.process.communicate(timeout=20)
+        return self.process.returncode

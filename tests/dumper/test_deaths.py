@@ -1,0 +1,177 @@
+"""The job is never lost: the dumper or its guard is killed, interrupted or stopped at any moment, and it runs on within a second."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from icecore.dumper.guard import GuardLost
+from icecore.dumper.options import DumpOptions
+from icecore.events import Event
+from tests.programs import driving
+
+from .failing import SECONDS, Dumper, Job, Witness, fails, members
+from .world import Events, leftovers, standing, until_clean
+
+pytestmark = [pytest.mark.criu, pytest.mark.timeout(60)]
+
+
+@pytest.fixture
+def dumpers() -> Iterator[list[Dumper]]:
+    """Ended after the test, whatever became of it."""
+    started: list[Dumper] = []
+    yield started
+    for dumper in started:
+        if dumper.process.poll() is None:
+            dumper.process.kill()
+        dumper.process.communicate(timeout=20)
+
+
+KILLED = [
+    (("dump.window", "begin"), 0.0, False),
+    (("dump.window", "begin"), 0.02, False),
+    (("dump.window", "begin"), 0.04, False),
+    (("dump.files", "begin"), 0.05, False),
+    (("dump.files", "begin"), 0.05, True),
+    (("dump.window", "end"), 0.0, False),
+    (("dump.store", "begin"), 0.0, False),
+    (("dump.store", "begin"), 0.0, True),
+    (("store.commit", "begin"), 0.0, True),
+]
+
+
+@pytest.mark.parametrize(
+    ("moment", "delay", "stop"),
+    KILLED,
+    ids=[f"{name} {state} {delay}{' stop' * stop}" for (name, state), delay, stop in KILLED],
+)
+def test_a_dumper_that_is_killed(
+    moment: tuple[str, str], delay: float, stop: bool, job: Job, witness: Witness, dumpers: list[Dumper]
+) -> None:
+    # It pauses at the moment unless it is to be met on the way.
+    dumper = Dumper(witness.store, job, None if moment == ("dump.window", "begin") else moment, stop=stop)
+    dumpers.append(dumper)
+    dumper.until(*moment)
+    time.sleep(delay)
+    dumper.process.kill()
+    at = time.time_ns()
+    job.runs(at)
+    until_clean(witness.store.workdir)
+    assert not standing(job.pid)
+    witness.verify(1)
+    witness.next_dump_is_good()
+    job.is_well()
+
+
+@pytest.mark.parametrize(
+    ("moment", "stop"),
+    [
+        (("dump.precopy", "begin"), False),
+        (("dump.window", "begin"), False),
+        (("dump.files", "begin"), False),
+        (("dump.store", "begin"), False),
+        (("dump.store", "begin"), True),
+    ],
+    ids=["precopy", "before the window", "window", "store", "store stop"],
+)
+def test_a_dumper_that_is_interrupted(
+    moment: tuple[str, str], stop: bool, job: Job, witness: Witness, dumpers: list[Dumper]
+) -> None:
+    dumper = Dumper(witness.store, job, moment, stop=stop, pre_copy="on")
+    dumpers.append(dumper)
+    dumper.until(*moment)
+    status = dumper.end(signal.SIGINT)
+    at = time.time_ns()
+    assert status == -signal.SIGINT
+    assert not leftovers(witness.store.workdir)
+    job.runs(at)
+    witness.verify(1)
+    assert not witness.open_sessions()
+    witness.next_dump_is_good()
+
+
+def test_a_dumper_that_is_interrupted_while_criu_freezes(job: Job, witness: Witness, dumpers: list[Dumper]) -> None:
+    dumper = Dumper(witness.store, job)
+    dumpers.append(dumper)
+    dumper.until("dump.window", "begin")
+    job.stopped_since(time.time_ns())
+    dumper.end(signal.SIGINT)
+    at = time.time_ns()
+    assert not leftovers(witness.store.workdir)
+    job.runs(at)
+    witness.verify(1)
+    witness.next_dump_is_good()
+
+
+def test_a_dumper_that_is_stopped_in_the_window(job: Job, witness: Witness, dumpers: list[Dumper]) -> None:
+    """Ctrl-Z: it lives but does nothing, so that its guard must end the window."""
+    dumper = Dumper(witness.store, job, ("dump.files", "begin"), max_window=0.5)
+    dumpers.append(dumper)
+    dumper.until("dump.files", "begin")
+    dumper.process.send_signal(signal.SIGSTOP)
+    at = time.time_ns()
+    job.runs(at, 0.5 + 1.0 + SECONDS)
+    assert not standing(job.pid)
+    dumper.process.send_signal(signal.SIGCONT)
+    dumper.process.kill()
+    until_clean(witness.store.workdir)
+    witness.verify(1)
+    witness.next_dump_is_good()
+
+
+def kill_guard(workdir: Path) -> Callable[[Event], None]:
+    """Kills the guard process."""
+
+    def kill(_: Event) -> None:
+        guards = members(workdir, "icecore.dumper.guard")
+        assert len(guards) == 1
+        os.kill(guards[0], signal.SIGKILL)
+
+    return kill
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [("dump.precopy", "begin"), ("dump.window", "begin"), ("dump.files", "begin")],
+    ids=lambda moment: moment[0],
+)
+def test_a_guard_that_is_killed(moment: tuple[str, str], job: Job, witness: Witness) -> None:
+    events = Events({moment: kill_guard(witness.store.workdir)})
+    fails(job, witness, lambda: witness.store.dump(job.pid, DumpOptions(pre_copy="on"), events=events), GuardLost)
+    witness.next_dump_is_good()
+    job.is_well()
+
+
+def test_a_guard_that_is_killed_while_criu_freezes(job: Job, witness: Witness) -> None:
+    kill = kill_guard(witness.store.workdir)
+
+    def later() -> None:
+        job.stopped_since(time.time_ns())
+        kill(Event("now"))
+
+    killer = threading.Thread(target=later)
+    killer.start()
+    fails(job, witness, lambda: witness.store.dump(job.pid), GuardLost)
+    killer.join(20)
+    witness.next_dump_is_good()
+
+
+def test_a_guard_that_is_killed_after_the_window(job: Job, witness: Witness) -> None:
+    """It is needed no more: the snapshot is good."""
+    result = witness.store.dump(job.pid, events=Events({("dump.store", "begin"): kill_guard(witness.store.workdir)}))
+    assert witness.store.snapshots() == [witness.first, result.snapshot]
+    assert not leftovers(witness.store.workdir)
+
+
+def test_a_guard_that_is_killed_before_the_end_of_a_stop(job: Job, witness: Witness) -> None:
+    kill = kill_guard(witness.store.workdir)
+    events = Events({("dump.store", "begin"): kill})
+    result = witness.store.dump(job.pid, DumpOptions(stop=True), events=events)
+    assert not driving.alive(job.pid)
+    assert witness.store.snapshots() == [witness.first, result.snapshot]

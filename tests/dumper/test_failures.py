@@ -1,0 +1,303 @@
+"""The job is never lost: whatever fails at whatever step of a dump, it runs on within a second, nothing is left behind, and the next dump is good."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from icecore.dumper.options import DumpOptions
+from icecore.dumper.target import Target
+from icecore.errors import DumpFailed, IcecoreError, NotFound, StoreError, StoreFull, WindowExceeded
+from icecore.events import Event
+from icecore.host.criu import Criu, find_criu
+from icecore.store.faulty import Call, FaultyBackend, Outcome
+from icecore.store.loop import LoopThread
+from tests.programs import driving
+
+from .conftest import Start
+from .failing import Job, Witness, fails, members
+from .world import Events, Stillness, Store, assert_same_memory, leftovers, standing
+
+pytestmark = [pytest.mark.criu, pytest.mark.timeout(60)]
+
+
+def wrapper(path: Path, script: str) -> Criu:
+    """A CRIU that is a shell script; ``$CRIU`` is the real one."""
+    criu = find_criu()
+    path.write_text(f"#!/bin/bash\nCRIU={criu.path}\n{script}\n")
+    path.chmod(0o755)
+    return replace(criu, path=path)
+
+
+# -- CRIU
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("exit 1", "CRIU gave no reason"),
+        ("exit 0", "CRIU"),
+        ("kill -9 $$", "CRIU"),
+        ('exec $CRIU "${@//--lazy-pages/--no-such-option}"', "CRIU"),
+        ('for w; do case $w in /dev/shm/*) rmdir $w;; esac; done; exec $CRIU "$@"', "failed"),
+        ("ulimit -f 1; trap '' XFSZ; exec $CRIU \"$@\"", "failed"),
+    ],
+    ids=["fails", "says nothing", "is killed", "does not understand", "has no directory", "cannot write"],
+)
+def test_criu_that_fails(script: str, words: str, job: Job, witness: Witness, tmp_path: Path) -> None:
+    criu = wrapper(tmp_path / "criu", script)
+    error = fails(job, witness, lambda: witness.store.dump(job.pid, criu=criu))
+    assert words in str(error)
+    witness.next_dump_is_good()
+    job.is_well()
+
+
+def test_criu_that_does_not_start(job: Job, witness: Witness, tmp_path: Path) -> None:
+    criu = replace(find_criu(), path=tmp_path / "nowhere")
+    fails(job, witness, lambda: witness.store.dump(job.pid, criu=criu))
+    witness.next_dump_is_good()
+
+
+def test_a_tree_that_criu_cannot_dump(start: Start, store: Store) -> None:
+    running = start("tree-credentials")
+    with pytest.raises(DumpFailed, match="queue"):
+        store.dump(running.pid)
+    assert not standing(running.pid)
+    assert not leftovers(store.workdir)
+    assert store.snapshots() == []
+    driving.wait_progress(running.state_dir)
+    driving.ask_finish(running.program, running.state_dir)
+    assert driving.wait_finished(running.program, running.state_dir).passed
+
+
+def test_criu_killed_while_it_holds_the_tree(job: Job, witness: Witness) -> None:
+    def kill(_: Event) -> None:
+        for pid in members(witness.store.workdir, "dump.log"):
+            os.kill(pid, signal.SIGKILL)
+
+    fails(job, witness, lambda: witness.store.dump(job.pid, events=Events({("dump.files", "begin"): kill})))
+    witness.next_dump_is_good()
+    job.is_well()
+
+
+# -- the store
+
+
+def failing_from(first: int) -> Callable[[Call], Outcome]:
+    """Every call fails from number ``first`` on."""
+    return lambda call: Outcome.FAIL if call.number >= first else Outcome.PASS
+
+
+def calls_of(store: Store, job: Job) -> list[tuple[str, str]]:
+    """``(operation, kind of object)`` of the store's calls in a dump."""
+    backend = FaultyBackend(store.backend)
+    through = store.through(backend)
+    opened = len(backend.calls)
+    through.dump(job.pid)
+    return [(call.operation, call.name.split("/")[0]) for call in backend.calls[opened:]]
+
+
+def from_call_on(number: int, store: Store, job: Job, witness: Witness, *, stop: bool) -> bool:
+    """Dump with a store that fails from that call on, counted from the beginning of the dump; whether the dump failed."""
+    driving.change(job.running.state_dir, number, 50, 50)
+    backend = FaultyBackend(store.backend)
+    through = store.through(backend)
+    backend.plan = failing_from(len(backend.calls) + number)
+    before = len(store.snapshots())
+    try:
+        through.dump(job.pid, DumpOptions(stop=stop))
+    except StoreError:
+        at = time.time_ns()
+        assert not standing(job.pid) and not leftovers(store.workdir)
+        job.runs(at)
+        witness.verify(before)
+        return True
+    return False
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that does not wait long before it tries again."""
+    monkeypatch.setattr("icecore.store.session._PUT_BACKOFF_SECONDS", 0.001)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_store_that_fails_from_some_call_on(job: Job, witness: Witness) -> None:
+    calls = calls_of(witness.store, job)
+    commit = len(calls) - 1 - calls[::-1].index(("create", "log"))
+    firsts = {calls.index(call) for call in calls[:commit]}
+    assert {calls[n] for n in firsts} >= {
+        ("get", "log"),
+        ("get", "hints"),
+        ("read_into", "nodes"),
+        ("create", "snapshots"),
+    }
+    for number in sorted(firsts | {commit}):
+        assert from_call_on(number + 1, witness.store, job, witness, stop=False), calls[number]
+    witness.next_dump_is_good()
+    job.is_well()
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_store_that_fails_while_a_stopped_tree_waits(job: Job, witness: Witness) -> None:
+    calls = calls_of(witness.store, job)
+    commit = len(calls) - 1 - calls[::-1].index(("create", "log"))
+    numbers = [calls.index(("create", kind)) for kind in ("hints", "nodes", "snapshots", "index")]
+    for number in [*numbers, commit]:
+        assert from_call_on(number + 1, witness.store, job, witness, stop=True), calls[number]
+    job.is_well()
+
+
+def test_a_full_disk(job: Job, loop: LoopThread, workdir: Path, tmp_path: Path) -> None:
+    """A repository on a file system of its own, too small for a second snapshot."""
+    place = tmp_path / "small"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=14m", "tmpfs", place], check=True, timeout=20)
+    try:
+        store = Store.make(loop, place / "repository", workdir)
+        witness = Witness(store, job.pid)
+        driving.change(job.running.state_dir, 1, 100, 100)
+        fails(job, witness, lambda: store.dump(job.pid), StoreFull)
+        fails(job, witness, lambda: store.dump(job.pid, DumpOptions(stop=True)), StoreFull)
+        subprocess.run(["mount", "-o", "remount,size=64m", place], check=True, timeout=20)
+        witness.next_dump_is_good()
+        job.is_well()
+    finally:
+        subprocess.run(["umount", "-l", place], check=True, timeout=20)
+
+
+def test_a_full_working_directory(job: Job, witness: Witness, tmp_path: Path) -> None:
+    """CRIU finds no room for its images, although there was some when the dump began."""
+    place = tmp_path / "work"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", place], check=True, timeout=20)
+    try:
+
+        def fill(_: Event) -> None:
+            with open(place / "ballast", "wb") as file, suppress(OSError):
+                while True:
+                    file.write(bytes(1 << 16))
+                    file.flush()
+
+        small = replace(witness.store, workdir=place)
+        fails(job, witness, lambda: small.dump(job.pid, events=Events({("dump.window", "begin"): fill})))
+        assert leftovers(place) == ["ballast"]
+    finally:
+        subprocess.run(["umount", "-l", place], check=True, timeout=20)
+    witness.next_dump_is_good()
+
+
+# -- the target
+
+
+def test_a_target_that_is_gone(store: Store) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait(10)
+    with pytest.raises(NotFound, match="no process"):
+        store.dump(Target(gone.pid, "job"))
+    assert store.snapshots() == []
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [("dump.preflight", "end"), ("dump.precopy", "begin"), ("dump.precopy", "end"), ("dump.window", "begin")],
+    ids=lambda moment: " ".join(moment),
+)
+def test_a_target_that_ends_before_the_window(moment: tuple[str, str], job: Job, store: Store) -> None:
+    events = Events({moment: lambda _: driving.kill_tree(job.pid)})
+    with pytest.raises((DumpFailed, NotFound)):
+        store.dump(job.pid, DumpOptions(pre_copy="on"), events=events)
+    assert not leftovers(store.workdir)
+    assert store.snapshots() == []
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.015, 0.03, 0.05])
+def test_a_target_that_is_killed_while_criu_freezes_it(delay: float, job: Job, store: Store) -> None:
+    def kill() -> None:
+        job.stopped_since(time.time_ns())
+        time.sleep(delay)
+        os.kill(job.pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with suppress(DumpFailed, NotFound):  # it may be all read by then
+        store.dump(job.pid)
+    killer.join(20)
+    assert not leftovers(store.workdir)
+    for snapshot in store.snapshots():
+        assert store.read(snapshot).keys("process")
+
+
+def test_a_target_that_is_killed_while_it_is_read(job: Job, store: Store) -> None:
+    """Killed when all of its memory has been read but not yet let go: no snapshot of half a tree, nothing left."""
+    events = Events({("dump.files", "begin"): lambda _: driving.kill_tree(job.pid)})
+    with pytest.raises((DumpFailed, NotFound)):
+        store.dump(job.pid, events=events)
+    assert not leftovers(store.workdir)
+    assert store.snapshots() == []
+
+
+# -- limits
+
+
+@pytest.mark.parametrize("limit", [0.001, 0.02])
+def test_a_window_that_is_over_before_criu_serves(limit: float, job: Job, witness: Witness) -> None:
+    error = fails(job, witness, lambda: witness.store.dump(job.pid, DumpOptions(max_window=limit)), WindowExceeded)
+    assert "--max-window" in str(error)
+    witness.next_dump_is_good()
+    job.is_well()
+
+
+def test_a_window_that_takes_too_long(job: Job, witness: Witness) -> None:
+    ran: list[int] = []
+
+    def dawdle(_: Event) -> None:
+        begun = time.time_ns()
+        time.sleep(1.5)
+        ran.append(driving.steps(job.running.state_dir)[1] - begun)
+
+    events = Events({("dump.files", "begin"): dawdle})
+    fails(job, witness, lambda: witness.store.dump(job.pid, DumpOptions(max_window=0.4), events=events), WindowExceeded)
+    assert ran[0] > 0  # it ran while the dumper was still busy
+    witness.next_dump_is_good()
+
+
+@pytest.mark.parametrize("threads", [1, 16])
+def test_staging_of_the_least_size(threads: int, start: Start, store: Store) -> None:
+    running = start("memory-pattern", "--mib", "64")
+    still = Stillness()
+    events = Events({("dump.files", "begin"): lambda _: still.look(running.pid)})
+    options = DumpOptions(staging_bytes=1, scan_threads=threads, pre_copy="off")
+    result = store.dump(running.pid, options, events=events)
+    assert result.spilled
+    assert_same_memory(store.read(result.snapshot), still)
+
+
+# -- hooks
+
+
+def test_hooks(job: Job, witness: Witness, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    before = f"echo before $ICECORE_JOB $ICECORE_PID $ICECORE_SNAPSHOT >> {note}"
+    after = f"echo after $ICECORE_JOB $ICECORE_PID $ICECORE_SNAPSHOT >> {note}"
+    result = witness.store.dump(job.pid, DumpOptions(before=before, after=after))
+    assert note.read_text().splitlines() == [f"before job {job.pid}", f"after job {job.pid} {result.snapshot}"]
+    note.unlink()
+    error = fails(
+        job, witness, lambda: witness.store.dump(job.pid, DumpOptions(before="echo no >&2; exit 3", after=after))
+    )
+    assert "status 3: no" in str(error)
+    assert note.read_text().splitlines() == [f"after job {job.pid}"]
+    with pytest.raises(IcecoreError, match="is committed, but the hook") as caught:
+        witness.store.dump(job.pid, DumpOptions(after="exit 4"))
+    assert not isinstance(caught.value, DumpFailed)
+    assert len(witness.store.snapshots()) == 3

@@ -1,0 +1,294 @@
+"""What the tests of whole dumps share: programs that run, a repository, a look at the frozen tree, and reading back what was recorded."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from icecore.dumper.dump import DumpResult, dump
+from icecore.dumper.options import DumpOptions
+from icecore.dumper.target import Target
+from icecore.events import Event
+from icecore.host import procfs
+from icecore.host.criu import Criu
+from icecore.store.backend import Backend
+from icecore.store.cell import CELL_BYTES, CELL_PAGES, PAGE
+from icecore.store.local import LocalBackend
+from icecore.store.loop import LoopThread
+from icecore.store.manifest import Manifest, Space
+from icecore.store.reader import SnapshotReader
+from icecore.store.repository import Repository
+
+_PRESENT, _SWAPPED = np.uint64(1 << 63), np.uint64(1 << 62)
+#: What the kernel makes anew in every process, and no snapshot holds.
+_KERNELS_OWN = ("[vdso]", "[vvar]", "[vvar_vclock]", "[vsyscall]")
+
+Hook = Callable[[Event], None]
+Pages = dict[int, bytes]
+
+
+class Events:
+    """A sink that keeps everything and runs hooks: ``hooks["dump.files", "begin"]`` is called in the window, in the dumper's own thread."""
+
+    def __init__(self, hooks: Mapping[tuple[str, str], Hook] | None = None) -> None:
+        self.all: list[Event] = []
+        self.hooks = dict(hooks or {})
+
+    def __call__(self, event: Event) -> None:
+        self.all.append(event)
+        hook = self.hooks.get((event.name, str(event.fields.get("state", ""))))
+        if hook is not None:
+            hook(event)
+
+    def named(self, name: str) -> list[Event]:
+        """Those of one name."""
+        return [event for event in self.all if event.name == name]
+
+    def names(self) -> set[str]:
+        """What happened at all."""
+        return {event.name for event in self.all}
+
+
+@dataclass
+class Store:
+    """A repository and the loop in which it lives."""
+
+    loop: LoopThread
+    backend: Backend
+    repository: Repository
+    workdir: Path
+
+    @classmethod
+    def make(cls, loop: LoopThread, root: Path, workdir: Path) -> Store:
+        """A new one on a local directory."""
+
+        async def create() -> tuple[Backend, Repository]:
+            backend = LocalBackend(root, create=True)
+            return backend, await Repository.create(backend)
+
+        return cls(loop, *loop.run(create()), workdir)
+
+    def through(self, backend: Backend) -> Store:
+        """The same repository, opened through another back end."""
+
+        async def reopen() -> Repository:
+            return await Repository.open(backend)
+
+        return Store(self.loop, backend, self.loop.run(reopen()), self.workdir)
+
+    def dump(
+        self,
+        target: Target | int,
+        options: DumpOptions | None = None,
+        *,
+        events: Events | None = None,
+        criu: Criu | None = None,
+    ) -> DumpResult:
+        """Dump, and leave nothing behind."""
+        if isinstance(target, int):
+            target = Target.of_process(target, "job")
+        return dump(
+            self.repository, self.loop, target, options, criu=criu, workdir=str(self.workdir), emit=events or Events()
+        )
+
+    def snapshots(self) -> list[str]:
+        """Ids of what is listed."""
+        return [record.snapshot for record in self.loop.run(self.repository.snapshots())]
+
+    def read(self, snapshot: str) -> Recorded:
+        """A snapshot to look into."""
+        return Recorded(SnapshotReader.open(self.repository, snapshot, self.loop.loop))
+
+    def bytes(self) -> int:
+        """What it takes on the disk."""
+        assert isinstance(self.backend, LocalBackend)
+        return sum(path.stat().st_size for path in self.backend.root.rglob("*") if path.is_file())
+
+
+class Recorded:
+    """What a snapshot holds, read back cell by cell (each one verified by the reader)."""
+
+    def __init__(self, reader: SnapshotReader) -> None:
+        self.reader = reader
+
+    @property
+    def manifest(self) -> Manifest:
+        """Its manifest."""
+        return self.reader.manifest
+
+    def space(self, kind: str, key: str) -> Space:
+        """A space by name."""
+        return next(s for s in self.manifest.spaces if (s.kind, s.key) == (kind, key))
+
+    def keys(self, kind: str) -> list[str]:
+        """The keys of the spaces of a kind."""
+        return [s.key for s in self.manifest.spaces if s.kind == kind]
+
+    def runs(self, space: Space) -> Iterator[tuple[int, bytes]]:
+        """``(address, bytes)`` of every run of recorded pages, zero pages included."""
+        room = memoryview(bytearray(CELL_BYTES))
+        for region, records in zip(space.regions, self.reader.records(space), strict=True):
+            for record in records:
+                data = np.unpackbits(record["data"], bitorder="little").astype(bool)
+                zero = np.unpackbits(record["zero"], bitorder="little").astype(bool)
+                assert not (data & zero).any()
+                whole = np.zeros((CELL_PAGES, PAGE), np.uint8)
+                content = np.frombuffer(self.reader.read_cell(record, room), np.uint8).reshape(-1, PAGE)
+                whole[data] = content
+                base = region.origin + int(record["cell"]) * CELL_BYTES
+                for first, pages in page_runs(data | zero):
+                    start = base + first * PAGE
+                    assert region.start <= start and start + pages * PAGE <= region.start + region.length
+                    yield start, whole[first : first + pages].tobytes()
+
+    def pages(self, space: Space) -> Pages:
+        """Address → page."""
+        found: Pages = {}
+        for start, data in self.runs(space):
+            for at in range(0, len(data), PAGE):
+                assert start + at not in found
+                found[start + at] = data[at : at + PAGE]
+        return found
+
+    def content(self, kind: str, key: str) -> bytes:
+        """The bytes of a file, an image or a shared memory object; holes are zeros."""
+        space = self.space(kind, key)
+        size = space.size if kind != "shared" else sum(r.length for r in space.regions)
+        out = bytearray(-(-size // PAGE) * PAGE)
+        for start, data in self.runs(space):
+            out[start : start + len(data)] = data
+        return bytes(out[:size])
+
+
+def page_runs(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Runs of true values as ``(first, count)``."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.astype(np.int8), [0]))))
+    return [(int(a), int(b - a)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+
+@dataclass
+class Stillness:
+    """A tree as it stood in the window, read by other means than the dumper's.
+
+    Attributes:
+        pages: Host pid → address → page, of every page that a process has mapped.
+        needed: Host pid → addresses of those that would not come back by themselves (as zeros, or as what their file holds): a snapshot must
+            have them. Pages of shared memory are their object's, and not among them.
+        mappings: Host pid → mappings.
+        files: Path → bytes, of the files that were asked for.
+        states: Host pid → the letter in /proc/PID/stat.
+    """
+
+    pages: dict[int, Pages] = field(default_factory=dict)
+    needed: dict[int, set[int]] = field(default_factory=dict)
+    mappings: dict[int, list[procfs.Mapping]] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)
+    states: dict[int, str] = field(default_factory=dict)
+
+    def look(self, root: int, *files: str | Path) -> None:
+        """Read everything."""
+        for pid in procfs.tree(root):
+            status = procfs.status(pid)
+            self.states[pid] = status.state
+            if status.zombie:
+                continue
+            self.mappings[pid] = [m for m in procfs.read_maps(pid) if m.path not in _KERNELS_OWN]
+            self.pages[pid], self.needed[pid] = {}, set()
+            self._look_at(pid)
+        for path in files:
+            self.files[str(path)] = Path(path).read_bytes()
+
+    def _look_at(self, pid: int) -> None:
+        pages, needed = self.pages[pid], self.needed[pid]
+        with (
+            open(f"/proc/{pid}/pagemap", "rb", buffering=0) as pagemap,
+            open(f"/proc/{pid}/mem", "rb", buffering=0) as memory,
+        ):
+            for mapping in self.mappings[pid]:
+                pagemap.seek(mapping.start // PAGE * 8)
+                entries = np.frombuffer(pagemap.read(mapping.length // PAGE * 8), "<u8")
+                runs = page_runs((entries & (_PRESENT | _SWAPPED)) != 0)
+                file = b""
+                if runs and mapping.private and mapping.inode and not mapping.path.startswith(("/memfd:", "/dev/zero")):
+                    file = Path(f"/proc/{pid}/map_files/{mapping.start:x}-{mapping.end:x}").read_bytes()
+                for first, count in runs:
+                    start = mapping.start + first * PAGE
+                    memory.seek(start)
+                    data = memory.read(count * PAGE)
+                    assert len(data) == count * PAGE
+                    for at in range(0, len(data), PAGE):
+                        page = pages[start + at] = data[at : at + PAGE]
+                        offset = mapping.offset + start + at - mapping.start
+                        if mapping.private and page != file[offset : offset + PAGE].ljust(PAGE, b"\0"):
+                            needed.add(start + at)
+
+
+def assert_same_memory(recorded: Recorded, still: Stillness) -> int:
+    """Every page in the snapshot is what was there, and every page is in it that would not come back by itself.
+
+    Returns:
+        Pages compared.
+    """
+    compared = 0
+    for process in recorded.manifest.processes:
+        if not process.alive:
+            continue
+        space = recorded.space("process", str(process.image_id))
+        kernels = [range(r.start, r.start + r.length) for r in space.regions if r.kind == "vdso"]
+        ours = {a: page for a, page in recorded.pages(space).items() if not any(a in k for k in kernels)}
+        theirs, nothing = still.pages[process.pid], bytes(PAGE)
+        different = [hex(a) for a, page in ours.items() if page != theirs.get(a, nothing)]
+        assert not different, f"{process.pid}: {different[:5]} differ"
+        missing = still.needed[process.pid] - ours.keys()
+        assert not missing, f"{process.pid}: {[hex(a) for a in sorted(missing)[:5]]} are missing"
+        compared += len(ours)
+    return compared
+
+
+def leftovers(workdir: Path) -> list[str]:
+    """Processes that have ``workdir`` in their command line (CRIU, guards), and what lies in it."""
+    found = [entry.name for entry in workdir.iterdir()]
+    for entry in os.listdir("/proc"):
+        if not entry.isdecimal() or int(entry) == os.getpid():
+            continue
+        try:
+            words = Path("/proc", entry, "cmdline").read_bytes()
+            state = Path("/proc", entry, "stat").read_text().rsplit(")", 1)[1].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if str(workdir).encode() in words and state not in "ZX" and b"driver.py" not in words:
+            found.append(words.replace(b"\0", b" ").decode())
+    return found
+
+
+def until_clean(workdir: Path, seconds: float = 20.0) -> None:
+    """Wait until nothing is left of a dump."""
+    end = time.monotonic() + seconds
+    while left := leftovers(workdir):
+        assert time.monotonic() < end, left
+        time.sleep(0.005)
+
+
+def standing(root: int) -> list[int]:
+    """Members of the tree that are stopped by a tracer."""
+    return [pid for pid in procfs.tree(root) if procfs.status(pid).state == "t"]
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[Callable[[Callable[[], object]], None]]:
+    """Until the end of the block, ``until(condition)`` waits at most so long from its beginning."""
+    end = time.monotonic() + seconds
+
+    def until(condition: Callable[[], object]) -> None:
+        while not condition():
+            assert time.monotonic() < end, f"it did not come to pass within {seconds} s"
+            time.sleep(0.002)
+
+    yield until
