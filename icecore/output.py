@@ -87,20 +87,17 @@ class Output:
 
         table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
         for column in columns:
-            table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+            table.add_column(column, justify="right" if column in right else "left", no_wrap=True)
         for row in rows:
             table.add_row(*(Text(cell) for cell in row))
         terminal = self._stdout.isatty()
-        # What is read by programs is not folded to a width that nobody sees.
-        console = Console(file=self._stdout, width=None if terminal else 10_000, highlight=False, no_color=not terminal)
+        # Lines are whole, and the terminal wraps them where it must: folded cells cannot be copied or searched for.
+        console = Console(file=self._stdout, width=10_000, highlight=False, force_terminal=terminal, no_color=not terminal)
         with self._lock:
             self._pause()
-            if terminal:
+            with console.capture() as captured:
                 console.print(table)
-            else:
-                with console.capture() as captured:
-                    console.print(table)
-                self._stdout.write("\n".join(line.rstrip() for line in captured.get().split("\n")))
+            self._stdout.write("\n".join(line.rstrip() for line in captured.get().split("\n")))
             self._stdout.flush()
 
     def raw(self, data: bytes, *, error: bool = False) -> None:
@@ -228,6 +225,11 @@ class _Bars:
         """Show what an event changes."""
         state = event.fields.get("state")
         total, done = event.fields.get("total"), event.fields.get("bytes")
+        if event.name == "store.upload" and isinstance(done, int) and self._progress is not None:
+            # Nobody knows beforehand how much there will be to store: what was stored is what can be shown.
+            for shown in self._tasks.values():
+                self._progress.advance(shown, done)
+            return
         if event.name not in TITLES and event.name not in self._tasks:
             return
         if state in ("end", "failed"):

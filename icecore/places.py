@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from icecore.errors import StoreError, UsageError
-from icecore.store.backend import Backend
-from icecore.store.local import LocalBackend
+
+if TYPE_CHECKING:
+    from icecore.store.backend import Backend
 
 _CURE = "name one with --repository DIR (-r), ICECORE_REPOSITORY, or repository = \"DIR\" in icecore.toml; 'icecore init' makes one"
 
@@ -23,6 +25,8 @@ def backend_at(location: str, *, create: bool = False) -> Backend:
         NotFound: There is no such directory.
         StoreError: It cannot be made.
     """
+    from icecore.store.local import LocalBackend
+
     if not location:
         raise UsageError("no repository is named", cure=_CURE)
     scheme, separator, rest = location.partition("://")

@@ -52,9 +52,10 @@ class Context:
 
     def registry(self) -> Registry:
         """The jobs of this node."""
-        from icecore.api import registry
+        from icecore.host.jobs import Registry
+        from icecore.places import state_directory
 
-        return registry(self.config)
+        return Registry(state_directory(self.config.state))
 
     def __enter__(self) -> Self:
         return self

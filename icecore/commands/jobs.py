@@ -164,6 +164,9 @@ def follow(job: Job, context: Context, *, from_start: bool) -> int:
     """Show a job's output until it ends; its exit status."""
     writer = _Writer(job, context, "both")
     skip = {} if from_start else {stream: job.log_path(stream).stat().st_size for stream in ("stdout", "stderr")}
+    if not from_start:
+        context.output.result("job.attached", {"job": job.name, "instance": job.instance})
+        context.output.note(f"following job {job.name} from now on; Ctrl-C lets go of it")
     try:
         for piece in job.logs(follow=True):
             skipped = min(skip.get(piece.stream, 0), len(piece.data))

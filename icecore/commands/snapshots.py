@@ -361,7 +361,7 @@ def _report_difference(found: Difference, context: Context, everything: bool) ->
         [
             f"{region.space} {region.key}",
             f"{region.start:#x}" if region.space in ("process", "device") else "",
-            f"{region.kind} {region.name}".strip(),
+            f"{region.kind} {region.name if region.name != region.key else ''}".strip(),
             region.state,
             units.size(region.length),
             str(region.cells),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from icecore.cli import build_parser, split_command
+from icecore.cli import build_parser, main, split_command
 from icecore.errors import UsageError
 from tests.cli.conftest import Cli
 from tests.cli.documents import check_event, documented_events
@@ -65,11 +65,20 @@ def test_the_parser_says_what_is_wrong(words: list[str], message: str) -> None:
         (["init", "--shard", "1KiB"], 2, "shards of 1024 bytes"),
     ],
 )
-def test_exit_codes_and_messages(cli: Cli, words: list[str], status: int, message: str) -> None:
-    done = cli.run(*words, status=status)
-    assert message in done.stderr
-    assert done.stdout == ""
-    error = cli.events(*words, status=status)[-1]
+def test_exit_codes_and_messages(
+    cli: Cli, words: list[str], status: int, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(cli.folder)
+    for name, value in cli.environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(words) == status
+    said = capsys.readouterr()
+    assert message in said.err
+    assert said.out == ""
+    assert main(["--json", *words]) == status
+    said = capsys.readouterr()
+    assert message in said.err
+    error = json.loads(said.out.splitlines()[-1])
     assert (error["event"], error["exit_code"]) == ("error", status)
     assert message in error["message"] or message in error["cure"]
     check_event(error, documented_events())

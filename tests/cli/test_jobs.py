@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import pytest
 
@@ -89,7 +88,8 @@ def test_attach_shows_what_comes_from_now_on(cli: Cli) -> None:
     cli.run("run", "-d", "--name", "count", "--", "/bin/sh", "-c", "echo early; while ! [ -e go ]; do sleep 0.02; done; echo late; exit 5")
     until(lambda: "early" in cli.run("logs", "count").stdout, "started")
     attached = cli.start("attach", "count")
-    time.sleep(0.5)
+    assert attached.stderr is not None
+    assert "following job count" in attached.stderr.readline()
     (cli.folder / "go").touch()
     out, _ = attached.communicate(timeout=20)
     assert (out, attached.returncode) == ("late\n", 5)
