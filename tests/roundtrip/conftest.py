@@ -26,6 +26,10 @@ from tests.programs import driving, plain_criu
 from tests.programs.catalogue import Program, missing
 
 
+#: Programs whose point is their size.
+_IN_FULL = ("sparse",)
+
+
 @dataclass
 class Trip:
     """A repository and the CRIU that a round trip uses."""
@@ -37,7 +41,7 @@ class Trip:
     cache: Path
 
     def start(self, program: Program, *, own_namespaces: bool = False) -> driving.Running:
-        """Start a program in its quick size, or skip where this machine cannot."""
+        """Start a program in its quick size (but for those whose point is their size), or skip where this machine cannot."""
         if lacking := missing(program):
             pytest.skip(f"this machine has no {', '.join(lacking)}")
         sockets = program.clients != "none"
@@ -45,7 +49,8 @@ class Trip:
             pytest.skip(f"CRIU {self.criu.version} cannot dump internet sockets on Linux {platform.release()}")
         state = self.work / "state"
         state.mkdir()
-        running = driving.start(program, state, self.cache, program.quick, own_namespaces=own_namespaces)
+        arguments = program.arguments if program.name in _IN_FULL else program.quick
+        running = driving.start(program, state, self.cache, arguments, own_namespaces=own_namespaces)
         driving.wait_ready(program, state)
         return running
 
