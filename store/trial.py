@@ -47,6 +47,8 @@ _TOLERANCE = 0.15
 _CREDIT_PER_BYTE = 0.05 * 0.7e-9
 _FIRST_CREDIT = 0.006
 _LARGEST_CREDIT = 0.1
+#: Except on a slow link, a form that saves less of the bytes than this is not taken: the gain is within what a busy machine makes of the times.
+_LEAST_GAIN = 0.15
 #: A form must be cheaper by this than one that was tried before it: measuring is no more exact.
 _MARGIN = 0.97
 _RAW = Choice(codec.RAW)
@@ -72,7 +74,12 @@ class Objective:
     @property
     def candidates(self) -> tuple[Choice, ...]:
         """The forms worth trying at this link rate."""
-        return _QUICK + _SLOW if self.link < _SLOW_LINK else _QUICK
+        return _QUICK + _SLOW if self.slow else _QUICK
+
+    @property
+    def slow(self) -> bool:
+        """Whether bytes are dear enough for slow codecs and small gains."""
+        return self.link < _SLOW_LINK
 
     def for_small_deltas(self) -> Objective:
         """The same with bytes four times as dear."""
@@ -111,13 +118,14 @@ def trial(data: memoryview, scratch: Scratch, objective: Objective, kind: int = 
     """Try every candidate on ``data`` (a sample) and return the cheapest; CPU time, not wall time, so that other threads do not count."""
     length = len(data)
     best, ratio, least = _RAW, 1.0, objective.cost(1.0, 0.0)
+    limit = 1.0 if objective.slow else 1.0 - _LEAST_GAIN
     out = scratch.sample[:length]
     for choice in objective.candidates:
         started = time.thread_time()
         body = scratch.encoder.body(data, choice)
         encoded = time.thread_time()
         share = (len(body) + codec.DIGEST_BYTES) / length
-        if share >= 1 or objective.cost(share, (encoded - started) / length) >= least:
+        if share >= limit or objective.cost(share, (encoded - started) / length) >= least:
             continue
         codec.decode_body(choice.codec, memoryview(body), out)
         cost = objective.cost(share, (time.thread_time() - started) / length)
