@@ -320,12 +320,21 @@ class Log:
         raise StoreError("the log has moved on by more than it keeps")
 
     async def _patiently(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Do ``call`` again while it fails without saying why; it may have taken effect each time."""
+        """Do ``call`` again while it fails without saying why; it may have taken effect each time.
+
+        Raises:
+            StoreFull: It never took effect.
+            StoreError: It may have.
+        """
         tries = 0
         while True:
             try:
                 return await call()
-            except (ObjectExists, ObjectMissing, StoreFull):
+            except (ObjectExists, ObjectMissing):
+                raise
+            except StoreFull as error:
+                if tries:
+                    raise StoreError(error.message, cure=error.cure) from error
                 raise
             except StoreError:
                 tries += 1

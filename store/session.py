@@ -88,6 +88,7 @@ class Session:
         self._beats = 0
         self._beating: asyncio.Task[None] | None = None
         self._over = False
+        self._uncertain = False
 
     async def prepare(self, *, load_index: bool, every_seconds: float | None) -> None:
         """Read what is condemned and, if asked, the index, and begin to beat; ``begin`` calls it."""
@@ -217,7 +218,12 @@ class Session:
             state = await catalog.pardon(state, own, pages)
             return await change(state, pages)
 
-        entry = await self._log.transact(whole, words)
+        before, self._uncertain = self._uncertain, True
+        try:
+            entry = await self._log.transact(whole, words)
+        except StoreFull:
+            self._uncertain = before  # this try, at least, is certain to have written nothing
+            raise
         self._over = True
         await self._silence()
         return entry
@@ -289,6 +295,9 @@ class Session:
         """
         if self._over:
             return False
+        if not self._uncertain:
+            # Nobody else ends this session with a snapshot, so nothing will ever name these. On a full disk the transaction needs the room.
+            await self._delete_created()
         was_open = False
 
         async def change(state: State, pages: Pages) -> State:
@@ -301,9 +310,13 @@ class Session:
         await self._silence()
         if was_open:
             # That the session was open until now proves that its commit never took place, and never will.
-            for name in sorted(self._created):
-                await self._backend.delete(name)
+            await self._delete_created()
         return was_open
+
+    async def _delete_created(self) -> None:
+        for name in sorted(self._created):
+            await self._backend.delete(name)
+            self._created.discard(name)
 
     async def _silence(self) -> None:
         if self._beating is not None:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from icecore.errors import IcecoreError, StoreError
+from icecore.errors import IcecoreError, StoreError, StoreFull
 from icecore.store.faulty import Call, Crashed, FaultyBackend, Outcome, stop_at
 from icecore.store.keys import Parameters
 from icecore.store.memory import MemoryBackend
@@ -170,3 +170,40 @@ def test_of_two_creators_one_makes_the_repository() -> None:
         assert await read(made[0], await take(await Repository.open(backend), A)) == A
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_disk_is_full_from_some_call_on(name: str) -> None:
+    """Every create fails from the n-th on; when there is room again, nothing is lost, and nothing was left behind that has to be cleaned up."""
+
+    async def body() -> None:
+        scene = Scene()
+        await scene.build()
+        number = 0
+        while True:
+            number += 1
+            backend = MemoryBackend(dict(scene.objects))
+            opened, faulty = await reopened(backend)
+            created: list[Call] = []
+
+            def plan(call: Call, first: int = number, created: list[Call] = created) -> Outcome:
+                if call.operation == "create":
+                    created.append(call)
+                    if len(created) >= first:
+                        raise StoreFull("no space left")
+                return Outcome.PASS
+
+            faulty.plan = plan
+            try:
+                await OPERATIONS[name](opened, scene)
+            except StoreFull:
+                left = {made for made in backend.objects if made not in scene.objects}
+                if name == "commit":  # what the writer stored is gone at once; the room is needed
+                    assert {made.split("/")[0] for made in left} <= {"log"}
+                await aftermath(backend, scene)
+                continue
+            await aftermath(backend, scene)
+            break
+        assert number > 1
+
+    asyncio.run(asyncio.wait_for(body(), 100))

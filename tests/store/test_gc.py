@@ -6,12 +6,13 @@ import asyncio
 
 import pytest
 
-from icecore.errors import NotFound, ObjectMissing, SessionFenced
+from icecore.errors import NotFound, ObjectMissing, SessionFenced, StoreError
 from icecore.store import catalog
+from icecore.store.faulty import Call, Outcome, always
 from icecore.store.gc import Collector, Options
 from icecore.store.memory import MemoryBackend
 from icecore.store.repository import Repository
-from tests.store.miniature import collect, listed, put, read, sound, state_of, take
+from tests.store.miniature import collect, listed, put, read, reopened, sound, state_of, take
 
 A = {cell: cell for cell in range(20)}
 B = {**A, **{cell: 100 + cell for cell in range(18)}}
@@ -171,6 +172,35 @@ def test_abort_deletes_what_the_session_wrote() -> None:
         assert await session.abort() is True
         assert {name for name in backend.objects if not name.startswith("log/")} == before
         assert (await state_of(repository)).state.sessions == []
+
+    asyncio.run(body())
+
+
+def test_abort_after_a_commit_of_unknown_outcome_deletes_nothing_that_was_committed() -> None:
+    """The commit took effect, its replies were lost, and the caller tried again before it gave up."""
+
+    async def body() -> None:
+        inner = MemoryBackend()
+        await Repository.create(inner)
+        repository, faulty = await reopened(inner)
+        session = await repository.begin(None, "test", beat_seconds=None)
+        record, entries = await put(repository, session, A)
+
+        def plan(call: Call) -> Outcome:
+            if call.name.startswith("log/"):
+                return Outcome.LOSE if call.operation == "create" else Outcome.FAIL
+            return Outcome.PASS
+
+        faulty.plan = plan
+        with pytest.raises(StoreError, match="unknown"):
+            await session.commit(record, entries)
+        faulty.plan = always
+        with pytest.raises(SessionFenced):
+            await session.commit(record, entries)
+        faulty.plan = lambda call: Outcome.PASS
+        assert await session.abort() is False
+        assert await read(await Repository.open(inner), record.snapshot) == A
+        await sound(await Repository.open(inner))
 
     asyncio.run(body())
 
