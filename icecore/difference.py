@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
 
+from icecore.host.namespaces import RunRecord
 from icecore.store.cell import CELL, PAGE, Records, data_pages
 from icecore.store.manifest import Manifest, OpenFile, Process, Region, Space
 
@@ -69,7 +71,7 @@ class Difference:
     Attributes:
         older, newer: Their ids.
         processes: Processes that are new, gone, or run another program, by state.
-        files: Open files that are new, gone, or have another size, mtime or inode.
+        files: Open files that are new, gone, or have another size or mtime.
         regions: Memory and content that differs.
         totals: By kind of space.
     """
@@ -89,8 +91,8 @@ def compare(older: Reader, newer: Reader) -> Difference:
         Damaged: A map of one of them is.
         ObjectMissing: A map is gone.
     """
-    before = {(space.kind, space.key): space for space in older.manifest.spaces}
-    after = {(space.kind, space.key): space for space in newer.manifest.spaces}
+    before = {(space.kind, _known_as(space.key, older.manifest)): space for space in older.manifest.spaces}
+    after = {(space.kind, _known_as(space.key, newer.manifest)): space for space in newer.manifest.spaces}
     known: set[bytes] = set()
     pairs: list[tuple[Space, list[Records], Space, list[Records]]] = []
     for key in [*after, *(key for key in before if key not in after)]:
@@ -122,6 +124,15 @@ def compare(older: Reader, newer: Reader) -> Difference:
         regions,
         totals,
     )
+
+
+def _known_as(path: str, manifest: Manifest) -> str:
+    """A path by which the same file is found in another snapshot: what is an instance's own has another path in each."""
+    text = manifest.extra.get("run")
+    if text is None or not path.startswith("/"):
+        return path
+    folder = os.path.dirname(RunRecord.decode(text).files["status"])
+    return f"INSTANCE{path[len(folder) :]}" if path.startswith(f"{folder}/") else path
 
 
 def _chunks(records: Iterable[Records]) -> Iterable[bytes]:
@@ -181,23 +192,21 @@ def _processes(older: Manifest, newer: Manifest) -> list[tuple[State, Process]]:
         earlier = before.pop(process.image_id, None)
         if earlier is None:
             found.append(("added", process))
-        elif (earlier.executable, earlier.command, earlier.threads) != (
-            process.executable,
-            process.command,
-            process.threads,
+        elif (earlier.command, earlier.threads) != (process.command, process.threads) or (
+            _known_as(earlier.executable, older) != _known_as(process.executable, newer)
         ):
             found.append(("changed", process))
     return found + [("removed", process) for process in before.values()]
 
 
 def _files(older: Manifest, newer: Manifest) -> list[tuple[State, OpenFile]]:
-    before = {file.path: file for file in older.files}
+    before = {_known_as(file.path, older): file for file in older.files}
     found: list[tuple[State, OpenFile]] = []
     for file in newer.files:
-        earlier = before.pop(file.path, None)
+        earlier = before.pop(_known_as(file.path, newer), None)
         if earlier is None:
             found.append(("added", file))
-        elif (earlier.size, earlier.mtime_ns, earlier.inode) != (file.size, file.mtime_ns, file.inode):
+        elif (earlier.size, earlier.mtime_ns) != (file.size, file.mtime_ns):
             found.append(("changed", file))
     return found + [("removed", file) for file in before.values()]
 

@@ -85,7 +85,9 @@ class Output:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        table = Table(
+            title=title or None, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_header=any(columns)
+        )
         for column in columns:
             table.add_column(column, justify="right" if column in right else "left", no_wrap=True)
         for row in rows:

@@ -166,3 +166,24 @@ def test_output_is_whole_when_its_reader_leaves(cli: Cli) -> None:
     )  # fmt: skip
     assert json.loads(done.stdout)["event"] == "doctor.finding"
     assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+
+
+def test_a_terminal_gets_bars_and_whole_lines(cli: Cli) -> None:
+    cli.run("init")
+    ours, theirs = os.openpty()
+    running = subprocess.Popen(
+        cli.command("check", "--read-data"), env={**cli.environment, "TERM": "xterm"}, cwd=cli.folder,
+        stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs,
+    )  # fmt: skip
+    os.close(theirs)
+    said = b""
+    try:
+        while piece := os.read(ours, 1 << 16):
+            said += piece
+    except OSError:
+        pass  # how Linux says that the other side was closed
+    finally:
+        os.close(ours)
+    assert running.wait(30) == 0
+    assert b"checking" in said and "━".encode() in said
+    assert b"all is well" in said.splitlines()[-1]
