@@ -78,8 +78,10 @@ def covered(bitmaps: Bytes, base: Addresses, extents: Extents) -> Bytes:
     ends = starts + extents["pages"].astype(np.uint64) * np.uint64(PAGE)
     at = np.searchsorted(starts, base, side="right") - 1
     whole = (at >= 0) & (base + np.uint64(CELL_BYTES) <= ends[np.maximum(at, 0)])
+    last = np.searchsorted(starts, base + np.uint64(CELL_BYTES), side="left") - 1
+    touched = (last >= 0) & (ends[np.maximum(last, 0)] > base)
     out = np.where(whole[:, None], bitmaps, np.uint8(0))
-    partial = np.flatnonzero(~whole)
+    partial = np.flatnonzero(touched & ~whole)
     for first in range(0, len(partial), _BATCH):
         rows = partial[first : first + _BATCH]
         out[rows] = _covered_pages(bitmaps[rows], base[rows], starts, ends)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from icecore.errors import Damaged, IcecoreError, StoreError, UsageError
 from icecore.events import Event, Sink, discard, phase
-from icecore.restorer.fetch import Fetcher, Limits
-from icecore.restorer.filewriter import FileTarget, FileWriter
+from icecore.restorer.fetch import Limits
+from icecore.restorer.filewriter import FileTarget, write_files
 from icecore.restorer.images import image_targets, plan_memory, read_spaces, spaces_of
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import Space
@@ -143,16 +143,7 @@ class _Export:
         return str(path)
 
     def _write(self, targets: Sequence[FileTarget]) -> None:
-        writer = FileWriter(targets)
         try:
-            writer.create()
+            write_files(self.backend, self.reader, targets, self.limits, self.loop)
         except OSError as error:
-            raise StoreError(f"cannot create {error.filename}: {error.strerror}") from error
-        if not len(writer.records):
-            return
-        fetcher = Fetcher(self.backend, self.reader, writer.records, writer.write, self.limits, self.loop)
-        fetcher.start(range(len(writer.records)))
-        try:
-            fetcher.wait()
-        finally:
-            fetcher.stop()
+            raise StoreError(f"cannot write {error.filename}: {error.strerror}") from error

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -67,12 +67,13 @@ class Spent:
 @dataclass(frozen=True)
 class Limits:
     """``threads`` that decode; ``budget`` bytes of fetched and not yet used ranges; ``attempts`` a read; ``stall``
-    seconds after which a read that gives nothing has failed."""
+    seconds after which a read that gives nothing has failed. ``shelf``: buffers of fetchers that follow each other."""
 
     threads: int
     budget: int
     attempts: int
     stall: float
+    shelf: Shelf = field(default_factory=lambda: Shelf())
 
 
 class _Buffers:
@@ -80,8 +81,28 @@ class _Buffers:
 
     def __init__(self, room: int) -> None:
         self.stored = HugeBuffer(room, prefault=False)
-        self.out = HugeBuffer(CELL_BYTES)
+        self.out = HugeBuffer(CELL_BYTES, prefault=False)
         self.scratch = Scratch()
+
+
+class Shelf:
+    """Keeps the buffers of workers that have ended for those of the next fetcher: their first touch costs more than to
+    read a small file. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._free: list[_Buffers] = []
+
+    def take(self, room: int) -> _Buffers:
+        """Buffers for at least ``room`` stored bytes."""
+        try:
+            buffers = self._free.pop()
+        except IndexError:
+            return _Buffers(room)
+        return buffers if buffers.stored.size >= room else _Buffers(room)
+
+    def give(self, buffers: _Buffers) -> None:
+        """Put them back."""
+        self._free.append(buffers)
 
 
 class Fetcher:
@@ -139,8 +160,11 @@ class Fetcher:
         self._open = opened
         if not self._backend.direct:
             self._loop.submit(self._fetch_planned(len(order)))
-        for number in range(self._limits.threads):
-            thread = threading.Thread(target=self._work, name=f"place-{number}", daemon=True)
+        workers = [(f"place-{number}", False) for number in range(min(self._limits.threads, max(1, len(order))))]
+        if not opened:
+            workers.append(("faults", True))  # a fault need not wait until a worker has placed what it is at
+        for name, only_urgent in workers:
+            thread = threading.Thread(target=self._work, args=(only_urgent,), name=name, daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -158,7 +182,7 @@ class Fetcher:
             self._asked.add(row)
             if self._backend.direct:
                 self._urgent.append((row, None))
-                self._change.notify()
+                self._change.notify_all()
         if not self._backend.direct:
             self._loop.submit(self._fetch_urgent(row))
 
@@ -204,23 +228,25 @@ class Fetcher:
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
+    def _work(self, only_urgent: bool) -> None:
         spent = Spent()
+        shelf = self._limits.shelf
         try:
-            scratch = _Buffers(room_for(self._read_size) if self._backend.direct else 2 * STORED_LIMIT)
-            while (item := self._take()) is not None:
+            scratch = shelf.take(room_for(self._read_size) if self._backend.direct else 2 * STORED_LIMIT)
+            while (item := self._take(only_urgent)) is not None:
                 batch, buffer, urgent = item
                 try:
                     self._deliver(batch, buffer, scratch, spent)
                 finally:
                     self._finished(batch, buffer, urgent)
+            shelf.give(scratch)
         except BaseException as error:  # noqa: BLE001 - whoever waits for the rows raises it
             self.fail(_named(error))
         finally:
             with self._change:
                 self.spent.add(spent)
 
-    def _take(self) -> tuple[Batch, HugeBuffer | memoryview | None, bool] | None:
+    def _take(self, only_urgent: bool) -> tuple[Batch, HugeBuffer | memoryview | None, bool] | None:
         """The next work: urgent rows first; None: no more."""
         with self._change:
             while True:
@@ -230,7 +256,7 @@ class Fetcher:
                     row, data = self._urgent.popleft()
                     self._running += 1
                     return plan_one(self._records, row), data, True
-                if self._open:
+                if self._open and not only_urgent:
                     if self._ready:
                         self._running += 1
                         batch, buffer = self._ready.popleft()
@@ -334,7 +360,7 @@ class Fetcher:
         await self._fetch(batch, buffer.view(0, batch.size))
         with self._change:
             self._ready.append((batch, buffer))
-            self._change.notify()
+            self._change.notify_all()
 
     async def _fetch_urgent(self, row: int) -> None:
         try:
@@ -343,7 +369,7 @@ class Fetcher:
             await self._fetch(batch, data)
             with self._change:
                 self._urgent.append((row, data))
-                self._change.notify()
+                self._change.notify_all()
         except Exception as error:  # noqa: BLE001 - whoever waits for the rows raises it
             self.fail(_named(error))
 

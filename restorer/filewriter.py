@@ -13,7 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from icecore.restorer.cells import FileLayout, SpaceCells, page_pieces
+from icecore.restorer.fetch import Decoder, Fetcher, Limits
+from icecore.store.backend import Backend
 from icecore.store.cell import CELL, Bytes, Records
+from icecore.store.loop import LoopThread
 
 
 @dataclass(frozen=True)
@@ -98,3 +101,27 @@ class FileWriter:
                     done += os.pwrite(descriptor, data[position + done : position + length], offset + done)
         finally:
             os.close(descriptor)
+
+
+def write_files(
+    backend: Backend, decoder: Decoder, targets: Sequence[FileTarget], limits: Limits, loop: LoopThread
+) -> int:
+    """Write all targets from the store.
+
+    Returns:
+        Bytes of the files.
+
+    Raises:
+        OSError: A file could not be made.
+        Damaged, StoreError: What should go into one could not be read.
+    """
+    writer = FileWriter(targets)
+    writer.create()
+    if len(writer.records):
+        fetcher = Fetcher(backend, decoder, writer.records, writer.write, limits, loop)
+        fetcher.start(range(len(writer.records)))
+        try:
+            fetcher.wait()
+        finally:
+            fetcher.stop()
+    return sum(target.size for target in targets)

@@ -5,32 +5,31 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import tempfile
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from icecore.errors import Damaged, IcecoreError, NotFound, RestoreFailed
-from icecore.events import Event, Phase, Sink, discard, phase
-from icecore.host import procfs
-from icecore.host.criu import Criu, RestoreArguments, explain, find_criu, restore_command
+from icecore.errors import Damaged, IcecoreError, RestoreFailed
+from icecore.events import Event, Phase, Sink, Value, discard, phase
+from icecore.host.criu import Criu, find_criu
 from icecore.host.job import ExitStatus, Job
 from icecore.host.jobs import Registry, Restoring
 from icecore.host.namespaces import RunRecord
 from icecore.restorer import workingset
-from icecore.restorer.fetch import Fetcher, Limits, Spent
+from icecore.restorer.cells import SpaceCells
+from icecore.restorer.fetch import Limits
 from icecore.restorer.files import PutBack
-from icecore.restorer.filewriter import FileTarget, FileWriter
-from icecore.restorer.filling import Filling
+from icecore.restorer.filewriter import FileTarget, write_files
 from icecore.restorer.guard import Guard
 from icecore.restorer.images import Memory, image_targets, plan_memory, read_spaces, spaces_of
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.requirements import Requirements, check_requirements
-from icecore.store.backend import Backend
+from icecore.restorer.tree import Tree, criu_arguments
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import Manifest
 from icecore.store.reader import SnapshotReader
@@ -38,15 +37,9 @@ from icecore.store.repository import Repository
 from icecore.store.session import Session
 
 _DEFAULT_WORKDIR = "/dev/shm"
-_KILL_SECONDS = 60.0
+_GUARD_SECONDS = 60.0
 #: File systems that a job with a private root has for itself: their files come with CRIU's images.
 _OWN_FOLDERS = ("/dev/shm/", "/proc/", "/dev/pts/", "/dev/mqueue/")
-_HOLD = """#!/bin/sh
-[ "$CRTOOLS_SCRIPT_ACTION" = pre-resume ] || exit 0
-while :; do
-    read -r answer < '{fifo}' && [ "$answer" = go ] && exit 0
-done
-"""
 
 
 @dataclass
@@ -192,39 +185,35 @@ class _Run:
         self.loop = loop
         self.snapshot = snapshot
         self.options = options
-        self.criu = criu
+        self.wanted_criu = criu
         self.registry = registry
         self.emit = emit
         self.stack = ExitStack()
         self.threads = options.threads or os.cpu_count() or 1
         self.limits = Limits(self.threads, options.budget_bytes, options.attempts, options.stall_seconds)
         self.guard: Guard | None = None
-        self.filling: Filling | None = None
+        self.tree: Tree | None = None
         self.put_back: PutBack | None = None
         self.restoring: Restoring | None = None
-        self.restored: Restored | None = None
-        self._dying = threading.Lock()
-        self._killed = False
-        self.failure: BaseException | None = None
 
     @property
-    def backend(self) -> Backend:
-        return self.repository.backend
+    def failure(self) -> BaseException | None:
+        """What broke the tree first, if it was not what is being raised."""
+        return self.tree.failure if self.tree is not None else None
 
     def start(self) -> Restored:
         """Everything until the tree runs."""
         options = self.options
         top = Path(tempfile.mkdtemp(prefix="icecore-restore-", dir=options.workdir or _DEFAULT_WORKDIR))
         self.stack.callback(shutil.rmtree, top, ignore_errors=True)
-        self.images, self.work = top / "images", top / "work"
-        self.pid_file = self.work / "restored.pid"
-        self.images.mkdir(mode=0o700)
-        self.work.mkdir(mode=0o700)
-        self.guard = Guard(str(self.work), str(top))
+        images, work = top / "images", top / "work"
+        images.mkdir(mode=0o700)
+        work.mkdir(mode=0o700)
+        self.guard = Guard(str(work), str(top))
         manifest = self._open()
-        self.criu = self.criu or find_criu()
+        criu = self.wanted_criu or find_criu()
         record = _run_record(manifest)
-        requirements = check_requirements(manifest, options, self.criu, str(top), _own_files(manifest, record))
+        requirements = check_requirements(manifest, options, criu, str(top), _own_files(manifest, record))
         for warning in requirements.warnings:
             self.emit(Event("restore.warning", {"name": warning.name, "message": warning.message}))
         requirements.require()
@@ -234,18 +223,14 @@ class _Run:
                 registry.restoring(record, snapshot=self.snapshot, lineage=manifest.lineage, name=options.instance)
             )
         with phase(self.emit, "restore.images", snapshot=self.snapshot) as running:
-            memory = self._write_files(manifest, requirements, running)
-        self.filling = Filling(
-            self.guard, memory.lazy, self.backend, self.reader, self.limits, self.loop, self._failed
-        )
-        first = self.filling.rows_at(self._working_set(manifest)) if options.mode == "lazy" else []
-        self.filling.start(first)
-        with phase(self.emit, "restore.criu") as running:
-            self._run_criu(manifest)
-            running.fields["faults"] = self.filling.daemon.faults
+            memory = self._write_files(manifest, images, criu, requirements, running)
+        what = f"the restore of snapshot {self.snapshot}"
+        backend = self.repository.backend
+        self.tree = Tree(what, self.guard, work, memory.lazy, backend, self.reader, self.limits, self.loop)
+        self._build(self.tree, manifest, criu, images)
         if options.mode == "full":
-            return self._resume_when_resident(manifest)
-        return self._return_while_filling(manifest)
+            return self._resume_when_resident(self.tree)
+        return self._return_while_filling(self.tree, manifest, images)
 
     def _open(self) -> Manifest:
         """The manifest; at the same time a session begins that keeps the snapshot from being deleted."""
@@ -267,32 +252,22 @@ class _Run:
 
     # -- files --------------------------------------------------------------------------------------------------------
 
-    def _write_files(self, manifest: Manifest, requirements: Requirements, running: Phase) -> Memory:
+    def _write_files(
+        self, manifest: Manifest, folder: Path, criu: Criu, requirements: Requirements, running: Phase
+    ) -> Memory:
         """Image files, open files, page images; returns what is to come through userfaultfd."""
-        far = not self.backend.direct
         image_spaces = spaces_of(manifest, "image")
-        memory_spaces = spaces_of(manifest, "process", "shared")
         file_spaces = spaces_of(manifest, "file")
-        cells = read_spaces(self.reader, [*image_spaces, *file_spaces, *memory_spaces], parallel=far)
-        images, rest = cells[: len(image_spaces)], cells[len(image_spaces) :]
-        files = dict(zip([space.key for space in file_spaces], rest[: len(file_spaces)], strict=True))
+        memory_spaces = spaces_of(manifest, "process", "shared")
+        far = not self.repository.backend.direct
+        cells = iter(read_spaces(self.reader, [*image_spaces, *file_spaces, *memory_spaces], parallel=far))
+        images = [next(cells) for _ in image_spaces]
+        files = {space.key: next(cells) for space in file_spaces}
         self.put_back = PutBack(requirements.files.actions, files.__getitem__, self.options.root)
         self.put_back.prepare()
-        logs: list[FileTarget] = []
-        if self.restoring is not None:
-            sizes = {space.key: space.size for space in file_spaces}
-            for path, place in self.restoring.redirected.items():
-                if sizes.get(path) and place.name.endswith(".log"):
-                    logs.append(FileTarget(str(place), sizes[path], files[path], existing=True))
-        targets = [*image_targets(self.images, image_spaces, images), *self.put_back.targets, *logs]
-        running.bytes += self._write(targets)
-        assert self.criu is not None
-        memory = plan_memory(
-            self.images,
-            list(zip(memory_spaces, rest[len(file_spaces) :], strict=True)),
-            self.criu.version,
-            lazily=True,
-        )
+        logs = self._logs({space.key: space.size for space in file_spaces}, files)
+        running.bytes += self._write([*image_targets(folder, image_spaces, images), *self.put_back.targets, *logs])
+        memory = plan_memory(folder, list(zip(memory_spaces, cells, strict=True)), criu.version, lazily=True)
         running.bytes += self._write(memory.page_images)
         self.put_back.commit()
         running.fields |= {
@@ -301,130 +276,72 @@ class _Run:
         }
         return memory
 
-    def _write(self, targets: list[FileTarget]) -> int:
-        writer = FileWriter(targets)
+    def _logs(self, sizes: Mapping[str, int], cells: Mapping[str, SpaceCells]) -> list[FileTarget]:
+        """What the job's logs held goes into the new instance's."""
+        if self.restoring is None:
+            return []
+        return [
+            FileTarget(str(place), sizes[path], cells[path], existing=True)
+            for path, place in self.restoring.redirected.items()
+            if sizes.get(path) and place.name.endswith(".log")
+        ]
+
+    def _write(self, targets: Sequence[FileTarget]) -> int:
         try:
-            writer.create()
+            return write_files(self.repository.backend, self.reader, targets, self.limits, self.loop)
         except OSError as error:
-            raise RestoreFailed(f"cannot create {error.filename}: {error.strerror}") from error
-        if len(writer.records):
-            fetcher = Fetcher(self.backend, self.reader, writer.records, writer.write, self.limits, self.loop)
-            fetcher.start(range(len(writer.records)))
-            try:
-                fetcher.wait()
-            finally:
-                fetcher.stop()
-        return sum(target.size for target in targets)
+            raise RestoreFailed(f"cannot write {error.filename}: {error.strerror}") from error
 
-    # -- CRIU ---------------------------------------------------------------------------------------------------------
+    # -- the tree -----------------------------------------------------------------------------------------------------
 
-    def _command(self, manifest: Manifest) -> tuple[list[str], tuple[int, ...]]:
-        """CRIU's command line and the descriptors that it inherits."""
-        assert self.criu is not None
-        script: Path | None = None
-        if self.options.mode == "full":
-            fifo, script = self.work / "go", self.work / "hold"
-            os.mkfifo(fifo, 0o600)
-            script.write_text(_HOLD.format(fifo=fifo))
-            script.chmod(0o700)
-        closed = self.options.tcp == "close" or "--tcp-close" in manifest.criu_options
-        known = {"--tcp-close", "--tcp-established", "--shell-job"}
-        own: list[str] = []
-        prefix: list[str] = []
-        descriptors: tuple[int, ...] = ()
-        if self.restoring is not None:
-            prefix, own, descriptors = self.restoring.prefix, self.restoring.options, self.restoring.pass_fds
-        arguments = RestoreArguments(
-            lazy=True,
-            root=Path(self.options.root) if self.options.root else None,
-            action_script=script,
-            sibling=False,
-            connections="close" if closed else "keep",
-            network_lock="skip",
-            file_locks=True,
-            shell_job="--shell-job" in manifest.criu_options,
-            external_unix=True,
-            verbosity=2,
-            extra=(*(option for option in manifest.criu_options if option not in known), *own),
+    def _build(self, tree: Tree, manifest: Manifest, criu: Criu, images: Path) -> None:
+        """Have CRIU build it, with the daemon listening from before the first fault on."""
+        held = tree.hold_script() if self.options.mode == "full" else None
+        own, prefix, descriptors = (
+            (self.restoring.options, self.restoring.prefix, self.restoring.pass_fds) if self.restoring else ([], [], ())
         )
-        command = restore_command(self.criu, self.images, self.work, arguments, pid_file=self.pid_file)
-        return [*prefix, *command], descriptors
+        arguments = criu_arguments(manifest, self.options, own, held)
+        early: list[tuple[int, int]] = []
+        if self.options.mode == "lazy":
+            early = self.loop.run(workingset.recall(self.repository, manifest.lineage, self.snapshot))
+        tree.filling.start(tree.filling.rows_at(early))
+        with phase(self.emit, "restore.criu") as running:
+            tree.build(criu, images, arguments, prefix, descriptors, self.options.criu_seconds)
+            running.fields["faults"] = tree.daemon.faults
 
-    def _run_criu(self, manifest: Manifest) -> None:
-        """Start CRIU; returns once it has built the tree (in mode lazy: and the tree runs)."""
-        assert self.guard is not None and self.filling is not None
-        daemon = self.filling.daemon
-        argv, descriptors = self._command(manifest)
-        self.guard.run(argv, descriptors)
-        done = daemon.wait_for(lambda d: d.restored or d.criu_status is not None, self.options.criu_seconds)
-        if not done:
-            raise RestoreFailed(f"CRIU did not build the tree within {self.options.criu_seconds:.0f} s")
-        if not daemon.restored:
-            raise self._explain()
-        self.filling.open()
-
-    def _explain(self) -> RestoreFailed:
-        """Why CRIU failed."""
-        assert self.filling is not None
-        daemon = self.filling.daemon
-        message, cure = explain(self.work, "restore.log").sentence(f"the restore of snapshot {self.snapshot}")
-        why = f": {daemon.criu_error}" if daemon.criu_error else ""
-        return RestoreFailed(f"{message} (criu's exit status {daemon.criu_status}{why})", cure=cure)
-
-    def _await_criu(self) -> int:
-        """Wait for CRIU's end; the root's pid."""
-        assert self.filling is not None
-        daemon = self.filling.daemon
-        if not daemon.wait_for(lambda d: d.criu_status is not None, self.options.criu_seconds):
-            raise RestoreFailed(f"CRIU did not end within {self.options.criu_seconds:.0f} s after it built the tree")
-        if daemon.criu_status != 0:
-            raise self._explain()
-        try:
-            return int(self.pid_file.read_text())
-        except (OSError, ValueError) as error:
-            raise RestoreFailed(f"CRIU left no pid of the tree's root: {error}") from error
-
-    # -- memory -------------------------------------------------------------------------------------------------------
-
-    def _fill(self) -> None:
+    def _fill(self, tree: Tree) -> None:
         """Wait until all memory is resident."""
-        assert self.filling is not None
         with phase(self.emit, "restore.memory") as running:
-            self.filling.complete()
-            spent: Spent = self.filling.spent
+            tree.filling.complete()
+            spent = tree.filling.spent
             running.bytes = spent.produced
             running.fields |= {
                 "stored": spent.stored,
                 "cells": spent.cells,
-                "faults": self.filling.daemon.faults,
+                "faults": tree.daemon.faults,
                 "threads": self.threads,
                 **{f"{name}_thread_seconds": getattr(spent, name) for name in ("read", "decode", "sink")},
             }
 
-    def _resume_when_resident(self, manifest: Manifest) -> Restored:
-        self._fill()
-        descriptor = os.open(self.work / "go", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            os.write(descriptor, b"go\n")
-            pid = self._await_criu()
-        finally:
-            os.close(descriptor)
-        restored = self._running(pid)
-        self._resident(restored)
+    def _resume_when_resident(self, tree: Tree) -> Restored:
+        self._fill(tree)
+        restored = self._running(tree.resume(self.options.criu_seconds))
+        self._resident(tree, restored)
         return restored
 
-    def _return_while_filling(self, manifest: Manifest) -> Restored:
-        restored = self._running(self._await_criu())
-        shutil.rmtree(self.images, ignore_errors=True)
+    def _return_while_filling(self, tree: Tree, manifest: Manifest, images: Path) -> Restored:
+        restored = self._running(tree.running(self.options.criu_seconds))
+        shutil.rmtree(images, ignore_errors=True)
 
         def finish() -> None:
             try:
-                self._fill()
-                self._remember(manifest)
-                self._resident(restored)
+                self._fill(tree)
+                self._remember(tree, manifest)
+                self._resident(tree, restored)
             except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the memory
-                self.undo(self.failure or error)
-                restored._resident.set_exception(self.failure or error)
+                first = tree.failure or error
+                self.undo(first)
+                restored._resident.set_exception(first)
 
         threading.Thread(target=finish, name="restore", daemon=True).start()
         return restored
@@ -433,59 +350,31 @@ class _Run:
         """The tree runs."""
         job = self.restoring.started(pid) if self.restoring is not None else None
         seconds = time.perf_counter() - self.began
-        self.restored = Restored(self.snapshot, pid, job, seconds)
-        self.emit(
-            Event(
-                "restore.running",
-                {"snapshot": self.snapshot, "pid": pid, "seconds": seconds, "instance": job.instance if job else ""},
-            )
-        )
-        return self.restored
+        instance = job.instance if job is not None else ""
+        fields: dict[str, Value] = {"snapshot": self.snapshot, "pid": pid, "seconds": seconds, "instance": instance}
+        self.emit(Event("restore.running", fields))
+        return Restored(self.snapshot, pid, job, seconds)
 
-    def _resident(self, restored: Restored) -> None:
+    def _resident(self, tree: Tree, restored: Restored) -> None:
         """All memory is there: from now on the tree lives without us."""
-        assert self.guard is not None and self.filling is not None
-        guard, filling = self.guard, self.filling
-        with self._dying:
-            if self._killed:
-                raise RestoreFailed("the tree was killed because its restore failed")
-            guard.release(stay=not self.options.detach)
-            self._killed = True  # too late for it
+        tree.release(stay=not self.options.detach)
         seconds = time.perf_counter() - self.began
         restored.seconds_to_resident = seconds
         self.emit(Event("restore.resident", {"snapshot": self.snapshot, "seconds": seconds}))
-        if self.options.detach:
-            filling.daemon.stop()
-            guard.end(_KILL_SECONDS)
-        else:
-            self._await_exit(guard, filling, restored)
+        if not self.options.detach:
+
+            def done(status: int | BaseException) -> None:
+                if isinstance(status, int):
+                    restored._exit.set_result(status)
+                else:
+                    restored._exit.set_exception(status)
+
+            tree.await_exit(restored.pid, done)
         self.stack.close()
         restored._resident.set_result(seconds)
 
-    def _await_exit(self, guard: Guard, filling: Filling, restored: Restored) -> None:
-        """Have the guard say how the root process ends, for `Restored.wait`."""
-
-        def wait() -> None:
-            try:
-                filling.daemon.wait_for(lambda d: restored.pid in d.exits, None)
-                restored._exit.set_result(filling.daemon.exits[restored.pid])
-            except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the end
-                restored._exit.set_exception(error)
-            finally:
-                filling.daemon.stop()
-                with suppress(RestoreFailed):
-                    guard.end(_KILL_SECONDS)
-
-        threading.Thread(target=wait, name="exit", daemon=True).start()
-
-    # -- working set --------------------------------------------------------------------------------------------------
-
-    def _working_set(self, manifest: Manifest) -> list[tuple[int, int]]:
-        return self.loop.run(workingset.recall(self.repository, manifest.lineage, self.snapshot))
-
-    def _remember(self, manifest: Manifest) -> None:
-        assert self.filling is not None
-        touched = self.filling.touched()
+    def _remember(self, tree: Tree, manifest: Manifest) -> None:
+        touched = tree.filling.touched()
         if not touched:
             return
         try:
@@ -495,56 +384,14 @@ class _Run:
 
     # -- failure ------------------------------------------------------------------------------------------------------
 
-    def _failed(self, error: BaseException) -> None:
-        """Something went wrong in a worker or in the daemon: the tree must not run on. Whoever waits raises the error."""
-        assert self.filling is not None
-        self.failure = self.failure or error
-        self._kill()
-        self.filling.fail(error)
-
-    def _kill(self) -> None:
-        """Kill CRIU and the tree, unless the tree is complete and on its own."""
-        with self._dying:
-            if self._killed or self.guard is None:
-                return
-            self._killed = True
-            try:
-                self.guard.kill()
-            except RestoreFailed:
-                self._kill_ourselves()
-
-    def _kill_ourselves(self) -> None:
-        """The guard is dead, our duplicates of its descriptors are still open: nothing has run on zeros yet."""
-        filling = self.filling
-        roots: list[int] = []
-        with suppress(OSError, ValueError):
-            roots.append(int(self.pid_file.read_text()))
-        criu = filling.daemon.criu_pid if filling is not None else 0
-        if criu and filling is not None and filling.daemon.criu_status is None:
-            roots.append(criu)
-        below: list[int] = []
-        for root in roots:
-            with suppress(NotFound):
-                below.extend(procfs.tree(root))
-        # The tasks first: CRIU traces them, and would let them run by dying.
-        for pid in sorted(set(below), key=lambda pid: pid == criu):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
     def undo(self, error: BaseException) -> None:
         """Kill what was started, and remove what was made."""
         self.emit(Event("restore.failed", {"snapshot": self.snapshot, "error": f"{type(error).__name__}: {error}"}))
-        if self.guard is not None:
-            self._kill()
-            if self.filling is not None:
-                daemon = self.filling.daemon
-                with suppress(BaseException):
-                    daemon.wait_for(lambda d: d.killed, _KILL_SECONDS)
-                self.filling.fail(error)
-                self.filling.stop()
-                daemon.stop()
+        if self.tree is not None:
+            self.tree.kill(error)
+        elif self.guard is not None:
             with suppress(RestoreFailed):
-                self.guard.end(_KILL_SECONDS)
+                self.guard.end(_GUARD_SECONDS)
         if self.put_back is not None:
             self.put_back.abandon()
         self.stack.close()

@@ -1,0 +1,234 @@
+"""A tree that CRIU is bringing back: started, filled, let go, or killed. Its rule: from the start until `release` somebody
+is there who kills it, and after `kill` nothing of it runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from icecore.errors import NotFound, RestoreFailed
+from icecore.host import procfs
+from icecore.host.criu import Criu, RestoreArguments, explain, restore_command
+from icecore.restorer.fetch import Decoder, Limits
+from icecore.restorer.filling import Filling
+from icecore.restorer.guard import Guard
+from icecore.restorer.images import LazyMemory
+from icecore.restorer.options import RestoreOptions
+from icecore.store.backend import Backend
+from icecore.store.loop import LoopThread
+from icecore.store.manifest import Manifest
+
+_KILL_SECONDS = 60.0
+# CRIU goes on when the script fails, and reading ends when the writer dies: only the word itself lets the tree go.
+_HOLD = """#!/bin/sh
+[ "$CRTOOLS_SCRIPT_ACTION" = pre-resume ] || exit 0
+while :; do
+    read -r answer < '{fifo}' && [ "$answer" = go ] && exit 0
+done
+"""
+
+
+def criu_arguments(
+    manifest: Manifest, options: RestoreOptions, own: Sequence[str], script: Path | None
+) -> RestoreArguments:
+    """What CRIU is told for a snapshot; ``own``: options for the instance's namespaces."""
+    closed = options.tcp == "close" or "--tcp-close" in manifest.criu_options
+    known = {"--tcp-close", "--tcp-established", "--shell-job"}
+    return RestoreArguments(
+        lazy=True,
+        root=Path(options.root) if options.root else None,
+        action_script=script,
+        sibling=False,
+        connections="close" if closed else "keep",
+        network_lock="skip",
+        file_locks=True,
+        shell_job="--shell-job" in manifest.criu_options,
+        external_unix=True,
+        verbosity=2,
+        extra=(*(option for option in manifest.criu_options if option not in known), *own),
+    )
+
+
+class Tree:
+    """The tree of one restore.
+
+    Args:
+        what: What is restored, for messages.
+        guard: A guard that has not started CRIU yet.
+        work: CRIU's working directory, the guard's own.
+        memory: What comes through userfaultfd.
+        backend: Where the chunks are.
+        decoder: Decodes and verifies them.
+        limits: Threads, memory, patience.
+        loop: Where the repository lives.
+
+    Attributes:
+        failure: What broke first, once something has; the tree is killed then.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        guard: Guard,
+        work: Path,
+        memory: Sequence[LazyMemory],
+        backend: Backend,
+        decoder: Decoder,
+        limits: Limits,
+        loop: LoopThread,
+    ) -> None:
+        self._what = what
+        self._guard = guard
+        self._work = work
+        self._pid_file = work / "restored.pid"
+        self.filling = Filling(guard, memory, backend, decoder, limits, loop, self._failed)
+        self.daemon = self.filling.daemon
+        self.failure: BaseException | None = None
+        self._lock = threading.Lock()
+        self._settled = False
+
+    # -- bringing it up -----------------------------------------------------------------------------------------------
+
+    def hold_script(self) -> Path:
+        """Make the action script that keeps CRIU from resuming the tree until `resume`."""
+        fifo, script = self._work / "go", self._work / "hold"
+        os.mkfifo(fifo, 0o600)
+        script.write_text(_HOLD.format(fifo=fifo))
+        script.chmod(0o700)
+        return script
+
+    def build(
+        self,
+        criu: Criu,
+        images: Path,
+        arguments: RestoreArguments,
+        prefix: Sequence[str],
+        descriptors: Sequence[int],
+        seconds: float,
+    ) -> None:
+        """Run CRIU; returns once the tree is built and its memory can be placed.
+
+        Args:
+            prefix: Command line before CRIU's.
+            descriptors: What CRIU inherits, under the same numbers.
+            seconds: How long it may take.
+        """
+        command = restore_command(criu, images, self._work, arguments, pid_file=self._pid_file)
+        self._guard.run([*prefix, *command], descriptors)
+        if not self.daemon.wait_for(lambda d: d.restored or d.criu_status is not None, seconds):
+            raise RestoreFailed(f"CRIU did not build the tree within {seconds:.0f} s")
+        if not self.daemon.restored:
+            raise self._explain()
+        self.filling.open()
+
+    def resume(self, seconds: float) -> int:
+        """Let a held tree go; the root's pid."""
+        descriptor = os.open(self._work / "go", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.write(descriptor, b"go\n")
+            return self.running(seconds)
+        finally:
+            os.close(descriptor)
+
+    def running(self, seconds: float) -> int:
+        """Wait until CRIU has ended and the tree runs; the root's pid."""
+        if not self.daemon.wait_for(lambda d: d.criu_status is not None, seconds):
+            raise RestoreFailed(f"CRIU did not end within {seconds:.0f} s after it built the tree")
+        if self.daemon.criu_status != 0:
+            raise self._explain()
+        try:
+            return int(self._pid_file.read_text())
+        except (OSError, ValueError) as error:
+            raise RestoreFailed(f"CRIU left no pid of the tree's root: {error}") from error
+
+    def _explain(self) -> RestoreFailed:
+        """Why CRIU failed."""
+        message, cure = explain(self._work, "restore.log").sentence(self._what)
+        why = f": {self.daemon.criu_error}" if self.daemon.criu_error else ""
+        return RestoreFailed(f"{message} (criu's exit status {self.daemon.criu_status}{why})", cure=cure)
+
+    # -- letting it go ------------------------------------------------------------------------------------------------
+
+    def release(self, *, stay: bool) -> None:
+        """Its memory is complete and it runs: from now on it lives without us.
+
+        Args:
+            stay: The guard remains its parent, to say how it ends (`exit_status`).
+
+        Raises:
+            RestoreFailed: It was killed in the meantime.
+        """
+        with self._lock:
+            if self._settled:
+                raise self.failure or RestoreFailed(f"{self._what} was given up")
+            self._guard.release(stay=stay)
+            self._settled = True
+        if not stay:
+            self.daemon.stop()
+            self._guard.end(_KILL_SECONDS)
+
+    def await_exit(self, pid: int, done: Callable[[int | BaseException], None]) -> None:
+        """After a release with ``stay``: have ``done`` told in another thread how the process ``pid`` ends."""
+
+        def wait() -> None:
+            try:
+                self.daemon.wait_for(lambda d: pid in d.exits, None)
+                done(self.daemon.exits[pid])
+            except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the end
+                done(error)
+            finally:
+                self.daemon.stop()
+                with suppress(RestoreFailed):
+                    self._guard.end(_KILL_SECONDS)
+
+        threading.Thread(target=wait, name="exit", daemon=True).start()
+
+    # -- killing it ---------------------------------------------------------------------------------------------------
+
+    def _failed(self, error: BaseException) -> None:
+        """A worker or the daemon cannot go on: the tree must not run. Whoever waits for it raises the error."""
+        self.failure = self.failure or error
+        self._kill()
+        self.filling.fail(error)
+
+    def _kill(self) -> None:
+        with self._lock:
+            if self._settled:
+                return
+            self._settled = True
+            try:
+                self._guard.kill()
+            except RestoreFailed:
+                self._kill_ourselves()
+
+    def _kill_ourselves(self) -> None:
+        """The guard is dead; our duplicates of its descriptors are still open, so nothing has run on zeros yet."""
+        roots: list[int] = []
+        with suppress(OSError, ValueError):
+            roots.append(int(self._pid_file.read_text()))
+        criu = self.daemon.criu_pid if self.daemon.criu_status is None else 0
+        if criu:
+            roots.append(criu)
+        below: set[int] = set()
+        for root in roots:
+            with suppress(NotFound):
+                below.update(procfs.tree(root))
+        # The tasks first: CRIU traces them, and would let them run by dying.
+        for pid in sorted(below, key=lambda pid: pid == criu):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def kill(self, error: BaseException) -> None:
+        """Give the restore up because of an error: kill what runs, and end all threads and the guard."""
+        self._kill()
+        with suppress(BaseException):
+            self.daemon.wait_for(lambda d: d.killed, _KILL_SECONDS)
+        self.filling.fail(error)
+        self.filling.stop()
+        self.daemon.stop()
+        with suppress(RestoreFailed):
+            self._guard.end(_KILL_SECONDS)
