@@ -8,16 +8,17 @@ import shutil
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from icecore.dumper.capture import Capture, Captured
 from icecore.dumper.facts import describe_requirements
 from icecore.dumper.fingerprints import KnownCells
-from icecore.dumper.guard import Guard
+from icecore.dumper.guard import WINDOW_PRIORITY, Guard
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.precopy import PreCopied, pre_copy
 from icecore.dumper.preflight import Look, check_target, look, require
@@ -188,13 +189,21 @@ def _hook(command: str, target: Target, snapshot: str) -> None:
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Python's cyclic collector stops every thread for as long as it runs: not in the window."""
-    enabled = gc.isenabled()
+def _undisturbed() -> Iterator[None]:
+    """For the window: no cyclic garbage collection, which stops every thread, and precedence over whatever else the machine does.
+
+    Threads that are started meanwhile inherit the precedence (it is the thread's in Linux); without the right to it, it is done without.
+    """
+    enabled, thread = gc.isenabled(), threading.get_native_id()
+    before = os.getpriority(os.PRIO_PROCESS, thread)
     gc.disable()
+    with suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, thread, WINDOW_PRIORITY)
     try:
         yield
     finally:
+        with suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, thread, before)
         if enabled:
             gc.enable()
 
@@ -261,7 +270,7 @@ class _Dump:
         )
         capture = Capture(self.options, images, storing.parent, copied, storing.machinery, self.emit)
         with window:
-            with phase(self.emit, "dump.window") as running, _no_garbage_collection():
+            with phase(self.emit, "dump.window") as running, _undisturbed():
                 window.freeze(self._criu_command(images))
                 running.fields["freeze_seconds"] = time.monotonic() - window.started
                 captured = capture.in_window(self.target.pid)

@@ -27,6 +27,9 @@ from collections.abc import Sequence
 from icecore.errors import DumpFailed
 from icecore.host.page_server import Connection
 
+#: Nice value of CRIU and of the scan in the window.
+WINDOW_PRIORITY = -15
+
 _MESSAGE = 1 << 20
 #: How much longer than the dumper itself the guard waits before it ends the window.
 _GRACE_SECONDS = 1.0
@@ -271,6 +274,9 @@ def main() -> None:
     """Entry of the guard process: ``guard CONTROL_FD LIFE_FD WORKDIR``."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
+    # CRIU works while the job stands still: it goes before whatever else this machine does, where that is allowed.
+    with contextlib.suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, WINDOW_PRIORITY)
     # CRIU holds references to all private memory in pipes: it inherits as many descriptors as it may have.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
