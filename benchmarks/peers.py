@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import shutil
 import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -233,11 +235,10 @@ def _one(
         before = tree_bytes(program.repository)
         for number, (directory, size) in enumerate(zip(directories, sizes, strict=True)):
             with reserve.lent():
-                started = time.perf_counter()
-                program.store(directory, number)
-                seconds = time.perf_counter() - started
+                seconds, cpu = _timed(partial(program.store, directory, number))
             after = tree_bytes(program.repository)
             found.add(f"{kind.name} {_TIMES[number]}", size / seconds / 1e9)
+            found.add(f"{kind.name} cpu {_TIMES[number]}", cpu)
             found.add(f"{kind.name} added {_TIMES[number]}", after - before)
             before = after
         if kind is Icecore and not can_export():
@@ -245,14 +246,23 @@ def _one(
         target = work / "restored"
         target.mkdir()
         with reserve.lent():
-            started = time.perf_counter()
-            program.restore(2, target)
-            seconds = time.perf_counter() - started
+            seconds, cpu = _timed(partial(program.restore, 2, target))
         if page_bytes_below(target) != page_bytes(directories[2]):
             raise RuntimeError(f"{kind.name} restored {tree_bytes(target)} of {sizes[2]} bytes")
         found.add(f"{kind.name} restore", sizes[2] / seconds / 1e9)
+        found.add(f"{kind.name} cpu restore", cpu)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _timed(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of ``work``, and CPU seconds of the processes that it started: those hardly depend on what else runs."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    started = time.perf_counter()
+    work()
+    seconds = time.perf_counter() - started
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def page_bytes_below(folder: Path) -> int:
@@ -271,6 +281,7 @@ def _results(name: str, sizes: list[int], programs: list[str], found: Rounds) ->
     steps = [*_TIMES, *(["restore"] if can_export() else [])]
     for step in steps:
         rates = ", ".join(f"{p} {found.median(f'{p} {step}'):.2f}" for p in programs)
+        rates += "; CPU s: " + ", ".join(f"{p} {found.median(f'{p} cpu {step}'):.1f}" for p in programs)
         if others:
             best = max(others, key=lambda p: found.median(f"{p} {step}"))
             what = f"{name}, {sizes[0] / 1e9:.1f} GB: {step}, speed / that of {best}, the fastest"

@@ -8,18 +8,19 @@ from the reserve to the measured programs, so neither side of a comparison is he
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
+import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
 _PIECE = 64 << 20
 #: Warm free memory that is kept ahead of the measured step: more would be handed to the host unused.
-_CUSHION = 192 << 20
+_CUSHION = 384 << 20
 _POLL_SECONDS = 0.004
 _MADV_POPULATE_WRITE = 23
 _SECONDS = 300.0
@@ -90,6 +91,8 @@ def _free() -> int:
 def _serve() -> None:
     import select
 
+    with contextlib.suppress(PermissionError):
+        os.nice(-10)  # late, it would leave the measured step to memory that has gone cold
     held: list[mmap.mmap] = []
     lending = False
     level = 0
@@ -116,7 +119,5 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         _serve()
-    except KeyboardInterrupt:
-        time.sleep(0)
