@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
@@ -79,6 +80,10 @@ def main(words: Sequence[str] | None = None) -> int:
         return 1
     except OSError as error:
         output.error(_of_system(error))
+        return 1
+    except Exception as error:  # noqa: BLE001 - a mistake of ours: told in full, and to whoever reads JSON as well
+        traceback.print_exc()
+        output.error(IcecoreError(f"internal error: {type(error).__name__}: {error}", cure="report it with the lines above"))
         return 1
     finally:
         for number, handler in before.items():

@@ -117,7 +117,8 @@ def coordinate(folder: Path) -> int:
     """The coordinator."""
     memory = mmap.mmap(-1, SHARED_WORDS * 8)  # anonymous and shared with the workers
     shared = np.frombuffer(memory, np.uint64)
-    pipes, children = [], []
+    pipes: list[tuple[int, int]] = []
+    children: list[int] = []
     for worker in range(WORKERS):
         (request_out, request_in), (answer_out, answer_in) = os.pipe(), os.pipe()
         child = os.fork()

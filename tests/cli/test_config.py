@@ -56,8 +56,8 @@ def test_layers_win_key_by_key(tmp_path: Path) -> None:
 
 
 def test_standard_files() -> None:
-    found = config.standard_files({"HOME": "/home/x"}, Path("/work"))
-    assert [str(path) for path in found] == ["/etc/icecore.toml", "/home/x/.config/icecore.toml", "/work/icecore.toml"]
+    found = config.standard_files({"HOME": "/home/x"}, Path("/here"))
+    assert [str(path) for path in found] == ["/etc/icecore.toml", "/home/x/.config/icecore.toml", "/here/icecore.toml"]
     assert config.standard_files({"HOME": "/h", "XDG_CONFIG_HOME": "/c"}, Path("/w"))[1] == Path("/c/icecore.toml")
 
 

@@ -191,6 +191,25 @@ def test_an_interrupted_dump_leaves_the_job_running(cli: Cli, number: signal.Sig
     until(lambda: not [name for name in mine if os.path.exists(f"/dev/shm/{name}")], "cleaned up")
 
 
+def test_an_interrupted_restore_leaves_nothing(cli: Cli) -> None:
+    start(cli)
+    cli.run("dump", "count", "--stop")
+    restore = cli.start("--json", "restore", "count")
+    assert restore.stdout is not None
+    for line in restore.stdout:
+        if json.loads(line)["event"] == "restore.images":
+            break
+    restore.send_signal(signal.SIGINT)
+    out, _ = restore.communicate(timeout=30)
+    finished = any(json.loads(line)["event"] == "restore.resident" for line in out.splitlines())
+    running = cli.events("ps")
+    # It may have been faster than the signal; there is nothing in between.
+    assert (restore.returncode, len(running)) == (130, 0) or finished, out
+    if not finished:
+        cli.run("restore", "count")
+    assert cli.job("count").alive
+
+
 def test_forgetting_and_collecting(cli: Cli) -> None:
     start(cli)
     ids = [cli.one("dump.done", "dump", "count")["snapshot"] for _ in range(4)]
