@@ -8,11 +8,12 @@ import os
 import re
 import socket
 import stat
+import threading
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -23,15 +24,16 @@ from icecore.dumper.cells import EXTENT
 from icecore.dumper.facts import describe_requirements
 from icecore.dumper.images import ImageSet, Pagemap, image_files, read_images
 from icecore.dumper.parent import Parent
+from icecore.dumper.pipeline import CellStore, Pipeline, SpaceSink
 from icecore.dumper.sources import FileSource, read_fully
 from icecore.dumper.spaces import Machinery, SpaceCapture
-from icecore.dumper.staging import Slot
+from icecore.dumper.staging import Slot, Staging
 from icecore.dumper.storing import Stored, Storing
 from icecore.errors import Damaged, NotFound, UsageError
 from icecore.events import Event, Sink, discard, phase
 from icecore.host import images as criu_images
 from icecore.host.criu import find_criu
-from icecore.store.cell import PAGE
+from icecore.store.cell import CELL_BYTES, PAGE
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import (
     MANIFEST_FORMAT,
@@ -96,6 +98,28 @@ class CompactPages:
         entry = bisect_right(self._start, address) - 1
         offset = self._offset[entry] + address - self._start[entry]
         read_fully(self._descriptor, buffer.view(0, size), offset, self._path)
+
+
+class Immediate(Pipeline):
+    """A pipeline without threads of its own: whoever read a cell stores it, while its bytes are still in that core's
+    cache. Nothing stands still meanwhile, so nothing need be put off.
+    """
+
+    def __init__(self, writer: CellStore, staging: Staging) -> None:
+        super().__init__(writer, staging, 0)
+        self._store_in = writer
+        self._give_back = staging.release
+        self._local = threading.local()
+
+    def put(self, sink: SpaceSink, row: int, slot: Slot) -> None:
+        """Store one cell, now."""
+        scratch = getattr(self._local, "scratch", None)
+        if scratch is None:
+            scratch = self._local.scratch = np.empty(CELL_BYTES, np.uint8)
+        try:
+            sink.store(row, slot, scratch, self._store_in)
+        finally:
+            self._give_back(slot)
 
 
 def import_images(
@@ -213,7 +237,8 @@ class _Import:
         if self.wanted_parent not in ("", storing.parent_id):
             raise NotFound(f"there is no snapshot {self.wanted_parent}", cure="'icecore ls' lists them")
         with phase(self.emit, "import.store", directory=str(self.folder)) as running:
-            captures = self._capture(images, storing.parent, storing.machinery)
+            machinery = replace(storing.machinery, pipeline=Immediate(storing.writer, storing.staging))
+            captures = self._capture(images, storing.parent, machinery)
             manifest = self._manifest(storing, storing.finish(captures))
             running.bytes = manifest.sizes.logical + manifest.sizes.zero
             running.fields |= {"stored": manifest.sizes.stored, "by_codec": dict(manifest.sizes.by_codec)}

@@ -14,6 +14,7 @@ import numpy as np
 
 from icecore.restorer.cells import FileLayout, SpaceCells, page_pieces
 from icecore.restorer.fetch import Decoder, Fetcher, Limits
+from icecore.restorer.plan import interleave
 from icecore.store.backend import Backend
 from icecore.store.cell import CELL, Bytes, Records
 from icecore.store.loop import LoopThread
@@ -58,6 +59,7 @@ class FileWriter:
             kept = np.flatnonzero(pages.any(axis=1)) if len(pages) else np.empty(0, np.int64)
             wanted.append(np.full(len(kept), number))
             rows.append(kept)
+        self._counts = [len(kept) for kept in rows]
         self._target_of: list[int] = np.concatenate(wanted).tolist() if wanted else []
         self._cell_of: list[int] = np.concatenate(rows).tolist() if rows else []
         parts = [target.cells.records[kept] for target, kept in zip(targets, rows, strict=True)]
@@ -79,6 +81,15 @@ class FileWriter:
                 os.ftruncate(descriptor, target.size)
             finally:
                 os.close(descriptor)
+
+    def order(self) -> list[int]:
+        """All rows, the files side by side: two threads that write into one file wait for each other."""
+        first = 0
+        parts = []
+        for count in self._counts:
+            parts.append(range(first, first + count))
+            first += count
+        return interleave([part for part in parts if part])
 
     def write(self, row: int, data: memoryview) -> None:
         """The sink of the fetcher: put the bytes of one row where they belong."""
@@ -119,7 +130,7 @@ def write_files(
     writer.create()
     if len(writer.records):
         fetcher = Fetcher(backend, decoder, writer.records, writer.write, limits, loop)
-        fetcher.start(range(len(writer.records)))
+        fetcher.start(writer.order())
         try:
             fetcher.wait()
         finally:

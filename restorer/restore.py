@@ -190,7 +190,7 @@ class _Run:
         self.emit = emit
         self.stack = ExitStack()
         self.threads = options.threads or os.cpu_count() or 1
-        self.limits = Limits(self.threads, options.budget_bytes, options.attempts, options.stall_seconds)
+        self.limits = Limits(self.threads, options.budget_bytes, max(1, options.attempts), options.stall_seconds)
         self.guard: Guard | None = None
         self.tree: Tree | None = None
         self.put_back: PutBack | None = None

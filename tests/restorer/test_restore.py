@@ -262,6 +262,28 @@ with LoopThread() as loop:
         assert last is None or last.errors == ()
 
 
+def test_a_guard_that_is_killed_ends_the_restore_and_the_tree(tmp_path: Path, cache: Path) -> None:
+    with dumped("memory-pattern", tmp_path, cache, ("--mib", "64")) as it:
+        driving.forget(tmp_path)
+        backend = SlowBackend(it.place.root)
+        repository = it.place.reopened(backend)
+
+        def emit(event: Event) -> None:
+            if event.name == "restore.criu" and event.fields["state"] == "begin":
+                backend.delay = 0.3
+
+        restored = it.restore(RestoreOptions(mode="lazy", budget_bytes=1), repository, emit)
+        guard = procfs.status(restored.pid).parent
+        assert b"guard_process" in Path(f"/proc/{guard}/cmdline").read_bytes()
+        os.kill(guard, signal.SIGKILL)
+        with pytest.raises(RestoreFailed, match="guard"):
+            restored.wait_resident(60)
+        await_gone([pid for pid in [restored.pid] if driving.alive(pid)])
+        assert it.remains() == []
+        last = driving.progress(tmp_path)
+        assert last is None or last.errors == ()
+
+
 def test_pids_in_use_are_refused_before_anything_starts(tmp_path: Path, cache: Path) -> None:
     with dumped("memory-pattern", tmp_path, cache, ("--mib", "8")) as it:
         restored = it.restore(FULL)

@@ -1,0 +1,92 @@
+"""What a snapshot requires, compared with this machine: every lack is named with its cure, and nothing is changed."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from icecore.errors import RestoreRefused
+from icecore.host.criu import Criu
+from icecore.restorer.options import RestoreOptions
+from icecore.restorer.requirements import check_requirements
+from icecore.store.manifest import Manifest, Namespaces, Requirements, Sizes, Space
+from tests.restorer.places import empty_manifest
+
+CRIU = Criu(Path("/usr/sbin/criu"), (4, 1, 1), None)
+HERE = Requirements(os.uname().machine, os.uname().release, "4.1.1")
+
+
+def manifest_with(requirements: Requirements = HERE, **changes: object) -> Manifest:
+    return msgspec.structs.replace(empty_manifest(), requirements=requirements, **changes)
+
+
+def failed(manifest: Manifest) -> dict[str, str]:
+    found = check_requirements(manifest, RestoreOptions(), CRIU, "/dev/shm")
+    if found.failed:
+        with pytest.raises(RestoreRefused) as caught:
+            found.require()
+        for check in found.failed:
+            assert check.message in str(caught.value) and check.cure
+    else:
+        found.require()
+    return {check.name: check.message for check in found.failed}
+
+
+def test_a_machine_that_has_everything() -> None:
+    assert failed(manifest_with()) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "requirements"),
+    [
+        ("architecture", msgspec.structs.replace(HERE, architecture="sparc64")),
+        ("architecture", msgspec.structs.replace(HERE, page_size=65536)),
+        ("criu", msgspec.structs.replace(HERE, criu="4.2")),
+        ("cpu", msgspec.structs.replace(HERE, cpu=["avx1024", "some_mitigation"])),
+        ("pid", msgspec.structs.replace(HERE, pids=[1])),
+        ("device", msgspec.structs.replace(HERE, devices=[{"kind": "gpu"}])),
+    ],
+)
+def test_what_is_missing_is_named(name: str, requirements: Requirements) -> None:
+    assert list(failed(manifest_with(requirements))) == [name]
+
+
+def test_flags_that_are_no_instructions_do_not_matter() -> None:
+    assert failed(manifest_with(msgspec.structs.replace(HERE, cpu=["some_mitigation", "hypervisor9"]))) == {}
+
+
+def test_an_older_kernel_is_a_warning() -> None:
+    manifest = manifest_with(msgspec.structs.replace(HERE, kernel="99.1"))
+    found = check_requirements(manifest, RestoreOptions(), CRIU, "/dev/shm")
+    assert not found.failed and [check.name for check in found.warnings] == ["kernel"]
+
+
+def test_pids_do_not_matter_in_a_namespace_of_their_own() -> None:
+    requirements = msgspec.structs.replace(HERE, pids=[1])
+    assert failed(manifest_with(requirements, namespaces=Namespaces(pid=True))) == {}
+
+
+@pytest.mark.parametrize(("family", "host", "shown"), [(socket.AF_INET, "127.0.0.1", "{}"), (socket.AF_INET6, "::1", "[{}]")])
+def test_a_port_on_which_somebody_listens(family: int, host: str, shown: str) -> None:
+    with socket.socket(family) as server:
+        try:
+            server.bind((host, 0))
+        except OSError:
+            pytest.skip(f"no {host} here")
+        port = server.getsockname()[1]
+        address = f"{shown.format(host)}:{port}"
+        requirements = msgspec.structs.replace(HERE, ports=[address])
+        server.listen()
+        assert address in failed(manifest_with(requirements))["port"]
+        assert failed(manifest_with(requirements, namespaces=Namespaces(network="external"))) == {}
+    assert failed(manifest_with(requirements)) == {}
+
+
+def test_memory_and_room() -> None:
+    assert list(failed(manifest_with(sizes=Sizes(logical=1 << 60)))) == ["memory"]
+    images = [Space("image", "x.img", 1 << 60, [])]
+    assert set(failed(manifest_with(spaces=images))) == {"memory", "space"}
