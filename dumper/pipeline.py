@@ -60,7 +60,10 @@ class SpaceSink:
             bitmap, zero, data = without_zero_pages(plan.bitmap[row], data, scratch)
         candidate = int(self._candidates[row])
         previous = self._known.record[candidate] if candidate >= 0 else None
-        self.records[row] = writer.store_cell(self._stream, int(plan.cell[row]), bitmap, zero, data, previous)
+        region = int(plan.region[row])
+        self.records[row] = writer.store_cell(
+            self._stream, int(plan.cell[row]), bitmap, zero, data, previous, region=region
+        )
 
     def unchanged(self, rows: npt.NDArray[np.int64]) -> None:
         """Take the records of cells that did not change from what is known. ``rows`` i8[n]: the known row, or -1."""
