@@ -227,8 +227,9 @@ def test_storage_that_fails_in_the_middle_kills_the_tree(tmp_path: Path, cache: 
         assert it.remains() == []
 
 
-def test_a_restorer_that_is_killed_takes_the_tree_with_it(tmp_path: Path, cache: Path) -> None:
-    """SIGKILL in the middle of a lazy restore, with the program checking all its memory all the time."""
+@pytest.mark.parametrize("mode", ["lazy", "full"])
+def test_a_restorer_that_is_killed_takes_the_tree_with_it(tmp_path: Path, cache: Path, mode: str) -> None:
+    """SIGKILL in the middle of a restore; lazily restored, the program looks at its memory all the time."""
     with dumped("memory-pattern", tmp_path, cache, ("--mib", "128")) as it:
         driving.forget(tmp_path)
         it.workdir.mkdir()
@@ -243,16 +244,22 @@ from icecore.store.repository import Repository
 with LoopThread() as loop:
     backend = SlowBackend({str(it.place.root)!r})
     repository = loop.run(Repository.open(backend))
-    backend.delay = 0.3
-    restored = restore(repository, loop, {it.result.snapshot!r}, RestoreOptions(mode="lazy", budget_bytes=1, workdir={str(it.workdir)!r}))
-    print("running", flush=True)
+    def emit(event):
+        if event.name == "restore.criu":
+            backend.delay = 0.3
+            if event.fields["state"] == "end":
+                print("building", flush=True)
+    options = RestoreOptions(mode={mode!r}, budget_bytes=1, workdir={str(it.workdir)!r})
+    restored = restore(repository, loop, {it.result.snapshot!r}, options, emit=emit)
     restored.wait_resident()
 """
         restorer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
         try:
-            assert restorer.stdout is not None and restorer.stdout.readline() == "running\n"
+            assert restorer.stdout is not None and restorer.stdout.readline() == "building\n"
+            time.sleep(0.2)
             tree = descendants(restorer.pid)
-            assert len(tree) == 2
+            # The guard and the program; while CRIU holds the tree also CRIU and its script.
+            assert len(tree) == (2 if mode == "lazy" else 4)
         finally:
             restorer.kill()
             restorer.wait(10)
