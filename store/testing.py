@@ -23,11 +23,13 @@ class BackendConformance(ABC):
         large: Bytes of the large objects.
         racers: How many clients race for one name.
         races: How often they do.
+        listed: How many objects a long listing has; more than the storage gives in one answer.
     """
 
     large = 9 << 20
     racers = 8
     races = 10
+    listed = 1200
 
     @abstractmethod
     def opened(self) -> AbstractAsyncContextManager[Backend]:
@@ -208,7 +210,7 @@ class BackendConformance(ABC):
         async def work(backend: Backend) -> None:
             names = sorted(
                 ["a/b/1", "a/b/2", "a/b-1", "a/b.1", "a/b0", "a/c", "a0", "ab/1", "b/x/y/z", "b/x/y", "config"]
-                + [f"many/{n:04x}" for n in range(1200)]
+                + [f"many/{n:04x}" for n in range(self.listed)]
             )
             names.remove("b/x/y")  # storage with folders cannot hold both
             for name in reversed(names):

@@ -33,6 +33,8 @@ class TestMemory(BackendConformance):
 
 
 class TestLocal(BackendConformance):
+    listed = 300  # each is synced
+
     @pytest.fixture(autouse=True)
     def _place(self, tmp_path: Path) -> None:
         self.root = tmp_path / "place"

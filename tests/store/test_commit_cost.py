@@ -95,11 +95,11 @@ def test_pages_grow_in_steps_and_lose_nothing() -> None:
         backend = MemoryBackend()
         repository = await Repository.create(backend)
         records = synthetic(5000)
-        for at in range(0, 5000, 7):
-            await fill(repository, records[at : at + 7])
-            if at % 700 == 0:
+        for at in range(0, 5000, 20):
+            await fill(repository, records[at : at + 20])
+            if at % 1000 == 0:
                 state = (await state_of(repository)).state
-                assert state.snapshots == min(at + 7, 5000)
+                assert state.snapshots == min(at + 20, 5000)
                 assert len(state.pages) <= 2 * catalog.FAN_IN + 1 + at // catalog.PAGE_RECORDS
         assert await repository.snapshots() == records
         state = (await state_of(repository)).state
