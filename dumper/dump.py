@@ -19,9 +19,10 @@ from icecore.dumper.capture import Capture, Captured
 from icecore.dumper.facts import describe_requirements
 from icecore.dumper.fingerprints import KnownCells
 from icecore.dumper.guard import WINDOW_PRIORITY, Guard
+from icecore.dumper.look import Look, look
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.precopy import PreCopied, pre_copy
-from icecore.dumper.preflight import Look, check_target, look, require
+from icecore.dumper.preflight import check_target, require, warn
 from icecore.dumper.storing import Storing
 from icecore.dumper.target import Target
 from icecore.dumper.window import Window, wait_running
@@ -295,6 +296,9 @@ class _Dump:
             raise PreflightRefused([(r.name, r.message, r.cure) for r in refusals])
         found = look(self.target.pid, self.criu, self.workdir, self.options)
         require(found)
+        for warning in warn(found):
+            fields = {"name": warning.name, "message": warning.message, "cure": warning.cure}
+            self.emit(Event("dump.warning", {**fields}))
         self.shell_job = procfs.status(self.target.pid).session not in {p.status.group for p in found.processes}
         return found
 
@@ -354,7 +358,8 @@ class _Dump:
             shell_job=self.shell_job,
             ghost_limit=self.options.ghost_limit,
             verbosity=2,
-            extra=("--link-remap", *own),
+            # Connections that nobody has accepted yet are not there after a restore; with ``close`` none is.
+            extra=("--link-remap", *(["--skip-in-flight"] if self.options.tcp == "close" else []), *own),
         )
         return lazy_dump_command(self.criu, self.target.pid, images, arguments, pages="{pages}", status="{status}")
 

@@ -15,6 +15,8 @@ from icecore.store.manifest import FilePolicy, OpenFile
 _DELETED = " (deleted)"
 _PSEUDO = ("/proc/", "/sys/", "/dev/")
 _SHARED_MEMORY = "/dev/shm/"
+#: Names of memory that the kernel shows as files: memfds, System V shared memory, rings of asynchronous I/O.
+_MEMORY = ("/memfd:", "/SYSV", "/[aio]")
 #: A file whose mtime is this close to its last capture may have been written in the same tick of the clock.
 _CLOCK_TICK_NS = 100_000_000
 
@@ -76,12 +78,12 @@ def _add(
         about = os.stat(reach)
     except FileNotFoundError:
         return  # closed or unmapped while we looked: only before the window
-    deleted = target.endswith(_DELETED)
-    path = target.removesuffix(_DELETED)
+    deleted = target.endswith(_DELETED) and not _is_there(reach, target, about)
+    path = target.removesuffix(_DELETED) if deleted else target
     if (
         not stat.S_ISREG(about.st_mode)
         or (path.startswith(_PSEUDO) and not path.startswith(_SHARED_MEMORY))
-        or path.startswith(("/memfd:", "/SYSV"))
+        or path.startswith(_MEMORY)
     ):
         return
     before = found.get((about.st_dev, about.st_ino))
@@ -114,6 +116,18 @@ def _add(
         deleted,
         about.st_nlink,
     )
+
+
+def _is_there(reach: str, target: str, about: os.stat_result) -> bool:
+    """Whether a file really has the name, which only looks like that of a deleted one."""
+    if about.st_nlink == 0:
+        return False
+    process = reach.split("/")[2]
+    try:
+        there = os.stat(f"/proc/{process}/root{target}")
+    except OSError:
+        return False
+    return (there.st_dev, there.st_ino) == (about.st_dev, about.st_ino)
 
 
 def ghosts(files: Sequence[FoundFile]) -> list[FoundFile]:

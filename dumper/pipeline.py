@@ -24,7 +24,15 @@ class CellStore(Protocol):
     """What the pipeline needs of the store's writer."""
 
     def store_cell(
-        self, stream: int, cell: int, data_bitmap: bytes, zero_bitmap: bytes, data: memoryview, previous: np.void | None
+        self,
+        stream: int,
+        cell: int,
+        data_bitmap: bytes,
+        zero_bitmap: bytes,
+        data: memoryview,
+        previous: np.void | None,
+        *,
+        region: int = 0,
     ) -> np.void:
         """Store one cell; returns its CELL record."""
 
@@ -100,7 +108,7 @@ def without_zero_pages(
     kept = np.flatnonzero(~zero)
     out = scratch[: len(kept) * PAGE]
     np.take(pages, kept, axis=0, out=out.view(np.uint64).reshape(-1, _WORDS))
-    return (bitmap & ~zero_bitmap).tobytes(), zero_bitmap.tobytes(), memoryview(out)
+    return (bitmap & ~zero_bitmap).tobytes(), zero_bitmap.tobytes(), out.data
 
 
 class Pipeline:

@@ -160,7 +160,7 @@ def _scan_batch(shared: _Shared, batch: range, slot: Slot) -> Slot:
     expected = (
         known.fingerprint[np.maximum(candidates, 0)].tobytes() if len(known.fingerprint) else bytes(16 * len(batch))
     )
-    bitmaps = memoryview(np.ascontiguousarray(plan.bitmap[low:high])).cast("B")
+    bitmaps = np.ascontiguousarray(plan.bitmap[low:high]).data.cast("B")
     runs = plan.runs.ctypes.data
     read, seed, digest = shared.source.read_into, shared.seed, xxhash.xxh3_128_digest
     found = bytearray(16 * len(batch))

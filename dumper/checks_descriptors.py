@@ -1,0 +1,253 @@
+"""Checks of a tree's descriptors and sockets: what CRIU cannot dump, or would lose; see `icecore.dumper.checks`."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import stat
+from collections.abc import Iterator
+
+from icecore.dumper.checks import Refusal, in_hosts
+from icecore.dumper.look import Look, ProcessLook, mount_ids
+from icecore.dumper.sockets import UnixSocket, kernel_refuses_options, owner, unix_sockets
+from icecore.host import procfs
+
+_GPU = re.compile(r"/dev/(nvidia|kfd|dri/)")
+#: What anon_inode descriptors CRIU 4 can dump (bpf-map: where it was built with libbpf).
+_KNOWN_ANON = {"[eventfd]", "[eventpoll]", "[signalfd]", "[timerfd]", "inotify", "[fanotify]", "[pidfd]", "bpf-map"}
+#: Character devices that it can: memory (null, zero, random, …), terminals, serial lines, pseudo-terminals.
+_KNOWN_MAJORS = {1, 4, 5, *range(136, 144), 188, 204}
+_TUN, _AUTOFS = (10, 200), (10, 235)
+_PROTOCOLS = {
+    "TCP",
+    "TCPv6",
+    "UDP",
+    "UDPv6",
+    "UDP-Lite",
+    "UDPLITEv6",
+    "RAW",
+    "RAWv6",
+    "PACKET",
+    "UNIX",
+    "UNIX-STREAM",
+    "NETLINK",
+}
+_WITHOUT_OPTIONS = {"UNIX", "UNIX-STREAM", "NETLINK"}
+
+
+# -- descriptors
+
+
+def io_uring(found: Look) -> list[Refusal]:
+    users = [
+        p.pid
+        for p in found.processes
+        if any("[io_uring]" in m.path for m in p.mappings) or any("[io_uring]" in d.target for d in p.descriptors)
+    ]
+    if not users:
+        return []
+    return [
+        Refusal(
+            "io_uring",
+            f"CRIU cannot dump io_uring, which {'processes' if len(users) > 1 else 'process'} {', '.join(map(str, users))} uses",
+            "start the job with io_uring off: 'sysctl -w kernel.io_uring_disabled=2', or UV_USE_IO_URING=0 (Node.js), USE_LIBUV=0 (PyTorch)",
+        )
+    ]
+
+
+def gpus(found: Look) -> list[Refusal]:
+    out = []
+    for process in found.processes:
+        names = {d.target for d in process.descriptors if stat.S_ISCHR(d.mode) and _GPU.match(d.target)}
+        names |= {m.path for m in process.mappings if _GPU.match(m.path)}
+        if names:
+            out.append(
+                Refusal(
+                    "gpu",
+                    f"process {process.pid} uses a GPU ({', '.join(sorted(names)[:3])})",
+                    "GPU state is not captured by this version: stop using the device, or wait for it",
+                )
+            )
+    return out
+
+
+def devices(found: Look) -> list[Refusal]:
+    out = []
+    for process, descriptor in _all_descriptors(found):
+        device = (process.devices or {}).get(descriptor.number)
+        if device is None or _GPU.match(descriptor.target):
+            continue
+        known = device[0] in _KNOWN_MAJORS or device == _AUTOFS
+        known = known or (device == _TUN and not in_hosts(found, "net"))
+        if not known or stat.S_ISBLK(descriptor.mode):
+            out.append(
+                Refusal(
+                    "device",
+                    f"descriptor {descriptor.number} of process {process.pid} is the device {descriptor.target}, which CRIU cannot dump",
+                    "close it before the dump",
+                )
+            )
+    return out
+
+
+def descriptors(found: Look) -> list[Refusal]:
+    out = []
+    for process, descriptor in _all_descriptors(found):
+        kind = descriptor.target.removeprefix("anon_inode:") if descriptor.target.startswith("anon_inode:") else ""
+        if kind and kind not in _KNOWN_ANON and "[io_uring]" not in kind:
+            out.append(
+                Refusal(
+                    "descriptor",
+                    f"descriptor {descriptor.number} of process {process.pid} is {descriptor.target}, which CRIU cannot dump",
+                    "close it, or start the program without what opens it",
+                )
+            )
+    return out
+
+
+def _all_descriptors(found: Look) -> Iterator[tuple[ProcessLook, procfs.Descriptor]]:
+    return ((process, descriptor) for process in found.processes for descriptor in process.descriptors)
+
+
+def pidfds(found: Look) -> list[Refusal]:
+    inside = {*found.pids, -1}  # -1: the process has ended
+    out = []
+    for process, descriptor in _all_descriptors(found):
+        if descriptor.target != "anon_inode:[pidfd]":
+            continue
+        about = _pidfd(process.pid, descriptor.number)
+        if about not in inside:
+            out.append(
+                Refusal(
+                    "pidfd",
+                    f"descriptor {descriptor.number} of process {process.pid} refers to process {about}, which is not in its tree",
+                    "close it, or snapshot the tree that holds both",
+                )
+            )
+    return out
+
+
+def _pidfd(pid: int, number: int) -> int:
+    try:
+        with open(f"/proc/{pid}/fdinfo/{number}", encoding="ascii") as file:
+            found = re.search(r"^Pid:\s*(-?\d+)$", file.read(), re.MULTILINE)
+    except FileNotFoundError:
+        return -1
+    return int(found[1]) if found else -1
+
+
+def mounts(found: Look) -> list[Refusal]:
+    """CRIU finds files by mount and path: what lies on a mount that the tree does not see is lost to it."""
+    seen: dict[int, set[int]] = {}
+    out = []
+    for process in found.living:
+        namespace = (process.namespaces or {}).get("mnt", 0)
+        if namespace not in seen:
+            seen[namespace] = mount_ids(os.getpid()) if namespace == found.namespaces["mnt"] else set()
+        # One that was chrooted sees only part of its namespace.
+        seen[namespace] |= mount_ids(process.pid)
+        hidden = [what for what, mount in (process.mounts or {}).items() if mount not in seen[namespace]]
+        if hidden:
+            out.append(
+                Refusal(
+                    "mount",
+                    f"process {process.pid} uses what lies on no mount that it sees: {'; '.join(hidden[:3])}",
+                    "have it close or reopen that; or start the job with 'icecore run', with a private root if it needs its own mounts or message queues",
+                )
+            )
+    return out
+
+
+# -- sockets
+
+
+def protocols(found: Look) -> list[Refusal]:
+    out = []
+    for process in found.processes:
+        for one in process.sockets:
+            if one.protocol and one.protocol not in _PROTOCOLS:
+                out.append(
+                    Refusal(
+                        "socket",
+                        f"descriptor {one.descriptor} of process {process.pid} is a socket of protocol {one.protocol}, which CRIU cannot dump",
+                        "GODEBUG=multipathtcp=0 makes Go programs use plain TCP"
+                        if one.protocol.startswith("MPTCP")
+                        else "close it before the dump",
+                    )
+                )
+    return out
+
+
+def internet(found: Look) -> list[Refusal]:
+    if found.criu.version >= (4, 2):
+        return []
+    affected = _PROTOCOLS - _WITHOUT_OPTIONS
+    users = [p.pid for p in found.processes if any(s.protocol in affected for s in p.sockets)]
+    if not users or not kernel_refuses_options():
+        return []
+    version = ".".join(map(str, found.criu.version))
+    return [
+        Refusal(
+            "internet-sockets",
+            f"CRIU {version} cannot dump internet sockets on this kernel (Linux 6.16 and newer refuse an option that it asks for), and "
+            f"{'processes' if len(users) > 1 else 'process'} {', '.join(map(str, users[:5]))} has some",
+            "install CRIU 4.2 or newer: tools/install-criu --suite sid",
+        )
+    ]
+
+
+def unix_peers(found: Look) -> list[Refusal]:
+    """Connections to unix sockets outside the tree, which CRIU cannot dump: all but datagrams to a socket with a name."""
+    ours = {one.inode: (p.pid, one.descriptor) for p in found.processes for one in p.sockets if one.unix}
+    if not ours or not in_hosts(found, "net"):
+        return []
+    try:
+        known = unix_sockets()
+    except OSError:
+        return []  # a kernel without unix_diag, which CRIU needs too: it will say so
+    out = []
+    for inode, (pid, descriptor) in ours.items():
+        peer = known[inode].peer if inode in known else 0
+        if not peer or peer in ours or _datagram_to_name(known.get(peer)):
+            continue
+        who = owner(peer)
+        out.append(
+            Refusal(
+                "unix-peer",
+                f"descriptor {descriptor} of process {pid} is a unix socket that is connected to {who or 'a socket'} outside its tree",
+                "close the connection before the dump, or start the job with 'icecore run', which gives it none",
+            )
+        )
+    return out
+
+
+def _datagram_to_name(peer: UnixSocket | None) -> bool:
+    return peer is not None and peer.kind == socket.SOCK_DGRAM and peer.named
+
+
+# -- warnings
+
+
+def loose_pipes(found: Look) -> list[Refusal]:
+    """Pipes of which the tree holds one kind of end only: the other end is not there after a restore."""
+    ends: dict[str, set[int]] = {}
+    users: dict[str, tuple[int, int]] = {}
+    for process, descriptor in _all_descriptors(found):
+        if descriptor.target.startswith("pipe:["):
+            access = descriptor.flags & os.O_ACCMODE
+            ends.setdefault(descriptor.target, set()).update((0, 1) if access == os.O_RDWR else (access,))
+            users.setdefault(descriptor.target, (process.pid, descriptor.number))
+    out = []
+    for pipe, kinds in ends.items():
+        if len(kinds) == 1:
+            pid, number = users[pipe]
+            after = "reading it will give end of file" if kinds == {os.O_RDONLY} else "writing to it will raise SIGPIPE"
+            out.append(
+                Refusal(
+                    "pipe",
+                    f"the other end of descriptor {number} of process {pid} is outside its tree: once restored, {after}",
+                    "start the job with 'icecore run', or with its output in files",
+                )
+            )
+    return out
