@@ -1,0 +1,104 @@
+"""Real snapshots with deltas through the writer, then forgotten, compacted, collected and checked: every byte of those that stay is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from icecore.store import codec
+from icecore.store.check import check
+from icecore.store.compact import compact
+from icecore.store.gc import Collector, Options
+from icecore.store.trial import Objective
+from tests.store.images import Place, image, local_place, touch
+
+THRIFTY = Objective(0.05e9, 2)
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Place]:
+    with local_place(tmp_path / "repository") as made:
+        yield made
+
+
+def size(root: Path, folder: str) -> int:
+    return sum(path.stat().st_size for path in (root / folder).rglob("*") if path.is_file())
+
+
+def test_deltas_survive_their_shards(here: Place, tmp_path: Path) -> None:
+    root = tmp_path / "repository"
+    first = image(12, "heap", seed=1)
+    taken = [here.take(first, objective=THRIFTY)]
+    contents = [first]
+    for step in range(3):
+        content = touch(contents[-1], [step, step + 1, 8], 20, step)
+        content |= {cell: value for cell, value in image(12, "heap", seed=2 + step).items() if cell in (9, 10, 11)}
+        taken.append(here.take(content, taken[-1], objective=THRIFTY))
+        contents.append(content)
+    records = taken[-1].records
+    assert (records["place"]["codec"] & codec.DELTA != 0).any(), "this test needs deltas"
+    # Other data that shares nothing, so that the repository is more than one lineage.
+    other = image(4, "bfloat16", seed=9)
+    apart = here.take(other, lineage="other")
+
+    loop, repository = here.loop, here.repository
+    loop.run(repository.forget([taken[0].snapshot, taken[1].snapshot]))
+    before = size(root, "shards")
+    plan = loop.run(Collector(repository, Options(compact_below=0.95)).plan())
+    assert plan.compact
+    result = loop.run(Collector(repository, Options(compact_below=0.95)).collect())
+    assert result.compacted.shards == len(plan.compact) and result.compacted.snapshots == 2
+    assert size(root, "shards") < before
+    for kept, content in [*zip(taken[2:], contents[2:], strict=True), (apart, other)]:
+        assert here.content(kept.snapshot) == content
+    report = loop.run(check(repository, read_data=1.0))
+    assert report.sound and report.unreached == 0 and report.read_chunks == report.chunks > 12
+
+    # Snapshots go on from what was compacted: the parent's records name new places.
+    reader = here.reader(taken[-1].snapshot)
+    space = reader.manifest.spaces[0]
+    (records,) = reader.records(space)
+    taken[-1].records, taken[-1].space = records, space
+    content = touch(contents[-1], [0, 5], 3, 77)
+    following = here.take(content, taken[-1], objective=THRIFTY)
+    assert following.statistics.stored < 1 << 20
+    assert here.content(following.snapshot) == content
+    report = loop.run(check(repository, read_data=1.0))
+    assert report.sound
+
+
+def test_nothing_is_compacted_twice(here: Place) -> None:
+    first = here.take(image(6, "heap", seed=1))
+    second = here.take(image(6, "heap", seed=1) | image(4, "heap", seed=2), first)
+    here.loop.run(here.repository.forget([first.snapshot]))
+    options = Options(compact_below=0.9)
+    assert here.loop.run(Collector(here.repository, options).collect()).compacted.shards == 1
+    sizes: dict[tuple[str, bytes], int] = {}
+    assert here.loop.run(compact(here.repository, sizes, 0.9)).shards == 0  # type: ignore[arg-type]
+    again = here.loop.run(Collector(here.repository, options).collect())
+    assert again.compacted.shards == 0 and again.deleted == 0 and again.condemned == 0
+    assert here.content(second.snapshot) == image(6, "heap", seed=1) | image(4, "heap", seed=2)
+
+
+def test_a_shard_with_a_damaged_chunk_stays_as_it_is(here: Place, tmp_path: Path) -> None:
+    first = here.take(image(6, "random", seed=1))
+    second = here.take(image(6, "random", seed=1) | image(4, "random", seed=2), first)
+    here.loop.run(here.repository.forget([first.snapshot]))
+    record = second.records[5]
+    shard = record["place"]["shard"].tobytes().hex()
+    path = tmp_path / "repository" / "shards" / shard[:2] / shard
+    path.chmod(0o600)
+    with open(path, "r+b") as file:
+        file.seek(int(record["place"]["offset"]) + 1000)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+    emitted: list[str] = []
+    here.repository.emit = lambda event: emitted.append(event.name)
+    here.loop.run(Collector(here.repository, Options(compact_below=0.9)).collect())
+    assert "gc.damaged" in emitted and path.exists()
+    report = here.loop.run(check(here.repository, read_data=1.0))
+    assert {damage.kind for damage in report.damages} == {"chunk"}
+    assert [damage.snapshots for damage in report.damages] == [(second.snapshot,)]
