@@ -25,7 +25,6 @@ from icecore.store.repository import Repository
 from tests.programs import driving, plain_criu
 from tests.programs.catalogue import Program, missing
 
-
 #: Programs whose point is their size.
 _IN_FULL = ("sparse",)
 
