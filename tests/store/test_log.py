@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import random
 import secrets
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -102,7 +103,9 @@ def write_here(root: str, ids: list[str]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["threads", "processes"])
-def test_contention_on_a_real_directory(tmp_path: Path, kind: str) -> None:
+def test_contention_on_a_real_directory(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What is spawned finds this module by its name; last on the path, so that the installed package comes first.
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2])])
     backend = LocalBackend(tmp_path)
     asyncio.run(founded(backend))
     ids = [drawn(12) for _ in range(4)]

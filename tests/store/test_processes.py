@@ -7,9 +7,12 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import time
 from ast import literal_eval
 from pathlib import Path
+
+import pytest
 
 from icecore.errors import NotFound, ObjectMissing, SessionFenced
 from icecore.store.keys import Parameters
@@ -58,7 +61,9 @@ def clean(root: str) -> None:
     asyncio.run(body())
 
 
-def test_processes_are_killed_at_random(tmp_path: Path) -> None:
+def test_processes_are_killed_at_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What is spawned finds this module by its name; last on the path, so that the installed package comes first.
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2])])
     root = tmp_path / "repository"
     backend = LocalBackend(root, create=True)
     asyncio.run(Repository.create(backend, Parameters(shard_bytes=1 << 16)))
