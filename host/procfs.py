@@ -308,7 +308,11 @@ def namespaces(pid: int) -> dict[str, int]:
     with _process(pid):
         found = {}
         for kind in os.listdir(f"/proc/{pid}/ns"):
-            found[kind] = os.stat(f"/proc/{pid}/ns/{kind}").st_ino
+            try:
+                found[kind] = os.stat(f"/proc/{pid}/ns/{kind}").st_ino
+            except FileNotFoundError:
+                if kind != "pid_for_children":  # there is none until the first child was made in it
+                    raise
         return found
 
 

@@ -5,8 +5,10 @@ python driver.py '{"repository": …, "workdir": …, "pid": …, "pause": ["dum
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -19,6 +21,13 @@ from icecore.events import Event
 from icecore.store.local import LocalBackend
 from icecore.store.loop import LoopThread
 from icecore.store.repository import Repository
+
+
+def drop_capabilities() -> None:
+    """Give up all capabilities (capset(2)), though not the user id."""
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    if ctypes.CDLL(None).capset(header, (ctypes.c_uint32 * 6)()):
+        raise OSError("capset failed")
 
 
 def main(order: dict[str, object]) -> int:
@@ -34,6 +43,11 @@ def main(order: dict[str, object]) -> int:
         return await Repository.open(LocalBackend(Path(str(order["repository"]))))
 
     options = order.get("options")
+    if order.get("powerless"):
+        drop_capabilities()
+    if order.get("descriptors"):
+        most = int(str(order["descriptors"]))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with LoopThread() as loop:
         try:
             result = dump(

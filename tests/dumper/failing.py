@@ -116,15 +116,33 @@ def members(workdir: Path, word: str) -> list[int]:
 
 
 class Dumper:
-    """A dumper in a process of its own."""
+    """A dumper in a process of its own.
 
-    def __init__(self, store: Store, job: Job, pause: tuple[str, str] | None = None, **options: object) -> None:
+    Args:
+        pause: The event at which it pauses.
+        powerless: It has no capabilities.
+        descriptors: How many it may have; 0: as many as this process.
+        options: Of the dump.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        job: Job,
+        pause: tuple[str, str] | None = None,
+        *,
+        powerless: bool = False,
+        descriptors: int = 0,
+        **options: object,
+    ) -> None:
         assert isinstance(store.backend, LocalBackend)
         order = {
             "repository": str(store.backend.root),
             "workdir": str(store.workdir),
             "pid": job.pid,
             "pause": pause,
+            "powerless": powerless,
+            "descriptors": descriptors,
             "options": options,
         }
         self.process = subprocess.Popen(

@@ -1,0 +1,365 @@
+"""Preflight: each refusal and each warning with a real case; what is refused is left as it was, and what is not refused can be dumped."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from icecore.dumper.checks_descriptors import kernel_refuses_options
+from icecore.dumper.look import look
+from icecore.dumper.options import DumpOptions
+from icecore.dumper.preflight import refuse, warn
+from icecore.dumper.target import Target
+from icecore.errors import NotFound, PreflightRefused
+from icecore.host import limits
+from icecore.host.criu import find_criu
+
+from .conftest import Start
+from .failing import Dumper, Job
+from .world import Events, Store, leftovers, standing
+
+pytestmark = [pytest.mark.criu, pytest.mark.timeout(60)]
+
+_PREAMBLE = """
+import ctypes, fcntl, mmap, os, select, signal, socket, struct, sys, time
+libc = ctypes.CDLL(None, use_errno=True)
+def call(number, *arguments):
+    result = libc.syscall(number, *arguments)
+    if result < 0:
+        print(os.strerror(ctypes.get_errno()), flush=True)
+        sys.exit(1)
+    return result
+"""
+_PERF_EVENT_OPEN, _IO_URING_SETUP, _SCHED_SETATTR, _USERFAULTFD = 298, 425, 314, 323
+
+Has = Callable[..., int]
+
+
+@pytest.fixture
+def has(tmp_path: Path) -> Iterator[Has]:
+    """Starts a Python process that runs some code and then sleeps; its pid. Skips where the kernel does not know what the code asks for."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(code: str, **how: object) -> int:
+        how = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **how}
+        ready = tmp_path / f"ready{len(started)}"
+        script = f"{_PREAMBLE}\n{code}\nopen({str(ready)!r}, 'w').close()\ntime.sleep(1000)"
+        process = subprocess.Popen([sys.executable, "-S", "-c", script], cwd=tmp_path, start_new_session=True, **how)
+        started.append(process)
+        end = time.monotonic() + 20
+        while not ready.exists():
+            if process.poll() is not None:
+                pytest.skip("this kernel does not have it")
+            assert time.monotonic() < end
+            time.sleep(0.005)
+        time.sleep(0.02)  # until it has closed that and sleeps
+        return process.pid
+
+    yield start
+    for process in started:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    for process in reversed(started):  # a tracer before who it traces
+        process.wait(20)
+
+
+def refusals(pid: int, options: DumpOptions | None = None, workdir: str | Path = "/dev/shm") -> dict[str, str]:
+    """Name → message of all refusals of a tree, with the CRIU in use."""
+    found = refuse(look(pid, find_criu(), str(workdir), options or DumpOptions()))
+    assert all(r.cure for r in found)
+    return {r.name: r.message for r in found}
+
+
+def refused(store: Store, target: Target | int, options: DumpOptions | None = None) -> dict[str, str]:
+    """A dump is refused, and nothing was done to anything; name → message."""
+    before = store.snapshots()
+    events = Events()
+    with pytest.raises(PreflightRefused) as caught:
+        store.dump(target, options, events=events)
+    assert events.names() == {"dump.preflight"}
+    assert store.snapshots() == before and not leftovers(store.workdir)
+    assert all(cure for _, _, cure in caught.value.reasons)
+    return {name: message for name, message, _ in caught.value.reasons}
+
+
+# -- the process named
+
+
+@pytest.mark.parametrize("pid", [0, -1, 1 << 22])
+def test_no_such_process(pid: int, store: Store) -> None:
+    with pytest.raises(NotFound, match="there is no process"):
+        store.dump(Target(pid, "job"))
+
+
+def test_a_thread_of_the_kernel(store: Store) -> None:
+    assert list(refused(store, Target(2, "job"))) == ["kernel-thread"]
+
+
+def test_a_zombie(store: Store) -> None:
+    child = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert list(refused(store, Target(child.pid, "job"))) == ["zombie"]
+    child.wait(10)
+
+
+def test_a_thread(store: Store) -> None:
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    assert thread.native_id is not None
+    message = refused(store, Target(thread.native_id, "job"))["thread"]
+    done.set()
+    thread.join(10)
+    assert str(os.getpid()) in message
+
+
+def test_oneself_and_ones_ancestors(store: Store) -> None:
+    for pid in (os.getpid(), os.getppid(), 1):
+        assert list(refused(store, Target(pid, "job"))) == ["self"]
+
+
+def test_without_capabilities(job: Job, store: Store) -> None:
+    dumper = Dumper(store, job, powerless=True)
+    said = dumper.until("error")
+    assert dumper.process.wait(20) == 4
+    assert said[1] == "PreflightRefused" and "CAP_SYS_PTRACE" in said[2]
+    assert not standing(job.pid)
+
+
+# -- processes
+
+
+def test_a_traced_process(has: Has, store: Store) -> None:
+    pid = has("")
+    tracer = has(
+        f"assert libc.ptrace(0x4206, {pid}, 0, 0) == 0"  # PTRACE_SEIZE
+    )
+    assert f"by process {tracer}" in refused(store, pid)["traced"]
+
+
+def test_a_deadline_scheduled_process(has: Has, store: Store) -> None:
+    policy = "struct.pack('IIQiIQQQ', 48, 6, 0, 0, 0, 10**6, 10**7, 10**7)"
+    pid = has(f"call({_SCHED_SETATTR}, 0, (ctypes.c_char * 48).from_buffer(bytearray({policy})), 0)")
+    assert list(refused(store, pid)) == ["scheduling"]
+
+
+NAMESPACES = {"mount": 0x20000, "uts": 0x4000000, "ipc": 0x8000000, "user": 0x10000000, "net": 0x40000000}
+
+
+@pytest.mark.parametrize("kind", NAMESPACES)
+def test_a_member_with_other_namespaces(kind: str, has: Has, store: Store) -> None:
+    pid = has(
+        "r, w = os.pipe()\n"
+        f"if os.fork() == 0:\n    libc.unshare({NAMESPACES[kind]})\n    os.write(w, b'r')\n    time.sleep(1000)\nos.read(r, 1)"
+    )
+    assert "namespaces" in refused(store, pid)
+
+
+def test_a_time_namespace_made_for_children(has: Has, store: Store) -> None:
+    assert "namespaces" in refused(store, has("assert libc.unshare(0x80) == 0"))
+
+
+def test_a_user_namespace_of_its_own(has: Has, store: Store) -> None:
+    assert "namespaces" in refused(store, has("assert libc.unshare(0x10000000) == 0"))
+
+
+# -- memory
+
+
+def test_too_few_descriptors(job: Job, store: Store) -> None:
+    """CRIU would need more than it may have, and could not raise the limit."""
+    if "CAP_SYS_RESOURCE" in limits.capabilities():
+        pytest.skip("CRIU may raise its limit on this machine")
+    dumper = Dumper(store, job, descriptors=80)
+    said = dumper.until("error")
+    assert said[1] == "PreflightRefused" and "pipes: " in said[2] and "the limit is 80" in said[2]
+    assert dumper.process.wait(20) == 4
+    assert not standing(job.pid) and not leftovers(store.workdir)
+
+
+def test_too_small_pipes(job: Job, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same on a machine where pipes may not grow, without making this one such."""
+    monkeypatch.setattr(limits, "pipe_max_size", lambda: 4096)
+    monkeypatch.setattr(limits, "descriptor_limit", lambda: 1024)
+    monkeypatch.setattr(limits, "capabilities", lambda pid=None: frozenset({"CAP_SYS_ADMIN", "CAP_SYS_PTRACE"}))
+    assert "the limit is 1024" in refused(store, job.pid)["pipes"]
+    assert not standing(job.pid)
+
+
+def test_system_v_shared_memory_of_the_host(start: Start, store: Store) -> None:
+    running = start("tree-system-v")
+    assert set(refused(store, running.pid)) >= {"system-v"}
+    assert not standing(running.pid)
+
+
+# -- descriptors
+
+CASES = {
+    "io_uring": ("io_uring", f"f = call({_IO_URING_SETUP}, 4, (ctypes.c_char * 120)())"),
+    "io_uring mapped": (
+        "io_uring",
+        f"f = call({_IO_URING_SETUP}, 4, (ctypes.c_char * 120)()); m = mmap.mmap(f, 4096); os.close(f)",
+    ),
+    "perf event": (
+        "descriptor",
+        f"a = bytearray(112); struct.pack_into('IIQ', a, 0, 1, 112, 0)\n"
+        f"f = call({_PERF_EVENT_OPEN}, (ctypes.c_char * 112).from_buffer(a), 0, -1, -1, 0)",
+    ),
+    "userfaultfd": ("descriptor", f"f = call({_USERFAULTFD}, 0)"),
+    "misc device": ("device", "f = os.open('/dev/fuse', os.O_RDWR) if os.path.exists('/dev/fuse') else sys.exit(1)"),
+    "tunnel": ("device", "f = os.open('/dev/net/tun', os.O_RDWR) if os.path.exists('/dev/net/tun') else sys.exit(1)"),
+    "pidfd of another": ("pidfd", "f = os.pidfd_open(1)"),
+    "message queue": (
+        "mount",
+        "f = libc.mq_open(b'/icecore-test', 0o102, 0o600, None); libc.mq_unlink(b'/icecore-test')",
+    ),
+    "vsock": ("socket", "s = socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)"),
+    "mptcp": ("socket", "s = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 262)"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_criu_cannot_dump(case: str, has: Has, store: Store) -> None:
+    name, code = CASES[case]
+    assert list(refused(store, has(code))) == [name]
+
+
+def test_a_unix_connection_that_leads_outside(has: Has, store: Store) -> None:
+    for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET, socket.SOCK_DGRAM):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
+        with ours, theirs:
+            message = refused(store, has("", pass_fds=(theirs.fileno(),)))["unix-peer"]
+            assert f"connected to {os.getpid()} (" in message
+
+
+def test_internet_sockets_and_an_old_criu(has: Has, store: Store) -> None:
+    if not kernel_refuses_options():
+        pytest.skip("this kernel refuses nothing")
+    pid = has("s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen()")
+    for version, names in (((4, 1, 1), ["internet-sockets"]), ((4, 2, 1), [])):
+        found = look(pid, replace(find_criu(), version=version), "/dev/shm", DumpOptions())
+        assert [r.name for r in refuse(found)] == names
+
+
+# -- files
+
+
+def test_a_deleted_file_over_the_limit(has: Has, store: Store) -> None:
+    pid = has("f = open('gone', 'wb'); f.write(bytes(3 << 20)); f.flush(); os.unlink('gone')")
+    message = refused(store, pid, DumpOptions(ghost_limit=2 << 20))["deleted-file"]
+    assert "gone" in message and "3 MiB" in message
+    store.dump(pid, DumpOptions(ghost_limit=3 << 20))
+
+
+def test_files_over_the_budget(has: Has, store: Store) -> None:
+    pid = has("f = open('big', 'wb'); f.write(bytes(3 << 20)); f.flush()")
+    assert "big" in refused(store, pid, DumpOptions(file_budget=2 << 20))["file-budget"]
+    store.dump(pid, DumpOptions(file_budget=2 << 20, files="check"))
+
+
+def test_a_working_directory_that_is_too_small(has: Has, store: Store, tmp_path: Path) -> None:
+    shared = has("m = mmap.mmap(-1, 100 << 20); m[::4096] = bytes(100 << 8)\nos.fork()")
+    locked = has("m = mmap.mmap(-1, 100 << 20, flags=0x22); assert libc.mlockall(3) == 0")
+    place = tmp_path / "work"
+    place.mkdir()
+    with mounted(place, "120m"):
+        small = replace(store, workdir=place)
+        for pid in (shared, locked):
+            assert "120 MiB are free" in refused(small, pid)["workdir"]
+        subprocess.run(["mount", "-o", "remount,size=200m", place], check=True, timeout=20)
+        # Two processes map the shared memory, but it is there once.
+        assert not refusals(shared, workdir=place)
+
+
+@contextmanager
+def mounted(place: Path, size: str) -> Iterator[None]:
+    """A small tmpfs."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place], check=True, timeout=20)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", place], check=True, timeout=20)
+
+
+# -- what is not refused
+
+FINE = {
+    "stopped child": "if os.fork() == 0: os.kill(os.getpid(), signal.SIGSTOP); time.sleep(1000)",
+    "zombie child": "if os.fork() == 0: os._exit(3)\ntime.sleep(0.1)",
+    "kernel objects": "f = [os.eventfd(1), select.epoll(), libc.inotify_init(), os.pidfd_open(os.getpid())]",
+    "dead pidfd": "p = os.fork()\nif p == 0: os._exit(0)\nf = os.pidfd_open(p); os.waitpid(p, 0)",
+    "pid namespace to come": "assert libc.unshare(0x20000000) == 0",
+    "pseudo-terminal": "f = os.openpty()",
+    "devices": "f = [open(f'/dev/{n}', 'rb') for n in ('null', 'zero', 'full', 'urandom')]",
+    "netlink": "s = [socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, n) for n in (0, 4, 9, 15, 16)]; s[0].bind((0, 0))",
+    "unix sockets": "s = socket.socketpair(); t = socket.socket(socket.AF_UNIX); t.bind('\\0icecore-test'); t.listen()",
+    "descriptor in flight": "a, b = socket.socketpair(); f = open('x', 'w'); socket.send_fds(a, [b'x'], [f.fileno()]); f.close()",
+    "asynchronous i/o": "c = ctypes.c_ulong(0); call(206, 8, ctypes.byref(c))",
+    "memfd": "f = os.memfd_create('x'); os.write(f, b'hello')",
+    "locks": "f = open('x', 'w'); fcntl.flock(f, 2); fcntl.fcntl(f, 37, struct.pack('hhqqi4x', 1, 0, 0, 0, 0))",
+    "deleted folder": "os.mkdir('d'); os.chdir('d'); f = open('f', 'w'); os.unlink('f'); os.rmdir('../d')",
+    "another hard link": "f = open('a', 'w'); f.write('x'); f.flush(); os.link('a', 'b'); os.unlink('a')",
+    "name like a deleted one": "f = open('x (deleted)', 'w'); f.write('hello'); f.flush()",
+    "path only": "f = [os.open('.', os.O_PATH), os.open('/proc/self/exe', os.O_PATH | os.O_NOFOLLOW)]",
+    "fifo": "os.mkfifo('fifo'); f = os.open('fifo', os.O_RDWR)",
+    "pending message": "a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET); a.send(b'x')",
+}
+
+
+@pytest.mark.parametrize("case", FINE)
+def test_what_is_not_refused_can_be_dumped(case: str, has: Has, store: Store) -> None:
+    pid = has(FINE[case])
+    events = Events()
+    result = store.dump(pid, events=events)
+    assert not events.named("dump.warning")
+    assert not standing(pid)
+    names = {Path(file.path).name for file in store.read(result.snapshot).manifest.files if file.writable}
+    assert not any(name.startswith("[aio]") for name in names)
+    if case == "name like a deleted one":
+        assert "x (deleted)" in names
+
+
+# -- warnings
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [({"stdin": subprocess.PIPE}, "end of file"), ({"stdout": subprocess.PIPE}, "SIGPIPE")],
+    ids=["input", "output"],
+)
+def test_a_pipe_that_leads_outside(how: dict[str, int], words: str, has: Has, store: Store) -> None:
+    pid = has("", **how)
+    events = Events()
+    store.dump(pid, events=events)
+    (warning,) = events.named("dump.warning")
+    assert warning.fields["name"] == "pipe" and words in str(warning.fields["message"])
+
+
+def test_a_pipe_within_the_tree(has: Has) -> None:
+    pid = has("r, w = os.pipe()\nif os.fork() == 0: os.close(w); time.sleep(1000)\nos.close(r)")
+    assert warn(look(pid, find_criu(), "/dev/shm", DumpOptions())) == []
+
+
+def test_a_system_v_message_queue_of_the_host(has: Has) -> None:
+    pid = has(
+        "q = libc.msgget(0, 0o1600); libc.msgsnd(q, struct.pack('l8s', 1, b'hello'), 8, 0)\n"
+        "open('queue', 'w').write(str(q))"
+    )
+    queue = int(Path(f"/proc/{pid}/cwd/queue").read_text())
+    try:
+        (warning,) = warn(look(pid, find_criu(), "/dev/shm", DumpOptions()))
+        assert warning.name == "message-queue"
+    finally:
+        ctypes.CDLL(None).msgctl(queue, 0, None)
