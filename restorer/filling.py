@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from icecore.errors import RestoreFailed
 from icecore.restorer.daemon import Daemon
 from icecore.restorer.fetch import Decoder, Fetcher, Limits, Spent
 from icecore.restorer.guard import Guard
@@ -56,7 +57,6 @@ class Filling:
         self._rows = [(self._first[family.process], len(family)) for family in self._families]
         parts = [part.cells.records for part in memory]
         records: Records = np.concatenate(parts) if parts else np.empty(0, CELL)
-        self.bytes = int(np.bitwise_count(records["data"]).sum(dtype=np.int64)) * 4096 if len(records) else 0
         self._fetcher = Fetcher(
             backend, decoder, records, self._place, limits, loop, needed=self._needed, failed=failed
         )
@@ -76,7 +76,14 @@ class Filling:
         self._fetcher.start(self._order(first), opened=False)
 
     def open(self) -> None:
-        """Everything is registered with userfaultfd: place what the plan says."""
+        """Everything is registered with userfaultfd: place what the plan says.
+
+        Raises:
+            RestoreFailed: CRIU handed over no userfaultfd for a process whose memory waits here.
+        """
+        for family in self._families:
+            if len(family) and not family.members:
+                raise RestoreFailed(f"CRIU handed over no userfaultfd of process {family.process}")
         self._fetcher.open()
 
     def complete(self, seconds: float | None = None) -> None:

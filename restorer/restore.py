@@ -195,6 +195,7 @@ class _Run:
         self.tree: Tree | None = None
         self.put_back: PutBack | None = None
         self.restoring: Restoring | None = None
+        self.early: list[tuple[int, int]] = []
 
     @property
     def failure(self) -> BaseException | None:
@@ -301,10 +302,9 @@ class _Run:
             (self.restoring.options, self.restoring.prefix, self.restoring.pass_fds) if self.restoring else ([], [], ())
         )
         arguments = criu_arguments(manifest, self.options, own, held)
-        early: list[tuple[int, int]] = []
         if self.options.mode == "lazy":
-            early = self.loop.run(workingset.recall(self.repository, manifest.lineage, self.snapshot))
-        tree.filling.start(tree.filling.rows_at(early))
+            self.early = self.loop.run(workingset.recall(self.repository, manifest.lineage, self.snapshot))
+        tree.filling.start(tree.filling.rows_at(self.early))
         with phase(self.emit, "restore.criu") as running:
             tree.build(criu, images, arguments, prefix, descriptors, self.options.criu_seconds)
             running.fields["faults"] = tree.daemon.faults
@@ -377,8 +377,10 @@ class _Run:
         touched = tree.filling.touched()
         if not touched:
             return
+        # What was brought early because of an earlier observation was not waited for, and is no less needed for that.
+        cells = list(dict.fromkeys([*touched, *self.early]))
         try:
-            self.loop.run(workingset.remember(self.repository, manifest.lineage, self.snapshot, touched))
+            self.loop.run(workingset.remember(self.repository, manifest.lineage, self.snapshot, cells))
         except IcecoreError as error:
             self.emit(Event("restore.warning", {"name": "working-set", "message": str(error)}))
 
