@@ -1,0 +1,49 @@
+"""A repository of format version 1, committed when the version was made, reads back: later code must go on reading it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from icecore.store.cell import CELL_BYTES
+from icecore.store.check import check
+from icecore.store.local import LocalBackend
+from icecore.store.loop import LoopThread
+from icecore.store.reader import SnapshotReader
+from icecore.store.repository import Repository
+from tests.store.version1 import CELLS, SNAPSHOTS, content
+
+KEPT = Path(__file__).resolve().parent.parent / "data" / "repository-v1"
+
+
+def test_the_kept_repository_reads_back(tmp_path: Path) -> None:
+    copy = tmp_path / "repository"
+    shutil.copytree(KEPT, copy)
+    with LoopThread() as loop:
+
+        async def opened() -> Repository:
+            return await Repository.open(LocalBackend(copy))
+
+        repository = loop.run(opened())
+        listed = loop.run(repository.snapshots())
+        assert [record.snapshot for record in listed] == list(SNAPSHOTS)
+        assert [record.parent for record in listed] == ["", SNAPSHOTS[0]]
+        deltas = 0
+        for number, snapshot in enumerate(SNAPSHOTS):
+            reader = SnapshotReader.open(repository, snapshot, loop.loop)
+            assert reader.manifest.processes[0].command == ["program", "argument"]
+            assert reader.manifest.tags == ["kept"]
+            (records,) = reader.records(reader.manifest.spaces[0])
+            assert records["cell"].tolist() == list(range(CELLS))
+            for record in records:
+                data, zero, pages = content(number, int(record["cell"]))
+                assert record["data"].tobytes() == np.packbits(data, bitorder="little").tobytes()
+                assert record["zero"].tobytes() == np.packbits(zero, bitorder="little").tobytes()
+                assert bytes(reader.read_cell(record, memoryview(bytearray(CELL_BYTES)))) == pages
+                deltas += bool(record["base_place"]["length"])
+        assert deltas >= 3, "the kept repository holds deltas"
+        report = loop.run(check(repository, read_data=1.0))
+        assert report.sound, report.damages
+        loop.run(repository.close())
