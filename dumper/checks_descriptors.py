@@ -132,7 +132,7 @@ def _pidfd(pid: int, number: int) -> int:
     try:
         with open(f"/proc/{pid}/fdinfo/{number}", encoding="ascii") as file:
             found = re.search(r"^Pid:\s*(-?\d+)$", file.read(), re.MULTILINE)
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return -1
     return int(found[1]) if found else -1
 
@@ -145,8 +145,11 @@ def mounts(found: Look) -> list[Refusal]:
         namespace = (process.namespaces or {}).get("mnt", 0)
         if namespace not in seen:
             seen[namespace] = mount_ids(os.getpid()) if namespace == found.namespaces["mnt"] else set()
-        # One that was chrooted sees only part of its namespace.
-        seen[namespace] |= mount_ids(process.pid)
+        try:
+            # One that was chrooted sees only part of its namespace.
+            seen[namespace] |= mount_ids(process.pid)
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended meanwhile
         hidden = [what for what, mount in (process.mounts or {}).items() if mount not in seen[namespace]]
         if hidden:
             out.append(

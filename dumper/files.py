@@ -76,7 +76,7 @@ def _add(
 ) -> None:
     try:
         about = os.stat(reach)
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return  # closed or unmapped while we looked: only before the window
     deleted = target.endswith(_DELETED) and not _is_there(reach, target, about)
     path = target.removesuffix(_DELETED) if deleted else target
