@@ -148,8 +148,8 @@ def mounts(found: Look) -> list[Refusal]:
         try:
             # One that was chrooted sees only part of its namespace.
             seen[namespace] |= mount_ids(process.pid)
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended meanwhile
+        except OSError:
+            continue  # it ended meanwhile (one that is just ending has no namespaces: EINVAL)
         hidden = [what for what, mount in (process.mounts or {}).items() if mount not in seen[namespace]]
         if hidden:
             out.append(
