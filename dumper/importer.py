@@ -51,6 +51,7 @@ from icecore.store.trial import Objective
 #: Cells between reading and storing; few, so that they are still in a cache when they are hashed again.
 _STAGING_BYTES = 20 << 20
 _MAX_STREAMS = 16
+_MAX_ARGUMENTS = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class CompactPages:
         self._path = str(path)
         length = extents["pages"].astype(np.int64) * PAGE
         self._start: list[int] = extents["address"].tolist()
+        self._length: list[int] = length.tolist()
         self._offset: list[int] = (np.cumsum(length) - length).tolist()
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         size = os.fstat(self._descriptor).st_size
@@ -91,6 +93,13 @@ class CompactPages:
     def close(self) -> None:
         """Close the file."""
         os.close(self._descriptor)
+
+    def read(self, address: int, length: int) -> bytes:
+        """``length`` bytes at an address; empty if not all of them are in the image."""
+        entry = bisect_right(self._start, address) - 1
+        if entry < 0 or length <= 0 or address + length > self._start[entry] + self._length[entry]:
+            return b""
+        return os.pread(self._descriptor, length, self._offset[entry] + address - self._start[entry])
 
     def read_into(self, iovecs: int, count: int, buffer: Slot, size: int) -> None:
         """See `icecore.dumper.scan.Source`."""
@@ -217,6 +226,7 @@ class _Import:
         self.emit = emit
         self.stack = stack
         self.streams = min(_MAX_STREAMS, len(self.tasks))
+        self.commands: dict[int, list[str]] = {}
 
     def run(self) -> Manifest:
         """All of it."""
@@ -278,9 +288,17 @@ class _Import:
             raise Damaged("image", f"pagemap of {capture.kind} {capture.key}", "its entries are not in address order")
         source = CompactPages(self.folder / f"pages-{pagemap.pages}.img", pagemap.extents)
         try:
+            if capture.kind == "process":
+                self.commands[pagemap.number] = self._command(pagemap.number, source)
             capture.scan(source, pagemap.extents, machinery)
         finally:
             source.close()
+
+    def _command(self, pid: int, source: CompactPages) -> list[str]:
+        """The arguments of a process, from where the kernel had put them on its stack; empty if they are not there."""
+        start, end = criu_images.load_mm(self.folder, pid).arguments
+        data = source.read(start, min(end - start, _MAX_ARGUMENTS))
+        return [os.fsdecode(word) for word in data.rstrip(b"\0").split(b"\0")] if data else []
 
     def _image(self, path: Path, parent: Parent | None, machinery: Machinery) -> SpaceCapture:
         size = path.stat().st_size
@@ -350,13 +368,18 @@ class _Import:
                     group=task.group,
                     session=task.session,
                     threads=len(task.threads) if alive else 0,
-                    command=[core.command],
+                    command=self.commands.get(task.pid) or [core.command],
                     executable=executable,
-                    user=0,
+                    user=self._user(task.pid) if alive else 0,
                     alive=alive,
                 )
             )
         return found
+
+    def _user(self, pid: int) -> int:
+        """The user id of a process (core.proto: the main thread's credentials)."""
+        (message,) = criu_images.read_image(self.folder / f"core-{pid}.img", criu_images.CORE)
+        return message.message(5).message(10).integer(1)
 
     def _namespaces(self, own_pids: bool) -> Namespaces:
         def there(pattern: str) -> bool:

@@ -97,6 +97,20 @@ def test_importing_the_same_again_stores_nothing(tmp_path: Path, cache: Path) ->
         assert other.sizes.stored == 0
 
 
+def test_the_manifest_says_what_the_images_say_of_processes(tmp_path: Path, cache: Path) -> None:
+    with dumped("tree", tmp_path, cache) as it:
+        manifest = it.place.run(it.place.repository.manifest(it.result.snapshot))
+        root, *others = manifest.processes
+        assert manifest.root_pid == root.image_id == it.running.pid
+        assert str(tmp_path) in root.command and "python" in root.executable
+        assert others and all(process.parent for process in others)
+        assert {process.user for process in manifest.processes} == {0}
+        paths = {file.path: file for file in manifest.files}
+        assert paths[root.executable].policy == "checked" and not paths[root.executable].writable
+        assert any(file.writable for file in manifest.files)
+        assert manifest.requirements.pids == sorted(process.image_id for process in manifest.processes)
+
+
 def test_pages_of_private_memory_are_left_out_where_they_are_zero_and_come_back(tmp_path: Path, cache: Path) -> None:
     with dumped("sparse", tmp_path, cache) as it:
         reader = SnapshotReader(it.place.repository, it.place.run(it.place.repository.manifest(it.result.snapshot)))
