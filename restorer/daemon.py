@@ -263,7 +263,7 @@ class Daemon:
                 case Fault():
                     faults.append(event)
                 case Fork(descriptor):
-                    self._watch(family, member.child(descriptor, next(born)))
+                    self._watch(family, member.child(descriptor, next(born), family.wiped))
                 case Remap(source, target, length):
                     member.map.remap(source, target, length)
                 case Unmap(start, end) | Remove(start, end):
@@ -286,8 +286,7 @@ class Daemon:
                 if member.missing[row]:
                     self._urgent(family, row)
                 else:  # it was placed while the fault was on its way
-                    with suppress(OSError):
-                        userfaultfd.wake(member.descriptor, fault.address, _PAGE)
+                    family.wake(member, fault.address)
                 return
         if not family.fill_zero(member, fault.address):
             self._again.append((family, member, fault))

@@ -49,7 +49,7 @@ class Filling:
         self._first: dict[int, int] = {}
         self._family_of: list[int] = []
         for part in memory:
-            family = Family(part.process, part.cells, part.wanted, self.daemon.check_unmapped)
+            family = Family(part.process, part.cells, part.wanted, self.daemon.check_unmapped, part.wiped)
             families[part.process] = family
             self._first[part.process] = len(self._family_of)
             self._family_of.extend([len(self._families)] * len(family))

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from icecore.errors import Damaged
+from icecore.host.images import load_mm
 from icecore.host.pagemap_image import PE_LAZY, PE_PARENT, PE_PRESENT, Entries, load_pagemap, write_pagemap
 from icecore.restorer.cells import (
     EXTENT,
@@ -33,6 +34,7 @@ from icecore.store.reader import SnapshotReader
 
 _NAME = re.compile(r"[A-Za-z0-9_.+:-]{1,200}\Z")
 _READERS = 16
+_MADV_WIPEONFORK = 18
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,13 @@ class LazyMemory:
         process: CRIU's id of the process.
         cells: Its cells that have such pages with bytes.
         wanted: u1[n, 32], those pages.
+        wiped: Ranges (start, end) that a forked child finds empty (MADV_WIPEONFORK).
     """
 
     process: int
     cells: SpaceCells
     wanted: Bytes
+    wiped: list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -171,8 +175,22 @@ def plan_memory(
             images.append(FileTarget(str(folder / f"pages-{pages_id}.img"), 0, *_nothing(cells)))
         if can_wait.any():
             own, pages = _kept(cells, covered(cells.records["data"], cells.base, _extents(entries[can_wait])))
-            lazy.append(LazyMemory(int(space.key), own, pages))
+            lazy.append(LazyMemory(int(space.key), own, pages, wiped_ranges(folder, int(space.key))))
     return Memory(images, lazy)
+
+
+def wiped_ranges(folder: Path, process: int) -> list[tuple[int, int]]:
+    """The VMAs of a process that its children find empty.
+
+    Raises:
+        Damaged: Its mm image is missing or makes no sense.
+    """
+    try:
+        vmas = load_mm(folder, process).vmas
+    except OSError as error:
+        raise Damaged("image", f"mm-{process}.img", str(error)) from error
+    wiped = vmas[(vmas["madvise"] >> np.uint64(_MADV_WIPEONFORK) & np.uint64(1)) != 0]
+    return list(zip(wiped["start"].tolist(), wiped["end"].tolist(), strict=True))
 
 
 def _nothing(cells: SpaceCells) -> tuple[SpaceCells, FileLayout, Bytes]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from icecore.store.cell import BITMAP_BYTES, CELL, CELL_BYTES, PAGE, Bytes
 ZERO_BYTES = 64 * PAGE
 _PAUSE = 0.0002
 _LONGEST_PAUSE = 0.01
+#: A page that was placed may be asked for once more by every thread that waited for it meanwhile, not for ever.
+_WAKES = 64
+_HOPELESS = 1 << 16
 #: How long a placement is tried again because the process is changing its address space.
 _PATIENCE = 60.0
 
@@ -41,9 +44,10 @@ class Member:
         left: How many are 1.
         gone: The process has ended, or everything was placed and the descriptor is closed.
         forked: It is a child that a restored process forked.
+        woken: How often a thread was waiting, by address, for a page that had been placed.
     """
 
-    __slots__ = ("_count", "descriptor", "forked", "gone", "keep", "left", "lock", "map", "missing")
+    __slots__ = ("_count", "descriptor", "forked", "gone", "keep", "left", "lock", "map", "missing", "woken")
 
     def __init__(self, descriptor: int, keep: int, cells: int) -> None:
         self.descriptor = descriptor
@@ -54,12 +58,18 @@ class Member:
         self.left = cells
         self.gone = False
         self.forked = False
+        self.woken: dict[int, int] = {}
         self._count = threading.Lock()
 
-    def child(self, descriptor: int, keep: int) -> Member:
-        """A child that was just forked. The write lock is held: what is missing here is missing there."""
+    def child(self, descriptor: int, keep: int, wiped: Sequence[tuple[int, int]]) -> Member:
+        """A child that was just forked. The write lock is held: what is missing here is missing there, and what is
+        ``wiped`` (original addresses) is zeros there.
+        """
         other = Member(descriptor, keep, 0)
         other.map = self.map.copy()
+        for start, end in wiped:
+            for piece in self.map.locate(start, end - start):
+                other.map.remove(piece.current, piece.current + piece.length)
         other.missing = bytearray(self.missing)
         other.left = self.left
         other.forked = True
@@ -82,12 +92,19 @@ class Family:
         wanted: u1[n, 32], those pages.
         unregistered: Asked when the kernel says that a page cannot be placed although it should be there; raises if
             the page is mapped.
+        wiped: Ranges (start, end) that a forked child finds empty (MADV_WIPEONFORK).
     """
 
     def __init__(
-        self, process: int, cells: SpaceCells, wanted: Bytes, unregistered: Callable[[Family, Member, int], None]
+        self,
+        process: int,
+        cells: SpaceCells,
+        wanted: Bytes,
+        unregistered: Callable[[Family, Member, int], None],
+        wiped: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.process = process
+        self.wiped = wiped
         self.members: tuple[Member, ...] = ()
         self.registered = False
         self._unregistered = unregistered
@@ -214,6 +231,23 @@ class Family:
                 if placed.unmapped:
                     unmapped.append(piece.current)
         return Stop.DONE, unmapped
+
+    def wake(self, member: Member, address: int) -> None:
+        """Somebody waits for a page that was placed before: it looks again. A child that still does not find it had it
+        wiped at its fork, by an madvise that is younger than the snapshot; there it is zeros. The read lock is held.
+
+        Raises:
+            RestoreFailed: The page is missing in a process that was given it.
+        """
+        member.woken[address] = member.woken.get(address, 0) + 1
+        if member.forked and member.woken[address] > _WAKES:
+            userfaultfd.place_zero(member.descriptor, address, PAGE)  # changes nothing if it is there
+        elif member.woken[address] > _HOPELESS:
+            raise RestoreFailed(f"process {self.process} lost the page at {address:#x} that it was given")
+        try:
+            userfaultfd.wake(member.descriptor, address, PAGE)
+        except OSError:
+            pass  # the process has ended
 
     def fill_zero(self, member: Member, address: int) -> bool:
         """Give the page at a current address, and absent ones after it, the content of absent memory: zeros.

@@ -66,6 +66,7 @@ class Rig:
         self.delay = 0.0
         self.hold = threading.Event()
         self.hold.set()
+        self.wiped: list[tuple[int, int]] = []
 
     def run(self, script: str) -> None:
         families: dict[int, Family] = {}
@@ -75,7 +76,9 @@ class Rig:
             """The process is its own image: its pid is not known before it runs."""
 
             def get(inner, key: int, default: object = None) -> Family | None:  # type: ignore[override]
-                self.family = inner[key] = Family(key, self.cells, self.rows["data"], self.daemon.check_unmapped)
+                self.family = inner[key] = Family(
+                    key, self.cells, self.rows["data"], self.daemon.check_unmapped, self.wiped
+                )
                 return self.family
 
         self.daemon._families = ByPid()
@@ -130,11 +133,13 @@ class Rig:
 
 
 @contextmanager
-def rig(script: str, holes: tuple[int, ...] = ()) -> Iterator[Rig]:
+def rig(script: str, holes: tuple[int, ...] = (), wiped: tuple[int, int] | None = None) -> Iterator[Rig]:
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="icecore-test-") as top:
         folder = Path(top, "work")
         folder.mkdir()
         it = Rig(folder, holes)
+        if wiped is not None:
+            it.wiped = [(START + wiped[0] * PAGE, START + wiped[1] * PAGE)]
         try:
             it.run(script)
             yield it
@@ -273,6 +278,30 @@ def test_a_child_does_not_find_what_its_parent_keeps_from_it() -> None:
         time.sleep(0.2)
         it.complete()
         assert it.said(2) == ["0", "0"]
+
+
+WIPES = """
+assert libc.madvise(m.at(256), 256 * PAGE, 18) == 0  # MADV_WIPEONFORK
+m.check(300, 1)
+if os.fork() == 0:
+    m.say(m.zeros(256, 256), m.check(0, 256), m.check(512, 1000))
+    os._exit(0)
+os.wait()
+m.say(m.check(0, m.pages))
+"""
+
+
+def test_a_child_finds_empty_what_the_snapshot_says_is_wiped() -> None:
+    with rig(WIPES, wiped=(256, 512)) as it:
+        assert it.said(2) == ["0 0 0", "0"]
+        it.complete()
+
+
+def test_a_child_finds_empty_what_was_there_and_is_wiped_as_only_the_kernel_knows() -> None:
+    """The memory was resident before; without the snapshot's word the child asks again and again, and is then believed."""
+    with rig("m.check(0, m.pages)\n" + WIPES) as it:
+        assert it.said(2) == ["0 0 0", "0"]
+        it.complete()
 
 
 def test_a_process_that_ends_is_no_failure() -> None:
