@@ -70,7 +70,7 @@ def namespaces(found: Look) -> list[Refusal]:
         nested = sorted(
             kind for kind in theirs if theirs[kind] != root.get(kind) and not kind.endswith("_for_children")
         )
-        nested += [kind for kind in ("time", "pid") if theirs.get(f"{kind}_for_children") != theirs.get(kind)]
+        nested += ["time"] if theirs.get("time_for_children") != theirs.get("time") else []
         if root.get("mnt") != found.namespaces["mnt"]:
             nested = [kind for kind in nested if kind not in ("mnt", "net")]  # within an own root CRIU restores those
         if nested:
@@ -98,13 +98,13 @@ def namespaces(found: Look) -> list[Refusal]:
 
 def pipes(found: Look) -> list[Refusal]:
     need, have = limits.pipe_need(found.private_bytes, len(found.living)), limits.descriptor_limit()
-    if need <= have:
+    if need <= have or found.options.memory == "streamed":
         return []
     return [
         Refusal(
             "pipes",
             f"CRIU needs {need} descriptors to hold {found.private_bytes >> 20} MiB in pipes of {limits.pipe_capacity() >> 10} KiB, the limit is {have}",
-            "sysctl -w fs.pipe-max-size=134217728, or raise the limit (ulimit -Hn)",
+            "sysctl -w fs.pipe-max-size=134217728, or raise the limit (ulimit -Hn); where neither can be had, --memory streamed takes longer but needs none",
         )
     ]
 

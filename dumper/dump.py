@@ -24,12 +24,13 @@ from icecore.dumper.options import DumpOptions
 from icecore.dumper.precopy import PreCopied, pre_copy
 from icecore.dumper.preflight import check_target, require, warn
 from icecore.dumper.storing import Storing
+from icecore.dumper.streamed import receive
 from icecore.dumper.target import Target
 from icecore.dumper.window import Window, wait_running
 from icecore.errors import DumpFailed, IcecoreError, PreflightRefused
 from icecore.events import Event, Sink, discard, phase
 from icecore.host import procfs
-from icecore.host.criu import Criu, DumpArguments, explain, find_criu, lazy_dump_command
+from icecore.host.criu import Criu, DumpArguments, explain, find_criu, lazy_dump_command, stream_dump_command
 from icecore.host.namespaces import dump_options
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import MANIFEST_FORMAT, Manifest, Sizes
@@ -39,6 +40,7 @@ from icecore.store.repository import Repository
 _PRE_COPY_BYTES = 256 << 20
 _PRE_COPY_STAGING = 128 << 20
 _HOOK_SECONDS = 300.0
+_STREAM_SECONDS = 60.0
 _RUNNING_SECONDS = 5.0
 #: Shard streams at most: each holds a shard buffer.
 _MOST_STREAMS = 16
@@ -99,6 +101,11 @@ def dump(
     """
     started = time.monotonic()
     options = options or DumpOptions()
+    if options.stop and options.memory == "streamed":
+        raise UsageError(
+            "a streamed dump cannot hold the tree until the commit, because CRIU writes its last images when it lets go",
+            cure="dump without --stop and end the job afterwards",
+        )
     with _after(options.after, target, emit) as after, ExitStack() as stack:
         dumping = _Dump(repository, loop, target, options, criu or find_criu(), workdir, emit, stack)
         snapshot, manifest, pre_copied, spilled = dumping.run(after)
@@ -272,7 +279,10 @@ class _Dump:
         capture = Capture(self.options, images, storing.parent, copied, storing.machinery, self.emit)
         with window:
             with phase(self.emit, "dump.window") as running, _undisturbed():
-                window.freeze(self._criu_command(images))
+                streamed = self.options.memory == "streamed"
+                window.freeze(self._criu_command(images), streamed=streamed)
+                if streamed:
+                    running.fields["streamed"] = receive(guard.pages(), self.criu.version, images, _STREAM_SECONDS)
                 running.fields["freeze_seconds"] = time.monotonic() - window.started
                 captured = capture.in_window(self.target.pid)
                 running.bytes = captured.scanned
@@ -339,13 +349,14 @@ class _Dump:
 
     def _reserve(self, found: Look, copied: dict[int, PreCopied]) -> None:
         """Fault staging in before the window: as much as is likely to change, by what changed since the parent."""
-        guess = (
-            sum(c.changed for c in copied.values())
-            if copied and self.storing.parent_id
-            else int(found.private_bytes * _GUESS)
-        )
+        if copied and self.storing.parent_id:
+            guess = sum(c.changed for c in copied.values())
+        elif copied or self.storing.parent_id:
+            guess = int(found.private_bytes * _GUESS)
+        else:
+            guess = found.private_bytes  # all of it is new
         staging = self.storing.staging
-        staging.reserve(min(staging.capacity, guess // (1 << 20) + 2 * self.threads))
+        staging.reserve(min(staging.capacity, guess // (1 << 20) + 3 * self.threads))
 
     def _criu_command(self, images: Path) -> list[str]:
         """CRIU's arguments; the guard fills in the descriptors."""
@@ -361,6 +372,9 @@ class _Dump:
             # Connections that nobody has accepted yet are not there after a restore; with ``close`` none is.
             extra=("--link-remap", *(["--skip-in-flight"] if self.options.tcp == "close" else []), *own),
         )
+        if self.options.memory == "streamed":
+            self.emit(Event("dump.fallback", {"memory": "streamed", "why": "CRIU sends all memory in the window"}))
+            return stream_dump_command(self.criu, self.target.pid, images, arguments, pages="{pages}")
         return lazy_dump_command(self.criu, self.target.pid, images, arguments, pages="{pages}", status="{status}")
 
     def _restore_options(self) -> list[str]:

@@ -17,7 +17,7 @@ _PSEUDO = ("/proc/", "/sys/", "/dev/")
 _SHARED_MEMORY = "/dev/shm/"
 #: Names of memory that the kernel shows as files: memfds, System V shared memory, rings of asynchronous I/O.
 _MEMORY = ("/memfd:", "/SYSV", "/[aio]")
-#: A file whose mtime is this close to its last capture may have been written in the same tick of the clock.
+#: A file whose ctime is this close to its last capture may have been written in the same tick of the clock.
 _CLOCK_TICK_NS = 100_000_000
 
 
@@ -31,6 +31,7 @@ class FoundFile:
         mapped_writable: Mapped shared and writable: its mtime says nothing about its content.
         deleted: It has no name any more (CRIU keeps it as a ghost file) or lost this one (``links`` > 0).
         links: Hard links left.
+        changed_ns: Its ctime, ns since the epoch: unlike its mtime nobody can set it.
     """
 
     about: OpenFile
@@ -38,6 +39,7 @@ class FoundFile:
     mapped_writable: bool
     deleted: bool
     links: int
+    changed_ns: int
 
 
 def find_files(pids: Iterable[int], options: DumpOptions) -> list[FoundFile]:
@@ -115,6 +117,7 @@ def _add(
         mapped,
         deleted,
         about.st_nlink,
+        about.st_ctime_ns,
     )
 
 
@@ -136,7 +139,7 @@ def ghosts(files: Sequence[FoundFile]) -> list[FoundFile]:
 
 
 def unchanged_since(file: FoundFile, before: OpenFile | None, captured_ns: int) -> bool:
-    """Whether a file certainly has the content that was stored before: same inode, size and mtime, and an mtime well before that capture.
+    """Whether a file certainly has the content that was stored before: same inode, size and mtime, and a ctime well before that capture.
 
     Args:
         captured_ns: When the earlier content was read, ns since the epoch.
@@ -150,7 +153,7 @@ def unchanged_since(file: FoundFile, before: OpenFile | None, captured_ns: int) 
         before.size,
         before.mtime_ns,
     )
-    return same and now.mtime_ns < captured_ns - _CLOCK_TICK_NS
+    return same and file.changed_ns < captured_ns - _CLOCK_TICK_NS
 
 
 def tree_pids(root: int) -> dict[int, int]:

@@ -43,6 +43,14 @@ class KnownCells:
         row = np.minimum(row, len(self.key) - 1)
         return np.where(self.key[row] == key, row, -1)
 
+    def differ(self, key: npt.NDArray[np.uint64], fingerprint: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+        """For each address whether its fingerprint is another one than is known, or none is."""
+        row = self.find(key)
+        if not len(self.key):
+            return row < 0
+        there = self.fingerprint[np.maximum(row, 0)].view(np.uint64).reshape(-1, 2)
+        return (row < 0) | (there != fingerprint.view(np.uint64).reshape(-1, 2)).any(axis=1)
+
     def updated(
         self, key: npt.NDArray[np.uint64], fingerprint: npt.NDArray[np.void], record: npt.NDArray[np.void]
     ) -> KnownCells:

@@ -13,7 +13,7 @@ import xxhash
 
 from icecore.dumper.cells import RUN, CellPlan
 from icecore.dumper.fingerprints import FINGERPRINT, KnownCells
-from icecore.dumper.staging import Slot, Staging
+from icecore.dumper.staging import SMALL_BYTES, Packer, Slot, Staging
 from icecore.errors import DumpFailed
 
 _BATCH = 16
@@ -139,17 +139,18 @@ def scan(
 
 def _work(shared: _Shared, cursor: _Cursor) -> None:
     try:
-        slot = shared.staging.acquire()
+        slot, packer = shared.staging.acquire(), Packer(shared.staging)
         try:
             while (batch := cursor.take()) and not shared.stop.is_set() and not shared.failures:
-                slot = _scan_batch(shared, batch, slot)
+                slot = _scan_batch(shared, batch, slot, packer)
         finally:
+            packer.close()
             shared.staging.release(slot)
     except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
         shared.failures.append(error)
 
 
-def _scan_batch(shared: _Shared, batch: range, slot: Slot) -> Slot:
+def _scan_batch(shared: _Shared, batch: range, slot: Slot, packer: Packer) -> Slot:
     """Scan some rows; returns the slot that the thread now owns. Everything numpy is turned into plain ints once a batch."""
     plan, known = shared.plan, shared.known
     low, high = batch.start, batch.stop
@@ -172,6 +173,8 @@ def _scan_batch(shared: _Shared, batch: range, slot: Slot) -> Slot:
         found[16 * i : 16 * i + 16] = value
         if rows[i] >= 0 and expected[16 * i : 16 * i + 16] == value:
             shared.row[low + i] = rows[i]
+        elif size <= SMALL_BYTES:
+            shared.keep(low + i, packer.take(slot, size))
         else:
             fresh = shared.staging.acquire()
             shared.keep(low + i, slot)

@@ -95,8 +95,9 @@ class SpaceCapture:
 
     @property
     def changed(self) -> int:
-        """Bytes of cells that were not known."""
-        return sum(int(plan.length[result.changed].sum()) for plan, _, result in self._parts)
+        """Bytes of cells that the parent does not have as they are."""
+        before = self.parent.known if self.parent else KnownCells.none()
+        return sum(int(plan.length[before.differ(plan.key, r.fingerprint)].sum()) for plan, _, r in self._parts)
 
     def fingerprints(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.void]]:
         """Keys u8[n] and fingerprints V16[n] of all its cells."""

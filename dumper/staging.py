@@ -1,4 +1,8 @@
-"""Staging: the bounded memory in which cells wait between being read and being stored; its rule: a slot has one owner at a time."""
+"""Staging: the bounded memory in which cells wait between being read and being stored; its rule: a slot has one owner at a time.
+
+A slot has room for a whole cell. Many mappings are smaller than that, so small cells move together into one slot (`Packer`): staging then holds about as many
+bytes as it takes, and a tree of thousands of small mappings does not spill, nor wait for memory to be faulted in.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,8 @@ from icecore.store.cell import BITMAP_BYTES, CELL_BYTES, PAGE
 #: A slot is a page that ends in the cell's bitmap, then the cell's bytes: one contiguous piece to fingerprint.
 SLOT_BYTES = PAGE + CELL_BYTES
 _ARENA_SLOTS = 32
+#: Cells up to this many bytes share slots; copying them costs less than the memory that they would waste.
+SMALL_BYTES = CELL_BYTES // 4
 
 
 class Slot:
@@ -27,12 +33,16 @@ class Slot:
 
     __slots__ = ("_iovec", "_whole", "address", "iovec", "size")
 
-    def __init__(self, arena: HugeBuffer, offset: int) -> None:
-        self._whole = arena.view(offset, offset + SLOT_BYTES)
-        self.address = arena.address + offset + PAGE
-        self.size = CELL_BYTES
-        self._iovec = (ctypes.c_uint64 * 2)(self.address, CELL_BYTES)
+    def __init__(self, whole: memoryview, address: int, size: int) -> None:
+        self._whole = whole
+        self.address = address
+        self.size = size
+        self._iovec = (ctypes.c_uint64 * 2)(address, size)
         self.iovec = ctypes.addressof(self._iovec)
+
+    def part(self, start: int, size: int) -> tuple[memoryview, int, int]:
+        """The arguments of a slot within this one's data; its bitmap is not its own."""
+        return self._whole[start : start + PAGE + size], self.address + start, size
 
     def view(self, start: int = 0, stop: int | None = None) -> memoryview:
         """The data from ``start`` to ``stop``."""
@@ -47,18 +57,75 @@ class Slot:
         return self._whole[PAGE - BITMAP_BYTES : PAGE + size]
 
 
+class Piece(Slot):
+    """A small cell in a slot that others share; it is given back like any other."""
+
+    __slots__ = ("pack",)
+
+    def __init__(self, pack: Pack, start: int, size: int) -> None:
+        super().__init__(*pack.slot.part(start, size))
+        self.pack = pack
+
+
+class Pack:
+    """A slot full of pieces: free again once it is closed and all of them were given back."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+        self.used = 0
+        self._held = 1  # by who fills it
+        self._lock = threading.Lock()
+
+    def add(self, data: memoryview) -> Piece:
+        """Copy a cell into it."""
+        piece = Piece(self, self.used, len(data))
+        piece.view()[:] = data
+        self.used += len(data)
+        with self._lock:
+            self._held += 1
+        return piece
+
+    def drop(self) -> bool:
+        """Give one hold up; whether it was the last."""
+        with self._lock:
+            self._held -= 1
+            return self._held == 0
+
+
+class Packer:
+    """Puts small cells together; one for each thread that scans."""
+
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+        self._pack: Pack | None = None
+
+    def take(self, slot: Slot, size: int) -> Piece:
+        """A piece that holds the first ``size`` bytes of ``slot``, which stays the caller's."""
+        if self._pack is None or self._pack.used + size > CELL_BYTES:
+            self.close()
+            self._pack = Pack(self._staging.acquire())
+        return self._pack.add(slot.view(0, size))
+
+    def close(self) -> None:
+        """No more pieces."""
+        pack, self._pack = self._pack, None
+        if pack is not None and pack.drop():
+            self._staging.release(pack.slot)
+
+
 class Staging:
     """At most ``limit`` bytes of slots; whoever finds none waits.
 
     Args:
         limit: Bytes.
-        threads: How many threads scan: each holds a slot while it waits for another, so that there must be more slots than threads, whatever the limit.
+        threads: How many threads scan: each holds two slots (one it reads into, one that it packs) while it waits for another, so that there must be more
+            than these, whatever the limit.
 
     Memory is taken in arenas of 32 slots, when first needed, and kept for reuse until ``close``.
     """
 
     def __init__(self, limit: int, threads: int = 1) -> None:
-        self._least = 2 * threads + 6
+        self._least = 3 * threads + 5
         self.capacity = max(self._least, limit // SLOT_BYTES)
         self._free: list[Slot] = []
         self._made = 0
@@ -85,7 +152,8 @@ class Staging:
         count = min(_ARENA_SLOTS, self.capacity - self._made)
         arena = HugeBuffer(count * SLOT_BYTES)
         self._made += count
-        self._free.extend(Slot(arena, i * SLOT_BYTES) for i in range(count))
+        starts = range(0, count * SLOT_BYTES, SLOT_BYTES)
+        self._free.extend(Slot(arena.view(at, at + SLOT_BYTES), arena.address + at + PAGE, CELL_BYTES) for at in starts)
         self._change.notify_all()
 
     def acquire(self) -> Slot:
@@ -111,6 +179,10 @@ class Staging:
 
     def release(self, slot: Slot) -> None:
         """Give a slot back."""
+        if isinstance(slot, Piece):
+            if not slot.pack.drop():
+                return
+            slot = slot.pack.slot
         self._free.append(slot)
         if self._made >= self.capacity and len(self._free) <= self._least:
             with self._change:

@@ -15,6 +15,7 @@ from tests.programs import driving
 from tests.programs.catalogue import PROGRAMS, missing
 
 from .failing import Job, Witness
+from .puppet import Puppet
 from .world import Store, leftovers
 
 
@@ -48,6 +49,15 @@ def start(tmp_path: Path, cache: Path) -> Iterator[Start]:
     yield start_one
     for running in started:
         driving.stop(running)
+
+
+@pytest.fixture
+def puppet(tmp_path: Path) -> Iterator[Puppet]:
+    folder = tmp_path / "puppet"
+    folder.mkdir()
+    puppet = Puppet(folder)
+    yield puppet
+    puppet.end()
 
 
 @pytest.fixture(scope="session")

@@ -1,17 +1,31 @@
-"""Dumps of real programs: what was recorded is, byte for byte, what was there."""
+"""Dumps of real programs: what was recorded is, byte for byte, what was there, and what did not change is not stored again."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from icecore.dumper.options import DumpOptions
+from icecore.dumper.target import Target
+from icecore.host import procfs
+from icecore.host.criu import find_criu
+from icecore.store.cell import CELL_BYTES, PAGE
+from icecore.store.local import LocalBackend
+from icecore.store.manifest import OpenFile
 from tests.programs import driving
 
 from .conftest import Start
-from .world import Events, Stillness, Store, assert_same_memory, standing
+from .failing import Job
+from .puppet import Puppet
+from .world import Events, Recorded, Stillness, Store, assert_same_memory, leftovers, standing
 
 pytestmark = [pytest.mark.criu, pytest.mark.timeout(60)]
+
+#: A small Python process writes a few pages of its heap and stack whatever it does.
+_RESTLESS = 1 << 20
 
 
 def watching(root: int, *files: str | Path) -> tuple[Stillness, Events]:
@@ -19,6 +33,26 @@ def watching(root: int, *files: str | Path) -> tuple[Stillness, Events]:
     still = Stillness()
     events = Events({("dump.files", "begin"): lambda _: still.look(root, *files)})
     return still, events
+
+
+def no_complaint(events: Events) -> bool:
+    """Nothing that an earlier snapshot stored was found damaged or missing."""
+    return not events.names() & {"dump.parent_damaged", "dump.hints_missing", "store.base_damaged", "index.damaged"}
+
+
+def cells_between(recorded: Recorded, pid: int, start: int, end: int) -> dict[int, bytes]:
+    """Address → chunk id, of a process's cells that lie between two addresses."""
+    space = recorded.space("process", str(pid))
+    found = {}
+    for region, records in zip(space.regions, recorded.reader.records(space), strict=True):
+        for record in records:
+            address = region.origin + int(record["cell"]) * CELL_BYTES
+            if start <= address and address + CELL_BYTES <= end:
+                found[address] = record["chunk"].tobytes()
+    return found
+
+
+# -- memory
 
 
 @pytest.mark.parametrize(
@@ -32,8 +66,328 @@ def test_every_page_is_recorded(name: str, start: Start, store: Store) -> None:
     result = store.dump(running.pid, events=events)
     assert set(still.states.values()) <= set("tZ")
     assert not standing(running.pid)
-    compared = assert_same_memory(store.read(result.snapshot), still)
-    assert compared * 4096 > 1 << 20
+    assert assert_same_memory(store.read(result.snapshot), still) * PAGE > 1 << 20
     driving.wait_progress(running.state_dir)
     driving.ask_finish(running.program, running.state_dir)
     assert driving.wait_finished(running.program, running.state_dir).passed
+
+
+@pytest.mark.parametrize("name", ["memory-pattern", "tree"])
+def test_a_stopped_tree_stands_still_until_its_snapshot_is_committed(name: str, start: Start, store: Store) -> None:
+    running = start(name)
+    members = procfs.tree(running.pid)
+    still, events = watching(running.pid)
+    held: list[int] = []
+    events.hooks["store.commit", "begin"] = lambda _: held.extend(standing(running.pid))
+    result = store.dump(running.pid, DumpOptions(stop=True), events=events)
+    assert held == [pid for pid, state in still.states.items() if state == "t"]
+    assert not any(driving.alive(pid) for pid in members)
+    assert assert_same_memory(store.read(result.snapshot), still) > 0
+
+
+def test_what_did_not_change_is_not_stored_again(job: Job, store: Store) -> None:
+    first = store.dump(job.pid)
+    assert first.parent == "" and first.sizes.stored > 8 * CELL_BYTES
+    before = store.bytes()
+    still, events = watching(job.pid)
+    second = store.dump(job.pid, events=events)
+    assert (second.parent, second.lineage) == (first.snapshot, first.lineage)
+    assert second.sizes.changed < first.sizes.logical / 20
+    assert second.sizes.stored < first.sizes.stored / 100
+    assert store.bytes() - before < 64 << 10
+    assert_same_memory(store.read(second.snapshot), still)
+    assert no_complaint(events)
+
+
+@pytest.mark.parametrize("pre_copy", ["off", "on"])
+def test_of_a_cell_with_one_changed_page_that_page_is_stored(pre_copy: str, start: Start, store: Store) -> None:
+    running = start("memory-pattern", "--mib", "64")
+    store.dump(running.pid)
+    pages = driving.change(running.state_dir, 1, 10, 1)
+    assert 6 <= pages <= 24
+    still, events = watching(running.pid)
+    result = store.dump(running.pid, DumpOptions(pre_copy=pre_copy), events=events)  # type: ignore[arg-type]
+    assert result.sizes.changed >= 6 * CELL_BYTES
+    assert pages * PAGE <= result.sizes.stored < pages * PAGE * 1.2 + (64 << 10)
+    assert_same_memory(store.read(result.snapshot), still)
+    assert no_complaint(events)
+
+
+def test_memory_that_changes_between_pre_copy_and_window(start: Start, store: Store) -> None:
+    """Each cell changes a little before pre-copy and again after it: the delta that pre-copy stored may still be on its way to the storage."""
+    running = start("memory-pattern", "--mib", "32")
+    store.dump(running.pid)
+    driving.change(running.state_dir, 1, 100, 3)
+    still, events = watching(running.pid)
+    events.hooks["dump.precopy", "end"] = lambda _: driving.change(running.state_dir, 2, 100, 2) and None
+    result = store.dump(running.pid, DumpOptions(pre_copy="on"), events=events)
+    assert result.pre_copied >= 32 * CELL_BYTES
+    assert_same_memory(store.read(result.snapshot), still)
+    assert no_complaint(events)
+    assert result.sizes.stored < 4 * CELL_BYTES  # 5 % of it, and not a whole cell for each that changed twice
+
+
+def test_a_region_that_grows_keeps_its_cells(puppet: Puppet, store: Store) -> None:
+    """Upwards in place, downwards by a merge with a new neighbour, and by mremap to another address."""
+    puppet.do(
+        "room = private(96 * MIB, protection=0); libc.munmap(ctypes.c_void_p(room), 96 * MIB)\n"
+        "data = os.urandom(24 * MIB); at = private(24 * MIB, room + 40 * MIB); put(at, data)"
+    )
+    address = puppet.number("at")
+    first = store.read(store.dump(puppet.pid).snapshot)
+    cells = cells_between(first, puppet.pid, address, address + (24 << 20))
+    assert len(cells) == 24
+    grow = (
+        "private(3 * MIB, at + 24 * MIB); put(at + 24 * MIB, os.urandom(3 * MIB))",
+        "private(5 * 4096, at - 5 * 4096); put(at - 5 * 4096, os.urandom(5 * 4096))",
+        "private(9 * MIB, at - 9 * MIB - 5 * 4096); put(at - 9 * MIB, os.urandom(MIB))",
+    )
+    for code in grow:
+        puppet.do(code)
+        still, events = watching(puppet.pid)
+        result = store.dump(puppet.pid, events=events)
+        recorded = store.read(result.snapshot)
+        assert_same_memory(recorded, still)
+        assert cells_between(recorded, puppet.pid, address, address + (24 << 20)) == cells, code
+        assert result.sizes.stored < 4 << 20, code
+    regions = recorded.space("process", str(puppet.pid)).regions
+    (whole,) = [r for r in regions if r.start <= address < r.start + r.length]
+    assert whole.length > 35 << 20
+    puppet.do(
+        "import ctypes\n"
+        "new = libc.mremap(at, 24 * MIB, 30 * MIB, 1)\n"
+        "assert new not in (None, at, ctypes.c_void_p(-1).value)"
+    )
+    still, events = watching(puppet.pid)
+    result = store.dump(puppet.pid, events=events)
+    assert_same_memory(store.read(result.snapshot), still)
+    assert (
+        result.sizes.stored < 3 << 20
+    )  # at another address it counts as changed, but its chunks are found by their ids
+
+
+def test_the_same_program_started_twice_shares_what_is_equal(start: Start, store: Store) -> None:
+    first = store.dump(Target(start("inference", "--mib", "96").pid, "one"))
+    second = store.dump(Target(start("inference", "--mib", "96").pid, "two"))
+    assert second.lineage != first.lineage and second.parent == ""
+    assert second.sizes.stored < 0.2 * first.sizes.stored
+
+
+def test_pages_that_may_not_be_read(puppet: Puppet, store: Store) -> None:
+    puppet.do(
+        "at = private(4 * MIB); put(at, os.urandom(4 * MIB))\n"
+        "assert libc.mprotect(at + 4096, MIB, 0) == 0 and libc.mprotect(at + 3 * MIB, 8192, 0) == 0"
+    )
+    still, events = watching(puppet.pid)
+    result = store.dump(puppet.pid, DumpOptions(pre_copy="on"), events=events)
+    assert_same_memory(store.read(result.snapshot), still)
+
+
+def test_huge_pages_of_hugetlbfs(puppet: Puppet, store: Store) -> None:
+    setting = Path("/proc/sys/vm/nr_hugepages")
+    before = setting.read_text()
+    try:
+        setting.write_text(str(int(before) + 4))
+        if int(setting.read_text()) < int(before) + 2:
+            pytest.skip("this machine has no room for huge pages")
+        puppet.do("at = private(4 * MIB, more=0x40000); put(at + 12345, os.urandom(MIB))")
+        still, events = watching(puppet.pid)
+        result = store.dump(puppet.pid, events=events)
+        recorded = store.read(result.snapshot)
+        assert_same_memory(recorded, still)
+        address = puppet.number("at")
+        (region,) = [r for r in recorded.space("process", str(puppet.pid)).regions if r.start == address]
+        assert not region.lazy
+    finally:
+        puppet.end()
+        setting.write_text(before)
+
+
+def test_shared_memory_and_memfds(puppet: Puppet, store: Store) -> None:
+    puppet.do(
+        "m = mmap.mmap(-1, 3 * MIB); m[: 2 * MIB] = os.urandom(2 * MIB); m[2 * MIB + 5] = 7\n"
+        "f = os.memfd_create('held'); os.write(f, os.urandom(MIB + 12345))\n"
+        "child = os.fork()\nif child == 0: time.sleep(1000)\n"
+        "with open('m', 'wb') as file: file.write(m[:])\n"
+        "with open('f', 'wb') as file: file.write(os.pread(f, 2 * MIB, 0))"
+    )
+    expected = [(puppet.folder / name).read_bytes() for name in ("m", "f")]
+    for _ in range(2):
+        still, events = watching(puppet.pid)
+        result = store.dump(puppet.pid, events=events)
+        recorded = store.read(result.snapshot)
+        assert_same_memory(recorded, still)
+        contents = [recorded.content("shared", key) for key in recorded.keys("shared")]
+        for content in expected:
+            whole = content.rstrip(b"\0")
+            assert any(found.rstrip(b"\0") == whole for found in contents), len(content)
+    assert result.sizes.stored < _RESTLESS
+    assert len(recorded.manifest.processes) == 2
+
+
+def test_criu_images_are_recorded_as_they_are(job: Job, store: Store, tmp_path: Path) -> None:
+    kept = tmp_path / "images"
+
+    def keep(_: object) -> None:
+        (images,) = store.workdir.iterdir()
+        shutil.copytree(images, kept)
+
+    result = store.dump(job.pid, events=Events({("dump.store", "begin"): keep}))
+    recorded = store.read(result.snapshot)
+    names = {path.name for path in kept.iterdir() if not path.name.startswith(("pages-", "stats-", "dump.log"))}
+    assert {f"core-{job.pid}.img", f"mm-{job.pid}.img", "inventory.img", "pstree.img"} <= names
+    assert set(recorded.keys("image")) == names
+    for name in names:
+        assert recorded.content("image", name) == (kept / name).read_bytes()
+
+
+def test_the_manifest_says_what_was_running(start: Start, store: Store) -> None:
+    running = start("tree")
+    result = store.dump(running.pid, DumpOptions(tags=("a", "b"), pinned=True))
+    manifest = store.read(result.snapshot).manifest
+    assert manifest.snapshot == result.snapshot and manifest.job == "job"
+    assert (manifest.root_pid, manifest.processes[0].pid) == (running.pid, running.pid)
+    assert len(manifest.processes) == len(procfs.tree(running.pid))
+    assert sum(not process.alive for process in manifest.processes) == 1
+    assert all(process.command for process in manifest.processes)
+    by_id = {process.image_id: process for process in manifest.processes}
+    assert all(process.parent in by_id for process in manifest.processes[1:])
+    assert manifest.tags == ["a", "b"] and manifest.pinned
+    assert manifest.requirements.criu == ".".join(map(str, find_criu().version))
+    assert 0 < manifest.window_seconds < result.seconds
+
+
+# -- open files
+
+
+def files_of(recorded: Recorded) -> dict[str, OpenFile]:
+    """By name."""
+    return {Path(file.path).name: file for file in recorded.manifest.files}
+
+
+_FILES = """
+written = open('written', 'w+b'); written.write(os.urandom(300_000)); written.flush()
+open('only-read', 'wb').write(os.urandom(100_000)); only_read = open('only-read', 'rb')
+sparse = open('sparse', 'w+b'); sparse.truncate(64 * MIB + 17); sparse.seek(40 * MIB); sparse.write(b'island'); sparse.flush()
+empty = open('empty', 'w')
+log = open('log', 'ab'); log.write(os.urandom(200_000)); log.flush()
+mapped = open('mapped', 'w+b'); mapped.truncate(MIB); mapping = mmap.mmap(mapped.fileno(), MIB); mapping[5000:5005] = b'hello'; mapped.close()
+gone = open('gone', 'w+b'); gone.write(b'ghost'); gone.flush(); os.unlink('gone')
+"""
+_NAMES = ("written", "only-read", "sparse", "empty", "log", "mapped")
+
+
+def test_open_files_by_policy(puppet: Puppet, store: Store) -> None:
+    puppet.do(_FILES)
+    paths = [puppet.folder / name for name in _NAMES]
+    kept = {"written", "sparse", "empty", "log", "mapped"}
+    for options, stored, digests in (
+        (DumpOptions(), kept, False),
+        (DumpOptions(files="check"), set(), False),
+        (DumpOptions(with_files=True), kept | {"only-read"}, False),
+        (DumpOptions(verify_files=True), kept, True),
+    ):
+        still, events = watching(puppet.pid, *paths)
+        recorded = store.read(store.dump(puppet.pid, options, events=events).snapshot)
+        files = files_of(recorded)
+        assert {name for name in _NAMES if files[name].policy == "content"} == stored
+        assert files["gone"].policy == "absent" and files["gone"].size == 5
+        assert bool(files["only-read"].digest) == digests
+        for name in _NAMES:
+            path = puppet.folder / name
+            assert (files[name].size, files[name].inode) == (path.stat().st_size, path.stat().st_ino)
+            assert files[name].writable == (name != "only-read")
+            if name in stored:
+                assert recorded.content("file", str(path)) == still.files[str(path)]
+    assert recorded.space("file", str(puppet.folder / "sparse")).size == (64 << 20) + 17
+    assert sum(len(data) for _, data in recorded.runs(recorded.space("file", str(puppet.folder / "sparse")))) < 1 << 20
+
+
+def test_files_that_change_between_dumps(puppet: Puppet, store: Store) -> None:
+    puppet.do(_FILES)
+    paths = [puppet.folder / name for name in _NAMES]
+    store.dump(puppet.pid)
+    puppet.do("time.sleep(0.15)")  # longer than the time within which an mtime is not believed
+    changes = (
+        "pass",
+        "log.write(os.urandom(70_000)); log.flush()",
+        "before = os.fstat(written.fileno()); written.seek(100_000); written.write(b'x'); written.flush()\n"
+        "os.utime('written', ns=(before.st_atime_ns, before.st_mtime_ns))",  # in place, and the clock turned back
+        "mapping[70_000] = 9",
+        "sparse.seek(3 * MIB); sparse.write(b'another'); sparse.flush()",
+        "written.truncate(1000)",
+        "os.rename('log', 'log.1'); log = open('log', 'ab'); log.write(b'anew'); log.flush()",
+        "written.close(); open('written.new', 'wb').write(b'replaced'); os.rename('written.new', 'written'); written = open('written', 'r+b')",
+    )
+    for change in changes:
+        puppet.do(change)
+        still, events = watching(puppet.pid, *paths)
+        result = store.dump(puppet.pid, events=events)
+        recorded = store.read(result.snapshot)
+        for path in paths:
+            if path.name != "only-read":
+                assert recorded.content("file", str(path)) == still.files[str(path)], (change, path.name)
+        assert result.sizes.stored < _RESTLESS, change
+        assert no_complaint(events)
+
+
+def test_files_that_lost_their_name(puppet: Puppet, store: Store) -> None:
+    """One with another hard link: CRIU will look for it under a name of its own making."""
+    puppet.do(
+        "f = open('a', 'w+b'); f.write(b'linked'); f.flush(); os.link('a', 'b'); os.unlink('a')\n"
+        "g = open('c', 'w+b'); g.write(b'nameless'); g.flush(); os.unlink('c')\n"
+        "h = open('d (deleted)', 'w+b'); h.write(b'named'); h.flush()"
+    )
+    recorded = store.read(store.dump(puppet.pid).snapshot)
+    files = files_of(recorded)
+    (linked,) = [file for name, file in files.items() if name.startswith("link_remap.")]
+    assert recorded.content("file", linked.path) == b"linked"
+    assert linked.links == [str(puppet.folder / "b")]
+    assert files["c"].policy == "absent"
+    assert any(recorded.content("image", key).endswith(b"nameless") for key in recorded.keys("image") if "ghost" in key)
+    assert recorded.content("file", str(puppet.folder / "d (deleted)")) == b"named"
+
+
+# -- a parent of which something is lost
+
+
+def damage(path: Path) -> None:
+    """Flip a bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.chmod(0o600)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("harm", ["missing", "damaged"])
+@pytest.mark.parametrize("part", ["hints", "manifest", "nodes"])
+def test_a_parent_that_cannot_be_read(part: str, harm: str, job: Job, store: Store) -> None:
+    assert isinstance(store.backend, LocalBackend)
+    first = store.dump(job.pid)
+    manifest = store.read(first.snapshot).manifest
+    (record,) = store.loop.run(store.repository.snapshots())
+    root = store.backend.root
+    names = {"hints": [manifest.hints], "manifest": [record.manifest]}
+    paths = [root / name for name in names[part]] if part in names else list((root / "nodes").rglob("*"))
+    for path in paths:
+        if path.is_file():
+            damage(path) if harm == "damaged" else path.unlink()
+    driving.change(job.running.state_dir, 1, 50, 10)
+    still, events = watching(job.pid)
+    fresh = store.through(store.backend)
+    result = fresh.dump(job.pid, events=events)
+    assert events.named("dump.hints_missing" if part == "hints" else "dump.parent_damaged")
+    assert_same_memory(fresh.read(result.snapshot), still)
+    assert result.lineage == first.lineage
+    assert result.sizes.stored < first.sizes.stored * 0.6  # all of it is looked at anew, but its chunks are found
+    after = Events()
+    fresh.dump(job.pid, events=after)
+    assert no_complaint(after)
+
+
+def test_nothing_is_left_behind(job: Job, store: Store) -> None:
+    for _ in range(3):
+        store.dump(job.pid)
+        assert not leftovers(store.workdir)
+        job.runs(0, seconds=1e18)
+    assert np.unique(store.snapshots()).size == 3
