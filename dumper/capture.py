@@ -42,6 +42,7 @@ class Captured:
         spaces: Captures of processes, files, shared memory and image files.
         reused: Spaces taken over from the parent as they are.
         files: What the manifest says of open files.
+        lost: Names under which files were opened that have only other names now.
         scanned: Bytes read in the window.
     """
 
@@ -54,6 +55,7 @@ class Captured:
     spaces: list[SpaceCapture] = field(default_factory=list)
     reused: list[Space] = field(default_factory=list)
     files: list[OpenFile] = field(default_factory=list)
+    lost: set[str] = field(default_factory=set)
     scanned: int = 0
 
 
@@ -102,9 +104,8 @@ class Capture:
             with RemoteReader(by_image[pagemap.number]) as reader:
                 captured.scanned += capture.scan(reader, pagemap.extents, self._machinery)
         with phase(self._emit, "dump.files") as running:
-            linked = _linked(self._images)
             for file in find_files(alive, self._options):
-                running.bytes += self._file(file, linked, captured)
+                running.bytes += self._file(file, captured)
         _still_there(alive)
         return captured
 
@@ -121,12 +122,12 @@ class Capture:
     def _stream(self, number: int) -> int:
         return number % self._machinery.streams
 
-    def _file(self, file: FoundFile, linked: Mapping[str, str], captured: Captured) -> int:
+    def _file(self, file: FoundFile, captured: Captured) -> int:
         """Record one open file and read its content where the policy says so; returns bytes read."""
         about = file.about
         if file.deleted and file.links:
-            links = _other_names(about)
-            about = msgspec.structs.replace(about, path=linked.get(about.path, about.path), links=links)
+            about = msgspec.structs.replace(about, links=_other_names(about))
+            captured.lost.add(about.path)
         before = self._parent.file(about.path) if self._parent else None
         if about.policy != "content":
             digest = _digest(file.reach, about.size) if self._options.verify_files and about.policy == "checked" else ""
@@ -156,6 +157,8 @@ class Capture:
 
     def after_window(self, captured: Captured) -> None:
         """Everything that CRIU has written: shared memory, and its image files."""
+        if captured.lost:
+            _rename(captured, _linked(self._images))
         for pagemap in captured.images.shared:
             key = str(pagemap.number)
             parent = self._parent.space("shared", key) if self._parent else None
@@ -204,6 +207,17 @@ def _linked(images: Path) -> dict[str, str]:
     """
     names = {file.id: file.path for file in load_files(images)}
     return {names[r.original]: names[r.target] for r in load_remaps(images) if r.kind == LINKED}
+
+
+def _rename(captured: Captured, linked: Mapping[str, str]) -> None:
+    """Call the files that lost their name by the one that CRIU will look for; it is known once CRIU's images are complete."""
+    captured.files = [
+        msgspec.structs.replace(f, path=linked.get(f.path, f.path)) if f.path in captured.lost else f
+        for f in captured.files
+    ]
+    for capture in captured.spaces:
+        if capture.kind == "file" and capture.key in captured.lost:
+            capture.key = linked.get(capture.key, capture.key)
 
 
 def _other_names(about: OpenFile) -> list[str]:

@@ -27,7 +27,7 @@ from icecore.dumper.storing import Storing
 from icecore.dumper.streamed import receive
 from icecore.dumper.target import Target
 from icecore.dumper.window import Window, wait_running
-from icecore.errors import DumpFailed, IcecoreError, PreflightRefused
+from icecore.errors import DumpFailed, IcecoreError, PreflightRefused, UsageError
 from icecore.events import Event, Sink, discard, phase
 from icecore.host import procfs
 from icecore.host.criu import Criu, DumpArguments, explain, find_criu, lazy_dump_command, stream_dump_command

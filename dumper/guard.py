@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from icecore.dumper.hold import wait_for_stream
 from icecore.errors import DumpFailed
 from icecore.host.page_server import Connection
 
@@ -61,6 +62,7 @@ class Guard:
         theirs.close()
         os.close(life)
         self._pages: socket.socket | None = None
+        self._streamed = False
         self._lock = threading.Lock()
         try:
             self._expect("ready", start_timeout)
@@ -92,13 +94,16 @@ class Guard:
             raise DumpFailed(f"CRIU ended early with status {reply.get('status')}")
         return reply
 
-    def freeze(self, command: Sequence[str], timeout: float, limit: float | None) -> int | None:
+    def freeze(
+        self, command: Sequence[str], timeout: float, limit: float | None, *, streamed: bool = False
+    ) -> int | None:
         """Run ``command`` (``criu dump --lazy-pages …``) and return once it serves; the tree then stands still until ``thaw``.
 
         Args:
             command: Argument vector; ``{pages}`` and ``{status}`` are replaced by descriptor numbers.
             timeout: Seconds until the attempt is given up: the page socket closes, and CRIU thaws the tree as soon as it gets there.
             limit: Seconds from now after which the tree shall run again whatever this process does; None: no limit.
+            streamed: CRIU does not serve but streams: the tree is frozen once the first of it can be read.
 
         Returns:
             None when the tree is frozen; CRIU's exit status when it ended before it served (the tree runs on).
@@ -117,7 +122,10 @@ class Guard:
             raise GuardLost(f"the dump's guard process ended unexpectedly: {error}") from error
         finally:
             theirs.close()
+        self._streamed = streamed
         try:
+            if streamed and wait_for_stream(ours, self._socket, timeout):
+                return None
             reply = self._receive(timeout)
         except BaseException:
             self.hang_up()
@@ -142,11 +150,26 @@ class Guard:
         Raises:
             DumpFailed: It did not.
         """
+        connection = Connection(self.pages(), version)
+        if not self._streamed:
+            connection.finish(timeout)
+            return
+        try:
+            connection.confirm()
+        except OSError as error:
+            raise DumpFailed(f"CRIU did not wait for the end of the window: {error}") from error
+
+    def pages(self) -> socket.socket:
+        """The page-server connection.
+
+        Raises:
+            DumpFailed: It was hung up: the tree runs.
+        """
         with self._lock:
             pages = self._pages
         if pages is None:
             raise DumpFailed("the tree was let go before the end of the window")
-        Connection(pages, version).finish(timeout)
+        return pages
 
     def thaw(self, timeout: float) -> int:
         """Hang up and wait for CRIU's end.

@@ -76,8 +76,10 @@ class Window:
         if self._exceeded is not None and error is not None and error is not self._exceeded:
             raise self._exceeded from error
 
-    def freeze(self, command: Sequence[str]) -> None:
+    def freeze(self, command: Sequence[str], *, streamed: bool = False) -> None:
         """Freeze the tree: returns when it stands still and CRIU has written all but the memory that is read in place.
+
+        With ``streamed`` it returns when CRIU begins to send that memory; the rest is written once all is received.
 
         Raises:
             WindowExceeded: It took longer than the limit.
@@ -90,7 +92,7 @@ class Window:
             self._watchdog.start()
         self._frozen = True
         try:
-            served = self._guard.freeze(command, (self._limit or 600.0) + _THAW_SECONDS, self._limit)
+            served = self._guard.freeze(command, (self._limit or 600.0) + _THAW_SECONDS, self._limit, streamed=streamed)
         except BaseException:
             self._frozen = False
             self._end_watch()

@@ -103,8 +103,14 @@ class Connection:
         except OSError:
             return False
 
-    def extents(self) -> Iterator[Extent]:
+    def confirm(self) -> None:
+        """As the server of a dump: confirm the end that `extents` has left unanswered."""
+        self.socket.sendall(_STATUS.pack(0))
+
+    def extents(self, *, answer: bool = True) -> Iterator[Extent]:
         """As the server of a dump: what CRIU sends, until it says that it is done, which is then confirmed.
+
+        Without ``answer`` that is left to `confirm`; until then CRIU waits, the tree frozen.
 
         After an extent with PE_PRESENT, its bytes must be taken by `receive_into` before the next one.
 
@@ -118,7 +124,8 @@ class Connection:
                 raise DumpFailed(f"CRIU's page stream broke off: {error}") from error
             command, flags = word & 0xFFFF, word >> 16
             if command in (CLOSE, FORCE_CLOSE):
-                self.socket.sendall(_STATUS.pack(0))
+                if answer:
+                    self.confirm()
                 return
             if command == OPEN2:
                 self.socket.sendall(b"\0")  # there is no parent

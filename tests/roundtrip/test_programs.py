@@ -156,3 +156,25 @@ def test_a_lineage_of_restores(trip: Trip) -> None:
         verdict(program, running)
     finally:
         driving.stop(running)
+
+
+@pytest.mark.parametrize("name", ["training", "logger", "many-vmas"])
+def test_a_streamed_dump_is_the_same_snapshot(name: str, trip: Trip) -> None:
+    """The fallback: CRIU sends all memory in the window."""
+    program = PROGRAMS[name]
+    running = trip.start(program)
+    try:
+        first = trip.dump(running.pid, memory="streamed")
+        driving.wait_progress(running.state_dir)
+        last = trip.dump(running.pid, memory="streamed")
+        assert last.parent == first.snapshot
+        driving.wait_progress(running.state_dir)
+        driving.kill_tree(running.pid)
+        running.process.wait(10)
+        driving.forget(running.state_dir)
+        restored = trip.restore(last.snapshot)
+        driving.wait_progress(running.state_dir)
+        verdict(program, running)
+        assert restored.wait(20).exit_code == program.exit_status
+    finally:
+        driving.stop(running)
