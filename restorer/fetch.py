@@ -8,10 +8,11 @@ keeps many ranges in flight, bounded by the budget, and the workers take what ha
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -151,6 +152,7 @@ class Fetcher:
         self._failure: BaseException | None = None
         self._threads: list[threading.Thread] = []
         self._buffers: asyncio.Queue[HugeBuffer] | None = None
+        self._fetching: set[concurrent.futures.Future[None]] = set()
         self.spent = Spent()
 
     def start(self, order: Sequence[int], *, opened: bool = True) -> None:
@@ -159,7 +161,7 @@ class Fetcher:
         self._planned = plan_batches(self._records, order, gap=gap, read_size=self._read_size)
         self._open = opened
         if not self._backend.direct:
-            self._loop.submit(self._fetch_planned(len(order)))
+            self._submit(self._fetch_planned(len(order)))
         workers = [(f"place-{number}", False) for number in range(min(self._limits.threads, max(1, len(order))))]
         if not opened:
             workers.append(("faults", True))  # a fault need not wait until a worker has placed what it is at
@@ -184,7 +186,7 @@ class Fetcher:
                 self._urgent.append((row, None))
                 self._change.notify_all()
         if not self._backend.direct:
-            self._loop.submit(self._fetch_urgent(row))
+            self._submit(self._fetch_urgent(row))
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until all planned rows are delivered.
@@ -222,9 +224,16 @@ class Fetcher:
         with self._change:
             self._stopped = True
             self._change.notify_all()
+        for fetching in list(self._fetching):
+            fetching.cancel()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
+
+    def _submit(self, work: Coroutine[None, None, None]) -> None:
+        fetching = self._loop.submit(work)
+        self._fetching.add(fetching)
+        fetching.add_done_callback(self._fetching.discard)
 
     # -- workers ------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -181,6 +182,25 @@ def test_damage_is_named_and_never_delivered(stored: Stored, kind: str) -> None:
         assert row not in sink.data
     finally:
         path.write_bytes(original)
+
+
+def test_a_stopped_fetcher_leaves_nothing_waiting_in_the_loop(stored: Stored) -> None:
+    async def tasks() -> int:
+        return len(asyncio.all_tasks())
+
+    before = stored.place.run(tasks())
+    backend = SlowBackend(stored.place.root)
+    backend.delay = 30
+    fetcher = Fetcher(backend, stored.reader, stored.records, Collected(), LIMITS, stored.place.loop)
+    fetcher.start(list(range(CELLS)) * 10, opened=False)
+    fetcher.urgent(3)
+    time.sleep(0.05)
+    assert stored.place.run(tasks()) > before
+    fetcher.stop()
+    end = time.monotonic() + 5
+    while stored.place.run(tasks()) > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert stored.place.run(tasks()) == before
 
 
 def test_ranges_in_flight_are_bounded_by_the_budget(stored: Stored) -> None:
