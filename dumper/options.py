@@ -25,7 +25,7 @@ class DumpOptions:
         tags: Free labels of the snapshot.
         pinned: Never forget this snapshot by policy.
         scan_threads: Threads that scan and encode; 0: one per core.
-        memory: ``in place``: CRIU only refers to the memory, which is read where it is. ``streamed``: CRIU sends all of it, which makes the window longer by
+        memory: ``in-place``: CRIU only refers to the memory, which is read where it is. ``streamed``: CRIU sends all of it, which makes the window longer by
             that time; for where the other way cannot work (too few descriptors or pipes that may not grow, a kernel without userfaultfd).
         before: Shell command run before anything is frozen; a failure gives the dump up.
         after: Shell command run at the end, once the job runs again, also when the dump failed (ICECORE_SNAPSHOT is then empty).
@@ -46,7 +46,7 @@ class DumpOptions:
     tags: tuple[str, ...] = field(default=())
     pinned: bool = False
     scan_threads: int = 0
-    memory: Literal["in place", "streamed"] = "in place"
+    memory: Literal["in-place", "streamed"] = "in-place"
     before: str = ""
     after: str = ""
     link_rate: float = 0.0

@@ -149,6 +149,7 @@ class DumpSettings:
 
     max_window: float = _setting(30.0, SECONDS)
     pre_copy: Literal["auto", "on", "off"] = _setting("auto", choice("auto", "on", "off"))
+    memory: Literal["in-place", "streamed"] = _setting("in-place", choice("in-place", "streamed"))
     staging_bytes: int = _setting(2 << 30, SIZE)
     scan_threads: int = _setting(0, COUNT)
     files: Literal["content", "check"] = _setting("content", choice("content", "check"))

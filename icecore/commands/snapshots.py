@@ -40,6 +40,7 @@ def add(commands: Commands) -> None:
     for key, what, *flags in (
         ("max_window", "longest time that the job may stand still; past it the snapshot is given up"),
         ("pre_copy", "scan the running job first, so that less is left for the window"),
+        ("memory", "read memory in place, or have CRIU send it all: slower, for where it has too few descriptors"),
         ("staging_bytes", "bound on the memory for changed cells in the window", "--staging"),
         ("scan_threads", "threads that scan and encode; 0: one a core", "--threads"),
         ("files", "content of files open for writing: store it, or record size and time only"),
