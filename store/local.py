@@ -9,6 +9,7 @@ import secrets
 import stat
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,8 @@ class _OpenFile:
         self.descriptor = descriptor
         self.users = 0
         self.evicted = False
+        #: Closes it, once; at the latest when nobody refers to it any more (a back end that was dropped without being closed).
+        self.close = weakref.finalize(self, os.close, descriptor)
 
 
 class LocalBackend(Backend):
@@ -191,12 +194,12 @@ class LocalBackend(Backend):
         with self._lock:
             file.users -= 1
             if file.evicted and file.users == 0:
-                os.close(file.descriptor)
+                file.close()
 
     def _evict(self, file: _OpenFile) -> None:
         file.evicted = True
         if file.users == 0:
-            os.close(file.descriptor)
+            file.close()
 
     async def size(self, name: str) -> int:
         path = self.root / check_name(name)

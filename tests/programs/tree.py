@@ -27,7 +27,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+if not __package__:  # run as a program
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from tests.programs import kernel
 from tests.programs.report import Report, run
