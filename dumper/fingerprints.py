@@ -49,7 +49,8 @@ class KnownCells:
         if not len(self.key):
             return row < 0
         there = self.fingerprint[np.maximum(row, 0)].view(np.uint64).reshape(-1, 2)
-        return (row < 0) | (there != fingerprint.view(np.uint64).reshape(-1, 2)).any(axis=1)
+        other: npt.NDArray[np.bool_] = (there != fingerprint.view(np.uint64).reshape(-1, 2)).any(axis=1)
+        return (row < 0) | other
 
     def updated(
         self, key: npt.NDArray[np.uint64], fingerprint: npt.NDArray[np.void], record: npt.NDArray[np.void]
