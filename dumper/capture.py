@@ -12,6 +12,7 @@ import blake3
 import msgspec
 import numpy as np
 
+from icecore.dumper.allocations import allocations, cut
 from icecore.dumper.cells import EXTENT, inherit_origins
 from icecore.dumper.facts import describe_namespaces, describe_processes, listening_ports
 from icecore.dumper.files import FoundFile, find_files, tree_pids, unchanged_since
@@ -95,13 +96,11 @@ class Capture:
         )
         by_image = {image: pid for pid, image in pids.items()}
         for number, pagemap in enumerate(images.processes):
-            capture = self._process(pagemap, number)
-            captured.spaces.append(capture)
-            if not len(pagemap.extents):
-                continue
             if pagemap.number not in by_image:
                 raise NotFound(f"CRIU dumped a process {pagemap.number} that is not in the tree of {root}")
             with RemoteReader(by_image[pagemap.number]) as reader:
+                capture = self._process(pagemap, number, reader)
+                captured.spaces.append(capture)
                 captured.scanned += capture.scan(reader, pagemap.extents, self._machinery)
         with phase(self._emit, "dump.files") as running:
             for file in find_files(alive, self._options):
@@ -109,13 +108,16 @@ class Capture:
         _still_there(alive)
         return captured
 
-    def _process(self, pagemap: Pagemap, number: int) -> SpaceCapture:
+    def _process(self, pagemap: Pagemap, number: int, reader: RemoteReader) -> SpaceCapture:
         key = str(pagemap.number)
         parent = self._parent.space("process", key) if self._parent else None
         copied = self._copied.get(pagemap.number)
         if copied is None:
-            return SpaceCapture.make("process", key, 0, pagemap.regions, parent, stream=self._stream(number))
-        regions = inherit_origins(pagemap.regions, parent.space.regions if parent else [])
+            regions = cut(pagemap.regions, allocations(reader, pagemap.regions))
+            return SpaceCapture.make("process", key, 0, regions, parent, stream=self._stream(number))
+        # What pre-copy has looked at needs no second look.
+        regions = cut(pagemap.regions, [region.start for region in copied.regions])
+        regions = inherit_origins(regions, parent.space.regions if parent else [])
         regions = inherit_origins(regions, copied.regions)
         return SpaceCapture("process", key, 0, regions, copied.known, parent, self._stream(number))
 

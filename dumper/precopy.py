@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from icecore.dumper.allocations import allocations, cut
 from icecore.dumper.cells import EXTENT, CellPlan, inherit_origins, plan_cells
 from icecore.dumper.fingerprints import KnownCells
 from icecore.dumper.pipeline import Pipeline, SpaceSink
@@ -90,10 +91,11 @@ def pre_copy(
         What the window can rely on; None when the process ended meanwhile or would not be read (the window will say why, if it matters).
     """
     try:
-        regions = inherit_origins(private_regions(pid), parent_regions)
-        plan = plan_cells(regions, present_extents(pid, regions))
-        sink = pipeline.space(stream, plan, regions, parent)
         with RemoteReader(pid) as reader:
+            regions = private_regions(pid)
+            regions = inherit_origins(cut(regions, allocations(reader, regions)), parent_regions)
+            plan = plan_cells(regions, present_extents(pid, regions))
+            sink = pipeline.space(stream, plan, regions, parent)
             result = scan(
                 plan, _Vanishing(reader), parent, seed=seed, staging=staging, threads=threads, keep=sink.keep, stop=stop
             )

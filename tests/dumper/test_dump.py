@@ -167,10 +167,36 @@ def test_a_region_that_grows_keeps_its_cells(puppet: Puppet, store: Store) -> No
 
 
 def test_the_same_program_started_twice_shares_what_is_equal(start: Start, store: Store) -> None:
-    first = store.dump(Target(start("inference", "--mib", "96").pid, "one"))
-    second = store.dump(Target(start("inference", "--mib", "96").pid, "two"))
+    first = store.dump(Target(start("inference", "--mib", "128", "--rate", "5").pid, "one"))
+    second = store.dump(Target(start("inference", "--mib", "128", "--rate", "5").pid, "two"))
     assert second.lineage != first.lineage and second.parent == ""
     assert second.sizes.stored < 0.2 * first.sizes.stored
+
+
+def test_allocations_are_found_again_wherever_the_kernel_joined_them(tmp_path: Path, store: Store) -> None:
+    """The second process asks for one thing more, so that the mapping that holds all its allocations begins elsewhere."""
+    allocate = (
+        "import random; libc.malloc.restype = ctypes.c_void_p; libc.mallopt(-3, 128 << 10)\n"
+        "for n in range(4):\n"
+        "    put(libc.malloc(6 * MIB) + 100, random.Random(n).randbytes(6 * MIB - 1000))"
+    )
+    results = []
+    for more in ("", "\nput(libc.malloc(MIB + 54321), os.urandom(MIB))"):
+        folder = tmp_path / f"puppet{len(results)}"
+        folder.mkdir()
+        puppet = Puppet(folder)
+        try:
+            puppet.do(allocate + more)
+            still, events = watching(puppet.pid)
+            results.append(store.dump(Target(puppet.pid, folder.name), events=events))
+            assert_same_memory(store.read(results[-1].snapshot), still)
+            again = store.dump(Target(puppet.pid, folder.name), DumpOptions(pre_copy="on"))
+            assert again.sizes.changed < 3 << 20
+        finally:
+            puppet.end()
+    first, second = results
+    assert first.sizes.stored > 24 << 20
+    assert second.sizes.stored < 6 << 20
 
 
 def test_pages_that_may_not_be_read(puppet: Puppet, store: Store) -> None:

@@ -59,16 +59,19 @@ def random(*key: int) -> np.random.Generator:
     return np.random.Generator(np.random.SFC64(list(key)))
 
 
-def make_weight(shape: Shape, layer: int, which: int) -> NDArray[Any]:
-    """Weight matrix ``which`` of a layer: 0 and 1 are float32, 2 and 3 the upper halves of float32 (bfloat16)."""
-    weight = page_aligned((shape.width, shape.width), np.float32)
+def room_for(shape: Shape, which: int) -> NDArray[Any]:
+    """An array for weight matrix ``which`` of a layer: 0 and 1 are float32, 2 and 3 the upper halves of float32 (bfloat16)."""
+    return page_aligned((shape.width, shape.width), np.float32 if which < 2 else np.uint16)
+
+
+def make_weight(shape: Shape, layer: int, which: int, out: NDArray[Any]) -> NDArray[Any]:
+    """Fill weight matrix ``which`` of a layer and return it."""
+    weight = out if which < 2 else page_aligned((shape.width, shape.width), np.float32)
     random(shape.seed, layer, which).standard_normal(dtype=np.float32, out=weight)
     weight *= np.float32(0.02)
-    if which < 2:
-        return weight
-    half = page_aligned((shape.width, shape.width), np.uint16)
-    np.copyto(half, (weight.view(np.uint32) >> 16).astype(np.uint16))
-    return half
+    if which >= 2:
+        np.copyto(out, (weight.view(np.uint32) >> 16).astype(np.uint16))
+    return out
 
 
 def as_float(weight: NDArray[Any]) -> NDArray[np.float32]:
@@ -111,8 +114,10 @@ class Server:
         self.chain = ""
         self.answers: deque[tuple[int, str]] = deque(maxlen=ANSWERS_KEPT)
         keys = [(layer, which) for layer in range(shape.layers) for which in range(4)]
+        # One after the other, as a server loads its weights: threads would scatter them over malloc's arenas, differently in each run.
+        rooms = [room_for(shape, which) for _, which in keys]
         with ThreadPoolExecutor(2) as pool:
-            made = list(pool.map(lambda key: make_weight(shape, *key), keys))
+            made = list(pool.map(lambda key, room: make_weight(shape, *key, room), keys, rooms))
         self.weights = dict(zip(keys, made, strict=True))
         self.sums = {key: page_sums(weight) for key, weight in self.weights.items()}
         self.cache: NDArray[np.uint8] = page_aligned((shape.blocks, BLOCK), np.uint8)
@@ -162,7 +167,7 @@ class Server:
 
     def verify_everything(self) -> None:
         for (layer, which), weight in self.weights.items():
-            anew = make_weight(self.shape, layer, which)
+            anew = make_weight(self.shape, layer, which, room_for(self.shape, which))
             if what := differing_content(f"weight {layer}.{which}", weight, anew):
                 self.report.violation(f"at request {self.request}: {what}")
         for block in range(self.shape.blocks):
