@@ -99,6 +99,18 @@ def _open_log(path: str) -> int:
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
+def _default_signals() -> None:
+    """Default handling of every signal, also of 32 and 33, which the C library keeps from its callers but which may be inherited ignored."""
+    call = 13 if os.uname().machine == "x86_64" else 134  # rt_sigaction
+    default = ctypes.create_string_buffer(32)  # struct sigaction as the kernel has it: SIG_DFL, no flags, no mask
+    for number in range(1, 65):
+        if number not in (signal.SIGKILL, signal.SIGSTOP):
+            _checked(
+                _libc.syscall(ctypes.c_long(call), ctypes.c_int(number), default, None, ctypes.c_size_t(8)),
+                f"default handling of signal {number}",
+            )
+
+
 def _become_init(launch: dict[str, Any], report: int) -> NoReturn:
     """The rest of the way: from here on this is the job's first process (pid 1 where it has a pid namespace)."""
     if launch["root"] is not None:
@@ -116,8 +128,7 @@ def _become_init(launch: dict[str, Any], report: int) -> NoReturn:
     for target, source in enumerate([fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (*opened, report)]):
         os.dup2(source, target)
     os.closerange(5, os.sysconf("SC_OPEN_MAX"))
-    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        signal.signal(number, signal.SIG_DFL)
+    _default_signals()
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     environment = {os.fsencode(name): os.fsencode(value) for name, value in launch["environment"].items()}
     arguments = [b"icecore-init", b"3", b"4", *map(os.fsencode, launch["command"])]
