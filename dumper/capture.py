@@ -128,7 +128,7 @@ class Capture:
         """Record one open file and read its content where the policy says so; returns bytes read."""
         about = file.about
         if file.deleted and file.links:
-            about = msgspec.structs.replace(about, links=_other_names(about))
+            about = msgspec.structs.replace(about, links=_other_names(file))
             captured.lost.add(about.path)
         before = self._parent.file(about.path) if self._parent else None
         if about.policy != "content":
@@ -222,11 +222,16 @@ def _rename(captured: Captured, linked: Mapping[str, str]) -> None:
             capture.key = linked.get(capture.key, capture.key)
 
 
-def _other_names(about: OpenFile) -> list[str]:
-    """Names of the same inode beside the one that was lost; those in other folders are not searched for."""
+def _other_names(file: FoundFile) -> list[str]:
+    """Names of the same file beside the one that was lost; those in other folders are not searched for."""
+    root = f"/proc/{file.reach.split('/')[2]}/root"  # its process may see other mounts than this one
+    folder = os.path.dirname(file.about.path)
     try:
-        with os.scandir(os.path.dirname(about.path)) as entries:
-            return sorted(entry.path for entry in entries if entry.inode() == about.inode)
+        with os.scandir(root + folder) as entries:
+            names = [e.name for e in entries if e.inode() == file.about.inode]
+        return sorted(
+            os.path.join(folder, n) for n in names if os.lstat(f"{root}{folder}/{n}").st_dev == file.about.device
+        )
     except FileNotFoundError:
         return []  # the folder was deleted too
 
