@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from icecore.errors import DumpFailed
+from icecore.store.check import check
 from icecore.store.local import LocalBackend
 from tests.programs import driving
 
@@ -64,8 +65,10 @@ class Witness:
         self.verify(1)
 
     def verify(self, snapshots: int) -> None:
-        """The repository opens, lists so many snapshots, and the first is what it was."""
+        """The repository opens, lists so many snapshots, passes a check of all its bytes, and the first snapshot is what it was."""
         fresh = self.store.through(self.store.backend)
+        report = self.store.loop.run(check(fresh.repository, read_data=1.0, register=False))
+        assert report.sound and report.snapshots == snapshots, report.damages
         assert len(fresh.snapshots()) == snapshots
         assert assert_same_memory(fresh.read(self.first), self.still) > 8 * 256
 
