@@ -80,17 +80,22 @@ def _chunk_size(reader: Reader, address: int) -> int:
 
 def cut(regions: Sequence[Region], addresses: Sequence[int]) -> list[Region]:
     """The regions, cut at those of the addresses that lie within one; each part counts its cells from its own start."""
-    out = []
     points = np.array(addresses, np.uint64)
-    for region in regions:
-        end = region.start + region.length
-        inside = points[np.searchsorted(points, region.start, "right") : np.searchsorted(points, end, "left")].tolist()
-        if not inside or not region.lazy:
-            out.append(region)
+    starts = np.array([r.start for r in regions], np.uint64)
+    ends = np.array([r.start + r.length for r in regions], np.uint64)
+    first, after = np.searchsorted(points, starts, "right"), np.searchsorted(points, ends, "left")
+    out: list[Region] = []
+    done = 0
+    for number in np.flatnonzero(after > first).tolist():
+        region = regions[number]
+        if not region.lazy:
             continue
-        for number, (low, high) in enumerate(pairwise([region.start, *inside, end])):
-            origin = low if number else region.origin
+        out += regions[done:number]
+        done = number + 1
+        bounds = [region.start, *points[first[number] : after[number]].tolist(), region.start + region.length]
+        for low, high in pairwise(bounds):
+            origin = region.origin if low == region.start else low
             out.append(
                 Region(low, high - low, origin, region.protection, region.flags, region.kind, region.name, region.lazy)
             )
-    return out
+    return [*out, *regions[done:]]

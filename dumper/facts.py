@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 
+from icecore.dumper.sockets import sockets_of
 from icecore.errors import NotFound
 from icecore.host import procfs
 from icecore.store.manifest import Namespaces, Process, Requirements
@@ -55,12 +56,21 @@ def describe_namespaces(pid: int) -> Namespaces:
 
 
 def listening_ports(pids: Iterable[int]) -> list[str]:
-    """Addresses on which the processes listen for TCP, as ``address:port``."""
-    out = set()
+    """Addresses on which the processes listen for TCP, as ``address:port``.
+
+    The kernel walks all its connections for each reading of its table, so that is read once for each network namespace, and only for who has such sockets.
+    """
+    owners: dict[int, tuple[int, set[int]]] = {}
     for pid in pids:
-        inodes = _socket_inodes(pid)
-        if not inodes:
+        try:
+            inodes = {s.inode for s in sockets_of(pid, procfs.descriptors(pid)) if s.protocol in ("TCP", "TCPv6")}
+            network = procfs.namespaces(pid).get("net", 0) if inodes else 0
+        except NotFound:
             continue
+        if inodes:
+            owners.setdefault(network, (pid, set()))[1].update(inodes)
+    out = set()
+    for pid, inodes in owners.values():
         for name in ("tcp", "tcp6"):
             try:
                 with open(f"/proc/{pid}/net/{name}", encoding="ascii") as file:
@@ -69,13 +79,6 @@ def listening_ports(pids: Iterable[int]) -> list[str]:
                 continue
             out |= {_address(row[1]) for row in rows if row[3] == _LISTEN and int(row[9]) in inodes}
     return sorted(out)
-
-
-def _socket_inodes(pid: int) -> set[int]:
-    try:
-        return {d.inode for d in procfs.descriptors(pid) if d.target.startswith("socket:[")}
-    except NotFound:
-        return set()
 
 
 def _address(text: str) -> str:

@@ -111,6 +111,23 @@ def without_zero_pages(
     return (bitmap & ~zero_bitmap).tobytes(), zero_bitmap.tobytes(), out.data
 
 
+class _Mark:
+    """Goes through the queue once for each thread, which waits at it for the others: when all have arrived, everything before it is stored."""
+
+    def __init__(self, threads: int) -> None:
+        self._left = threads
+        self._lock = threading.Lock()
+        self.passed = threading.Event()
+
+    def arrive(self) -> None:
+        """Wait for the others, or until it is lifted."""
+        with self._lock:
+            self._left -= 1
+            if self._left == 0:
+                self.passed.set()
+        self.passed.wait()
+
+
 class Pipeline:
     """Threads between staging and the store.
 
@@ -125,12 +142,11 @@ class Pipeline:
     def __init__(self, writer: CellStore, staging: Staging, threads: int) -> None:
         self._writer = writer
         self._staging = staging
-        self._queue: queue.SimpleQueue[tuple[SpaceSink, int, Slot] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[SpaceSink, int, Slot] | _Mark | None] = queue.SimpleQueue()
         self._gate = threading.Event()
         self._gate.set()
         self._low = max(4, staging.capacity // 8)
-        self._pending = 0
-        self._idle = threading.Condition()
+        self._mark = _Mark(threads)
         self._failure: BaseException | None = None
         self.spilled = False
         self._threads = [threading.Thread(target=self._run, name=f"encode-{i}", daemon=True) for i in range(threads)]
@@ -150,8 +166,6 @@ class Pipeline:
         if self._failure is not None:
             self._staging.release(slot)
             raise self._failure
-        with self._idle:
-            self._pending += 1
         self._queue.put((sink, row, slot))
         if not self._gate.is_set() and self._staging.available < self._low:
             self.spilled = True
@@ -172,14 +186,24 @@ class Pipeline:
             Whatever the store raised first.
         """
         self._gate.set()
-        with self._idle:
-            self._idle.wait_for(lambda: self._pending == 0 or self._failure is not None)
+        mark = self._mark = _Mark(len(self._threads))
+        for _ in self._threads:
+            self._queue.put(mark)
+        try:
+            # Whoever fails sets the failure first and then lifts the mark that it sees: no failure is missed.
+            if self._threads and self._failure is None:
+                mark.passed.wait()
+        finally:
+            mark.passed.set()
         if self._failure is not None:
             raise self._failure
 
     def _run(self) -> None:
         scratch = np.empty(CELL_BYTES, np.uint8)
         while (item := self._queue.get()) is not None:
+            if isinstance(item, _Mark):
+                item.arrive()
+                continue
             self._gate.wait()
             sink, row, slot = item
             try:
@@ -187,13 +211,10 @@ class Pipeline:
                     sink.store(row, slot, scratch, self._writer)
             except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
                 self._failure = self._failure or error
+                self._mark.passed.set()
                 self._staging.abandon(error)
             finally:
                 self._staging.release(slot)
-                with self._idle:
-                    self._pending -= 1
-                    if self._pending == 0 or self._failure is not None:
-                        self._idle.notify_all()
 
     def __enter__(self) -> Pipeline:
         return self
