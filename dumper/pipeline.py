@@ -94,11 +94,12 @@ def without_zero_pages(
         Data bitmap, zero bitmap, and the bytes of the data pages (``data`` itself when there are no zero pages).
     """
     pages = np.frombuffer(data, np.uint64).reshape(-1, _WORDS)
-    zero = pages[:, 0] == 0
+    zero = (pages[:, 0] | pages[:, _WORDS // 2 - 1] | pages[:, -1]) == 0
     suspects = np.flatnonzero(zero)
     if not len(suspects):
         return bitmap.tobytes(), _NO_PAGES, data
-    zero[suspects] = ~pages[suspects].any(axis=1) if len(suspects) < len(pages) else ~pages.any(axis=1)
+    # The maximum takes half the time of any(), which converts each word first.
+    zero[suspects] = (pages[suspects] if len(suspects) < len(pages) else pages).max(axis=1) == 0
     if not zero.any():
         return bitmap.tobytes(), _NO_PAGES, data
     present = np.flatnonzero(np.unpackbits(bitmap, bitorder="little"))

@@ -219,6 +219,29 @@ class Index:
                 self._search_blocks(ref, ids, missing, found, places)
         return found, places
 
+    def find(self, chunk: bytes) -> np.void | None:
+        """The ``PLACE`` of one chunk, or None; as ``lookup``, at a tenth of its time for a single id."""
+        leads = np.uint64(int.from_bytes(chunk[:8], "big"))
+        for ref in self._refs:
+            if ref.bits and chunk[0] >> (8 - ref.bits) != ref.prefix:
+                continue
+            entries = self._loaded.get(ref.id)
+            if entries is None:
+                found, places = np.zeros(1, np.bool_), np.zeros(1, PLACE)
+                ids = np.frombuffer(chunk, np.uint8).reshape(1, 32)
+                self._search_blocks(ref, ids, np.zeros(1, np.int64), found, places)
+                if found[0]:
+                    return places[0]
+                continue
+            keys = self._keys[ref.id]
+            at = int(keys.searchsorted(leads))
+            while at < len(keys) and keys[at] == leads:
+                entry = entries[at]
+                if entry["chunk"].tobytes() == chunk:
+                    return entry["place"]
+                at += 1
+        return None
+
     def _take(
         self,
         entries: Records,

@@ -372,9 +372,9 @@ class SnapshotWriter:
         if chunk in self._looked_up:
             return "index", self._looked_up[chunk]
         if self.session.index.entries:
-            found, places = self.session.index.lookup(np.frombuffer(chunk, np.uint8).reshape(1, 32))
-            if found[0]:
-                return "index", self._from_index(places[0])
+            place = self.session.index.find(chunk)
+            if place is not None:
+                return "index", self._from_index(place)
         return "", None
 
     def _from_index(self, place: np.void) -> Stored | None:
