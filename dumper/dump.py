@@ -39,7 +39,6 @@ from icecore.store.repository import Repository
 
 _PRE_COPY_BYTES = 256 << 20
 _PRE_COPY_STAGING = 128 << 20
-_HOOK_SECONDS = 300.0
 _STREAM_SECONDS = 60.0
 _RUNNING_SECONDS = 5.0
 #: Shard streams at most: each holds a shard buffer.
@@ -106,7 +105,7 @@ def dump(
             "a streamed dump cannot hold the tree until the commit, because CRIU writes its last images when it lets go",
             cure="dump without --stop and end the job afterwards",
         )
-    with _after(options.after, target, emit) as after, ExitStack() as stack:
+    with _after(options.after, options.hook_seconds, target, emit) as after, ExitStack() as stack:
         dumping = _Dump(repository, loop, target, options, criu or find_criu(), workdir, emit, stack)
         snapshot, manifest, pre_copied, spilled = dumping.run(after)
         after.snapshot = snapshot
@@ -150,7 +149,7 @@ class _After:
 
 
 @contextmanager
-def _after(command: str, target: Target, emit: Sink) -> Iterator[_After]:
+def _after(command: str, seconds: float, target: Target, emit: Sink) -> Iterator[_After]:
     """Run ``command`` at the end, also when the dump failed, whose error then is the one to be told."""
     after = _After()
     try:
@@ -158,20 +157,20 @@ def _after(command: str, target: Target, emit: Sink) -> Iterator[_After]:
     except BaseException:
         if after.due:
             try:
-                _hook(command, target, "")
+                _hook(command, target, "", seconds)
             except DumpFailed as error:
                 emit(Event("dump.hook", {"command": command, "error": str(error)}))
         raise
     try:
-        _hook(command, target, after.snapshot)
+        _hook(command, target, after.snapshot, seconds)
     except DumpFailed as error:
         raise IcecoreError(
             f"snapshot {after.snapshot} is committed, but {error}", cure="correct the command"
         ) from error
 
 
-def _hook(command: str, target: Target, snapshot: str) -> None:
-    """Run a user's shell command; it sees ICECORE_JOB, ICECORE_PID and ICECORE_SNAPSHOT."""
+def _hook(command: str, target: Target, snapshot: str, seconds: float) -> None:
+    """Run a user's shell command for at most so many seconds; it sees ICECORE_JOB, ICECORE_PID and ICECORE_SNAPSHOT."""
     if not command:
         return
     environment = {
@@ -188,10 +187,10 @@ def _hook(command: str, target: Target, snapshot: str) -> None:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=_HOOK_SECONDS,
+            timeout=seconds,
         )
     except subprocess.TimeoutExpired as error:
-        raise DumpFailed(f"the hook {command!r} did not end within {_HOOK_SECONDS:.0f} s") from error
+        raise DumpFailed(f"the hook {command!r} did not end within {seconds:g} s") from error
     if done.returncode:
         raise DumpFailed(f"the hook {command!r} ended with status {done.returncode}: {done.stderr.strip()[-300:]}")
 
@@ -246,7 +245,7 @@ class _Dump:
             found = self._preflight()
             running.fields |= {"processes": len(found.processes), "private_bytes": found.private_bytes}
         after.due = True
-        _hook(self.options.before, self.target, "")
+        _hook(self.options.before, self.target, "", self.options.hook_seconds)
         images = self._make_workdir()
         guard = Guard(str(images))
         self.stack.callback(guard.release)
@@ -293,7 +292,6 @@ class _Dump:
                     window.seconds = time.monotonic() - window.started
             if not self.options.stop:
                 self._check_running(captured)
-            storing.pipeline.open_gate()
             manifest = self._store(capture, captured, window.seconds)
             snapshot = storing.writer.commit(manifest)
             if self.options.stop:
@@ -325,6 +323,7 @@ class _Dump:
         out = {}
         parent, machinery = self.storing.parent, self.storing.machinery
         with phase(self.emit, "dump.precopy") as running, machinery.staging.limited(_PRE_COPY_STAGING):
+            advance = running.counter(found.private_bytes)
             for number, process in enumerate(found.processes):
                 if process.status.zombie or process.private_bytes < (1 << 20):
                     continue
@@ -340,6 +339,7 @@ class _Dump:
                     seed=machinery.seed,
                     threads=machinery.threads,
                     stop=machinery.stop,
+                    advance=advance,
                 )
                 if learnt is not None:
                     out[image] = learnt
@@ -348,13 +348,13 @@ class _Dump:
         return out
 
     def _reserve(self, found: Look, copied: dict[int, PreCopied]) -> None:
-        """Fault staging in before the window: as much as is likely to change, by what changed since the parent."""
+        """Fault staging in before the window: as much as is likely to change, by what changed since the parent; without pre-copy nobody knows, so all."""
         if copied and self.storing.parent_id:
             guess = sum(c.changed for c in copied.values())
-        elif copied or self.storing.parent_id:
+        elif copied:
             guess = int(found.private_bytes * _GUESS)
         else:
-            guess = found.private_bytes  # all of it is new
+            guess = found.private_bytes
         staging = self.storing.staging
         staging.reserve(min(staging.capacity, guess // (1 << 20) + 3 * self.threads))
 
@@ -398,6 +398,7 @@ class _Dump:
     def _store(self, capture: Capture, captured: Captured, window_seconds: float) -> Manifest:
         """Everything after the window but the commit."""
         with phase(self.emit, "dump.store") as running:
+            self.storing.pipeline.open_gate(running.counter(sum(space.queued for space in captured.spaces)))
             capture.after_window(captured)
             stored = self.storing.finish(captured.spaces, captured.reused)
             running.bytes = stored.sizes.logical

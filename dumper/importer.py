@@ -177,7 +177,11 @@ class _Import:
         if self.wanted_parent not in ("", storing.parent_id):
             raise NotFound(f"there is no snapshot {self.wanted_parent}", cure="'icecore ls' lists them")
         with phase(self.emit, "import.store", directory=str(self.folder)) as running:
-            machinery = replace(storing.machinery, pipeline=Immediate(storing.writer, storing.staging))
+            machinery = replace(
+                storing.machinery,
+                pipeline=Immediate(storing.writer, storing.staging),
+                advance=running.counter(sum(path.stat().st_size for path in self.folder.iterdir())),
+            )
             captures = self._capture(images, storing.parent, machinery)
             manifest = self._manifest(storing, storing.finish(captures))
             running.bytes = manifest.sizes.logical + manifest.sizes.zero

@@ -29,6 +29,7 @@ class DumpOptions:
             that time; for where the other way cannot work (too few descriptors or pipes that may not grow, a kernel without userfaultfd).
         before: Shell command run before anything is frozen; a failure gives the dump up.
         after: Shell command run at the end, once the job runs again, also when the dump failed (ICECORE_SNAPSHOT is then empty).
+        hook_seconds: What each of the two may take.
         link_rate: Bytes per second assumed between here and where the snapshot will be read; what codec trial optimises for. 0: the back end's default.
     """
 
@@ -49,4 +50,5 @@ class DumpOptions:
     memory: Literal["in-place", "streamed"] = "in-place"
     before: str = ""
     after: str = ""
+    hook_seconds: float = 300.0
     link_rate: float = 0.0

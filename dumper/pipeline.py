@@ -13,10 +13,12 @@ import numpy.typing as npt
 from icecore.dumper.cells import CellPlan
 from icecore.dumper.fingerprints import KnownCells
 from icecore.dumper.staging import Slot, Staging
+from icecore.events import Advance, unwatched
 from icecore.store.cell import BITMAP_BYTES, CELL, CELL_BYTES, CELL_PAGES, PAGE
 from icecore.store.manifest import Region
 
 _WORDS = PAGE // 8
+_SPILL_SLOTS = 64
 _NO_PAGES = bytes(BITMAP_BYTES)
 
 
@@ -58,6 +60,10 @@ class SpaceSink:
     def keep(self, row: int, slot: Slot) -> None:
         """Take over a slot that holds the cell of ``row``."""
         self._pipeline.put(self, row, slot)
+
+    def length(self, row: int) -> int:
+        """Bytes of the cell of ``row``."""
+        return int(self._plan.length[row])
 
     def store(self, row: int, slot: Slot, scratch: npt.NDArray[np.uint8], writer: CellStore) -> None:
         """Encode and store one cell; called by the pipeline's threads."""
@@ -146,9 +152,11 @@ class Pipeline:
         self._queue: queue.SimpleQueue[tuple[SpaceSink, int, Slot] | _Mark | None] = queue.SimpleQueue()
         self._gate = threading.Event()
         self._gate.set()
-        self._low = max(4, staging.capacity // 8)
+        # The scan outruns the store many times over: a wider margin would only open the gate where staging would have sufficed.
+        self._low = max(4, min(_SPILL_SLOTS, staging.capacity // 8))
         self._mark = _Mark(threads)
         self._failure: BaseException | None = None
+        self._advance: Advance = unwatched
         self.spilled = False
         self._threads = [threading.Thread(target=self._run, name=f"encode-{i}", daemon=True) for i in range(threads)]
         for thread in self._threads:
@@ -176,8 +184,9 @@ class Pipeline:
         """The window begins: leave the cores to the scan."""
         self._gate.clear()
 
-    def open_gate(self) -> None:
-        """The window is over."""
+    def open_gate(self, advance: Advance = unwatched) -> None:
+        """The window is over; ``advance`` is told of bytes as they are stored."""
+        self._advance = advance
         self._gate.set()
 
     def drain(self) -> None:
@@ -210,6 +219,7 @@ class Pipeline:
             try:
                 if self._failure is None:
                     sink.store(row, slot, scratch, self._writer)
+                    self._advance(sink.length(row))
             except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
                 self._failure = self._failure or error
                 self._mark.passed.set()

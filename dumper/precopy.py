@@ -18,6 +18,7 @@ from icecore.dumper.pipeline import Pipeline, SpaceSink
 from icecore.dumper.scan import ScanResult, scan
 from icecore.dumper.staging import Slot, Staging
 from icecore.errors import DumpFailed, NotFound
+from icecore.events import Advance, unwatched
 from icecore.host import procfs
 from icecore.host.memory import RemoteReader
 from icecore.host.pagemap import SCAN_FILE, SCAN_PRESENT, SCAN_SWAPPED, SCAN_ZERO_FRAME, Pagemap
@@ -84,6 +85,7 @@ def pre_copy(
     seed: int,
     threads: int,
     stop: threading.Event,
+    advance: Advance = unwatched,
 ) -> PreCopied | None:
     """Scan one running process and store what its parent snapshot does not have. Waits until it is stored.
 
@@ -97,7 +99,15 @@ def pre_copy(
             plan = plan_cells(regions, present_extents(pid, regions))
             sink = pipeline.space(stream, plan, regions, parent)
             result = scan(
-                plan, _Vanishing(reader), parent, seed=seed, staging=staging, threads=threads, keep=sink.keep, stop=stop
+                plan,
+                _Vanishing(reader),
+                parent,
+                seed=seed,
+                staging=staging,
+                threads=threads,
+                keep=sink.keep,
+                stop=stop,
+                advance=advance,
             )
         pipeline.drain()
     except NotFound:

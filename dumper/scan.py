@@ -15,6 +15,7 @@ from icecore.dumper.cells import RUN, CellPlan
 from icecore.dumper.fingerprints import FINGERPRINT, KnownCells
 from icecore.dumper.staging import SMALL_BYTES, Packer, Slot, Staging
 from icecore.errors import DumpFailed
+from icecore.events import Advance, unwatched
 
 _BATCH = 16
 
@@ -60,6 +61,7 @@ class _Shared:
     keep: Callable[[int, Slot], None]
     stop: threading.Event
     failures: list[BaseException]
+    advance: Advance
 
 
 class _Cursor:
@@ -87,6 +89,7 @@ def scan(
     threads: int,
     keep: Callable[[int, Slot], None],
     stop: threading.Event,
+    advance: Advance = unwatched,
 ) -> ScanResult:
     """Read all cells of ``plan`` and hand those whose fingerprint is not the known one to ``keep``.
 
@@ -96,6 +99,7 @@ def scan(
         staging: Where the slots come from. ``keep(row, slot)`` takes the slot over.
         threads: How many threads read.
         stop: When set, the scan ends at once.
+        advance: Told of bytes that were read.
 
     Raises:
         DumpFailed: A page could not be read, or ``stop`` was set.
@@ -112,6 +116,7 @@ def scan(
         keep,
         stop,
         [],
+        advance,
     )
     cursor = _Cursor(len(plan))
     workers = [
@@ -180,4 +185,5 @@ def _scan_batch(shared: _Shared, batch: range, slot: Slot, packer: Packer) -> Sl
             shared.keep(low + i, slot)
             slot = fresh
     shared.fingerprint[low:high] = np.frombuffer(found, FINGERPRINT)
+    shared.advance(sum(sizes))
     return slot

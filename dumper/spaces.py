@@ -14,6 +14,7 @@ from icecore.dumper.pipeline import Pipeline, SpaceSink
 from icecore.dumper.scan import ScanResult, Source, scan
 from icecore.dumper.staging import Staging
 from icecore.errors import DumpFailed
+from icecore.events import Advance, unwatched
 from icecore.store.cell import CELL, CELL_BYTES, PAGE, Records, data_pages
 from icecore.store.manifest import Region, Space, SpaceKind
 from icecore.store.writer import SnapshotWriter
@@ -29,6 +30,7 @@ class Machinery:
     threads: int
     streams: int
     stop: threading.Event
+    advance: Advance = unwatched
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class SpaceCapture:
             threads=machinery.threads,
             keep=sink.keep,
             stop=machinery.stop,
+            advance=machinery.advance,
         )
         sink.unchanged(result.row)
         self._parts.append((plan, sink, result))
@@ -98,6 +101,11 @@ class SpaceCapture:
         """Bytes of cells that the parent does not have as they are."""
         before = self.parent.known if self.parent else KnownCells.none()
         return sum(int(plan.length[before.differ(plan.key, r.fingerprint)].sum()) for plan, _, r in self._parts)
+
+    @property
+    def queued(self) -> int:
+        """Bytes of cells that were handed to the pipeline."""
+        return sum(int(plan.length[result.changed].sum()) for plan, _, result in self._parts)
 
     def fingerprints(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.void]]:
         """Keys u8[n] and fingerprints V16[n] of all its cells."""

@@ -1,6 +1,6 @@
 """The jobs of this node: where they are noted down, started and found again; rule: no job runs that is not written down, and nothing here needs a daemon.
 
-``STATE/jobs/INSTANCE/`` is one instance each (job.py). STATE is ``$ICECORE_STATE``, or /var/lib/icecore. Names are handed out
+``STATE/jobs/INSTANCE/`` is one instance each (job.py). STATE is `state_directory`. Names are handed out
 under a lock on ``STATE/lock``.
 """
 
@@ -37,8 +37,13 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 def state_directory() -> Path:
-    """``$ICECORE_STATE``, or /var/lib/icecore."""
-    return Path(os.environ.get("ICECORE_STATE") or "/var/lib/icecore").absolute()
+    """``$ICECORE_STATE``; where that is not set, /var/lib/icecore, or below ~/.local/state for others than root, who can only look."""
+    named = os.environ.get("ICECORE_STATE", "")
+    if named:
+        return Path(named).expanduser().absolute()
+    if os.geteuid() == 0:
+        return Path("/var/lib/icecore")
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "icecore"
 
 
 class Registry:

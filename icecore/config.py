@@ -162,6 +162,7 @@ class DumpSettings:
     workdir: str = _setting("/dev/shm", TEXT)
     before: str = _setting("", TEXT)
     after: str = _setting("", TEXT)
+    hook_seconds: float = _setting(300.0, SECONDS)
 
 
 @dataclass(frozen=True)

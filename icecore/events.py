@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,26 +32,61 @@ class Event:
         return {"event": data["name"], "at": data["at"], **data["fields"]}
 
 
+_PROGRESS_SECONDS = 0.2
+
 Sink = Callable[[Event], None]
+#: Is told of bytes as they are done, and of how many are done of how many; both thread-safe.
+Advance = Callable[[int], None]
+Progress = Callable[[int, int], None]
 
 
 def discard(event: Event) -> None:
     """A sink that drops everything."""
 
 
-class Phase:
-    """A running phase: add bytes to it while it lasts."""
+def unwatched(count: int) -> None:
+    """An ``Advance`` that nobody listens to."""
 
-    def __init__(self) -> None:
+
+class Phase:
+    """A running phase: add bytes to it while it lasts; any thread may say how far it is."""
+
+    def __init__(self, sink: Sink, name: str) -> None:
         self.bytes = 0
         self.fields: dict[str, Value] = {}
+        self._sink = sink
+        self._name = name
+        self._lock = threading.Lock()
+        self._told = time.monotonic()
+
+    def progress(self, done: int, total: int) -> None:
+        """``done`` of ``total`` bytes are done: an event with ``state`` progress, five a second at most."""
+        now = time.monotonic()
+        with self._lock:
+            if now - self._told < _PROGRESS_SECONDS:
+                return
+            self._told = now
+        self._sink(Event(self._name, {"state": "progress", "bytes": min(done, total), "total": total}))
+
+    def counter(self, total: int) -> Advance:
+        """A function that is told of bytes as they are done, of ``total`` in all."""
+        done, lock = 0, threading.Lock()
+
+        def advance(count: int) -> None:
+            nonlocal done
+            with lock:
+                done += count
+                now = done
+            self.progress(now, total)
+
+        return advance
 
 
 @contextmanager
 def phase(sink: Sink, name: str, **fields: Value) -> Iterator[Phase]:
     """Emit ``name`` with ``state`` begin, then end or failed, with ``seconds``, ``bytes`` and ``gb_per_s`` of what lay between."""
     sink(Event(name, {"state": "begin", **fields}))
-    running = Phase()
+    running = Phase(sink, name)
     started = time.perf_counter()
     try:
         yield running

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,11 +47,8 @@ def state_directory(named: str = "") -> Path:
     """Where the jobs of this node and the newest generations seen are noted down.
 
     Args:
-        named: From the configuration (or ICECORE_STATE). Empty: /var/lib/icecore, or below ~/.local/state for others than root.
+        named: From the configuration. Empty: as `icecore.host.jobs.state_directory` has it.
     """
-    named = named or os.environ.get("ICECORE_STATE", "")
-    if named:
-        return Path(named).expanduser().absolute()
-    if os.geteuid() == 0:
-        return Path("/var/lib/icecore")
-    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "icecore"
+    from icecore.host import jobs
+
+    return Path(named).expanduser().absolute() if named else jobs.state_directory()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from icecore.errors import Damaged, IcecoreError, StoreError, UsageError
-from icecore.events import Event, Sink, discard, phase
+from icecore.events import Event, Progress, Sink, discard, phase
 from icecore.restorer.fetch import Limits
 from icecore.restorer.filewriter import FileTarget, write_files
 from icecore.restorer.images import image_targets, plan_memory, read_spaces, spaces_of
@@ -76,7 +76,7 @@ def export(
         limits = Limits(threads or os.cpu_count() or 1, _BUDGET, 4, 60.0)
         try:
             with phase(emit, "export.write", snapshot=snapshot) as running:
-                result = _Export(repository, loop, reader, folder, limits).run(began)
+                result = _Export(repository, loop, reader, folder, limits).run(began, running.progress)
                 running.bytes = result.bytes
         except BaseException:
             _empty(folder)
@@ -108,7 +108,7 @@ class _Export:
         self.folder = folder
         self.limits = limits
 
-    def run(self, began: float) -> ExportResult:
+    def run(self, began: float, progress: Progress) -> ExportResult:
         manifest = self.reader.manifest
         images, memory = spaces_of(manifest, "image"), spaces_of(manifest, "process", "shared")
         files = spaces_of(manifest, "file")
@@ -123,7 +123,7 @@ class _Export:
             FileTarget(self._open_file(space), space.size, part)
             for space, part in zip(files, cells[len(images) + len(memory) :], strict=True)
         ]
-        self._write([*pages, *open_files])
+        self._write([*pages, *open_files], progress)
         written = [*targets, *pages, *open_files]
         return ExportResult(
             self.folder,
@@ -142,8 +142,8 @@ class _Export:
         path.parent.mkdir(parents=True, exist_ok=True)
         return str(path)
 
-    def _write(self, targets: Sequence[FileTarget]) -> None:
+    def _write(self, targets: Sequence[FileTarget], progress: Progress | None = None) -> None:
         try:
-            write_files(self.backend, self.reader, targets, self.limits, self.loop)
+            write_files(self.backend, self.reader, targets, self.limits, self.loop, progress)
         except OSError as error:
             raise StoreError(f"cannot write {error.filename}: {error.strerror}") from error

@@ -20,10 +20,11 @@ from typing import Protocol
 import numpy as np
 
 from icecore.errors import Damaged, IcecoreError, ObjectMissing, RestoreFailed, StoreError
+from icecore.events import Progress
 from icecore.host.memory import HugeBuffer
 from icecore.restorer.plan import STORED_LIMIT, Batch, Cell, plan_batches, plan_one, room_for
 from icecore.store.backend import Backend
-from icecore.store.cell import CELL_BYTES, Records
+from icecore.store.cell import CELL_BYTES, PAGE, Records, data_pages
 from icecore.store.loop import LoopThread
 from icecore.store.names import object_name
 from icecore.store.pool import Scratch
@@ -154,6 +155,10 @@ class Fetcher:
         self._buffers: asyncio.Queue[HugeBuffer] | None = None
         self._fetching: set[concurrent.futures.Future[None]] = set()
         self.spent = Spent()
+        #: Told, now and then, of the bytes that were delivered, of all.
+        self.progress: Progress = lambda done, total: None
+        self._bytes = int(data_pages(records).sum()) * PAGE
+        self._delivered = 0
 
     def start(self, order: Sequence[int], *, opened: bool = True) -> None:
         """Begin. Until `open` only urgent rows are delivered (and ranges fetched ahead, as far as the budget goes)."""
@@ -244,10 +249,11 @@ class Fetcher:
             scratch = shelf.take(room_for(self._read_size) if self._backend.direct else 2 * STORED_LIMIT)
             while (item := self._take(only_urgent)) is not None:
                 batch, buffer, urgent = item
+                before = spent.produced
                 try:
                     self._deliver(batch, buffer, scratch, spent)
                 finally:
-                    self._finished(batch, buffer, urgent)
+                    self._finished(batch, buffer, urgent, spent.produced - before)
             shelf.give(scratch)
         except BaseException as error:  # noqa: BLE001 - whoever waits for the rows raises it
             self.fail(_named(error))
@@ -279,17 +285,21 @@ class Fetcher:
                         self._change.notify_all()
                 self._change.wait()
 
-    def _finished(self, batch: Batch, buffer: HugeBuffer | memoryview | None, urgent: bool) -> None:
+    def _finished(
+        self, batch: Batch, buffer: HugeBuffer | memoryview | None, urgent: bool, delivered: int
+    ) -> None:
         if isinstance(buffer, HugeBuffer):
             assert self._buffers is not None
             with suppress(RuntimeError):  # the loop was closed: nobody fetches any more
                 self._loop.loop.call_soon_threadsafe(self._buffers.put_nowait, buffer)
         with self._change:
             self._running -= 1
+            self._delivered += delivered
             if urgent:
                 self._asked.discard(batch.cells[0].row)
             if not self._running:
                 self._change.notify_all()
+        self.progress(self._delivered, self._bytes)
 
     def _deliver(
         self, batch: Batch, buffer: HugeBuffer | memoryview | None, scratch: _Buffers, spent: Spent

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from icecore.events import Progress
 from icecore.restorer.cells import FileLayout, SpaceCells, page_pieces
 from icecore.restorer.fetch import Decoder, Fetcher, Limits
 from icecore.restorer.plan import interleave
@@ -115,9 +116,12 @@ class FileWriter:
 
 
 def write_files(
-    backend: Backend, decoder: Decoder, targets: Sequence[FileTarget], limits: Limits, loop: LoopThread
+    backend: Backend, decoder: Decoder, targets: Sequence[FileTarget], limits: Limits, loop: LoopThread, progress: Progress | None = None
 ) -> int:
     """Write all targets from the store.
+
+    Args:
+        progress: Told, now and then, of the bytes that were written, of all.
 
     Returns:
         Bytes of the files.
@@ -130,6 +134,8 @@ def write_files(
     writer.create()
     if len(writer.records):
         fetcher = Fetcher(backend, decoder, writer.records, writer.write, limits, loop)
+        if progress is not None:
+            fetcher.progress = progress
         fetcher.start(writer.order())
         try:
             fetcher.wait()

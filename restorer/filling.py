@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from icecore.errors import RestoreFailed
+from icecore.events import Progress
 from icecore.restorer.daemon import Daemon
 from icecore.restorer.fetch import Decoder, Fetcher, Limits, Spent
 from icecore.restorer.guard import Guard
@@ -86,12 +87,16 @@ class Filling:
                 raise RestoreFailed(f"CRIU handed over no userfaultfd of process {family.process}")
         self._fetcher.open()
 
-    def complete(self, seconds: float | None = None) -> None:
+    def complete(self, progress: Progress, seconds: float | None = None) -> None:
         """Wait until everything is resident and every descriptor is closed.
+
+        Args:
+            progress: Told, now and then, of the bytes that were placed, of all.
 
         Raises:
             Whatever prevents it.
         """
+        self._fetcher.progress = progress
         self._fetcher.wait(seconds)
         self.daemon.finish()
         self.daemon.wait_for(lambda d: d.complete, seconds)

@@ -312,7 +312,7 @@ class _Run:
     def _fill(self, tree: Tree) -> None:
         """Wait until all memory is resident."""
         with phase(self.emit, "restore.memory") as running:
-            tree.filling.complete()
+            tree.filling.complete(running.progress)
             spent = tree.filling.spent
             running.bytes = spent.produced
             running.fields |= {

@@ -231,14 +231,16 @@ class Index:
                 ids = np.frombuffer(chunk, np.uint8).reshape(1, 32)
                 self._search_blocks(ref, ids, np.zeros(1, np.int64), found, places)
                 if found[0]:
-                    return places[0]
+                    place: np.void = places[0]
+                    return place
                 continue
             keys = self._keys[ref.id]
             at = int(keys.searchsorted(leads))
             while at < len(keys) and keys[at] == leads:
                 entry = entries[at]
                 if entry["chunk"].tobytes() == chunk:
-                    return entry["place"]
+                    place = entry["place"]
+                    return place
                 at += 1
         return None
 

@@ -99,6 +99,20 @@ def test_what_did_not_change_is_not_stored_again(job: Job, store: Store) -> None
     assert no_complaint(events)
 
 
+def test_it_is_told_how_far_a_dump_is(start: Start, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("icecore.events._PROGRESS_SECONDS", 0.0)
+    running = start("memory-pattern", "--mib", "32")
+    _, events = watching(running.pid)
+    store.dump(running.pid, DumpOptions(pre_copy="on"), events=events)
+    driving.change(running.state_dir, 1, 100, 100)
+    _, later = watching(running.pid)
+    store.dump(running.pid, DumpOptions(pre_copy="off"), events=later)
+    for told in (events.progress("dump.precopy"), later.progress("dump.store")):
+        (total,) = {total for _, total in told}
+        assert total >= 32 << 20
+        assert len(told) > 1 and sorted(told) == told and told[-1][0] > 0.9 * total
+
+
 @pytest.mark.parametrize("pre_copy", ["off", "on"])
 def test_of_a_cell_with_one_changed_page_that_page_is_stored(pre_copy: str, start: Start, store: Store) -> None:
     running = start("memory-pattern", "--mib", "64")

@@ -301,3 +301,9 @@ def test_hooks(job: Job, witness: Witness, tmp_path: Path) -> None:
         witness.store.dump(job.pid, DumpOptions(after="exit 4"))
     assert not isinstance(caught.value, DumpFailed)
     assert len(witness.store.snapshots()) == 3
+
+
+def test_a_hook_that_takes_too_long(job: Job, witness: Witness) -> None:
+    options = DumpOptions(before="sleep 60", hook_seconds=0.2)
+    error = fails(job, witness, lambda: witness.store.dump(job.pid, options))
+    assert "did not end within 0.2 s" in str(error)

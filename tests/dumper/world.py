@@ -51,6 +51,11 @@ class Events:
         """Those of one name."""
         return [event for event in self.all if event.name == name]
 
+    def progress(self, name: str) -> list[tuple[int, int]]:
+        """How far a phase said to be, (bytes, of how many)."""
+        told = [event.fields for event in self.named(name) if event.fields["state"] == "progress"]
+        return [(fields["bytes"], fields["total"]) for fields in told]  # type: ignore[misc]
+
     def names(self) -> set[str]:
         """What happened at all."""
         return {event.name for event in self.all}

@@ -12,6 +12,7 @@ import pytest
 from icecore.dumper.images import image_files
 from icecore.dumper.importer import import_images
 from icecore.errors import Damaged, NotFound, UsageError
+from icecore.events import Event
 from icecore.host.pagemap_image import load_pagemap
 from icecore.restorer.exporter import export
 from icecore.store.cell import PAGE
@@ -41,11 +42,17 @@ def content_by_address(folder: Path, pid: int) -> dict[int, bytes]:
 
 
 @pytest.mark.parametrize("name", ["memory-pattern", "tree", "sparse", "many-vmas"])
-def test_what_comes_out_is_what_went_in_and_plain_criu_restores_it(tmp_path: Path, cache: Path, name: str) -> None:
+def test_what_comes_out_is_what_went_in_and_plain_criu_restores_it(
+    tmp_path: Path, cache: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with dumped(name, tmp_path, cache) as it:
         driving.forget(tmp_path)
         out = it.place.root.parent / "exported"
-        result = export(it.place.repository, it.place.loop, it.result.snapshot, out)
+        told: list[Event] = []
+        monkeypatch.setattr("icecore.events._PROGRESS_SECONDS", 0.0)
+        result = export(it.place.repository, it.place.loop, it.result.snapshot, out, emit=told.append)
+        pages = max(event.fields["bytes"] for event in told if event.fields.get("state") == "progress")  # type: ignore[type-var]
+        assert pages == {event.fields["total"] for event in told if "total" in event.fields}.pop()
         for path in image_files(it.images):
             assert (out / path.name).read_bytes() == path.read_bytes(), path.name
         for path in it.images.glob("pages-*.img"):
