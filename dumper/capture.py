@@ -14,7 +14,7 @@ import numpy as np
 
 from icecore.dumper.allocations import allocations, cut
 from icecore.dumper.cells import EXTENT, inherit_origins
-from icecore.dumper.facts import describe_namespaces, describe_processes, listening_ports
+from icecore.dumper.facts import describe_namespaces, describe_processes, listening_ports, thread_ids
 from icecore.dumper.files import FoundFile, find_files, tree_pids, unchanged_since
 from icecore.dumper.images import ImageSet, Pagemap, image_files, read_images
 from icecore.dumper.options import DumpOptions
@@ -40,6 +40,7 @@ class Captured:
     Attributes:
         at_ns: When the tree stood still, ns since the epoch.
         pids: Host pid → image id, root first.
+        ids: Process and thread ids that a restore needs free.
         spaces: Captures of processes, files, shared memory and image files.
         reused: Spaces taken over from the parent as they are.
         files: What the manifest says of open files.
@@ -49,6 +50,7 @@ class Captured:
 
     at_ns: int
     pids: dict[int, int]
+    ids: list[int]
     processes: list[Process]
     namespaces: Namespaces
     ports: list[str]
@@ -91,9 +93,9 @@ class Capture:
         pids = tree_pids(root)
         alive = [pid for pid in pids if os.path.exists(f"/proc/{pid}/exe")]
         images = read_images(self._images)
-        captured = Captured(
-            at, pids, describe_processes(pids), describe_namespaces(root), listening_ports(alive), images
-        )
+        namespaces = describe_namespaces(root)
+        ids = [] if namespaces.pid else thread_ids(pids)
+        captured = Captured(at, pids, ids, describe_processes(pids), namespaces, listening_ports(alive), images)
         by_image = {image: pid for pid, image in pids.items()}
         for number, pagemap in enumerate(images.processes):
             if pagemap.number not in by_image:

@@ -421,9 +421,7 @@ class _Dump:
             processes=captured.processes,
             spaces=stored.spaces,
             files=captured.files,
-            requirements=describe_requirements(
-                self.criu.version, captured.pids, captured.namespaces.pid, captured.ports
-            ),
+            requirements=describe_requirements(self.criu.version, captured.ids, captured.ports),
             namespaces=captured.namespaces,
             criu_options=self._restore_options(),
             tags=list(self.options.tags),

@@ -90,13 +90,16 @@ def _address(text: str) -> str:
     return f"{shown}:{int(port, 16)}"
 
 
-def describe_requirements(
-    criu: Sequence[int], images: Mapping[int, int], own_pids: bool, ports: list[str]
-) -> Requirements:
+def thread_ids(pids: Iterable[int]) -> list[int]:
+    """The ids of all threads of some processes, ascending; a zombie has its own."""
+    return sorted(thread for pid in pids for thread in procfs.threads(pid) or [pid])
+
+
+def describe_requirements(criu: Sequence[int], pids: list[int], ports: list[str]) -> Requirements:
     """What the restoring machine must offer.
 
     Args:
-        own_pids: The tree has its own pid namespace, so that no pid must be free.
+        pids: Process and thread ids that must be free; none where the tree has its own pid namespace.
     """
     return Requirements(
         architecture=platform.machine(),
@@ -104,7 +107,7 @@ def describe_requirements(
         criu=".".join(map(str, criu)),
         page_size=os.sysconf("SC_PAGESIZE"),
         cpu=_cpu_features(),
-        pids=[] if own_pids else sorted(images.values()),
+        pids=pids,
         ports=ports,
     )
 

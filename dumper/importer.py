@@ -252,8 +252,10 @@ class _Import:
 
     def _manifest(self, storing: Storing, stored: Stored) -> Manifest:
         own_pids = self.tasks[0].pid == 1
-        pids = {task.pid: task.pid for task in self.tasks}
-        requirements = describe_requirements(self._criu_version(), pids, own_pids, [])
+        # What CRIU writes of a dead process's threads means nothing.
+        alive = [task for task in self.tasks if self.cores[task.pid].state != criu_images.DEAD]
+        pids = sorted({task.pid for task in self.tasks}.union(*(task.threads for task in alive)))
+        requirements = describe_requirements(self._criu_version(), [] if own_pids else pids, [])
         return Manifest(
             format=MANIFEST_FORMAT,
             snapshot=new_snapshot_id(),

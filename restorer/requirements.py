@@ -7,10 +7,11 @@ import os
 import platform
 import re
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from icecore.errors import RestoreRefused
+from icecore.errors import NotFound, RestoreRefused
 from icecore.host import limits, procfs, userfaultfd
 from icecore.host.criu import Criu
 from icecore.restorer.files import FilePlan, plan_files
@@ -22,6 +23,8 @@ _INSTRUCTIONS = re.compile(
     r"sse|ssse|avx|amx|bmi|fma|f16c|aes|vaes|sha|gfni|pclmul|vpclmul|movbe|popcnt|adx|rdrand|rdseed|abm|lzcnt|clflush"
     r"|clwb|fsgsbase|xsave|rtm|hle|cx16|cx8|fxsr|mmx|pku|asimd|sve|atomics|crc32|pmull|fphp|lrcpc|dcpop|bf16|i8mm|paca|pacg"
 )
+#: What init may take to wait for a process that has ended.
+_DEAD_SECONDS = 5.0
 _LEAST_KERNEL = (5, 11)  # userfaultfd as CRIU and the daemon use it
 
 
@@ -157,12 +160,12 @@ def _cpu_flags() -> set[str]:
 def _names(manifest: Manifest) -> Iterator[Requirement]:
     """Pids and ports that the job must be able to have."""
     if not manifest.namespaces.pid:
-        taken = [pid for pid in manifest.requirements.pids if os.path.exists(f"/proc/{pid}")]
+        taken = _taken(manifest.requirements.pids)
         yield Requirement(
             "pid",
             not taken,
-            f"process ids {', '.join(map(str, taken[:5]))} are in use" if taken else "all process ids are free",
-            "wait until those processes are gone; jobs started with 'icecore run' have process ids of their own",
+            f"process or thread ids {', '.join(map(str, taken[:5]))} are in use" if taken else "all process ids are free",
+            "wait until what has them is gone; jobs started with 'icecore run' have process ids of their own",
         )
     if manifest.namespaces.network == "host":
         busy = [port for port in manifest.requirements.ports if not _can_listen(port)]
@@ -172,6 +175,23 @@ def _names(manifest: Manifest) -> Iterator[Requirement]:
             f"the job listens on {', '.join(busy)}, where somebody listens already" if busy else "all ports are free",
             "end what listens there, or start the job in a private network namespace",
         )
+
+
+def _taken(pids: list[int]) -> list[int]:
+    """Those that are in use; what has died but not been waited for yet, as a job that was killed just now, is given a moment."""
+    end = time.monotonic() + _DEAD_SECONDS
+    while taken := [pid for pid in pids if procfs.exists(pid)]:
+        if time.monotonic() > end or not all(map(_dead, taken)):
+            break
+        time.sleep(0.05)
+    return taken
+
+
+def _dead(pid: int) -> bool:
+    try:
+        return procfs.status(pid).zombie
+    except NotFound:
+        return True
 
 
 def _can_listen(address: str) -> bool:
@@ -209,10 +229,3 @@ def _room(manifest: Manifest, workdir: str) -> Iterator[Requirement]:
         f"CRIU's image files take {images >> 20} MiB in {workdir}, where {space >> 20} MiB are free",
         "name another directory on tmpfs as workdir",
     )
-
-
-def processes_in_the_way(manifest: Manifest) -> list[int]:
-    """The processes whose pids the job needs, for whoever waits for them to go away."""
-    if manifest.namespaces.pid:
-        return []
-    return [pid for pid in manifest.requirements.pids if procfs.exists(pid)]

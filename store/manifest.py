@@ -88,7 +88,7 @@ class OpenFile(msgspec.Struct, frozen=True):
 
 
 class Requirements(msgspec.Struct, frozen=True):
-    """What the restoring machine must offer."""
+    """What the restoring machine must offer; ``pids``: process and thread ids that must be free."""
 
     architecture: str
     kernel: str

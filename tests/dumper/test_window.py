@@ -102,7 +102,7 @@ def test_a_job_in_namespaces_of_its_own(isolation: Isolation, registry: Registry
             assert all(process.image_id < process.pid for process in manifest.processes)
             assert manifest.requirements.pids == []
         else:
-            assert manifest.requirements.pids == sorted(procfs.tree(job.pid))
+            assert manifest.requirements.pids == sorted(t for pid in procfs.tree(job.pid) for t in procfs.threads(pid))
         assert (manifest.namespaces.pid, manifest.namespaces.ipc) == (isolation.pid, isolation.ipc)
         assert manifest.namespaces.mount == isolation.root
         assert manifest.namespaces.network == ("external" if isolation.network else "host")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import msgspec
@@ -63,6 +66,28 @@ def test_an_older_kernel_is_a_warning() -> None:
     manifest = manifest_with(msgspec.structs.replace(HERE, kernel="99.1"))
     found = check_requirements(manifest, RestoreOptions(), CRIU, "/dev/shm")
     assert not found.failed and [check.name for check in found.warnings] == ["kernel"]
+
+
+def test_the_id_of_another_process_s_thread_is_in_use() -> None:
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait, args=(30,))
+    thread.start()
+    try:
+        assert thread.native_id is not None
+        assert list(failed(manifest_with(msgspec.structs.replace(HERE, pids=[thread.native_id])))) == ["pid"]
+    finally:
+        end.set()
+        thread.join()
+
+
+def test_what_has_died_is_given_a_moment_to_go() -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOWAIT)
+    manifest = manifest_with(msgspec.structs.replace(HERE, pids=[dead.pid]))
+    reaper = threading.Timer(0.3, dead.wait)
+    reaper.start()
+    assert failed(manifest) == {}
+    reaper.join()
 
 
 def test_pids_do_not_matter_in_a_namespace_of_their_own() -> None:
