@@ -196,7 +196,7 @@ class _Serving:
                 scans.append(plan.bytes / (time.perf_counter() - started))
         return {"bytes": plan.bytes, "floors": floors, "scans": scans}
 
-    def restore(self, snapshot: str, mode: str) -> dict[str, Any]:
+    def restore(self, snapshot: str, mode: str, threads: int = 0) -> dict[str, Any]:
         """Restore; the wall clock at the call, and seconds until it returned."""
         from icecore.restorer.options import RestoreOptions
         from icecore.restorer.restore import restore
@@ -208,7 +208,7 @@ class _Serving:
 
         called_ns, called = time.time_ns(), time.perf_counter()
         assert mode in ("full", "lazy")
-        options = RestoreOptions(mode="lazy" if mode == "lazy" else "full", detach=False)
+        options = RestoreOptions(mode="lazy" if mode == "lazy" else "full", threads=threads, detach=False)
         self.restored = restore(self.repository, self.loop, snapshot, options, emit=emit)
         seconds = time.perf_counter() - called
         return {"called_ns": called_ns, "seconds": seconds, "pid": self.restored.pid, "at": phases}

@@ -27,6 +27,7 @@ from icecore.dumper.storing import Stored, Storing
 from icecore.errors import Damaged, NotFound, UsageError
 from icecore.events import Event, Sink, discard, phase
 from icecore.host import images as criu_images
+from icecore.host import limits
 from icecore.host.criu import find_criu
 from icecore.store.cell import PAGE
 from icecore.store.loop import LoopThread
@@ -46,6 +47,7 @@ from icecore.store.trial import Objective
 #: Cells between reading and storing; few, so that they are still in a cache when they are hashed again.
 _STAGING_BYTES = 20 << 20
 _MAX_STREAMS = 16
+_THREADS = 4
 _MAX_ARGUMENTS = 1 << 17
 
 
@@ -81,7 +83,7 @@ def import_images(
             dumps without their pages are refused.
         job: Name of the job; its snapshots form the lineage. Empty: the name of the root process.
         parent: Snapshot to build on; empty: the job's newest, if there is one.
-        threads: Threads that read, and as many that encode; 0: one a core.
+        threads: Threads that read and encode; 0: one a core, four at most.
         tags: Free labels of the snapshot.
         objective: What is to be saved, bytes or time; None: the default.
         emit: Gets ``import.*`` and ``store.*`` events.
@@ -150,7 +152,7 @@ class _Import:
             raise Damaged("image", "pstree.img", "it has no process")
         self.job = job or self.cores[self.tasks[0].pid].command or f"import-{self.tasks[0].pid}"
         self.wanted_parent = parent
-        self.threads = threads or os.cpu_count() or 1
+        self.threads = threads or limits.threads_for(_THREADS)
         self.tags = tags
         self.link_rate = objective.link if objective is not None else 0.0
         self.emit = emit
@@ -171,6 +173,7 @@ class _Import:
             streams=self.streams,
             staging_bytes=_STAGING_BYTES,
             threads=self.threads,
+            encoders=0,
             link_rate=self.link_rate,
             emit=self.emit,
         )

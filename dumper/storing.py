@@ -43,6 +43,8 @@ class Storing:
         job: Its newest snapshot becomes the parent, unless ``parent`` names another.
         streams: Shard streams, one for each process at best.
         staging_bytes: Bound on staging; no more than a third of the memory at hand is taken.
+        threads: That scan.
+        encoders: Threads that encode.
         link_rate: Bytes per second that codec trial optimises for; 0: the default.
     """
 
@@ -58,6 +60,7 @@ class Storing:
         streams: int,
         staging_bytes: int,
         threads: int,
+        encoders: int,
         link_rate: float,
         emit: Sink,
     ) -> None:
@@ -73,7 +76,7 @@ class Storing:
         self.lineage = record.lineage if record else secrets.token_hex(16)
         self.parent_id = record.snapshot if record else ""
         self.staging = stack.enter_context(Staging(min(staging_bytes, limits.memory_available() // 3), threads))
-        self.pipeline = stack.enter_context(Pipeline(self.writer, self.staging, threads))
+        self.pipeline = stack.enter_context(Pipeline(self.writer, self.staging, encoders))
         seed = fingerprint_seed(repository.keys, self.lineage)
         self.machinery = Machinery(self.pipeline, self.staging, seed, threads, streams, self.stop)
 

@@ -107,6 +107,15 @@ def raise_descriptor_limit() -> int:
     return hard
 
 
+def threads_for(most: int) -> int:
+    """A thread for each core, but no more than ``most``.
+
+    Between its calls into C every thread needs the interpreter's lock, and is woken for it by the one before: past some number the waking costs more
+    than another thread brings (docs/benchmarks.md, "Many cores").
+    """
+    return min(most, os.cpu_count() or 1)
+
+
 def io_uring_disabled() -> int:
     """kernel.io_uring_disabled: 0 anybody may use io_uring, 1 only privileged processes, 2 nobody."""
     return _sysctl("kernel.io_uring_disabled") or 0

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from icecore.errors import Damaged, IcecoreError, StoreError, UsageError
 from icecore.events import Event, Progress, Sink, discard, phase
-from icecore.restorer.fetch import Limits
+from icecore.host.limits import threads_for
+from icecore.restorer.fetch import PLACE_THREADS, Limits
 from icecore.restorer.filewriter import FileTarget, write_files
 from icecore.restorer.images import image_targets, plan_memory, read_spaces, spaces_of
 from icecore.store.loop import LoopThread
@@ -53,7 +54,7 @@ def export(
         repository: Where the snapshot is; it lives in ``loop``.
         snapshot: Its id.
         directory: Is made; if it is there it must be empty.
-        threads: Threads that decode; 0: one a core.
+        threads: Threads that decode; 0: one a core, six at most.
         emit: Gets ``export.*`` events.
 
     Raises:
@@ -73,7 +74,7 @@ def export(
                 raise UsageError(f"{folder} is not empty", cure="name a new directory")
         except OSError as error:
             raise StoreError(f"cannot make {folder}: {error.strerror}") from error
-        limits = Limits(threads or os.cpu_count() or 1, _BUDGET, 4, 60.0)
+        limits = Limits(threads or threads_for(PLACE_THREADS), _BUDGET, 4, 60.0)
         try:
             with phase(emit, "export.write", snapshot=snapshot) as running:
                 result = _Export(repository, loop, reader, folder, limits).run(began, running.progress)

@@ -33,6 +33,8 @@ from icecore.store.pool import Scratch
 _MAX_GAP = 1 << 20
 _GAP_SHARE = 16
 _MAX_IN_FLIGHT = 32
+#: Threads at most, where nothing else is asked for: with more it takes longer (measured on 16 cores).
+PLACE_THREADS = 6
 _FIRST_PAUSE = 0.05
 
 

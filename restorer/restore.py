@@ -3,7 +3,6 @@ it is left."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 import threading
@@ -19,10 +18,11 @@ from icecore.events import Event, Phase, Sink, Value, discard, phase
 from icecore.host.criu import Criu, find_criu
 from icecore.host.job import ExitStatus, Job
 from icecore.host.jobs import Registry, Restoring
+from icecore.host.limits import threads_for
 from icecore.host.namespaces import RunRecord
 from icecore.restorer import workingset
 from icecore.restorer.cells import SpaceCells
-from icecore.restorer.fetch import Limits
+from icecore.restorer.fetch import PLACE_THREADS, Limits
 from icecore.restorer.files import PutBack
 from icecore.restorer.filewriter import FileTarget, write_files
 from icecore.restorer.guard import Guard
@@ -189,7 +189,7 @@ class _Run:
         self.registry = registry
         self.emit = emit
         self.stack = ExitStack()
-        self.threads = options.threads or os.cpu_count() or 1
+        self.threads = options.threads or threads_for(PLACE_THREADS)
         self.limits = Limits(self.threads, options.budget_bytes, max(1, options.attempts), options.stall_seconds)
         self.guard: Guard | None = None
         self.tree: Tree | None = None
