@@ -49,6 +49,8 @@ def add(commands: Commands) -> None:
         ("file_budget", "bytes of open files that are read at most"),
         ("ghost_limit", "largest deleted file that is still open"),
         ("tcp", "connections that leave the tree: keep them, or have them closed at restore"),
+        ("gpu_lock", "time that a process's work on its GPU may take to end, before another try"),
+        ("criu_plugins", "directory of CRIU's plugins, for AMD GPUs"),
         ("link_rate", "bytes a second at which the snapshot will be read; decides how much to compress"),
         ("workdir", "directory on tmpfs for CRIU's images"),
         ("before", "shell command run before anything is stopped; if it fails there is no snapshot"),
@@ -67,6 +69,9 @@ def add(commands: Commands) -> None:
     parser.add_argument("--name", default="", help="name of the restored job (default: the job's, with a number if that one runs)")
     parser.add_argument("-a", "--attach", action="store_true", help="follow its output and return its exit status")
     parser.add_argument("--root", default="", metavar="DIR", help="directory that is the root of its file system")
+    parser.add_argument(
+        "--gpu-map", action="append", default=[], metavar="OLD=NEW", help="GPU it had = GPU it gets: UUIDs or numbers; may be repeated"
+    )
     for key, what, *flags in (
         ("mode", "full: let it run once all its memory is there; lazy: at once, memory follows as it is touched"),
         ("files", "files it had open for writing: put their content back, cut them to their length, or leave them"),
@@ -75,6 +80,7 @@ def add(commands: Commands) -> None:
         ("budget_bytes", "bound on the memory for what was fetched and not yet placed", "--budget"),
         ("threads", "threads that decode and place; 0: one a core"),
         ("workdir", "directory on tmpfs for CRIU's images"),
+        ("criu_plugins", "directory of CRIU's plugins, for AMD GPUs"),
         ("after", "shell command run once the job runs"),
     ):
         add_setting(parser, RestoreSettings, key, what, *flags)
@@ -121,7 +127,11 @@ def restore(arguments: argparse.Namespace, context: Context) -> int:
 
     settings = replace(context.config, restore=overridden(context.config.restore, arguments))
     options = replace(
-        api.restore_options(settings), instance=arguments.name, root=arguments.root, detach=not arguments.attach
+        api.restore_options(settings),
+        instance=arguments.name,
+        root=arguments.root,
+        detach=not arguments.attach,
+        gpu_map=_gpu_map(arguments.gpu_map),
     )
     repository = context.repository()
     if arguments.dry_run:
@@ -140,6 +150,16 @@ def restore(arguments: argparse.Namespace, context: Context) -> int:
     status = restored.wait()
     context.output.result("job.ended", {"job": "", "instance": "", "how": str(status), "exit_code": status.exit_code})
     return status.exit_code
+
+
+def _gpu_map(pairs: list[str]) -> dict[str, str]:
+    out: dict[str, str] = {}
+    for pair in pairs:
+        old, separator, new = pair.partition("=")
+        if not separator or not old or not new or old in out:
+            raise UsageError(f"--gpu-map {pair!r} is wrong", cure="write OLD=NEW, each GPU once")
+        out[old] = new
+    return out
 
 
 def _report_requirements(found: Requirements, context: Context) -> None:
@@ -177,6 +197,7 @@ def ls(arguments: argparse.Namespace, context: Context) -> int:
                 record.job,
                 units.moment(record.created_ns / 1e9),
                 units.size(record.logical),
+                units.size(record.device) if record.device else "–",
                 units.size(record.changed),
                 units.size(record.stored),
                 units.seconds(record.window_seconds) if record.window_seconds else "–",
@@ -184,8 +205,8 @@ def ls(arguments: argparse.Namespace, context: Context) -> int:
                 " ".join([*(["pinned"] if record.pinned else []), *record.tags]),
             ]
         )
-    columns = ["SNAPSHOT", "JOB", "TAKEN", "LOGICAL", "CHANGED", "STORED", "WINDOW", "PARENT", "TAGS"]
-    context.output.table(columns, rows, right=["LOGICAL", "CHANGED", "STORED", "WINDOW"])
+    columns = ["SNAPSHOT", "JOB", "TAKEN", "LOGICAL", "ON GPUS", "CHANGED", "STORED", "WINDOW", "PARENT", "TAGS"]
+    context.output.table(columns, rows, right=["LOGICAL", "ON GPUS", "CHANGED", "STORED", "WINDOW"])
     return 0
 
 
@@ -200,6 +221,7 @@ def snapshot_fields(record: SnapshotRecord) -> dict[str, Value]:
         "logical": record.logical,
         "changed": record.changed,
         "stored": record.stored,
+        "device": record.device,
         "window_seconds": record.window_seconds,
         "tags": list(record.tags),
         "pinned": record.pinned,
@@ -227,6 +249,7 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
         "kernel": manifest.requirements.kernel,
         "criu": manifest.requirements.criu,
         "own_namespaces": _namespaces(manifest),
+        "gpus": [dict(gpu) for gpu in manifest.requirements.devices],
     }
     output.result("snapshot.details", details)
     if not output.as_json:
@@ -243,6 +266,7 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
             ("stored", f"{units.size(sizes.stored)} new: {_codecs(sizes.by_codec)}"),
             ("needs", f"{manifest.requirements.architecture}, kernel like {manifest.requirements.kernel}, CRIU {manifest.requirements.criu}"),
             ("namespaces", f"own {' '.join(_namespaces(manifest)) or 'none'}, network {manifest.namespaces.network}"),
+            ("GPUs", ", ".join(f"{gpu['name']} {gpu['uuid']}" for gpu in manifest.requirements.devices) or "none"),
             ("tags", " ".join([*(["pinned"] if manifest.pinned else []), *manifest.tags]) or "none"),
         ]
         output.table(["", ""], [[name, text] for name, text in lines])
