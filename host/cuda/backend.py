@@ -1,0 +1,79 @@
+"""Which back end there is for device memory; its rule: the driver's, unless a test names another."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from icecore.errors import UsageError
+from icecore.host.cuda.api import DeviceCheckpoint
+from icecore.host.cuda.inventory import Inventory, read_inventory
+
+#: Names the back end where it is not the driver's: ``fake:DIRECTORY``, for tests (`icecore.host.cuda.fake`).
+VARIABLE = "ICECORE_CUDA"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A way to device memory.
+
+    Attributes:
+        devices: Begin of the paths of its device files: "/dev/nvidia".
+        world: Of the fake one: its directory.
+    """
+
+    devices: str
+    world: Path | None = None
+
+    def connect(self) -> DeviceCheckpoint:
+        """The calls, in this process, which then has CUDA's own state: only the helper does this.
+
+        Raises:
+            DriverMissing: They cannot be had.
+        """
+        if self.world is not None:
+            from icecore.host.cuda.fake import FakeDriver
+
+            return FakeDriver(self.world)
+        from icecore.host.cuda.driver import Driver
+
+        return Driver()
+
+    def inventory(self, pids: Collection[int] = ()) -> Inventory:
+        """The GPUs, and which of them ``pids`` use.
+
+        Raises:
+            DriverMissing: It cannot be had.
+        """
+        if self.world is not None:
+            from icecore.host.cuda.fake import fake_inventory
+
+            return fake_inventory(self.world, pids)
+        return read_inventory(pids)
+
+    def is_device(self, path: str) -> bool:
+        """Whether a path is a device file of the driver's."""
+        return path.startswith(self.devices)
+
+    def minor(self, path: str) -> int | None:
+        """N of the device file of a GPU; None for the others ("nvidiactl", "nvidia-uvm")."""
+        found = re.fullmatch(re.escape(self.devices) + r"(\d+)", path)
+        return int(found[1]) if found else None
+
+
+def find_backend() -> Backend:
+    """The back end of this machine.
+
+    Raises:
+        UsageError: The variable names none.
+    """
+    named = os.environ.get(VARIABLE, "")
+    if not named:
+        return Backend("/dev/nvidia")
+    kind, _, where = named.partition(":")
+    if kind != "fake" or not where:
+        raise UsageError(f"{VARIABLE}={named!r} names no back end", cure="unset it")
+    return Backend(f"{where}/dev/nvidia", Path(where))

@@ -1,0 +1,44 @@
+"""Fixtures of the tests with a fake driver."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from icecore.host.cuda.backend import VARIABLE
+
+from .fake_world import GPUS, MIB, Target, World
+
+Launch = Callable[..., Target]
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """A machine with four fake GPUs; what this process starts meets it too."""
+    root = Path(tempfile.mkdtemp(prefix="icecore-world-", dir="/dev/shm"))
+    made = World(root / "world")
+    monkeypatch.setenv(VARIABLE, f"fake:{made.root}")
+    yield made
+    shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.fixture
+def launch(world: World, tmp_path: Path) -> Iterator[Launch]:
+    """Starts targets, and ends them after the test."""
+    started: list[Target] = []
+
+    def start(
+        gpus: Sequence[str] = GPUS[:1], *, mib: int = MIB, busy: float = 0.0, environment: dict[str, str] | None = None
+    ) -> Target:
+        target = Target(world, tmp_path / f"target-{len(started)}", gpus, mib=mib, busy=busy)
+        started.append(target)
+        target.start(environment)
+        return target
+
+    yield start
+    for target in started:
+        target.kill()

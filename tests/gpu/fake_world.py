@@ -1,0 +1,124 @@
+"""A machine with fake GPUs, and programs that use them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from tests.programs import driving, fake_cuda
+
+PROGRAM = Path(fake_cuda.__file__)
+GPUS = tuple(f"GPU-{n:08x}-0000-4000-8000-00000000000{n}" for n in range(4))
+MIB = 3
+
+
+class World:
+    """A fake driver's world in a directory on tmpfs; everything in its environment variable ``ICECORE_CUDA``."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        (root / "dev").mkdir(parents=True)
+        (root / "faults").mkdir()
+        for name in ("nvidiactl", "nvidia-uvm", *(f"nvidia{n}" for n in range(len(GPUS)))):
+            (root / "dev" / name).touch()
+        for gpu in GPUS:
+            (root / "gpu" / gpu).mkdir(parents=True)
+        self.driver = "580.159.03"
+        self.gpus = [{"uuid": gpu, "name": "Fake H200", "memory": 8 << 30, "minor": n} for n, gpu in enumerate(GPUS)]
+        self.more: dict[str, object] = {}
+        self.write()
+        self._faults = 0
+
+    def write(self) -> None:
+        """The inventory as it is now."""
+        text = json.dumps({"driver": self.driver, "gpus": self.gpus, **self.more})
+        (self.root / "inventory.json").write_text(text)
+
+    def fault(self, call: str, **how: object) -> None:
+        """The next such call goes wrong."""
+        self._faults += 1
+        (self.root / "faults" / f"{self._faults:04d}").write_text(json.dumps({"call": call, **how}))
+
+    def on(self, gpu: str) -> int:
+        """How many pieces of device memory there are on a GPU."""
+        return len(list((self.root / "gpu" / gpu).iterdir()))
+
+
+class Target:
+    """A running program.
+
+    Args:
+        folder: Its output goes there.
+        gpus: One for each process.
+    """
+
+    def __init__(
+        self, world: World, folder: Path, gpus: Sequence[str] = GPUS[:1], *, mib: int = MIB, busy: float = 0.0
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.mib = mib
+        self.out = folder / "lines"
+        self.outs = [self.out, *(folder / f"lines.{n}" for n in range(1, len(gpus)))]
+        self.order = {
+            "world": str(world.root),
+            "gpu": gpus[0],
+            "children": list(gpus[1:]),
+            "mib": mib,
+            "out": str(self.out),
+            "busy": busy,
+        }
+        self.command = [sys.executable, "-S", str(PROGRAM), json.dumps(self.order)]
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, environment: dict[str, str] | None = None) -> int:
+        """Start it, and wait until all its processes make steps; its pid."""
+        log = open(self.out.with_name("log"), "ab")  # noqa: SIM115 - inherited
+        with log:
+            self.process = subprocess.Popen(
+                self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=self.out.parent,
+                env={**os.environ, **(environment or {})},
+            )  # fmt: skip
+        self.wait_steps(3)
+        return self.process.pid
+
+    @property
+    def pid(self) -> int:
+        """Its first process."""
+        assert self.process is not None
+        return self.process.pid
+
+    def lines(self, number: int = 0) -> list[str]:
+        """What one of its processes has written."""
+        with suppress(FileNotFoundError):
+            return self.outs[number].read_text().split("\n")[:-1]
+        return []
+
+    def wait_steps(self, more: int, seconds: float = 20.0) -> None:
+        """Wait until every process has made so many steps more than now."""
+        before = [len(self.lines(n)) for n in range(len(self.outs))]
+        end = time.monotonic() + seconds
+        while any(len(self.lines(n)) < before[n] + more for n in range(len(self.outs))):
+            assert time.monotonic() < end, f"no steps: {self.out.with_name('log').read_text()[-2000:]}"
+            time.sleep(0.005)
+
+    def is_right(self) -> None:
+        """Every line is what an undisturbed process would have written."""
+        for number in range(len(self.outs)):
+            lines = self.lines(number)
+            assert lines == fake_cuda.expected(len(lines), self.mib)
+
+    def kill(self) -> None:
+        """End it, restored or not."""
+        for pid in driving.members(self.out.parent):
+            driving.kill_tree(pid)
+        if self.process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(20)

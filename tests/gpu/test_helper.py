@@ -1,0 +1,94 @@
+"""The helper: states, time-outs and errors by pid; whoever dies, what was locked runs again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from icecore.host.cuda.api import HelperLost, IllegalState, LockTimeout, NotSupported, Placement, State
+from icecore.host.cuda.client import Helper, start_here
+
+from .conftest import Launch
+from .fake_world import GPUS, World
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def helper(world: World) -> Iterator[Helper]:
+    with Helper(start_here, "test") as helper:
+        helper.wait_ready()
+        yield helper
+
+
+def test_a_round_of_two_processes_to_other_gpus(helper: Helper, launch: Launch, world: World) -> None:
+    targets = [launch(GPUS[:1]), launch(GPUS[1:2])]
+    pids = [target.pid for target in targets]
+    assert {helper.state(pid) for pid in pids} == {State.RUNNING} and helper.state(os.getpid()) is State.NOT_CUDA
+    assert helper.restore_thread(pids[0]) in map(int, os.listdir(f"/proc/{pids[0]}/task"))
+    assert not helper.lock(pids, 5.0)
+    placed, failed = helper.checkpoint(pids)
+    assert placed == dict.fromkeys(pids, Placement.PROCESS) and not failed
+    assert not any(world.on(gpu) for gpu in GPUS)
+    assert {helper.state(pid) for pid in pids} == {State.CHECKPOINTED}
+    assert not helper.restore({pids[0]: {GPUS[0]: GPUS[2]}, pids[1]: {}})
+    assert [world.on(gpu) for gpu in GPUS] == [0, 1, 1, 0]
+    assert not helper.unlock(pids)
+    for target in targets:
+        target.wait_steps(3)
+        target.is_right()
+
+
+def test_what_the_driver_refuses(helper: Helper, launch: Launch, world: World) -> None:
+    target = launch(busy=0.8)
+    assert isinstance(helper.lock([target.pid], 0.05)[target.pid], LockTimeout)
+    assert helper.state(target.pid) is State.RUNNING
+    assert isinstance(helper.checkpoint([target.pid])[1][target.pid], IllegalState)
+    world.fault("lock", code=801)
+    error = helper.lock([target.pid], 5.0)[target.pid]
+    assert isinstance(error, NotSupported) and "docs/gpu.md" in error.cure
+    assert helper.lock([os.getpid()], 5.0)[os.getpid()].code == 1
+    target.wait_steps(2)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["locked", "checkpointed"])
+@pytest.mark.parametrize("how", ["undo", "gone", "deadline", "another"])
+def test_what_was_locked_runs_again(how: str, checkpointed: bool, launch: Launch, world: World) -> None:
+    target = launch()
+    helper = Helper(start_here, "test")
+    own = helper.wait_ready()
+    assert not helper.lock([target.pid], 5.0)
+    if checkpointed:
+        assert not helper.checkpoint([target.pid])[1]
+    if how == "undo":
+        world.fault("restore" if checkpointed else "unlock", code=999)  # it tries again
+        assert helper.undo() == {}
+    elif how == "deadline":
+        helper.deadline(0.1)
+    elif how == "gone":
+        helper.close()
+    else:
+        os.kill(own, signal.SIGKILL)
+        assert isinstance(helper.checkpoint([target.pid])[1][target.pid], HelperLost)
+        with Helper(start_here, "test") as second:
+            second.wait_ready()
+            second.adopt([target.pid])
+            assert second.undo() == {}
+    target.wait_steps(3)
+    target.is_right()
+    helper.close()
+
+
+def test_a_process_that_somebody_else_locked_is_left_alone(helper: Helper, launch: Launch) -> None:
+    target = launch()
+    with Helper(start_here, "other") as other:
+        assert not other.lock([target.pid], 5.0)
+        assert isinstance(helper.lock([target.pid], 5.0)[target.pid], IllegalState)
+        helper.close()
+        time.sleep(0.3)
+        assert other.state(target.pid) is State.LOCKED
+    target.wait_steps(2)
