@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -87,8 +87,13 @@ class Capture:
         self._machinery = machinery
         self._emit = emit
 
-    def in_window(self, root: int) -> Captured:
-        """Everything that must be read while the tree stands still."""
+    def in_window(self, root: int, device: Mapping[int, Sequence[tuple[int, int]]]) -> Captured:
+        """Everything that must be read while the tree stands still.
+
+        Args:
+            root: Host pid.
+            device: Host pid → where device memory lies in its memory, (start, end), ascending.
+        """
         at = time.time_ns()
         pids = tree_pids(root)
         alive = [pid for pid in pids if os.path.exists(f"/proc/{pid}/exe")]
@@ -100,8 +105,9 @@ class Capture:
         for number, pagemap in enumerate(images.processes):
             if pagemap.number not in by_image:
                 raise NotFound(f"CRIU dumped a process {pagemap.number} that is not in the tree of {root}")
-            with RemoteReader(by_image[pagemap.number]) as reader:
-                capture = self._process(pagemap, number, reader)
+            pid = by_image[pagemap.number]
+            with RemoteReader(pid) as reader:
+                capture = self._process(pagemap, number, reader, device.get(pid, ()))
                 captured.spaces.append(capture)
                 captured.scanned += capture.scan(reader, pagemap.extents, self._machinery)
         with phase(self._emit, "dump.files") as running:
@@ -110,15 +116,18 @@ class Capture:
         _still_there(alive)
         return captured
 
-    def _process(self, pagemap: Pagemap, number: int, reader: RemoteReader) -> SpaceCapture:
+    def _process(
+        self, pagemap: Pagemap, number: int, reader: RemoteReader, device: Sequence[tuple[int, int]]
+    ) -> SpaceCapture:
         key = str(pagemap.number)
         parent = self._parent.space("process", key) if self._parent else None
         copied = self._copied.get(pagemap.number)
+        regions = device_regions(pagemap.regions, device)
         if copied is None:
-            regions = cut(pagemap.regions, allocations(reader, pagemap.regions))
+            regions = cut(regions, allocations(reader, regions))
             return SpaceCapture.make("process", key, 0, regions, parent, stream=self._stream(number))
         # What pre-copy has looked at needs no second look.
-        regions = cut(pagemap.regions, [region.start for region in copied.regions])
+        regions = cut(regions, [region.start for region in copied.regions])
         regions = inherit_origins(regions, parent.space.regions if parent else [])
         regions = inherit_origins(regions, copied.regions)
         return SpaceCapture("process", key, 0, regions, copied.known, parent, self._stream(number))
@@ -195,6 +204,19 @@ class Capture:
             finally:
                 os.close(descriptor)
         return capture
+
+
+def device_regions(regions: list[Region], device: Sequence[tuple[int, int]]) -> list[Region]:
+    """The regions, those of device memory apart and marked as such (kind "device")."""
+    if not device:
+        return regions
+    parts = cut(regions, sorted({point for bounds in device for point in bounds}))
+    return [
+        msgspec.structs.replace(part, kind="device")
+        if part.lazy and any(start <= part.start and part.start + part.length <= end for start, end in device)
+        else part
+        for part in parts
+    ]
 
 
 def _still_there(pids: list[int]) -> None:

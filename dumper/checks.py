@@ -97,13 +97,16 @@ def namespaces(found: Look) -> list[Refusal]:
 
 
 def pipes(found: Look) -> list[Refusal]:
-    need, have = limits.pipe_need(found.private_bytes, len(found.living)), limits.descriptor_limit()
+    held = found.private_bytes + (
+        found.gpus.most_bytes if found.gpus else 0
+    )  # device memory is in the processes by then
+    need, have = limits.pipe_need(held, len(found.living)), limits.descriptor_limit()
     if need <= have or found.options.memory == "streamed":
         return []
     return [
         Refusal(
             "pipes",
-            f"CRIU needs {need} descriptors to hold {found.private_bytes >> 20} MiB in pipes of {limits.pipe_capacity() >> 10} KiB, the limit is {have}",
+            f"CRIU needs {need} descriptors to hold {held >> 20} MiB in pipes of {limits.pipe_capacity() >> 10} KiB, the limit is {have}",
             "sysctl -w fs.pipe-max-size=134217728, or raise the limit (ulimit -Hn); where neither can be had, --memory streamed takes longer but needs none",
         )
     ]

@@ -12,8 +12,10 @@ from icecore.dumper.checks import Refusal, in_hosts
 from icecore.dumper.look import Look, ProcessLook, mount_ids
 from icecore.dumper.sockets import UnixSocket, kernel_refuses_options, owner, unix_sockets
 from icecore.host import procfs
+from icecore.host.criu import has_plugin
 
-_GPU = re.compile(r"/dev/(nvidia|kfd|dri/)")
+_NVIDIA = re.compile(r"/dev/nvidia")
+_OTHER_GPU = re.compile(r"/dev/(kfd|dri/)")
 #: What anon_inode descriptors CRIU 4 can dump (bpf-map: where it was built with libbpf).
 _KNOWN_ANON = {"[eventfd]", "[eventpoll]", "[signalfd]", "[timerfd]", "inotify", "[fanotify]", "[pidfd]", "bpf-map"}
 #: Character devices that it can: memory (null, zero, random, …), terminals, serial lines, pseudo-terminals.
@@ -57,16 +59,17 @@ def io_uring(found: Look) -> list[Refusal]:
 
 
 def gpus(found: Look) -> list[Refusal]:
+    """GPUs that only a plugin of CRIU's can dump."""
     out = []
     for process in found.processes:
-        names = {d.target for d in process.descriptors if stat.S_ISCHR(d.mode) and _GPU.match(d.target)}
-        names |= {m.path for m in process.mappings if _GPU.match(m.path)}
-        if names:
+        names = {d.target for d in process.descriptors if stat.S_ISCHR(d.mode) and _OTHER_GPU.match(d.target)}
+        names |= {m.path for m in process.mappings if _OTHER_GPU.match(m.path)}
+        if names and not has_plugin(found.options.criu_plugins, "amdgpu"):
             out.append(
                 Refusal(
                     "gpu",
-                    f"process {process.pid} uses a GPU ({', '.join(sorted(names)[:3])})",
-                    "GPU state is not captured by this version: stop using the device, or wait for it",
+                    f"process {process.pid} uses a GPU that is not NVIDIA's ({', '.join(sorted(names)[:3])})",
+                    "for an AMD GPU: install CRIU's amdgpu plugin and name its directory with --criu-plugins; otherwise stop using the device",
                 )
             )
     return out
@@ -76,8 +79,8 @@ def devices(found: Look) -> list[Refusal]:
     out = []
     for process, descriptor in _all_descriptors(found):
         device = (process.devices or {}).get(descriptor.number)
-        if device is None or _GPU.match(descriptor.target):
-            continue
+        if device is None or _NVIDIA.match(descriptor.target) or _OTHER_GPU.match(descriptor.target):
+            continue  # judged by checks of their own
         known = device[0] in _KNOWN_MAJORS or device == _AUTOFS
         known = known or (device == _TUN and not in_hosts(found, "net"))
         if not known or stat.S_ISBLK(descriptor.mode):

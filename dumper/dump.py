@@ -11,11 +11,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from icecore.dumper.capture import Capture, Captured
+from icecore.dumper.devices import Devices
 from icecore.dumper.facts import describe_requirements
 from icecore.dumper.fingerprints import KnownCells
 from icecore.dumper.guard import WINDOW_PRIORITY, Guard
@@ -253,6 +254,7 @@ class _Dump:
         images = self._make_workdir()
         guard = Guard(str(images))
         self.stack.callback(guard.release)
+        devices = self._devices(found, guard, images)
         storing = self.storing = Storing(
             self.repository,
             self.loop,
@@ -273,6 +275,8 @@ class _Dump:
         self._reserve(found, copied)
 
         storing.pipeline.close_gate()
+        if devices is not None:
+            devices.require()
         window = Window(
             guard,
             self.criu.version,
@@ -281,26 +285,34 @@ class _Dump:
             abandon=storing.abandon,
         )
         capture = Capture(self.options, images, storing.parent, copied, storing.machinery, self.emit)
-        with window:
+        with devices or nullcontext(), window:
             with phase(self.emit, "dump.window") as running, _undisturbed():
                 streamed = self.options.memory == "streamed"
+                window.begin()
+                if devices is not None:
+                    devices.stop(window.left)
                 window.freeze(self._criu_command(images), streamed=streamed)
                 if streamed:
                     running.fields["streamed"] = receive(guard.pages(), self.criu.version, images, _STREAM_SECONDS)
                 running.fields["freeze_seconds"] = time.monotonic() - window.started
-                captured = capture.in_window(self.target.pid)
+                captured = capture.in_window(self.target.pid, devices.ranges if devices else {})
                 running.bytes = captured.scanned
                 if not self.options.stop:
                     window.thaw()
+                    if devices is not None:
+                        devices.go()
+                        window.over()
                     running.fields["window_seconds"] = window.seconds
                 else:
                     window.seconds = time.monotonic() - window.started
             if not self.options.stop:
                 self._check_running(captured)
-            manifest = self._store(capture, captured, window.seconds)
+            manifest = self._store(capture, captured, window.seconds, devices)
             snapshot = storing.writer.commit(manifest)
             if self.options.stop:
                 window.kill(list(captured.pids))
+                if devices is not None:
+                    devices.gone()
         return snapshot, manifest, sum(c.changed for c in copied.values()), storing.pipeline.spilled
 
     def _preflight(self) -> Look:
@@ -314,6 +326,14 @@ class _Dump:
             self.emit(Event("dump.warning", {**fields}))
         self.shell_job = procfs.status(self.target.pid).session not in {p.status.group for p in found.processes}
         return found
+
+    def _devices(self, found: Look, guard: Guard, images: Path) -> Devices | None:
+        """What makes the driver's calls, if the tree uses GPUs. From now on CUDA is being initialised in it, which takes a while."""
+        if found.gpus is None:
+            return None
+        devices = Devices(found.gpus, guard, str(images), self.options.gpu_lock, self.emit)
+        self.stack.callback(devices.close)
+        return devices
 
     def _make_workdir(self) -> Path:
         images = Path(tempfile.mkdtemp(prefix="icecore-dump-", dir=self.workdir))
@@ -375,7 +395,12 @@ class _Dump:
             ghost_limit=self.options.ghost_limit,
             verbosity=2,
             # Connections that nobody has accepted yet are not there after a restore; with ``close`` none is.
-            extra=("--link-remap", *(["--skip-in-flight"] if self.options.tcp == "close" else []), *own),
+            extra=(
+                "--link-remap",
+                *(["--skip-in-flight"] if self.options.tcp == "close" else []),
+                *(["--libdir", self.options.criu_plugins] if self.options.criu_plugins else []),
+                *own,
+            ),
         )
         if self.options.memory == "streamed":
             self.emit(Event("dump.fallback", {"memory": "streamed", "why": "CRIU sends all memory in the window"}))
@@ -400,7 +425,7 @@ class _Dump:
                 cure="look for what traces them ('grep TracerPid /proc/PID/status')",
             )
 
-    def _store(self, capture: Capture, captured: Captured, window_seconds: float) -> Manifest:
+    def _store(self, capture: Capture, captured: Captured, window_seconds: float, devices: Devices | None) -> Manifest:
         """Everything after the window but the commit."""
         with phase(self.emit, "dump.store") as running:
             self.storing.pipeline.open_gate(running.counter(sum(space.queued for space in captured.spaces)))
@@ -426,7 +451,9 @@ class _Dump:
             processes=captured.processes,
             spaces=stored.spaces,
             files=captured.files,
-            requirements=describe_requirements(self.criu.version, captured.ids, captured.ports),
+            requirements=describe_requirements(
+                self.criu.version, captured.ids, captured.ports, devices.requirements() if devices else []
+            ),
             namespaces=captured.namespaces,
             criu_options=self._restore_options(),
             tags=list(self.options.tags),
@@ -435,5 +462,8 @@ class _Dump:
             window_seconds=window_seconds,
             hints=stored.hints,
             hints_digest=stored.hints_digest,
-            extra={"run": self.target.record.encode()} if self.target.record else {},
+            extra={
+                **({"run": self.target.record.encode()} if self.target.record else {}),
+                **(devices.describe(captured.pids) if devices else {}),
+            },
         )

@@ -95,11 +95,14 @@ def thread_ids(pids: Iterable[int]) -> list[int]:
     return sorted(thread for pid in pids for thread in procfs.threads(pid) or [pid])
 
 
-def describe_requirements(criu: Sequence[int], pids: list[int], ports: list[str]) -> Requirements:
+def describe_requirements(
+    criu: Sequence[int], pids: list[int], ports: list[str], devices: list[dict[str, str]]
+) -> Requirements:
     """What the restoring machine must offer.
 
     Args:
         pids: Process and thread ids that must be free; none where the tree has its own pid namespace.
+        devices: The GPUs that it had.
     """
     return Requirements(
         architecture=platform.machine(),
@@ -109,6 +112,7 @@ def describe_requirements(criu: Sequence[int], pids: list[int], ports: list[str]
         cpu=_cpu_features(),
         pids=pids,
         ports=ports,
+        devices=devices,
     )
 
 

@@ -6,6 +6,9 @@ tree frozen until that socket closes, so that a dumper that dies, however it die
 on one that came before it served). What is left for the guard is to wait for CRIU's end, to remove the working directory, and to hang up by itself when a
 dumper that lives but does not run (stopped by a terminal, say) holds the tree for too long. CRIU and the guard both hold the writing end of a pipe, so
 that the dumper knows when neither is left, even if the guard was killed.
+
+With GPU processes the guard also starts the helper that makes the driver's calls (`icecore.host.cuda.helper`): as its child, so that it outlives a dumper that
+is killed, and with the same pipe, so that the dumper waits for its end too. It undoes its calls by itself.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ _MESSAGE = 1 << 20
 #: How much longer than the dumper itself the guard waits before it ends the window.
 _GRACE_SECONDS = 1.0
 _END_SECONDS = 60.0
+_GPU_END_SECONDS = 900.0
+_START_SECONDS = 30.0
 
 
 class GuardLost(DumpFailed):
@@ -63,6 +68,8 @@ class Guard:
         os.close(life)
         self._pages: socket.socket | None = None
         self._streamed = False
+        #: How long `release` waits; moving device memory back takes longer than anything of CRIU's.
+        self.end_seconds = _END_SECONDS
         self._lock = threading.Lock()
         try:
             self._expect("ready", start_timeout)
@@ -137,6 +144,25 @@ class Guard:
             raise DumpFailed(f"CRIU cannot be started: {reply['error']}", cure="run tools/install-criu")
         return int(str(reply.get("status", -1)))
 
+    def start(self, command: Sequence[str], control: socket.socket) -> None:
+        """Start another program as a child of the guard, which does not wait for it: it outlives this process, and `release` waits for its end.
+
+        Args:
+            command: ``{control}`` and ``{life}`` are replaced by descriptor numbers.
+            control: Becomes ``{control}``.
+
+        Raises:
+            DumpFailed: It cannot be started.
+        """
+        try:
+            socket.send_fds(self._socket, [json.dumps({"start": list(command)}).encode()], [control.fileno()])
+        except OSError as error:
+            raise GuardLost(f"the dump's guard process ended unexpectedly: {error}") from error
+        self.end_seconds = _GPU_END_SECONDS
+        reply = self._receive(_START_SECONDS)
+        if reply.get("event") != "started":
+            raise DumpFailed(f"{command[0]} cannot be started: {reply.get('error')}")
+
     def hang_up(self) -> None:
         """Close the page-server socket: CRIU thaws the tree."""
         with self._lock:
@@ -191,13 +217,13 @@ class Guard:
         try:
             end = select.poll()
             end.register(self._life, select.POLLIN)
-            ready = end.poll(_END_SECONDS * 1000)
+            ready = end.poll(self.end_seconds * 1000)
         finally:
             os.close(self._life)
             self._life = -1
         if not ready:
             raise DumpFailed(
-                f"CRIU (under guard {self._process.pid}) has not ended within a minute; killing it now could lose the job, so it is left alone",
+                f"CRIU or the GPU helper (under guard {self._process.pid}) has not ended in time; killing it now could lose the job, so it is left alone",
                 cure="look at the job's state with 'ps' and at CRIU's log",
             )
         self._process.wait(_END_SECONDS)
@@ -228,6 +254,7 @@ class _Server:
         self.life = life
         self.workdir = workdir
         self.dumper_alive = True
+        self.started: list[subprocess.Popen[bytes]] = []
 
     def say(self, **message: object) -> None:
         try:
@@ -252,8 +279,26 @@ class _Server:
             elif "run" in request:
                 with socket.socket(fileno=descriptors[0]) as pages:
                     self.run(request["run"], pages, request["limit"])
+            elif "start" in request:
+                with socket.socket(fileno=descriptors[0]) as control:
+                    self.start(request["start"], control)
         if not released:
             shutil.rmtree(self.workdir, ignore_errors=True)
+
+    def start(self, command: list[str], control: socket.socket) -> None:
+        numbers = {"{control}": str(control.fileno()), "{life}": str(self.life)}
+        try:
+            started = subprocess.Popen(
+                [numbers.get(word, word) for word in command],
+                pass_fds=[control.fileno(), self.life],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+        except OSError as error:
+            self.say(event="failed", error=f"{command[0]}: {error.strerror}")
+            return
+        self.started.append(started)
+        self.say(event="started", pid=started.pid)
 
     def run(self, command: list[str], pages: socket.socket, limit: float | None) -> None:
         try:

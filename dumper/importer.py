@@ -258,7 +258,7 @@ class _Import:
         # What CRIU writes of a dead process's threads means nothing.
         alive = [task for task in self.tasks if self.cores[task.pid].state != criu_images.DEAD]
         pids = sorted({task.pid for task in self.tasks}.union(*(task.threads for task in alive)))
-        requirements = describe_requirements(self._criu_version(), [] if own_pids else pids, [])
+        requirements = describe_requirements(self._criu_version(), [] if own_pids else pids, [], [])
         return Manifest(
             format=MANIFEST_FORMAT,
             snapshot=new_snapshot_id(),

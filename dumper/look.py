@@ -9,11 +9,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from icecore.dumper.files import FoundFile, find_files
+from icecore.dumper.gpus import GpuLook, look_at_gpus
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.sockets import Socket, sockets_of
 from icecore.errors import NotFound
 from icecore.host import limits, procfs
 from icecore.host.criu import Criu
+from icecore.host.cuda.backend import find_backend
 
 _FIELD = re.compile(r"^(RssAnon|VmLck|HugetlbPages):\s*(\d+) kB$", re.MULTILINE)
 #: Names of memory that CRIU writes into its images: shared anonymous memory, memfds, System V shared memory.
@@ -56,6 +58,7 @@ class Look:
         copied_bytes: Resident bytes that CRIU copies while the tree stands still: shared, locked and hugetlb memory.
         workdir_free: Bytes free where CRIU's images go.
         namespaces: This process's, by kind.
+        gpus: Its processes that use an NVIDIA GPU; None: there are none.
     """
 
     root: int
@@ -67,6 +70,7 @@ class Look:
     namespaces: dict[str, int]
     criu: Criu
     options: DumpOptions
+    gpus: GpuLook | None = None
 
     @property
     def pids(self) -> list[int]:
@@ -103,6 +107,7 @@ def look(pid: int, criu: Criu, workdir: str, options: DumpOptions) -> Look:
         namespaces=procfs.namespaces(os.getpid()),
         criu=criu,
         options=options,
+        gpus=look_at_gpus(find_backend(), [(p.pid, p.mappings, p.descriptors, p.sockets) for p in processes]),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 
-from icecore.dumper import checks, checks_descriptors
+from icecore.dumper import checks, checks_descriptors, checks_gpu
 from icecore.dumper.checks import Check, Refusal
 from icecore.dumper.look import Look
 from icecore.errors import NotFound, PreflightRefused
@@ -34,6 +34,14 @@ CHECKS: tuple[Check, ...] = (
     checks.deleted,
     checks.file_budget,
     checks.workdir,
+    checks_gpu.driver,
+    checks_gpu.managed,
+    checks_gpu.ipc,
+    checks_gpu.mps,
+    checks_gpu.mig,
+    checks_gpu.transports,
+    checks_gpu.memory,
+    checks_gpu.window,
 )
 
 WARNINGS: tuple[Check, ...] = (checks_descriptors.loose_pipes, checks.message_queues)

@@ -132,11 +132,11 @@ class SpaceCapture:
             else [rows]
         )
 
-    def store(self, writer: SnapshotWriter) -> tuple[Space, int, int]:
+    def store(self, writer: SnapshotWriter) -> tuple[Space, int, int, int]:
         """Write the map.
 
         Returns:
-            The manifest's space, bytes of data pages, bytes of zero pages.
+            The manifest's space, bytes of data pages, bytes of zero pages, and how many of the data pages' bytes are device memory.
         """
         records = self.records()
         space = writer.put_map(
@@ -144,7 +144,10 @@ class SpaceCapture:
         )
         data = sum(int(data_pages(r).sum()) for r in records) * PAGE
         zero = sum(int(np.bitwise_count(r["zero"]).sum()) for r in records) * PAGE
-        return space, data, zero
+        device = sum(
+            int(data_pages(r).sum()) for region, r in zip(self.regions, records, strict=True) if region.kind == "device"
+        )
+        return space, data, zero, device * PAGE
 
 
 def cell_keys(regions: list[Region], records: list[Records]) -> npt.NDArray[np.uint64]:

@@ -94,11 +94,11 @@ class Storing:
         """
         self.pipeline.drain()
         spaces: list[Space] = []
-        logical = zero = changed = 0
+        logical = zero = changed = device = 0
         for capture in captures:
-            space, data, zeros = capture.store(self.writer)
+            space, data, zeros, own = capture.store(self.writer)
             spaces.append(space)
-            logical, zero = logical + data, zero + zeros
+            logical, zero, device = logical + data, zero + zeros, device + own
             changed += capture.changed
         fingerprints = {f"{c.kind}:{c.key}": c.fingerprints() for c in captures}
         for space in reused:
@@ -115,6 +115,7 @@ class Storing:
             zero=zero,
             changed=changed,
             stored=statistics.stored,
+            device=device,
             by_codec=dict(statistics.by_codec),
         )
         return Stored(spaces, sizes, hints, digest.hex(), statistics.chunks, statistics.deltas)

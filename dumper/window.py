@@ -63,7 +63,9 @@ class Window:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._frozen:
+        if not self._frozen:
+            self._end_watch()
+        else:
             self._end_watch()
             self._frozen = False
             try:
@@ -76,23 +78,32 @@ class Window:
         if self._exceeded is not None and error is not None and error is not self._exceeded:
             raise self._exceeded from error
 
-    def freeze(self, command: Sequence[str], *, streamed: bool = False) -> None:
-        """Freeze the tree: returns when it stands still and CRIU has written all but the memory that is read in place.
-
-        With ``streamed`` it returns when CRIU begins to send that memory; the rest is written once all is received.
-
-        Raises:
-            WindowExceeded: It took longer than the limit.
-            DumpFailed: CRIU could not dump the tree; it runs on.
-        """
+    def begin(self) -> None:
+        """From now on the job stands still, or will: the limit counts."""
         self.started = time.monotonic()
         if self._limit is not None:
             self._watchdog = threading.Timer(self._limit, self._expire)
             self._watchdog.daemon = True
             self._watchdog.start()
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until the limit; None: there is none."""
+        return None if self._limit is None else max(0.0, self.started + self._limit - time.monotonic())
+
+    def freeze(self, command: Sequence[str], *, streamed: bool = False) -> None:
+        """Freeze the tree: returns when it stands still and CRIU has written all but the memory that is read in place.
+
+        With ``streamed`` it returns when CRIU begins to send that memory; the rest is written once all is received. `begin` came before.
+
+        Raises:
+            WindowExceeded: It took longer than the limit.
+            DumpFailed: CRIU could not dump the tree; it runs on.
+        """
+        self.check()
         self._frozen = True
         try:
-            served = self._guard.freeze(command, (self._limit or 600.0) + _THAW_SECONDS, self._limit, streamed=streamed)
+            served = self._guard.freeze(command, (self._limit or 600.0) + _THAW_SECONDS, self.left, streamed=streamed)
         except BaseException:
             self._frozen = False
             self._end_watch()
@@ -123,6 +134,10 @@ class Window:
         self.seconds = time.monotonic() - self.started
         if status != 0:
             raise self._explain(status)
+
+    def over(self) -> None:
+        """The job runs again, its GPU processes too."""
+        self.seconds = time.monotonic() - self.started
 
     def kill(self, pids: Sequence[int]) -> None:
         """End the frozen tree: every process is killed while it is still traced, then CRIU is let go. For ``--stop``, after the commit."""

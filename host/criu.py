@@ -133,6 +133,11 @@ def find_criu(explicit: str | Path | None = None) -> Criu:
     raise MissingTool("no usable CRIU: " + ("; ".join(reasons) or "none is installed"), cure=_CURE)
 
 
+def has_plugin(folder: str, name: str) -> bool:
+    """Whether a directory of CRIU's plugins (``--libdir``) holds this one; "" holds none."""
+    return bool(folder) and (Path(folder) / f"{name}_plugin.so").is_file()
+
+
 @dataclass(frozen=True)
 class DumpArguments:
     """What a dump is told.

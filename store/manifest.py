@@ -24,7 +24,8 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
     ``start`` and ``length`` are bytes; ``origin`` is where cell 0 begins (``origin <= start``, inherited from the parent snapshot so that a region
     that grows downwards keeps its cells; equal to ``start`` otherwise). ``protection`` and ``flags`` are the mmap bits. ``lazy`` is whether the
-    region's pages can be filled through userfaultfd after CRIU brought the process up.
+    region's pages can be filled through userfaultfd after CRIU brought the process up. Of kind "device" are those of a process into which the driver moved
+    device memory.
     """
 
     start: int
@@ -88,7 +89,10 @@ class OpenFile(msgspec.Struct, frozen=True):
 
 
 class Requirements(msgspec.Struct, frozen=True):
-    """What the restoring machine must offer; ``pids``: process and thread ids that must be free."""
+    """What the restoring machine must offer.
+
+    ``pids`` are process and thread ids that must be free, ``devices`` the GPUs that the tree had, one map each (docs/format.md).
+    """
 
     architecture: str
     kernel: str

@@ -25,7 +25,8 @@ _START_SECONDS = 60.0
 _STATE_SECONDS = 60.0
 
 #: Starts a program: its argument vector with ``{control}`` and ``{life}`` for descriptor numbers, and the socket that becomes ``{control}``.
-Start = Callable[[Sequence[str], socket.socket], None]
+#: Returns the process if it is a child of this one.
+Start = Callable[[Sequence[str], socket.socket], "subprocess.Popen[bytes] | None"]
 
 
 def helper_command(word: str) -> list[str]:
@@ -33,12 +34,12 @@ def helper_command(word: str) -> list[str]:
     return [sys.executable, "-P", "-m", "icecore.host.cuda.helper", "{control}", "{life}", word]
 
 
-def start_here(command: Sequence[str], control: socket.socket) -> None:
+def start_here(command: Sequence[str], control: socket.socket) -> subprocess.Popen[bytes]:
     """Start a program as a child of this process, in a session of its own."""
     life = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
     try:
         numbers = {"{control}": str(control.fileno()), "{life}": str(life)}
-        subprocess.Popen(
+        return subprocess.Popen(
             [numbers.get(word, word) for word in command],
             pass_fds=[control.fileno(), life],
             stdin=subprocess.DEVNULL,
@@ -67,7 +68,7 @@ class Helper:
         self._waiting[0] = ("start", 0, self._ready)
         try:
             with theirs:
-                start(helper_command(word), theirs)
+                self._process = start(helper_command(word), theirs)
         except BaseException:
             self._socket.close()
             raise
@@ -136,6 +137,9 @@ class Helper:
         if self._thread is not threading.current_thread():
             self._thread.join()
         self._socket.close()
+        if self._process is not None:
+            with suppress(subprocess.TimeoutExpired):  # it undoes what it can; nothing more can be done from here
+                self._process.wait(CALL_SECONDS)
 
     def __enter__(self) -> Self:
         return self

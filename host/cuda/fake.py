@@ -22,8 +22,8 @@ from pathlib import Path
 
 import msgspec
 
-from icecore.host.cuda.api import Placement, State, device_error
-from icecore.host.cuda.driver import uuid_bytes
+from icecore.host.cuda.api import DriverMissing, Placement, State, device_error
+from icecore.host.cuda.driver import EXTRA_CURE, uuid_bytes
 from icecore.host.cuda.inventory import Gpu, Inventory
 
 #: Where the target has its page.
@@ -148,7 +148,10 @@ def _ask(pid: int, operation: int, seconds: float, gpus: Mapping[str, str]) -> i
 
 def fake_inventory(world: Path, pids: Collection[int]) -> Inventory:
     """The world's inventory, and what those of ``pids`` use that are targets."""
-    known = json.loads((world / "inventory.json").read_text())
+    try:
+        known = json.loads((world / "inventory.json").read_text())
+    except FileNotFoundError:
+        raise DriverMissing("the fake driver has no inventory", cure=EXTRA_CURE) from None
     gpus = tuple(Gpu(**gpu) for gpu in known["gpus"])
     contexts: dict[int, dict[str, int]] = {}
     for pid in pids:

@@ -49,6 +49,8 @@ def add(commands: Commands) -> None:
         ("file_budget", "bytes of open files that are read at most"),
         ("ghost_limit", "largest deleted file that is still open"),
         ("tcp", "connections that leave the tree: keep them, or have them closed at restore"),
+        ("gpu_lock", "time that a process's work on its GPU may take to end, before another try"),
+        ("criu_plugins", "directory of CRIU's plugins, for AMD GPUs"),
         ("link_rate", "bytes a second at which the snapshot will be read; decides how much to compress"),
         ("workdir", "directory on tmpfs for CRIU's images"),
         ("before", "shell command run before anything is stopped; if it fails there is no snapshot"),
@@ -75,6 +77,7 @@ def add(commands: Commands) -> None:
         ("budget_bytes", "bound on the memory for what was fetched and not yet placed", "--budget"),
         ("threads", "threads that decode and place; 0: one a core"),
         ("workdir", "directory on tmpfs for CRIU's images"),
+        ("criu_plugins", "directory of CRIU's plugins, for AMD GPUs"),
         ("after", "shell command run once the job runs"),
     ):
         add_setting(parser, RestoreSettings, key, what, *flags)

@@ -6,12 +6,13 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from icecore.host.cuda.backend import VARIABLE
 
-from .fake_world import GPUS, MIB, Target, World
+from .fake_world import GPUS, Target, World
 
 Launch = Callable[..., Target]
 
@@ -31,10 +32,8 @@ def launch(world: World, tmp_path: Path) -> Iterator[Launch]:
     """Starts targets, and ends them after the test."""
     started: list[Target] = []
 
-    def start(
-        gpus: Sequence[str] = GPUS[:1], *, mib: int = MIB, busy: float = 0.0, environment: dict[str, str] | None = None
-    ) -> Target:
-        target = Target(world, tmp_path / f"target-{len(started)}", gpus, mib=mib, busy=busy)
+    def start(gpus: Sequence[str] = GPUS[:1], *, environment: dict[str, str] | None = None, **more: Any) -> Target:
+        target = Target(world, tmp_path / f"target-{len(started)}", gpus, **more)
         started.append(target)
         target.start(environment)
         return target

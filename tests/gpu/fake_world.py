@@ -60,7 +60,14 @@ class Target:
     """
 
     def __init__(
-        self, world: World, folder: Path, gpus: Sequence[str] = GPUS[:1], *, mib: int = MIB, busy: float = 0.0
+        self,
+        world: World,
+        folder: Path,
+        gpus: Sequence[str] = GPUS[:1],
+        *,
+        mib: int = MIB,
+        busy: float = 0.0,
+        also: Sequence[str] = (),
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.mib = mib
@@ -73,6 +80,7 @@ class Target:
             "mib": mib,
             "out": str(self.out),
             "busy": busy,
+            "also": list(also),
         }
         self.command = [sys.executable, "-S", str(PROGRAM), json.dumps(self.order)]
         self.process: subprocess.Popen[bytes] | None = None

@@ -45,6 +45,7 @@ def test_a_round_of_two_processes_to_other_gpus(helper: Helper, launch: Launch, 
 
 def test_what_the_driver_refuses(helper: Helper, launch: Launch, world: World) -> None:
     target = launch(busy=0.8)
+    time.sleep(0.1)  # into a step
     assert isinstance(helper.lock([target.pid], 0.05)[target.pid], LockTimeout)
     assert helper.state(target.pid) is State.RUNNING
     assert isinstance(helper.checkpoint([target.pid])[1][target.pid], IllegalState)

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import secrets
+import socket
 import struct
 import sys
 import threading
@@ -82,13 +83,12 @@ class Device:
         names = [f"nvidia{gpus.index(self.gpu)}", "nvidiactl", "nvidia-uvm"]
         self.nodes = [os.open(self.world / "dev" / name, os.O_RDWR) for name in names]
 
-    def leave(self) -> bytes:
-        """The content; the GPU is let go."""
-        content = os.pread(self.file, self.size, 0)
+    def leave(self, held: Any) -> None:
+        """Move the content to ``held``; the GPU is let go."""
+        os.preadv(self.file, [held], 0)
         for descriptor in (self.file, *self.nodes):
             os.close(descriptor)
         self.place.unlink()
-        return content
 
     def step(self, number: int, busy: float) -> bytes:
         with self.lock:
@@ -140,9 +140,7 @@ class Device:
                     return NOT_READY
                 self.state = LOCKED
             case 2, 1:
-                held = anonymous(DEVICE, self.size)
-                held[:] = self.leave()
-                del held
+                self.leave(anonymous(DEVICE, self.size))
                 self.state = CHECKPOINTED
             case 3, 2:
                 at = HEADER.size
@@ -170,6 +168,28 @@ class Device:
         return OK
 
 
+def take(what: str, world: Path) -> Any:
+    """Have what some CUDA programs have: NCCL with its sockets, managed memory, CUDA IPC."""
+    match what:
+        case "nccl":
+            listener = socket.create_server(("127.0.0.1", 0))
+            return listener, mapped(world / "libnccl.so.2", 0, 0)
+        case "managed":
+            return mapped(world / "dev" / "nvidia-uvm", 0x7E0000000000, 0x7E0000000000)
+        case "driver's own":
+            return mapped(world / "dev" / "nvidia-uvm", 0x20D200000, 0x20D200000)
+        case "ipc":
+            return mapped(Path(f"/dev/shm/cuda.shm.0.{os.getpid():x}.1"), 0, 0)
+    raise ValueError(what)
+
+
+def mapped(path: Path, address: int, offset: int) -> int:
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    address = libc.mmap(address, 1 << 21, 3, 1 | (0x100000 if address else 0), file, offset)  # MAP_SHARED
+    os.close(file)
+    return address
+
+
 def main(order: dict[str, Any]) -> None:
     gpus = [order["gpu"], *order.get("children", ())]
     out = order["out"]
@@ -177,12 +197,14 @@ def main(order: dict[str, Any]) -> None:
         if os.fork() == 0:
             gpus, out = [gpu], f"{out}.{number}"
             break
+    held = [take(what, Path(order["world"])) for what in order.get("also", ())]
     device = Device(Path(order["world"]), gpus[0], order["mib"] << 20)
     with open(out, "a", encoding="ascii") as lines:
         step = 0
         while True:
             step += 1
             print(step, device.step(step, order.get("busy", 0.0)).hex(), file=lines, flush=True)
+            assert all(held)
             time.sleep(0.005)
 
 

@@ -1,0 +1,151 @@
+"""Checks of a tree's GPU processes; the rule: what the driver can checkpoint but not restore is refused before it is asked to; see `icecore.dumper.checks`.
+
+How each is found, and what was seen to happen without the check, is in docs/gpu.md.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+
+from icecore.dumper.checks import Refusal
+from icecore.dumper.gpus import GpuLook, GpuProcess
+from icecore.dumper.look import Look
+from icecore.host import limits
+from icecore.host.cuda import nccl
+from icecore.host.cuda.driver import EXTRA_CURE
+from icecore.host.cuda.inventory import Inventory
+
+LEAST_DRIVER = 570
+#: The first that restores what is shared through CUDA's legacy IPC.
+_IPC_DRIVER = 610
+#: The fastest that the driver was seen to move memory out and in, bytes a second and process (docs/gpu.md).
+_CHECKPOINT_RATE, _RESTORE_RATE = 2.0e9, 5.4e9
+_GIB = 1 << 30
+
+
+def driver(found: Look) -> list[Refusal]:
+    """The driver and what speaks to it."""
+    if found.gpus is None:
+        return []
+    inventory, (problem, cure) = found.gpus.inventory, found.gpus.problem
+    if inventory is None:
+        return [Refusal("gpu-driver", f"the tree uses a GPU, of which nothing can be learnt: {problem}", cure)]
+    if inventory.branch < LEAST_DRIVER:
+        return [
+            Refusal(
+                "gpu-driver",
+                f"NVIDIA driver {inventory.driver} cannot checkpoint processes",
+                f"install driver {LEAST_DRIVER} or newer",
+            )
+        ]
+    if found.gpus.backend.world is None and importlib.util.find_spec("cuda") is None:
+        return [Refusal("gpu-driver", "cuda.bindings, which makes the driver's calls, is not installed", EXTRA_CURE)]
+    return []
+
+
+def _each(
+    name: str, applies: Callable[[GpuProcess, Inventory], bool], message: str, cure: str
+) -> Callable[[Look], list[Refusal]]:
+    """A check of one process at a time; ``{pid}`` in the message."""
+
+    def check(found: Look) -> list[Refusal]:
+        gpus = found.gpus
+        if gpus is None or gpus.inventory is None:
+            return []
+        return [Refusal(name, message.format(pid=p.pid), cure) for p in gpus.processes if applies(p, gpus.inventory)]
+
+    return check
+
+
+managed = _each(
+    "gpu-managed",
+    lambda process, _: process.managed > 0,
+    "process {pid} has managed memory (cudaMallocManaged), which the driver cannot checkpoint",
+    "have the program use cudaMalloc (paged optimizers and RMM's managed pools off)",
+)
+ipc = _each(
+    "gpu-ipc",
+    lambda process, inventory: process.ipc and inventory.branch < _IPC_DRIVER,
+    "process {pid} shares device memory or events by CUDA IPC, which this driver can checkpoint but not restore",
+    f"start it without (torch.multiprocessing with CPU tensors; vLLM: --disable-custom-all-reduce), or install driver {_IPC_DRIVER} or newer",
+)
+mps = _each(
+    "gpu-mps",
+    lambda process, _: process.mps,
+    "process {pid} uses its GPU through MPS, which the driver cannot checkpoint",
+    "end the MPS daemon (echo quit | nvidia-cuda-mps-control) and start the job again",
+)
+mig = _each(
+    "gpu-mig",
+    lambda process, inventory: any(
+        gpu.mig for gpu in inventory.gpus if gpu.uuid in (process.contexts or process.opened)
+    ),
+    "process {pid} uses a GPU that is divided (MIG), which the driver cannot checkpoint",
+    "use whole GPUs: nvidia-smi -mig 0",
+)
+
+
+def transports(found: Look) -> list[Refusal]:
+    """NCCL between processes, or between GPUs of one process."""
+    if found.gpus is None:
+        return []
+    ranks = [p for p in found.gpus.processes if p.communicates]
+    if len(ranks) < 2 and not any(len(p.contexts) > 1 for p in ranks):
+        return []
+    return [refusal for process in ranks for refusal in _unsafe(process)]
+
+
+def _unsafe(process: GpuProcess) -> Iterator[Refusal]:
+    wrong = nccl.lacking(process.settings)
+    if wrong:
+        yield Refusal(
+            "gpu-nccl",
+            f"process {process.pid} uses NCCL with {', '.join(one.what for one in wrong)}: the driver can checkpoint that, but not restore it",
+            f"start the job with 'icecore run --gpu', or with {', '.join(one.cure for one in wrong)} in its environment",
+        )
+
+
+def memory(found: Look) -> list[Refusal]:
+    """A checkpoint moves all device memory to the host: the kernel must not have to kill for it."""
+    gpus = found.gpus
+    if gpus is None or gpus.most_bytes <= (available := limits.memory_available()):
+        return []
+    return [
+        Refusal(
+            "gpu-memory",
+            f"{gpus.most_bytes / _GIB:.1f} GiB of device memory will be moved to the host, where {available / _GIB:.1f} GiB are free",
+            "free host memory, or have the job use less device memory",
+        )
+    ]
+
+
+def window(found: Look) -> list[Refusal]:
+    """How long the driver takes at the least is known: a window that cannot be kept is not begun."""
+    if found.gpus is None or found.options.stop:
+        return []
+    slowest = max((sum(p.contexts.values()) for p in found.gpus.processes), default=0)
+    seconds = slowest / _CHECKPOINT_RATE + slowest / _RESTORE_RATE
+    if seconds <= found.options.max_window:
+        return []
+    return [
+        Refusal(
+            "gpu-window",
+            f"the driver alone takes at least {seconds:.0f} s to move {slowest / _GIB:.1f} GiB of device memory out and in, longer than the window of "
+            f"{found.options.max_window:g} s",
+            f"raise --max-window to {2 * seconds:.0f}",
+        )
+    ]
+
+
+def inherited(gpus: GpuLook, pids: list[int]) -> list[Refusal]:
+    """Processes that have device files open and yet, says the driver, no CUDA of their own: forked from one that has, or users of NVML alone."""
+    return [
+        Refusal(
+            "gpu-descriptor",
+            f"process {p.pid} has the GPU's device files open but no CUDA of its own, so that nothing closes them for the dump",
+            "start workers by spawn or forkserver instead of fork, or before CUDA is initialised (DataLoader: multiprocessing_context='spawn')",
+        )
+        for p in gpus.processes
+        if p.pid in pids
+    ]

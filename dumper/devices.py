@@ -1,0 +1,258 @@
+"""The device memory of a dump: every GPU process is locked and checkpointed before CRIU's window and brought back after it; the rule: none stays behind.
+
+The calls are made by a helper that the guard started (`icecore.host.cuda.helper`). It undoes them when this process is gone; when the helper itself
+is lost, another one takes over.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+from icecore.dumper.checks_gpu import inherited
+from icecore.dumper.gpus import GpuLook
+from icecore.dumper.guard import Guard
+from icecore.errors import DumpFailed, IcecoreError, MissingTool, NotFound, PreflightRefused
+from icecore.events import Sink, phase
+from icecore.host import procfs
+from icecore.host.cuda.api import DeviceError, HelperLost, LockTimeout, Placement, State
+from icecore.host.cuda.client import Helper, start_here
+
+LOCK_ATTEMPTS = 3
+_PAUSE_SECONDS = 0.2
+#: How much longer than the window the helper waits before it brings the processes back by itself.
+_GRACE_SECONDS = 2.0
+_GO_SECONDS = 60.0
+_SLOWEST_RATE = 0.5e9
+
+Ranges = Mapping[int, Sequence[tuple[int, int]]]
+
+
+class Devices:
+    """The GPU processes of one dump (a context manager: left with an error it brings all of them back to running).
+
+    Args:
+        look: Who they are.
+        guard: Starts the helper.
+        word: Shows in the helper's command line.
+        lock_seconds: How long a process's submitted work may take to end.
+        emit: Gets the ``dump.gpu.…`` phases.
+
+    Attributes:
+        pids: The processes with CUDA state. Host pids.
+        ranges: Where each one's device memory lies in its own memory, once it is checkpointed: (start, end).
+    """
+
+    def __init__(self, look: GpuLook, guard: Guard, word: str, lock_seconds: float, emit: Sink) -> None:
+        self._look = look
+        self._guard = guard
+        self._word = word
+        self._lock_seconds = lock_seconds
+        self._emit = emit
+        self._touched = False
+        self.pids: list[int] = []
+        self.ranges: dict[int, list[tuple[int, int]]] = {}
+        self._helper = Helper(guard.start, word)
+
+    def close(self) -> None:
+        """End the helper. May be called twice."""
+        self._helper.close()
+
+    def require(self) -> None:
+        """Wait until CUDA is initialised in the helper, and ask for the processes' states.
+
+        Raises:
+            MissingTool: The driver's calls cannot be made.
+            PreflightRefused: A process is in a state in which it cannot be dumped; nothing was stopped.
+        """
+        self._helper.wait_ready()
+        states = {p.pid: self._helper.state(p.pid) for p in self._look.processes}
+        refusals = inherited(self._look, [pid for pid, state in states.items() if state is State.NOT_CUDA])
+        reasons = [(r.name, r.message, r.cure) for r in refusals]
+        for pid, state in states.items():
+            if state not in (State.NOT_CUDA, State.RUNNING):
+                cure = (
+                    f"bring it back: cuda-checkpoint --toggle --pid {pid}"
+                    if state is not State.FAILED
+                    else "end it: the driver has lost its state"
+                )
+                reasons.append(("gpu-state", f"the driver says that process {pid} is {state.value}", cure))
+        if reasons:
+            raise PreflightRefused(reasons)
+        self.pids = list(states)
+
+    # -- in the window
+
+    def stop(self, limit: float | None) -> None:
+        """Lock and checkpoint all.
+
+        Args:
+            limit: Seconds from now after which they shall run again whatever this process does. None: no limit.
+
+        Raises:
+            DumpFailed: One could not be; the context manager brings all back.
+        """
+        self._touched = True
+        try:
+            self._helper.deadline(None if limit is None else limit + _GRACE_SECONDS)
+            self._lock()
+            before = {pid: procfs.read_maps(pid) for pid in self.pids}
+            with phase(self._emit, "dump.gpu.checkpoint") as running:
+                placed, failed = self._helper.checkpoint(self.pids)
+                self._raise(failed, "checkpointed")
+                if set(placed.values()) - {Placement.PROCESS}:
+                    raise DumpFailed(
+                        "the driver put device memory where this icecore does not look", cure="use a newer icecore"
+                    )
+                self.ranges = {pid: appeared(before[pid], procfs.read_maps(pid)) for pid in self.pids}
+                running.bytes = sum(end - start for ranges in self.ranges.values() for start, end in ranges)
+        except (DeviceError, NotFound) as error:
+            raise DumpFailed(f"device memory cannot be captured: {error.message}", cure=error.cure) from error
+
+    def _lock(self) -> None:
+        """All or none. A rank that waits for one that is locked already never comes to rest: then all go on, and it is tried again."""
+        with phase(self._emit, "dump.gpu.lock", processes=len(self.pids)) as running:
+            for attempt in range(1, LOCK_ATTEMPTS + 1):
+                running.fields["attempts"] = attempt
+                failed = self._helper.lock(self.pids, self._lock_seconds)
+                if not failed:
+                    return
+                timeouts = {pid: error for pid, error in failed.items() if isinstance(error, LockTimeout)}
+                if len(timeouts) < len(failed) or attempt == LOCK_ATTEMPTS:
+                    self._raise(failed, "locked")
+                self._raise(self._helper.unlock(pid for pid in self.pids if pid not in failed), "unlocked")
+                time.sleep(_PAUSE_SECONDS * attempt)
+
+    def go(self) -> None:
+        """Bring all back to running: CRIU has let go of them.
+
+        Raises:
+            DumpFailed: One cannot be.
+        """
+        size = sum(end - start for ranges in self.ranges.values() for start, end in ranges)
+        with phase(self._emit, "dump.gpu.restore") as running:
+            running.bytes = size
+            # No window ends this any more; a process that does nothing for so long is stopped, or the driver hangs.
+            self._helper.deadline(_GO_SECONDS + size / _SLOWEST_RATE)
+            failed = self._helper.restore({pid: {} for pid in self.pids})
+        if not failed:
+            with phase(self._emit, "dump.gpu.unlock"):
+                failed = self._helper.unlock(self.pids)
+        if failed:
+            self._undo()
+            self._raise(failed, "brought back at the first attempt")
+        self._helper.deadline(None)
+        self._touched = False
+
+    def gone(self) -> None:
+        """The tree was killed: there is nothing to bring back."""
+        self._touched = False
+
+    def describe(self, images: Mapping[int, int]) -> dict[str, str]:
+        """What a restore needs to know, for the manifest's ``extra``.
+
+        Args:
+            images: Host pid → image id.
+        """
+        inventory = self._look.inventory
+        used = {p.pid: p for p in self._look.processes}
+        processes = {
+            str(images[pid]): {"gpus": list(used[pid].opened), "contexts": dict(used[pid].contexts)}
+            for pid in self.pids
+        }
+        return {"cuda": json.dumps({"driver": inventory.driver if inventory else "", "processes": processes})}
+
+    def requirements(self) -> list[dict[str, str]]:
+        """The GPUs that the processes had, for the manifest's requirements."""
+        inventory = self._look.inventory
+        seen = {uuid for p in self._look.processes for uuid in p.opened}
+        used = {uuid for p in self._look.processes for uuid in p.contexts}
+        return [
+            {
+                "kind": "cuda",
+                "uuid": gpu.uuid,
+                "name": gpu.name,
+                "memory": str(gpu.memory),
+                "used": "yes" if gpu.uuid in used or not used else "no",
+                "driver": inventory.driver,
+            }
+            for gpu in (inventory.gpus if inventory else ())
+            if inventory is not None and gpu.uuid in seen
+        ]
+
+    # -- undoing
+
+    def __enter__(self) -> Devices:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._touched:
+                self._undo()
+        finally:
+            self.close()
+
+    def _undo(self) -> None:
+        """Whatever state they are in.
+
+        Raises:
+            DumpFailed: One of them cannot be brought back.
+        """
+        try:
+            left = self._helper.undo()
+        except HelperLost:
+            left = self._undo_with_another()
+        self._touched = False
+        if left:
+            raise DumpFailed(
+                f"GPU processes could not be brought back to running: {'; '.join(left.values())}",
+                cure="; ".join(f"cuda-checkpoint --toggle --pid {pid}" for pid in left),
+            )
+
+    def _undo_with_another(self) -> dict[int, str]:
+        self._helper.close()
+        for start in (self._guard.start, start_here):
+            try:
+                self._helper = Helper(start, self._word)
+                self._helper.wait_ready()
+                self._helper.adopt(self.pids)
+                return self._helper.undo()
+            except (MissingTool, DumpFailed, DeviceError) as error:
+                last: IcecoreError = error
+                continue  # the guard is gone too: from here
+        return {pid: f"process {pid}: {last.message}" for pid in self.pids}
+
+    @staticmethod
+    def _raise(failed: Mapping[int, DeviceError], what: str) -> None:
+        if failed:
+            cures = dict.fromkeys(error.cure for error in failed.values() if error.cure)
+            words = "; ".join(error.message for error in failed.values())
+            raise DumpFailed(f"GPU processes could not be {what}: {words}", cure="; ".join(cures))
+
+
+def appeared(before: Sequence[procfs.Mapping], after: Sequence[procfs.Mapping]) -> list[tuple[int, int]]:
+    """Readable private anonymous memory that a process did not have before: where the driver has put its device memory."""
+    taken = [(m.start, m.end) for m in before if _readable(m)]
+    found: list[tuple[int, int]] = []
+    for mapping in after:
+        if not _readable(mapping):
+            continue
+        at = mapping.start
+        for start, end in taken:
+            if end <= at or start >= mapping.end:
+                continue
+            if start > at:
+                found.append((at, start))
+            at = max(at, end)
+        if at < mapping.end:
+            found.append((at, mapping.end))
+    return found
+
+
+def _readable(mapping: procfs.Mapping) -> bool:
+    anonymous = mapping.inode == 0 and (mapping.path == "" or mapping.path.startswith("[anon:"))
+    return anonymous and mapping.private and bool(mapping.protection & procfs.PROT_READ)

@@ -1,0 +1,121 @@
+"""The look at a tree's GPU processes before a dump: who has the driver's devices open, and what it does with them. Reads /proc and NVML, asks no process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from icecore.dumper.sockets import Socket
+from icecore.errors import MissingTool, NotFound
+from icecore.host import procfs
+from icecore.host.cuda import nccl
+from icecore.host.cuda.backend import Backend
+from icecore.host.cuda.inventory import Inventory
+
+#: Device memory that the driver itself maps through nvidia-uvm lies below; managed memory is given high addresses.
+_DRIVERS_OWN = 1 << 36
+_IPC = "/dev/shm/cuda.shm."
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process that has device files of the driver open or mapped.
+
+    Attributes:
+        opened: UUIDs of the GPUs whose device files those are: all that CUDA may see, used or not.
+        contexts: Those on which it has a context, as far as NVML knows → bytes that it uses there.
+        settings: ``NCCL_…`` as it was started with.
+        communicates: NCCL is loaded and it has TCP sockets, as every NCCL communicator has.
+        managed: Bytes of managed memory (UVM) that it has mapped.
+        ipc: It shares memory or events through CUDA's legacy IPC.
+        mps: It reaches its GPU through MPS.
+    """
+
+    pid: int
+    opened: tuple[str, ...] = ()
+    contexts: Mapping[str, int] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
+    communicates: bool = False
+    managed: int = 0
+    ipc: bool = False
+    mps: bool = False
+
+
+@dataclass(frozen=True)
+class GpuLook:
+    """The GPU processes of a tree.
+
+    Attributes:
+        inventory: The machine's; None where it cannot be read.
+        problem: Why not, and what cures it.
+    """
+
+    backend: Backend
+    processes: Sequence[GpuProcess]
+    inventory: Inventory | None = None
+    problem: tuple[str, str] = ("", "")
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory that NVML says the tree uses."""
+        return sum(sum(p.contexts.values()) for p in self.processes)
+
+    @property
+    def most_bytes(self) -> int:
+        """The same, counting all that is used on GPUs of processes that NVML does not know (another pid namespace)."""
+        unknown = {uuid for p in self.processes if not p.contexts for uuid in p.opened}
+        used = {gpu.uuid: gpu.used for gpu in self.inventory.gpus} if self.inventory else {}
+        return max(self.device_bytes, sum(used.get(uuid, 0) for uuid in unknown))
+
+
+def look_at_gpus(
+    backend: Backend,
+    processes: Sequence[tuple[int, Sequence[procfs.Mapping], Sequence[procfs.Descriptor], Sequence[Socket]]],
+) -> GpuLook | None:
+    """Find the GPU processes; None when there are none.
+
+    Args:
+        processes: pid, mappings, descriptors and sockets of each.
+    """
+    nodes = {
+        pid: {d.target for d in descriptors if backend.is_device(d.target)}
+        | {m.path for m in mappings if backend.is_device(m.path)}
+        for pid, mappings, descriptors, _ in processes
+    }
+    if not any(nodes.values()):
+        return None
+    problem, inventory = ("", ""), None
+    try:
+        inventory = backend.inventory([pid for pid, found in nodes.items() if found])
+    except MissingTool as error:
+        problem = (error.message, error.cure)
+    found = []
+    for pid, mappings, descriptors, sockets in processes:
+        if not nodes[pid]:
+            continue
+        minors = sorted({minor for path in nodes[pid] if (minor := backend.minor(path)) is not None})
+        gpus = [inventory.by_minor(minor) for minor in minors] if inventory else []
+        settings: dict[str, str] = {}
+        with suppress(NotFound):
+            settings = nccl.settings_of(pid)
+        found.append(
+            GpuProcess(
+                pid,
+                opened=tuple(gpu.uuid for gpu in gpus if gpu is not None),
+                contexts=inventory.contexts.get(pid, {}) if inventory else {},
+                settings=settings,
+                communicates=any(nccl.is_library(m.path) for m in mappings)
+                and any(s.protocol in ("TCP", "TCPv6") for s in sockets),
+                managed=sum(m.length for m in mappings if _is_managed(m, backend)),
+                ipc=any(m.path.startswith(_IPC) for m in mappings)
+                or any(d.target.startswith(_IPC) for d in descriptors),
+                mps=inventory is not None and pid in inventory.mps,
+            )
+        )
+    return GpuLook(backend, found, inventory, problem)
+
+
+def _is_managed(mapping: procfs.Mapping, backend: Backend) -> bool:
+    """nvidia-uvm maps managed memory at an offset that is its address; the driver does so too, but for its own, low addresses."""
+    return mapping.path == f"{backend.devices}-uvm" and mapping.offset == mapping.start >= _DRIVERS_OWN

@@ -1,0 +1,92 @@
+"""How NCCL must be set for its jobs to be snapshotable, and how a process has set it; its rule: what can be checkpointed but not restored is a lost job.
+
+Measured with two ranks on driver 580 (docs/gpu.md): device memory or pinned host memory that ranks share lets the driver's checkpoint succeed and its
+restore fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from icecore.errors import NotFound
+
+#: What `icecore run --gpu` sets: transports through /dev/shm and sockets instead of peer access, nothing that ranks share on a GPU.
+SNAPSHOTABLE: Mapping[str, str] = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_CUMEM_HOST_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_RAS_ENABLE": "0",
+}
+#: Where the job has a network of its own, which has loopback only.
+LOOPBACK: Mapping[str, str] = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+COST = "NCCL moves data between GPUs through host memory instead of NVLink or PCIe peer access: collectives are slower"
+_LIBRARY = "libnccl.so"
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """One thing that must be off: what it is, the setting that turns it off, and how one sees that it is."""
+
+    what: str
+    cure: str
+    met: Callable[[Mapping[str, str]], bool]
+
+
+REQUIREMENTS = (
+    Requirement(
+        "P2P transport",
+        "NCCL_P2P_DISABLE=1",
+        lambda own: own.get("NCCL_P2P_DISABLE") == "1" or own.get("NCCL_P2P_LEVEL", "").upper() in ("LOC", "0"),
+    ),
+    Requirement(
+        "SHM transport over the driver's shared host memory",
+        "NCCL_CUMEM_HOST_ENABLE=0 (SHM over /dev/shm) or NCCL_SHM_DISABLE=1 (sockets)",
+        lambda own: own.get("NCCL_CUMEM_HOST_ENABLE") == "0" or own.get("NCCL_SHM_DISABLE") == "1",
+    ),
+    Requirement("NVLink multicast (NVLS)", "NCCL_NVLS_ENABLE=0", lambda own: own.get("NCCL_NVLS_ENABLE") == "0"),
+    Requirement("RAS listener, which ranks share", "NCCL_RAS_ENABLE=0", lambda own: own.get("NCCL_RAS_ENABLE") == "0"),
+)
+
+
+def lacking(settings: Mapping[str, str]) -> list[Requirement]:
+    """What is not met by a process's settings."""
+    return [one for one in REQUIREMENTS if not one.met(settings)]
+
+
+def is_library(path: str) -> bool:
+    """Whether a mapped file is NCCL."""
+    return path.rsplit("/", 1)[-1].startswith(_LIBRARY)
+
+
+def settings_of(pid: int) -> dict[str, str]:
+    """The ``NCCL_…`` settings that a process was started with: its environment, else its configuration files (nccl.conf), as NCCL reads them.
+
+    What a program sets in its own environment after its start cannot be seen from outside, and does not count.
+
+    Raises:
+        NotFound: The process is gone.
+    """
+    try:
+        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise NotFound(f"there is no process {pid}") from error
+    environment = dict(word.decode(errors="surrogateescape").split("=", 1) for word in words if b"=" in word)
+    root = f"/proc/{pid}/root"
+    files = ["/etc/nccl.conf"]
+    if environment.get("HOME"):
+        files.append(f"{environment['HOME']}/.nccl.conf")
+    if environment.get("NCCL_CONF_FILE"):
+        files[1:] = [environment["NCCL_CONF_FILE"]]
+    found: dict[str, str] = {}
+    for name in files:
+        try:
+            text = Path(root + name).read_text(errors="replace")
+        except OSError:
+            continue
+        for line in text.splitlines():
+            key, separator, value = line.partition("=")
+            if separator and key.strip().startswith("NCCL_"):
+                found[key.strip()] = value.strip()
+    return found | {key: value for key, value in environment.items() if key.startswith("NCCL_")}

@@ -1,0 +1,244 @@
+"""Dumps of GPU processes with a fake driver: device memory is told from host memory, and whatever fails, every process runs on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from icecore.dumper.devices import LOCK_ATTEMPTS
+from icecore.dumper.guard import GuardLost
+from icecore.dumper.options import DumpOptions
+from icecore.errors import DumpFailed, IcecoreError, PreflightRefused, StoreError, WindowExceeded
+from icecore.events import Event
+from icecore.store.faulty import FaultyBackend, Outcome
+from icecore.store.loop import LoopThread
+from tests.dumper.failing import members
+from tests.dumper.world import Events, Store, leftovers, standing, until_clean
+
+from .conftest import Launch
+from .fake_world import GPUS, MIB, Target, World
+
+pytestmark = [pytest.mark.criu, pytest.mark.timeout(90)]
+
+_DRIVER = Path(__file__).parent.parent / "dumper" / "driver.py"
+
+
+@pytest.fixture(scope="session")
+def loop() -> Iterator[LoopThread]:
+    with LoopThread() as loop:
+        yield loop
+
+
+@pytest.fixture
+def workdir(tmp_path: Path, world: World) -> Iterator[Path]:
+    path = world.root / "work"
+    path.mkdir()
+    yield path
+    assert not leftovers(path)
+
+
+@pytest.fixture
+def store(tmp_path: Path, loop: LoopThread, workdir: Path) -> Store:
+    return Store.make(loop, tmp_path / "repository", workdir)
+
+
+def runs_on(target: Target, workdir: Path) -> None:
+    """All its processes run, on their GPUs, with the memory they should have; nothing of the dump is left."""
+    target.wait_steps(3)
+    target.is_right()
+    assert not standing(target.pid) and not leftovers(workdir)
+
+
+def test_three_snapshots_of_two_gpu_processes(store: Store, launch: Launch, world: World) -> None:
+    target = launch(GPUS[:2])
+    events = Events({("dump.files", "begin"): lambda _: stopped(world)})
+    sizes = []
+    for number in range(3):
+        result = store.dump(target.pid, DumpOptions(pre_copy="on" if number == 2 else "off"), events=events)
+        runs_on(target, store.workdir)
+        manifest = store.read(result.snapshot).manifest
+        assert result.sizes.device == 2 * MIB << 20
+        device = [(s.key, r.length) for s in manifest.spaces for r in s.regions if r.kind == "device"]
+        assert sorted(device) == [(str(p.image_id), MIB << 20) for p in manifest.processes]
+        sizes.append(result.sizes)
+    # A step changes 16 bytes: what was stored of the device memory before is not stored again.
+    assert sizes[1].stored < 1 << 20 and sizes[2].stored < 1 << 20
+    assert [gpu["uuid"] for gpu in manifest.requirements.devices] == list(GPUS[:2])
+    assert json.loads(manifest.extra["cuda"])["processes"].keys() == {str(p.image_id) for p in manifest.processes}
+    phases = ["dump.gpu.lock", "dump.gpu.checkpoint", "dump.gpu.restore", "dump.gpu.unlock"]
+    for name in phases:
+        assert [event.fields["state"] for event in events.named(name)] == ["begin", "end"] * 3
+    assert events.named("dump.gpu.checkpoint")[1].fields["bytes"] == 2 * MIB << 20
+
+
+def stopped(world: World) -> None:
+    """In the window no GPU holds anything."""
+    assert not any(world.on(gpu) for gpu in GPUS)
+
+
+FAULTS: dict[str, Callable[[World], None]] = {
+    "lock refused": lambda world: world.fault("lock", code=801),
+    "checkpoint refused": lambda world: world.fault("checkpoint", code=801),
+    "checkpoint fails after it was done": lambda world: world.fault("checkpoint", code=999, after=True),
+    "restore fails once": lambda world: world.fault("restore", code=999),
+    "unlock fails once": lambda world: world.fault("unlock", code=1),
+    "helper dies in lock": lambda world: world.fault("lock", die=True),
+    "helper dies in checkpoint": lambda world: world.fault("checkpoint", die=True),
+    "helper dies in restore": lambda world: world.fault("restore", die=True),
+    "helper dies in unlock": lambda world: world.fault("unlock", die=True),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_call_that_fails(fault: str, store: Store, launch: Launch, world: World) -> None:
+    target = launch(GPUS[:3])
+    FAULTS[fault](world)
+    with pytest.raises(DumpFailed) as caught:
+        store.dump(target.pid)
+    assert not list((world.root / "faults").iterdir()) and caught.value.cure
+    runs_on(target, store.workdir)
+    assert not store.snapshots()
+    store.dump(target.pid)
+    runs_on(target, store.workdir)
+
+
+def test_a_lock_that_times_out_is_tried_again(store: Store, launch: Launch, world: World) -> None:
+    target = launch(GPUS[:2])
+    events = Events()
+    world.fault("lock", code=600)
+    world.fault("lock", code=600)
+    store.dump(target.pid, events=events)
+    assert events.named("dump.gpu.lock")[-1].fields["attempts"] in (2, 3)
+    runs_on(target, store.workdir)
+
+
+def test_a_lock_that_never_comes(store: Store, launch: Launch, world: World) -> None:
+    target = launch()
+    for _ in range(LOCK_ATTEMPTS):
+        world.fault("lock", code=600)
+    with pytest.raises(DumpFailed, match="NOT_READY") as caught:
+        store.dump(target.pid)
+    assert "--gpu-lock" in caught.value.cure
+    runs_on(target, store.workdir)
+
+
+@pytest.mark.parametrize("moment", ["dump.gpu.lock", "dump.gpu.checkpoint", "dump.files"])
+@pytest.mark.parametrize("who", ["interrupted", "guard", "helper", "guard and helper"])
+def test_a_window_that_breaks_off(who: str, moment: str, store: Store, launch: Launch) -> None:
+    target = launch(GPUS[:2])
+
+    def hook(event: Event) -> None:
+        if who == "interrupted":
+            raise KeyboardInterrupt
+        for word in ("icecore.dumper.guard", "icecore.host.cuda.helper"):
+            if word.rsplit(".", 1)[1] in who:
+                for pid in members(store.workdir, word):
+                    os.kill(pid, signal.SIGKILL)
+
+    at = (moment, "end") if moment != "dump.files" else (moment, "begin")
+    with pytest.raises((KeyboardInterrupt, IcecoreError)) as caught:
+        store.dump(target.pid, events=Events({at: hook}))
+    if who == "guard":
+        assert isinstance(caught.value, GuardLost)
+    runs_on(target, store.workdir)
+    assert not store.snapshots()
+
+
+def test_a_window_that_is_too_long(store: Store, launch: Launch, world: World) -> None:
+    target = launch(GPUS[:2])
+    world.fault("checkpoint", code=0, seconds=1.5)
+    with pytest.raises(WindowExceeded):
+        store.dump(target.pid, DumpOptions(max_window=1.0))
+    runs_on(target, store.workdir)
+
+
+@pytest.mark.parametrize(
+    "moment", ["dump.gpu.lock", "dump.gpu.checkpoint", "dump.files", "dump.gpu.restore", "dump.store"]
+)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dumper_that_is_killed_or_stopped(how: signal.Signals, moment: str, store: Store, launch: Launch) -> None:
+    if how is signal.SIGSTOP and moment in ("dump.gpu.restore", "dump.store"):
+        pytest.skip("its window is over")
+    target = launch(GPUS[:2])
+    state = "begin" if moment in ("dump.files", "dump.store", "dump.gpu.restore") else "end"
+    order = {
+        "repository": str(store.backend.root),  # type: ignore[attr-defined]
+        "workdir": str(store.workdir),
+        "pid": target.pid,
+        "pause": [moment, state],
+        "options": {"max_window": 1.0 if how is signal.SIGSTOP else 20.0},
+    }
+    dumper = subprocess.Popen([sys.executable, "-P", str(_DRIVER), json.dumps(order)], stdout=subprocess.PIPE)
+    try:
+        assert dumper.stdout is not None
+        for line in dumper.stdout:
+            if json.loads(line)[:2] == [moment, state]:
+                break
+        else:
+            pytest.fail("it ended early")
+        dumper.send_signal(how)
+        time.sleep(0.1)
+        target.wait_steps(3)
+        target.is_right()
+    finally:
+        dumper.kill()
+        dumper.communicate(timeout=20)
+    until_clean(store.workdir)
+    runs_on(target, store.workdir)
+    store.dump(target.pid)
+    runs_on(target, store.workdir)
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_store_that_fails(stop: bool, store: Store, launch: Launch) -> None:
+    target = launch(GPUS[:2])
+    broken = FaultyBackend(
+        store.backend, lambda call: Outcome.FAIL if call.name.startswith("snapshots/") else Outcome.PASS
+    )
+    with pytest.raises(StoreError):
+        store.through(broken).dump(target.pid, DumpOptions(stop=stop))
+    runs_on(target, store.workdir)
+
+
+def test_a_criu_that_fails(store: Store, launch: Launch) -> None:
+    target = launch(GPUS[:2])
+    options = replace(DumpOptions(), criu_plugins="/no/such/folder")
+    with pytest.raises(DumpFailed):
+        store.dump(target.pid, options)
+    runs_on(target, store.workdir)
+
+
+def test_a_dump_that_stops_the_job(store: Store, launch: Launch, world: World) -> None:
+    target = launch(GPUS[:2])
+    result = store.dump(target.pid, DumpOptions(stop=True))
+    assert store.snapshots() == [result.snapshot] and not any(world.on(gpu) for gpu in GPUS)
+    assert not leftovers(store.workdir)
+
+
+def test_what_the_driver_says_before_anything_is_locked(store: Store, launch: Launch, world: World) -> None:
+    target = launch()
+    idle = subprocess.Popen(
+        [
+            sys.executable,
+            "-S",
+            "-c",
+            f"import os, time; os.open({str(world.root / 'dev/nvidia0')!r}, 0); time.sleep(1000)",
+        ]
+    )
+    try:
+        time.sleep(0.3)
+        with pytest.raises(PreflightRefused, match="no CUDA of its own"):
+            store.dump(idle.pid)
+    finally:
+        idle.kill()
+        idle.wait(10)
+    runs_on(target, store.workdir)
