@@ -3,6 +3,7 @@ they wait for. The rule: when this says that everything is resident, every descr
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -56,6 +57,14 @@ class Filling:
             self._family_of.extend([len(self._families)] * len(family))
             self._families.append(family)
         self._rows = [(self._first[family.process], len(family)) for family in self._families]
+        #: Process → set once its device memory is resident; for those that have none, too.
+        self.device_resident: dict[int, threading.Event] = {part.process: threading.Event() for part in memory}
+        self._device = {part.process: set(np.flatnonzero(part.device).tolist()) for part in memory}
+        self._device_left = {process: set(rows) for process, rows in self._device.items()}
+        self._counting = threading.Lock()
+        for process, rows in self._device.items():
+            if not rows:
+                self.device_resident[process].set()
         parts = [part.cells.records for part in memory]
         records: Records = np.concatenate(parts) if parts else np.empty(0, CELL)
         self._fetcher = Fetcher(
@@ -129,15 +138,27 @@ class Filling:
     def _order(self, first: Sequence[tuple[int, int]]) -> list[int]:
         early = list(dict.fromkeys(self._first[process] + row for process, row in first))
         taken = set(early)
-        parts = [[row for row in range(start, start + count) if row not in taken] for start, count in self._rows]
-        return early + interleave([part for part in parts if part])
+        device, host = [], []
+        for family, (start, count) in zip(self._families, self._rows, strict=True):
+            own = self._device[family.process]
+            device.append([start + row for row in sorted(own) if start + row not in taken])
+            host.append([row for row in range(start, start + count) if row not in taken and row - start not in own])
+        # The driver moves device memory on while the rest is still being fetched.
+        return early + [row for parts in (device, host) for row in interleave([part for part in parts if part])]
 
     def _urgent(self, family: Family, row: int) -> None:
         self._fetcher.urgent(self._first[family.process] + row)
 
     def _place(self, row: int, data: memoryview) -> None:
         number = self._family_of[row]
-        self._families[number].fill(row - self._rows[number][0], data)
+        family, own = self._families[number], row - self._rows[number][0]
+        family.fill(own, data)
+        left = self._device_left[family.process]
+        if own in left and not family.misses(own):
+            with self._counting:
+                left.discard(own)
+                if not left:
+                    self.device_resident[family.process].set()
 
     def _needed(self, row: int) -> bool:
         number = self._family_of[row]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from icecore.errors import Damaged
 from icecore.host.images import load_mm
@@ -46,12 +47,14 @@ class LazyMemory:
         cells: Its cells that have such pages with bytes.
         wanted: u1[n, 32], those pages.
         wiped: Ranges (start, end) that a forked child finds empty (MADV_WIPEONFORK).
+        device: bool[n], which cells are device memory.
     """
 
     process: int
     cells: SpaceCells
     wanted: Bytes
     wiped: list[tuple[int, int]]
+    device: npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -175,8 +178,21 @@ def plan_memory(
             images.append(FileTarget(str(folder / f"pages-{pages_id}.img"), 0, *_nothing(cells)))
         if can_wait.any():
             own, pages = _kept(cells, covered(cells.records["data"], cells.base, _extents(entries[can_wait])))
-            lazy.append(LazyMemory(int(space.key), own, pages, wiped_ranges(folder, int(space.key))))
+            wiped = wiped_ranges(folder, int(space.key))
+            lazy.append(LazyMemory(int(space.key), own, pages, wiped, _in_device_regions(space, own)))
     return Memory(images, lazy)
+
+
+def _in_device_regions(space: Space, cells: SpaceCells) -> npt.NDArray[np.bool_]:
+    """bool[n]: which cells lie in regions of device memory."""
+    regions = [region for region in space.regions if region.kind == "device"]
+    starts = np.array([region.start for region in regions], np.uint64)
+    ends = np.array([region.start + region.length for region in regions], np.uint64)
+    if not regions:
+        return np.zeros(len(cells), np.bool_)
+    at = np.searchsorted(starts, cells.low, side="right") - 1
+    inside: npt.NDArray[np.bool_] = (at >= 0) & (cells.low < ends[np.maximum(at, 0)])
+    return inside
 
 
 def wiped_ranges(folder: Path, process: int) -> list[tuple[int, int]]:
@@ -201,4 +217,3 @@ def _nothing(cells: SpaceCells) -> tuple[SpaceCells, FileLayout, Bytes]:
 def spaces_of(manifest: Manifest, *kinds: str) -> list[Space]:
     """The spaces of some kinds, in the manifest's order."""
     return [space for space in manifest.spaces if space.kind in kinds]
-

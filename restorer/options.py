@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -23,6 +24,8 @@ class RestoreOptions:
         detach: Leave the tree to itself once it is resident; otherwise `Restored.wait` gives its exit status.
         tcp: TCP connections that were open: ``keep`` them or let them be found closed (``close``).
         root: Directory that is the root of the tree's file system (jobs with a private root). Empty: this one's.
+        gpu_map: GPU that the job had → GPU of this machine that it gets: UUIDs, their beginnings, or numbers. The others stay where they are if they can.
+        criu_plugins: Directory of CRIU's plugins (``--libdir``), for AMD GPUs. Empty: none.
         criu_seconds: Seconds that CRIU may take to build the tree, memory left out.
         stall_seconds: Seconds without any byte arriving after which the storage counts as failed.
         attempts: How often a read is tried before its failure counts.
@@ -38,6 +41,8 @@ class RestoreOptions:
     detach: bool = True
     tcp: Literal["keep", "close"] = "keep"
     root: str = ""
+    gpu_map: Mapping[str, str] = field(default_factory=dict)
+    criu_plugins: str = ""
     criu_seconds: float = 120.0
     stall_seconds: float = 60.0
     attempts: int = 4

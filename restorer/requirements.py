@@ -11,10 +11,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from icecore.errors import NotFound, RestoreRefused
+from icecore.errors import MissingTool, NotFound, RestoreRefused
 from icecore.host import limits, procfs, userfaultfd
 from icecore.host.criu import Criu
+from icecore.host.cuda.backend import find_backend
+from icecore.restorer import gpus
 from icecore.restorer.files import FilePlan, plan_files
+from icecore.restorer.gpus import GpuPlan
 from icecore.restorer.options import RestoreOptions
 from icecore.store.manifest import Manifest
 
@@ -34,7 +37,7 @@ class Requirement:
 
     Attributes:
         name: For programs: ``architecture``, ``criu``, ``cpu``, ``kernel``, ``pid``, ``port``, ``file``, ``memory``,
-            ``space``, ``userfaultfd``, ``device``.
+            ``space``, ``userfaultfd``, ``gpu``, ``gpu-driver``, ``gpu-memory``, ``device``.
         met: Whether it does.
         message: What was found.
         cure: What can be done where it does not.
@@ -55,10 +58,12 @@ class Requirements:
     Attributes:
         checks: Every check that was made.
         files: What will be done to the open files.
+        gpus: What the driver will be asked to do; None where the job used no GPU, or cannot have one here.
     """
 
     checks: list[Requirement]
     files: FilePlan
+    gpus: GpuPlan | None = None
 
     @property
     def failed(self) -> list[Requirement]:
@@ -94,13 +99,58 @@ def check_requirements(
     """
     # A job with a private root has its files on the same host mounts, but for what is its own (/dev/shm, /proc).
     files = plan_files(manifest, options.files, root=options.root, skip=own_files, verify=options.verify_files)
+    of_gpus, gpu_plan = _gpus(manifest, options)
     checks = [
         *_machine(manifest, criu),
+        *of_gpus,
         *_names(manifest),
         *_room(manifest, workdir),
         *(Requirement("file", False, f"{p.path}: {p.message}", p.cure) for p in files.problems),
     ]
-    return Requirements(checks, files)
+    return Requirements(checks, files, gpu_plan)
+
+
+def _gpus(manifest: Manifest, options: RestoreOptions) -> tuple[list[Requirement], GpuPlan | None]:
+    """Driver, type and number of GPUs, and room on them."""
+    if "cuda" not in manifest.extra:
+        if options.gpu_map:
+            return [
+                Requirement("gpu", False, "the snapshot's job used no GPU, --gpu-map says otherwise", "leave it out")
+            ], None
+        return [], None
+    try:
+        here = find_backend().inventory()
+    except MissingTool as error:
+        return [Requirement("gpu-driver", False, f"the job used GPUs: {error.message}", error.cure)], None
+    driver = gpus.recorded(manifest)[0]
+    # The job's own part of the driver (libcuda) is in its memory, and works with the kernel's part of the very same version only.
+    checks = [
+        Requirement(
+            "gpu-driver",
+            here.driver == driver,
+            f"the job ran with NVIDIA driver {driver}, this machine has {here.driver}",
+            f"install driver {driver}",
+        )
+    ]
+    try:
+        plan = gpus.plan(manifest, here, options.gpu_map)
+    except RestoreRefused as error:
+        return [*checks, Requirement("gpu", False, error.message, error.cure)], None
+    moved = {old: new for own in plan.processes.values() for old, new in own.items() if old != new}
+    words = ", ".join(f"{old} → {new}" for old, new in moved.items())
+    checks.append(Requirement("gpu", True, f"the GPUs of the job are there: {words or 'the same ones'}"))
+    for gpu, size in gpus.needs(manifest, here, plan):
+        free = gpu.memory - gpu.used
+        checks.append(
+            Requirement(
+                "gpu-memory",
+                free >= size,
+                f"{size >> 20} MiB are needed on {gpu.uuid}, {free >> 20} MiB are free",
+                "end what uses it, or name another GPU with --gpu-map",
+                hard=False,
+            )
+        )
+    return checks, plan
 
 
 def _machine(manifest: Manifest, criu: Criu) -> Iterator[Requirement]:
@@ -144,8 +194,14 @@ def _machine(manifest: Manifest, criu: Criu) -> Iterator[Requirement]:
             f"userfaultfd is not to be had: {error.strerror}",
             "run as root with CAP_SYS_PTRACE; a container must allow the system call",
         )
-    if wanted.devices or any(space.kind == "device" for space in manifest.spaces):
-        yield Requirement("device", False, "the snapshot holds device memory", "restore it with the GPU support")
+    unknown = {device.get("kind", "") for device in wanted.devices} - {"cuda"}
+    if unknown or any(space.kind == "device" for space in manifest.spaces):
+        yield Requirement(
+            "device",
+            False,
+            "the snapshot holds device memory of a kind that this icecore does not know",
+            "use a newer icecore",
+        )
 
 
 def _cpu_flags() -> set[str]:

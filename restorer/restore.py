@@ -22,6 +22,7 @@ from icecore.host.limits import threads_for
 from icecore.host.namespaces import RunRecord
 from icecore.restorer import workingset
 from icecore.restorer.cells import SpaceCells
+from icecore.restorer.devices import Devices
 from icecore.restorer.fetch import PLACE_THREADS, Limits
 from icecore.restorer.files import PutBack
 from icecore.restorer.filewriter import FileTarget, write_files
@@ -196,6 +197,8 @@ class _Run:
         self.put_back: PutBack | None = None
         self.restoring: Restoring | None = None
         self.early: list[tuple[int, int]] = []
+        self.devices: Devices | None = None
+        self.device_bytes: dict[int, int] = {}
 
     @property
     def failure(self) -> BaseException | None:
@@ -218,6 +221,9 @@ class _Run:
         for warning in requirements.warnings:
             self.emit(Event("restore.warning", {"name": warning.name, "message": warning.message}))
         requirements.require()
+        if requirements.gpus is not None:
+            self.devices = Devices(requirements.gpus, str(work), self.emit)
+            self.stack.callback(self.devices.close)
         if record is not None:
             registry = self.registry or Registry()
             self.restoring = self.stack.enter_context(
@@ -268,6 +274,11 @@ class _Run:
         self.put_back.prepare()
         logs = self._logs({space.key: space.size for space in file_spaces}, files)
         running.bytes += self._write([*image_targets(folder, image_spaces, images), *self.put_back.targets, *logs])
+        self.device_bytes = {
+            int(space.key): sum(region.length for region in space.regions if region.kind == "device")
+            for space in memory_spaces
+            if space.kind == "process"
+        }
         memory = plan_memory(folder, list(zip(memory_spaces, cells, strict=True)), criu.version, lazily=True)
         running.bytes += self._write(memory.page_images)
         self.put_back.commit()
@@ -325,12 +336,16 @@ class _Run:
 
     def _resume_when_resident(self, tree: Tree) -> Restored:
         self._fill(tree)
-        restored = self._running(tree.resume(self.options.criu_seconds))
+        pid = tree.resume(self.options.criu_seconds)
+        self._bring_devices_back(tree)
+        restored = self._running(pid)
         self._resident(tree, restored)
         return restored
 
     def _return_while_filling(self, tree: Tree, manifest: Manifest, images: Path) -> Restored:
-        restored = self._running(tree.running(self.options.criu_seconds))
+        pid = tree.running(self.options.criu_seconds)
+        self._bring_devices_back(tree)
+        restored = self._running(pid)
         shutil.rmtree(images, ignore_errors=True)
 
         def finish() -> None:
@@ -345,6 +360,11 @@ class _Run:
 
         threading.Thread(target=finish, name="restore", daemon=True).start()
         return restored
+
+    def _bring_devices_back(self, tree: Tree) -> None:
+        """The tree's CUDA calls wait until then. Until it is done the guard kills the tree if this process dies."""
+        if self.devices is not None:
+            tree.bring_devices_back(self.devices, self.device_bytes)
 
     def _running(self, pid: int) -> Restored:
         """The tree runs."""

@@ -6,13 +6,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from icecore.errors import NotFound, RestoreFailed
 from icecore.host import procfs
 from icecore.host.criu import Criu, RestoreArguments, explain, restore_command
+from icecore.restorer.devices import Devices
 from icecore.restorer.fetch import Decoder, Limits
 from icecore.restorer.filling import Filling
 from icecore.restorer.guard import Guard
@@ -49,7 +50,11 @@ def criu_arguments(
         shell_job="--shell-job" in manifest.criu_options,
         external_unix=True,
         verbosity=2,
-        extra=(*(option for option in manifest.criu_options if option not in known), *own),
+        extra=(
+            *(option for option in manifest.criu_options if option not in known),
+            *(["--libdir", options.criu_plugins] if options.criu_plugins else []),
+            *own,
+        ),
     )
 
 
@@ -150,6 +155,17 @@ class Tree:
         message, cure = explain(self._work, "restore.log").sentence(self._what)
         why = f": {self.daemon.criu_error}" if self.daemon.criu_error else ""
         return RestoreFailed(f"{message} (criu's exit status {self.daemon.criu_status}{why})", cure=cure)
+
+    def bring_devices_back(self, devices: Devices, sizes: Mapping[int, int]) -> None:
+        """Have the driver restore the device memory of a running tree, of each process once it is there.
+
+        Args:
+            sizes: Image id → bytes of it.
+
+        Raises:
+            RestoreFailed: It could not, or the filling broke.
+        """
+        devices.bring_back(self._guard.pid, self.filling.device_resident, sizes, lambda: self.failure)
 
     # -- letting it go ------------------------------------------------------------------------------------------------
 

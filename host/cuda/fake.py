@@ -22,6 +22,8 @@ from pathlib import Path
 
 import msgspec
 
+from icecore.errors import NotFound
+from icecore.host import procfs
 from icecore.host.cuda.api import DriverMissing, Placement, State, device_error
 from icecore.host.cuda.driver import EXTRA_CURE, uuid_bytes
 from icecore.host.cuda.inventory import Gpu, Inventory
@@ -38,6 +40,7 @@ _NAMES = {1: "CUDA_ERROR_INVALID_VALUE", 304: "CUDA_ERROR_OPERATING_SYSTEM", 401
           801: "CUDA_ERROR_NOT_SUPPORTED", 999: "CUDA_ERROR_UNKNOWN"}  # fmt: skip
 _ANSWER_SECONDS = 120.0
 _POLL_SECONDS = 0.001
+_PAGE_SECONDS = 10.0
 
 
 class _Fault(msgspec.Struct):
@@ -110,17 +113,33 @@ class FakeDriver:
         return None
 
 
-def _header(pid: int) -> tuple[bytes, int, int, int, int, int, int, int, int, int, bytes] | None:
+_Header = tuple[bytes, int, int, int, int, int, int, int, int, int, bytes]
+
+
+def _header(pid: int) -> _Header | None:
     """The target's page; None if it is no target."""
-    try:
-        with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
-            data = os.pread(memory.fileno(), HEADER.size, CONTROL)
-    except OSError:
-        return None
+    end = time.monotonic() + _PAGE_SECONDS
+    while True:
+        try:
+            with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+                data = os.pread(memory.fileno(), HEADER.size, CONTROL)
+            break
+        except OSError:
+            # Restored lazily, it has its page once it has touched it itself: such a page cannot be faulted in from outside.
+            if not _has_page(pid) or time.monotonic() > end:
+                return None
+            time.sleep(_POLL_SECONDS)
     if len(data) < HEADER.size or not data.startswith(MAGIC):
         return None
-    fields: tuple[bytes, int, int, int, int, int, int, int, int, int, bytes] = HEADER.unpack(data)
+    fields: _Header = HEADER.unpack(data)
     return fields
+
+
+def _has_page(pid: int) -> bool:
+    try:
+        return any(mapping.start == CONTROL for mapping in procfs.read_maps(pid))
+    except NotFound:
+        return False
 
 
 def _ask(pid: int, operation: int, seconds: float, gpus: Mapping[str, str]) -> int:

@@ -69,6 +69,9 @@ def add(commands: Commands) -> None:
     parser.add_argument("--name", default="", help="name of the restored job (default: the job's, with a number if that one runs)")
     parser.add_argument("-a", "--attach", action="store_true", help="follow its output and return its exit status")
     parser.add_argument("--root", default="", metavar="DIR", help="directory that is the root of its file system")
+    parser.add_argument(
+        "--gpu-map", action="append", default=[], metavar="OLD=NEW", help="GPU it had = GPU it gets: UUIDs or numbers; may be repeated"
+    )
     for key, what, *flags in (
         ("mode", "full: let it run once all its memory is there; lazy: at once, memory follows as it is touched"),
         ("files", "files it had open for writing: put their content back, cut them to their length, or leave them"),
@@ -124,7 +127,11 @@ def restore(arguments: argparse.Namespace, context: Context) -> int:
 
     settings = replace(context.config, restore=overridden(context.config.restore, arguments))
     options = replace(
-        api.restore_options(settings), instance=arguments.name, root=arguments.root, detach=not arguments.attach
+        api.restore_options(settings),
+        instance=arguments.name,
+        root=arguments.root,
+        detach=not arguments.attach,
+        gpu_map=_gpu_map(arguments.gpu_map),
     )
     repository = context.repository()
     if arguments.dry_run:
@@ -143,6 +150,16 @@ def restore(arguments: argparse.Namespace, context: Context) -> int:
     status = restored.wait()
     context.output.result("job.ended", {"job": "", "instance": "", "how": str(status), "exit_code": status.exit_code})
     return status.exit_code
+
+
+def _gpu_map(pairs: list[str]) -> dict[str, str]:
+    out: dict[str, str] = {}
+    for pair in pairs:
+        old, separator, new = pair.partition("=")
+        if not separator or not old or not new or old in out:
+            raise UsageError(f"--gpu-map {pair!r} is wrong", cure="write OLD=NEW, each GPU once")
+        out[old] = new
+    return out
 
 
 def _report_requirements(found: Requirements, context: Context) -> None:

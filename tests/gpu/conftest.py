@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 from icecore.host.cuda.backend import VARIABLE
+from icecore.store.loop import LoopThread
+from tests.dumper.world import Store, leftovers
+from tests.programs import plain_criu
 
 from .fake_world import GPUS, Target, World
 
@@ -38,6 +41,26 @@ def launch(world: World, tmp_path: Path) -> Iterator[Launch]:
         target.start(environment)
         return target
 
-    yield start
-    for target in started:
-        target.kill()
+    with plain_criu.adopting():
+        yield start
+        for target in started:
+            target.kill()
+
+
+@pytest.fixture(scope="session")
+def loop() -> Iterator[LoopThread]:
+    with LoopThread() as loop:
+        yield loop
+
+
+@pytest.fixture
+def workdir(tmp_path: Path, world: World) -> Iterator[Path]:
+    path = world.root.parent / "work"
+    path.mkdir()
+    yield path
+    assert not leftovers(path)
+
+
+@pytest.fixture
+def store(tmp_path: Path, loop: LoopThread, workdir: Path) -> Store:
+    return Store.make(loop, tmp_path / "repository", workdir)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import shutil
 import subprocess
 import sys
 import time
@@ -46,6 +46,16 @@ class World:
         self._faults += 1
         (self.root / "faults" / f"{self._faults:04d}").write_text(json.dumps({"call": call, **how}))
 
+    def clear(self) -> None:
+        """What killed processes have left on the GPUs is gone, as the real driver sees to."""
+        for path in (self.root / "gpu").glob("*/*"):
+            path.unlink()
+
+    def move(self, folder: Path) -> None:
+        """To a path that a job with a private /dev/shm sees too."""
+        shutil.move(self.root, folder / "world")
+        self.root = folder / "world"
+
     def on(self, gpu: str) -> int:
         """How many pieces of device memory there are on a GPU."""
         return len(list((self.root / "gpu" / gpu).iterdir()))
@@ -68,6 +78,7 @@ class Target:
         mib: int = MIB,
         busy: float = 0.0,
         also: Sequence[str] = (),
+        out: str = "",
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.mib = mib
@@ -78,12 +89,13 @@ class Target:
             "gpu": gpus[0],
             "children": list(gpus[1:]),
             "mib": mib,
-            "out": str(self.out),
+            "out": out or str(self.out),
             "busy": busy,
             "also": list(also),
         }
         self.command = [sys.executable, "-S", str(PROGRAM), json.dumps(self.order)]
         self.process: subprocess.Popen[bytes] | None = None
+        self.pids: list[int] = []
 
     def start(self, environment: dict[str, str] | None = None) -> int:
         """Start it, and wait until all its processes make steps; its pid."""
@@ -94,6 +106,7 @@ class Target:
                 env={**os.environ, **(environment or {})},
             )  # fmt: skip
         self.wait_steps(3)
+        self.pids = driving.tree_of(self.process.pid)
         return self.process.pid
 
     @property
@@ -122,11 +135,18 @@ class Target:
             lines = self.lines(number)
             assert lines == fake_cuda.expected(len(lines), self.mib)
 
+    def reap(self) -> None:
+        """After a dump that stopped it, or a kill: no pid of it is taken any more."""
+        end = time.monotonic() + 20
+        for pid in self.pids:
+            while os.path.exists(f"/proc/{pid}"):
+                with suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+                assert time.monotonic() < end, f"process {pid} is still there"
+                time.sleep(0.002)
+
     def kill(self) -> None:
         """End it, restored or not."""
         for pid in driving.members(self.out.parent):
             driving.kill_tree(pid)
-        if self.process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(20)
+        self.reap()

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from icecore.dumper.options import DumpOptions
 from icecore.errors import DumpFailed, IcecoreError, PreflightRefused, StoreError, WindowExceeded
 from icecore.events import Event
 from icecore.store.faulty import FaultyBackend, Outcome
-from icecore.store.loop import LoopThread
 from tests.dumper.failing import members
 from tests.dumper.world import Events, Store, leftovers, standing, until_clean
 
@@ -30,25 +29,6 @@ from .fake_world import GPUS, MIB, Target, World
 pytestmark = [pytest.mark.criu, pytest.mark.timeout(90)]
 
 _DRIVER = Path(__file__).parent.parent / "dumper" / "driver.py"
-
-
-@pytest.fixture(scope="session")
-def loop() -> Iterator[LoopThread]:
-    with LoopThread() as loop:
-        yield loop
-
-
-@pytest.fixture
-def workdir(tmp_path: Path, world: World) -> Iterator[Path]:
-    path = world.root / "work"
-    path.mkdir()
-    yield path
-    assert not leftovers(path)
-
-
-@pytest.fixture
-def store(tmp_path: Path, loop: LoopThread, workdir: Path) -> Store:
-    return Store.make(loop, tmp_path / "repository", workdir)
 
 
 def runs_on(target: Target, workdir: Path) -> None:

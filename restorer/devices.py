@@ -1,0 +1,112 @@
+"""The device memory of a restore: each process is handed to the driver once its part of it is resident; its rule: all go on together, or none does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
+
+from icecore.errors import NotFound, RestoreFailed
+from icecore.events import Sink, phase
+from icecore.host import procfs
+from icecore.host.cuda.api import DeviceError
+from icecore.host.cuda.client import Helper, start_here
+from icecore.host.cuda.helper import in_parallel
+from icecore.restorer.gpus import GpuPlan
+from icecore.restorer.guard_process import descendants
+
+_POLL_SECONDS = 0.2
+
+
+class Devices:
+    """The GPU processes of one restore. CUDA begins to be initialised in the helper, which takes a while, when this is made.
+
+    Args:
+        plan: Who they are, and which GPUs they get.
+        word: Shows in the helper's command line.
+        emit: Gets the ``restore.gpu.…`` phases.
+    """
+
+    def __init__(self, plan: GpuPlan, word: str, emit: Sink) -> None:
+        self._plan = plan
+        self._emit = emit
+        self._helper = Helper(start_here, word)
+
+    def close(self) -> None:
+        """End the helper. The tree runs, or is dead."""
+        self._helper.close()
+
+    def bring_back(
+        self,
+        below: int,
+        resident: Mapping[int, threading.Event],
+        sizes: Mapping[int, int],
+        failure: Callable[[], BaseException | None],
+    ) -> None:
+        """Restore and unlock all. The tree runs, but for its CUDA calls.
+
+        Args:
+            below: An ancestor of the tree's processes, host pid.
+            resident: Image id → set once the process's device memory is in its own memory.
+            sizes: Image id → how many bytes that are.
+            failure: What has broken the restore meanwhile; then this gives up.
+
+        Raises:
+            RestoreFailed: The driver could not; the tree must be killed.
+            MissingTool: There is no driver.
+        """
+        self._helper.wait_ready()
+        pids = host_pids(below, self._plan)
+        failed: list[DeviceError] = []
+
+        def one(image: int) -> None:
+            there = resident.get(image)
+            while there is not None and not there.wait(_POLL_SECONDS):
+                if failure() is not None:
+                    return
+            future = self._helper.begin_restore(pids[image], self._plan.processes[image])
+            while failure() is None:
+                try:
+                    future.result(_POLL_SECONDS)
+                    return
+                except FutureTimeout:
+                    continue
+                except DeviceError as error:
+                    failed.append(error)
+                    return
+
+        with phase(self._emit, "restore.gpu.restore", processes=len(pids)) as running:
+            running.bytes = sum(sizes.get(image, 0) for image in pids)
+            in_parallel(partial(one, image) for image in pids)
+            _check(failed, failure)
+        with phase(self._emit, "restore.gpu.unlock", processes=len(pids)):
+            _check(list(self._helper.unlock(pids.values()).values()), failure)
+
+
+def _check(failed: list[DeviceError], failure: Callable[[], BaseException | None]) -> None:
+    first = failure()
+    if first is not None:
+        raise first
+    if failed:
+        cures = dict.fromkeys(error.cure for error in failed if error.cure)
+        words = "; ".join(error.message for error in failed)
+        raise RestoreFailed(f"the driver could not bring device memory back: {words}", cure="; ".join(cures))
+
+
+def host_pids(below: int, plan: GpuPlan) -> dict[int, int]:
+    """Image id → pid here.
+
+    Raises:
+        RestoreFailed: A process is not there.
+    """
+    found: dict[int, int] = {}
+    for pid in descendants(below):
+        try:
+            found[procfs.status(pid).own_pid] = pid
+        except NotFound:
+            continue  # CRIU itself, ending
+    missing = [image for image in plan.processes if image not in found]
+    if missing:
+        raise RestoreFailed(f"GPU processes {missing} of the snapshot are not there after CRIU restored it")
+    return {image: found[image] for image in plan.processes}

@@ -1,0 +1,248 @@
+"""Restores of GPU processes with a fake driver: they go on where they were, on the same GPUs or others, or nothing of them runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from icecore.dumper.options import DumpOptions
+from icecore.dumper.target import Target as DumpTarget
+from icecore.errors import RestoreFailed, RestoreRefused, StoreError
+from icecore.host.cuda.backend import VARIABLE
+from icecore.host.job import Job
+from icecore.host.jobs import Registry
+from icecore.host.namespaces import Isolation
+from icecore.restorer.options import RestoreOptions
+from icecore.restorer.restore import Restored, check, restore
+from icecore.store.faulty import Call, FaultyBackend, Outcome
+from tests.dumper.world import Events, Store
+from tests.programs import driving, fake_cuda
+
+from .conftest import Launch
+from .fake_world import GPUS, MIB, Target, World
+
+pytestmark = [pytest.mark.criu, pytest.mark.timeout(90)]
+
+
+def bring_back(store: Store, snapshot: str, events: Events | None = None, **options: object) -> Restored:
+    restored = restore(
+        store.repository,
+        store.loop,
+        snapshot,
+        RestoreOptions(**options),
+        emit=events or Events(),  # type: ignore[arg-type]
+    )
+    restored.wait_resident(30)
+    return restored
+
+
+def goes_on(target: Target) -> None:
+    target.wait_steps(5)
+    target.is_right()
+
+
+@pytest.mark.parametrize("mode", ["full", "lazy"])
+def test_a_lineage_of_two_gpu_processes(mode: str, store: Store, launch: Launch, world: World) -> None:
+    target = launch(GPUS[:2])
+    snapshots = []
+    for number in range(3):
+        snapshots.append(store.dump(target.pid, DumpOptions(stop=number == 2)).snapshot)
+    target.reap()
+    for snapshot in (snapshots[2], snapshots[0], snapshots[1]):
+        events = Events()
+        bring_back(store, snapshot, events, mode=mode)
+        goes_on(target)
+        assert [world.on(gpu) for gpu in GPUS] == [1, 1, 0, 0]
+        ended = events.named("restore.gpu.restore")[-1].fields
+        assert (ended["state"], ended["bytes"], ended["processes"]) == ("end", 2 * MIB << 20, 2)
+        names = [(event.name, event.fields.get("state")) for event in events.all]
+        assert names.index(("restore.gpu.unlock", "end")) < names.index(("restore.running", None))
+        target.kill()
+        world.clear()
+    # What is restored can be dumped again.
+    bring_back(store, snapshots[2], mode=mode)
+    again = store.dump(driving.members(target.out.parent)[0], DumpOptions(stop=True)).snapshot
+    target.reap()
+    bring_back(store, again)
+    goes_on(target)
+
+
+def test_other_gpus(store: Store, launch: Launch, world: World) -> None:
+    target = launch(GPUS[:2])
+    snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
+    target.reap()
+    bring_back(store, snapshot, gpu_map={GPUS[0]: GPUS[3]})
+    goes_on(target)
+    assert [world.on(gpu) for gpu in GPUS] == [0, 1, 0, 1]
+    target.kill()
+    world.clear()
+    world.gpus = world.gpus[2:]  # another machine: the GPUs that it had are not there
+    world.write()
+    bring_back(store, snapshot)
+    goes_on(target)
+    assert [world.on(gpu) for gpu in GPUS] == [0, 0, 1, 1]
+
+
+def test_what_a_machine_lacks(store: Store, launch: Launch, world: World) -> None:
+    target = launch(GPUS[:2])
+    snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
+    target.reap()
+
+    def lacks(**options: object) -> dict[str, str]:
+        found = check(store.repository, store.loop, snapshot, RestoreOptions(**options))  # type: ignore[arg-type]
+        return {
+            one.name: f"{one.message} ({one.cure})"
+            for one in found.checks
+            if not one.met and one.name.startswith("gpu")
+        }
+
+    whole, driver = list(world.gpus), world.driver
+    assert lacks() == {}
+    assert "twice" in lacks(gpu_map={"0": "2", "1": "2"})["gpu"]
+    assert "names no GPU of this machine" in lacks(gpu_map={"0": "7"})["gpu"]
+    world.gpus[3] = {**world.gpus[3], "name": "Fake H100"}
+    world.gpus[2] = {**world.gpus[2], "memory": 1 << 30}
+    world.write()
+    assert "Fake H200 is needed" in lacks(gpu_map={GPUS[0]: GPUS[3]})["gpu"]
+    assert "8192 MiB are needed" in lacks(gpu_map={GPUS[0]: "GPU-00000002"})["gpu"]
+    world.gpus = [{**whole[0], "used": 8 << 30}]
+    world.write()
+    assert "there is no GPU for" in lacks()["gpu"]
+    with pytest.raises(RestoreRefused, match="there is no GPU for"):
+        bring_back(store, snapshot)
+    world.gpus = [{**gpu, "used": 8 << 30} for gpu in whole]
+    world.write()
+    assert list(lacks()) == ["gpu-memory"]
+    world.gpus, world.driver = whole, "570.10"
+    world.write()
+    assert driver in lacks()["gpu-driver"]
+    assert "580" in lacks(gpu_map={"0": "2"})["gpu"]
+    assert not driving.members(target.out.parent)
+
+
+@pytest.mark.parametrize("mode", ["full", "lazy"])
+@pytest.mark.parametrize("fault", ["restore", "unlock", "helper", "store"])
+def test_a_restore_that_fails(fault: str, mode: str, store: Store, launch: Launch, world: World) -> None:
+    target = launch(GPUS[:2])
+    snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
+    target.reap()
+    through = store
+    if fault == "store":
+        reads = 0
+
+        def plan(call: Call) -> Outcome:
+            nonlocal reads
+            reads += call.name.startswith("shards/")
+            return Outcome.FAIL if call.name.startswith("shards/") and reads > 12 else Outcome.PASS
+
+        through = store.through(FaultyBackend(store.backend, plan))
+    elif fault == "helper":
+        world.fault("restore", die=True)
+    else:
+        world.fault(fault, code=801)
+    with pytest.raises(StoreError if fault == "store" else RestoreFailed):
+        bring_back(through, snapshot, mode=mode, attempts=1)
+    until = time.monotonic() + 10
+    while driving.members(target.out.parent):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    world.clear()
+    bring_back(store, snapshot, mode=mode)
+    goes_on(target)
+
+
+_RESTORER = """
+import asyncio, json, os, sys, time
+from pathlib import Path
+from icecore.restorer.options import RestoreOptions
+from icecore.restorer.restore import restore
+from icecore.store.local import LocalBackend
+from icecore.store.loop import LoopThread
+from icecore.store.repository import Repository
+
+order = json.loads(sys.argv[1])
+def emit(event):
+    if [event.name, event.fields.get("state")] == order["pause"]:
+        print("paused", flush=True)
+        time.sleep(60)
+async def reopen():
+    return await Repository.open(LocalBackend(Path(order["repository"])))
+with LoopThread() as loop:
+    restore(loop.run(reopen()), loop, order["snapshot"], RestoreOptions(mode=order["mode"]), emit=emit)
+"""
+
+
+@pytest.mark.parametrize("mode", ["full", "lazy"])
+@pytest.mark.parametrize("pause", [["restore.gpu.restore", "begin"], ["restore.gpu.unlock", "begin"]])
+def test_a_restorer_that_is_killed(pause: list[str], mode: str, store: Store, launch: Launch, world: World) -> None:
+    """Nothing of the tree stays behind without its device memory."""
+    target = launch(GPUS[:2])
+    snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
+    target.reap()
+    order = {"repository": str(store.backend.root), "snapshot": snapshot, "mode": mode, "pause": pause}  # type: ignore[attr-defined]
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", _RESTORER, json.dumps(order)], stdout=subprocess.PIPE
+    ) as restorer:
+        assert restorer.stdout is not None
+        assert restorer.stdout.readline() == b"paused\n"
+        restorer.kill()
+    until = time.monotonic() + 10
+    while driving.members(target.out.parent):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Iterator[Registry]:
+    made = Registry(tmp_path / "jobs")
+    yield made
+    for job in made.instances():
+        if job.alive:
+            job.kill(9)
+            job.wait(10)
+
+
+def test_two_instances_on_two_gpus_beside_the_original(
+    store: Store, world: World, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a private root, with its own pids: as `icecore run --gpu` starts them."""
+    world.move(tmp_path)
+    monkeypatch.setenv(VARIABLE, f"fake:{world.root}")
+    order = json.dumps(Target(world, tmp_path / "target", out="/dev/stdout").order)
+    code = f"import sys; sys.argv[1:] = [{order!r}]; exec(open({str(Path(fake_cuda.__file__))!r}).read())"
+    job = registry.start([sys.executable, "-S", "-c", code], name="gpu", isolation=Isolation(root=True, network=True))
+    wait_lines(job, 5)
+    snapshot = store.dump(DumpTarget(job.pid, job.name, record=job.record())).snapshot
+    restored = []
+    for number in (1, 2):
+        events = Events()
+        restored.append(
+            restore(
+                store.repository,
+                store.loop,
+                snapshot,
+                RestoreOptions(mode="full", gpu_map={"0": str(number)}),
+                registry=registry,
+                emit=events,
+            )
+        )
+    jobs = [one.job for one in restored if one.job is not None]
+    assert len(jobs) == 2
+    for one in (job, *jobs):
+        wait_lines(one, 40)
+        lines = one.log_path("stdout").read_text().split("\n")[:-1]
+        assert lines == fake_cuda.expected(len(lines), MIB)
+    assert [world.on(gpu) for gpu in GPUS] == [1, 1, 1, 0]
+
+
+def wait_lines(job: Job, count: int) -> None:
+    until = time.monotonic() + 20
+    while len(job.log_path("stdout").read_text().split("\n")) <= count:
+        assert time.monotonic() < until, job.log_path("stderr").read_text()
+        time.sleep(0.01)
