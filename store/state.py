@@ -29,7 +29,7 @@ Generation = Annotated[int, msgspec.Meta(ge=0)]
 class SnapshotRecord(msgspec.Struct, frozen=True, array_like=True):
     """One committed snapshot in the snapshot list.
 
-    ``manifest`` is the object's name; ``manifest_digest`` the digest in its header; ``logical``, ``stored`` and ``changed`` are bytes as in
+    ``manifest`` is the object's name; ``manifest_digest`` the digest in its header; ``logical``, ``stored``, ``changed`` and ``device`` are bytes as in
     ``manifest.Sizes``; ``parent`` is empty for the first of a lineage.
     """
 
@@ -47,6 +47,7 @@ class SnapshotRecord(msgspec.Struct, frozen=True, array_like=True):
     window_seconds: float = 0.0
     tags: list[str] = []
     pinned: bool = False
+    device: Count = 0
 
 
 class PageRef(msgspec.Struct, frozen=True, array_like=True):

@@ -277,6 +277,7 @@ class SnapshotWriter:
                 window_seconds=manifest.window_seconds,
                 tags=manifest.tags,
                 pinned=manifest.pinned,
+                device=sizes.device,
             )
             self._wait(self.session.commit(record, np.concatenate(self._entries) if self._entries else None))
             self._over = True

@@ -197,6 +197,7 @@ def ls(arguments: argparse.Namespace, context: Context) -> int:
                 record.job,
                 units.moment(record.created_ns / 1e9),
                 units.size(record.logical),
+                units.size(record.device) if record.device else "–",
                 units.size(record.changed),
                 units.size(record.stored),
                 units.seconds(record.window_seconds) if record.window_seconds else "–",
@@ -204,8 +205,8 @@ def ls(arguments: argparse.Namespace, context: Context) -> int:
                 " ".join([*(["pinned"] if record.pinned else []), *record.tags]),
             ]
         )
-    columns = ["SNAPSHOT", "JOB", "TAKEN", "LOGICAL", "CHANGED", "STORED", "WINDOW", "PARENT", "TAGS"]
-    context.output.table(columns, rows, right=["LOGICAL", "CHANGED", "STORED", "WINDOW"])
+    columns = ["SNAPSHOT", "JOB", "TAKEN", "LOGICAL", "ON GPUS", "CHANGED", "STORED", "WINDOW", "PARENT", "TAGS"]
+    context.output.table(columns, rows, right=["LOGICAL", "ON GPUS", "CHANGED", "STORED", "WINDOW"])
     return 0
 
 
@@ -220,6 +221,7 @@ def snapshot_fields(record: SnapshotRecord) -> dict[str, Value]:
         "logical": record.logical,
         "changed": record.changed,
         "stored": record.stored,
+        "device": record.device,
         "window_seconds": record.window_seconds,
         "tags": list(record.tags),
         "pinned": record.pinned,
@@ -247,6 +249,7 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
         "kernel": manifest.requirements.kernel,
         "criu": manifest.requirements.criu,
         "own_namespaces": _namespaces(manifest),
+        "gpus": [dict(gpu) for gpu in manifest.requirements.devices],
     }
     output.result("snapshot.details", details)
     if not output.as_json:
@@ -263,6 +266,7 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
             ("stored", f"{units.size(sizes.stored)} new: {_codecs(sizes.by_codec)}"),
             ("needs", f"{manifest.requirements.architecture}, kernel like {manifest.requirements.kernel}, CRIU {manifest.requirements.criu}"),
             ("namespaces", f"own {' '.join(_namespaces(manifest)) or 'none'}, network {manifest.namespaces.network}"),
+            ("GPUs", ", ".join(f"{gpu['name']} {gpu['uuid']}" for gpu in manifest.requirements.devices) or "none"),
             ("tags", " ".join([*(["pinned"] if manifest.pinned else []), *manifest.tags]) or "none"),
         ]
         output.table(["", ""], [[name, text] for name, text in lines])
