@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
 from threading import Thread
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from icecore.config import Config, load
 from icecore.dumper.dump import DumpResult
@@ -15,10 +15,12 @@ from icecore.dumper.dump import dump as _dump
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
 from icecore.errors import NotFound
-from icecore.events import Sink, discard
+from icecore.events import Event, Sink, discard
 from icecore.hooks import run_hook
 from icecore.host import procfs
 from icecore.host.criu import Criu, find_criu
+from icecore.host.cuda.job import gpu_run
+from icecore.host.cuda.nccl import COST
 from icecore.host.job import Job
 from icecore.host.jobs import Registry
 from icecore.host.namespaces import Isolation
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Options = TypeVar("Options", DumpOptions, RestoreOptions)
+#: A namespace as it was asked for; "": it was not.
+Word = Literal["", "host", "private"]
 
 
 def with_settings(options: Options, settings: DataclassInstance) -> Options:
@@ -74,6 +78,7 @@ def run(
     isolation: Isolation | None = None,
     cwd: str | os.PathLike[str] = "",
     environment: Mapping[str, str] | None = None,
+    gpu: bool = False,
     config: Config | None = None,
     emit: Sink = discard,
 ) -> Job:
@@ -87,6 +92,8 @@ def run(
         isolation: Its namespaces; default: what the configuration says.
         cwd: Its directory; empty: this process's.
         environment: Its environment; default: this process's.
+        gpu: It uses NVIDIA GPUs: it gets what CUDA needs in a pid namespace of its own (unless ``isolation`` says otherwise), and NCCL is told what
+            makes its jobs snapshotable (docs/gpu.md).
         config: Instead of the one that is found (`icecore.config.load`).
         emit: Gets the events.
 
@@ -96,10 +103,47 @@ def run(
     """
     config = config or load()
     own = config.run
+    said = isolation
     isolation = isolation or Isolation(
         pid=own.pid == "private", ipc=own.ipc == "private", network=own.network == "private", root=own.root == "private"
     )
+    if gpu:
+        pid, root = _word(said.pid if said else None), _word(said.root if said else None)
+        return start_gpu(
+            registry(config), command, isolation, name=name, cwd=cwd, environment=environment, pid=pid, root=root, emit=emit
+        )
     return registry(config).start(command, name=name, isolation=isolation, cwd=cwd, environment=environment, emit=emit)
+
+
+def _word(private: bool | None) -> Word:
+    return "" if private is None else "private" if private else "host"
+
+
+def start_gpu(
+    jobs: Registry,
+    command: Sequence[str],
+    isolation: Isolation,
+    *,
+    name: str = "",
+    cwd: str | os.PathLike[str] = "",
+    environment: Mapping[str, str] | None = None,
+    pid: Word = "",
+    root: Word = "",
+    emit: Sink = discard,
+) -> Job:
+    """Start a GPU job in ``jobs``; see `run` and `icecore.host.cuda.job.gpu_run`."""
+    variables = dict(os.environ if environment is None else environment)
+    how = gpu_run(isolation, variables, pid=pid, root=root)
+    job = jobs.start(
+        command, name=name, isolation=how.isolation, cwd=cwd, environment={**variables, **how.added}, emit=emit
+    )
+    emit(
+        Event(
+            "run.gpu",
+            {"job": job.name, "added": dict(how.added), "kept": dict(how.kept), "cost": COST, "root": how.isolation.root, "notes": list(how.notes)},
+        )
+    )
+    return job
 
 
 def dump(

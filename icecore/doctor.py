@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +14,13 @@ from typing import Literal
 
 from icecore import units
 from icecore.config import Config
+from icecore.dumper.checks_gpu import LEAST_DRIVER
 from icecore.errors import IcecoreError
 from icecore.host import limits, namespaces
 from icecore.host.criu import Criu, find_criu
+from icecore.host.cuda.backend import find_backend
+from icecore.host.cuda.driver import EXTRA_CURE
+from icecore.host.cuda.job import private_root_lack
 from icecore.host.images import load_pycriu
 from icecore.host.userfaultfd import create
 from icecore.places import state_directory
@@ -44,6 +50,7 @@ def examine(config: Config, location: str) -> Iterator[Finding]:
     yield from _criu(config)
     yield _pipes()
     yield _io_uring()
+    yield from _gpus()
     yield _workdir(config.restore.workdir or config.dump.workdir)
     yield _jobs(config)
     yield from _repository(config, location)
@@ -130,6 +137,35 @@ def _io_uring() -> Finding:
         "warning",
         "on: CRIU cannot dump a job that uses it ('icecore run' keeps Node.js and PyTorch off it)",
         "sysctl -w kernel.io_uring_disabled=2",
+    )
+
+
+def _gpus() -> Iterator[Finding]:
+    """Only where there are some: the driver, its bindings, and what GPU jobs need of the machine."""
+    backend = find_backend()
+    if not os.path.exists(f"{backend.devices}ctl"):
+        return
+    try:
+        inventory = backend.inventory()
+    except IcecoreError as error:
+        yield Finding("GPUs", "bad", error.message, error.cure)
+        return
+    names = ", ".join(f"{count} x {name}" for name, count in Counter(gpu.name for gpu in inventory.gpus).items())
+    words = f"{names}, driver {inventory.driver}"
+    if inventory.branch < LEAST_DRIVER:
+        yield Finding("GPUs", "bad", f"{words}, which cannot checkpoint", f"install driver {LEAST_DRIVER} or newer")
+    elif any(gpu.mig for gpu in inventory.gpus):
+        yield Finding("GPUs", "warning", f"{words}; some are divided (MIG), which cannot be checkpointed", "nvidia-smi -mig 0")
+    else:
+        yield Finding("GPUs", "good", words)
+    if backend.world is None and importlib.util.find_spec("cuda") is None:
+        yield Finding("cuda.bindings", "bad", "not installed", EXTRA_CURE)
+    lack = private_root_lack()
+    yield Finding(
+        "private root",
+        "warning" if lack else "good",
+        f"cannot be had: {lack}" if lack else "GPU jobs get a /proc of their own",
+        "run in a container that allows mounts; otherwise snapshots of GPU jobs run once at a time" if lack else "",
     )
 
 

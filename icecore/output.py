@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 #: What long work is called while it goes on; other phases go by their event's name.
 TITLES: Mapping[str, str] = {
     "check": "checking",
+    "dump.gpu.checkpoint": "device memory out",
+    "dump.gpu.lock": "waiting for GPUs",
+    "dump.gpu.restore": "device memory back",
     "dump.precopy": "scanning while it runs",
     "dump.preflight": "preflight",
     "dump.store": "storing",
@@ -30,6 +33,7 @@ TITLES: Mapping[str, str] = {
     "hook": "hook",
     "import.store": "importing",
     "restore.criu": "building the tree",
+    "restore.gpu.restore": "device memory back",
     "restore.images": "writing images",
     "restore.memory": "filling memory",
     "store.commit": "committing",
@@ -203,11 +207,22 @@ def describe(event: Event) -> str:
         if state == "failed":
             words.append("failed")  # why is told once, at the end
         return "  ".join(words)
+    if event.name == "run.gpu":
+        return _gpu_words(fields)
     if event.name in ("restore.warning", "export.warning"):
         return f"warning: {fields.get('message')}"
     if "error" in fields and event.name != "restore.failed":
         return f"warning: {event.name}: {fields['error']}"
     return ""
+
+
+def _gpu_words(fields: Mapping[str, Any]) -> str:
+    """What `run --gpu` did."""
+    lines = [f"--gpu set {' '.join(f'{key}={value}' for key, value in fields['added'].items()) or 'nothing'}: {fields['cost']}"]
+    if fields["kept"]:
+        own = " ".join(f"{key}={value}" for key, value in fields["kept"].items())
+        lines.append(f"warning: you set {own}: a job whose ranks use that cannot be snapshotted")
+    return "\n".join([*lines, *(f"note: {note}" for note in fields["notes"])])
 
 
 def _number(fields: Mapping[str, Any], name: str) -> float:

@@ -32,6 +32,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--name", default="", help="name of the job (default: the program's)")
     parser.add_argument("--cwd", default="", metavar="DIR", help="directory to start in (default: this one)")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="set a variable; may be repeated")
+    parser.add_argument("--gpu", action="store_true", help="it uses NVIDIA GPUs: make it, and NCCL, so that it can be snapshotted")
     parser.add_argument("--rm", action="store_true", help="forget the job and its logs once it has ended (foreground only)")
     for key, what in (
         ("pid", "process ids: its own, so that it can be restored anywhere and several times at once, or the host's"),
@@ -86,14 +87,29 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
             raise UsageError(f"--env {pair!r} is wrong", cure="write NAME=VALUE")
         environment[name] = value
     registry = context.registry()
-    job = registry.start(
-        arguments.job_command,
-        name=arguments.name,
-        isolation=isolation,
-        cwd=arguments.cwd,
-        environment=environment,
-        emit=context.output.event,
-    )
+    if arguments.gpu:
+        from icecore.api import start_gpu
+
+        job = start_gpu(
+            registry,
+            arguments.job_command,
+            isolation,
+            name=arguments.name,
+            cwd=arguments.cwd,
+            environment=environment,
+            pid=arguments.pid or "",
+            root=arguments.root or "",
+            emit=context.output.event,
+        )
+    else:
+        job = registry.start(
+            arguments.job_command,
+            name=arguments.name,
+            isolation=isolation,
+            cwd=arguments.cwd,
+            environment=environment,
+            emit=context.output.event,
+        )
     if arguments.detach:
         context.output.line(job.name)
         return 0
