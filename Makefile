@@ -1,4 +1,4 @@
-# Targets: setup demo test lint bench torture clean. Nothing needs to be done before; run as root (CRIU needs it).
+# Targets: setup demo test test-gpu lint bench torture clean. Nothing needs to be done before; run as root (CRIU needs it).
 #   make test ARGS="-k codec -x"    arguments for pytest
 #   make PYTHON=/path/to/python3.11 …
 
@@ -10,7 +10,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: setup demo test lint bench torture clean machine machine-tests criu criu-newer
+.PHONY: setup demo test test-gpu lint bench torture clean machine machine-tests criu criu-newer
 
 FOLDERS := $(wildcard icecore store host dumper restorer service)
 # Folders count too: their time changes when a module is removed or renamed.
@@ -29,6 +29,10 @@ test: machine-tests criu criu-newer .stamps/installed
 
 lint: .stamps/installed
 	.venv-test/bin/python tools/run-tests --only lint --only types
+
+# With the Python that has torch: make test-gpu PYTHON=/path/to/python3. Skipped, and said so, where there is no NVIDIA GPU.
+test-gpu:
+	$(PYTHON) tools/test-gpu $(ARGS)
 
 bench: setup
 	$(PYTHON) tools/install-peers --allow-expired

@@ -1,0 +1,194 @@
+"""Jobs on real GPUs, their snapshots and restores, and what was measured; needs neither pytest nor anything of the other tests."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import icecore
+from icecore.config import Config
+from icecore.errors import NotFound
+from icecore.events import Event
+from icecore.host import procfs
+from icecore.host.namespaces import Isolation
+
+HERE = Path(__file__).resolve().parent
+WINDOW_SECONDS = 240.0
+
+
+def lack(gpus: int = 1, *modules: str) -> str:
+    """Why a test cannot run here; "": it can."""
+    from icecore.errors import IcecoreError
+    from icecore.host.cuda.inventory import read_inventory
+
+    if not os.path.exists("/dev/nvidiactl"):
+        return "this machine has no NVIDIA GPU"
+    if os.geteuid() != 0:
+        return "CRIU needs root"
+    try:
+        found = len(read_inventory().gpus)
+    except IcecoreError as error:
+        return str(error)
+    if found < gpus:
+        return f"this machine has {found} GPUs, {gpus} are needed"
+    for module in ("cuda.bindings", *modules):
+        try:
+            __import__(module)
+        except ImportError as error:
+            return f"{sys.executable} has no {module}: {error}"
+    return ""
+
+
+class Lab:
+    """A folder with a repository, the jobs that were started in it, and a table of what was measured.
+
+    Args:
+        folder: Empty; on a disk that exists in a private root too (not /dev/shm).
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = replace(Config(), state=str(folder / "state"))
+        self.repository = icecore.Repository.create(folder / "repository")
+        self.rows: list[dict[str, Any]] = []
+        # Restored trees become children of this process once nobody else is their parent: their pids are then free again.
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def close(self) -> None:
+        """End every job."""
+        for job in icecore.Registry(Path(self.config.state)).instances():
+            if job.alive:
+                job.kill(signal.SIGKILL)
+        for process in self._started:
+            self.kill(process.pid)
+        self.repository.close()
+
+    # -- jobs
+
+    def plain(self, *words: str, environment: Mapping[str, str] | None = None) -> int:
+        """A process of this machine, as a user would have started it; its pid."""
+        log = open(self.folder / f"log{len(self._started)}", "wb")  # noqa: SIM115 - inherited
+        with log:
+            process = subprocess.Popen(
+                [sys.executable, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+                start_new_session=True,
+                env={**os.environ, "USE_LIBUV": "0", **(environment or {})},
+            )
+        self._started.append(process)
+        return process.pid
+
+    def run(
+        self, name: str, *words: str, network: bool = False, environment: Mapping[str, str] | None = None
+    ) -> icecore.Job:
+        """A job of `icecore run --gpu`."""
+        isolation = None if not network else Isolation(network=True, root=True)
+        return icecore.run(
+            [sys.executable, *words],
+            name=name,
+            isolation=isolation,
+            cwd=self.folder,
+            environment={**os.environ, **(environment or {})},
+            gpu=True,
+            config=self.config,
+            emit=self.tell,
+        )
+
+    def kill(self, root: int, seconds: float = 60.0) -> None:
+        """Kill a tree, and wait until all its pids are free."""
+        with suppress(NotFound):
+            tree = procfs.tree(root)
+            for pid in tree:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            end = time.monotonic() + seconds
+            for pid in tree:
+                while os.path.exists(f"/proc/{pid}"):
+                    with suppress(ChildProcessError):
+                        os.waitpid(pid, os.WNOHANG)
+                    if time.monotonic() > end:
+                        raise TimeoutError(f"process {pid} does not go away: {procfs.status(pid)}")
+                    time.sleep(0.01)
+
+    # -- snapshots
+
+    def dump(self, target: int | str, **options: Any) -> icecore.DumpResult:
+        """Take a snapshot, and note what it took."""
+        events: list[Event] = []
+        began = time.monotonic()
+        chosen = icecore.DumpOptions(max_window=WINDOW_SECONDS, **options)
+        result = icecore.dump(target, self.repository, chosen, config=self.config, emit=events.append)
+        self.note("dump", time.monotonic() - began, events, window=result.window_seconds, device=result.sizes.device,
+                  logical=result.sizes.logical, changed=result.sizes.changed, stored=result.sizes.stored)  # fmt: skip
+        return result
+
+    def restore(self, snapshot: str, **options: Any) -> icecore.Restored:
+        """Bring a snapshot back, and note what it took."""
+        events: list[Event] = []
+        began = time.monotonic()
+        chosen = icecore.RestoreOptions(**options)
+        restored = icecore.restore(snapshot, self.repository, chosen, config=self.config, emit=events.append)
+        running = time.monotonic() - began
+        restored.wait_resident(600)
+        self.note("restore", running, events, mode=chosen.mode)
+        return restored
+
+    def note(self, what: str, seconds: float, events: Sequence[Event], **more: Any) -> None:
+        """A row of the table."""
+        phases = {
+            event.name: round(float(event.fields["seconds"]), 3)  # type: ignore[arg-type]
+            for event in events
+            if event.fields.get("state") == "end" and "seconds" in event.fields
+        }
+        row = {"what": what, "seconds": round(seconds, 3), **more, "phases": phases}
+        self.rows.append(row)
+        print(json.dumps(row), flush=True)
+
+    @staticmethod
+    def tell(event: Event) -> None:
+        """Show an event."""
+        print(json.dumps(event.as_json(), default=str), flush=True)
+
+
+def lines(path: Path) -> list[str]:
+    """The whole lines of a file."""
+    try:
+        return path.read_text().split("\n")[:-1]
+    except FileNotFoundError:
+        return []
+
+
+def wait_lines(path: Path, count: int, what: Callable[[], str] = str, seconds: float = 180.0) -> list[str]:
+    """Wait until a file has that many lines.
+
+    Args:
+        what: Says more where it does not.
+    """
+    end = time.monotonic() + seconds
+    while len(found := lines(path)) < count:
+        if time.monotonic() > end:
+            raise TimeoutError(f"{path} has {len(found)} lines, not {count}: {what()}")
+        time.sleep(0.01)
+    return found
+
+
+def same(found: Sequence[str], wanted: Sequence[str]) -> None:
+    """Every line is the wanted one, bit for bit."""
+    if len(found) > len(wanted):
+        raise AssertionError(f"{len(found)} lines, of which {len(wanted)} are known")
+    for number, (one, other) in enumerate(zip(found, wanted, strict=False)):
+        assert one == other, f"line {number + 1}: {one!r}, not {other!r}"
