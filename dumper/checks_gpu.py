@@ -5,7 +5,6 @@ How each is found, and what was seen to happen without the check, is in docs/gpu
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 
 from icecore.dumper.checks import Refusal
@@ -13,7 +12,7 @@ from icecore.dumper.gpus import GpuLook, GpuProcess
 from icecore.dumper.look import Look
 from icecore.host import limits
 from icecore.host.cuda import nccl
-from icecore.host.cuda.driver import EXTRA_CURE
+from icecore.host.cuda.driver import EXTRA_CURE, has_bindings
 from icecore.host.cuda.inventory import Inventory
 
 LEAST_DRIVER = 570
@@ -39,7 +38,7 @@ def driver(found: Look) -> list[Refusal]:
                 f"install driver {LEAST_DRIVER} or newer",
             )
         ]
-    if found.gpus.backend.world is None and importlib.util.find_spec("cuda") is None:
+    if found.gpus.backend.world is None and not has_bindings():
         return [Refusal("gpu-driver", "cuda.bindings, which makes the driver's calls, is not installed", EXTRA_CURE)]
     return []
 

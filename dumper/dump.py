@@ -291,7 +291,7 @@ class _Dump:
                 window.begin()
                 if devices is not None:
                     devices.stop(window.left)
-                window.freeze(self._criu_command(images), streamed=streamed)
+                window.freeze(self._criu_command(images, devices is not None), streamed=streamed)
                 if streamed:
                     running.fields["streamed"] = receive(guard.pages(), self.criu.version, images, _STREAM_SECONDS)
                 running.fields["freeze_seconds"] = time.monotonic() - window.started
@@ -380,10 +380,21 @@ class _Dump:
             guess = int(found.private_bytes * _GUESS)
         else:
             guess = found.private_bytes
+        if found.gpus is not None:
+            guess += found.gpus.device_bytes  # no pre-copy sees it
         staging = self.storing.staging
         staging.reserve(min(staging.capacity, guess // (1 << 20) + 3 * self.threads))
 
-    def _criu_command(self, images: Path) -> list[str]:
+    def _plugins(self, images: Path, devices: bool) -> list[str]:
+        """Where CRIU takes its plugins from. With NVIDIA GPUs from nowhere, unless asked: a CUDA plugin would make the driver's calls a second time."""
+        folder = self.options.criu_plugins
+        if not folder and devices:
+            none = images / "no-plugins"
+            none.mkdir(exist_ok=True)
+            folder = str(none)
+        return ["--libdir", folder] if folder else []
+
+    def _criu_command(self, images: Path, devices: bool) -> list[str]:
         """CRIU's arguments; the guard fills in the descriptors."""
         own = dump_options(self.target.pid, self.target.record) if self.target.record else []
         arguments = DumpArguments(
@@ -398,7 +409,7 @@ class _Dump:
             extra=(
                 "--link-remap",
                 *(["--skip-in-flight"] if self.options.tcp == "close" else []),
-                *(["--libdir", self.options.criu_plugins] if self.options.criu_plugins else []),
+                *self._plugins(images, devices),
                 *own,
             ),
         )

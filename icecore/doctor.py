@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import sys
@@ -19,7 +18,7 @@ from icecore.errors import IcecoreError
 from icecore.host import limits, namespaces
 from icecore.host.criu import Criu, find_criu
 from icecore.host.cuda.backend import find_backend
-from icecore.host.cuda.driver import EXTRA_CURE
+from icecore.host.cuda.driver import EXTRA_CURE, has_bindings
 from icecore.host.cuda.job import private_root_lack
 from icecore.host.images import load_pycriu
 from icecore.host.userfaultfd import create
@@ -158,7 +157,7 @@ def _gpus() -> Iterator[Finding]:
         yield Finding("GPUs", "warning", f"{words}; some are divided (MIG), which cannot be checkpointed", "nvidia-smi -mig 0")
     else:
         yield Finding("GPUs", "good", words)
-    if backend.world is None and importlib.util.find_spec("cuda") is None:
+    if backend.world is None and not has_bindings():
         yield Finding("cuda.bindings", "bad", "not installed", EXTRA_CURE)
     lack = private_root_lack()
     yield Finding(

@@ -312,13 +312,22 @@ class _Run:
         own, prefix, descriptors = (
             (self.restoring.options, self.restoring.prefix, self.restoring.pass_fds) if self.restoring else ([], [], ())
         )
-        arguments = criu_arguments(manifest, self.options, own, held)
+        arguments = criu_arguments(manifest, self.options, [*own, *self._plugins(images)], held)
         if self.options.mode == "lazy":
             self.early = self.loop.run(workingset.recall(self.repository, manifest.lineage, self.snapshot))
         tree.filling.start(tree.filling.rows_at(self.early))
         with phase(self.emit, "restore.criu") as running:
             tree.build(criu, images, arguments, prefix, descriptors, self.options.criu_seconds)
             running.fields["faults"] = tree.daemon.faults
+
+    def _plugins(self, images: Path) -> list[str]:
+        """Where CRIU takes its plugins from. With NVIDIA GPUs from nowhere, unless asked: a CUDA plugin would make the driver's calls a second time."""
+        folder = self.options.criu_plugins
+        if not folder and self.devices is not None:
+            none = images.with_name("no-plugins")
+            none.mkdir(exist_ok=True)
+            folder = str(none)
+        return ["--libdir", folder] if folder else []
 
     def _fill(self, tree: Tree) -> None:
         """Wait until all memory is resident."""

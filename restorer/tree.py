@@ -50,11 +50,7 @@ def criu_arguments(
         shell_job="--shell-job" in manifest.criu_options,
         external_unix=True,
         verbosity=2,
-        extra=(
-            *(option for option in manifest.criu_options if option not in known),
-            *(["--libdir", options.criu_plugins] if options.criu_plugins else []),
-            *own,
-        ),
+        extra=(*(option for option in manifest.criu_options if option not in known), *own),
     )
 
 

@@ -7,6 +7,7 @@ processes at the same time. Driver 570 or newer; pairs of GPUs need 580.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import uuid
 from collections.abc import Mapping
 from types import ModuleType
@@ -100,6 +101,14 @@ class Driver:
 def uuid_bytes(text: str) -> bytes:
     """The 16 bytes of ``GPU-8-4-4-4-12``."""
     return uuid.UUID(text.removeprefix("GPU-")).bytes
+
+
+def has_bindings() -> bool:
+    """Whether cuda.bindings is installed; it is not loaded for that."""
+    try:
+        return importlib.util.find_spec("cuda.bindings") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _bindings() -> ModuleType:

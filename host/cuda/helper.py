@@ -228,6 +228,7 @@ def main() -> None:
         os.set_inheritable(descriptor, False)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("-900")
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # its processes may use any GPU, whatever its starter sees
     try:
         api = find_backend().connect()
     except IcecoreError as error:
