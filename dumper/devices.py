@@ -7,6 +7,7 @@ is lost, another one takes over.
 from __future__ import annotations
 
 import json
+import random
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -20,7 +21,10 @@ from icecore.host import procfs
 from icecore.host.cuda.api import DeviceError, HelperLost, LockTimeout, Placement, State
 from icecore.host.cuda.client import Helper, start_here
 
-LOCK_ATTEMPTS = 3
+#: Shares of the time that is allowed for a lock, one for each attempt. Ranks that wait for each other (one is locked, the other's collective is under
+#: way) never come to rest: with several processes the first attempts are short, and each begins at another point of their steps.
+LOCK_ONE = (1.0, 1.0, 1.0)
+LOCK_SEVERAL = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 _PAUSE_SECONDS = 0.2
 #: How much longer than the window the helper waits before it brings the processes back by itself.
 _GRACE_SECONDS = 2.0
@@ -114,16 +118,17 @@ class Devices:
     def _lock(self) -> None:
         """All or none. A rank that waits for one that is locked already never comes to rest: then all go on, and it is tried again."""
         with phase(self._emit, "dump.gpu.lock", processes=len(self.pids)) as running:
-            for attempt in range(1, LOCK_ATTEMPTS + 1):
+            shares = LOCK_SEVERAL if len(self.pids) > 1 else LOCK_ONE
+            for attempt, share in enumerate(shares, 1):
                 running.fields["attempts"] = attempt
-                failed = self._helper.lock(self.pids, self._lock_seconds)
+                failed = self._helper.lock(self.pids, self._lock_seconds * share)
                 if not failed:
                     return
                 timeouts = {pid: error for pid, error in failed.items() if isinstance(error, LockTimeout)}
-                if len(timeouts) < len(failed) or attempt == LOCK_ATTEMPTS:
+                if len(timeouts) < len(failed) or attempt == len(shares):
                     self._raise(failed, "locked")
                 self._raise(self._helper.unlock(pid for pid in self.pids if pid not in failed), "unlocked")
-                time.sleep(_PAUSE_SECONDS * attempt)
+                time.sleep(random.uniform(0.1, 1.0) * _PAUSE_SECONDS)
 
     def go(self) -> None:
         """Bring all back to running: CRIU has let go of them.

@@ -1,7 +1,7 @@
 """Device checkpointing through the NVIDIA driver; its rule: one process initialises CUDA once and makes all calls (`icecore.host.cuda.helper`).
 
-Uses ``cuda.bindings.driver`` (the extra ``icecore[gpu]``); it lets the interpreter's lock go during a call, so that threads call for several
-processes at the same time. Driver 570 or newer; pairs of GPUs need 580.
+Uses ``cuda.bindings.driver`` of 13.0 or newer (the extra ``icecore[gpu]``), which lets the interpreter's lock go during a call, so that threads call for
+several processes at the same time; 12.8 does not. Driver 570 or newer; pairs of GPUs need 580.
 """
 
 from __future__ import annotations
@@ -117,6 +117,6 @@ def _bindings() -> ModuleType:
     except ImportError as error:
         raise DriverMissing(f"cuda.bindings cannot be imported: {error}", cure=EXTRA_CURE) from error
     module: ModuleType = driver
-    if not hasattr(module, "cuCheckpointProcessLock"):
-        raise DriverMissing("this cuda.bindings knows no checkpointing", cure="pip install -U 'cuda-bindings>=12.8'")
+    if not hasattr(module, "CUcheckpointGpuPair"):
+        raise DriverMissing("this cuda.bindings is too old", cure="pip install -U 'cuda-bindings>=13'")
     return module

@@ -67,7 +67,8 @@ def test_another_gpu(lab: Lab) -> None:
 
 def test_two_instances_on_two_gpus(lab: Lab) -> None:
     needs(2)
-    job = lab.run("one", str(HERE / "driver_api.py"), "--out", "/dev/stdout")
+    # A network of its own: CUDA binds abstract unix sockets that carry its pid.
+    job = lab.run("one", str(HERE / "driver_api.py"), "--out", "/dev/stdout", network=True)
     wait_lines(job.log_path("stdout"), 50)
     snapshot = lab.dump("one").snapshot
     jobs = [lab.restore(snapshot, instance=f"copy-{number}", gpu_map={"0": str(number)}).job for number in (0, 1)]
