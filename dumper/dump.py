@@ -263,7 +263,7 @@ class _Dump:
             parent=self.target.parent,
             purpose="dump",
             streams=min(_MOST_STREAMS, len(found.processes)),
-            staging_bytes=self.options.staging_bytes,
+            staging_bytes=self._staging_bytes(found),
             threads=self.threads,
             encoders=self.encoders,
             link_rate=self.options.link_rate,
@@ -372,6 +372,13 @@ class _Dump:
             running.fields["changed"] = sum(c.changed for c in out.values())
         return out
 
+    def _staging_bytes(self, found: Look) -> int:
+        """The bound on staging. A checkpoint doubles device memory into the host's; what is staged of it comes out of what is left then."""
+        device = found.gpus.most_bytes if found.gpus is not None else 0
+        if not device:
+            return self.options.staging_bytes
+        return min(self.options.staging_bytes + device, max(0, limits.memory_available() - device) // 2)
+
     def _reserve(self, found: Look, copied: dict[int, PreCopied]) -> None:
         """Fault staging in before the window: as much as is likely to change, by what changed since the parent; without pre-copy nobody knows, so all."""
         if copied and self.storing.parent_id:
@@ -380,6 +387,10 @@ class _Dump:
             guess = int(found.private_bytes * _GUESS)
         else:
             guess = found.private_bytes
+        if found.gpus is not None:
+            # Pre-copy knows nothing of device memory: as much is taken to change as did in the parent.
+            parent = self.storing.parent
+            guess += min(found.gpus.most_bytes, parent.manifest.sizes.changed if parent else found.gpus.most_bytes)
         if found.gpus is not None:
             guess += found.gpus.device_bytes  # no pre-copy sees it
         staging = self.storing.staging

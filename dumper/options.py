@@ -14,7 +14,7 @@ class DumpOptions:
         job: Name of the job; its snapshots form the lineage. Empty: the name of the running job, or ``<command>-<pid>``.
         stop: End the tree once the snapshot is committed; it stays frozen until then and goes on if the commit fails.
         max_window: Seconds the job may stand still; past it the snapshot is abandoned and the job thawed. Does not apply to ``stop``.
-        staging_bytes: Bound on the memory that holds changed cells between the window and their storing.
+        staging_bytes: Bound on the memory that holds changed cells between the window and their storing; with GPUs their device memory comes on top.
         pre_copy: Scan the running job first, so that only what it changes meanwhile is left for the window. ``auto``: from 256 MiB of private memory on.
         files: Writable open files: ``content`` stores them, ``check`` records only size and mtime.
         with_files: Store the content of read-only open files too.

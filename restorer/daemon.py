@@ -176,7 +176,8 @@ class Daemon:
             self._failed(error)
 
     def _round(self) -> None:
-        timeout = 1 if self._again else None
+        # What the guard said while it was asked for events does not show in a poll.
+        timeout = 0 if self._guard.waiting() else 1 if self._again else None
         for descriptor, _ in self._poll.poll(timeout):
             if descriptor == self._guard.fileno():
                 self._hear()

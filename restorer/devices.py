@@ -1,8 +1,9 @@
-"""The device memory of a restore: each process is handed to the driver once its part of it is resident; its rule: all go on together, or none does."""
+"""The device memory of a restore: the driver moves it on while it is still being fetched; its rule: all go on together, or none does.
+
+The driver reads from the lowest address on, and waits in a page fault where it overtakes the fetching, which goes in the same order."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
@@ -40,7 +41,6 @@ class Devices:
     def bring_back(
         self,
         below: int,
-        resident: Mapping[int, threading.Event],
         sizes: Mapping[int, int],
         failure: Callable[[], BaseException | None],
     ) -> None:
@@ -48,7 +48,6 @@ class Devices:
 
         Args:
             below: An ancestor of the tree's processes, host pid.
-            resident: Image id → set once the process's device memory is in its own memory.
             sizes: Image id → how many bytes that are.
             failure: What has broken the restore meanwhile; then this gives up.
 
@@ -61,10 +60,6 @@ class Devices:
         failed: list[DeviceError] = []
 
         def one(image: int) -> None:
-            there = resident.get(image)
-            while there is not None and not there.wait(_POLL_SECONDS):
-                if failure() is not None:
-                    return
             future = self._helper.begin_restore(pids[image], self._plan.processes[image])
             while failure() is None:
                 try:

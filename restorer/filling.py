@@ -20,6 +20,8 @@ from icecore.store.backend import Backend
 from icecore.store.cell import CELL, Records
 from icecore.store.loop import LoopThread
 
+_POLL_SECONDS = 0.2
+
 
 class Filling:
     """Fills a tree.
@@ -32,6 +34,7 @@ class Filling:
         limits: Threads, memory, patience.
         loop: Where the repository lives.
         failed: Told once, from whatever thread, that the tree must die, and why.
+        device_first: Device memory before the host's, or after it.
     """
 
     def __init__(
@@ -43,6 +46,8 @@ class Filling:
         limits: Limits,
         loop: LoopThread,
         failed: Callable[[BaseException], None],
+        *,
+        device_first: bool = True,
     ) -> None:
         self._failed = failed
         families: dict[int, Family] = {}
@@ -57,14 +62,14 @@ class Filling:
             self._family_of.extend([len(self._families)] * len(family))
             self._families.append(family)
         self._rows = [(self._first[family.process], len(family)) for family in self._families]
-        #: Process → set once its device memory is resident; for those that have none, too.
-        self.device_resident: dict[int, threading.Event] = {part.process: threading.Event() for part in memory}
-        self._device = {part.process: set(np.flatnonzero(part.device).tolist()) for part in memory}
-        self._device_left = {process: set(rows) for process, rows in self._device.items()}
+        self._device_first = device_first
+        #: A byte for each cell: 1 while it is the host's and not placed; and how many are.
+        self._host = bytearray(b"".join((~part.device).tobytes() for part in memory))
+        self._host_left = sum(self._host)
         self._counting = threading.Lock()
-        for process, rows in self._device.items():
-            if not rows:
-                self.device_resident[process].set()
+        self._host_resident = threading.Event()
+        if not self._host_left:
+            self._host_resident.set()
         parts = [part.cells.records for part in memory]
         records: Records = np.concatenate(parts) if parts else np.empty(0, CELL)
         self._fetcher = Fetcher(
@@ -95,6 +100,15 @@ class Filling:
             if len(family) and not family.members:
                 raise RestoreFailed(f"CRIU handed over no userfaultfd of process {family.process}")
         self._fetcher.open()
+
+    def wait_for_host(self) -> None:
+        """Wait until all that is no device memory is resident.
+
+        Raises:
+            Whatever prevents it.
+        """
+        while not self._host_resident.wait(_POLL_SECONDS) and not self._fetcher.wait(0):
+            pass
 
     def complete(self, progress: Progress, seconds: float | None = None) -> None:
         """Wait until everything is resident and every descriptor is closed.
@@ -139,12 +153,13 @@ class Filling:
         early = list(dict.fromkeys(self._first[process] + row for process, row in first))
         taken = set(early)
         device, host = [], []
-        for family, (start, count) in zip(self._families, self._rows, strict=True):
-            own = self._device[family.process]
-            device.append([start + row for row in sorted(own) if start + row not in taken])
-            host.append([row for row in range(start, start + count) if row not in taken and row - start not in own])
-        # The driver moves device memory on while the rest is still being fetched.
-        return early + [row for parts in (device, host) for row in interleave([part for part in parts if part])]
+        host_row = bytes(self._host)
+        for start, count in self._rows:
+            rows = [row for row in range(start, start + count) if row not in taken]
+            device.append([row for row in rows if not host_row[row]])
+            host.append([row for row in rows if host_row[row]])
+        kinds = (device, host) if self._device_first else (host, device)
+        return early + [row for parts in kinds for row in interleave([part for part in parts if part])]
 
     def _urgent(self, family: Family, row: int) -> None:
         self._fetcher.urgent(self._first[family.process] + row)
@@ -153,12 +168,12 @@ class Filling:
         number = self._family_of[row]
         family, own = self._families[number], row - self._rows[number][0]
         family.fill(own, data)
-        left = self._device_left[family.process]
-        if own in left and not family.misses(own):
-            with self._counting:
-                left.discard(own)
-                if not left:
-                    self.device_resident[family.process].set()
+        if self._host[row] and not family.misses(own):
+            with self._counting:  # two workers may have placed it, one for a fault
+                self._host_left -= self._host[row]
+                self._host[row] = 0
+                if not self._host_left:
+                    self._host_resident.set()
 
     def _needed(self, row: int) -> bool:
         number = self._family_of[row]

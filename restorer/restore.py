@@ -8,7 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -233,7 +233,17 @@ class _Run:
             memory = self._write_files(manifest, images, criu, requirements, running)
         what = f"the restore of snapshot {self.snapshot}"
         backend = self.repository.backend
-        self.tree = Tree(what, self.guard, work, memory.lazy, backend, self.reader, self.limits, self.loop)
+        self.tree = Tree(
+            what,
+            self.guard,
+            work,
+            memory.lazy,
+            backend,
+            self.reader,
+            self.limits,
+            self.loop,
+            device_first=options.mode == "lazy",
+        )
         self._build(self.tree, manifest, criu, images)
         if options.mode == "full":
             return self._resume_when_resident(self.tree)
@@ -344,12 +354,28 @@ class _Run:
             }
 
     def _resume_when_resident(self, tree: Tree) -> Restored:
-        self._fill(tree)
-        pid = tree.resume(self.options.criu_seconds)
-        self._bring_devices_back(tree)
+        if self.devices is None:
+            self._fill(tree)
+            pid = tree.resume(self.options.criu_seconds)
+        else:
+            pid = self._resume_before_devices(tree)
         restored = self._running(pid)
         self._resident(tree, restored)
         return restored
+
+    def _resume_before_devices(self, tree: Tree) -> int:
+        """The tree runs, but for its CUDA calls, once the host's memory is there, and the driver moves device memory on as it comes."""
+        with ThreadPoolExecutor(1, "fill") as pool:
+            filled = pool.submit(self._fill, tree)
+            try:
+                tree.filling.wait_for_host()
+                pid = tree.resume(self.options.criu_seconds)
+                self._bring_devices_back(tree)
+            except BaseException as error:
+                tree.filling.fail(error)
+                raise
+            filled.result()
+        return pid
 
     def _return_while_filling(self, tree: Tree, manifest: Manifest, images: Path) -> Restored:
         pid = tree.running(self.options.criu_seconds)

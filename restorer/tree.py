@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,7 @@ from icecore.store.loop import LoopThread
 from icecore.store.manifest import Manifest
 
 _KILL_SECONDS = 60.0
+_POLL_SECONDS = 0.2
 # CRIU goes on when the script fails, and reading ends when the writer dies: only the word itself lets the tree go.
 _HOLD = """#!/bin/sh
 [ "$CRTOOLS_SCRIPT_ACTION" = pre-resume ] || exit 0
@@ -66,6 +68,7 @@ class Tree:
         decoder: Decodes and verifies them.
         limits: Threads, memory, patience.
         loop: Where the repository lives.
+        device_first: Fetch device memory before the host's.
 
     Attributes:
         failure: What broke first, once something has; the tree is killed then.
@@ -81,12 +84,14 @@ class Tree:
         decoder: Decoder,
         limits: Limits,
         loop: LoopThread,
+        *,
+        device_first: bool = False,
     ) -> None:
         self._what = what
         self._guard = guard
         self._work = work
         self._pid_file = work / "restored.pid"
-        self.filling = Filling(guard, memory, backend, decoder, limits, loop, self._failed)
+        self.filling = Filling(guard, memory, backend, decoder, limits, loop, self._failed, device_first=device_first)
         self.daemon = self.filling.daemon
         self.failure: BaseException | None = None
         self._lock = threading.Lock()
@@ -137,8 +142,12 @@ class Tree:
 
     def running(self, seconds: float) -> int:
         """Wait until CRIU has ended and the tree runs; the root's pid."""
-        if not self.daemon.wait_for(lambda d: d.criu_status is not None, seconds):
-            raise RestoreFailed(f"CRIU did not end within {seconds:.0f} s after it built the tree")
+        end = time.monotonic() + seconds
+        while not self.daemon.wait_for(lambda d: d.criu_status is not None, _POLL_SECONDS):
+            if self.failure is not None:  # the tree was killed meanwhile, CRIU with it
+                raise self.failure
+            if time.monotonic() > end:
+                raise RestoreFailed(f"CRIU did not end within {seconds:.0f} s after it built the tree")
         if self.daemon.criu_status != 0:
             raise self._explain()
         try:
@@ -153,7 +162,7 @@ class Tree:
         return RestoreFailed(f"{message} (criu's exit status {self.daemon.criu_status}{why})", cure=cure)
 
     def bring_devices_back(self, devices: Devices, sizes: Mapping[int, int]) -> None:
-        """Have the driver restore the device memory of a running tree, of each process once it is there.
+        """Have the driver restore the device memory of a running tree, while it is being filled.
 
         Args:
             sizes: Image id → bytes of it.
@@ -161,7 +170,7 @@ class Tree:
         Raises:
             RestoreFailed: It could not, or the filling broke.
         """
-        devices.bring_back(self._guard.pid, self.filling.device_resident, sizes, lambda: self.failure)
+        devices.bring_back(self._guard.pid, sizes, lambda: self.failure)
 
     # -- letting it go ------------------------------------------------------------------------------------------------
 
