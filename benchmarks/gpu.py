@@ -26,6 +26,7 @@ from rich.console import Console
 
 from benchmarks.common import Result, Rounds, progress, scratch, show, write
 from benchmarks.jobs import criu_run
+from benchmarks.reserve import Reserve
 from benchmarks.worker import Worker
 from icecore.host import procfs
 from icecore.host.criu import Criu, find_criu
@@ -130,36 +131,44 @@ def workers_of(root: int) -> list[int]:
 def measure(gib: float, gpus: int, rounds: int) -> list[Result]:
     """All figures; ``gib`` of device memory on each of ``gpus``."""
     criu, calls, found = find_criu(), Calls(), Rounds()
-    with scratch(PART) as folder, Job(folder, gib, gpus) as job, Worker() as worker:
+    # The largest step takes the driver's copy in the host's memory, as much staging, and as much in the repository.
+    size = int(gib * gpus * GIB)
+    with scratch(PART) as folder, Job(folder, gib, gpus) as job, Reserve(2 * size + 4 * GIB) as reserve, Worker() as worker:
         job.wait_step(0)
         worker.ask("open", path=str(folder / "repository"), create=True)
-        # The host's memory is touched once before anything counts.
-        progress("gpu: the first dump, not counted")
-        _dump(worker, job, Rounds(), "first")
+        progress("gpu: the first dump")
+        _dump(worker, job, reserve, found, "first")
         number = 0
         for turn in range(rounds):
             progress(f"gpu: round {turn + 1} of {rounds}")
             pids = workers_of(job.pid)
-            found.add("driver out", calls.stop(pids))
+            with reserve.lent():
+                found.add("driver out", calls.stop(pids))
             found.add("driver back", calls.go(pids))
-            _criugpu_dump(criu, calls, job, folder, found)
+            _criugpu_dump(criu, calls, job, reserve, folder, found)
+            if turn < rounds - 1:
+                shutil.rmtree(folder / "images")
             for case, share in CASES.items():
+                if share == 1.0 and turn:
+                    continue  # once: each takes as much room in the repository
                 number += 1
                 job.change(number, share)
-                _dump(worker, job, found, case)
+                _dump(worker, job, reserve, found, case)
         progress("gpu: restores")
-        snapshot = worker.ask("dump", pid=job.pid, job="gpu", stop=True)["snapshot"]
+        with reserve.lent():
+            snapshot = worker.ask("dump", pid=job.pid, job="gpu", stop=True)["snapshot"]
         job.process.wait(60)
         for _ in range(rounds):
             for mode in ("full", "lazy"):
-                _restore(worker, job, snapshot, mode, found)
+                _restore(worker, job, reserve, snapshot, mode, found)
         with plain_criu.adopting():
-            _criugpu_restore(criu, calls, job, folder, found)
+            _criugpu_restore(criu, calls, job, reserve, folder, found)
     return _results(found, gib, gpus)
 
 
-def _dump(worker: Worker, job: Job, found: Rounds, name: str) -> None:
-    done = worker.ask("dump", pid=job.pid, job="gpu", max_window=600.0, staging_bytes=24 * GIB)
+def _dump(worker: Worker, job: Job, reserve: Reserve, found: Rounds, name: str) -> None:
+    with reserve.lent():
+        done = worker.ask("dump", pid=job.pid, job="gpu", max_window=600.0)
     phases: dict[str, float] = {k.removeprefix("dump.gpu."): v for k, v in done["phases"].items() if "gpu" in k}
     found.add(f"window {name}", done["window"])
     found.add(f"driver of {name}", sum(phases.values()))
@@ -169,19 +178,22 @@ def _dump(worker: Worker, job: Job, found: Rounds, name: str) -> None:
     progress(f"gpu: {name}: window {done['window']:.2f} s, {phases}, {done}")
 
 
-def _criugpu_dump(criu: Criu, calls: Calls, job: Job, folder: Path, found: Rounds) -> None:
+def _criugpu_dump(
+    criu: Criu, calls: Calls, job: Job, reserve: Reserve, folder: Path, found: Rounds
+) -> None:
     images = folder / "images"
     shutil.rmtree(images, ignore_errors=True)
     images.mkdir()
     pids = workers_of(job.pid)
-    began = time.perf_counter()
-    calls.stop(pids)
-    try:
-        command: list[str | Path] = [criu.path, "dump", "-t", str(job.pid), "-D", images, "-o", "dump.log", "-v1"]
-        criu_run([*command, "--leave-running", *_CRIU], images / "dump.log")
-    finally:
-        calls.go(pids)
-    found.add("criugpu window", time.perf_counter() - began)
+    with reserve.lent():
+        began = time.perf_counter()
+        calls.stop(pids)
+        try:
+            command: list[str | Path] = [criu.path, "dump", "-t", str(job.pid), "-D", images, "-o", "dump.log", "-v1"]
+            criu_run([*command, "--leave-running", *_CRIU], images / "dump.log")
+        finally:
+            calls.go(pids)
+        found.add("criugpu window", time.perf_counter() - began)
 
 
 def _kill(pid: int) -> list[int]:
@@ -205,9 +217,10 @@ def _gone(pids: list[int]) -> None:
         time.sleep(0.01)
 
 
-def _restore(worker: Worker, job: Job, snapshot: str, mode: str, found: Rounds) -> None:
-    done = worker.ask("restore", snapshot=snapshot, mode=mode)
-    step = job.wait_step(done["called_ns"])
+def _restore(worker: Worker, job: Job, reserve: Reserve, snapshot: str, mode: str, found: Rounds) -> None:
+    with reserve.lent():
+        done = worker.ask("restore", snapshot=snapshot, mode=mode)
+        step = job.wait_step(done["called_ns"])
     found.add(f"{mode} step", (step - done["called_ns"]) / 1e9)
     at = {name: round(seconds / 1e9, 3) for name, seconds in done["at"].items()}
     progress(f"gpu: restore {mode}: progress after {(step - done['called_ns']) / 1e9:.2f} s, {at}")
@@ -217,13 +230,16 @@ def _restore(worker: Worker, job: Job, snapshot: str, mode: str, found: Rounds) 
     _gone(pids)
 
 
-def _criugpu_restore(criu: Criu, calls: Calls, job: Job, folder: Path, found: Rounds) -> None:
+def _criugpu_restore(
+    criu: Criu, calls: Calls, job: Job, reserve: Reserve, folder: Path, found: Rounds
+) -> None:
     images = folder / "images"
-    called = time.time_ns()
-    pid = plain_criu.restore(criu.path, images, _CRIU, _SECONDS)
-    built = time.time_ns()
-    found.add("driver restore", calls.go(workers_of(pid)))
-    found.add("criugpu step", (job.wait_step(called) - called) / 1e9)
+    with reserve.lent():
+        called = time.time_ns()
+        pid = plain_criu.restore(criu.path, images, _CRIU, _SECONDS)
+        built = time.time_ns()
+        found.add("driver restore", calls.go(workers_of(pid)))
+        found.add("criugpu step", (job.wait_step(called) - called) / 1e9)
     progress(f"gpu: CRIUgpu: built after {(built - called) / 1e9:.2f} s")
     _gone(_kill(pid))
 

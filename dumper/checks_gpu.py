@@ -69,6 +69,28 @@ ipc = _each(
     "process {pid} shares device memory or events by CUDA IPC, which this driver can checkpoint but not restore",
     f"start it without (torch.multiprocessing with CPU tensors; vLLM: --disable-custom-all-reduce), or install driver {_IPC_DRIVER} or newer",
 )
+
+
+def shared(found: Look) -> list[Refusal]:
+    """Several processes on one GPU may have memory of each other's through CUDA IPC. The importer shows no sign of that, and is lost."""
+    gpus = found.gpus
+    if gpus is None or gpus.inventory is None or gpus.inventory.branch >= _IPC_DRIVER or found.options.gpu_shared:
+        return []
+    users: dict[str, list[int]] = {}
+    for process in gpus.processes:
+        for uuid in process.contexts:
+            users.setdefault(uuid, []).append(process.pid)
+    return [
+        Refusal(
+            "gpu-shared",
+            f"processes {', '.join(map(str, pids))} use the GPU {uuid}: if they share memory by CUDA IPC, which cannot be seen, this driver can checkpoint but not restore them",
+            f"if they share none, say so with --gpu-shared; else give each a GPU of its own, or install driver {_IPC_DRIVER} or newer",
+        )
+        for uuid, pids in users.items()
+        if len(pids) > 1
+    ]
+
+
 mps = _each(
     "gpu-mps",
     lambda process, _: process.mps,

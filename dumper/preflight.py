@@ -37,6 +37,7 @@ CHECKS: tuple[Check, ...] = (
     checks_gpu.driver,
     checks_gpu.managed,
     checks_gpu.ipc,
+    checks_gpu.shared,
     checks_gpu.mps,
     checks_gpu.mig,
     checks_gpu.transports,

@@ -161,6 +161,7 @@ class DumpSettings:
     link_rate: int = _setting(0, SIZE)
     workdir: str = _setting("/dev/shm", TEXT)
     gpu_lock: float = _setting(10.0, SECONDS)
+    gpu_shared: bool = _setting(False, SWITCH)
     criu_plugins: str = _setting("", TEXT)
     before: str = _setting("", TEXT)
     after: str = _setting("", TEXT)

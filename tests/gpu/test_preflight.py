@@ -74,6 +74,14 @@ def test_memory_that_the_driver_cannot_move(launch: Launch, world: World) -> Non
                 path.unlink()
 
 
+def test_processes_that_share_a_gpu(launch: Launch, world: World) -> None:
+    target = launch([GPUS[0], GPUS[0]])
+    assert "--gpu-shared" in refusals(target)["gpu-shared"]
+    assert refusals(target, gpu_shared=True) == {}
+    inventory(driver="610.20")(world)
+    assert refusals(target) == {}
+
+
 SETTINGS: dict[str, tuple[dict[str, str], list[str]]] = {
     "nothing": ({}, ["NCCL_P2P_DISABLE=1", "NCCL_CUMEM_HOST_ENABLE=0", "NCCL_NVLS_ENABLE=0", "NCCL_RAS_ENABLE=0"]),
     "what run --gpu sets": (dict(nccl.SNAPSHOTABLE), []),
