@@ -83,7 +83,8 @@ def shared(found: Look) -> list[Refusal]:
     return [
         Refusal(
             "gpu-shared",
-            f"processes {', '.join(map(str, pids))} use the GPU {uuid}: if they share memory by CUDA IPC, which cannot be seen, this driver can checkpoint but not restore them",
+            f"processes {', '.join(map(str, pids))} use the GPU {uuid}: memory that they share by CUDA IPC, which cannot be seen, this driver does "
+            "not restore",
             f"if they share none, say so with --gpu-shared; else give each a GPU of its own, or install driver {_IPC_DRIVER} or newer",
         )
         for uuid, pids in users.items()
