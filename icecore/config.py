@@ -223,11 +223,15 @@ class Config:
     Attributes:
         repository: Where snapshots are kept when ``--repository`` does not say; empty: it has to.
         criu: The CRIU to use; empty: the one that tools/install-criu installed, else the one in PATH.
+        passphrase_file: A file that holds the passphrase of an encrypted repository.
+        passphrase_command: A shell command that prints it.
         state: Directory of the jobs of this node and of what is remembered of repositories; empty: /var/lib/icecore, or below
             ~/.local/state for others than root.
     """
 
     repository: str = _setting("", TEXT)
+    passphrase_file: str = _setting("", TEXT)
+    passphrase_command: str = _setting("", TEXT)
     criu: str = _setting("", TEXT)
     state: str = _setting("", TEXT)
     dump: DumpSettings = DumpSettings()

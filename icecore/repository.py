@@ -11,8 +11,10 @@ from icecore import addressing, difference
 from icecore.difference import Difference
 from icecore.errors import UsageError
 from icecore.events import Sink, discard
+from icecore.passphrase import Passphrase, current
 from icecore.places import backend_at, state_directory
-from icecore.store import forget
+from icecore.store import forget, keychain
+from icecore.store import slots as slot_changes
 from icecore.store.backend import Backend
 from icecore.store.check import Report, check
 from icecore.store.forget import Decision, Policy
@@ -26,6 +28,7 @@ from icecore.store.loop import LoopThread
 from icecore.store.manifest import Manifest
 from icecore.store.reader import SnapshotReader
 from icecore.store.repository import Repository as Core
+from icecore.store.slots import Cost, Slot, Slots
 from icecore.store.state import SnapshotRecord
 from icecore.store.watermark import FileWatermark
 
@@ -47,30 +50,46 @@ class Repository:
         self.loop = loop
 
     @classmethod
-    def open(cls, location: str | os.PathLike[str], *, state: str = "", emit: Sink = discard) -> Repository:
+    def open(
+        cls,
+        location: str | os.PathLike[str],
+        *,
+        passphrase: Passphrase | None = None,
+        state: str = "",
+        emit: Sink = discard,
+    ) -> Repository:
         """Open the repository at a location.
 
         Args:
             location: Its directory.
+            passphrase: Gives it, if the repository is encrypted; None: ICECORE_PASSPHRASE_FILE, …_COMMAND, ICECORE_PASSPHRASE, or the terminal.
             state: Directory in which the newest state seen is remembered, so that an older one shown later is an error. Empty: this node's.
             emit: Gets the events of everything done through it.
 
         Raises:
             NotFound: There is none.
+            WrongPassphrase: It is encrypted, and there is no passphrase or a wrong one.
             RollbackDetected: It shows an older state than this node has seen (raised by whatever reads the state first).
             FormatTooNew: A later version of icecore wrote it.
         """
         backend = backend_at(os.fspath(location))
-        return cls._make(backend, state, lambda: Core.open(backend, emit=emit))
+        return cls._make(backend, state, lambda: Core.open(backend, passphrase=passphrase or current(), emit=emit))
 
     @classmethod
     def create(
-        cls, location: str | os.PathLike[str], *, shard_bytes: int = 64 << 20, state: str = "", emit: Sink = discard
+        cls,
+        location: str | os.PathLike[str],
+        *,
+        shard_bytes: int = 64 << 20,
+        passphrase: Passphrase | None = None,
+        state: str = "",
+        emit: Sink = discard,
     ) -> Repository:
         """Make a repository at a location; the directory is made where it is missing.
 
         Args:
             shard_bytes: Size in bytes at which an object of chunks is closed: 1 MiB to 1 GiB.
+            passphrase: Encrypt it; what this gives opens it. None: it is not encrypted.
             state, emit: As in `open`.
 
         Raises:
@@ -79,7 +98,7 @@ class Repository:
         if not 1 << 20 <= shard_bytes <= 1 << 30:
             raise UsageError(f"shards of {shard_bytes} bytes", cure="use 1 MiB to 1 GiB; 64 MiB serves well")
         backend = backend_at(os.fspath(location), create=True)
-        return cls._make(backend, state, lambda: Core.create(backend, Parameters(shard_bytes), emit=emit))
+        return cls._make(backend, state, lambda: Core.create(backend, Parameters(shard_bytes), passphrase=passphrase, emit=emit))
 
     @classmethod
     def _make(cls, backend: Backend, state: str, make: Callable[[], Coroutine[Any, Any, Core]]) -> Repository:
@@ -209,6 +228,57 @@ class Repository:
             What was found; damage is reported, not raised.
         """
         return self.loop.run(check(self.core, read_data=read_data, register=register))
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether it takes a passphrase to open it."""
+        return self.core.keys.encrypted
+
+    def key_slots(self) -> list[Slot]:
+        """The slots of an encrypted repository: each opens with a passphrase of its own.
+
+        Raises:
+            UsageError: It is not encrypted.
+        """
+        found = self.loop.run(keychain.newest(self.core.backend)).slots
+        if found is None:
+            raise UsageError(f"{self.location} is not encrypted", cure="'icecore init --encrypt' makes one that is")
+        return found.slots
+
+    def add_passphrase(self, label: str, passphrase: bytes) -> list[Slot]:
+        """Let a further passphrase open the repository; returns the slots that there are now.
+
+        Raises:
+            UsageError: The label is taken, the passphrase is too short, or the repository is not encrypted.
+        """
+        return self._change_slots(lambda slots: slot_changes.add(slots, self.core.keys.secret, passphrase, label, Cost()))
+
+    def remove_passphrase(self, which: str) -> list[Slot]:
+        """Let a passphrase, given by its slot's label or id, open it no longer. Who has had it may have kept what it opens: the data is as before.
+
+        Raises:
+            NotFound: There is no such slot.
+            UsageError: It is the only one, or the repository is not encrypted.
+        """
+        return self._change_slots(lambda slots: slot_changes.remove(slots, self.core.keys.secret, which))
+
+    def change_passphrase(self, which: str, passphrase: bytes) -> list[Slot]:
+        """Put another passphrase in the place of one, given by its slot's label or id (empty: of the only one).
+
+        Raises:
+            NotFound: There is no such slot.
+            UsageError: There are several and none is named, the passphrase is too short, or the repository is not encrypted.
+        """
+
+        def edit(slots: Slots) -> Slots:
+            if not which and len(slots.slots) > 1:
+                raise UsageError(f"there are {len(slots.slots)} slots", cure="name one; 'icecore key list' lists them")
+            return slot_changes.rotate(slots, self.core.keys.secret, which or slots.slots[0].id, passphrase, Cost())
+
+        return self._change_slots(edit)
+
+    def _change_slots(self, edit: Callable[[Slots], Slots]) -> list[Slot]:
+        return self.loop.run(keychain.change(self.core.backend, self.core.keys, edit)).slots
 
     def _record(self, snapshot: str | SnapshotRecord) -> SnapshotRecord:
         return snapshot if isinstance(snapshot, SnapshotRecord) else self.find(snapshot)

@@ -11,6 +11,7 @@ from icecore.events import Event, Sink
 from icecore.store import codec, delta
 from icecore.store.cell import BITMAP_BYTES, PAGE
 from icecore.store.chunk import align, chunk_id, pages_of
+from icecore.store.cipher import open_piece, overhead
 from icecore.store.codec import Buffer
 from icecore.store.names import object_name
 from icecore.store.pool import SAMPLE_BYTES, Scratch
@@ -70,7 +71,7 @@ class Deltas:
         key: The repository's chunk key.
         objective: As for full forms.
         emit: Told when a base turns out damaged (``store.base_damaged``); the chunk is then stored in full.
-        peek: Whether small reads are cheap, so that a look at some pages pays.
+        peek: Whether small reads are cheap and possible (an encrypted chunk is read as a whole), so that a look at some pages pays.
     """
 
     def __init__(
@@ -176,9 +177,25 @@ class Deltas:
         made = self._made.get(previous.chunk)
         if made is not None:
             return made
+        if overhead(self._key):
+            return delta.base_bitmap(self._opened(previous.chunk, own, scratch, scratch.plain))
         head = scratch.stored[:BITMAP_BYTES]
         self._fetch(own.shard, own.offset, head)
         return delta.base_bitmap(head)
+
+    def _opened(self, chunk: bytes, place: Place, scratch: Scratch, out: memoryview) -> memoryview:
+        """The stored form of an encrypted chunk.
+
+        Raises:
+            Damaged: It is not what was encrypted for that place.
+        """
+        name = object_name("shard", place.shard)
+        stored = scratch.stored[: place.length]
+        self._fetch(place.shard, place.offset, stored)
+        try:
+            return open_piece(self._key, name, place.offset, chunk, stored, out)
+        except ValueError as error:
+            raise Damaged("chunk", chunk.hex(), f"{error} (in {name})") from error
 
     def _look(self, region: int, data: memoryview, place: Place, scratch: Scratch) -> float | None:
         """How long a delta would be, from a few of the base's pages; None where such a look is not possible or not cheap."""
@@ -203,7 +220,11 @@ class Deltas:
         """The base's bytes, as they were read."""
         content = scratch.base[: pages_of(theirs) * PAGE]
         try:
-            if place.codec == codec.RAW and place.length == len(content):
+            if overhead(self._key):
+                if place.codec == codec.RAW:
+                    return self._whole(base, self._opened(base, place, scratch, content), content)
+                codec.decode(place.codec, self._opened(base, place, scratch, scratch.plain), content)
+            elif place.codec == codec.RAW and place.length == len(content):
                 self._fetch(place.shard, place.offset, content)
             else:
                 stored = scratch.stored[: place.length]
@@ -211,6 +232,11 @@ class Deltas:
                 codec.decode(place.codec, stored, content)
         except ValueError as error:
             raise Damaged("chunk", base.hex(), f"{error} (in {object_name('shard', place.shard)})") from error
+        return content
+
+    def _whole(self, base: bytes, opened: memoryview, content: memoryview) -> memoryview:
+        if len(opened) != len(content):
+            raise Damaged("chunk", base.hex(), f"{len(opened)} raw bytes where {len(content)} belong")
         return content
 
 

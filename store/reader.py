@@ -15,6 +15,7 @@ from icecore.store import codec, delta
 from icecore.store.cell import PAGE, Records
 from icecore.store.cellmap import NodeDecoder, parse_refs
 from icecore.store.chunk import chunk_id, pages_of
+from icecore.store.cipher import encryption_of, open_piece
 from icecore.store.keys import Keys
 from icecore.store.manifest import Manifest, Space
 from icecore.store.names import object_name
@@ -78,6 +79,7 @@ class ChunkDecoder:
 
     def __init__(self, key: bytes) -> None:
         self._key = key
+        self._encrypted = encryption_of(key) is not None
 
     def decode(
         self,
@@ -97,7 +99,7 @@ class ChunkDecoder:
             scratch: The thread's own.
 
         Returns:
-            Verified bytes: the beginning of ``out``, or ``stored`` itself where that is raw (then ``out`` is untouched).
+            Verified bytes: the beginning of ``out``, or ``stored`` itself where that is raw and not encrypted (then ``out`` is untouched).
 
         Raises:
             Damaged: Names the chunk (the cell's or the base's) and its shard.
@@ -107,7 +109,12 @@ class ChunkDecoder:
         number = row.stored.place.codec
         if not size:
             return out[:0]
+        if self._encrypted and number != codec.ZERO:
+            # Raw bytes are decrypted to where they are wanted.
+            stored = self._open(row.chunk, row.stored.place, stored, out[:size] if number == codec.RAW else scratch.plain)
         if number & codec.DELTA:
+            if self._encrypted and base_stored is not None:
+                base_stored = self._open(row.stored.base, row.stored.base_place, base_stored, scratch.own)
             return self._decode_delta(row, size, stored, base_stored, out, scratch)
         if number == codec.RAW:
             if len(stored) != size:
@@ -119,6 +126,14 @@ class ChunkDecoder:
         if chunk_id(self._key, row.data, content) != row.chunk:
             raise _damaged(row.chunk, row.stored.place, "its bytes do not have its id")
         return content
+
+    def _open(self, chunk: bytes, place: Place, stored: memoryview, out: memoryview) -> memoryview:
+        try:
+            return open_piece(
+                self._key, object_name("shard", place.shard), place.offset, chunk, stored, out
+            )
+        except ValueError as error:
+            raise _damaged(chunk, place, str(error)) from error
 
     def _decode_delta(
         self, row: Row, size: int, stored: memoryview, base_stored: memoryview | None, out: memoryview, scratch: Scratch
@@ -250,7 +265,7 @@ class SnapshotReader:
         stored = self._fetch(row.chunk, place, scratch.stored)
         base_stored = None
         if place.codec & codec.DELTA:
-            base_stored = self._fetch(row.stored.base, base_place, scratch.own)
+            base_stored = self._fetch(row.stored.base, base_place, scratch.base_stored)
         return self._decoder.decode(row, stored, base_stored, out, scratch)
 
     def read_into(self, name: str, offset: int, out: memoryview) -> None:

@@ -46,7 +46,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
 
 def encode_heartbeat(beat: Heartbeat, key: bytes) -> bytes:
     """The object of ``beat``."""
-    return seal(BEAT_KIND, msgspec.msgpack.encode(beat), key).data
+    return seal(BEAT_KIND, msgspec.msgpack.encode(beat), key, heartbeat_name(beat.session, beat.sequence)).data
 
 
 def decode_heartbeat(name: str, data: bytes, key: bytes) -> Heartbeat:
