@@ -184,7 +184,7 @@ def restore(
     config = config or load()
     options = options or restore_options(config)
     with ExitStack() as stack:
-        opened = _opened(repository, config, emit, stack)
+        opened = _opened(repository, config, emit, stack).holder(snapshot)
         record = opened.find(snapshot)
         restored = _restore(
             opened.core,
@@ -226,6 +226,7 @@ def check_restore(
     """
     config = config or load()
     options = options or restore_options(config)
+    repository = repository.holder(snapshot)
     return _check(repository.core, repository.loop, repository.find(snapshot).snapshot, options, criu=criu_of(config))
 
 
@@ -255,6 +256,9 @@ def _opened(
     if isinstance(repository, Repository):
         return repository
     location = os.fspath(repository) or config.repository
-    return stack.enter_context(Repository.open(location, passphrase=passphrase.current(config), state=config.state, emit=emit))
+    given = passphrase.current(config)
+    return stack.enter_context(
+        Repository.open(location, replicas=config.replicas, passphrase=given, state=config.state, emit=emit)
+    )
 
 

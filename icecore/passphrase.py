@@ -17,7 +17,7 @@ from icecore.config import Config
 from icecore.errors import UsageError, WrongPassphrase
 
 #: Variables that hold a secret: never passed on to jobs and hooks.
-SECRET = ("ICECORE_PASSPHRASE", "ICECORE_NEW_PASSPHRASE")
+SECRET = ("ICECORE_PASSPHRASE", "ICECORE_NEW_PASSPHRASE", "ICECORE_TARGET_PASSPHRASE")
 _COMMAND_SECONDS = 60.0
 _MAX_BYTES = 4096
 
@@ -37,6 +37,11 @@ def current(config: Config | None = None) -> Passphrase:
         return _find(file, command, "ICECORE_PASSPHRASE", "Passphrase: ", twice=False)
 
     return give
+
+
+def given(file: str, command: str) -> Passphrase:
+    """What gives the passphrase of a repository that is copied to, from ICECORE_TARGET_PASSPHRASE where neither is named."""
+    return lambda: _find(file, command, "ICECORE_TARGET_PASSPHRASE", "Passphrase of the other repository: ", twice=False)
 
 
 def new(file: str = "", command: str = "", *, variable: str = "ICECORE_NEW_PASSPHRASE") -> Passphrase:

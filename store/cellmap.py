@@ -181,6 +181,14 @@ class NodeDecoder:
             raise _damaged(identities[32 * node : 32 * node + 32], "a record in it contradicts itself")
         return records, counts
 
+    def verify(self, stored: memoryview, ref: np.void) -> None:
+        """Check the stored bytes of one node, whichever group it is of.
+
+        Raises:
+            Damaged: They are not what was written.
+        """
+        self.plain(self._opened(stored, ref) if overhead(self._key) else stored, ref["node"].tobytes())
+
     def _opened(self, stored: memoryview, ref: np.void) -> memoryview:
         identity, pack = ref["node"].tobytes(), object_name("nodes", ref["pack"].tobytes())
         try:

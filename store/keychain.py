@@ -54,19 +54,30 @@ async def newest(backend: Backend) -> Newest:
         return Newest(numbers[-1], data, decode_slots(name, data))
 
 
-async def read_keys(backend: Backend, passphrase: Passphrase | None) -> Keys:
+async def read_keys(backend: Backend, passphrase: Passphrase | None, secret: bytes = b"") -> Keys:
     """The keys of the repository in ``backend``.
 
     Args:
         passphrase: Gives it where the repository is encrypted.
+        secret: The master secret, where it is known: that of a replica. No passphrase is needed then.
 
     Raises:
+        UsageError: It has another master secret than that.
         WrongPassphrase: It is encrypted, and there is no passphrase or a wrong one.
         Damaged, FormatTooNew: As `newest`.
     """
     found = await newest(backend)
     if found.slots is None:
-        return Keys.derive(open_slot(found.name, found.data))
+        plain = open_slot(found.name, found.data)
+        if secret and secret != plain:
+            raise _unrelated(backend)
+        return Keys.derive(plain)
+    if secret:
+        try:
+            verify(found.name, found.slots, secret)
+        except Damaged:
+            raise _unrelated(backend) from None
+        return Keys.derive(secret, found.slots.repository)
     if passphrase is None:
         raise WrongPassphrase(
             f"{backend.where} is encrypted and no passphrase is given",
@@ -75,6 +86,13 @@ async def read_keys(backend: Backend, passphrase: Passphrase | None) -> Keys:
     given = await asyncio.to_thread(passphrase)
     secret, _ = await asyncio.to_thread(unlock, found.name, found.slots, given)
     return Keys.derive(secret, found.slots.repository)
+
+
+def _unrelated(backend: Backend) -> UsageError:
+    return UsageError(
+        f"{backend.where} is no replica: its master secret is another",
+        cure="'icecore init --replica-of' makes a replica; 'icecore copy' brings snapshots to any other repository",
+    )
 
 
 async def change(backend: Backend, keys: Keys, edit: Callable[[Slots], Slots]) -> Slots:

@@ -124,6 +124,7 @@ class Repository:
         backend: Backend,
         *,
         passphrase: Passphrase | None = None,
+        secret: bytes = b"",
         watermark: Watermark | None = None,
         emit: Sink = discard,
     ) -> Repository:
@@ -131,6 +132,7 @@ class Repository:
 
         Args:
             passphrase: Asked if it is encrypted.
+            secret: The master secret of a repository whose replica it has to be; opens it without a passphrase.
 
         Raises:
             WrongPassphrase: It is encrypted, and there is no passphrase or a wrong one.
@@ -142,7 +144,7 @@ class Repository:
             data = await backend.get(CONFIG, limit=CONFIG_KIND.object_limit)
         except ObjectMissing as error:
             raise NotFound(f"{backend.where} is no repository", cure="'icecore init' makes one") from error
-        keys = await read_keys(backend, passphrase)
+        keys = await read_keys(backend, passphrase, secret)
         config = decode_config(CONFIG, data, keys)
         return cls(backend, config, keys, Log(backend, keys.log, watermark=watermark), emit)
 
@@ -206,7 +208,19 @@ class Repository:
         return await self._current(read)
 
     async def _manifest(self, record: SnapshotRecord) -> Manifest:
-        data = await self.backend.get(record.manifest, limit=MANIFEST_KIND.object_limit)
+        try:
+            return await self._manifest_from(self.backend, record)
+        except (Damaged, ObjectMissing) as error:
+            self.backend.suspect(error)
+            for replica in self.backend.replicas:
+                try:
+                    return await self._manifest_from(replica, record)
+                except (Damaged, StoreError):
+                    continue
+            raise
+
+    async def _manifest_from(self, backend: Backend, record: SnapshotRecord) -> Manifest:
+        data = await backend.get(record.manifest, limit=MANIFEST_KIND.object_limit)
         manifest = decode_manifest(data, self.keys.manifest, name=record.manifest, digest=record.manifest_digest)
         if manifest.snapshot != record.snapshot:
             raise Damaged(

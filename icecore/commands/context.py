@@ -48,7 +48,11 @@ class Context:
             from icecore.repository import Repository
 
             opened = Repository.open(
-                self.location, passphrase=passphrase.current(self.config), state=self.config.state, emit=self.output.event
+                self.location,
+                replicas=self.config.replicas,
+                passphrase=passphrase.current(self.config),
+                state=self.config.state,
+                emit=self.output.event,
             )
             self._repository = self._stack.enter_context(opened)
         return self._repository

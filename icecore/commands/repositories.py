@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+from contextlib import ExitStack
 from dataclasses import fields
 
 from icecore import passphrase, units
@@ -21,6 +23,13 @@ def add(commands: Commands) -> None:
         "--encrypt",
         action="store_true",
         help="encrypt it; the passphrase comes as for every command (docs/security.md), or is asked for",
+    )
+    parser.add_argument(
+        "--replica-of",
+        metavar="PLACE",
+        default="",
+        help="share the master secret of this repository, so that 'icecore sync' moves its objects as they are; encrypted if it is, with a"
+        " passphrase of its own if ICECORE_NEW_PASSPHRASE gives one",
     )
     parser.add_argument("--shard", type=SIZE, default=64 << 20, metavar="SIZE", help="size of an object of chunks (default: 64 MiB)")
 
@@ -90,21 +99,32 @@ def init(arguments: argparse.Namespace, context: Context) -> int:
     from icecore.repository import Repository
 
     location = arguments.location or context.location
+    if arguments.replica_of and arguments.encrypt:
+        raise UsageError("a replica is encrypted if the repository is", cure="leave out --encrypt")
     config = context.config
     given = passphrase.new(config.passphrase_file, config.passphrase_command, variable="ICECORE_PASSPHRASE")
-    with Repository.create(
-        location,
-        shard_bytes=arguments.shard,
-        passphrase=given if arguments.encrypt else None,
-        state=config.state,
-        emit=context.output.event,
-    ) as repository:
+    with ExitStack() as stack:
+        if arguments.replica_of:
+            opened = Repository.open(
+                arguments.replica_of, passphrase=passphrase.current(config), state=config.state, emit=context.output.event
+            )
+            own = passphrase.new() if os.environ.get("ICECORE_NEW_PASSPHRASE") else passphrase.current(config)
+            made = stack.enter_context(opened).create_replica(location, passphrase=own, emit=context.output.event)
+        else:
+            made = Repository.create(
+                location,
+                shard_bytes=arguments.shard,
+                passphrase=given if arguments.encrypt else None,
+                state=config.state,
+                emit=context.output.event,
+            )
+        repository = stack.enter_context(made)
         context.output.result(
             "repository",
             {
                 "location": repository.location,
                 "id": repository.id,
-                "shard_bytes": arguments.shard,
+                "shard_bytes": repository.core.config.parameters.shard_bytes,
                 "encrypted": repository.encrypted,
             },
             f"made {'encrypted ' if repository.encrypted else ''}repository {repository.id[:12]} in {repository.location}",
