@@ -11,7 +11,7 @@ from icecore.events import Event, Sink
 from icecore.store import codec, delta
 from icecore.store.cell import BITMAP_BYTES, PAGE
 from icecore.store.chunk import align, chunk_id, pages_of
-from icecore.store.cipher import open_piece, overhead
+from icecore.store.cipher import open_piece, overhead, peek_piece
 from icecore.store.codec import Buffer
 from icecore.store.names import object_name
 from icecore.store.pool import SAMPLE_BYTES, Scratch
@@ -71,7 +71,7 @@ class Deltas:
         key: The repository's chunk key.
         objective: As for full forms.
         emit: Told when a base turns out damaged (``store.base_damaged``); the chunk is then stored in full.
-        peek: Whether small reads are cheap and possible (an encrypted chunk is read as a whole), so that a look at some pages pays.
+        peek: Whether small reads are cheap, so that a look at some pages pays.
     """
 
     def __init__(
@@ -177,11 +177,15 @@ class Deltas:
         made = self._made.get(previous.chunk)
         if made is not None:
             return made
-        if overhead(self._key):
-            return delta.base_bitmap(self._opened(previous.chunk, own, scratch, scratch.plain))
         head = scratch.stored[:BITMAP_BYTES]
-        self._fetch(own.shard, own.offset, head)
+        self._peek_at(own, 0, head)
         return delta.base_bitmap(head)
+
+    def _peek_at(self, place: Place, start: int, out: memoryview) -> None:
+        """Part of a stored chunk, from ``start`` on, unverified."""
+        self._fetch(place.shard, place.offset + start, out)
+        if overhead(self._key):
+            peek_piece(self._key, object_name("shard", place.shard), place.offset, start, out, out)
 
     def _opened(self, chunk: bytes, place: Place, scratch: Scratch, out: memoryview) -> memoryview:
         """The stored form of an encrypted chunk.
@@ -200,12 +204,12 @@ class Deltas:
     def _look(self, region: int, data: memoryview, place: Place, scratch: Scratch) -> float | None:
         """How long a delta would be, from a few of the base's pages; None where such a look is not possible or not cheap."""
         pages = len(data) // PAGE
-        if not self._peek or place.codec != codec.RAW or place.length != len(data) or pages < 2 * SAMPLE_PAGES:
+        if not self._peek or place.codec != codec.RAW or place.length != len(data) + overhead(self._key) or pages < 2 * SAMPLE_PAGES:
             return None
         mine, theirs = sample(data), scratch.base[:SAMPLE_BYTES]
         length = SAMPLE_BYTES // SAMPLE_RUNS
         for run, start in enumerate(sample_starts(pages)):
-            self._fetch(place.shard, place.offset + start * PAGE, theirs[run * length : (run + 1) * length])
+            self._peek_at(place, start * PAGE, theirs[run * length : (run + 1) * length])
         found = delta.difference(mine, theirs, scratch.own, scratch.residual)
         if not len(found.xor):
             return 0.0

@@ -20,7 +20,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.ciphers.algorithms import AES256
-from cryptography.hazmat.primitives.ciphers.modes import GCM
+from cryptography.hazmat.primitives.ciphers.modes import CTR, GCM
 
 Buffer = bytes | bytearray | memoryview
 
@@ -30,6 +30,8 @@ SALT_BYTES = 24
 WHOLE_BYTES = SALT_BYTES + TAG_BYTES
 #: Set in the version of an object whose content is encrypted.
 ENCRYPTED = 0x80
+_BLOCK_BYTES = 16
+_FIRST_COUNTER = 2
 _NONCE = struct.Struct("<Q4x")
 _PLACE = struct.Struct("<Q")
 
@@ -141,6 +143,22 @@ def open_piece(key: bytes, name: str, offset: int, context: Buffer, stored: Buff
     except InvalidTag:
         raise ValueError("it is not what was encrypted for its place") from None
     return room
+
+
+def peek_piece(key: bytes, name: str, offset: int, start: int, stored: Buffer, out: memoryview) -> None:
+    """Decrypt part of a piece without knowing whether it is sound: for estimates only, never for what is stored or handed out.
+
+    Args:
+        start: Where in the piece the part begins, a multiple of 16.
+        stored: The stored bytes of the part alone.
+        out: As much room; may be ``stored`` itself.
+    """
+    if start % _BLOCK_BYTES:
+        raise ValueError(f"a part that begins at {start}")
+    # GCM is counter mode; with a nonce of 12 bytes the text begins at counter 2 (NIST SP 800-38D).
+    counter = (_FIRST_COUNTER + start // _BLOCK_BYTES).to_bytes(4, "big")
+    opening = Cipher(AES256(_derive(key, b"", name)), CTR(_NONCE.pack(offset) + counter)).decryptor()
+    opening.update_into(stored, out)
 
 
 def sealed_piece(key: bytes, name: str, offset: int, context: Buffer, piece: Buffer) -> bytes:

@@ -20,7 +20,6 @@ from icecore.store import codec
 from icecore.store.bases import Deltas
 from icecore.store.cell import CELL_BYTES, PAGE, PLACE, Bytes, Records
 from icecore.store.chunk import NO_CHUNK, chunk_id, pages_of
-from icecore.store.cipher import overhead
 from icecore.store.codec import Buffer
 from icecore.store.envelope import seal
 from icecore.store.hints import HINTS_KIND
@@ -112,7 +111,7 @@ class SnapshotWriter:
                 self._keys.chunk,
                 self._objective,
                 emit,
-                peek=repository.backend.direct and not overhead(self._keys.chunk),
+                peek=repository.backend.direct,
             )
             for _ in range(streams)
         ]
