@@ -357,10 +357,11 @@ class Repository:
         Raises:
             UsageError: It is not encrypted.
         """
-        found = self.loop.run(keychain.newest(self.core.backend)).slots
-        if found is None:
+        found = self.loop.run(keychain.newest(self.core.backend))
+        if found.slots is None:
             raise UsageError(f"{self.location} is not encrypted", cure="'icecore init --encrypt' makes one that is")
-        return found.slots
+        slot_changes.verify(found.name, found.slots, self.core.keys.secret)
+        return found.slots.slots
 
     def add_passphrase(self, label: str, passphrase: bytes) -> list[Slot]:
         """Let a further passphrase open the repository; returns the slots that there are now.

@@ -7,6 +7,7 @@ master secret can tell by a keyed digest that no slot in it was planted or alter
 from __future__ import annotations
 
 import hmac
+import re
 import secrets
 import time
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ MAX_SLOTS = 64
 MIN_PASSPHRASE = 8
 _SALT_BYTES = 16
 _CHANGES = 16
+_ID = re.compile(r"[0-9a-f]{32}\Z")
 #: What a slot may ask of whoever tries a passphrase: anybody who can write to the store can plant one.
 _MAX_MEMORY_KIB = 4 << 20
 _MAX_PASSES = 64
@@ -107,9 +109,9 @@ def decode_slots(name: str, data: bytes) -> Slots | None:
                 cure="use a newer icecore",
             )
         slots = msgspec.msgpack.decode(body, type=Slots)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Damaged(KEY_KIND.title, name, str(error)) from error
-    if len(slots.repository) != 32 or not 0 < len(slots.slots) <= MAX_SLOTS:
+    if not _ID.match(slots.repository) or not 0 < len(slots.slots) <= MAX_SLOTS:
         raise Damaged(KEY_KIND.title, name, f"it has {len(slots.slots)} slots of repository {slots.repository[:40]!r}")
     for slot in slots.slots:
         cost = Cost(slot.memory_kib, slot.passes, slot.lanes)

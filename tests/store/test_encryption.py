@@ -11,6 +11,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from icecore.errors import (
     Damaged,
@@ -28,7 +30,7 @@ from icecore.store.check import check
 from icecore.store.cipher import Key, open_piece, open_whole, peek_piece, seal_piece, seal_whole
 from icecore.store.envelope import seal
 from icecore.store.faulty import Call, Crashed, FaultyBackend, Outcome, stop_at
-from icecore.store.keys import Keys, Parameters, encode_slot, open_slot
+from icecore.store.keys import _PUBLIC, KEY_KIND, Keys, Parameters, encode_slot, open_slot
 from icecore.store.local import LocalBackend
 from icecore.store.memory import MemoryBackend
 from icecore.store.names import key_name, log_generation
@@ -43,13 +45,13 @@ B = {**A, **{cell: 100 + cell for cell in range(10)}}
 JOB = "a-job-that-nobody-must-know-of"
 
 
-def given(passphrase: bytes = PASSPHRASE) -> Callable[[], bytes]:
+def giving(passphrase: bytes = PASSPHRASE) -> Callable[[], bytes]:
     return lambda: passphrase
 
 
 async def made(backend: MemoryBackend, **more: object) -> Repository:
     return await Repository.create(
-        backend, Parameters(shard_bytes=1 << 18), passphrase=given(), cost=CHEAP, **more  # type: ignore[arg-type]
+        backend, Parameters(shard_bytes=1 << 18), passphrase=giving(), cost=CHEAP, **more  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -70,7 +72,7 @@ async def filled() -> tuple[MemoryBackend, dict[str, dict[int, int]]]:
 def test_a_whole_life_and_nothing_in_the_clear() -> None:
     async def body() -> None:
         backend, contents = await filled()
-        repository = await Repository.open(backend, passphrase=given())
+        repository = await Repository.open(backend, passphrase=giving())
         await sound(repository, unreached=0)
         for snapshot, content in contents.items():
             assert await read(repository, snapshot) == content
@@ -169,7 +171,7 @@ def test_no_harmed_object_is_believed(harm: str) -> None:
             copy = MemoryBackend({**objects, name: data})
             noticed = False
             try:
-                repository = await Repository.open(copy, passphrase=given())
+                repository = await Repository.open(copy, passphrase=giving())
                 for snapshot, content in contents.items():
                     try:
                         assert await read(repository, snapshot) == content
@@ -255,10 +257,10 @@ def test_a_replicas_log_is_not_anothers() -> None:
         newest = min(name for name in here.objects if name.startswith("log/"))
         there.objects[newest] = here.objects[newest]
         with pytest.raises(Damaged):
-            await (await Repository.open(there, passphrase=given())).log.newest()
+            await (await Repository.open(there, passphrase=giving())).log.newest()
         there.objects["config"] = here.objects["config"]
         with pytest.raises(Damaged):
-            await Repository.open(there, passphrase=given())
+            await Repository.open(there, passphrase=giving())
 
     asyncio.run(body())
 
@@ -266,24 +268,24 @@ def test_a_replicas_log_is_not_anothers() -> None:
 def test_rollback_is_noticed_by_who_saw_more() -> None:
     async def body() -> None:
         backend, watermark = MemoryBackend(), Watermark()
-        repository = await Repository.create(backend, passphrase=given(), cost=CHEAP, watermark=watermark)
+        repository = await Repository.create(backend, passphrase=giving(), cost=CHEAP, watermark=watermark)
         first = await take(repository, A)
         before = dict(backend.objects)
         await take(repository, B)
         newer = dict(backend.objects)
         backend.objects.clear()
         backend.objects.update(before)
-        seen = await Repository.open(backend, passphrase=given(), watermark=watermark)
+        seen = await Repository.open(backend, passphrase=giving(), watermark=watermark)
         with pytest.raises(RollbackDetected):
             await seen.snapshots()
         # A client that never saw more can only believe what it is shown; the newest entry alone, put back, is noticed by its predecessor's digest.
-        assert await listed(await Repository.open(backend, passphrase=given())) == [first]
+        assert await listed(await Repository.open(backend, passphrase=giving())) == [first]
         last = max(name for name in before if name.startswith("log/"))  # the oldest: names are inverted
         fork = min(name for name in newer if name.startswith("log/"))
         backend.objects.clear()
         backend.objects.update({**newer, fork: newer[last]})
         with pytest.raises(Damaged):
-            await (await Repository.open(backend, passphrase=given())).snapshots()
+            await (await Repository.open(backend, passphrase=giving())).snapshots()
         assert log_generation(fork) is not None
 
     asyncio.run(body())
@@ -301,7 +303,7 @@ def test_slots_are_added_removed_and_rotated() -> None:
 
         async def opens(passphrase: bytes) -> bool:
             try:
-                return await read(await Repository.open(backend, passphrase=given(passphrase)), snapshot) == A
+                return await read(await Repository.open(backend, passphrase=giving(passphrase)), snapshot) == A
             except WrongPassphrase:
                 return False
 
@@ -353,13 +355,13 @@ def test_crash_at_every_call_of_a_key_change(effect: bool) -> None:
                 works = []
                 for passphrase in (PASSPHRASE, b"new and long"):
                     try:
-                        await Repository.open(backend, passphrase=given(passphrase))
+                        await Repository.open(backend, passphrase=giving(passphrase))
                         works.append(passphrase)
                     except WrongPassphrase:
                         pass
                 assert len(works) == 1
                 await keychain.change(backend, keys, lambda now: slots.add(now, keys.secret, b"the third of them", "x", CHEAP))
-                await Repository.open(backend, passphrase=given(works[0]))
+                await Repository.open(backend, passphrase=giving(works[0]))
                 assert len([name for name in backend.objects if name.startswith("keys/")]) == 1
                 continue
             break
@@ -394,7 +396,7 @@ def test_lost_replies_and_races_of_key_changes() -> None:
         assert found is not None
         assert {slot.label for slot in found.slots} == {"first", "lost", *(f"racer {n}" for n in range(4))}
         for n in range(4):
-            await Repository.open(backend, passphrase=given(b"passphrase %d" % n))
+            await Repository.open(backend, passphrase=giving(b"passphrase %d" % n))
 
         # One that slept while its number was taken, followed and given up: its change is made again, and nobody's is lost.
         slept = False
@@ -438,9 +440,42 @@ def test_key_objects_of_others_and_of_later_versions() -> None:
         ):
             backend.objects[key_name(1)] = encode_slot(harmed).data
             with pytest.raises(error):
-                await Repository.open(backend, passphrase=given())
+                await Repository.open(backend, passphrase=giving())
 
     asyncio.run(body())
+
+
+_VALUES = st.recursive(
+    st.none() | st.integers(-(2**40), 2**64 - 1) | st.text(max_size=40) | st.binary(max_size=60) | st.booleans(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(slots.Slot.__struct_fields__), inner),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(slots.Slots.__struct_fields__), _VALUES, max_size=7),
+    st.sampled_from(["argon2id", "plain", "x"]),
+    st.binary(max_size=4),
+)
+def test_whatever_stands_in_a_key_object_is_a_named_error(fields: dict[str, object], method: str, tail: bytes) -> None:
+    """Its digest guards against accidents only: anybody who can write to the store writes what he likes there."""
+    real = msgspec.to_builtins(slots.new_slots("0" * 32, bytes(32), PASSPHRASE, "label", CHEAP), builtin_types=[bytes])
+    for body in ({**real, **fields}, {**fields, "format": 2, "method": method}):
+        data = seal(KEY_KIND, msgspec.msgpack.encode(body) + tail, _PUBLIC).data
+        try:
+            found = slots.decode_slots("keys/x", data)
+            if found is not None and (found.slots[0].memory_kib > 1 << 14 or found.slots[0].passes > 4):
+                continue  # within bounds, but long
+            if found is not None:
+                slots.unlock("keys/x", msgspec.structs.replace(found, slots=found.slots[:1]), b"not this one")
+            else:
+                open_slot("keys/x", data)
+        except (Damaged, FormatTooNew, WrongPassphrase):
+            continue
+        assert found is None, "a passphrase that is wrong opened it"
+    with pytest.raises(Damaged):
+        slots.decode_slots("keys/x", seal(KEY_KIND, b"\x81\xa6method\xa2\xff\xfe", _PUBLIC).data)
 
 
 def test_plain_stays_plain() -> None:
@@ -463,10 +498,10 @@ def test_an_init_that_broke_off_is_not_finished_as_another() -> None:
         await made(whole)
         begun = {key_name(0): whole.objects[key_name(0)]}
         with pytest.raises(WrongPassphrase):
-            await Repository.create(MemoryBackend(dict(begun)), passphrase=given(b"not the same"), cost=CHEAP)
+            await Repository.create(MemoryBackend(dict(begun)), passphrase=giving(b"not the same"), cost=CHEAP)
         with pytest.raises((UsageError, WrongPassphrase)):
             await Repository.create(MemoryBackend(dict(begun)))
-        finished = await Repository.create(MemoryBackend(dict(begun)), passphrase=given(), cost=CHEAP)
+        finished = await Repository.create(MemoryBackend(dict(begun)), passphrase=giving(), cost=CHEAP)
         assert finished.keys.encrypted
 
     asyncio.run(body())
