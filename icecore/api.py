@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from icecore import passphrase
 from icecore.config import Config, load
 from icecore.dumper.dump import DumpResult
 from icecore.dumper.dump import dump as _dump
@@ -86,7 +87,7 @@ def run(
         name: The job's name. Empty: the program's, with a number where that is taken.
         isolation: Its namespaces; default: what the configuration says.
         cwd: Its directory; empty: this process's.
-        environment: Its environment; default: this process's.
+        environment: Its environment; default: this process's, but for the passphrase of a repository.
         config: Instead of the one that is found (`icecore.config.load`).
         emit: Gets the events.
 
@@ -95,6 +96,7 @@ def run(
         NotFound: There is no such program or directory.
     """
     config = config or load()
+    environment = passphrase.without_secrets(os.environ) if environment is None else environment
     own = config.run
     isolation = isolation or Isolation(
         pid=own.pid == "private", ipc=own.ipc == "private", network=own.network == "private", root=own.root == "private"
@@ -182,7 +184,7 @@ def restore(
     config = config or load()
     options = options or restore_options(config)
     with ExitStack() as stack:
-        opened = _opened(repository, config, emit, stack)
+        opened = _opened(repository, config, emit, stack).holder(snapshot)
         record = opened.find(snapshot)
         restored = _restore(
             opened.core,
@@ -224,6 +226,7 @@ def check_restore(
     """
     config = config or load()
     options = options or restore_options(config)
+    repository = repository.holder(snapshot)
     return _check(repository.core, repository.loop, repository.find(snapshot).snapshot, options, criu=criu_of(config))
 
 
@@ -253,6 +256,9 @@ def _opened(
     if isinstance(repository, Repository):
         return repository
     location = os.fspath(repository) or config.repository
-    return stack.enter_context(Repository.open(location, state=config.state, emit=emit))
+    given = passphrase.current(config)
+    return stack.enter_context(
+        Repository.open(location, replicas=config.replicas, passphrase=given, state=config.state, emit=emit)
+    )
 
 

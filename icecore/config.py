@@ -115,6 +115,12 @@ def _plain(text: str) -> str:
     return text if "\0" not in text else _refuse(text)
 
 
+def _texts(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise TypeError(value)
+    return tuple(_plain(one) for one in value)
+
+
 SIZE: Kind[int] = Kind("a size such as '2 GiB' or a number of bytes", _number(parse_size, int, int), parse_size, "SIZE")
 SECONDS: Kind[float] = Kind(
     "a duration such as '30 s' or a number of seconds", _number(parse_seconds, float, int, float), parse_seconds, "TIME"
@@ -127,6 +133,9 @@ SWITCH: Kind[bool] = Kind(
     lambda value: value if isinstance(value, bool) else _refuse(value),
     lambda text: _WORDS[text.lower()] if text.lower() in _WORDS else _refuse(text),
 )
+
+
+TEXTS: Kind[tuple[str, ...]] = Kind("a list of texts", _texts, lambda text: tuple(text.split()), "TEXT …")
 
 
 def choice(*words: str) -> Kind[Any]:
@@ -223,11 +232,17 @@ class Config:
     Attributes:
         repository: Where snapshots are kept when ``--repository`` does not say; empty: it has to.
         criu: The CRIU to use; empty: the one that tools/install-criu installed, else the one in PATH.
+        replicas: Locations of the repository's replicas, the nearest first.
+        passphrase_file: A file that holds the passphrase of an encrypted repository.
+        passphrase_command: A shell command that prints it.
         state: Directory of the jobs of this node and of what is remembered of repositories; empty: /var/lib/icecore, or below
             ~/.local/state for others than root.
     """
 
     repository: str = _setting("", TEXT)
+    replicas: tuple[str, ...] = _setting((), TEXTS)
+    passphrase_file: str = _setting("", TEXT)
+    passphrase_command: str = _setting("", TEXT)
     criu: str = _setting("", TEXT)
     state: str = _setting("", TEXT)
     dump: DumpSettings = DumpSettings()

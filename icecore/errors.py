@@ -125,6 +125,12 @@ class RollbackDetected(IcecoreError):
     exit_code = 12
 
 
+class WrongPassphrase(IcecoreError):
+    """The repository is encrypted, and the passphrase is missing or opens none of its slots."""
+
+    exit_code = 14
+
+
 class MissingTool(IcecoreError):
     """A program that icecore drives (CRIU) is absent or too old."""
 

@@ -55,9 +55,9 @@ async def remember(repository: Repository, lineage: str, snapshot: str, cells: S
         The object's name.
     """
     folder = f"{HINTS}{lineage}/"
-    data = seal(HINTS_KIND, encode(WorkingSet(snapshot, list(cells[:_MAX_CELLS]))), repository.keys.hints).data
     # The newest is listed first.
     name = f"{folder}{_PREFIX}{_LAST_TIME - time.time_ns():016x}-{random_id().hex()[:8]}"
+    data = seal(HINTS_KIND, encode(WorkingSet(snapshot, list(cells[:_MAX_CELLS]))), repository.keys.hints, name).data
     await repository.backend.create(name, [data])
     own = [info.name async for info in repository.backend.list(folder) if info.name.startswith(folder + _PREFIX)]
     for old in own[_KEPT:]:

@@ -69,11 +69,9 @@ class Pages:
         while len(self._cache) > self._remembered:
             self._cache.popitem(last=False)
 
-    async def _store(self, sealed: Sealed) -> bytes:
-        identity = random_id()
+    async def _store(self, identity: bytes, sealed: Sealed) -> None:
         await self._backend.create(object_name("page", identity), [sealed.data])
         self._remember(sealed.digest, sealed.data)
-        return identity
 
     async def read(self, ref: PageRef, *, cached: bool = True) -> list[SnapshotRecord]:
         """The records of a page, from storage in any case unless ``cached``."""
@@ -86,8 +84,10 @@ class Pages:
 
     async def write(self, records: list[SnapshotRecord]) -> PageRef:
         """Store a new page."""
-        sealed = encode_page(records, self._key)
-        return page_ref(await self._store(sealed), sealed, records)
+        identity = random_id()
+        sealed = encode_page(records, self._key, object_name("page", identity))
+        await self._store(identity, sealed)
+        return page_ref(identity, sealed, records)
 
     async def read_names(self, batch: Condemned, *, cached: bool = True) -> list[tuple[Kind, bytes]]:
         """The objects of a condemned batch."""
@@ -100,8 +100,9 @@ class Pages:
         """A batch of ``names``, stored as an object of its own if it is long."""
         if len(names) <= INLINE_NAMES:
             return Condemned(generation, names=join_names(names))
-        sealed = encode_names(names, self._key)
-        identity = await self._store(sealed)
+        identity = random_id()
+        sealed = encode_names(names, self._key, object_name("page", identity))
+        await self._store(identity, sealed)
         return Condemned(generation, ref=NameListRef(identity, sealed.digest, len(sealed.data), len(names)))
 
 

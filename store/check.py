@@ -28,6 +28,7 @@ from icecore.store.reader import SnapshotReader
 from icecore.store.repository import Repository
 from icecore.store.segment import TITLE as SEGMENT_TITLE
 from icecore.store.shard import SHARD, parse_footer
+from icecore.store.slots import decode_slots, verify
 from icecore.store.state import ENTRY_KIND, NAMES_KIND, PAGE_KIND, Condemned, SnapshotRecord, State
 
 Name = tuple[Kind, bytes]
@@ -269,7 +270,12 @@ class _Checker:
             self.note(error, CONFIG_KIND.title, CONFIG)
         async for info in self._backend.list(KEYS):
             try:
-                open_slot(info.name, await self._backend.get(info.name, limit=KEY_KIND.object_limit))
+                data = await self._backend.get(info.name, limit=KEY_KIND.object_limit)
+                slots = decode_slots(info.name, data)
+                if slots is None:
+                    open_slot(info.name, data)
+                else:
+                    verify(info.name, slots, self._keys.secret)
             except IcecoreError as error:
                 self.note(error, KEY_KIND.title, info.name)
 

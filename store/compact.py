@@ -18,8 +18,9 @@ from icecore.events import Event
 from icecore.store import catalog, codec
 from icecore.store.catalog import Pages
 from icecore.store.cell import PLACE, Records
-from icecore.store.cellmap import NodeEncoder, node_ids, pack_footer
+from icecore.store.cellmap import NodeEncoder, node_ids, pack_footer, place_node
 from icecore.store.chunk import chunk_id
+from icecore.store.cipher import opened_piece, overhead
 from icecore.store.container import TAIL_BYTES
 from icecore.store.manifest import Manifest, encode_manifest
 from icecore.store.names import Kind, object_name, random_id
@@ -27,7 +28,7 @@ from icecore.store.reach import Live, Reach, Refs, read_nodes, space_refs
 from icecore.store.repository import Repository
 from icecore.store.segment import make_entries, of_shards
 from icecore.store.session import Session
-from icecore.store.shard import SHARD, ShardBuilder, parse_footer
+from icecore.store.shard import SHARD, ShardBuilder, parse_footer, place_chunk
 from icecore.store.state import SnapshotRecord, State
 
 _PACK_BYTES = 64 << 20
@@ -143,7 +144,7 @@ class _Copier:
             for entry in wanted[first:last]:
                 offset, length = int(entry["offset"]), int(entry["length"])
                 stored = data[offset - start : offset - start + length]
-                await asyncio.to_thread(self._verify, name, entry, stored)
+                plain = await asyncio.to_thread(self._verify, name, entry, stored)
                 builder = await self._room(length)
                 at, room = builder.reserve(
                     entry["chunk"].tobytes(),
@@ -152,18 +153,23 @@ class _Copier:
                     int(entry["codec"]),
                     length,
                 )
-                room[:] = stored
+                chunks = self._repository.keys.chunk
+                await asyncio.to_thread(place_chunk, chunks, builder.name, at, entry["chunk"].tobytes(), [plain], room)
                 moved[item.shard, offset] = builder.name, at
                 self.bytes += length
         self.moved.update(moved)
 
-    def _verify(self, name: str, entry: np.void, stored: memoryview) -> None:
+    def _verify(self, name: str, entry: np.void, stored: memoryview) -> memoryview:
+        """The chunk's stored form, decrypted: in its new place it is another ciphertext."""
+        key, chunk = self._repository.keys.chunk, entry["chunk"].tobytes()
         try:
+            plain = memoryview(opened_piece(key, name, int(entry["offset"]), chunk, stored))
             if entry["codec"] == codec.RAW:
-                if chunk_id(self._repository.keys.chunk, entry["data"].tobytes(), stored) != entry["chunk"].tobytes():
+                if chunk_id(key, entry["data"].tobytes(), plain) != chunk:
                     raise ValueError("its bytes do not have its id")
             else:
-                codec.unseal(stored)
+                codec.unseal(plain)
+            return plain
         except ValueError as error:
             raise Damaged(
                 "chunk", entry["chunk"].tobytes().hex(), f"{error} (at {entry['offset']} of {name})"
@@ -250,8 +256,10 @@ class _Rewriter:
             manifest = await self._repository.manifest(record)
             changed = await self._manifest(manifest, record.manifest)
             if changed is not None:
-                sealed = encode_manifest(changed, self._repository.keys.manifest)
-                name = await self._session.put("manifest", [sealed.data])
+                identity = random_id()
+                name = object_name("manifest", identity)
+                sealed = encode_manifest(changed, self._repository.keys.manifest, name)
+                await self._session.put_named("manifest", identity, [sealed.data])
                 swaps[record.snapshot] = record.manifest, _NewManifest(name, len(sealed.data), sealed.digest)
         await self._flush()
         return swaps
@@ -299,10 +307,12 @@ class _Rewriter:
                 self._untouched.add(names[at])
 
     async def _add(self, old: bytes, node: memoryview) -> None:
-        stored = self._encoder.encode(node)
-        if self._used + len(stored) > _PACK_BYTES:
+        key = self._repository.keys.node
+        plain = self._encoder.encode(node)
+        if self._used + len(plain) + overhead(key) > _PACK_BYTES:
             await self._flush()
-        identity = node_ids(self._repository.keys.node, [node])[0]
+        identity = node_ids(key, [node])[0]
+        stored = place_node(key, self._pack, self._used, identity, plain)
         self._rewritten[old] = identity, self._pack, self._used, len(stored)
         self._nodes.append(stored)
         self._ids.append(identity)

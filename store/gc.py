@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from icecore.errors import Damaged, ObjectMissing
+from icecore.errors import Damaged, ObjectMissing, SessionFenced
 from icecore.events import Event, phase
 from icecore.store import catalog
 from icecore.store.catalog import Pages
@@ -43,6 +43,11 @@ from icecore.store.state import SessionRecord, State
 
 Name = tuple[Kind, bytes]
 
+#: Purpose of the session that a collector has while it deletes. It uses nothing, so it keeps nothing from being deleted; it tells
+#: `icecore.store.replication` that names may be about to be deleted.
+COLLECT = "gc"
+#: A collector that has been silent for so long is taken for dead: nobody waits for it but a sync.
+COLLECTOR_SECONDS = 86_400.0
 #: A session that has been silent for longer is taken for dead.
 FENCE_SECONDS = 1800.0
 #: A shard of which less than this share is reached is rewritten.
@@ -167,7 +172,7 @@ class Collector:
         marked = await self._marks(state)
         dead = self._unreached(state)
         condemn = sorted(dead - marked.keys())
-        oldest = min((record.began for record in sessions), default=state.generation + 2)
+        oldest = min((record.began for record in _keeping(state)), default=state.generation + 2)
         delete = sorted(name for name in dead if marked.get(name, state.generation + 1) < oldest)
         wait = sorted(dead - set(delete))
         merges = await Reindexer(self._repository, delete).plan(state.segments)
@@ -203,9 +208,17 @@ class Collector:
             # The old manifests' reach must be forgotten, or what was compacted would stay for another run.
             self._reach = Reach(self._repository)
             await self._survey()
+        # Open until the last deletion: whoever would create a name again that was deleted waits for its end.
+        async with await self._repository.begin(None, COLLECT, load_index=False) as session:
+            return await self._collect(session.id, fenced, compacted)
+
+    async def _collect(self, session: str, fenced: int, compacted: Compacted) -> Result:
+        emit = self._repository.emit
         condemned = deleted = deleted_bytes = merged = waiting = 0
         for _ in range(_ROUNDS):
             entry, new = await self._condemn()
+            if entry.state.session(session) is None:
+                raise SessionFenced("another process took this collector for dead", cure="collect again")
             with phase(emit, "gc.delete") as running:
                 deletable, waits = await self._deletable(entry.state)
                 await each(deletable, lambda name: self._backend.delete(object_name(*name)))
@@ -283,7 +296,10 @@ class Collector:
                     heard = max(heard, decode_heartbeat(latest[record.id], data, self._repository.keys.sessions).at_ns)
                 except (ObjectMissing, Damaged):
                     continue  # it beats just now, or its sign cannot be read: let it live
-            if time.time_ns() - heard > self._options.fence_seconds * 1e9:
+            patience = self._options.fence_seconds
+            if record.purpose == COLLECT and patience:
+                patience = max(patience, COLLECTOR_SECONDS)
+            if time.time_ns() - heard > patience * 1e9:
                 silent.append(record)
         return silent
 
@@ -326,7 +342,7 @@ class Collector:
         """Condemned objects that can be deleted, and those that a session keeps; ``state`` is one for which the marking is complete."""
         marks = await self._marks(state)
         unreached = self._unreached(state)
-        oldest = min((record.began for record in state.sessions), default=state.generation + 1)
+        oldest = min((record.began for record in _keeping(state)), default=state.generation + 1)
         delete = sorted(name for name, generation in marks.items() if name in unreached and generation < oldest)
         return delete, sorted(name for name, generation in marks.items() if name in unreached and generation >= oldest)
 
@@ -338,8 +354,9 @@ class Collector:
         # Read after the listings: whoever stored what is listed has begun, so it is open in this state or over.
         state = await self._mark_newest()
         open_ = {record.id for record in state.sessions}
+        keeping = _keeping(state)
         old += [Item(*info) for info in beats if info.name.split("/")[1] not in open_]
-        if not open_:  # an open session may have stored the hints of a snapshot that is yet to be committed
+        if not keeping:  # an open session may have stored the hints of a snapshot that is yet to be committed
             old += [Item(*info) for info in hints if info.name not in self._reach.hints]
         return old
 
@@ -356,3 +373,8 @@ class Collector:
         await each(old, lambda item: self._backend.delete(item.name))
         trimmed = await self._log.trim(self._options.keep_entries)
         return trimmed + len(old) + await self._backend.sweep(self._options.sweep_seconds)
+
+
+def _keeping(state: State) -> list[SessionRecord]:
+    """The open sessions that may use what is condemned after they began: all but collectors'."""
+    return [record for record in state.sessions if record.purpose != COLLECT]

@@ -155,9 +155,9 @@ MANIFEST_FORMAT = 1
 _DECODER = msgspec.msgpack.Decoder(Manifest)
 
 
-def encode_manifest(manifest: Manifest, key: bytes) -> Sealed:
-    """The object of ``manifest``; ``key`` is the repository's manifest key."""
-    return seal(MANIFEST_KIND, msgspec.msgpack.encode(manifest), key)
+def encode_manifest(manifest: Manifest, key: bytes, name: str = "") -> Sealed:
+    """The object of ``manifest``; ``key`` is the repository's manifest key, ``name`` the object that it will be (which only encryption needs)."""
+    return seal(MANIFEST_KIND, msgspec.msgpack.encode(manifest), key, name)
 
 
 def decode_manifest(data: bytes, key: bytes, *, name: str, digest: bytes | None = None) -> Manifest:

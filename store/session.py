@@ -46,7 +46,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
 
 def encode_heartbeat(beat: Heartbeat, key: bytes) -> bytes:
     """The object of ``beat``."""
-    return seal(BEAT_KIND, msgspec.msgpack.encode(beat), key).data
+    return seal(BEAT_KIND, msgspec.msgpack.encode(beat), key, heartbeat_name(beat.session, beat.sequence)).data
 
 
 def decode_heartbeat(name: str, data: bytes, key: bytes) -> Heartbeat:
@@ -85,6 +85,7 @@ class Session:
         self._emit = emit
         self._condemned: frozenset[bytes] = frozenset()
         self._created: set[str] = set()
+        self._adopted: set[str] = set()
         self._beats = 0
         self._beating: asyncio.Task[None] | None = None
         self._over = False
@@ -133,6 +134,10 @@ class Session:
         name = object_name(kind, identity)
         await self.create(name, parts)
         return name
+
+    def adopt(self, name: str) -> None:
+        """Make an object this session's that others may have come to use, too: its commit takes it from among the condemned, ``abort`` leaves it."""
+        self._adopted.add(name)
 
     async def create(self, name: str, parts: Sequence[Buffer]) -> None:
         """Store object ``name``, one that nobody else draws, and remember it for ``abort``; tries again where the store fails in passing."""
@@ -209,7 +214,7 @@ class Session:
             entries: As in ``commit``.
         """
         publish = await self._segments(entries)
-        own = {parsed for parsed in map(parse_name, self._created) if parsed is not None}
+        own = {parsed for parsed in map(parse_name, self._created | self._adopted) if parsed is not None}
 
         async def whole(state: State, pages: Pages) -> State:
             state = self._without(state)

@@ -9,7 +9,7 @@ import msgspec
 from icecore.errors import Damaged
 from icecore.store.envelope import ObjectKind, Sealed, digest_of, unseal
 from icecore.store.envelope import seal as _seal
-from icecore.store.names import KINDS, Kind
+from icecore.store.names import KINDS, Kind, log_name
 
 ENTRY_KIND = ObjectKind("log entry", b"ICELOG\0", 1, 64 << 20)
 PAGE_KIND = ObjectKind("snapshot page", b"ICEPAGE", 1, 16 << 20)
@@ -143,7 +143,7 @@ _PAGE = msgspec.msgpack.Decoder(list[SnapshotRecord])
 
 def encode_entry(state: State, key: bytes) -> Sealed:
     """The log entry of ``state``."""
-    return _seal(ENTRY_KIND, msgspec.msgpack.encode(state), key)
+    return _seal(ENTRY_KIND, msgspec.msgpack.encode(state), key, log_name(state.generation))
 
 
 def decode_entry(name: str, generation: int, data: bytes, key: bytes) -> State:
@@ -166,9 +166,9 @@ def decode_entry(name: str, generation: int, data: bytes, key: bytes) -> State:
     return state
 
 
-def encode_page(records: list[SnapshotRecord], key: bytes) -> Sealed:
-    """The page of ``records``."""
-    return _seal(PAGE_KIND, msgspec.msgpack.encode(records), key)
+def encode_page(records: list[SnapshotRecord], key: bytes, name: str = "") -> Sealed:
+    """The page of ``records``, to be object ``name`` (which only encryption needs)."""
+    return _seal(PAGE_KIND, msgspec.msgpack.encode(records), key, name)
 
 
 def page_ref(identity: bytes, sealed: Sealed, records: list[SnapshotRecord]) -> PageRef:
@@ -216,9 +216,9 @@ def _split(kind: ObjectKind, name: str, names: bytes) -> list[tuple[Kind, bytes]
     return split_names(names)
 
 
-def encode_names(names: list[tuple[Kind, bytes]], key: bytes) -> Sealed:
-    """The object of a long name list."""
-    return _seal(NAMES_KIND, join_names(names), key)
+def encode_names(names: list[tuple[Kind, bytes]], key: bytes, name: str = "") -> Sealed:
+    """The object of a long name list, to be object ``name`` (which only encryption needs)."""
+    return _seal(NAMES_KIND, join_names(names), key, name)
 
 
 def decode_names(name: str, data: bytes, key: bytes, ref: NameListRef | None = None) -> list[tuple[Kind, bytes]]:

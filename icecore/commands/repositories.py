@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
+from contextlib import ExitStack
 from dataclasses import fields
 
-from icecore import units
+from icecore import passphrase, units
 from icecore.commands.context import Commands, Context, add_setting, overridden
 from icecore.commands.snapshots import WHICH, snapshot_fields
 from icecore.config import SIZE, ForgetSettings, GcSettings
@@ -17,6 +19,18 @@ def add(commands: Commands) -> None:
     """Add the commands."""
     parser = commands.add("init", init, "Make a repository.", more="The place is tried out first: it must create files atomically.")
     parser.add_argument("location", nargs="?", default="", metavar="DIR", help="where (default: the repository that is configured)")
+    parser.add_argument(
+        "--encrypt",
+        action="store_true",
+        help="encrypt it; the passphrase comes as for every command (docs/security.md), or is asked for",
+    )
+    parser.add_argument(
+        "--replica-of",
+        metavar="PLACE",
+        default="",
+        help="share the master secret of this repository, so that 'icecore sync' moves its objects as they are; encrypted if it is, with a"
+        " passphrase of its own if ICECORE_NEW_PASSPHRASE gives one",
+    )
     parser.add_argument("--shard", type=SIZE, default=64 << 20, metavar="SIZE", help="size of an object of chunks (default: 64 MiB)")
 
     parser = commands.add(
@@ -85,14 +99,39 @@ def init(arguments: argparse.Namespace, context: Context) -> int:
     from icecore.repository import Repository
 
     location = arguments.location or context.location
-    with Repository.create(
-        location, shard_bytes=arguments.shard, state=context.config.state, emit=context.output.event
-    ) as repository:
+    if arguments.replica_of and arguments.encrypt:
+        raise UsageError("a replica is encrypted if the repository is", cure="leave out --encrypt")
+    config = context.config
+    given = passphrase.new(config.passphrase_file, config.passphrase_command, variable="ICECORE_PASSPHRASE")
+    with ExitStack() as stack:
+        if arguments.replica_of:
+            opened = Repository.open(
+                arguments.replica_of, passphrase=passphrase.current(config), state=config.state, emit=context.output.event
+            )
+            own = passphrase.new() if os.environ.get("ICECORE_NEW_PASSPHRASE") else passphrase.current(config)
+            made = stack.enter_context(opened).create_replica(location, passphrase=own, emit=context.output.event)
+        else:
+            made = Repository.create(
+                location,
+                shard_bytes=arguments.shard,
+                passphrase=given if arguments.encrypt else None,
+                state=config.state,
+                emit=context.output.event,
+            )
+        repository = stack.enter_context(made)
         context.output.result(
             "repository",
-            {"location": repository.location, "id": repository.id, "shard_bytes": arguments.shard},
-            f"made repository {repository.id[:12]} in {repository.location}",
+            {
+                "location": repository.location,
+                "id": repository.id,
+                "shard_bytes": repository.core.config.parameters.shard_bytes,
+                "encrypted": repository.encrypted,
+            },
+            f"made {'encrypted ' if repository.encrypted else ''}repository {repository.id[:12]} in {repository.location}",
         )
+    if arguments.encrypt:
+        context.output.note("without the passphrase nobody can read it, and nobody can bring it back: keep it apart, or 'icecore key add' another")
+        return 0
     context.output.note("it will hold whatever jobs have in memory, secrets too: only you may read it")
     return 0
 

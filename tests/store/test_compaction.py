@@ -17,9 +17,9 @@ from tests.store.images import Place, image, local_place, touch
 THRIFTY = Objective(0.05e9, 2)
 
 
-@pytest.fixture
-def here(tmp_path: Path) -> Iterator[Place]:
-    with local_place(tmp_path / "repository") as made:
+@pytest.fixture(params=[False, True], ids=["plain", "encrypted"])
+def here(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Place]:
+    with local_place(tmp_path / "repository", encrypted=request.param) as made:
         yield made
 
 
