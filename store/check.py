@@ -21,7 +21,18 @@ from icecore.store.index import read_segment
 from icecore.store.keys import CONFIG_KIND, KEY_KIND, decode_config, open_slot
 from icecore.store.log import Entry
 from icecore.store.manifest import MANIFEST_KIND, Manifest
-from icecore.store.names import CONFIG, KEYS, KINDS, LOG, PREFIX, Kind, log_name, object_name, parse_name
+from icecore.store.names import (
+    CONFIG,
+    KEYS,
+    KINDS,
+    LOG,
+    PREFIX,
+    Kind,
+    log_generation,
+    log_name,
+    object_name,
+    parse_name,
+)
 from icecore.store.parallel import each
 from icecore.store.reach import Refs, read_nodes, space_refs
 from icecore.store.reader import SnapshotReader
@@ -177,8 +188,10 @@ class _Checker:
         except Damaged as error:
             self.note(error, ENTRY_KIND.title, LOG)
             return None
-        generations = [generation async for generation in log.generations()]
-        self.report.objects["log"] = len(generations)
+        sizes = {info.name: info.size async for info in self._backend.list(LOG)}
+        generations = [generation for generation in map(log_generation, sizes) if generation is not None]
+        self.report.objects["log"] = len(sizes)
+        self.report.bytes["log"] = sum(sizes.values())
         oldest = min(generations, default=newest.generation)
         following = newest
         for generation in range(newest.generation - 1, oldest - 1, -1):

@@ -42,11 +42,13 @@ class Reach:
     Attributes:
         names: Manifests, packs and shards.
         hints: Names of hint objects.
+        lineages: Lineages of the snapshots.
     """
 
     def __init__(self, repository: Repository, *, at_once: int = 8) -> None:
         self.names: set[tuple[Kind, bytes]] = set()
         self.hints: set[str] = set()
+        self.lineages: set[str] = set()
         self._repository = repository
         self._at_once = at_once
         self._manifests: set[str] = set()
@@ -80,6 +82,7 @@ class Reach:
                 cells, _ = await read_nodes(self._repository, refs[fresh])
                 self._cells(cells)
                 self._nodes.update(identities[32 * at : 32 * at + 32] for at in fresh)
+        self.lineages.add(record.lineage)
         if manifest.hints:
             self.hints.add(manifest.hints)
         self.names.add(parsed)

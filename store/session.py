@@ -24,6 +24,7 @@ from icecore.store.index import Index, NewSegment, build, merge_segments, plan_m
 from icecore.store.keys import Keys
 from icecore.store.log import Entry, Log
 from icecore.store.names import Kind, heartbeat_name, object_name, parse_name, random_id
+from icecore.store.presence import this_process
 from icecore.store.segment import sort_entries
 from icecore.store.state import SegmentRef, SessionRecord, SnapshotRecord, State
 
@@ -370,7 +371,7 @@ async def begin(
             if listed is None:
                 raise NotFound(f"there is no snapshot {snapshot} in {backend.where}", cure="'icecore ls' lists them")
             found.append(listed)
-        record = SessionRecord(identity, state.generation, purpose, host, time.time_ns(), found)
+        record = SessionRecord(identity, state.generation, purpose, host, time.time_ns(), found, this_process())
         return msgspec.structs.replace(state, sessions=[*state.sessions, record])
 
     entry = await log.transact(change, f"begin {purpose} {identity}")

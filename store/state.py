@@ -10,6 +10,7 @@ from icecore.errors import Damaged
 from icecore.store.envelope import ObjectKind, Sealed, digest_of, unseal
 from icecore.store.envelope import seal as _seal
 from icecore.store.names import KINDS, Kind
+from icecore.store.presence import Process
 
 ENTRY_KIND = ObjectKind("log entry", b"ICELOG\0", 1, 64 << 20)
 PAGE_KIND = ObjectKind("snapshot page", b"ICEPAGE", 1, 16 << 20)
@@ -92,7 +93,10 @@ class Condemned(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SessionRecord(msgspec.Struct, frozen=True, array_like=True):
-    """An open session: the generation at which it began and the snapshots that it pins, whether or not they are still listed."""
+    """An open session: the generation at which it began and the snapshots that it pins, whether or not they are still listed.
+
+    ``process`` is the one that holds it, where that is known.
+    """
 
     id: HexId
     began: Generation
@@ -100,6 +104,7 @@ class SessionRecord(msgspec.Struct, frozen=True, array_like=True):
     host: str
     created_ns: int
     pins: list[SnapshotRecord] = []
+    process: Process | None = None
 
 
 class Written(msgspec.Struct, frozen=True, array_like=True):

@@ -264,3 +264,21 @@ def test_many_names_are_condemned_in_an_object_of_their_own() -> None:
         assert {name.split("/")[0] for name in backend.objects} == {"config", "keys", "log"}
 
     asyncio.run(body())
+
+
+def test_working_sets_live_as_long_as_their_lineage() -> None:
+    async def body() -> None:
+        backend = MemoryBackend()
+        repository = await Repository.create(backend)
+        ids = {job: [await take(repository, A, job=job), await take(repository, B, job=job)] for job in ("one", "two")}
+        kept = {job: f"hints/{job}/touched-0123-ab" for job in ids}
+        for name in (*kept.values(), "hints/one/00ff", "hints/gone/touched-0123-ab"):
+            await backend.create(name, [b"advice"])
+        await repository.forget([ids["one"][0]])
+        await collect(repository)
+        assert {name for name in backend.objects if name.startswith("hints/")} == set(kept.values())
+        await repository.forget([ids["one"][1]])
+        await collect(repository)
+        assert {name for name in backend.objects if name.startswith("hints/")} == {kept["two"]}
+
+    asyncio.run(body())
