@@ -15,8 +15,9 @@ from icecore.places import backend_at, state_directory
 from icecore.store import forget
 from icecore.store.backend import Backend
 from icecore.store.check import Report, check
+from icecore.store.diagnosis import Plan as RepairPlan
 from icecore.store.forget import Decision, Policy
-from icecore.store.gc import Collector
+from icecore.store.gc import Collector, Freed
 from icecore.store.gc import Options as GcOptions
 from icecore.store.gc import Plan as GcPlan
 from icecore.store.gc import Result as GcResult
@@ -25,8 +26,10 @@ from icecore.store.log import Log
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import Manifest
 from icecore.store.reader import SnapshotReader
+from icecore.store.repair import Repairer
 from icecore.store.repository import Repository as Core
 from icecore.store.state import SnapshotRecord
+from icecore.store.stats import Stats, stats
 from icecore.store.watermark import FileWatermark
 
 T = TypeVar("T")
@@ -160,6 +163,16 @@ class Repository:
         """
         return forget.plan(self.snapshots(job=job), policy)
 
+    def plan_free(self, snapshots: Iterable[str | SnapshotRecord]) -> Freed:
+        """What forgetting these snapshots would free, in bytes, once `gc` has run; nothing is changed.
+
+        Raises:
+            NotFound: One of them does not exist.
+            Damaged: A snapshot cannot be read, so what it needs is unknown.
+        """
+        names = [self._record(snapshot).snapshot for snapshot in snapshots]
+        return self.loop.run(Collector(self.core).plan_forget(names))
+
     def forget(self, snapshots: Iterable[str | SnapshotRecord]) -> list[SnapshotRecord]:
         """Take snapshots off the list, in one transaction; `gc` then frees what only they needed.
 
@@ -209,6 +222,50 @@ class Repository:
             What was found; damage is reported, not raised.
         """
         return self.loop.run(check(self.core, read_data=read_data, register=register))
+
+    def plan_repair(self, source: Repository | None = None, *, read_data: float = 1.0) -> RepairPlan:
+        """What a repair would put right, and what is lost; nothing is changed.
+
+        Args:
+            source: A replica: what is damaged here is looked for there first.
+            read_data: Share (0 to 1) of the data that is read; damage to what is not read is not found.
+
+        Raises:
+            UsageError: ``source`` is no replica of this repository.
+            Damaged: The newest log entry is: nothing can be said of the repository.
+        """
+        return self._repair(source, lambda repairer: repairer.plan(), read_data)
+
+    def repair(self, source: Repository | None = None, *, read_data: float = 1.0) -> RepairPlan:
+        """Put right what can be, in one transaction; what still reads is not touched, and snapshots that lost data stay listed, quarantined.
+
+        Arguments and errors as of `plan_repair`; returns what was done.
+        """
+        return self._repair(source, lambda repairer: repairer.apply(), read_data)
+
+    def _repair(
+        self, source: Repository | None, what: Callable[[Repairer], Coroutine[Any, Any, RepairPlan]], read_data: float
+    ) -> RepairPlan:
+        if source is None:
+            return self.loop.run(what(Repairer(self.core, read_data=read_data)))
+
+        async def run() -> RepairPlan:
+            # Its back end must be of this event loop.
+            replica = await Core.open(backend_at(source.location))
+            try:
+                return await what(Repairer(self.core, replica, read_data=read_data))
+            finally:
+                await replica.close()
+
+        return self.loop.run(run())
+
+    def stats(self, *, register: bool = True) -> Stats:
+        """Bytes by job, lineage and codec, live and dead.
+
+        Args:
+            register: Keep what is read from being collected meanwhile; without, for places that cannot be written to.
+        """
+        return self.loop.run(stats(self.core, register=register))
 
     def _record(self, snapshot: str | SnapshotRecord) -> SnapshotRecord:
         return snapshot if isinstance(snapshot, SnapshotRecord) else self.find(snapshot)

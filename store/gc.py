@@ -13,6 +13,7 @@ Why nothing is lost, at whatever point this or another collector, writer or read
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import msgspec
@@ -123,6 +124,16 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Freed:
+    """What forgetting some snapshots would free once the collector has run and no session is open: ``objects`` of ``bytes`` together, and ``compact_bytes``
+    more by rewriting shards that become mostly dead."""
+
+    objects: int
+    bytes: int
+    compact_bytes: int
+
+
+@dataclass(frozen=True)
 class Result:
     """What a collection did."""
 
@@ -185,6 +196,27 @@ class Collector:
             trim=[*await self._old(), *await self._old_entries(entry.generation)],
             kept_bytes=sum(size for name, size in self._sizes.items() if name not in dead),
         )
+
+    async def plan_forget(self, snapshots: Collection[str]) -> Freed:
+        """What there would be to free if these snapshots were forgotten, beside what there is already.
+
+        Raises:
+            Damaged, ObjectMissing: A snapshot cannot be read, so what it reaches is unknown.
+        """
+        gone = frozenset(snapshots)
+        await self._survey()
+        state = (await self._log.newest()).state
+        records = await catalog.everything(state, self._log.pages)
+        await self._reach.add(record for record in records if record.snapshot not in gone)
+        then, sparse = self._unreached(state), self._sparse_bytes()
+        await self._reach.add(records)
+        freed = then - self._unreached(state)
+        more = max(0, sparse - self._sparse_bytes())
+        return Freed(len(freed), sum(self._sizes[name] for name in freed), more)
+
+    def _sparse_bytes(self) -> int:
+        sparse = find_sparse(self._reach, self._sizes, self._options.compact_below)
+        return sum(item.bytes - item.live.bytes for item in sparse)
 
     async def collect(self) -> Result:
         """Fence, compact, condemn, delete, clean the index, trim. Safe to stop anywhere, and to run beside anything.

@@ -8,18 +8,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import msgspec
+from icecore.store.state import Process
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-
-
-class Process(msgspec.Struct, frozen=True, array_like=True):
-    """A process for good: ``boot`` names the running kernel, ``namespaces`` those in which ``pid`` and ``started`` (clock ticks after boot) count."""
-
-    boot: str
-    namespaces: str
-    pid: int
-    started: int
 
 
 def this_process() -> Process | None:

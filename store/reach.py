@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from icecore.errors import Damaged
+from icecore.errors import Damaged, IcecoreError, ObjectMissing
 from icecore.store.cell import Records
 from icecore.store.cellmap import NodeDecoder, parse_refs
 from icecore.store.manifest import MANIFEST_KIND, Manifest
@@ -43,12 +43,14 @@ class Reach:
         names: Manifests, packs and shards.
         hints: Names of hint objects.
         lineages: Lineages of the snapshots.
+        held: Shards that quarantined snapshots reach.
     """
 
     def __init__(self, repository: Repository, *, at_once: int = 8) -> None:
         self.names: set[tuple[Kind, bytes]] = set()
         self.hints: set[str] = set()
         self.lineages: set[str] = set()
+        self.held: set[bytes] = set()
         self._repository = repository
         self._at_once = at_once
         self._manifests: set[str] = set()
@@ -69,23 +71,39 @@ class Reach:
         self._manifests.update(new)
 
     async def _snapshot(self, record: SnapshotRecord) -> None:
-        manifest = await self._repository.manifest(record)
         parsed = parse_name(record.manifest)
         if parsed is None or parsed[0] != "manifest":
             raise Damaged("log entry", record.snapshot, f"its manifest has the name {record.manifest!r}")
-        for refs in space_refs(manifest, record.manifest):
-            packs = np.unique(np.ascontiguousarray(refs["pack"]).view("S16")).astype("S16")
-            self.names.update(("nodes", bytes(pack).ljust(16, b"\0")) for pack in packs.tolist())
-            identities = np.ascontiguousarray(refs["node"]).tobytes()
-            fresh = [at for at in range(len(refs)) if identities[32 * at : 32 * at + 32] not in self._nodes]
-            if fresh:
-                cells, _ = await read_nodes(self._repository, refs[fresh])
-                self._cells(cells)
-                self._nodes.update(identities[32 * at : 32 * at + 32] for at in fresh)
         self.lineages.add(record.lineage)
+        try:
+            manifest = await self._repository.manifest(record)
+            spaces = space_refs(manifest, record.manifest)
+        except (Damaged, ObjectMissing):
+            if not record.quarantined:
+                raise
+            self.names.add(parsed)  # nobody knows any more what it reached
+            return
+        for refs in spaces:
+            await self._space(refs, record)
         if manifest.hints:
             self.hints.add(manifest.hints)
         self.names.add(parsed)
+
+    async def _space(self, refs: Refs, record: SnapshotRecord) -> None:
+        packs = np.unique(np.ascontiguousarray(refs["pack"]).view("S16")).astype("S16")
+        self.names.update(("nodes", bytes(pack).ljust(16, b"\0")) for pack in packs.tolist())
+        if record.quarantined:
+            for _, cells in await readable_nodes(self._repository, refs):
+                self._cells(cells)
+                for field in ("place", "base_place"):
+                    self.held.update(_shards(cells[field]))
+            return
+        identities = np.ascontiguousarray(refs["node"]).tobytes()
+        fresh = [at for at in range(len(refs)) if identities[32 * at : 32 * at + 32] not in self._nodes]
+        if fresh:
+            cells, _ = await read_nodes(self._repository, refs[fresh])
+            self._cells(cells)
+            self._nodes.update(identities[32 * at : 32 * at + 32] for at in fresh)
 
     def _cells(self, cells: Records) -> None:
         for field in ("place", "base_place"):
@@ -142,6 +160,40 @@ def space_refs(manifest: Manifest, name: str) -> list[Refs]:
         return [parse_refs(space.nodes, len(space.regions)) for space in manifest.spaces]
     except ValueError as error:
         raise Damaged(MANIFEST_KIND.title, name, str(error)) from error
+
+
+def _shards(places: Records) -> Iterator[bytes]:
+    shards = np.unique(np.ascontiguousarray(places["shard"][places["length"] > 0]).view("S16"))
+    return (bytes(shard).ljust(16, b"\0") for shard in shards.tolist())
+
+
+async def readable_nodes(
+    repository: Repository, refs: Refs, fail: Callable[[int, IcecoreError], None] | None = None
+) -> list[tuple[int, Records]]:
+    """The CELL records of all nodes that can be read, with the number of each in ``refs``.
+
+    Args:
+        fail: Told of the others.
+
+    Raises:
+        StoreError: The store could not be reached.
+    """
+
+    async def read(which: npt.NDArray[np.int64]) -> list[tuple[int, Records]]:
+        if not len(which):
+            return []
+        try:
+            records, counts = await read_nodes(repository, refs[which])
+        except (Damaged, ObjectMissing) as error:
+            if len(which) == 1:
+                if fail is not None:
+                    fail(int(which[0]), error)
+                return []
+            half = len(which) // 2
+            return [*await read(which[:half]), *await read(which[half:])]
+        return list(zip(which.tolist(), np.split(records, np.cumsum(counts)[:-1]), strict=True))
+
+    return await read(np.arange(len(refs)))
 
 
 async def read_nodes(repository: Repository, refs: Refs) -> tuple[Records, npt.NDArray[np.int64]]:

@@ -10,7 +10,6 @@ from icecore.errors import Damaged
 from icecore.store.envelope import ObjectKind, Sealed, digest_of, unseal
 from icecore.store.envelope import seal as _seal
 from icecore.store.names import KINDS, Kind
-from icecore.store.presence import Process
 
 ENTRY_KIND = ObjectKind("log entry", b"ICELOG\0", 1, 64 << 20)
 PAGE_KIND = ObjectKind("snapshot page", b"ICEPAGE", 1, 16 << 20)
@@ -31,7 +30,8 @@ class SnapshotRecord(msgspec.Struct, frozen=True, array_like=True):
     """One committed snapshot in the snapshot list.
 
     ``manifest`` is the object's name; ``manifest_digest`` the digest in its header; ``logical``, ``stored`` and ``changed`` are bytes as in
-    ``manifest.Sizes``; ``parent`` is empty for the first of a lineage.
+    ``manifest.Sizes``; ``parent`` is empty for the first of a lineage. ``quarantined`` says, if it is not empty, what of the snapshot is lost: it is
+    kept for what still reads, and nothing is built on it.
     """
 
     snapshot: HexId
@@ -48,6 +48,7 @@ class SnapshotRecord(msgspec.Struct, frozen=True, array_like=True):
     window_seconds: float = 0.0
     tags: list[str] = []
     pinned: bool = False
+    quarantined: str = ""
 
 
 class PageRef(msgspec.Struct, frozen=True, array_like=True):
@@ -90,6 +91,15 @@ class Condemned(msgspec.Struct, frozen=True, array_like=True):
     generation: Generation
     names: bytes = b""
     ref: NameListRef | None = None
+
+
+class Process(msgspec.Struct, frozen=True, array_like=True):
+    """A process for good: ``boot`` names the running kernel, ``namespaces`` those in which ``pid`` and ``started`` (clock ticks after boot) count."""
+
+    boot: str
+    namespaces: str
+    pid: int
+    started: int
 
 
 class SessionRecord(msgspec.Struct, frozen=True, array_like=True):

@@ -17,9 +17,9 @@ from icecore.store.catalog import Pages
 from icecore.store.keys import Parameters
 from icecore.store.local import LocalBackend
 from icecore.store.memory import MemoryBackend
-from icecore.store.presence import Process, has_ended, this_process
+from icecore.store.presence import has_ended, this_process
 from icecore.store.repository import Repository
-from icecore.store.state import State
+from icecore.store.state import Process, State
 from tests.store.miniature import collect, files, put, read, sound, state_of, take
 
 
