@@ -74,6 +74,7 @@ class Report:
         damages: Everything that is wrong; empty if all is well.
         lost: Damage of which only quarantined snapshots suffer: known before.
         quarantined: Snapshots that were found to have lost data, and what.
+        failed: Damages that are only objects which the store failed to give: they may be well.
         doubtful: Shards that are damaged or missing, or hold a chunk that is.
         snapshots: How many are listed.
         objects: Number of objects by kind.
@@ -86,6 +87,7 @@ class Report:
     damages: list[Damage] = field(default_factory=list)
     lost: list[Damage] = field(default_factory=list)
     quarantined: dict[str, str] = field(default_factory=dict)
+    failed: list[Damage] = field(default_factory=list)
     doubtful: set[bytes] = field(default_factory=set)
     snapshots: int = 0
     objects: Counter[str] = field(default_factory=Counter)
@@ -164,6 +166,8 @@ class _Checker:
             self.damage(kind, name, "it is missing", snapshots)
         else:
             self.damage(kind, name, str(error), snapshots)
+            if isinstance(error, StoreError):
+                self.report.failed.append(Damage(kind, name, str(error), tuple(snapshots)))
 
     def damage(self, kind: str, name: str, why: str, snapshots: Sequence[str] = ()) -> None:
         """Report something once."""
@@ -483,10 +487,7 @@ class _Checker:
                 based = record["base_place"]["length"] > 0
                 self.report.doubtful |= {shard, *([record["base_place"]["shard"].tobytes()] if based else [])}
                 snapshots = self._snapshots_of(shard, np.array([place["offset"]]), "place", "base_place")
-                if isinstance(error, (ObjectMissing, Damaged)) or not isinstance(error, StoreError):
-                    self.note(error, "chunk", record["chunk"].tobytes().hex(), snapshots)
-                else:
-                    self.damage("chunk", record["chunk"].tobytes().hex(), str(error), snapshots)
+                self.note(error, "chunk", record["chunk"].tobytes().hex(), snapshots)
 
         await each(range(0, len(cells), _READ_BATCH), work, at_once=self._threads)
 

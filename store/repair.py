@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from icecore.errors import UsageError
+from icecore.errors import StoreError, UsageError
 from icecore.events import Event, phase
 from icecore.store import catalog
 from icecore.store.catalog import Pages
@@ -58,6 +58,7 @@ class Repairer:
 
         Raises:
             Damaged: The newest log entry is: nothing can be said of the repository.
+            StoreError: The store failed; what it failed to give is not taken for damaged.
         """
         async with await self._begin() as session:
             return (await self._survey(session)).plan
@@ -93,6 +94,12 @@ class Repairer:
 
     async def _survey(self, session: Session) -> Survey:
         report = await check(self._repository, read_data=self._read_data, session=session)
+        if report.failed:
+            failed = report.failed[0]
+            raise StoreError(
+                f"{failed.kind} {failed.name} may be well, but the store failed to give it: {failed.why}",
+                cure="try again; if the storage itself has lost it (a bad disk), delete the object and repair again",
+            )
         survey = Survey(Plan(report.damages))
         if report.sound and not report.quarantined:
             return survey
