@@ -40,7 +40,7 @@ def decode(name: str, data: bytes) -> WorkingSet:
     """
     try:
         found = msgspec.msgpack.decode(data, type=WorkingSet)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Damaged("hints", name, str(error)) from error
     if len(found.cells) > _MAX_CELLS:
         raise Damaged("hints", name, f"it lists {len(found.cells)} cells")

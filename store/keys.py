@@ -102,7 +102,7 @@ def open_slot(name: str, data: bytes) -> bytes:
     body = unseal(KEY_KIND, name, data, _PUBLIC)
     try:
         slot = msgspec.msgpack.decode(body, type=KeySlot)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Damaged(KEY_KIND.title, name, str(error)) from error
     if slot.format > FORMAT or slot.method != "plain":
         raise FormatTooNew(
@@ -128,7 +128,7 @@ def decode_config(name: str, data: bytes, keys: Keys) -> Config:
     body = unseal(CONFIG_KIND, name, data, keys.config)
     try:
         config = msgspec.msgpack.decode(body, type=Config)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Damaged(CONFIG_KIND.title, name, str(error)) from error
     if config.format > FORMAT:
         raise FormatTooNew(

@@ -59,7 +59,7 @@ def decode_heartbeat(name: str, data: bytes, key: bytes) -> Heartbeat:
     body = unseal(BEAT_KIND, name, data, key)
     try:
         return msgspec.msgpack.decode(body, type=Heartbeat)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Damaged(BEAT_KIND.title, name, str(error)) from error
 
 

@@ -170,7 +170,7 @@ def decode_entry(name: str, generation: int, data: bytes, key: bytes) -> State:
     body = unseal(ENTRY_KIND, name, data, key)
     try:
         state = _ENTRY.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Damaged(ENTRY_KIND.title, name, str(error)) from error
     if state.generation != generation:
         raise Damaged(ENTRY_KIND.title, name, f"it holds generation {state.generation}, not {generation}")
@@ -201,7 +201,7 @@ def decode_page(name: str, data: bytes, key: bytes, ref: PageRef | None = None) 
     body = unseal(PAGE_KIND, name, data, key, ref.digest if ref else None)
     try:
         records = _PAGE.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Damaged(PAGE_KIND.title, name, str(error)) from error
     if ref is not None and len(records) != ref.count:
         raise Damaged(PAGE_KIND.title, name, f"it has {len(records)} records instead of {ref.count}")
