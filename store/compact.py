@@ -55,7 +55,7 @@ def find_sparse(reach: Reach, sizes: Mapping[tuple[Kind, bytes], int], below: fl
         sizes: Sizes of the objects that there are, in bytes.
     """
     sparse = []
-    for shard, live in reach.shards().items():
+    for shard, live in reach.shards():
         size = sizes.get(("shard", shard), 0)
         if live.bytes < size * below and shard not in reach.held:
             sparse.append(Sparse(shard, size, live))

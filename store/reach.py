@@ -15,15 +15,15 @@ from icecore.store.cellmap import NodeDecoder, parse_refs
 from icecore.store.manifest import MANIFEST_KIND, Manifest
 from icecore.store.names import Kind, object_name, parse_name
 from icecore.store.parallel import each
+from icecore.store.pieces import Pieces, Seen
 from icecore.store.reader import plan_nodes
 from icecore.store.repository import Repository
 from icecore.store.state import SnapshotRecord
 
 _GAP_BYTES = 256 << 10
 _READ_BYTES = 16 << 20
-#: Pieces are gathered in arrays and made unique when there are so many new ones.
-_UNIQUE_EVERY = 1 << 22
-_OFFSET_BITS = 40
+#: So many nodes have 12 MiB of records.
+_NODES_AT_ONCE = 1024
 
 Refs = npt.NDArray[np.void]
 
@@ -54,11 +54,9 @@ class Reach:
         self._repository = repository
         self._at_once = at_once
         self._manifests: set[str] = set()
-        self._nodes: set[bytes] = set()
+        self._nodes = Seen()
         self._numbers: dict[bytes, int] = {}
-        self._pieces: list[npt.NDArray[np.uint64]] = []
-        self._lengths: list[npt.NDArray[np.uint32]] = []
-        self._new = 0
+        self._pieces = Pieces()
 
     async def add(self, records: Iterable[SnapshotRecord]) -> None:
         """Mark what these snapshots reach; those whose manifest was marked before cost nothing.
@@ -98,12 +96,12 @@ class Reach:
                 for field in ("place", "base_place"):
                     self.held.update(_shards(cells[field]))
             return
-        identities = np.ascontiguousarray(refs["node"]).tobytes()
-        fresh = [at for at in range(len(refs)) if identities[32 * at : 32 * at + 32] not in self._nodes]
-        if fresh:
-            cells, _ = await read_nodes(self._repository, refs[fresh])
+        fresh = refs[self._nodes.missing(refs["node"])]
+        for first in range(0, len(fresh), _NODES_AT_ONCE):
+            some = fresh[first : first + _NODES_AT_ONCE]
+            cells, _ = await read_nodes(self._repository, some)
             self._cells(cells)
-            self._nodes.update(identities[32 * at : 32 * at + 32] for at in fresh)
+            self._nodes.add(some["node"])
 
     def _cells(self, cells: Records) -> None:
         for field in ("place", "base_place"):
@@ -113,11 +111,7 @@ class Reach:
                 continue
             shards, inverse = np.unique(np.ascontiguousarray(places["shard"]).view("S16")[:, 0], return_inverse=True)
             numbers = np.fromiter((self._number(bytes(shard).ljust(16, b"\0")) for shard in shards.tolist()), np.uint64)
-            self._pieces.append(numbers[inverse] << np.uint64(_OFFSET_BITS) | places["offset"].astype(np.uint64))
-            self._lengths.append(places["length"].astype(np.uint32))
-            self._new += len(places)
-        if self._new > _UNIQUE_EVERY:
-            self._unique()
+            self._pieces.add(numbers[inverse], places["offset"], places["length"])
 
     def _number(self, shard: bytes) -> int:
         number = self._numbers.get(shard)
@@ -126,28 +120,11 @@ class Reach:
             self.names.add(("shard", shard))
         return number
 
-    def _unique(self) -> None:
-        if self._pieces:
-            pieces, first = np.unique(np.concatenate(self._pieces), return_index=True)
-            self._lengths = [np.concatenate(self._lengths)[first]]
-            self._pieces = [pieces]
-        self._new = 0
-
-    def shards(self) -> dict[bytes, Live]:
+    def shards(self) -> Iterator[tuple[bytes, Live]]:
         """Every reached shard, and what of it is reached."""
-        self._unique()
-        if not self._pieces:
-            return {}
-        pieces, lengths = self._pieces[0], self._lengths[0].astype(np.int64)
-        numbers = (pieces >> np.uint64(_OFFSET_BITS)).astype(np.int64)
-        offsets = (pieces & np.uint64((1 << _OFFSET_BITS) - 1)).astype(np.int64)
-        edges = np.searchsorted(numbers, np.arange(len(self._numbers) + 1))
-        return {
-            shard: Live(
-                int(lengths[edges[number] : edges[number + 1]].sum()), offsets[edges[number] : edges[number + 1]]
-            )
-            for shard, number in self._numbers.items()
-        }
+        names = list(self._numbers)
+        for number, length, offsets in self._pieces.shards():
+            yield names[number], Live(length, offsets)
 
 
 def space_refs(manifest: Manifest, name: str) -> list[Refs]:
