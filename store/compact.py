@@ -1,5 +1,7 @@
 """Rewrites shards of which little is reached: copies the live chunks as they are stored, then swaps new nodes and manifests in under the same snapshot ids.
 
+Deltas whose base has gone with its snapshots are stored anew instead, where that takes fewer bytes.
+
 It is an ordinary session. Everything that the state at its BEGIN reaches stays while it is open, so it needs no pins; a snapshot that was
 forgotten, or swapped by another, in the meantime is passed over.
 """
@@ -19,7 +21,9 @@ from icecore.store.catalog import Pages
 from icecore.store.cell import Records
 from icecore.store.chunk import chunk_id
 from icecore.store.names import Kind, object_name
-from icecore.store.reach import Live, Reach
+from icecore.store.pieces import Seen
+from icecore.store.reach import NODES_AT_ONCE, Live, Reach, read_nodes, space_refs
+from icecore.store.rebase import Orphans, Rebaser
 from icecore.store.repository import Repository
 from icecore.store.rewrite import MapRewriter, NewManifest, ShardWriter, read_table
 from icecore.store.rows import Place, Stored
@@ -46,6 +50,7 @@ class Compacted:
     copied_bytes: int = 0
     freed_bytes: int = 0
     snapshots: int = 0
+    rebased: int = 0
 
 
 def find_sparse(reach: Reach, sizes: Mapping[tuple[Kind, bytes], int], below: float) -> list[Sparse]:
@@ -81,8 +86,9 @@ async def compact(repository: Repository, sizes: Mapping[tuple[Kind, bytes], int
             return Compacted()
         writer = ShardWriter(repository, session)
         copier = _Copier(repository, writer)
+        rebaser = await _rebase(repository, records, sparse, writer)
         copied = []
-        for item in sparse:
+        for item in (_left(item, rebaser) for item in sparse):
             try:
                 await copier.copy(item)
                 copied.append(item)
@@ -90,7 +96,7 @@ async def compact(repository: Repository, sizes: Mapping[tuple[Kind, bytes], int
                 # It stays as it is, for 'check' and 'repair'; the others need not wait for that.
                 repository.emit(Event("gc.damaged", {"object": object_name("shard", item.shard), "error": str(error)}))
         await writer.flush()
-        rewriter = MapRewriter(repository, session, copier.moved)
+        rewriter = MapRewriter(repository, session, {**copier.moved, **rebaser.moved})
         swaps: dict[str, tuple[str, NewManifest]] = {}
         for record in records:
             if not record.quarantined:  # nor are the shards that such a one reaches sparse
@@ -107,7 +113,39 @@ async def compact(repository: Repository, sizes: Mapping[tuple[Kind, bytes], int
             return await catalog.edit(state, swaps.keys(), swap, pages)
 
         await session.transform(change, f"compact {len(copied)} shards", writer.entries())
-        return Compacted(len(copied), writer.bytes, sum(item.bytes - item.live.bytes for item in copied), len(swaps))
+        return Compacted(
+            len(copied),
+            writer.bytes,
+            sum(item.bytes - item.live.bytes for item in copied),
+            len(swaps),
+            len(rebaser.moved),
+        )
+
+
+async def _rebase(
+    repository: Repository, records: list[SnapshotRecord], sparse: list[Sparse], writer: ShardWriter
+) -> Rebaser:
+    """Store deltas anew whose bases only they still need."""
+    orphans, seen = Orphans(item.shard for item in sparse), Seen()
+    for record in records:
+        if record.quarantined:
+            continue  # it reaches none of these shards
+        for refs in space_refs(await repository.manifest(record), record.manifest):
+            fresh = refs[seen.missing(refs["node"])]
+            for first in range(0, len(fresh), NODES_AT_ONCE):
+                orphans.add((await read_nodes(repository, fresh[first : first + NODES_AT_ONCE]))[0])
+            seen.add(fresh["node"])
+    rebaser = Rebaser(repository, writer)
+    for orphan in orphans.found():
+        await rebaser.run(orphan)
+    return rebaser
+
+
+def _left(item: Sparse, rebaser: Rebaser) -> Sparse:
+    """What is to be copied of a shard: not what was stored anew in another form, nor what nobody needs any more."""
+    done = {offset for shard, offset in rebaser.gone | rebaser.moved.keys() if shard == item.shard}
+    offsets = item.live.offsets[~np.isin(item.live.offsets, list(done))] if done else item.live.offsets
+    return Sparse(item.shard, item.bytes, Live(item.live.bytes, offsets))
 
 
 class _Copier:

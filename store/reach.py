@@ -23,7 +23,7 @@ from icecore.store.state import SnapshotRecord
 _GAP_BYTES = 256 << 10
 _READ_BYTES = 16 << 20
 #: So many nodes have 12 MiB of records.
-_NODES_AT_ONCE = 1024
+NODES_AT_ONCE = 1024
 
 Refs = npt.NDArray[np.void]
 
@@ -97,8 +97,8 @@ class Reach:
                     self.held.update(_shards(cells[field]))
             return
         fresh = refs[self._nodes.missing(refs["node"])]
-        for first in range(0, len(fresh), _NODES_AT_ONCE):
-            some = fresh[first : first + _NODES_AT_ONCE]
+        for first in range(0, len(fresh), NODES_AT_ONCE):
+            some = fresh[first : first + NODES_AT_ONCE]
             cells, _ = await read_nodes(self._repository, some)
             self._cells(cells)
             self._nodes.add(some["node"])

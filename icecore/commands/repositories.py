@@ -215,6 +215,7 @@ def gc(arguments: argparse.Namespace, context: Context) -> int:
             "fenced": result.fenced,
             "compacted": result.compacted.shards,
             "compacted_bytes": result.compacted.freed_bytes,
+            "rebased": result.compacted.rebased,
             "condemned": result.condemned,
             "deleted": result.deleted,
             "deleted_bytes": result.deleted_bytes,
