@@ -1,6 +1,6 @@
 """Rewrites shards of which little is reached: copies the live chunks as they are stored, then swaps new nodes and manifests in under the same snapshot ids.
 
-Deltas whose base has gone with its snapshots are stored anew instead, where that takes fewer bytes.
+Deltas whose base has gone with its snapshots are stored anew instead (``rebase``).
 
 It is an ordinary session. Everything that the state at its BEGIN reaches stays while it is open, so it needs no pins; a snapshot that was
 forgotten, or swapped by another, in the meantime is passed over.

@@ -1,4 +1,4 @@
-"""Deltas whose base no map names any more as a chunk of its own: one of them is stored in full, the others as deltas of that one, where it takes fewer bytes.
+"""Deltas whose base no map names any more as a chunk of its own: one of them is stored in full, the others as deltas of that one, where that takes hardly more bytes.
 
 Only in shards that are rewritten anyway. A base that several snapshots' deltas share goes when the newest of them can take its place.
 """
@@ -25,7 +25,10 @@ from icecore.store.segment import of_shards
 from icecore.store.trial import Objective
 
 Key = tuple[bytes, int]
-_LEVEL = 3
+#: As thorough as writers are at most; nobody waits for the collector.
+_LEVEL = 6
+#: One in so many bytes more is a price worth paying for chunks that are read in one piece.
+_SLACK = 32
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ class Rebaser:
             forms = await asyncio.to_thread(self._forms, orphan, base, stored)
         except (Damaged, ObjectMissing):
             return False
-        if sum(form.length for form in forms) > orphan.stored:
+        if sum(form.length for form in forms) > orphan.stored + orphan.stored // _SLACK:
             return False
         full = forms[0]
         place = await self._put(full, bytes(32))
