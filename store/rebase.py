@@ -1,4 +1,4 @@
-"""Deltas whose base no map names any more as a chunk of its own: one of them is stored in full, the others as deltas of that one, where that takes hardly more bytes.
+"""Deltas whose base is nobody's own chunk any more: one is stored in full, the others as deltas of that one, where that takes hardly more bytes.
 
 Only in shards that are rewritten anyway. A base that several snapshots' deltas share goes when the newest of them can take its place.
 """

@@ -138,6 +138,7 @@ class World:
         self.fences = 0
         self.jumped = 0
         self.clock = time.time_ns
+        self._graves: list[asyncio.Future[None]] = []
 
     def jump(self, seconds: int) -> None:
         """All clocks jump, forwards or back: silence that never was, or that nobody notices."""
@@ -260,6 +261,8 @@ class World:
     def crash(self, actor: Actor) -> None:
         """An actor vanishes where it stands."""
         self.actors.remove(actor)
+        # Its calls never return; whoever waits for them must not be collected as garbage before the end.
+        self._graves += actor.backend.waiting
         actor.backend.waiting.clear()
         actor.task.cancel()
 
@@ -306,6 +309,7 @@ class World:
             task.cancel()
         if pending:
             self.loop.run_until_complete(asyncio.wait(pending, timeout=1))
+        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         self.loop.run_until_complete(self.loop.shutdown_default_executor())
         self.loop.close()
 
