@@ -14,7 +14,7 @@ from icecore.dumper.dump import DumpResult
 from icecore.dumper.dump import dump as _dump
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
-from icecore.errors import NotFound
+from icecore.errors import Damaged, NotFound
 from icecore.events import Sink, discard
 from icecore.hooks import run_hook
 from icecore.host import procfs
@@ -29,6 +29,7 @@ from icecore.restorer.requirements import Requirements
 from icecore.restorer.restore import Restored
 from icecore.restorer.restore import check as _check
 from icecore.restorer.restore import restore as _restore
+from icecore.store.state import SnapshotRecord
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -183,7 +184,7 @@ def restore(
     options = options or restore_options(config)
     with ExitStack() as stack:
         opened = _opened(repository, config, emit, stack)
-        record = opened.find(snapshot)
+        record = _whole(opened.find(snapshot))
         restored = _restore(
             opened.core,
             opened.loop,
@@ -205,6 +206,18 @@ def restore(
         return restored
 
 
+def _whole(record: SnapshotRecord) -> SnapshotRecord:
+    """The record of a snapshot that has lost nothing.
+
+    Raises:
+        Damaged: It is in quarantine.
+    """
+    if record.quarantined:
+        why = f"{record.quarantined}; 'icecore repair --from' a replica may bring it back"
+        raise Damaged("snapshot", record.snapshot, why)
+    return record
+
+
 def _close_when_resident(restored: Restored, stack: ExitStack) -> None:
     with stack, suppress(Exception):  # whoever waits for the memory is told
         restored.wait_resident()
@@ -224,7 +237,7 @@ def check_restore(
     """
     config = config or load()
     options = options or restore_options(config)
-    return _check(repository.core, repository.loop, repository.find(snapshot).snapshot, options, criu=criu_of(config))
+    return _check(repository.core, repository.loop, _whole(repository.find(snapshot)).snapshot, options, criu=criu_of(config))
 
 
 def find_target(jobs: Registry, target: int | str) -> tuple[Job | None, int]:

@@ -265,6 +265,7 @@ def test_damage_is_named_and_costs_what_it_costs(cli: Cli) -> None:
         check_event(event, documented_events())
     assert cli.events("ls")[0]["quarantined"] and "QUARANTINED" in cli.run("ls").stdout
     assert cli.one("check.done", "check", "--read-data")["quarantined"] == 1
+    assert "repair --from" in cli.run("restore", "count", status=9).stderr
     events = cli.events("repair", "--from", str(replica))
     assert {"repair.fix", "repair.release", "repair.done"} <= {str(event["event"]) for event in events}
     assert cli.one("check.done", "check", "--read-data")["quarantined"] == 0
