@@ -15,7 +15,7 @@ from icecore.dumper.dump import DumpResult
 from icecore.dumper.dump import dump as _dump
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
-from icecore.errors import NotFound
+from icecore.errors import Damaged, NotFound
 from icecore.events import Sink, discard
 from icecore.hooks import run_hook
 from icecore.host import procfs
@@ -30,6 +30,7 @@ from icecore.restorer.requirements import Requirements
 from icecore.restorer.restore import Restored
 from icecore.restorer.restore import check as _check
 from icecore.restorer.restore import restore as _restore
+from icecore.store.state import SnapshotRecord
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -185,7 +186,7 @@ def restore(
     options = options or restore_options(config)
     with ExitStack() as stack:
         opened = _opened(repository, config, emit, stack).holder(snapshot)
-        record = opened.find(snapshot)
+        record = _whole(opened.find(snapshot))
         restored = _restore(
             opened.core,
             opened.loop,
@@ -205,6 +206,18 @@ def restore(
         }
         run_hook(config.restore.after, variables, seconds=config.restore.hook_seconds, emit=emit)
         return restored
+
+
+def _whole(record: SnapshotRecord) -> SnapshotRecord:
+    """The record of a snapshot that has lost nothing.
+
+    Raises:
+        Damaged: It is in quarantine.
+    """
+    if record.quarantined:
+        why = f"{record.quarantined}; 'icecore repair --from' a replica may bring it back"
+        raise Damaged("snapshot", record.snapshot, why)
+    return record
 
 
 def _close_when_resident(restored: Restored, stack: ExitStack) -> None:
@@ -227,7 +240,8 @@ def check_restore(
     config = config or load()
     options = options or restore_options(config)
     repository = repository.holder(snapshot)
-    return _check(repository.core, repository.loop, repository.find(snapshot).snapshot, options, criu=criu_of(config))
+    record = _whole(repository.find(snapshot))
+    return _check(repository.core, repository.loop, record.snapshot, options, criu=criu_of(config))
 
 
 def find_target(jobs: Registry, target: int | str) -> tuple[Job | None, int]:

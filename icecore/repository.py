@@ -17,8 +17,9 @@ from icecore.store import forget, keychain
 from icecore.store import slots as slot_changes
 from icecore.store.backend import Backend
 from icecore.store.check import Report, check
+from icecore.store.diagnosis import Plan as RepairPlan
 from icecore.store.forget import Decision, Policy
-from icecore.store.gc import Collector
+from icecore.store.gc import Collector, Freed
 from icecore.store.gc import Options as GcOptions
 from icecore.store.gc import Plan as GcPlan
 from icecore.store.gc import Result as GcResult
@@ -27,11 +28,13 @@ from icecore.store.log import Log
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import Manifest
 from icecore.store.reader import SnapshotReader
+from icecore.store.repair import Repairer
 from icecore.store.replicas import ReplicaBackend
 from icecore.store.replication import Synced, missing, sync
 from icecore.store.repository import Repository as Core
 from icecore.store.slots import Cost, Slot, Slots
 from icecore.store.state import SnapshotRecord
+from icecore.store.stats import Stats, stats
 from icecore.store.transfer import Copied, copy
 from icecore.store.watermark import FileWatermark
 
@@ -186,6 +189,16 @@ class Repository:
         """
         return forget.plan(self.snapshots(job=job), policy)
 
+    def plan_free(self, snapshots: Iterable[str | SnapshotRecord]) -> Freed:
+        """What forgetting these snapshots would free, in bytes, once `gc` has run; nothing is changed.
+
+        Raises:
+            NotFound: One of them does not exist.
+            Damaged: A snapshot cannot be read, so what it needs is unknown.
+        """
+        names = [self._record(snapshot).snapshot for snapshot in snapshots]
+        return self.loop.run(Collector(self.core).plan_forget(names))
+
     def forget(self, snapshots: Iterable[str | SnapshotRecord]) -> list[SnapshotRecord]:
         """Take snapshots off the list, in one transaction; `gc` then frees what only they needed.
 
@@ -234,9 +247,12 @@ class Repository:
         Returns:
             What was found; damage is reported, not raised.
         """
+        return self.loop.run(check(self._itself(), read_data=read_data, register=register))
+
+    def _itself(self) -> Core:
+        """Without copies that are kept elsewhere: what is damaged here has to be seen."""
         core = self.core
-        itself = Core(core.backend.source, core.config, core.keys, core.log, core.emit)  # no copies that are kept elsewhere
-        return self.loop.run(check(itself, read_data=read_data, register=register))
+        return Core(core.backend.source, core.config, core.keys, core.log, core.emit)
 
     def create_replica(
         self, location: str | os.PathLike[str], *, passphrase: Passphrase | None = None, emit: Sink = discard
@@ -310,7 +326,8 @@ class Repository:
             self.loop.run(backend.close())
 
     def holder(self, snapshot: str) -> Repository:
-        """The repository that lists a snapshot: this one, or, if it does not, the first replica that does (as while its replication goes on).
+        """The repository that lists a snapshot: this one, or, if it does not (as while its replication goes on) or only in quarantine, the first
+        replica that lists it whole.
 
         It reads from all of them, and is closed with this one.
 
@@ -318,17 +335,27 @@ class Repository:
             NotFound: None lists it.
             UsageError: Several ids begin so.
         """
+        found: Repository | None = None
+        missing: NotFound | None = None
         try:
-            self.find(snapshot)
-            return self
-        except NotFound:
-            for sibling in self._others():
-                try:
-                    sibling.find(snapshot)
-                    return sibling
-                except NotFound:
-                    continue
-            raise
+            record = self.find(snapshot)
+            found, snapshot = self, record.snapshot
+            if not record.quarantined:
+                return self
+        except NotFound as error:
+            missing = error
+        for sibling in self._others():
+            try:
+                record = sibling.find(snapshot)
+            except NotFound:
+                continue
+            if not record.quarantined:
+                return sibling
+            found = found or sibling
+        if found is None:
+            assert missing is not None
+            raise missing
+        return found
 
     def _others(self) -> list[Repository]:
         """The replicas as repositories of their own."""
@@ -397,6 +424,51 @@ class Repository:
 
     def _change_slots(self, edit: Callable[[Slots], Slots]) -> list[Slot]:
         return self.loop.run(keychain.change(self.core.backend, self.core.keys, edit)).slots
+
+    def plan_repair(self, source: Repository | None = None, *, read_data: float = 1.0) -> RepairPlan:
+        """What a repair would put right, and what is lost; nothing is changed.
+
+        Args:
+            source: A replica: what is damaged here is looked for there first.
+            read_data: Share (0 to 1) of the data that is read; damage to what is not read is not found.
+
+        Raises:
+            UsageError: ``source`` is no replica of this repository.
+            Damaged: The newest log entry is: nothing can be said of the repository.
+        """
+        return self._repair(source, lambda repairer: repairer.plan(), read_data)
+
+    def repair(self, source: Repository | None = None, *, read_data: float = 1.0) -> RepairPlan:
+        """Put right what can be, in one transaction; what still reads is not touched, and snapshots that lost data stay listed, quarantined.
+
+        Arguments and errors as of `plan_repair`; returns what was done.
+        """
+        return self._repair(source, lambda repairer: repairer.apply(), read_data)
+
+    def _repair(
+        self, source: Repository | None, what: Callable[[Repairer], Coroutine[Any, Any, RepairPlan]], read_data: float
+    ) -> RepairPlan:
+        if source is None:
+            return self.loop.run(what(Repairer(self._itself(), read_data=read_data)))
+
+        async def run() -> RepairPlan:
+            # Its back end must be of this event loop.
+            backend = backend_at(source.location)
+            try:
+                replica = await Core.open(backend, secret=source.core.keys.secret)
+                return await what(Repairer(self._itself(), replica, read_data=read_data))
+            finally:
+                await backend.close()
+
+        return self.loop.run(run())
+
+    def stats(self, *, register: bool = True) -> Stats:
+        """Bytes by job, lineage and codec, live and dead.
+
+        Args:
+            register: Keep what is read from being collected meanwhile; without, for places that cannot be written to.
+        """
+        return self.loop.run(stats(self.core, register=register))
 
     def _record(self, snapshot: str | SnapshotRecord) -> SnapshotRecord:
         return snapshot if isinstance(snapshot, SnapshotRecord) else self.find(snapshot)

@@ -218,7 +218,7 @@ class Deltas:
 
     def _choose(self, region: int, found: delta.Difference, share: float, scratch: Scratch) -> Estimate:
         habit, objective = self._small if share * _SMALL <= 1 else self._large
-        return habit.choose(region, found.xor, scratch, partial(_try, found, objective))
+        return habit.choose(region, found.xor, scratch, partial(best_residual, found, objective))
 
     def _content(self, base: bytes, place: Place, theirs: bytes, scratch: Scratch) -> memoryview:
         """The base's bytes, as they were read."""
@@ -244,7 +244,8 @@ class Deltas:
         return content
 
 
-def _try(found: delta.Difference, objective: Objective, scratch: Scratch) -> Estimate:
+def best_residual(found: delta.Difference, objective: Objective, scratch: Scratch) -> Estimate:
+    """Which form suits what differs, tried on a sample: as residual or as it is."""
     by_xor = trial(sample(found.xor), scratch, objective, codec.XOR)
     if found.whole:
         return by_xor  # a patch of all pages is the full form

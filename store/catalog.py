@@ -39,6 +39,8 @@ TAIL_LIMIT = 4 * TAIL_RECORDS
 #: Names of condemned objects that the entry holds itself.
 INLINE_NAMES = 64
 
+_PARSED_RECORDS = 2 * PAGE_RECORDS
+
 
 class Pages:
     """Reads and writes the objects that a log entry refers to, and keeps those it saw last.
@@ -53,6 +55,8 @@ class Pages:
         self._key = key
         self._remembered = remembered
         self._cache: OrderedDict[bytes, bytes] = OrderedDict()
+        #: Pages that were parsed last: to find a base is then no matter of how long its page is.
+        self._parsed: OrderedDict[bytes, list[SnapshotRecord]] = OrderedDict()
 
     async def _fetch(self, identity: bytes, digest: bytes, limit: int, cached: bool) -> bytes:
         data = self._cache.get(digest) if cached else None
@@ -75,12 +79,22 @@ class Pages:
 
     async def read(self, ref: PageRef, *, cached: bool = True) -> list[SnapshotRecord]:
         """The records of a page, from storage in any case unless ``cached``."""
+        parsed = self._parsed.get(ref.digest) if cached else None
+        if parsed is not None:
+            self._parsed.move_to_end(ref.digest)
+            return list(parsed)
         data = await self._fetch(ref.id, ref.digest, PAGE_KIND.object_limit, cached)
         try:
-            return decode_page(object_name("page", ref.id), data, self._key, ref)
+            records = decode_page(object_name("page", ref.id), data, self._key, ref)
         except BaseException:
             self._cache.pop(ref.digest, None)
+            self._parsed.pop(ref.digest, None)
             raise
+        if cached:
+            self._parsed[ref.digest] = records
+            while len(self._parsed) > 1 and sum(map(len, self._parsed.values())) > _PARSED_RECORDS:
+                self._parsed.popitem(last=False)
+        return list(records)
 
     async def write(self, records: list[SnapshotRecord]) -> PageRef:
         """Store a new page."""

@@ -13,6 +13,7 @@ Why nothing is lost, at whatever point this or another collector, writer or read
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,6 +23,7 @@ from icecore.events import Event, phase
 from icecore.store import catalog
 from icecore.store.catalog import Pages
 from icecore.store.compact import Compacted, Sparse, compact, find_sparse
+from icecore.store.hints import touched_lineage
 from icecore.store.log import KEPT_ENTRIES, Entry
 from icecore.store.names import (
     HINTS,
@@ -35,6 +37,7 @@ from icecore.store.names import (
     parse_name,
 )
 from icecore.store.parallel import each
+from icecore.store.presence import has_ended
 from icecore.store.reach import Reach
 from icecore.store.reindex import Reindexer
 from icecore.store.repository import Repository
@@ -87,14 +90,14 @@ class Plan:
     """What a collection would do, as things are now.
 
     Attributes:
-        fence: Sessions that gave no sign of life for long.
+        fence: Sessions whose process has ended, or that gave no sign of life for long.
         condemn: Objects that nothing reaches.
         delete: Objects that can be deleted at once: condemned before, or now and with no session open.
         wait: Objects that an open session keeps from being deleted.
         pardon: Objects that are condemned although a snapshot reaches them again.
         compact: Shards that are to be rewritten.
         rewrite: Number of index segments that are to be rewritten.
-        trim: Old log entries, stale heartbeats, hints that no snapshot names.
+        trim: Old log entries, stale heartbeats, hints that are of no use.
         kept_bytes: What stays, compaction apart.
     """
 
@@ -123,6 +126,16 @@ class Plan:
     def compact_bytes(self) -> int:
         """Bytes that rewriting shards frees."""
         return sum(item.bytes - item.live.bytes for item in self.compact)
+
+
+@dataclass(frozen=True)
+class Freed:
+    """What forgetting some snapshots would free once the collector has run and no session is open: ``objects`` of ``bytes`` together, and ``compact_bytes``
+    more by rewriting shards that become mostly dead."""
+
+    objects: int
+    bytes: int
+    compact_bytes: int
 
 
 @dataclass(frozen=True)
@@ -188,6 +201,27 @@ class Collector:
             trim=[*await self._old(), *await self._old_entries(entry.generation)],
             kept_bytes=sum(size for name, size in self._sizes.items() if name not in dead),
         )
+
+    async def plan_forget(self, snapshots: Collection[str]) -> Freed:
+        """What there would be to free if these snapshots were forgotten, beside what there is already.
+
+        Raises:
+            Damaged, ObjectMissing: A snapshot cannot be read, so what it reaches is unknown.
+        """
+        gone = frozenset(snapshots)
+        await self._survey()
+        state = (await self._log.newest()).state
+        records = await catalog.everything(state, self._log.pages)
+        await self._reach.add(record for record in records if record.snapshot not in gone)
+        then, sparse = self._unreached(state), self._sparse_bytes()
+        await self._reach.add(records)
+        freed = then - self._unreached(state)
+        more = max(0, sparse - self._sparse_bytes())
+        return Freed(len(freed), sum(self._sizes[name] for name in freed), more)
+
+    def _sparse_bytes(self) -> int:
+        sparse = find_sparse(self._reach, self._sizes, self._options.compact_below)
+        return sum(item.bytes - item.live.bytes for item in sparse)
 
     async def collect(self) -> Result:
         """Fence, compact, condemn, delete, clean the index, trim. Safe to stop anywhere, and to run beside anything.
@@ -283,12 +317,18 @@ class Collector:
         return Item(object_name(*name), self._sizes.get(name, 0))
 
     async def _silent(self, state: State) -> list[SessionRecord]:
-        """Sessions that have given no sign of life for long, by this machine's clock and theirs. It decides when to fence, never what is safe to delete."""
+        """Sessions that are taken for dead: their process has ended, or they gave no sign of life for long, by this machine's clock and theirs.
+
+        It decides when to fence, never what is safe to delete.
+        """
         latest: dict[str, str] = {}
         async for info in self._backend.list(SESSIONS):
             latest[info.name.split("/")[1]] = info.name
         silent = []
         for record in state.sessions:
+            if has_ended(record.process):
+                silent.append(record)
+                continue
             heard = record.created_ns
             if record.id in latest:
                 try:
@@ -304,7 +344,7 @@ class Collector:
         return silent
 
     async def _fence(self) -> int:
-        """FENCE: end the sessions that are silent."""
+        """FENCE: end the sessions that are taken for dead."""
         silent = {record.id for record in await self._silent((await self._log.newest()).state)}
         if not silent:
             return 0
@@ -347,7 +387,7 @@ class Collector:
         return delete, sorted(name for name, generation in marks.items() if name in unreached and generation >= oldest)
 
     async def _old(self) -> list[Item]:
-        """What lies outside the state's reach and is known to be of no use: signs of sessions that are over, hints that no snapshot names, probes."""
+        """What lies outside the state's reach and is known to be of no use: signs of sessions that are over, hints of nobody, probes."""
         beats = [info async for info in self._backend.list(SESSIONS)]
         hints = [info async for info in self._backend.list(HINTS)]
         old = [Item(*info) async for info in self._backend.list(_PROBE)]
@@ -357,8 +397,12 @@ class Collector:
         keeping = _keeping(state)
         old += [Item(*info) for info in beats if info.name.split("/")[1] not in open_]
         if not keeping:  # an open session may have stored the hints of a snapshot that is yet to be committed
-            old += [Item(*info) for info in hints if info.name not in self._reach.hints]
+            old += [Item(*info) for info in hints if not self._advises(info.name)]
         return old
+
+    def _advises(self, hint: str) -> bool:
+        """Whether a hint object is of use: a kept snapshot names it, or it is a working set of a lineage that has one."""
+        return hint in self._reach.hints or touched_lineage(hint) in self._reach.lineages
 
     async def _old_entries(self, newest: int) -> list[Item]:
         listed = [info async for info in self._backend.list(LOG)]

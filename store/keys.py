@@ -141,7 +141,7 @@ def open_slot(name: str, data: bytes) -> bytes:
     body = read_slot(name, data)
     try:
         slot = msgspec.msgpack.decode(body, type=KeySlot)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Damaged(KEY_KIND.title, name, str(error)) from error
     if slot.format > FORMAT or slot.method != "plain":
         raise FormatTooNew(
@@ -167,7 +167,7 @@ def decode_config(name: str, data: bytes, keys: Keys) -> Config:
     body = unseal(CONFIG_KIND, name, data, keys.config)
     try:
         config = msgspec.msgpack.decode(body, type=Config)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Damaged(CONFIG_KIND.title, name, str(error)) from error
     if config.format > ENCRYPTED_FORMAT:
         raise FormatTooNew(

@@ -173,7 +173,7 @@ def decode_manifest(data: bytes, key: bytes, *, name: str, digest: bytes | None 
     body = unseal(MANIFEST_KIND, name, data, key, digest)
     try:
         manifest = _DECODER.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Damaged(MANIFEST_KIND.title, name, str(error)) from error
     if manifest.format > MANIFEST_FORMAT:
         raise FormatTooNew(

@@ -135,6 +135,9 @@ class _Sync:
 
     async def bring(self, record: SnapshotRecord) -> None:
         """One snapshot."""
+        if record.quarantined:
+            self._lose(record, Damaged("snapshot", record.snapshot, record.quarantined))
+            return
         with phase(self._target.emit, "sync.snapshot", snapshot=record.snapshot) as running:
             before = self.done.bytes
             try:

@@ -24,6 +24,7 @@ from icecore.store.index import Index, NewSegment, build, merge_segments, plan_m
 from icecore.store.keys import Keys
 from icecore.store.log import Entry, Log
 from icecore.store.names import Kind, heartbeat_name, object_name, parse_name, random_id
+from icecore.store.presence import this_process
 from icecore.store.segment import sort_entries
 from icecore.store.state import SegmentRef, SessionRecord, SnapshotRecord, State
 
@@ -58,7 +59,7 @@ def decode_heartbeat(name: str, data: bytes, key: bytes) -> Heartbeat:
     body = unseal(BEAT_KIND, name, data, key)
     try:
         return msgspec.msgpack.decode(body, type=Heartbeat)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Damaged(BEAT_KIND.title, name, str(error)) from error
 
 
@@ -375,7 +376,7 @@ async def begin(
             if listed is None:
                 raise NotFound(f"there is no snapshot {snapshot} in {backend.where}", cure="'icecore ls' lists them")
             found.append(listed)
-        record = SessionRecord(identity, state.generation, purpose, host, time.time_ns(), found)
+        record = SessionRecord(identity, state.generation, purpose, host, time.time_ns(), found, this_process())
         return msgspec.structs.replace(state, sessions=[*state.sessions, record])
 
     entry = await log.transact(change, f"begin {purpose} {identity}")

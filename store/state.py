@@ -30,7 +30,8 @@ class SnapshotRecord(msgspec.Struct, frozen=True, array_like=True):
     """One committed snapshot in the snapshot list.
 
     ``manifest`` is the object's name; ``manifest_digest`` the digest in its header; ``logical``, ``stored`` and ``changed`` are bytes as in
-    ``manifest.Sizes``; ``parent`` is empty for the first of a lineage.
+    ``manifest.Sizes``; ``parent`` is empty for the first of a lineage. ``quarantined`` says, if it is not empty, what of the snapshot is lost: it is
+    kept for what still reads, and nothing is built on it.
     """
 
     snapshot: HexId
@@ -47,6 +48,7 @@ class SnapshotRecord(msgspec.Struct, frozen=True, array_like=True):
     window_seconds: float = 0.0
     tags: list[str] = []
     pinned: bool = False
+    quarantined: str = ""
 
 
 class PageRef(msgspec.Struct, frozen=True, array_like=True):
@@ -91,8 +93,20 @@ class Condemned(msgspec.Struct, frozen=True, array_like=True):
     ref: NameListRef | None = None
 
 
+class Process(msgspec.Struct, frozen=True, array_like=True):
+    """A process for good: ``boot`` names the running kernel, ``namespaces`` those in which ``pid`` and ``started`` (clock ticks after boot) count."""
+
+    boot: str
+    namespaces: str
+    pid: int
+    started: int
+
+
 class SessionRecord(msgspec.Struct, frozen=True, array_like=True):
-    """An open session: the generation at which it began and the snapshots that it pins, whether or not they are still listed."""
+    """An open session: the generation at which it began and the snapshots that it pins, whether or not they are still listed.
+
+    ``process`` is the one that holds it, where that is known.
+    """
 
     id: HexId
     began: Generation
@@ -100,6 +114,7 @@ class SessionRecord(msgspec.Struct, frozen=True, array_like=True):
     host: str
     created_ns: int
     pins: list[SnapshotRecord] = []
+    process: Process | None = None
 
 
 class Written(msgspec.Struct, frozen=True, array_like=True):
@@ -155,7 +170,7 @@ def decode_entry(name: str, generation: int, data: bytes, key: bytes) -> State:
     body = unseal(ENTRY_KIND, name, data, key)
     try:
         state = _ENTRY.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Damaged(ENTRY_KIND.title, name, str(error)) from error
     if state.generation != generation:
         raise Damaged(ENTRY_KIND.title, name, f"it holds generation {state.generation}, not {generation}")
@@ -186,7 +201,7 @@ def decode_page(name: str, data: bytes, key: bytes, ref: PageRef | None = None) 
     body = unseal(PAGE_KIND, name, data, key, ref.digest if ref else None)
     try:
         records = _PAGE.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Damaged(PAGE_KIND.title, name, str(error)) from error
     if ref is not None and len(records) != ref.count:
         raise Damaged(PAGE_KIND.title, name, f"it has {len(records)} records instead of {ref.count}")

@@ -77,7 +77,10 @@ def copy(
     if source.config.id == target.config.id:
         raise UsageError(f"{source.backend.where} is copied into itself", cure="name another repository")
     done = Copied()
-    listed = {record.snapshot for record in loop.run(target.snapshots())}
+    there = loop.run(target.snapshots())
+    listed = {record.snapshot for record in there}
+    # Chunks of those that lost data may be the damaged ones.
+    whole = {record.snapshot for record in there if not record.quarantined}
     for record in records:
         if record.snapshot in listed:
             continue
@@ -88,10 +91,11 @@ def copy(
         try:
             with phase(target.emit, "copy.snapshot", snapshot=record.snapshot) as running:
                 before = done.stored
-                parent = record.parent if record.parent in listed else None
+                parent = record.parent if record.parent in whole else None
                 _Copy(source, target, loop, threads or os.cpu_count() or 1, objective, done).run(record, parent)
                 running.bytes = done.stored - before
             listed.add(record.snapshot)
+            whole.add(record.snapshot)
             done.snapshots.append(record.snapshot)
         except (Damaged, ObjectMissing) as error:
             done.lost.append(Lost(record.snapshot, error))

@@ -57,6 +57,10 @@ class Context:
             self._repository = self._stack.enter_context(opened)
         return self._repository
 
+    def enter(self, opened: Repository) -> Repository:
+        """Another repository, to be closed at the end."""
+        return self._stack.enter_context(opened)
+
     def registry(self) -> Registry:
         """The jobs of this node."""
         from icecore.host.jobs import Registry

@@ -181,7 +181,7 @@ def ls(arguments: argparse.Namespace, context: Context) -> int:
                 units.size(record.stored),
                 units.seconds(record.window_seconds) if record.window_seconds else "–",
                 record.parent[:digits] or "–",
-                " ".join([*(["pinned"] if record.pinned else []), *record.tags]),
+                " ".join([*(["QUARANTINED"] if record.quarantined else []), *(["pinned"] if record.pinned else []), *record.tags]),
             ]
         )
     columns = ["SNAPSHOT", "JOB", "TAKEN", "LOGICAL", "CHANGED", "STORED", "WINDOW", "PARENT", "TAGS"]
@@ -203,6 +203,7 @@ def snapshot_fields(record: SnapshotRecord) -> dict[str, Value]:
         "window_seconds": record.window_seconds,
         "tags": list(record.tags),
         "pinned": record.pinned,
+        "quarantined": record.quarantined,
     }
 
 
