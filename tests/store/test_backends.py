@@ -19,6 +19,7 @@ from icecore.store.faulty import Crashed, FaultyBackend, Outcome, stop_at
 from icecore.store.local import LocalBackend
 from icecore.store.memory import MemoryBackend
 from icecore.store.repository import probe
+from icecore.store.s3 import S3Backend, S3Place
 from icecore.store.testing import BackendConformance
 
 
@@ -42,6 +43,22 @@ class TestLocal(BackendConformance):
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[Backend]:
         backend = LocalBackend(self.root, create=True)
+        try:
+            yield backend
+        finally:
+            await backend.close()
+
+
+class TestS3(BackendConformance):
+    races = 3  # the server makes losers wait for whole seconds
+
+    @pytest.fixture(autouse=True)
+    def _place(self, s3_place: S3Place) -> None:
+        self.place = s3_place
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[Backend]:
+        backend = S3Backend(self.place)
         try:
             yield backend
         finally:
