@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from icecore.errors import UsageError
 
@@ -92,10 +92,15 @@ class Backend(ABC):
         where: The place in words, for messages.
     """
 
-    read_size: ClassVar[int] = 16 << 20
+    read_size: int = 16 << 20
     direct: bool = False
     drafts: bool = False
     where: str = ""
+
+    @property
+    def source(self) -> Backend:
+        """The storage itself, below whatever keeps copies: what a check has to look at."""
+        return self
 
     @abstractmethod
     async def create(self, name: str, parts: Sequence[Buffer]) -> None:

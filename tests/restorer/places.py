@@ -10,7 +10,7 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 class SlowBackend(LocalBackend):
     """A directory that can only be read through the event loop, like object storage; fails reads on demand."""
 
-    read_size: ClassVar[int] = 16 << 20
+    read_size = 16 << 20
     direct = False
 
     def __init__(self, root: str | Path) -> None:

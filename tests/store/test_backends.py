@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,12 +15,16 @@ import pytest
 from icecore.errors import NotFound, ObjectExists, ObjectMissing, StoreError, StoreFull, UsageError
 from icecore.store import local
 from icecore.store.backend import Backend
-from icecore.store.faulty import Crashed, FaultyBackend, Outcome, stop_at
+from icecore.store.faulty import Crashed, FaultyBackend, Outcome, at_random, far_away, stop_at
+from icecore.store.limits import Limited
 from icecore.store.local import LocalBackend
 from icecore.store.memory import MemoryBackend
+from icecore.store.metrics import Metered
 from icecore.store.repository import probe
+from icecore.store.retry import Patience, Retrying
 from icecore.store.s3 import S3Backend, S3Place
 from icecore.store.testing import BackendConformance
+from icecore.store.wrapper import Wrapper
 
 
 class TestMemory(BackendConformance):
@@ -65,10 +69,40 @@ class TestS3(BackendConformance):
             await backend.close()
 
 
-class TestFaultyPassesOn(TestMemory):
+WRAPPERS: dict[str, Callable[[Backend], Backend]] = {
+    "plain": Wrapper,
+    "faulty": FaultyBackend,
+    "far": lambda inner: FaultyBackend(inner, delay=far_away(1e-4, 1e9)),
+    "retrying": Retrying,
+    "retrying-half": lambda inner: Retrying(
+        FaultyBackend(inner, at_random(1, fail=0.25, lose=0.25)), Patience(60, 1e-6, 1e-6)
+    ),
+    "limited": lambda inner: Limited(inner, requests=3, budget=1 << 20),
+    "metered": Metered,
+    "all": lambda inner: Retrying(
+        Limited(Metered(FaultyBackend(inner, at_random(2, fail=0.1, lose=0.1))), requests=8, budget=4 << 20),
+        Patience(30, 1e-6, 1e-6),
+    ),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS, scope="class")
+class TestWrapped(TestMemory):
+    @pytest.fixture(autouse=True)
+    def _wrapper(self, wrapper: str) -> None:
+        self.wrap = WRAPPERS[wrapper]
+        self.equal_bytes_lose = wrapper not in ("retrying-half", "all")
+
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[Backend]:
-        yield FaultyBackend(self.backend)
+        yield self.wrap(self.backend)
+
+
+class TestRetryingLocal(TestLocal):
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[Backend]:
+        async with super().opened() as backend:
+            yield Limited(Retrying(Metered(backend)), requests=8, budget=8 << 20)
 
 
 def files_of(root: Path) -> list[str]:
