@@ -253,6 +253,6 @@ def _opened(
     if isinstance(repository, Repository):
         return repository
     location = os.fspath(repository) or config.repository
-    return stack.enter_context(Repository.open(location, state=config.state, emit=emit))
+    return stack.enter_context(Repository.open(location, state=config.state, config=config, emit=emit))
 
 

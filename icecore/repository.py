@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from icecore import addressing, difference
+from icecore.config import Config
 from icecore.difference import Difference
 from icecore.errors import UsageError
 from icecore.events import Sink, discard
@@ -47,11 +48,14 @@ class Repository:
         self.loop = loop
 
     @classmethod
-    def open(cls, location: str | os.PathLike[str], *, state: str = "", emit: Sink = discard) -> Repository:
+    def open(
+        cls, location: str | os.PathLike[str], *, state: str = "", config: Config | None = None, emit: Sink = discard
+    ) -> Repository:
         """Open the repository at a location.
 
         Args:
-            location: Its directory.
+            location: Its directory, or ``s3://BUCKET/PREFIX``.
+            config: Says how buckets are reached (sections [s3] and [cache]). None: what `icecore.config.load` gives.
             state: Directory in which the newest state seen is remembered, so that an older one shown later is an error. Empty: this node's.
             emit: Gets the events of everything done through it.
 
@@ -60,25 +64,31 @@ class Repository:
             RollbackDetected: It shows an older state than this node has seen (raised by whatever reads the state first).
             FormatTooNew: A later version of icecore wrote it.
         """
-        backend = backend_at(os.fspath(location))
+        backend = backend_at(os.fspath(location), config=config, emit=emit)
         return cls._make(backend, state, lambda: Core.open(backend, emit=emit))
 
     @classmethod
     def create(
-        cls, location: str | os.PathLike[str], *, shard_bytes: int = 64 << 20, state: str = "", emit: Sink = discard
+        cls,
+        location: str | os.PathLike[str],
+        *,
+        shard_bytes: int = 64 << 20,
+        state: str = "",
+        config: Config | None = None,
+        emit: Sink = discard,
     ) -> Repository:
-        """Make a repository at a location; the directory is made where it is missing.
+        """Make a repository at a location; a directory is made where it is missing, a bucket has to be there.
 
         Args:
             shard_bytes: Size in bytes at which an object of chunks is closed: 1 MiB to 1 GiB.
-            state, emit: As in `open`.
+            state, config, emit: As in `open`.
 
         Raises:
-            UsageError: There is one already, or the file system does not do what a repository needs (hard links).
+            UsageError: There is one already, or the storage does not do what a repository needs (hard links, conditional writes).
         """
         if not 1 << 20 <= shard_bytes <= 1 << 30:
             raise UsageError(f"shards of {shard_bytes} bytes", cure="use 1 MiB to 1 GiB; 64 MiB serves well")
-        backend = backend_at(os.fspath(location), create=True)
+        backend = backend_at(os.fspath(location), create=True, config=config, emit=emit)
         return cls._make(backend, state, lambda: Core.create(backend, Parameters(shard_bytes), emit=emit))
 
     @classmethod
@@ -208,7 +218,9 @@ class Repository:
         Returns:
             What was found; damage is reported, not raised.
         """
-        return self.loop.run(check(self.core, read_data=read_data, register=register))
+        core = self.core
+        itself = Core(core.backend.source, core.config, core.keys, core.log, core.emit)  # no copies that are kept elsewhere
+        return self.loop.run(check(itself, read_data=read_data, register=register))
 
     def _record(self, snapshot: str | SnapshotRecord) -> SnapshotRecord:
         return snapshot if isinstance(snapshot, SnapshotRecord) else self.find(snapshot)

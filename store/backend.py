@@ -99,7 +99,7 @@ class Backend(ABC):
 
     @property
     def source(self) -> Backend:
-        """The storage itself, below whatever keeps copies: what a check has to look at."""
+        """The same storage without copies that are kept elsewhere: what a check has to look at."""
         return self
 
     @abstractmethod

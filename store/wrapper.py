@@ -17,10 +17,6 @@ class Wrapper(Backend):
         self.drafts = inner.drafts
         self.where = inner.where
 
-    @property
-    def source(self) -> Backend:
-        return self.inner.source
-
     async def create(self, name: str, parts: Sequence[Buffer]) -> None:
         await self.inner.create(name, parts)
 

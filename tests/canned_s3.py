@@ -39,6 +39,7 @@ def canned(answer: Answer) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         timeout = 20
+        disable_nagle_algorithm = True
 
         def _reply(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length") or 0))

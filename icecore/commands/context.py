@@ -46,7 +46,7 @@ class Context:
         if self._repository is None:
             from icecore.repository import Repository
 
-            opened = Repository.open(self.location, state=self.config.state, emit=self.output.event)
+            opened = Repository.open(self.location, state=self.config.state, config=self.config, emit=self.output.event)
             self._repository = self._stack.enter_context(opened)
         return self._repository
 

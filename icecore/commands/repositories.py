@@ -15,8 +15,8 @@ from icecore.events import Value
 
 def add(commands: Commands) -> None:
     """Add the commands."""
-    parser = commands.add("init", init, "Make a repository.", more="The place is tried out first: it must create files atomically.")
-    parser.add_argument("location", nargs="?", default="", metavar="DIR", help="where (default: the repository that is configured)")
+    parser = commands.add("init", init, "Make a repository.", more="The place is tried out first: it must create objects atomically.")
+    parser.add_argument("location", nargs="?", default="", metavar="PLACE", help="a directory, or s3://BUCKET/PREFIX (default: what is configured)")
     parser.add_argument("--shard", type=SIZE, default=64 << 20, metavar="SIZE", help="size of an object of chunks (default: 64 MiB)")
 
     parser = commands.add(
@@ -86,7 +86,7 @@ def init(arguments: argparse.Namespace, context: Context) -> int:
 
     location = arguments.location or context.location
     with Repository.create(
-        location, shard_bytes=arguments.shard, state=context.config.state, emit=context.output.event
+        location, shard_bytes=arguments.shard, state=context.config.state, config=context.config, emit=context.output.event
     ) as repository:
         context.output.result(
             "repository",
