@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -217,7 +218,8 @@ async def _measure(name: str, endpoint: str, cell: Cell, run: str) -> dict[str, 
 
 def child(name: str, endpoint: str, cell: Cell, run: str) -> None:
     """One cell of one client; prints the figures."""
-    print(json.dumps(asyncio.run(asyncio.wait_for(_measure(name, endpoint, cell, run), _CHILD_SECONDS))))
+    print(json.dumps(asyncio.run(asyncio.wait_for(_measure(name, endpoint, cell, run), _CHILD_SECONDS))), flush=True)
+    time.sleep(0.05)  # obstore's threads have to leave Python before it ends: see icecore.store.s3
 
 
 # -- all clients ----------------------------------------------------------------------------------------------------------

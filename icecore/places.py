@@ -72,7 +72,13 @@ def _in_bucket(rest: str, config: Config, emit: Sink) -> Backend:
     )
     # Counted is what is really sent; who waits to try again holds no place among those that send.
     sending = Limited(Metered(S3Backend(place), emit), requests=max(1, settings.requests), budget=max(1, settings.budget_bytes))
-    return Retrying(sending, Patience(attempts=max(1, settings.attempts)), emit)
+    backend = Retrying(sending, Patience(attempts=max(1, settings.attempts)), emit)
+    if not config.cache.directory:
+        return backend
+    from icecore.store.blocks import Blocks
+    from icecore.store.cached import Cached
+
+    return Cached(backend, Blocks(config.cache.directory, config.cache.bytes), emit=emit)
 
 
 def state_directory(named: str = "") -> Path:

@@ -169,6 +169,9 @@ class S3Backend(Backend):
         StoreDenied: There are no credentials.
     """
 
+    #: What AWS advises is 8 to 16 MiB; with the smaller, decoding begins earlier and fewer buffers are touched for the first time.
+    read_size = 8 << 20
+
     def __init__(self, place: S3Place) -> None:
         self.place = place
         self.where = place.location

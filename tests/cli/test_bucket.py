@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import filecmp
+import json
 import secrets
 from collections.abc import Iterator
 from dataclasses import replace
@@ -82,8 +84,18 @@ def test_the_whole_way(bucket: Cli) -> None:
     (cli.folder / "finish").touch()
     assert cli.one("job.ended", "wait", "count", status=9)["how"] == "exited 9"
 
-    cli.run("export", "count~1", "images")
-    imported = cli.one("import.done", "import", "images", "--job", "again")
+    kept = {"ICECORE_CACHE_DIRECTORY": str(cli.folder / "cache")}
+    for number in range(2):
+        said = [
+            json.loads(line)
+            for line in cli.run("--json", "export", "count~1", f"images-{number}", **kept).stdout.splitlines()
+        ]
+        (cache,) = (event for event in said if event["event"] == "store.cache")
+        assert (cache["hit_bytes"] > 0, cache["missed_bytes"] > 0) == ((False, True) if number == 0 else (True, False))
+        events += said
+    same = filecmp.dircmp(cli.folder / "images-0", cli.folder / "images-1")
+    assert same.common_files and not (same.left_only or same.right_only or same.diff_files)
+    imported = cli.one("import.done", "import", "images-1", "--job", "again")
     assert imported["stored"] < first["stored"] / 2, "it is all there already"
     cli.run("forget", "count@1", "count@2")
     events += cli.events("gc")

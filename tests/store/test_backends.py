@@ -15,6 +15,8 @@ import pytest
 from icecore.errors import NotFound, ObjectExists, ObjectMissing, StoreError, StoreFull, UsageError
 from icecore.store import local
 from icecore.store.backend import Backend
+from icecore.store.blocks import Blocks
+from icecore.store.cached import Cached
 from icecore.store.faulty import Crashed, FaultyBackend, Outcome, at_random, far_away, stop_at
 from icecore.store.limits import Limited
 from icecore.store.local import LocalBackend
@@ -96,6 +98,23 @@ class TestWrapped(TestMemory):
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[Backend]:
         yield self.wrap(self.backend)
+
+
+class TestCached(TestMemory):
+    """Every object is kept, in a folder that is too small for a large one; each client shares it with the others."""
+
+    @pytest.fixture(autouse=True)
+    def _blocks(self, tmp_path: Path) -> None:
+        self.folder = tmp_path / "cache"
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[Backend]:
+        backend = Cached(self.backend, Blocks(self.folder, 8 << 20), keep=lambda name: True)
+        try:
+            yield backend
+        finally:
+            await backend.close()
+            assert Blocks(self.folder, 1).used() <= 8 << 20
 
 
 class TestRetryingLocal(TestLocal):
