@@ -38,6 +38,7 @@ bench: setup
 bench-store: setup
 	.venv/bin/python $(PIP_INSTALL) -e '.[bench]'
 	.venv/bin/python benchmarks/object_clients.py $(ARGS)
+	.venv/bin/python benchmarks/bucket.py
 
 torture: machine-tests criu criu-newer .stamps/installed
 	.venv-test/bin/python tools/run-tests --only tests -m torture --timeout=7200 $(ARGS)

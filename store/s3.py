@@ -150,7 +150,8 @@ def _connect(place: S3Place) -> S3Store:
         place.bucket,
         prefix=place.prefix or None,
         region=region,
-        endpoint=endpoint,
+        # By this name it outranks what obstore itself finds in the environment.
+        aws_endpoint_url_s3=endpoint,
         virtual_hosted_style_request=in_host,
         # Every object is verified when it is read, and TLS guards the way: hashing the payload once more costs as much as sending it.
         unsigned_payload=True,

@@ -82,6 +82,15 @@ def test_profiles_regions_and_endpoints_are_boto3s(
     place = replace(s3_place, endpoint="", profile="ours")
     run(CALLS["create"], place)
     assert run(CALLS["get"], place) == b"0123456789"
+    # What is said outranks what lies about, with obstore as with boto3.
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "old")
+    assert run(CALLS["get"], place) == b"0123456789"
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
+    assert run(CALLS["get"], replace(place, endpoint=region_a.endpoint)) == b"0123456789"
     with pytest.raises(UsageError, match="theirs"):
         S3Backend(replace(place, profile="theirs"))
 
