@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from icecore.errors import ObjectMissing
 from icecore.store.s3 import S3Backend, S3Place
 from tests.seaweedfs import ACCESS_KEY, SECRET_KEY, Server, find_weed
 
-yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).resolve().parent.parent
 
 
