@@ -252,9 +252,22 @@ class Liar(MemoryBackend):
         self.objects[name] = b"".join(parts)  # type: ignore[call-overload]
 
 
-def test_the_probe_refuses_a_store_that_lies() -> None:
+class LooksFirst(MemoryBackend):
+    """An object store that looks whether the name is taken, and then writes: right in sequence, wrong in a race."""
+
+    async def create(self, name: str, parts: object) -> None:
+        if name in self.objects:
+            raise ObjectExists(name)
+        await asyncio.sleep(0)
+        self.objects[name] = b"".join(parts)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("store", [Liar, LooksFirst])
+def test_the_probe_refuses_a_store_that_lies(store: type[MemoryBackend]) -> None:
+    liar = store()
     with pytest.raises(UsageError, match="created twice"):
-        asyncio.run(probe(Liar()))
+        asyncio.run(probe(liar))
+    assert liar.objects == {}
     honest = MemoryBackend()
     asyncio.run(probe(honest))
     assert honest.objects == {}
