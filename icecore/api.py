@@ -272,7 +272,9 @@ def _opened(
     location = os.fspath(repository) or config.repository
     given = passphrase.current(config)
     return stack.enter_context(
-        Repository.open(location, replicas=config.replicas, passphrase=given, state=config.state, emit=emit)
+        Repository.open(
+            location, replicas=config.replicas, passphrase=given, state=config.state, config=config, emit=emit
+        )
     )
 
 

@@ -226,6 +226,36 @@ class GcSettings:
 
 
 @dataclass(frozen=True)
+class S3Settings:
+    """[s3]: how repositories in buckets are reached; what is empty, boto3 finds (environment, ~/.aws, the machine's role).
+
+    Attributes:
+        endpoint, region, profile, addressing: As in `icecore.store.s3.S3Place`.
+        requests: At once.
+        budget_bytes: Of requests at once.
+        patience: Seconds without an answer after which a request has failed.
+        attempts: How often a request is sent before its failure counts.
+    """
+
+    endpoint: str = _setting("", TEXT)
+    region: str = _setting("", TEXT)
+    profile: str = _setting("", TEXT)
+    addressing: Literal["auto", "path", "virtual"] = _setting("auto", choice("auto", "path", "virtual"))
+    requests: int = _setting(64, COUNT)
+    budget_bytes: int = _setting(512 << 20, SIZE)
+    patience: float = _setting(60.0, SECONDS)
+    attempts: int = _setting(10, COUNT)
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """[cache]: what was read from a bucket is kept in ``directory`` on local disk, at most ``bytes`` of it. No directory: nothing is kept."""
+
+    directory: str = _setting("", TEXT)
+    bytes: int = _setting(20 << 30, SIZE)
+
+
+@dataclass(frozen=True)
 class Config:
     """All settings.
 
@@ -250,6 +280,8 @@ class Config:
     run: RunSettings = RunSettings()
     forget: ForgetSettings = ForgetSettings()
     gc: GcSettings = GcSettings()
+    s3: S3Settings = S3Settings()
+    cache: CacheSettings = CacheSettings()
 
 
 def _kind(about: Field[Any]) -> Kind[Any] | None:

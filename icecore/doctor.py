@@ -180,7 +180,7 @@ def _repository(config: Config, location: str) -> Iterator[Finding]:
         yield Finding("repository", "warning", "none is named", "-r DIR, ICECORE_REPOSITORY, or repository in icecore.toml")
         return
     try:
-        with Repository.open(location, passphrase=passphrase.current(config), state=config.state) as repository:
+        with Repository.open(location, passphrase=passphrase.current(config), state=config.state, config=config) as repository:
             count = len(repository.snapshots())
             where = repository.location
     except (IcecoreError, OSError) as error:

@@ -87,6 +87,10 @@ class StoreFull(StoreError):
     """No space left where the repository lives."""
 
 
+class StoreDenied(StoreError):
+    """The storage refuses: credentials, permissions, region, configuration; the same request will fail again."""
+
+
 class ObjectMissing(StoreError):
     """An object that should be there is not."""
 

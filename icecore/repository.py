@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from icecore import addressing, difference
+from icecore.config import Config
 from icecore.difference import Difference
 from icecore.errors import IcecoreError, NotFound, StoreError, UsageError
 from icecore.events import Event, Sink, discard
@@ -51,10 +52,19 @@ class Repository:
         loop: The background event loop.
     """
 
-    def __init__(self, core: Core, loop: LoopThread, state: str = "", *, owner: Repository | None = None) -> None:
+    def __init__(
+        self,
+        core: Core,
+        loop: LoopThread,
+        state: str = "",
+        *,
+        config: Config | None = None,
+        owner: Repository | None = None,
+    ) -> None:
         self.core = core
         self.loop = loop
         self._state = state
+        self._config = config
         self._owner = owner
         self._siblings: list[Repository] | None = None
 
@@ -66,15 +76,18 @@ class Repository:
         replicas: Sequence[str] = (),
         passphrase: Passphrase | None = None,
         state: str = "",
+        config: Config | None = None,
         emit: Sink = discard,
     ) -> Repository:
         """Open the repository at a location.
 
         Args:
-            location: Its directory.
+            location: Its directory, or ``s3://BUCKET/PREFIX``.
             replicas: Locations of its replicas, the nearest first: what they have in common with it is read from the first that has it, this
                 location before all of them unless it is named among them. One that cannot be reached is told of and passed over.
-            passphrase: Gives it, if the repository is encrypted; None: ICECORE_PASSPHRASE_FILE, …_COMMAND, ICECORE_PASSPHRASE, or the terminal.
+            passphrase: Gives it, if the repository is encrypted; None: ``config``'s file or command, if there is one, else ICECORE_PASSPHRASE_FILE,
+                …_COMMAND; ICECORE_PASSPHRASE, or the terminal.
+            config: Says how buckets are reached (sections [s3] and [cache]). None: what `icecore.config.load` gives.
             state: Directory in which the newest state seen is remembered, so that an older one shown later is an error. Empty: this node's.
             emit: Gets the events of everything done through it.
 
@@ -84,8 +97,9 @@ class Repository:
             RollbackDetected: It shows an older state than this node has seen (raised by whatever reads the state first).
             FormatTooNew: A later version of icecore wrote it.
         """
-        backend = _with_replicas(os.fspath(location), replicas, emit)
-        return cls._make(backend, state, lambda: Core.open(backend, passphrase=passphrase or current(), emit=emit))
+        backend = _with_replicas(os.fspath(location), replicas, config, emit)
+        given = passphrase or current(config)
+        return cls._make(backend, state, config, lambda: Core.open(backend, passphrase=given, emit=emit))
 
     @classmethod
     def create(
@@ -95,25 +109,31 @@ class Repository:
         shard_bytes: int = 64 << 20,
         passphrase: Passphrase | None = None,
         state: str = "",
+        config: Config | None = None,
         emit: Sink = discard,
     ) -> Repository:
-        """Make a repository at a location; the directory is made where it is missing.
+        """Make a repository at a location; a directory is made where it is missing, a bucket has to be there.
 
         Args:
             shard_bytes: Size in bytes at which an object of chunks is closed: 1 MiB to 1 GiB.
             passphrase: Encrypt it; what this gives opens it. None: it is not encrypted.
-            state, emit: As in `open`.
+            state, config, emit: As in `open`.
 
         Raises:
-            UsageError: There is one already, or the file system does not do what a repository needs (hard links).
+            UsageError: There is one already, or the storage does not do what a repository needs (hard links, conditional writes).
         """
         if not 1 << 20 <= shard_bytes <= 1 << 30:
             raise UsageError(f"shards of {shard_bytes} bytes", cure="use 1 MiB to 1 GiB; 64 MiB serves well")
-        backend = backend_at(os.fspath(location), create=True)
-        return cls._make(backend, state, lambda: Core.create(backend, Parameters(shard_bytes), passphrase=passphrase, emit=emit))
+        backend = backend_at(os.fspath(location), create=True, config=config, emit=emit)
+        parameters = Parameters(shard_bytes)
+        return cls._make(
+            backend, state, config, lambda: Core.create(backend, parameters, passphrase=passphrase, emit=emit)
+        )
 
     @classmethod
-    def _make(cls, backend: Backend, state: str, make: Callable[[], Coroutine[Any, Any, Core]]) -> Repository:
+    def _make(
+        cls, backend: Backend, state: str, config: Config | None, make: Callable[[], Coroutine[Any, Any, Core]]
+    ) -> Repository:
         loop = LoopThread()
         try:
             core = loop.run(make())
@@ -122,7 +142,7 @@ class Repository:
             loop.run(backend.close())
             loop.close()
             raise
-        return cls(core, loop, state)
+        return cls(core, loop, state, config=config)
 
     @property
     def location(self) -> str:
@@ -260,17 +280,20 @@ class Repository:
         """Make an empty replica: a repository with the same master secret, its own log and its own passphrases, that `sync_to` fills.
 
         Args:
-            location: Where; the directory is made where it is missing.
+            location: Where; a directory is made where it is missing, a bucket has to be there.
             passphrase: Opens it, if this one is encrypted; None: as for `open`.
 
         Raises:
             UsageError: There is a repository already, or the place does not do what one needs.
         """
-        backend = backend_at(os.fspath(location), create=True)
-        given = (passphrase or current()) if self.encrypted else None
+        backend = backend_at(os.fspath(location), create=True, config=self._config, emit=emit)
+        given = (passphrase or current(self._config)) if self.encrypted else None
         parameters, secret = self.core.config.parameters, self.core.keys.secret
         return self._make(
-            backend, self._state, lambda: Core.create(backend, parameters, passphrase=given, secret=secret, emit=emit)
+            backend,
+            self._state,
+            self._config,
+            lambda: Core.create(backend, parameters, passphrase=given, secret=secret, emit=emit),
         )
 
     def sync_to(self, location: str | os.PathLike[str], snapshots: Iterable[str | SnapshotRecord] | None = None) -> Synced:
@@ -289,7 +312,7 @@ class Repository:
         """
 
         async def run() -> Synced:
-            backend = backend_at(os.fspath(location))
+            backend = backend_at(os.fspath(location), config=self._config, emit=self.core.emit)
             try:
                 opened = await Core.open(backend, secret=self.core.keys.secret, emit=self.core.emit)
                 target = _remembering(opened, self._state)
@@ -318,9 +341,10 @@ class Repository:
             What was done; snapshots that are damaged here are told of and left out.
         """
         wanted = self.snapshots() if snapshots is None else [self._record(snapshot) for snapshot in snapshots]
-        backend = backend_at(os.fspath(location))
+        backend = backend_at(os.fspath(location), config=self._config, emit=self.core.emit)
+        given = passphrase or current(self._config)
         try:
-            opened = self.loop.run(Core.open(backend, passphrase=passphrase or current(), emit=self.core.emit))
+            opened = self.loop.run(Core.open(backend, passphrase=given, emit=self.core.emit))
             return copy(self.core, _remembering(opened, self._state), self.loop, wanted)
         finally:
             self.loop.run(backend.close())
@@ -370,7 +394,8 @@ class Repository:
                 except IcecoreError as error:
                     core.emit(Event("store.replica_missing", {"place": place.where, "error": str(error)}))
                     continue
-                self._siblings.append(Repository(_remembering(opened, self._state), self.loop, self._state, owner=self))
+                opened = _remembering(opened, self._state)
+                self._siblings.append(Repository(opened, self.loop, self._state, config=self._config, owner=self))
         return self._siblings
 
     @property
@@ -425,11 +450,11 @@ class Repository:
     def _change_slots(self, edit: Callable[[Slots], Slots]) -> list[Slot]:
         return self.loop.run(keychain.change(self.core.backend, self.core.keys, edit)).slots
 
-    def plan_repair(self, source: Repository | None = None, *, read_data: float = 1.0) -> RepairPlan:
+    def plan_repair(self, source: Repository | str | os.PathLike[str] | None = None, *, read_data: float = 1.0) -> RepairPlan:
         """What a repair would put right, and what is lost; nothing is changed.
 
         Args:
-            source: A replica: what is damaged here is looked for there first.
+            source: A replica, or its location: what is damaged here is looked for there first.
             read_data: Share (0 to 1) of the data that is read; damage to what is not read is not found.
 
         Raises:
@@ -438,7 +463,7 @@ class Repository:
         """
         return self._repair(source, lambda repairer: repairer.plan(), read_data)
 
-    def repair(self, source: Repository | None = None, *, read_data: float = 1.0) -> RepairPlan:
+    def repair(self, source: Repository | str | os.PathLike[str] | None = None, *, read_data: float = 1.0) -> RepairPlan:
         """Put right what can be, in one transaction; what still reads is not touched, and snapshots that lost data stay listed, quarantined.
 
         Arguments and errors as of `plan_repair`; returns what was done.
@@ -446,16 +471,20 @@ class Repository:
         return self._repair(source, lambda repairer: repairer.apply(), read_data)
 
     def _repair(
-        self, source: Repository | None, what: Callable[[Repairer], Coroutine[Any, Any, RepairPlan]], read_data: float
+        self,
+        source: Repository | str | os.PathLike[str] | None,
+        what: Callable[[Repairer], Coroutine[Any, Any, RepairPlan]],
+        read_data: float,
     ) -> RepairPlan:
         if source is None:
             return self.loop.run(what(Repairer(self._itself(), read_data=read_data)))
 
         async def run() -> RepairPlan:
             # Its back end must be of this event loop.
-            backend = backend_at(source.location)
+            place = source.location if isinstance(source, Repository) else os.fspath(source)
+            backend = backend_at(place, config=self._config, emit=self.core.emit)
             try:
-                replica = await Core.open(backend, secret=source.core.keys.secret)
+                replica = await Core.open(backend, secret=self.core.keys.secret)
                 return await what(Repairer(self._itself(), replica, read_data=read_data))
             finally:
                 await backend.close()
@@ -489,14 +518,14 @@ class Repository:
         return f"Repository({self.location!r})"
 
 
-def _with_replicas(location: str, replicas: Sequence[str], emit: Sink) -> Backend:
-    own = backend_at(location)
+def _with_replicas(location: str, replicas: Sequence[str], config: Config | None, emit: Sink) -> Backend:
+    own = backend_at(location, config=config, emit=emit)
     if not replicas:
         return own
     nearest: list[Backend] = [] if location in replicas else [own]
     for place in replicas:
         try:
-            nearest.append(own if place == location else backend_at(place))
+            nearest.append(own if place == location else backend_at(place, config=config, emit=emit))
         except (NotFound, StoreError) as error:
             emit(Event("store.replica_missing", {"place": place, "error": str(error)}))
     return ReplicaBackend(own, nearest, emit=emit)

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import numpy as np
 
-from icecore.errors import Damaged, IcecoreError, ObjectMissing, RestoreFailed, StoreError
+from icecore.errors import Damaged, IcecoreError, ObjectMissing, RestoreFailed, StoreDenied, StoreError
 from icecore.events import Progress
 from icecore.host.memory import HugeBuffer
 from icecore.restorer.plan import STORED_LIMIT, Batch, Cell, plan_batches, plan_one, room_for
@@ -370,7 +370,7 @@ class Fetcher:
                 try:
                     self._backend.read_into(name, read.offset, out[read.at : read.at + read.length])
                     break
-                except (ObjectMissing, Damaged):
+                except (ObjectMissing, StoreDenied, Damaged):
                     raise
                 except StoreError:
                     if attempt == self._limits.attempts or self._stopped:
@@ -433,7 +433,7 @@ class Fetcher:
                 async with asyncio.timeout(self._limits.stall):
                     await self._backend.get_into(name, offset, out)
                 return
-            except (ObjectMissing, Damaged):
+            except (ObjectMissing, StoreDenied, Damaged):
                 raise
             except TimeoutError as error:
                 if attempt == self._limits.attempts or self._stopped:

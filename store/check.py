@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from icecore.errors import Damaged, IcecoreError, ObjectMissing, StoreError
+from icecore.errors import Damaged, IcecoreError, ObjectMissing, StoreDenied, StoreError
 from icecore.events import Event, phase
 from icecore.store.cell import CELL, CELL_BYTES, Records
 from icecore.store.cellmap import PACK, parse_pack_footer
@@ -76,6 +76,7 @@ class Report:
         lost: Damage of which only quarantined snapshots suffer: known before.
         quarantined: Snapshots that were found to have lost data, and what.
         failed: Damages that are only objects which the store failed to give: they may be well.
+        denied: The first refusal, if the store refused to give any.
         doubtful: Shards that are damaged or missing, or hold a chunk that is.
         snapshots: How many are listed.
         objects: Number of objects by kind.
@@ -89,6 +90,7 @@ class Report:
     lost: list[Damage] = field(default_factory=list)
     quarantined: dict[str, str] = field(default_factory=dict)
     failed: list[Damage] = field(default_factory=list)
+    denied: StoreDenied | None = None
     doubtful: set[bytes] = field(default_factory=set)
     snapshots: int = 0
     objects: Counter[str] = field(default_factory=Counter)
@@ -167,6 +169,8 @@ class _Checker:
             self.damage(kind, name, "it is missing", snapshots)
         else:
             self.damage(kind, name, str(error), snapshots)
+            if isinstance(error, StoreDenied):
+                self.report.denied = self.report.denied or error
             if isinstance(error, StoreError):
                 self.report.failed.append(Damage(kind, name, str(error), tuple(snapshots)))
 

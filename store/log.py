@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from icecore.errors import Damaged, ObjectExists, ObjectMissing, RollbackDetected, StoreError, StoreFull
+from icecore.errors import Damaged, ObjectExists, ObjectMissing, RollbackDetected, StoreDenied, StoreError, StoreFull
 from icecore.store.backend import Backend
 from icecore.store.catalog import Pages
 from icecore.store.envelope import HEADER_BYTES, Sealed
@@ -264,7 +264,7 @@ class Log:
                 sealed = encode_entry(state, self._key)
                 try:
                     won = await self._won(state, sealed, entry)
-                except StoreFull:
+                except (StoreFull, StoreDenied):
                     raise
                 except StoreError as error:
                     raise StoreError(
@@ -294,7 +294,7 @@ class Log:
         name = log_name(state.generation)
         try:
             await self._patiently(lambda: self._backend.create(name, [sealed.data]))
-        except StoreFull:
+        except (StoreFull, StoreDenied):
             raise
         except StoreError as error:
             # Taken by another, or by ourselves and the reply was lost: the digest covers our random transaction ids.
@@ -345,7 +345,7 @@ class Log:
         """Do ``call`` again while it fails without saying why; it may have taken effect each time.
 
         Raises:
-            StoreFull: It never took effect.
+            StoreFull, StoreDenied: It never took effect.
             StoreError: It may have.
         """
         tries = 0
@@ -354,7 +354,7 @@ class Log:
                 return await call()
             except (ObjectExists, ObjectMissing):
                 raise
-            except StoreFull as error:
+            except (StoreFull, StoreDenied) as error:
                 if tries:
                     raise StoreError(error.message, cure=error.cure) from error
                 raise

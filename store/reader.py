@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from icecore.errors import Damaged, ObjectMissing, StoreError
 from icecore.store import codec, delta
+from icecore.store.ahead import ReadAhead
 from icecore.store.backend import Backend
 from icecore.store.cell import PAGE, Records
 from icecore.store.cellmap import NodeDecoder, parse_refs
@@ -189,6 +190,7 @@ class SnapshotReader:
         self._loop = loop
         self._decoder = ChunkDecoder(repository.keys.chunk)
         self._scratch = ScratchPerThread()
+        self._ahead = None if loop is None or repository.backend.direct else ReadAhead(repository.backend, loop)
 
     @classmethod
     def open(
@@ -303,7 +305,11 @@ class SnapshotReader:
             raise _damaged(chunk, place, f"its record says that it has {place.length} stored bytes")
         out = room[: place.length]
         if place.codec != codec.ZERO:
-            self._read(backend, object_name("shard", place.shard), place.offset, out)
+            name = object_name("shard", place.shard)
+            if self._ahead is None or backend is not self._backend:
+                self._read(backend, name, place.offset, out)
+            else:
+                self._ahead.fetch(name, place.offset, out)
         return out
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:

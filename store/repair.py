@@ -95,6 +95,8 @@ class Repairer:
 
     async def _survey(self, session: Session) -> Survey:
         report = await check(self._repository, read_data=self._read_data, session=session)
+        if report.denied is not None:
+            raise report.denied
         if report.failed:
             failed = report.failed[0]
             raise StoreError(

@@ -25,6 +25,7 @@ from icecore.errors import (
     NotFound,
     ObjectExists,
     ObjectMissing,
+    StoreDenied,
     StoreError,
     StoreFull,
     UsageError,
@@ -361,7 +362,7 @@ async def store(backend: Backend, name: str, data: bytes) -> None:
             return
         except ObjectExists:
             return
-        except StoreFull:
+        except (StoreFull, StoreDenied):
             raise
         except StoreError:
             tries += 1

@@ -39,6 +39,8 @@ from icecore.store.watermark import Watermark
 
 T = TypeVar("T")
 
+_RACERS = 4
+
 #: How often a session says that it is alive.
 BEAT_SECONDS = 60.0
 
@@ -347,16 +349,24 @@ async def probe(backend: Backend) -> None:
     name = f"probe/{secrets.token_hex(16)}"
     first, second = secrets.token_bytes(100), secrets.token_bytes(100)
     cure = "use a file system with hard links, or an object store with conditional writes (If-None-Match: *)"
+    twice = UsageError(f"{backend.where} lets an object be created twice: concurrent writers would lose data", cure=cure)
     await backend.create(name, [first])
+    raced = f"{name}-raced"
     try:
         try:
             await backend.create(name, [second])
         except ObjectExists:
             pass
         else:
-            raise UsageError(
-                f"{backend.where} lets an object be created twice: concurrent writers would lose data", cure=cure
-            )
+            raise twice
+        # Some look first and write then: that only a race can show.
+        racing = (backend.create(raced, [secrets.token_bytes(100)]) for _ in range(_RACERS))
+        ended = await asyncio.gather(*racing, return_exceptions=True)
+        for outcome in ended:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, ObjectExists):
+                raise outcome
+        if ended.count(None) != 1:
+            raise twice
         part = bytearray(10)
         await backend.get_into(name, 50, memoryview(part))
         listed = [info async for info in backend.list("probe/") if info.name == name]
@@ -364,6 +374,7 @@ async def probe(backend: Backend) -> None:
             raise UsageError(f"{backend.where} does not give back what was written", cure=cure)
     finally:
         await backend.delete(name)
+        await backend.delete(raced)
     try:
         await backend.get(name)
     except ObjectMissing:

@@ -13,7 +13,16 @@ from typing import Self
 
 import msgspec
 
-from icecore.errors import Damaged, NotFound, ObjectExists, ObjectMissing, SessionFenced, StoreError, StoreFull
+from icecore.errors import (
+    Damaged,
+    NotFound,
+    ObjectExists,
+    ObjectMissing,
+    SessionFenced,
+    StoreDenied,
+    StoreError,
+    StoreFull,
+)
 from icecore.events import Event, Sink
 from icecore.store import catalog
 from icecore.store.backend import Backend, Buffer, Draft
@@ -152,7 +161,7 @@ class Session:
                 if tries:
                     return  # nobody else draws this name: an earlier try did it, and its reply was lost
                 raise
-            except StoreFull:
+            except (StoreFull, StoreDenied):
                 raise
             except StoreError:
                 tries += 1
@@ -227,7 +236,7 @@ class Session:
         before, self._uncertain = self._uncertain, True
         try:
             entry = await self._log.transact(whole, words)
-        except StoreFull:
+        except (StoreFull, StoreDenied):
             self._uncertain = before  # this try, at least, is certain to have written nothing
             raise
         self._over = True

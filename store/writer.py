@@ -17,6 +17,7 @@ import numpy.typing as npt
 from icecore.errors import StoreError, UsageError
 from icecore.events import Event, Sink, discard, phase
 from icecore.store import codec
+from icecore.store.ahead import ReadAhead
 from icecore.store.bases import Deltas
 from icecore.store.cell import CELL_BYTES, PAGE, PLACE, Bytes, Records
 from icecore.store.chunk import NO_CHUNK, chunk_id, pages_of
@@ -39,8 +40,8 @@ from icecore.store.uploads import Uploads
 
 T = TypeVar("T")
 
-#: Shard buffers beside the one that each stream fills.
-IN_FLIGHT = 3
+#: Shard buffers beside the one that each stream fills, hence uploads at once: one stream to S3 carries 85 to 90 MB/s.
+IN_FLIGHT = 8
 _LEAST_SHARD_BYTES = 4 * CELL_BYTES
 _PATIENCE_SECONDS = 600.0
 _CLAIM_WAIT_SECONDS = 0.5
@@ -91,7 +92,7 @@ class SnapshotWriter:
         streams: int = 1,
         objective: Objective | None = None,
         emit: Sink = discard,
-        memory: int = 128 << 20,
+        memory: int = 256 << 20,
     ) -> None:
         if streams < 1:
             raise UsageError(f"a snapshot has at least one stream, not {streams}")
@@ -115,6 +116,7 @@ class SnapshotWriter:
             )
             for _ in range(streams)
         ]
+        self._ahead = ReadAhead(repository.backend, loop)
         self._scratch = ScratchPerThread()
         self._maps = MapWriter(self._keys)
         self._lock = threading.Lock()
@@ -252,6 +254,7 @@ class SnapshotWriter:
             SessionFenced: The session was declared dead.
         """
         with phase(self._emit, "store.commit", snapshot=manifest.snapshot) as running:
+            self._ahead.close()
             for stream in self._streams:
                 stream.flush()
             nodes = self._maps.finish()
@@ -295,6 +298,7 @@ class SnapshotWriter:
         """
         if self._over:
             return False
+        self._ahead.close()
         for stream in self._streams:
             stream.abandon()
         self._uploads.settle()
@@ -439,4 +443,4 @@ class SnapshotWriter:
         if backend.direct:
             backend.read_into(name, offset, out)
         else:
-            self._wait(backend.get_into(name, offset, out))
+            self._ahead.fetch(name, offset, out)

@@ -52,14 +52,11 @@ class Context:
                 replicas=self.config.replicas,
                 passphrase=passphrase.current(self.config),
                 state=self.config.state,
+                config=self.config,
                 emit=self.output.event,
             )
             self._repository = self._stack.enter_context(opened)
         return self._repository
-
-    def enter(self, opened: Repository) -> Repository:
-        """Another repository, to be closed at the end."""
-        return self._stack.enter_context(opened)
 
     def registry(self) -> Registry:
         """The jobs of this node."""

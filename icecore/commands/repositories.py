@@ -19,8 +19,8 @@ _READ_ONLY = "write nothing to the repository, not even that it is being looked 
 
 def add(commands: Commands) -> None:
     """Add the commands."""
-    parser = commands.add("init", init, "Make a repository.", more="The place is tried out first: it must create files atomically.")
-    parser.add_argument("location", nargs="?", default="", metavar="DIR", help="where (default: the repository that is configured)")
+    parser = commands.add("init", init, "Make a repository.", more="The place is tried out first: it must create objects atomically.")
+    parser.add_argument("location", nargs="?", default="", metavar="PLACE", help="a directory, or s3://BUCKET/PREFIX (default: what is configured)")
     parser.add_argument(
         "--encrypt",
         action="store_true",
@@ -123,7 +123,11 @@ def init(arguments: argparse.Namespace, context: Context) -> int:
     with ExitStack() as stack:
         if arguments.replica_of:
             opened = Repository.open(
-                arguments.replica_of, passphrase=passphrase.current(config), state=config.state, emit=context.output.event
+                arguments.replica_of,
+                passphrase=passphrase.current(config),
+                state=config.state,
+                config=config,
+                emit=context.output.event,
             )
             own = passphrase.new() if os.environ.get("ICECORE_NEW_PASSPHRASE") else passphrase.current(config)
             made = stack.enter_context(opened).create_replica(location, passphrase=own, emit=context.output.event)
@@ -133,6 +137,7 @@ def init(arguments: argparse.Namespace, context: Context) -> int:
                 shard_bytes=arguments.shard,
                 passphrase=given if arguments.encrypt else None,
                 state=config.state,
+                config=config,
                 emit=context.output.event,
             )
         repository = stack.enter_context(made)
@@ -304,14 +309,9 @@ def check(arguments: argparse.Namespace, context: Context) -> int:
 
 def repair(arguments: argparse.Namespace, context: Context) -> int:
     """icecore repair."""
-    from icecore.repository import Repository
-
     output, repository = context.output, context.repository()
-    source = None
-    if arguments.source:
-        source = context.enter(Repository.open(arguments.source, state=context.config.state))
     work = repository.plan_repair if arguments.dry_run else repository.repair
-    plan = work(source, read_data=arguments.read_data)
+    plan = work(arguments.source or None, read_data=arguments.read_data)
     for fix in plan.fixes:
         output.result("repair.fix", {"kind": fix.kind, "object": fix.name, "how": fix.how}, f"{fix.kind} {fix.name}: {fix.how}")
     for snapshot, why in plan.quarantine.items():

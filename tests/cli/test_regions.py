@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+import icecore
 from tests.cli.conftest import SECONDS, Cli
 from tests.cli.documents import check_event, documented_events
+from tests.store.miniature import read, take
 
 SECRET = {"ICECORE_PASSPHRASE": "the passphrase of both regions"}
 OTHER = {"ICECORE_TARGET_PASSPHRASE": "that of a stranger"}
@@ -36,6 +38,32 @@ def test_replicas_and_strangers_are_told_apart(cli: Cli, tmp_path: Path) -> None
     assert "no replica" in cli.run("sync", "plain", status=2, **SECRET).stderr
     assert "opens none" in cli.run("copy", "far", status=14, **SECRET, **OTHER).stderr
     assert "no directory" in cli.run("sync", "nowhere", status=3, **SECRET).stderr
+
+
+def test_a_region_that_lost_data(cli: Cli, tmp_path: Path) -> None:
+    """Repair looks at the region itself, whatever others have; what is in quarantine there is taken from another, and comes back from it."""
+    home, far, state = tmp_path / "repository", tmp_path / "far", str(tmp_path / "state")
+    given = SECRET["ICECORE_PASSPHRASE"].encode
+    with icecore.Repository.create(home, passphrase=given, state=state) as repository:
+        snapshot = repository.loop.run(take(repository.core, {1: 1, 2: 2}))
+        repository.create_replica(far, passphrase=lambda: b"far away, another one").close()
+        assert repository.sync_to(far).snapshots == [snapshot]
+    (shard,) = [path for path in (home / "shards").rglob("*") if path.is_file()]
+    shard.unlink()
+    with icecore.Repository.open(home, replicas=[str(far)], passphrase=given, state=state) as repository:
+        assert repository.holder(snapshot) is repository
+        assert repository.loop.run(read(repository.core, snapshot)) == {1: 1, 2: 2}
+        assert repository.repair().quarantine.keys() == {snapshot}
+        other = repository.holder(snapshot[:20])
+        assert other is not repository and not other.find(snapshot).quarantined
+    cli.run("init", "plain")
+    assert "no replica" in cli.run("repair", "--from", "plain", status=2, **SECRET).stderr
+    cli.run("repair", "--from", "far", **SECRET)  # no passphrase of the replica's is needed
+    cli.run("check", "--read-data", **SECRET)
+    with icecore.Repository.open(home, passphrase=given, state=state) as repository:
+        assert repository.holder(snapshot) is repository
+        assert repository.loop.run(read(repository.core, snapshot)) == {1: 1, 2: 2}
+        assert repository.stats().live > 0
 
 
 @pytest.mark.criu

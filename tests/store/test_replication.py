@@ -17,10 +17,12 @@ from icecore.store.faulty import Call, Crashed, FaultyBackend, Outcome, Plan, al
 from icecore.store.gc import COLLECT
 from icecore.store.keys import Parameters
 from icecore.store.memory import MemoryBackend
+from icecore.store.repair import Repairer
 from icecore.store.replicas import ReplicaBackend
 from icecore.store.repository import Repository
 from icecore.store.testing import BackendConformance
 from tests.store.miniature import CHEAP, PASSPHRASE, collect, listed, read, sound, take
+from tests.store.test_check import Harm, flip, remove
 
 A = {cell: cell for cell in range(12)}
 B = {**A, **{cell: 100 + cell for cell in range(4)}}
@@ -273,6 +275,37 @@ def test_damage_does_not_travel() -> None:
         await world.complete()
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
+@pytest.mark.parametrize("harm", [flip, remove])
+def test_repair_brings_back_what_a_replica_has(harm: Harm, encrypted: bool) -> None:
+    """Each object that they have in common is damaged in turn. Alone, what is lost is in quarantine, and does not travel."""
+
+    async def body() -> None:
+        world = await World(encrypted).build()
+        await world.sync()
+        lost = 0
+        for name in sorted(common(world.here)):
+            harmed = MemoryBackend(dict(world.here.objects))
+            harm(harmed.objects, name)
+            alone = await world.open(MemoryBackend(dict(harmed.objects)))
+            quarantined = (await Repairer(alone).apply()).quarantine.keys()
+            lost += len(quarantined)
+            fresh = await Repository.create(
+                MemoryBackend(), passphrase=(lambda: PASSPHRASE) if encrypted else None, cost=CHEAP, secret=alone.keys.secret
+            )
+            done = await replication.sync(alone, fresh, await replication.missing(alone, fresh))
+            assert {one.snapshot for one in done.lost} == quarantined
+            assert set(await listed(fresh)) == world.contents.keys() - quarantined
+            await sound(fresh, unreached=0)
+
+            repaired = await Repairer(await world.open(harmed), await world.open(world.there)).apply()
+            assert repaired.fixes and not repaired.quarantine and not repaired.beyond
+            await world.complete(harmed)
+        assert lost >= len(world.contents)  # of a manifest nothing can be done without; of a shard and a pack, the footer
+
+    asyncio.run(asyncio.wait_for(body(), 60))
 
 
 def test_strangers_are_refused() -> None:

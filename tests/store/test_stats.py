@@ -5,36 +5,42 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
+from icecore.store.cipher import overhead
 from icecore.store.memory import MemoryBackend
 from icecore.store.repository import Repository
 from icecore.store.stats import stats
 from icecore.store.trial import Objective
 from tests.store.images import image, local_place, touch
-from tests.store.miniature import collect, take
+from tests.store.miniature import CHEAP, PASSPHRASE, collect, take
 
 PAGE = 4096
 
 
-def test_shared_and_own_bytes() -> None:
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
+def test_shared_and_own_bytes(encrypted: bool) -> None:
     async def body() -> None:
         backend = MemoryBackend()
-        repository = await Repository.create(backend)
+        given = (lambda: PASSPHRASE) if encrypted else None
+        repository = await Repository.create(backend, passphrase=given, cost=CHEAP)
+        stored = PAGE + overhead(repository.keys.chunk)
         first = await take(repository, {cell: cell for cell in range(8)}, job="one")
         await take(repository, {**{cell: cell for cell in range(8)}, 1: 50}, first, job="one")
         await take(repository, {0: 3, 1: 4, 2: 60, 5: 61, 6: 62}, job="two")
         found = await stats(repository)
         assert (found.snapshots, found.logical, found.chunks) == (3, (8 + 8 + 5) * PAGE, 12)
-        assert (found.chunk_bytes, found.live) == (12 * PAGE, 12 * PAGE)
-        assert found.dedup_ratio == 21 / 12 and found.compression_ratio == 1.0
+        assert (found.chunk_bytes, found.live) == (12 * PAGE, 12 * stored)
+        assert found.dedup_ratio == 21 / 12 and found.compression_ratio == PAGE / stored
         assert [(one.name, one.snapshots, one.reached, one.own) for one in found.jobs] == [
-            ("one", 2, 9 * PAGE, 7 * PAGE), ("two", 1, 5 * PAGE, 3 * PAGE)
+            ("one", 2, 9 * stored, 7 * stored), ("two", 1, 5 * stored, 3 * stored)
         ]  # fmt: skip
         assert found.jobs == found.lineages and [(form.codec, form.chunks) for form in found.forms] == [("raw", 12)]
-        footers = found.object_bytes["shard"] - 12 * PAGE
+        footers = found.object_bytes["shard"] - 12 * stored
         assert found.dead == footers > 0
         await repository.forget([first])
         after = await stats(repository, register=False)
-        assert after.dead == footers + PAGE and after.live == 11 * PAGE
+        assert after.dead == footers + stored and after.live == 11 * stored
         await collect(repository)
         # Maps that cannot be read are left out.
         manifest = (await repository.snapshots())[1].manifest

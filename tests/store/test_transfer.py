@@ -19,6 +19,7 @@ from icecore.store.keys import Parameters
 from icecore.store.local import LocalBackend
 from icecore.store.loop import LoopThread
 from icecore.store.memory import MemoryBackend
+from icecore.store.repair import Repairer
 from icecore.store.repository import Repository
 from icecore.store.transfer import copy
 from icecore.store.trial import Objective
@@ -89,6 +90,27 @@ def test_what_is_damaged_is_left_out_and_said(tmp_path: Path) -> None:
         assert report.sound and report.unreached == 0 and report.snapshots == 1
         with pytest.raises(UsageError, match="into itself"):
             copy(source.repository, source.repository, source.loop, records)
+
+
+def test_nothing_is_built_on_what_lost_data() -> None:
+    there = MemoryBackend()
+    with two(MemoryBackend(), there, True) as (source, target):
+        first = image(3, "random", 1)
+        parent = source.take(first)
+
+        def copied() -> list[str]:
+            records = source.loop.run(source.repository.snapshots())
+            return copy(source.repository, target.repository, source.loop, records).snapshots
+
+        assert copied() == [parent.snapshot]
+        for name in [name for name in there.objects if name.startswith("shards/")]:
+            there.objects[name] = b""
+        assert source.loop.run(Repairer(target.repository).apply()).quarantine.keys() == {parent.snapshot}
+        content = touch(first, [0], 9, 5)
+        child = source.take(content, parent)
+        assert copied() == [child.snapshot]
+        assert target.content(child.snapshot) == content
+        assert source.loop.run(check(target.repository, read_data=1.0)).sound
 
 
 @pytest.mark.parametrize("effect", [False, True], ids=["before", "after"])
