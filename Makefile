@@ -1,4 +1,4 @@
-# Targets: setup demo test test-gpu lint bench torture clean. Nothing needs to be done before; run as root (CRIU needs it).
+# Targets: setup demo test test-gpu lint bench bench-store torture clean. Nothing needs to be done before; run as root (CRIU needs it).
 #   make test ARGS="-k codec -x"    arguments for pytest
 #   make PYTHON=/path/to/python3.11 …
 
@@ -10,7 +10,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: setup demo test test-gpu lint bench torture clean machine machine-tests criu criu-newer
+.PHONY: setup demo test test-gpu lint bench bench-store torture clean machine machine-tests criu criu-newer
 
 FOLDERS := $(wildcard icecore store host dumper restorer service)
 # Folders count too: their time changes when a module is removed or renamed.
@@ -38,7 +38,14 @@ bench: setup
 	$(PYTHON) tools/install-peers --allow-expired
 	.venv/bin/python benchmarks/run.py $(ARGS)
 
+# S3 clients side by side, and the whole way to and from a bucket against the bare client.
+bench-store: setup
+	.venv/bin/python $(PIP_INSTALL) -e '.[bench]'
+	.venv/bin/python benchmarks/object_clients.py $(ARGS)
+	.venv/bin/python benchmarks/bucket.py
+
 torture: machine-tests criu criu-newer .stamps/installed
+	.venv-test/bin/python $(PIP_INSTALL) 'atheris>=2.3' || echo "going on without atheris: its test is skipped"
 	.venv-test/bin/python tools/run-tests --only tests -m torture --timeout=7200 $(ARGS)
 
 machine:

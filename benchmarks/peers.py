@@ -187,9 +187,9 @@ def measure(name: str, arguments: Sequence[str], rounds: int, only: Sequence[str
     binaries, found = peers(PREFIX), Rounds()
     wanted = [p for p in PROGRAMS if (p is Icecore or p.name in binaries) and (not only or p.name in only)]
     with scratch(PART) as folder:
-        directories = _dump_three(name, arguments, folder)
+        directories = dump_three(name, arguments, folder)
         sizes = [tree_bytes(directory) for directory in directories]
-        _warm(directories)
+        warm(directories)
         with Reserve(2 * max(sizes) + 256 * MIB) as reserve:
             for turn in range(rounds):
                 progress(f"peers: {name}, round {turn + 1} of {rounds}")
@@ -198,7 +198,8 @@ def measure(name: str, arguments: Sequence[str], rounds: int, only: Sequence[str
     return _results(name, sizes, [p.name for p in wanted], found)
 
 
-def _dump_three(name: str, arguments: Sequence[str], folder: Path) -> list[Path]:
+def dump_three(name: str, arguments: Sequence[str], folder: Path) -> list[Path]:
+    """Three image directories of a job, one after the other."""
     criu = find_criu()
     directories = [folder / f"images{number}" for number in range(3)]
     with job(name, folder, arguments) as running:
@@ -211,7 +212,8 @@ def _dump_three(name: str, arguments: Sequence[str], folder: Path) -> list[Path]
     return directories
 
 
-def _warm(directories: list[Path]) -> None:
+def warm(directories: list[Path]) -> None:
+    """Read everything once."""
     for directory in directories:
         for path in directory.iterdir():
             with open(path, "rb", buffering=0) as file:

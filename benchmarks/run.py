@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 
-from benchmarks import commits, peers, restore, window
+from benchmarks import commits, encryption, peers, restore, scale, window
 from benchmarks.common import Result, progress, show, write
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -32,7 +32,12 @@ def parts(quick: bool, mib: int, rounds: int) -> dict[str, Callable[[], list[Res
             f"peers-{name}": partial(peers.measure, name, peers.sized(name, 200 if quick else None), rounds)
             for name in peers.JOBS
         },
+        **{
+            f"encryption-{name}": partial(encryption.measure, name, peers.sized(name, 200 if quick else None), rounds)
+            for name in encryption.JOBS
+        },
         "commits": partial(commits.measure, (1, 100, 1000) if quick else commits.SIZES),
+        "scale": partial(scale.measure, (1000, 10_000) if quick else scale.SIZES, 1_000_000 if quick else scale.MARKED),
     }
 
 
@@ -45,7 +50,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="default: 5")
     parser.add_argument("--mib", type=int, help="memory of the job of window and restore; default: 4 GB")
     parser.add_argument(
-        "--part", action="append", help="window, restore, peers-inference, peers-training, commits; default: all"
+        "--part",
+        action="append",
+        help="window, restore, peers-JOB, encryption-JOB (inference, training), commits, scale; default: all",
     )
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS}/DATE.json")
     options = parser.parse_args()

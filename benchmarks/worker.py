@@ -105,13 +105,18 @@ class _Serving:
         self.repository: Any = None
         self.restored: Any = None
 
-    def open(self, path: str, create: bool = False) -> dict[str, Any]:
+    def cpu(self) -> dict[str, Any]:
+        """CPU seconds of this process so far."""
+        return {"seconds": time.process_time()}
+
+    def open(self, path: str, create: bool = False, encrypted: bool = False) -> dict[str, Any]:
         """Open or make the repository in ``path``."""
         from icecore.store.local import LocalBackend
         from icecore.store.repository import Repository
 
         make = Repository.create if create else Repository.open
-        self.repository = self.loop.run(make(LocalBackend(Path(path), create=create)))
+        passphrase = (lambda: b"a passphrase for measuring") if encrypted else None
+        self.repository = self.loop.run(make(LocalBackend(Path(path), create=create), passphrase=passphrase))
         return {}
 
     def dump(self, pid: int, job: str, **options: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from icecore.errors import Damaged
 from icecore.store.cell import CELL
 
 FINGERPRINT = np.dtype("V16")
-_MAX_HINTS = 1 << 32
+_MAX_HINTS = 1 << 30  # of the whole object, before compression
 
 
 @dataclass(frozen=True)
@@ -98,5 +98,5 @@ def decode_fingerprints(data: bytes) -> dict[str, tuple[npt.NDArray[np.uint64], 
                 raise ValueError(f"{space}: {len(keys)} addresses, {len(fingerprint)} fingerprints")
             out[space] = (keys, fingerprint)
         return out
-    except (ValueError, msgspec.MsgspecError, zstandard.ZstdError) as error:
+    except (ValueError, msgspec.MsgspecError, zstandard.ZstdError, RecursionError) as error:
         raise Damaged("hint", "fingerprints", str(error)) from error

@@ -94,7 +94,8 @@ def load_parent(repository: Repository, loop: LoopThread, record: SnapshotRecord
 
 
 def choose_parent(records: list[SnapshotRecord], job: str, wanted: str) -> SnapshotRecord | None:
-    """The snapshot to build on: the one wanted, if it is still listed, else the job's newest."""
+    """The snapshot to build on: the one wanted, if it is still listed, else the job's newest. None that lost data: its chunks may be the damaged ones."""
+    records = [record for record in records if not record.quarantined]
     for record in records:
         if wanted and record.snapshot == wanted:
             return record

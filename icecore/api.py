@@ -9,12 +9,13 @@ from dataclasses import fields, replace
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from icecore import passphrase
 from icecore.config import Config, load
 from icecore.dumper.dump import DumpResult
 from icecore.dumper.dump import dump as _dump
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
-from icecore.errors import NotFound
+from icecore.errors import Damaged, NotFound
 from icecore.events import Event, Sink, discard
 from icecore.hooks import run_hook
 from icecore.host import procfs
@@ -31,6 +32,7 @@ from icecore.restorer.requirements import Requirements
 from icecore.restorer.restore import Restored
 from icecore.restorer.restore import check as _check
 from icecore.restorer.restore import restore as _restore
+from icecore.store.state import SnapshotRecord
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -91,7 +93,7 @@ def run(
         name: The job's name. Empty: the program's, with a number where that is taken.
         isolation: Its namespaces; default: what the configuration says.
         cwd: Its directory; empty: this process's.
-        environment: Its environment; default: this process's.
+        environment: Its environment; default: this process's, but for the passphrase of a repository.
         gpu: It uses NVIDIA GPUs: it gets what CUDA needs in a pid namespace of its own (unless ``isolation`` says otherwise), and NCCL is told what
             makes its jobs snapshotable (docs/gpu.md).
         config: Instead of the one that is found (`icecore.config.load`).
@@ -102,6 +104,7 @@ def run(
         NotFound: There is no such program or directory.
     """
     config = config or load()
+    environment = passphrase.without_secrets(os.environ) if environment is None else environment
     own = config.run
     said = isolation
     isolation = isolation or Isolation(
@@ -132,7 +135,7 @@ def start_gpu(
     emit: Sink = discard,
 ) -> Job:
     """Start a GPU job in ``jobs``; see `run` and `icecore.host.cuda.job.gpu_run`."""
-    variables = dict(os.environ if environment is None else environment)
+    variables = dict(passphrase.without_secrets(os.environ) if environment is None else environment)
     how = gpu_run(isolation, variables, pid=pid, root=root)
     job = jobs.start(
         command, name=name, isolation=how.isolation, cwd=cwd, environment={**variables, **how.added}, emit=emit
@@ -226,8 +229,8 @@ def restore(
     config = config or load()
     options = options or restore_options(config)
     with ExitStack() as stack:
-        opened = _opened(repository, config, emit, stack)
-        record = opened.find(snapshot)
+        opened = _opened(repository, config, emit, stack).holder(snapshot)
+        record = _whole(opened.find(snapshot))
         restored = _restore(
             opened.core,
             opened.loop,
@@ -249,6 +252,18 @@ def restore(
         return restored
 
 
+def _whole(record: SnapshotRecord) -> SnapshotRecord:
+    """The record of a snapshot that has lost nothing.
+
+    Raises:
+        Damaged: It is in quarantine.
+    """
+    if record.quarantined:
+        why = f"{record.quarantined}; 'icecore repair --from' a replica may bring it back"
+        raise Damaged("snapshot", record.snapshot, why)
+    return record
+
+
 def _close_when_resident(restored: Restored, stack: ExitStack) -> None:
     with stack, suppress(Exception):  # whoever waits for the memory is told
         restored.wait_resident()
@@ -268,7 +283,9 @@ def check_restore(
     """
     config = config or load()
     options = options or restore_options(config)
-    return _check(repository.core, repository.loop, repository.find(snapshot).snapshot, options, criu=criu_of(config))
+    repository = repository.holder(snapshot)
+    record = _whole(repository.find(snapshot))
+    return _check(repository.core, repository.loop, record.snapshot, options, criu=criu_of(config))
 
 
 def find_target(jobs: Registry, target: int | str) -> tuple[Job | None, int]:
@@ -297,6 +314,11 @@ def _opened(
     if isinstance(repository, Repository):
         return repository
     location = os.fspath(repository) or config.repository
-    return stack.enter_context(Repository.open(location, state=config.state, emit=emit))
+    given = passphrase.current(config)
+    return stack.enter_context(
+        Repository.open(
+            location, replicas=config.replicas, passphrase=given, state=config.state, config=config, emit=emit
+        )
+    )
 
 

@@ -115,6 +115,12 @@ def _plain(text: str) -> str:
     return text if "\0" not in text else _refuse(text)
 
 
+def _texts(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise TypeError(value)
+    return tuple(_plain(one) for one in value)
+
+
 SIZE: Kind[int] = Kind("a size such as '2 GiB' or a number of bytes", _number(parse_size, int, int), parse_size, "SIZE")
 SECONDS: Kind[float] = Kind(
     "a duration such as '30 s' or a number of seconds", _number(parse_seconds, float, int, float), parse_seconds, "TIME"
@@ -127,6 +133,9 @@ SWITCH: Kind[bool] = Kind(
     lambda value: value if isinstance(value, bool) else _refuse(value),
     lambda text: _WORDS[text.lower()] if text.lower() in _WORDS else _refuse(text),
 )
+
+
+TEXTS: Kind[tuple[str, ...]] = Kind("a list of texts", _texts, lambda text: tuple(text.split()), "TEXT …")
 
 
 def choice(*words: str) -> Kind[Any]:
@@ -221,17 +230,53 @@ class GcSettings:
 
 
 @dataclass(frozen=True)
+class S3Settings:
+    """[s3]: how repositories in buckets are reached; what is empty, boto3 finds (environment, ~/.aws, the machine's role).
+
+    Attributes:
+        endpoint, region, profile, addressing: As in `icecore.store.s3.S3Place`.
+        requests: At once.
+        budget_bytes: Of requests at once.
+        patience: Seconds without an answer after which a request has failed.
+        attempts: How often a request is sent before its failure counts.
+    """
+
+    endpoint: str = _setting("", TEXT)
+    region: str = _setting("", TEXT)
+    profile: str = _setting("", TEXT)
+    addressing: Literal["auto", "path", "virtual"] = _setting("auto", choice("auto", "path", "virtual"))
+    requests: int = _setting(64, COUNT)
+    budget_bytes: int = _setting(512 << 20, SIZE)
+    patience: float = _setting(60.0, SECONDS)
+    attempts: int = _setting(10, COUNT)
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """[cache]: what was read from a bucket is kept in ``directory`` on local disk, at most ``bytes`` of it. No directory: nothing is kept."""
+
+    directory: str = _setting("", TEXT)
+    bytes: int = _setting(20 << 30, SIZE)
+
+
+@dataclass(frozen=True)
 class Config:
     """All settings.
 
     Attributes:
         repository: Where snapshots are kept when ``--repository`` does not say; empty: it has to.
         criu: The CRIU to use; empty: the one that tools/install-criu installed, else the one in PATH.
+        replicas: Locations of the repository's replicas, the nearest first.
+        passphrase_file: A file that holds the passphrase of an encrypted repository.
+        passphrase_command: A shell command that prints it.
         state: Directory of the jobs of this node and of what is remembered of repositories; empty: /var/lib/icecore, or below
             ~/.local/state for others than root.
     """
 
     repository: str = _setting("", TEXT)
+    replicas: tuple[str, ...] = _setting((), TEXTS)
+    passphrase_file: str = _setting("", TEXT)
+    passphrase_command: str = _setting("", TEXT)
     criu: str = _setting("", TEXT)
     state: str = _setting("", TEXT)
     dump: DumpSettings = DumpSettings()
@@ -239,6 +284,8 @@ class Config:
     run: RunSettings = RunSettings()
     forget: ForgetSettings = ForgetSettings()
     gc: GcSettings = GcSettings()
+    s3: S3Settings = S3Settings()
+    cache: CacheSettings = CacheSettings()
 
 
 def _kind(about: Field[Any]) -> Kind[Any] | None:

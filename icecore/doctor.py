@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from icecore import units
+from icecore import passphrase, units
 from icecore.config import Config
 from icecore.dumper.checks_gpu import LEAST_DRIVER
 from icecore.errors import IcecoreError
@@ -215,7 +215,7 @@ def _repository(config: Config, location: str) -> Iterator[Finding]:
         yield Finding("repository", "warning", "none is named", "-r DIR, ICECORE_REPOSITORY, or repository in icecore.toml")
         return
     try:
-        with Repository.open(location, state=config.state) as repository:
+        with Repository.open(location, passphrase=passphrase.current(config), state=config.state, config=config) as repository:
             count = len(repository.snapshots())
             where = repository.location
     except (IcecoreError, OSError) as error:

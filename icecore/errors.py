@@ -87,6 +87,10 @@ class StoreFull(StoreError):
     """No space left where the repository lives."""
 
 
+class StoreDenied(StoreError):
+    """The storage refuses: credentials, permissions, region, configuration; the same request will fail again."""
+
+
 class ObjectMissing(StoreError):
     """An object that should be there is not."""
 
@@ -123,6 +127,12 @@ class RollbackDetected(IcecoreError):
     """The repository shows an older state than this client has already seen."""
 
     exit_code = 12
+
+
+class WrongPassphrase(IcecoreError):
+    """The repository is encrypted, and the passphrase is missing or opens none of its slots."""
+
+    exit_code = 14
 
 
 class MissingTool(IcecoreError):

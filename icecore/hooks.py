@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from icecore.errors import IcecoreError
 from icecore.events import Sink, discard, phase
+from icecore.passphrase import without_secrets
 
 
 class HookFailed(IcecoreError):
@@ -31,7 +32,7 @@ def run_hook(command: str, variables: Mapping[str, str], *, seconds: float, emit
         try:
             done = subprocess.run(
                 ["/bin/sh", "-c", command],
-                env={**os.environ, **variables},
+                env={**without_secrets(os.environ), **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 timeout=seconds,

@@ -32,10 +32,12 @@ TITLES: Mapping[str, str] = {
     "gc.survey": "looking around",
     "hook": "hook",
     "import.store": "importing",
+    "repair": "repairing",
     "restore.criu": "building the tree",
     "restore.gpu.restore": "device memory back",
     "restore.images": "writing images",
     "restore.memory": "filling memory",
+    "stats": "counting",
     "store.commit": "committing",
 }
 

@@ -5,23 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from icecore.config import Config, load
 from icecore.errors import StoreError, UsageError
+from icecore.events import Sink, discard
 
 if TYPE_CHECKING:
     from icecore.store.backend import Backend
 
-_CURE = "name one with --repository DIR (-r), ICECORE_REPOSITORY, or repository = \"DIR\" in icecore.toml; 'icecore init' makes one"
+_CURE = "name one with --repository PLACE (-r), ICECORE_REPOSITORY, or repository = \"PLACE\" in icecore.toml; 'icecore init' makes one"
 
 
-def backend_at(location: str, *, create: bool = False) -> Backend:
-    """The storage at ``location``: a directory, or ``file://`` and its absolute path.
+def backend_at(location: str, *, create: bool = False, config: Config | None = None, emit: Sink = discard) -> Backend:
+    """The storage at ``location``: a directory, ``file://`` and its absolute path, or ``s3://BUCKET/PREFIX``.
 
     Args:
-        create: Make the directory where it is missing.
+        create: Make the directory where it is missing. Buckets are never made.
+        config: Its sections [s3] and [cache] say how buckets are reached. None: what `icecore.config.load` gives.
+        emit: Gets what is said of retries and, when it is closed, of the requests that were sent.
 
     Raises:
-        UsageError: No location, or of a kind that this version does not have.
+        UsageError: No location, of a kind that this version does not have, or wrong settings.
         NotFound: There is no such directory.
+        StoreDenied: There are no credentials.
         StoreError: It cannot be made.
     """
     from icecore.store.local import LocalBackend
@@ -29,8 +34,10 @@ def backend_at(location: str, *, create: bool = False) -> Backend:
     if not location:
         raise UsageError("no repository is named", cure=_CURE)
     scheme, separator, rest = location.partition("://")
+    if separator and scheme == "s3":
+        return _in_bucket(rest, config or load(), emit)
     if separator and scheme != "file":
-        raise UsageError(f"{location}: this version keeps repositories in directories only", cure="name a directory")
+        raise UsageError(f"{location}: repositories are kept in directories and S3 buckets", cure="name a directory, or s3://BUCKET/PREFIX")
     if separator and not rest.startswith("/"):
         raise UsageError(f"{location} has no absolute path", cure="write file:///DIR, or just DIR")
     path = Path(rest if separator else location).expanduser()
@@ -41,6 +48,37 @@ def backend_at(location: str, *, create: bool = False) -> Backend:
         except OSError as error:
             raise StoreError(f"cannot make {path}: {error.strerror}", cure="name another directory, or correct its parent") from error
     return LocalBackend(path, create=create)
+
+
+def _in_bucket(rest: str, config: Config, emit: Sink) -> Backend:
+    try:
+        from icecore.store.s3 import S3Backend, S3Place
+    except ImportError as error:
+        raise UsageError(f"a repository in a bucket needs {error.name}", cure="pip install 'icecore[s3]'") from error
+    from icecore.store.limits import Limited
+    from icecore.store.metrics import Metered
+    from icecore.store.retry import Patience, Retrying
+
+    bucket, _, prefix = rest.partition("/")
+    settings = config.s3
+    place = S3Place(
+        bucket,
+        prefix.rstrip("/"),
+        endpoint=settings.endpoint,
+        region=settings.region,
+        profile=settings.profile,
+        addressing=settings.addressing,
+        patience=settings.patience,
+    )
+    # Counted is what is really sent; who waits to try again holds no place among those that send.
+    sending = Limited(Metered(S3Backend(place), emit), requests=max(1, settings.requests), budget=max(1, settings.budget_bytes))
+    backend = Retrying(sending, Patience(attempts=max(1, settings.attempts)), emit)
+    if not config.cache.directory:
+        return backend
+    from icecore.store.blocks import Blocks
+    from icecore.store.cached import Cached
+
+    return Cached(backend, Blocks(config.cache.directory, config.cache.bytes), emit=emit)
 
 
 def state_directory(named: str = "") -> Path:

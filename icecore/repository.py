@@ -8,15 +8,19 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from icecore import addressing, difference
+from icecore.config import Config
 from icecore.difference import Difference
-from icecore.errors import UsageError
-from icecore.events import Sink, discard
+from icecore.errors import IcecoreError, NotFound, StoreError, UsageError
+from icecore.events import Event, Sink, discard
+from icecore.passphrase import Passphrase, current
 from icecore.places import backend_at, state_directory
-from icecore.store import forget
+from icecore.store import forget, keychain
+from icecore.store import slots as slot_changes
 from icecore.store.backend import Backend
 from icecore.store.check import Report, check
+from icecore.store.diagnosis import Plan as RepairPlan
 from icecore.store.forget import Decision, Policy
-from icecore.store.gc import Collector
+from icecore.store.gc import Collector, Freed
 from icecore.store.gc import Options as GcOptions
 from icecore.store.gc import Plan as GcPlan
 from icecore.store.gc import Result as GcResult
@@ -25,8 +29,14 @@ from icecore.store.log import Log
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import Manifest
 from icecore.store.reader import SnapshotReader
+from icecore.store.repair import Repairer
+from icecore.store.replicas import ReplicaBackend
+from icecore.store.replication import Synced, missing, sync
 from icecore.store.repository import Repository as Core
+from icecore.store.slots import Cost, Slot, Slots
 from icecore.store.state import SnapshotRecord
+from icecore.store.stats import Stats, stats
+from icecore.store.transfer import Copied, copy
 from icecore.store.watermark import FileWatermark
 
 T = TypeVar("T")
@@ -42,58 +52,97 @@ class Repository:
         loop: The background event loop.
     """
 
-    def __init__(self, core: Core, loop: LoopThread) -> None:
+    def __init__(
+        self,
+        core: Core,
+        loop: LoopThread,
+        state: str = "",
+        *,
+        config: Config | None = None,
+        owner: Repository | None = None,
+    ) -> None:
         self.core = core
         self.loop = loop
+        self._state = state
+        self._config = config
+        self._owner = owner
+        self._siblings: list[Repository] | None = None
 
     @classmethod
-    def open(cls, location: str | os.PathLike[str], *, state: str = "", emit: Sink = discard) -> Repository:
+    def open(
+        cls,
+        location: str | os.PathLike[str],
+        *,
+        replicas: Sequence[str] = (),
+        passphrase: Passphrase | None = None,
+        state: str = "",
+        config: Config | None = None,
+        emit: Sink = discard,
+    ) -> Repository:
         """Open the repository at a location.
 
         Args:
-            location: Its directory.
+            location: Its directory, or ``s3://BUCKET/PREFIX``.
+            replicas: Locations of its replicas, the nearest first: what they have in common with it is read from the first that has it, this
+                location before all of them unless it is named among them. One that cannot be reached is told of and passed over.
+            passphrase: Gives it, if the repository is encrypted; None: ``config``'s file or command, if there is one, else ICECORE_PASSPHRASE_FILE,
+                …_COMMAND; ICECORE_PASSPHRASE, or the terminal.
+            config: Says how buckets are reached (sections [s3] and [cache]). None: what `icecore.config.load` gives.
             state: Directory in which the newest state seen is remembered, so that an older one shown later is an error. Empty: this node's.
             emit: Gets the events of everything done through it.
 
         Raises:
             NotFound: There is none.
+            WrongPassphrase: It is encrypted, and there is no passphrase or a wrong one.
             RollbackDetected: It shows an older state than this node has seen (raised by whatever reads the state first).
             FormatTooNew: A later version of icecore wrote it.
         """
-        backend = backend_at(os.fspath(location))
-        return cls._make(backend, state, lambda: Core.open(backend, emit=emit))
+        backend = _with_replicas(os.fspath(location), replicas, config, emit)
+        given = passphrase or current(config)
+        return cls._make(backend, state, config, lambda: Core.open(backend, passphrase=given, emit=emit))
 
     @classmethod
     def create(
-        cls, location: str | os.PathLike[str], *, shard_bytes: int = 64 << 20, state: str = "", emit: Sink = discard
+        cls,
+        location: str | os.PathLike[str],
+        *,
+        shard_bytes: int = 64 << 20,
+        passphrase: Passphrase | None = None,
+        state: str = "",
+        config: Config | None = None,
+        emit: Sink = discard,
     ) -> Repository:
-        """Make a repository at a location; the directory is made where it is missing.
+        """Make a repository at a location; a directory is made where it is missing, a bucket has to be there.
 
         Args:
             shard_bytes: Size in bytes at which an object of chunks is closed: 1 MiB to 1 GiB.
-            state, emit: As in `open`.
+            passphrase: Encrypt it; what this gives opens it. None: it is not encrypted.
+            state, config, emit: As in `open`.
 
         Raises:
-            UsageError: There is one already, or the file system does not do what a repository needs (hard links).
+            UsageError: There is one already, or the storage does not do what a repository needs (hard links, conditional writes).
         """
         if not 1 << 20 <= shard_bytes <= 1 << 30:
             raise UsageError(f"shards of {shard_bytes} bytes", cure="use 1 MiB to 1 GiB; 64 MiB serves well")
-        backend = backend_at(os.fspath(location), create=True)
-        return cls._make(backend, state, lambda: Core.create(backend, Parameters(shard_bytes), emit=emit))
+        backend = backend_at(os.fspath(location), create=True, config=config, emit=emit)
+        parameters = Parameters(shard_bytes)
+        return cls._make(
+            backend, state, config, lambda: Core.create(backend, parameters, passphrase=passphrase, emit=emit)
+        )
 
     @classmethod
-    def _make(cls, backend: Backend, state: str, make: Callable[[], Coroutine[Any, Any, Core]]) -> Repository:
+    def _make(
+        cls, backend: Backend, state: str, config: Config | None, make: Callable[[], Coroutine[Any, Any, Core]]
+    ) -> Repository:
         loop = LoopThread()
         try:
             core = loop.run(make())
-            # By the repository's id, not its path: another one may be made in the same place.
-            seen = FileWatermark(state_directory(state) / "seen" / core.config.id)
-            core = Core(core.backend, core.config, core.keys, Log(core.backend, core.keys.log, watermark=seen), core.emit)
+            core = _remembering(core, state)
         except BaseException:
             loop.run(backend.close())
             loop.close()
             raise
-        return cls(core, loop)
+        return cls(core, loop, state, config=config)
 
     @property
     def location(self) -> str:
@@ -160,6 +209,16 @@ class Repository:
         """
         return forget.plan(self.snapshots(job=job), policy)
 
+    def plan_free(self, snapshots: Iterable[str | SnapshotRecord]) -> Freed:
+        """What forgetting these snapshots would free, in bytes, once `gc` has run; nothing is changed.
+
+        Raises:
+            NotFound: One of them does not exist.
+            Damaged: A snapshot cannot be read, so what it needs is unknown.
+        """
+        names = [self._record(snapshot).snapshot for snapshot in snapshots]
+        return self.loop.run(Collector(self.core).plan_forget(names))
+
     def forget(self, snapshots: Iterable[str | SnapshotRecord]) -> list[SnapshotRecord]:
         """Take snapshots off the list, in one transaction; `gc` then frees what only they needed.
 
@@ -208,14 +267,244 @@ class Repository:
         Returns:
             What was found; damage is reported, not raised.
         """
-        return self.loop.run(check(self.core, read_data=read_data, register=register))
+        return self.loop.run(check(self._itself(), read_data=read_data, register=register))
+
+    def _itself(self) -> Core:
+        """Without copies that are kept elsewhere: what is damaged here has to be seen."""
+        core = self.core
+        return Core(core.backend.source, core.config, core.keys, core.log, core.emit)
+
+    def create_replica(
+        self, location: str | os.PathLike[str], *, passphrase: Passphrase | None = None, emit: Sink = discard
+    ) -> Repository:
+        """Make an empty replica: a repository with the same master secret, its own log and its own passphrases, that `sync_to` fills.
+
+        Args:
+            location: Where; a directory is made where it is missing, a bucket has to be there.
+            passphrase: Opens it, if this one is encrypted; None: as for `open`.
+
+        Raises:
+            UsageError: There is a repository already, or the place does not do what one needs.
+        """
+        backend = backend_at(os.fspath(location), create=True, config=self._config, emit=emit)
+        given = (passphrase or current(self._config)) if self.encrypted else None
+        parameters, secret = self.core.config.parameters, self.core.keys.secret
+        return self._make(
+            backend,
+            self._state,
+            self._config,
+            lambda: Core.create(backend, parameters, passphrase=given, secret=secret, emit=emit),
+        )
+
+    def sync_to(self, location: str | os.PathLike[str], snapshots: Iterable[str | SnapshotRecord] | None = None) -> Synced:
+        """Bring snapshots to a replica: only what is missing travels, as it is. Safe to interrupt, and goes on where it was.
+
+        Args:
+            location: The replica's.
+            snapshots: Which; None: all that it does not have.
+
+        Returns:
+            What was done; snapshots that are damaged here are told of and left out.
+
+        Raises:
+            UsageError: It is no replica of this repository.
+            StoreError: Storage failed, or a collector is at work there for too long.
+        """
+
+        async def run() -> Synced:
+            backend = backend_at(os.fspath(location), config=self._config, emit=self.core.emit)
+            try:
+                opened = await Core.open(backend, secret=self.core.keys.secret, emit=self.core.emit)
+                target = _remembering(opened, self._state)
+                return await sync(self.core, target, wanted if wanted is not None else await missing(self.core, target))
+            finally:
+                await backend.close()
+
+        wanted = None if snapshots is None else [self._record(snapshot) for snapshot in snapshots]
+        return self.loop.run(run())
+
+    def copy_to(
+        self,
+        location: str | os.PathLike[str],
+        snapshots: Iterable[str | SnapshotRecord] | None = None,
+        *,
+        passphrase: Passphrase | None = None,
+    ) -> Copied:
+        """Copy snapshots to any other repository: all is stored anew under its keys. Safe to interrupt; what is copied is not copied again.
+
+        Args:
+            location: The other's.
+            snapshots: Which; None: all that it does not have.
+            passphrase: Opens it, if it is encrypted; None: as for `open`.
+
+        Returns:
+            What was done; snapshots that are damaged here are told of and left out.
+        """
+        wanted = self.snapshots() if snapshots is None else [self._record(snapshot) for snapshot in snapshots]
+        backend = backend_at(os.fspath(location), config=self._config, emit=self.core.emit)
+        given = passphrase or current(self._config)
+        try:
+            opened = self.loop.run(Core.open(backend, passphrase=given, emit=self.core.emit))
+            return copy(self.core, _remembering(opened, self._state), self.loop, wanted)
+        finally:
+            self.loop.run(backend.close())
+
+    def holder(self, snapshot: str) -> Repository:
+        """The repository that lists a snapshot: this one, or, if it does not (as while its replication goes on) or only in quarantine, the first
+        replica that lists it whole.
+
+        It reads from all of them, and is closed with this one.
+
+        Raises:
+            NotFound: None lists it.
+            UsageError: Several ids begin so.
+        """
+        found: Repository | None = None
+        missing: NotFound | None = None
+        try:
+            record = self.find(snapshot)
+            found, snapshot = self, record.snapshot
+            if not record.quarantined:
+                return self
+        except NotFound as error:
+            missing = error
+        for sibling in self._others():
+            try:
+                record = sibling.find(snapshot)
+            except NotFound:
+                continue
+            if not record.quarantined:
+                return sibling
+            found = found or sibling
+        if found is None:
+            assert missing is not None
+            raise missing
+        return found
+
+    def _others(self) -> list[Repository]:
+        """The replicas as repositories of their own."""
+        if self._siblings is None:
+            self._siblings = []
+            core, places = self.core, self.core.backend.replicas
+            own = core.backend.own if isinstance(core.backend, ReplicaBackend) else core.backend
+            for place in (place for place in places if place is not own):
+                try:
+                    backend = ReplicaBackend(place, places, emit=core.emit)
+                    opened = self.loop.run(Core.open(backend, secret=core.keys.secret, emit=core.emit))
+                except IcecoreError as error:
+                    core.emit(Event("store.replica_missing", {"place": place.where, "error": str(error)}))
+                    continue
+                opened = _remembering(opened, self._state)
+                self._siblings.append(Repository(opened, self.loop, self._state, config=self._config, owner=self))
+        return self._siblings
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether it takes a passphrase to open it."""
+        return self.core.keys.encrypted
+
+    def key_slots(self) -> list[Slot]:
+        """The slots of an encrypted repository: each opens with a passphrase of its own.
+
+        Raises:
+            UsageError: It is not encrypted.
+        """
+        found = self.loop.run(keychain.newest(self.core.backend))
+        if found.slots is None:
+            raise UsageError(f"{self.location} is not encrypted", cure="'icecore init --encrypt' makes one that is")
+        slot_changes.verify(found.name, found.slots, self.core.keys.secret)
+        return found.slots.slots
+
+    def add_passphrase(self, label: str, passphrase: bytes) -> list[Slot]:
+        """Let a further passphrase open the repository; returns the slots that there are now.
+
+        Raises:
+            UsageError: The label is taken, the passphrase is too short, or the repository is not encrypted.
+        """
+        return self._change_slots(lambda slots: slot_changes.add(slots, self.core.keys.secret, passphrase, label, Cost()))
+
+    def remove_passphrase(self, which: str) -> list[Slot]:
+        """Let a passphrase, given by its slot's label or id, open it no longer. Who has had it may have kept what it opens: the data is as before.
+
+        Raises:
+            NotFound: There is no such slot.
+            UsageError: It is the only one, or the repository is not encrypted.
+        """
+        return self._change_slots(lambda slots: slot_changes.remove(slots, self.core.keys.secret, which))
+
+    def change_passphrase(self, which: str, passphrase: bytes) -> list[Slot]:
+        """Put another passphrase in the place of one, given by its slot's label or id (empty: of the only one).
+
+        Raises:
+            NotFound: There is no such slot.
+            UsageError: There are several and none is named, the passphrase is too short, or the repository is not encrypted.
+        """
+
+        def edit(slots: Slots) -> Slots:
+            if not which and len(slots.slots) > 1:
+                raise UsageError(f"there are {len(slots.slots)} slots", cure="name one; 'icecore key list' lists them")
+            return slot_changes.rotate(slots, self.core.keys.secret, which or slots.slots[0].id, passphrase, Cost())
+
+        return self._change_slots(edit)
+
+    def _change_slots(self, edit: Callable[[Slots], Slots]) -> list[Slot]:
+        return self.loop.run(keychain.change(self.core.backend, self.core.keys, edit)).slots
+
+    def plan_repair(self, source: Repository | str | os.PathLike[str] | None = None, *, read_data: float = 1.0) -> RepairPlan:
+        """What a repair would put right, and what is lost; nothing is changed.
+
+        Args:
+            source: A replica, or its location: what is damaged here is looked for there first.
+            read_data: Share (0 to 1) of the data that is read; damage to what is not read is not found.
+
+        Raises:
+            UsageError: ``source`` is no replica of this repository.
+            Damaged: The newest log entry is: nothing can be said of the repository.
+        """
+        return self._repair(source, lambda repairer: repairer.plan(), read_data)
+
+    def repair(self, source: Repository | str | os.PathLike[str] | None = None, *, read_data: float = 1.0) -> RepairPlan:
+        """Put right what can be, in one transaction; what still reads is not touched, and snapshots that lost data stay listed, quarantined.
+
+        Arguments and errors as of `plan_repair`; returns what was done.
+        """
+        return self._repair(source, lambda repairer: repairer.apply(), read_data)
+
+    def _repair(
+        self,
+        source: Repository | str | os.PathLike[str] | None,
+        what: Callable[[Repairer], Coroutine[Any, Any, RepairPlan]],
+        read_data: float,
+    ) -> RepairPlan:
+        if source is None:
+            return self.loop.run(what(Repairer(self._itself(), read_data=read_data)))
+
+        async def run() -> RepairPlan:
+            # Its back end must be of this event loop.
+            place = source.location if isinstance(source, Repository) else os.fspath(source)
+            backend = backend_at(place, config=self._config, emit=self.core.emit)
+            try:
+                replica = await Core.open(backend, secret=self.core.keys.secret)
+                return await what(Repairer(self._itself(), replica, read_data=read_data))
+            finally:
+                await backend.close()
+
+        return self.loop.run(run())
+
+    def stats(self, *, register: bool = True) -> Stats:
+        """Bytes by job, lineage and codec, live and dead.
+
+        Args:
+            register: Keep what is read from being collected meanwhile; without, for places that cannot be written to.
+        """
+        return self.loop.run(stats(self.core, register=register))
 
     def _record(self, snapshot: str | SnapshotRecord) -> SnapshotRecord:
         return snapshot if isinstance(snapshot, SnapshotRecord) else self.find(snapshot)
 
     def close(self) -> None:
         """Let go of the storage and end the background loop."""
-        if not self.loop.loop.is_closed():
+        if self._owner is None and not self.loop.loop.is_closed():
             self.loop.run(self.core.close())
             self.loop.close()
 
@@ -229,3 +518,20 @@ class Repository:
         return f"Repository({self.location!r})"
 
 
+def _with_replicas(location: str, replicas: Sequence[str], config: Config | None, emit: Sink) -> Backend:
+    own = backend_at(location, config=config, emit=emit)
+    if not replicas:
+        return own
+    nearest: list[Backend] = [] if location in replicas else [own]
+    for place in replicas:
+        try:
+            nearest.append(own if place == location else backend_at(place, config=config, emit=emit))
+        except (NotFound, StoreError) as error:
+            emit(Event("store.replica_missing", {"place": place, "error": str(error)}))
+    return ReplicaBackend(own, nearest, emit=emit)
+
+
+def _remembering(core: Core, state: str) -> Core:
+    """The repository with a memory of the newest state seen: by its id, not its path, as another one may be made in the same place."""
+    seen = FileWatermark(state_directory(state) / "seen" / core.config.id)
+    return Core(core.backend, core.config, core.keys, Log(core.backend, core.keys.log, watermark=seen), core.emit)

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import numpy as np
 
-from icecore.errors import Damaged, IcecoreError, ObjectMissing, RestoreFailed, StoreError
+from icecore.errors import Damaged, IcecoreError, ObjectMissing, RestoreFailed, StoreDenied, StoreError
 from icecore.events import Progress
 from icecore.host.memory import HugeBuffer
 from icecore.restorer.plan import STORED_LIMIT, Batch, Cell, plan_batches, plan_one, room_for
@@ -321,13 +321,41 @@ class Fetcher:
             if self._needed is not None and not self._needed(cell.row):
                 continue
             began = clock()
-            data = self._decode(cell, stored, scratch)
+            data = self._sound(cell, stored, scratch)
             decoded = clock()
             self._sink(cell.row, data)
             spent.decode += decoded - began
             spent.sink += clock() - decoded
             spent.produced += len(data)
             spent.cells += 1
+
+    def _sound(self, cell: Cell, stored: memoryview, scratch: _Buffers) -> memoryview:
+        """The cell's verified bytes; where what was read is damaged, from the first other replica that has them sound."""
+        try:
+            return self._decode(cell, stored, scratch)
+        except Damaged as error:
+            self._backend.suspect(error)
+            batch = plan_one(self._records, cell.row)
+            room = memoryview(bytearray(batch.size))
+            for replica in self._backend.replicas:
+                try:
+                    for read in batch.reads:
+                        self._read_from(replica, object_name("shard", read.shard), read.offset, room[read.at : read.at + read.length])
+                    return self._decode(batch.cells[0], room, scratch)
+                except (Damaged, StoreError):
+                    continue
+            raise
+
+    def _read_from(self, replica: Backend, name: str, offset: int, out: memoryview) -> None:
+        if replica.direct:
+            replica.read_into(name, offset, out)
+        else:
+            reading = self._loop.submit(replica.get_into(name, offset, out))
+            try:
+                reading.result(self._limits.stall)
+            except TimeoutError as error:
+                reading.cancel()
+                raise StoreError(f"no answer for {self._limits.stall:.0f} s while reading {name} from {replica.where}") from error
 
     def _decode(self, cell: Cell, stored: memoryview, scratch: _Buffers) -> memoryview:
         base = stored[cell.base_start : cell.base_stop] if cell.base_stop > cell.base_start else None
@@ -342,7 +370,7 @@ class Fetcher:
                 try:
                     self._backend.read_into(name, read.offset, out[read.at : read.at + read.length])
                     break
-                except (ObjectMissing, Damaged):
+                except (ObjectMissing, StoreDenied, Damaged):
                     raise
                 except StoreError:
                     if attempt == self._limits.attempts or self._stopped:
@@ -405,7 +433,7 @@ class Fetcher:
                 async with asyncio.timeout(self._limits.stall):
                     await self._backend.get_into(name, offset, out)
                 return
-            except (ObjectMissing, Damaged):
+            except (ObjectMissing, StoreDenied, Damaged):
                 raise
             except TimeoutError as error:
                 if attempt == self._limits.attempts or self._stopped:

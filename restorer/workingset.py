@@ -10,11 +10,10 @@ import msgspec
 
 from icecore.errors import Damaged, FormatTooNew, ObjectMissing, StoreError
 from icecore.store.envelope import seal
-from icecore.store.hints import HINTS_KIND, decode_hints
+from icecore.store.hints import HINTS_KIND, TOUCHED, decode_hints
 from icecore.store.names import HINTS, random_id
 from icecore.store.repository import Repository
 
-_PREFIX = "touched-"
 _KEPT = 3
 _MAX_CELLS = 1 << 20
 _LAST_TIME = (1 << 63) - 1
@@ -41,7 +40,7 @@ def decode(name: str, data: bytes) -> WorkingSet:
     """
     try:
         found = msgspec.msgpack.decode(data, type=WorkingSet)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Damaged("hints", name, str(error)) from error
     if len(found.cells) > _MAX_CELLS:
         raise Damaged("hints", name, f"it lists {len(found.cells)} cells")
@@ -55,11 +54,11 @@ async def remember(repository: Repository, lineage: str, snapshot: str, cells: S
         The object's name.
     """
     folder = f"{HINTS}{lineage}/"
-    data = seal(HINTS_KIND, encode(WorkingSet(snapshot, list(cells[:_MAX_CELLS]))), repository.keys.hints).data
     # The newest is listed first.
-    name = f"{folder}{_PREFIX}{_LAST_TIME - time.time_ns():016x}-{random_id().hex()[:8]}"
+    name = f"{folder}{TOUCHED}{_LAST_TIME - time.time_ns():016x}-{random_id().hex()[:8]}"
+    data = seal(HINTS_KIND, encode(WorkingSet(snapshot, list(cells[:_MAX_CELLS]))), repository.keys.hints, name).data
     await repository.backend.create(name, [data])
-    own = [info.name async for info in repository.backend.list(folder) if info.name.startswith(folder + _PREFIX)]
+    own = [info.name async for info in repository.backend.list(folder) if info.name.startswith(folder + TOUCHED)]
     for old in own[_KEPT:]:
         await repository.backend.delete(old)
     return name
@@ -68,7 +67,7 @@ async def remember(repository: Repository, lineage: str, snapshot: str, cells: S
 async def recall(repository: Repository, lineage: str, snapshot: str) -> list[tuple[int, int]]:
     """The cells to bring first: what was observed of this snapshot, else of the lineage's latest restore; empty if
     nothing was, or nothing readable."""
-    folder = f"{HINTS}{lineage}/{_PREFIX}"
+    folder = f"{HINTS}{lineage}/{TOUCHED}"
     found: list[WorkingSet] = []
     try:
         async for info in repository.backend.list(f"{HINTS}{lineage}/"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from icecore.errors import UsageError
 
@@ -90,12 +90,19 @@ class Backend(ABC):
         direct: Whether ``read_into`` works, the synchronous ranged read for worker threads.
         drafts: Whether ``draft`` works, by which worker threads write an object piece by piece.
         where: The place in words, for messages.
+        replicas: Other places that may have the same objects (`icecore.store.replicas`): where to ask again for one that is damaged here.
     """
 
-    read_size: ClassVar[int] = 16 << 20
+    read_size: int = 16 << 20
     direct: bool = False
     drafts: bool = False
     where: str = ""
+    replicas: Sequence[Backend] = ()
+
+    @property
+    def source(self) -> Backend:
+        """The same storage without copies that are kept elsewhere: what a check has to look at."""
+        return self
 
     @abstractmethod
     async def create(self, name: str, parts: Sequence[Buffer]) -> None:
@@ -149,6 +156,10 @@ class Backend(ABC):
     def read_into(self, name: str, offset: int, out: memoryview) -> None:
         """``get_into`` without an event loop, from any thread; only where ``direct`` is true."""
         raise UsageError(f"{self.where} has no direct reads")
+
+    def suspect(self, error: Exception) -> None:
+        """Told by a reader who goes on to ask ``replicas`` that what this gave is damaged or missing."""
+        return None
 
     def draft(self, name: str) -> Draft:
         """A draft of object ``name``, from any thread; only where ``drafts`` is true.

@@ -11,6 +11,7 @@ from icecore.events import Event, Sink
 from icecore.store import codec, delta
 from icecore.store.cell import BITMAP_BYTES, PAGE
 from icecore.store.chunk import align, chunk_id, pages_of
+from icecore.store.cipher import open_piece, overhead, peek_piece
 from icecore.store.codec import Buffer
 from icecore.store.names import object_name
 from icecore.store.pool import SAMPLE_BYTES, Scratch
@@ -177,18 +178,38 @@ class Deltas:
         if made is not None:
             return made
         head = scratch.stored[:BITMAP_BYTES]
-        self._fetch(own.shard, own.offset, head)
+        self._peek_at(own, 0, head)
         return delta.base_bitmap(head)
+
+    def _peek_at(self, place: Place, start: int, out: memoryview) -> None:
+        """Part of a stored chunk, from ``start`` on, unverified."""
+        self._fetch(place.shard, place.offset + start, out)
+        if overhead(self._key):
+            peek_piece(self._key, object_name("shard", place.shard), place.offset, start, out, out)
+
+    def _opened(self, chunk: bytes, place: Place, scratch: Scratch, out: memoryview) -> memoryview:
+        """The stored form of an encrypted chunk.
+
+        Raises:
+            Damaged: It is not what was encrypted for that place.
+        """
+        name = object_name("shard", place.shard)
+        stored = scratch.stored[: place.length]
+        self._fetch(place.shard, place.offset, stored)
+        try:
+            return open_piece(self._key, name, place.offset, chunk, stored, out)
+        except ValueError as error:
+            raise Damaged("chunk", chunk.hex(), f"{error} (in {name})") from error
 
     def _look(self, region: int, data: memoryview, place: Place, scratch: Scratch) -> float | None:
         """How long a delta would be, from a few of the base's pages; None where such a look is not possible or not cheap."""
         pages = len(data) // PAGE
-        if not self._peek or place.codec != codec.RAW or place.length != len(data) or pages < 2 * SAMPLE_PAGES:
+        if not self._peek or place.codec != codec.RAW or place.length != len(data) + overhead(self._key) or pages < 2 * SAMPLE_PAGES:
             return None
         mine, theirs = sample(data), scratch.base[:SAMPLE_BYTES]
         length = SAMPLE_BYTES // SAMPLE_RUNS
         for run, start in enumerate(sample_starts(pages)):
-            self._fetch(place.shard, place.offset + start * PAGE, theirs[run * length : (run + 1) * length])
+            self._peek_at(place, start * PAGE, theirs[run * length : (run + 1) * length])
         found = delta.difference(mine, theirs, scratch.own, scratch.residual)
         if not len(found.xor):
             return 0.0
@@ -197,13 +218,17 @@ class Deltas:
 
     def _choose(self, region: int, found: delta.Difference, share: float, scratch: Scratch) -> Estimate:
         habit, objective = self._small if share * _SMALL <= 1 else self._large
-        return habit.choose(region, found.xor, scratch, partial(_try, found, objective))
+        return habit.choose(region, found.xor, scratch, partial(best_residual, found, objective))
 
     def _content(self, base: bytes, place: Place, theirs: bytes, scratch: Scratch) -> memoryview:
         """The base's bytes, as they were read."""
         content = scratch.base[: pages_of(theirs) * PAGE]
         try:
-            if place.codec == codec.RAW and place.length == len(content):
+            if overhead(self._key):
+                if place.codec == codec.RAW:
+                    return self._whole(base, self._opened(base, place, scratch, content), content)
+                codec.decode(place.codec, self._opened(base, place, scratch, scratch.plain), content)
+            elif place.codec == codec.RAW and place.length == len(content):
                 self._fetch(place.shard, place.offset, content)
             else:
                 stored = scratch.stored[: place.length]
@@ -213,8 +238,14 @@ class Deltas:
             raise Damaged("chunk", base.hex(), f"{error} (in {object_name('shard', place.shard)})") from error
         return content
 
+    def _whole(self, base: bytes, opened: memoryview, content: memoryview) -> memoryview:
+        if len(opened) != len(content):
+            raise Damaged("chunk", base.hex(), f"{len(opened)} raw bytes where {len(content)} belong")
+        return content
 
-def _try(found: delta.Difference, objective: Objective, scratch: Scratch) -> Estimate:
+
+def best_residual(found: delta.Difference, objective: Objective, scratch: Scratch) -> Estimate:
+    """Which form suits what differs, tried on a sample: as residual or as it is."""
     by_xor = trial(sample(found.xor), scratch, objective, codec.XOR)
     if found.whole:
         return by_xor  # a patch of all pages is the full form

@@ -39,6 +39,8 @@ TAIL_LIMIT = 4 * TAIL_RECORDS
 #: Names of condemned objects that the entry holds itself.
 INLINE_NAMES = 64
 
+_PARSED_RECORDS = 2 * PAGE_RECORDS
+
 
 class Pages:
     """Reads and writes the objects that a log entry refers to, and keeps those it saw last.
@@ -53,6 +55,8 @@ class Pages:
         self._key = key
         self._remembered = remembered
         self._cache: OrderedDict[bytes, bytes] = OrderedDict()
+        #: Pages that were parsed last: to find a base is then no matter of how long its page is.
+        self._parsed: OrderedDict[bytes, list[SnapshotRecord]] = OrderedDict()
 
     async def _fetch(self, identity: bytes, digest: bytes, limit: int, cached: bool) -> bytes:
         data = self._cache.get(digest) if cached else None
@@ -69,25 +73,35 @@ class Pages:
         while len(self._cache) > self._remembered:
             self._cache.popitem(last=False)
 
-    async def _store(self, sealed: Sealed) -> bytes:
-        identity = random_id()
+    async def _store(self, identity: bytes, sealed: Sealed) -> None:
         await self._backend.create(object_name("page", identity), [sealed.data])
         self._remember(sealed.digest, sealed.data)
-        return identity
 
     async def read(self, ref: PageRef, *, cached: bool = True) -> list[SnapshotRecord]:
         """The records of a page, from storage in any case unless ``cached``."""
+        parsed = self._parsed.get(ref.digest) if cached else None
+        if parsed is not None:
+            self._parsed.move_to_end(ref.digest)
+            return list(parsed)
         data = await self._fetch(ref.id, ref.digest, PAGE_KIND.object_limit, cached)
         try:
-            return decode_page(object_name("page", ref.id), data, self._key, ref)
+            records = decode_page(object_name("page", ref.id), data, self._key, ref)
         except BaseException:
             self._cache.pop(ref.digest, None)
+            self._parsed.pop(ref.digest, None)
             raise
+        if cached:
+            self._parsed[ref.digest] = records
+            while len(self._parsed) > 1 and sum(map(len, self._parsed.values())) > _PARSED_RECORDS:
+                self._parsed.popitem(last=False)
+        return list(records)
 
     async def write(self, records: list[SnapshotRecord]) -> PageRef:
         """Store a new page."""
-        sealed = encode_page(records, self._key)
-        return page_ref(await self._store(sealed), sealed, records)
+        identity = random_id()
+        sealed = encode_page(records, self._key, object_name("page", identity))
+        await self._store(identity, sealed)
+        return page_ref(identity, sealed, records)
 
     async def read_names(self, batch: Condemned, *, cached: bool = True) -> list[tuple[Kind, bytes]]:
         """The objects of a condemned batch."""
@@ -100,8 +114,9 @@ class Pages:
         """A batch of ``names``, stored as an object of its own if it is long."""
         if len(names) <= INLINE_NAMES:
             return Condemned(generation, names=join_names(names))
-        sealed = encode_names(names, self._key)
-        identity = await self._store(sealed)
+        identity = random_id()
+        sealed = encode_names(names, self._key, object_name("page", identity))
+        await self._store(identity, sealed)
         return Condemned(generation, ref=NameListRef(identity, sealed.digest, len(sealed.data), len(names)))
 
 

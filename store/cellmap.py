@@ -19,9 +19,11 @@ import zstandard
 from icecore.errors import Damaged
 from icecore.store import codec
 from icecore.store.cell import CELL, CELL_BYTES, NODE_CELLS, PAGE, Bytes, Records
+from icecore.store.cipher import TAG_BYTES, opened_piece, overhead, sealed_piece
 from icecore.store.codec import Buffer
 from icecore.store.container import Container
 from icecore.store.manifest import NODE_REF
+from icecore.store.names import object_name
 
 #: One node of a pack.
 PACK_ENTRY = np.dtype([("node", "u1", 32), ("offset", "<u8"), ("length", "<u4")])
@@ -34,7 +36,7 @@ _LEVEL = 1
 
 #: Uncompressed and stored length of a node are at most these.
 MAX_NODE_BYTES = NODE_CELLS * CELL.itemsize
-MAX_STORED_NODE_BYTES = MAX_NODE_BYTES + 1
+MAX_STORED_NODE_BYTES = MAX_NODE_BYTES + 1 + TAG_BYTES
 
 Indices = npt.NDArray[np.int64]
 
@@ -104,6 +106,11 @@ class NodeEncoder:
         return b"".join((_ZSTD, compressed, codec.seal(_ZSTD, compressed)))
 
 
+def place_node(key: bytes, pack: bytes, offset: int, identity: bytes, stored: bytes) -> bytes:
+    """What goes to ``offset`` of pack ``pack`` for a node: its stored form, encrypted where ``key``, the repository's node key, encrypts."""
+    return sealed_piece(key, object_name("nodes", pack), offset, identity, stored)
+
+
 def encode_nodes(key: bytes, records: Sequence[Records]) -> list[tuple[bytes, bytes]]:
     """All nodes of a space, in (region, group) order, as ``(id, stored bytes)``; ``key`` is the repository's node key."""
     nodes = group(records).node_bytes()
@@ -162,19 +169,36 @@ class NodeDecoder:
             Damaged: A node is not what was written, or not of the group that its reference says.
         """
         identities = refs["node"].tobytes()
+        if overhead(self._key):
+            stored = [self._opened(s, refs[i]) for i, s in enumerate(stored)]
         plain = [self.plain(s, identities[32 * i : 32 * i + 32]) for i, s in enumerate(stored)]
         counts = np.fromiter((len(p) // CELL.itemsize for p in plain), np.int64, len(plain))
         records = np.frombuffer(b"".join(plain), CELL)
         owner = np.repeat(np.arange(len(plain)), counts)
-        wrong = _wrong(records, refs["group"].astype(np.int64)[owner], owner)
+        wrong = _wrong(records, refs["group"].astype(np.int64)[owner], owner, overhead(self._key))
         if wrong.any():
             node = int(owner[np.flatnonzero(wrong)[0]])
             raise _damaged(identities[32 * node : 32 * node + 32], "a record in it contradicts itself")
         return records, counts
 
+    def verify(self, stored: memoryview, ref: np.void) -> None:
+        """Check the stored bytes of one node, whichever group it is of.
+
+        Raises:
+            Damaged: They are not what was written.
+        """
+        self.plain(self._opened(stored, ref) if overhead(self._key) else stored, ref["node"].tobytes())
+
+    def _opened(self, stored: memoryview, ref: np.void) -> memoryview:
+        identity, pack = ref["node"].tobytes(), object_name("nodes", ref["pack"].tobytes())
+        try:
+            return memoryview(opened_piece(self._key, pack, int(ref["offset"]), identity, stored))
+        except ValueError as error:
+            raise _damaged(identity, f"{error} (in {pack})") from error
+
 
 def decode_node(stored: Buffer, identity: bytes, key: bytes) -> Records:
-    """The CELL records of one node.
+    """The CELL records of one node, given its stored form (decrypted).
 
     Raises:
         Damaged: It is not what was written.
@@ -182,8 +206,12 @@ def decode_node(stored: Buffer, identity: bytes, key: bytes) -> Records:
     return np.frombuffer(NodeDecoder(key).plain(memoryview(stored), identity), CELL)
 
 
-def _wrong(records: Records, groups: Indices, owner: Indices) -> npt.NDArray[np.bool_]:
-    """Which records cannot have been written: a wrong group or order, a page both data and zero, a codec or length that does not fit the pages."""
+def _wrong(records: Records, groups: Indices, owner: Indices, tag: int) -> npt.NDArray[np.bool_]:
+    """Which records cannot have been written: a wrong group or order, a page both data and zero, a codec or length that does not fit the pages.
+
+    Args:
+        tag: Bytes by which stored chunks are longer because they are encrypted.
+    """
     cell = records["cell"].astype(np.int64)
     wrong: npt.NDArray[np.bool_] = cell // NODE_CELLS != groups
     wrong[1:] |= (np.diff(cell) <= 0) & (owner[1:] == owner[:-1])
@@ -192,14 +220,14 @@ def _wrong(records: Records, groups: Indices, owner: Indices) -> npt.NDArray[np.
     numbers, length = records["place"]["codec"], records["place"]["length"].astype(np.int64)
     known = np.fromiter((codec.known(n) for n in range(256)), np.bool_, 256)
     delta = numbers & codec.DELTA != 0
-    wrong |= ~known[numbers] | (length > pages * PAGE) | ((numbers == codec.ZERO) != (length == 0))
-    wrong |= (numbers == codec.RAW) & (length != pages * PAGE)
+    wrong |= ~known[numbers] | (length > pages * PAGE + tag) | ((numbers == codec.ZERO) != (length == 0))
+    wrong |= (numbers == codec.RAW) & (length != pages * PAGE + tag)
     base_numbers, base_length = records["base_place"]["codec"], records["base_place"]["length"]
     wrong |= delta != records["base"].any(axis=1)
     wrong |= (
         ~known[base_numbers]
         | (base_numbers & codec.DELTA != 0)
-        | (base_length > CELL_BYTES)
+        | (base_length > CELL_BYTES + tag)
         | (delta != (base_length > 0))
     )
     return wrong

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from icecore.errors import Damaged, IcecoreError, ObjectMissing, StoreError
+from icecore.errors import Damaged, IcecoreError, ObjectMissing, StoreDenied, StoreError
 from icecore.events import Event, phase
 from icecore.store.cell import CELL, CELL_BYTES, Records
 from icecore.store.cellmap import PACK, parse_pack_footer
@@ -21,13 +21,26 @@ from icecore.store.index import read_segment
 from icecore.store.keys import CONFIG_KIND, KEY_KIND, decode_config, open_slot
 from icecore.store.log import Entry
 from icecore.store.manifest import MANIFEST_KIND, Manifest
-from icecore.store.names import CONFIG, KEYS, KINDS, LOG, PREFIX, Kind, log_name, object_name, parse_name
+from icecore.store.names import (
+    CONFIG,
+    KEYS,
+    KINDS,
+    LOG,
+    PREFIX,
+    Kind,
+    log_generation,
+    log_name,
+    object_name,
+    parse_name,
+)
 from icecore.store.parallel import each
 from icecore.store.reach import Refs, read_nodes, space_refs
 from icecore.store.reader import SnapshotReader
 from icecore.store.repository import Repository
 from icecore.store.segment import TITLE as SEGMENT_TITLE
+from icecore.store.session import Session
 from icecore.store.shard import SHARD, parse_footer
+from icecore.store.slots import decode_slots, verify
 from icecore.store.state import ENTRY_KIND, NAMES_KIND, PAGE_KIND, Condemned, SnapshotRecord, State
 
 Name = tuple[Kind, bytes]
@@ -60,6 +73,11 @@ class Report:
 
     Attributes:
         damages: Everything that is wrong; empty if all is well.
+        lost: Damage of which only quarantined snapshots suffer: known before.
+        quarantined: Snapshots that were found to have lost data, and what.
+        failed: Damages that are only objects which the store failed to give: they may be well.
+        denied: The first refusal, if the store refused to give any.
+        doubtful: Shards that are damaged or missing, or hold a chunk that is.
         snapshots: How many are listed.
         objects: Number of objects by kind.
         bytes: Bytes of objects by kind.
@@ -69,6 +87,11 @@ class Report:
     """
 
     damages: list[Damage] = field(default_factory=list)
+    lost: list[Damage] = field(default_factory=list)
+    quarantined: dict[str, str] = field(default_factory=dict)
+    failed: list[Damage] = field(default_factory=list)
+    denied: StoreDenied | None = None
+    doubtful: set[bytes] = field(default_factory=set)
     snapshots: int = 0
     objects: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
@@ -79,11 +102,18 @@ class Report:
 
     @property
     def sound(self) -> bool:
-        """Whether nothing is damaged."""
+        """Whether nothing is damaged but what quarantined snapshots have lost."""
         return not self.damages
 
 
-async def check(repository: Repository, *, read_data: float = 0.0, threads: int = 4, register: bool = True) -> Report:
+async def check(
+    repository: Repository,
+    *,
+    read_data: float = 0.0,
+    threads: int = 4,
+    register: bool = True,
+    session: Session | None = None,
+) -> Report:
     """Check a repository, while it is in use.
 
     Args:
@@ -91,14 +121,15 @@ async def check(repository: Repository, *, read_data: float = 0.0, threads: int 
         threads: How many chunks are decoded at once.
         register: Open a session for the time of the check, so that no collector deletes what is being looked at. Without, what others delete or
             swap meanwhile may be reported as missing; for a place that cannot be written to.
+        session: One that is open already: look at the state at its beginning.
 
     Returns:
         What was found; only errors of the store's reachability are raised.
     """
     checker = _Checker(repository, read_data, threads)
     with phase(repository.emit, "check"):
-        if not register:
-            await checker.run(None)
+        if session is not None or not register:
+            await checker.run(session.state if session is not None else None)
             return checker.report
         try:
             session = await repository.begin(None, "check", load_index=False)
@@ -125,6 +156,7 @@ class _Checker:
         self._nodes: list[Records] = []
         self._numbers: dict[tuple[bytes, bytes, int], int] = {}
         self._of_snapshot: dict[str, list[int]] = {}
+        self._packs: dict[bytes, set[str]] = {}
         self._footers: dict[bytes, Records | None] = {}
         self._hints: set[str] = set()
         self._manifest: Manifest | None = None
@@ -137,6 +169,10 @@ class _Checker:
             self.damage(kind, name, "it is missing", snapshots)
         else:
             self.damage(kind, name, str(error), snapshots)
+            if isinstance(error, StoreDenied):
+                self.report.denied = self.report.denied or error
+            if isinstance(error, StoreError):
+                self.report.failed.append(Damage(kind, name, str(error), tuple(snapshots)))
 
     def damage(self, kind: str, name: str, why: str, snapshots: Sequence[str] = ()) -> None:
         """Report something once."""
@@ -148,6 +184,14 @@ class _Checker:
 
     async def run(self, state: State | None) -> None:
         """The whole check."""
+        await self._look(state)
+        self.report.lost = [damage for damage in self.report.damages if self._known(damage)]
+        self.report.damages = [damage for damage in self.report.damages if not self._known(damage)]
+
+    def _known(self, damage: Damage) -> bool:
+        return bool(damage.snapshots) and self.report.quarantined.keys() >= set(damage.snapshots)
+
+    async def _look(self, state: State | None) -> None:
         await self._identity()
         entry = await self._log_chain(state)
         if entry is None:
@@ -156,11 +200,16 @@ class _Checker:
         await self._list()
         records = await self._records(state)
         self.report.snapshots = len(records)
+        self.report.quarantined = {record.snapshot: record.quarantined for record in records if record.quarantined}
         pinned = {pin.manifest: pin for session in state.sessions for pin in session.pins}
         for record in {**pinned, **{record.manifest: record for record in records}}.values():
             await self._snapshot(record)
         for name in sorted(name for name in self._named if name[0] == "nodes" and name in self._sizes):
-            await self._footer(PACK, "nodes", name)
+            if (
+                await self._footer(PACK, "nodes", name) is None
+                and self._packs[name[1]] <= self.report.quarantined.keys()
+            ):
+                self._affect("nodes", object_name(*name), sorted(self._packs[name[1]]))
         cells = await self._cells()
         await self._segments(state)
         if self._share > 0:
@@ -177,8 +226,10 @@ class _Checker:
         except Damaged as error:
             self.note(error, ENTRY_KIND.title, LOG)
             return None
-        generations = [generation async for generation in log.generations()]
-        self.report.objects["log"] = len(generations)
+        sizes = {info.name: info.size async for info in self._backend.list(LOG)}
+        generations = [generation for generation in map(log_generation, sizes) if generation is not None]
+        self.report.objects["log"] = len(sizes)
+        self.report.bytes["log"] = sum(sizes.values())
         oldest = min(generations, default=newest.generation)
         following = newest
         for generation in range(newest.generation - 1, oldest - 1, -1):
@@ -269,7 +320,12 @@ class _Checker:
             self.note(error, CONFIG_KIND.title, CONFIG)
         async for info in self._backend.list(KEYS):
             try:
-                open_slot(info.name, await self._backend.get(info.name, limit=KEY_KIND.object_limit))
+                data = await self._backend.get(info.name, limit=KEY_KIND.object_limit)
+                slots = decode_slots(info.name, data)
+                if slots is None:
+                    open_slot(info.name, data)
+                else:
+                    verify(info.name, slots, self._keys.secret)
             except IcecoreError as error:
                 self.note(error, KEY_KIND.title, info.name)
 
@@ -281,6 +337,7 @@ class _Checker:
             if ("nodes", pack) not in self._sizes:
                 self.damage("nodes", object_name("nodes", pack), "it is missing", snapshots)
             self._named.add(("nodes", pack))
+            self._packs.setdefault(pack, set()).update(snapshots)
         there = np.array([("nodes", keys[at][1]) in self._sizes for at in fresh], np.bool_)
         await self._nodes_of(refs, keys, fresh[there], snapshots)
         return [self._numbers[key] for key in keys if key in self._numbers]
@@ -347,10 +404,12 @@ class _Checker:
         self._named.add(("shard", shard))
         table = await self._table(shard)
         if table is None:
+            self.report.doubtful.add(shard)
             self._affect("shard", object_name("shard", shard), self._snapshots_of(shard, held[place]["offset"], place))
             return
         wrong = held[~_agree(table, held[place], held[chunk])]
         if len(wrong):
+            self.report.doubtful.add(shard)
             self.damage(
                 "shard",
                 object_name("shard", shard),
@@ -435,11 +494,10 @@ class _Checker:
             for record, error in failed:
                 place = record["place"]
                 shard = place["shard"].tobytes()
+                based = record["base_place"]["length"] > 0
+                self.report.doubtful |= {shard, *([record["base_place"]["shard"].tobytes()] if based else [])}
                 snapshots = self._snapshots_of(shard, np.array([place["offset"]]), "place", "base_place")
-                if isinstance(error, (ObjectMissing, Damaged)) or not isinstance(error, StoreError):
-                    self.note(error, "chunk", record["chunk"].tobytes().hex(), snapshots)
-                else:
-                    self.damage("chunk", record["chunk"].tobytes().hex(), str(error), snapshots)
+                self.note(error, "chunk", record["chunk"].tobytes().hex(), snapshots)
 
         await each(range(0, len(cells), _READ_BATCH), work, at_once=self._threads)
 

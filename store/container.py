@@ -2,7 +2,7 @@
 
 The footer is a table of fixed entries (each with its piece's ``offset`` and ``length``) and a tail of 72 bytes: magic, version, number of
 entries, offset of the table, the object's own random name, and the keyed BLAKE3 of table and tail. The pieces tile the bytes before the table
-without a gap, so that no byte of the object is unaccounted for.
+without a gap, so that no byte of the object is unaccounted for. In an encrypted repository pieces and table are encrypted, each for its place.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ import numpy as np
 
 from icecore.errors import Damaged, FormatTooNew
 from icecore.store.cell import Records
+from icecore.store.cipher import ENCRYPTED, TAG_BYTES, flag, opened_piece, sealed_piece
 from icecore.store.codec import Buffer
 from icecore.store.names import Kind, object_name
 
 _TAIL = struct.Struct("<8sIIQ16s32s")
 _DIGEST_BYTES = 32
+#: What an encrypted table is, beside its place.
+_TABLE = b"table"
 
 #: Bytes at the end of an object that say where its footer begins.
 TAIL_BYTES = _TAIL.size
@@ -47,9 +50,9 @@ class Container:
 
     def footer(self, key: bytes, name: bytes, table: bytes, offset: int) -> bytes:
         """The footer of object ``name`` whose pieces end at ``offset``; ``table`` is their entries."""
-        head = _TAIL.pack(self.magic, self.version, len(table) // self.entry.itemsize, offset, name, b"")[
-            :-_DIGEST_BYTES
-        ]
+        count = len(table) // self.entry.itemsize
+        head = _TAIL.pack(self.magic, self.version | flag(key), count, offset, name, b"")[:-_DIGEST_BYTES]
+        table = sealed_piece(key, object_name(self.kind, name), offset, _TABLE, table)
         return table + head + _digest(key, table, head)
 
     def parse_tail(self, name: bytes, size: int, tail: Buffer) -> Where:
@@ -68,7 +71,7 @@ class Container:
         if own_name != name:
             raise self.damaged(name, f"it says that it is {own_name.hex()}")
         length = size - offset
-        if not TAIL_BYTES <= length <= TAIL_BYTES + self.max_entries * self.entry.itemsize:
+        if not TAIL_BYTES <= length <= TAIL_BYTES + self.max_entries * self.entry.itemsize + TAG_BYTES:
             raise self.damaged(name, f"its footer cannot begin at {offset} of {size} bytes")
         return Where(offset, length)
 
@@ -86,14 +89,20 @@ class Container:
         where = self.parse_tail(name, size, view[-TAIL_BYTES:])
         if len(view) != where.length:
             raise self.damaged(name, f"a footer of {len(view)} bytes where {where.length} belong")
-        table = view[:-TAIL_BYTES]
+        table: Buffer = view[:-TAIL_BYTES]
         if _digest(key, table, view[-TAIL_BYTES:-_DIGEST_BYTES]) != view[-_DIGEST_BYTES:]:
             raise self.damaged(name, "its footer's digest differs")
         _, version, count, *_ = _TAIL.unpack(view[-TAIL_BYTES:])
-        if version > self.version:
+        if version & ~ENCRYPTED > self.version:
             raise FormatTooNew(
-                f"{object_name(self.kind, name)} has version {version}, this icecore reads up to {self.version}", cure="use a newer icecore"
+                f"{object_name(self.kind, name)} has version {version & ~ENCRYPTED}, this icecore reads up to {self.version}", cure="use a newer icecore"
             )
+        if version & ENCRYPTED != flag(key):
+            raise self.damaged(name, "it is encrypted, or not, unlike its repository")
+        try:
+            table = opened_piece(key, object_name(self.kind, name), where.offset, _TABLE, table)
+        except ValueError as error:
+            raise self.damaged(name, f"its table: {error}") from error
         if len(table) != count * self.entry.itemsize:
             raise self.damaged(name, f"a table of {len(table)} bytes for {count} entries")
         entries = np.frombuffer(table, self.entry)

@@ -1,4 +1,4 @@
-"""The wrapping of metadata objects: magic, version, length and keyed digest before a compressed body; a flipped bit is named, never parsed."""
+"""The wrapping of metadata objects: magic, version, length, keyed digest, then a compressed, maybe encrypted body; a flipped bit is named, never parsed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import blake3
 import zstandard
 
 from icecore.errors import Damaged, FormatTooNew
+from icecore.store.cipher import ENCRYPTED, encryption_of, flag, open_whole, seal_whole
 
 HEADER_BYTES = 56
 DIGEST_BYTES = 32
 #: magic (7 bytes), version, compression (0 none, 1 zstd), reserved, length of the body before compression; the digest follows.
 _HEADER = struct.Struct("<7sBBxxxxxxxQ")
 _NONE, _ZSTD = 0, 1
+#: Before an encrypted body: its compression, and its length before that; the header does not tell then.
+_INNER = struct.Struct("<BxxxxxxxQ")
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,14 @@ def _digest(header: bytes, payload: bytes | memoryview, key: bytes) -> bytes:
     return hasher.digest()
 
 
-def seal(kind: ObjectKind, body: bytes, key: bytes) -> Sealed:
+def seal(kind: ObjectKind, body: bytes, key: bytes, name: str = "") -> Sealed:
     """Wrap ``body``; ``key`` has 32 bytes.
 
+    Args:
+        name: The object that it is for; needed where ``key`` encrypts.
+
     Raises:
-        ValueError: ``body`` is longer than this kind may be.
+        ValueError: ``body`` is longer than this kind may be, or an encrypted object has no name.
     """
     if len(body) > kind.limit:
         raise ValueError(f"a {kind.title} may have {kind.limit} bytes, not {len(body)}")
@@ -69,6 +75,9 @@ def seal(kind: ObjectKind, body: bytes, key: bytes) -> Sealed:
         if len(squeezed) < len(body):
             payload, compression = squeezed, _ZSTD
     header = _HEADER.pack(kind.magic, kind.version, compression, len(body))
+    if encryption_of(key) is not None:
+        header = _HEADER.pack(kind.magic, kind.version | flag(key), 0, 0)
+        payload = seal_whole(key, name, header, _INNER.pack(compression, len(body)) + payload)
     digest = _digest(header, payload, key)
     return Sealed(header + digest + payload, digest)
 
@@ -95,11 +104,20 @@ def unseal(kind: ObjectKind, name: str, data: bytes, key: bytes, digest: bytes |
         raise Damaged(kind.title, name, "its digest does not match its bytes")
     if digest is not None and digest != written:
         raise Damaged(kind.title, name, "it is a different one than the one that was referred to")
-    if version > kind.version:
+    if version & ~ENCRYPTED > kind.version:
         raise FormatTooNew(
-            f"{kind.title} {name} has version {version}, this icecore reads up to {kind.version}",
+            f"{kind.title} {name} has version {version & ~ENCRYPTED}, this icecore reads up to {kind.version}",
             cure="use a newer icecore",
         )
+    if version & ENCRYPTED != flag(key):
+        raise Damaged(kind.title, name, "it is encrypted, or not, unlike its repository")
+    if version & ENCRYPTED:
+        try:
+            inner = open_whole(key, name, header, payload)
+            compression, length = _INNER.unpack_from(inner)
+        except (ValueError, struct.error) as error:
+            raise Damaged(kind.title, name, str(error)) from error
+        payload = memoryview(inner)[_INNER.size :]
     if length > kind.limit:
         raise Damaged(kind.title, name, f"it claims {length} bytes, more than the {kind.limit} that it can have")
     if compression == _NONE:

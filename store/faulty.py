@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import random
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ from enum import Enum
 
 from icecore.errors import StoreError
 from icecore.store.backend import Backend, Buffer, Draft, ObjectInfo, length_of
+from icecore.store.wrapper import Wrapper
 
 
 class Crashed(BaseException):
@@ -50,12 +53,28 @@ def stop_at(number: int, *, effect: bool) -> Plan:
     )
 
 
+def at_random(seed: int, *, fail: float, lose: float = 0.0) -> Plan:
+    """Each call fails without effect, or loses its reply, with these probabilities; the same for the same seed and order of calls."""
+    draw = random.Random(seed)
+
+    def plan(call: Call) -> Outcome:
+        at = draw.random()
+        return Outcome.FAIL if at < fail else Outcome.LOSE if at < fail + lose else Outcome.PASS
+
+    return plan
+
+
+def far_away(round_trip: float, bytes_per_second: float = math.inf) -> Callable[[Call], float]:
+    """A delay for a store that is ``round_trip`` seconds away and gives each call this rate."""
+    return lambda call: round_trip + call.bytes / bytes_per_second
+
+
 def always(call: Call) -> Outcome:
     """Every call passes."""
     return Outcome.PASS
 
 
-class FaultyBackend(Backend):
+class FaultyBackend(Wrapper):
     """Passes calls on to ``inner`` as ``plan`` says.
 
     Args:
@@ -67,12 +86,9 @@ class FaultyBackend(Backend):
     """
 
     def __init__(self, inner: Backend, plan: Plan = always, *, delay: Callable[[Call], float] | None = None) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.plan = plan
         self.calls: list[Call] = []
-        self.direct = inner.direct
-        self.drafts = inner.drafts
-        self.where = inner.where
         self._delay = delay
         self._dead = False
 
@@ -161,9 +177,6 @@ class FaultyBackend(Backend):
         with self.reply(call, outcome):
             removed = await self.inner.sweep(age_seconds)
         return removed
-
-    async def close(self) -> None:
-        await self.inner.close()
 
 
 class FaultyDraft(Draft):

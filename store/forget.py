@@ -38,7 +38,8 @@ class Policy:
         within_seconds: All that are at most so much older than the newest.
         tags: All with one of these tags.
 
-    Numbers are 0 for none and ``ALL`` for no bound. Pinned snapshots are always kept.
+    Numbers are 0 for none and ``ALL`` for no bound. Pinned snapshots are always kept; so are those in quarantine, which count for nothing else: what
+    they lost may come back from a replica, and a sound snapshot must not go in their stead.
     """
 
     last: int = 0
@@ -106,8 +107,11 @@ def plan(
 
 
 def _group(records: Sequence[SnapshotRecord], policy: Policy) -> list[Decision]:
-    newest_first = sorted(records, key=lambda record: (record.created_ns, record.snapshot), reverse=True)
-    reasons: dict[str, list[str]] = {record.snapshot: [] for record in newest_first}
+    by_age = sorted(records, key=lambda record: (record.created_ns, record.snapshot), reverse=True)
+    newest_first = [record for record in by_age if not record.quarantined]
+    reasons: dict[str, list[str]] = {
+        record.snapshot: ["quarantined"] if record.quarantined else [] for record in by_age
+    }
     for number, record in enumerate(newest_first):
         if policy.last == ALL or number < policy.last:
             reasons[record.snapshot].append("last")
@@ -123,9 +127,10 @@ def _group(records: Sequence[SnapshotRecord], policy: Policy) -> list[Decision]:
         if policy.within_seconds and newest_first[0].created_ns - record.created_ns <= policy.within_seconds * _NS:
             reasons[record.snapshot].append("within")
         reasons[record.snapshot].extend(f"tag {tag}" for tag in record.tags if tag in policy.tags)
+    for record in by_age:
         if record.pinned:
             reasons[record.snapshot].append("pinned")
-    return [Decision(record, reasons[record.snapshot]) for record in reversed(newest_first)]
+    return [Decision(record, reasons[record.snapshot]) for record in reversed(by_age)]
 
 
 def parse_duration(text: str) -> float:

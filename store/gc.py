@@ -13,15 +13,17 @@ Why nothing is lost, at whatever point this or another collector, writer or read
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import msgspec
 
-from icecore.errors import Damaged, ObjectMissing
+from icecore.errors import Damaged, ObjectMissing, SessionFenced
 from icecore.events import Event, phase
 from icecore.store import catalog
 from icecore.store.catalog import Pages
 from icecore.store.compact import Compacted, Sparse, compact, find_sparse
+from icecore.store.hints import touched_lineage
 from icecore.store.log import KEPT_ENTRIES, Entry
 from icecore.store.names import (
     HINTS,
@@ -35,6 +37,7 @@ from icecore.store.names import (
     parse_name,
 )
 from icecore.store.parallel import each
+from icecore.store.presence import has_ended
 from icecore.store.reach import Reach
 from icecore.store.reindex import Reindexer
 from icecore.store.repository import Repository
@@ -43,6 +46,11 @@ from icecore.store.state import SessionRecord, State
 
 Name = tuple[Kind, bytes]
 
+#: Purpose of the session that a collector has while it deletes. It uses nothing, so it keeps nothing from being deleted; it tells
+#: `icecore.store.replication` that names may be about to be deleted.
+COLLECT = "gc"
+#: A collector that has been silent for so long is taken for dead: nobody waits for it but a sync.
+COLLECTOR_SECONDS = 86_400.0
 #: A session that has been silent for longer is taken for dead.
 FENCE_SECONDS = 1800.0
 #: A shard of which less than this share is reached is rewritten.
@@ -82,14 +90,14 @@ class Plan:
     """What a collection would do, as things are now.
 
     Attributes:
-        fence: Sessions that gave no sign of life for long.
+        fence: Sessions whose process has ended, or that gave no sign of life for long.
         condemn: Objects that nothing reaches.
         delete: Objects that can be deleted at once: condemned before, or now and with no session open.
         wait: Objects that an open session keeps from being deleted.
         pardon: Objects that are condemned although a snapshot reaches them again.
         compact: Shards that are to be rewritten.
         rewrite: Number of index segments that are to be rewritten.
-        trim: Old log entries, stale heartbeats, hints that no snapshot names.
+        trim: Old log entries, stale heartbeats, hints that are of no use.
         kept_bytes: What stays, compaction apart.
     """
 
@@ -118,6 +126,16 @@ class Plan:
     def compact_bytes(self) -> int:
         """Bytes that rewriting shards frees."""
         return sum(item.bytes - item.live.bytes for item in self.compact)
+
+
+@dataclass(frozen=True)
+class Freed:
+    """What forgetting some snapshots would free once the collector has run and no session is open: ``objects`` of ``bytes`` together, and ``compact_bytes``
+    more by rewriting shards that become mostly dead."""
+
+    objects: int
+    bytes: int
+    compact_bytes: int
 
 
 @dataclass(frozen=True)
@@ -167,7 +185,7 @@ class Collector:
         marked = await self._marks(state)
         dead = self._unreached(state)
         condemn = sorted(dead - marked.keys())
-        oldest = min((record.began for record in sessions), default=state.generation + 2)
+        oldest = min((record.began for record in _keeping(state)), default=state.generation + 2)
         delete = sorted(name for name in dead if marked.get(name, state.generation + 1) < oldest)
         wait = sorted(dead - set(delete))
         merges = await Reindexer(self._repository, delete).plan(state.segments)
@@ -183,6 +201,27 @@ class Collector:
             trim=[*await self._old(), *await self._old_entries(entry.generation)],
             kept_bytes=sum(size for name, size in self._sizes.items() if name not in dead),
         )
+
+    async def plan_forget(self, snapshots: Collection[str]) -> Freed:
+        """What there would be to free if these snapshots were forgotten, beside what there is already.
+
+        Raises:
+            Damaged, ObjectMissing: A snapshot cannot be read, so what it reaches is unknown.
+        """
+        gone = frozenset(snapshots)
+        await self._survey()
+        state = (await self._log.newest()).state
+        records = await catalog.everything(state, self._log.pages)
+        await self._reach.add(record for record in records if record.snapshot not in gone)
+        then, sparse = self._unreached(state), self._sparse_bytes()
+        await self._reach.add(records)
+        freed = then - self._unreached(state)
+        more = max(0, sparse - self._sparse_bytes())
+        return Freed(len(freed), sum(self._sizes[name] for name in freed), more)
+
+    def _sparse_bytes(self) -> int:
+        sparse = find_sparse(self._reach, self._sizes, self._options.compact_below)
+        return sum(item.bytes - item.live.bytes for item in sparse)
 
     async def collect(self) -> Result:
         """Fence, compact, condemn, delete, clean the index, trim. Safe to stop anywhere, and to run beside anything.
@@ -203,9 +242,17 @@ class Collector:
             # The old manifests' reach must be forgotten, or what was compacted would stay for another run.
             self._reach = Reach(self._repository)
             await self._survey()
+        # Open until the last deletion: whoever would create a name again that was deleted waits for its end.
+        async with await self._repository.begin(None, COLLECT, load_index=False) as session:
+            return await self._collect(session.id, fenced, compacted)
+
+    async def _collect(self, session: str, fenced: int, compacted: Compacted) -> Result:
+        emit = self._repository.emit
         condemned = deleted = deleted_bytes = merged = waiting = 0
         for _ in range(_ROUNDS):
             entry, new = await self._condemn()
+            if entry.state.session(session) is None:
+                raise SessionFenced("another process took this collector for dead", cure="collect again")
             with phase(emit, "gc.delete") as running:
                 deletable, waits = await self._deletable(entry.state)
                 await each(deletable, lambda name: self._backend.delete(object_name(*name)))
@@ -270,12 +317,18 @@ class Collector:
         return Item(object_name(*name), self._sizes.get(name, 0))
 
     async def _silent(self, state: State) -> list[SessionRecord]:
-        """Sessions that have given no sign of life for long, by this machine's clock and theirs. It decides when to fence, never what is safe to delete."""
+        """Sessions that are taken for dead: their process has ended, or they gave no sign of life for long, by this machine's clock and theirs.
+
+        It decides when to fence, never what is safe to delete.
+        """
         latest: dict[str, str] = {}
         async for info in self._backend.list(SESSIONS):
             latest[info.name.split("/")[1]] = info.name
         silent = []
         for record in state.sessions:
+            if has_ended(record.process):
+                silent.append(record)
+                continue
             heard = record.created_ns
             if record.id in latest:
                 try:
@@ -283,12 +336,15 @@ class Collector:
                     heard = max(heard, decode_heartbeat(latest[record.id], data, self._repository.keys.sessions).at_ns)
                 except (ObjectMissing, Damaged):
                     continue  # it beats just now, or its sign cannot be read: let it live
-            if time.time_ns() - heard > self._options.fence_seconds * 1e9:
+            patience = self._options.fence_seconds
+            if record.purpose == COLLECT and patience:
+                patience = max(patience, COLLECTOR_SECONDS)
+            if time.time_ns() - heard > patience * 1e9:
                 silent.append(record)
         return silent
 
     async def _fence(self) -> int:
-        """FENCE: end the sessions that are silent."""
+        """FENCE: end the sessions that are taken for dead."""
         silent = {record.id for record in await self._silent((await self._log.newest()).state)}
         if not silent:
             return 0
@@ -326,22 +382,27 @@ class Collector:
         """Condemned objects that can be deleted, and those that a session keeps; ``state`` is one for which the marking is complete."""
         marks = await self._marks(state)
         unreached = self._unreached(state)
-        oldest = min((record.began for record in state.sessions), default=state.generation + 1)
+        oldest = min((record.began for record in _keeping(state)), default=state.generation + 1)
         delete = sorted(name for name, generation in marks.items() if name in unreached and generation < oldest)
         return delete, sorted(name for name, generation in marks.items() if name in unreached and generation >= oldest)
 
     async def _old(self) -> list[Item]:
-        """What lies outside the state's reach and is known to be of no use: signs of sessions that are over, hints that no snapshot names, probes."""
+        """What lies outside the state's reach and is known to be of no use: signs of sessions that are over, hints of nobody, probes."""
         beats = [info async for info in self._backend.list(SESSIONS)]
         hints = [info async for info in self._backend.list(HINTS)]
         old = [Item(*info) async for info in self._backend.list(_PROBE)]
         # Read after the listings: whoever stored what is listed has begun, so it is open in this state or over.
         state = await self._mark_newest()
         open_ = {record.id for record in state.sessions}
+        keeping = _keeping(state)
         old += [Item(*info) for info in beats if info.name.split("/")[1] not in open_]
-        if not open_:  # an open session may have stored the hints of a snapshot that is yet to be committed
-            old += [Item(*info) for info in hints if info.name not in self._reach.hints]
+        if not keeping:  # an open session may have stored the hints of a snapshot that is yet to be committed
+            old += [Item(*info) for info in hints if not self._advises(info.name)]
         return old
+
+    def _advises(self, hint: str) -> bool:
+        """Whether a hint object is of use: a kept snapshot names it, or it is a working set of a lineage that has one."""
+        return hint in self._reach.hints or touched_lineage(hint) in self._reach.lineages
 
     async def _old_entries(self, newest: int) -> list[Item]:
         listed = [info async for info in self._backend.list(LOG)]
@@ -356,3 +417,8 @@ class Collector:
         await each(old, lambda item: self._backend.delete(item.name))
         trimmed = await self._log.trim(self._options.keep_entries)
         return trimmed + len(old) + await self._backend.sweep(self._options.sweep_seconds)
+
+
+def _keeping(state: State) -> list[SessionRecord]:
+    """The open sessions that may use what is condemned after they began: all but collectors'."""
+    return [record for record in state.sessions if record.purpose != COLLECT]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from icecore.store.envelope import ObjectKind, unseal
+from icecore.store.names import HINTS
 
 #: The object of a lineage's hints; what its body means is its readers' business.
 HINTS_KIND = ObjectKind("hints", b"ICEHINT", 1, 1 << 30)
@@ -19,3 +20,13 @@ def decode_hints(name: str, data: bytes, key: bytes, digest: bytes | None = None
         FormatTooNew: It was written by a later version.
     """
     return unseal(HINTS_KIND, name, data, key, digest)
+
+
+#: How the names of working sets begin within their lineage's folder; they live as long as the lineage has a snapshot, and no manifest names them.
+TOUCHED = "touched-"
+
+
+def touched_lineage(name: str) -> str | None:
+    """The lineage whose working set object ``name`` is; None if it is something else."""
+    lineage, _, last = name.removeprefix(HINTS).rpartition("/")
+    return lineage if name.startswith(HINTS) and last.startswith(TOUCHED) else None

@@ -15,7 +15,6 @@ from icecore.store.cell import PLACE, Bytes, Records
 from icecore.store.names import object_name
 from icecore.store.parallel import each
 from icecore.store.segment import (
-    ENTRY,
     Head,
     Mask,
     encode_segment,
@@ -27,6 +26,7 @@ from icecore.store.segment import (
     parse_segment,
     partition,
     search,
+    segment_bytes,
     verify_block,
 )
 from icecore.store.state import SegmentRef
@@ -105,10 +105,10 @@ def build(
         ]
     if not len(entries):
         return []
-    parts, digest = encode_segment(entries, key, bits=bits, prefix=prefix)
-    length = sum(memoryview(part).nbytes for part in parts)
     # The name begins with the range, so that the folder of a segment says what is in it.
     name = bytes([prefix << (8 - bits) & 0xFF if bits else 0]) + identity()[1:]
+    parts, digest = encode_segment(entries, key, bits=bits, prefix=prefix, name=object_name("segment", name))
+    length = sum(memoryview(part).nbytes for part in parts)
     return [NewSegment(SegmentRef(name, digest, length, len(entries), bits, prefix), parts)]
 
 
@@ -190,7 +190,7 @@ class Index:
     async def _load_head(self, ref: SegmentRef) -> None:
         if ref.id not in self._heads:
             name = object_name("segment", ref.id)
-            data = bytearray(head_bytes(ref.count))
+            data = bytearray(head_bytes(ref.count, self._key))
             await self._backend.get_into(name, 0, memoryview(data))
             self._heads[ref.id] = await asyncio.to_thread(parse_head, name, bytes(data), self._key, ref.digest)
 
@@ -297,7 +297,7 @@ async def read_segment(backend: Backend, ref: SegmentRef, key: bytes) -> Records
         Damaged: It is not what was written.
     """
     name = object_name("segment", ref.id)
-    data = await backend.get(name, limit=head_bytes(ref.count) + ref.count * ENTRY.itemsize)
+    data = await backend.get(name, limit=segment_bytes(ref.count, key))
     _, entries = await asyncio.to_thread(parse_segment, name, data, key, ref.digest)
     return entries
 

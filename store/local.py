@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 from icecore.errors import Damaged, NotFound, ObjectExists, ObjectMissing, StoreError, StoreFull
 from icecore.store.backend import Backend, Buffer, Draft, ObjectInfo, check_name, check_prefix
@@ -53,7 +53,7 @@ class LocalBackend(Backend):
         NotFound: ``root`` is no directory.
     """
 
-    read_size: ClassVar[int] = 1 << 20
+    read_size = 1 << 20
     direct = True
     drafts = True
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from icecore.errors import Damaged, ObjectExists, ObjectMissing, RollbackDetected, StoreError, StoreFull
+from icecore.errors import Damaged, ObjectExists, ObjectMissing, RollbackDetected, StoreDenied, StoreError, StoreFull
 from icecore.store.backend import Backend
 from icecore.store.catalog import Pages
 from icecore.store.envelope import HEADER_BYTES, Sealed
@@ -128,6 +128,8 @@ class Log:
                         cure="do not write to it: find out who put back an older copy of it",
                     ) from None
                 raise
+        if seen.generation:
+            await self._follows(entry, seen)
         while True:
             try:
                 following = await self.read(entry.generation + 1)
@@ -138,13 +140,33 @@ class Log:
                     ENTRY_KIND.title, log_name(following.generation), "it does not follow the entry before it"
                 )
             entry = following
-        if entry.generation == seen.generation and entry.digest.hex() != seen.digest:
-            raise RollbackDetected(
-                f"generation {seen.generation} of the repository in {self._backend.where} is not the one that this client has seen",
-                cure="do not write to it: find out who put back another copy of it",
-            )
         self._keep(entry)
         return entry
+
+    async def _follows(self, entry: Entry, seen: Seen) -> None:
+        """Check that ``entry`` continues the log of which this client has seen an entry, as far back as entries are kept.
+
+        An entry repeats the random transaction ids of the generations before it, so that one read tells about many.
+
+        Raises:
+            RollbackDetected: It continues another one.
+        """
+        while entry.generation > seen.generation:
+            try:
+                before = await self.read(max(seen.generation, entry.generation - REMEMBERED + 1))
+            except ObjectMissing:
+                return  # trimmed: nobody can tell any more
+            if before.state.transactions and before.state.transactions[-1] not in entry.state.transactions:
+                raise self._other(seen)
+            entry = before
+        if entry.digest.hex() != seen.digest:
+            raise self._other(seen)
+
+    def _other(self, seen: Seen) -> RollbackDetected:
+        return RollbackDetected(
+            f"generation {seen.generation} of the repository in {self._backend.where} is not the one that this client has seen",
+            cure="do not write to it: find out who put back another copy of it",
+        )
 
     async def _listed(self) -> int:
         async for generation in self.generations():
@@ -242,7 +264,7 @@ class Log:
                 sealed = encode_entry(state, self._key)
                 try:
                     won = await self._won(state, sealed, entry)
-                except StoreFull:
+                except (StoreFull, StoreDenied):
                     raise
                 except StoreError as error:
                     raise StoreError(
@@ -272,7 +294,7 @@ class Log:
         name = log_name(state.generation)
         try:
             await self._patiently(lambda: self._backend.create(name, [sealed.data]))
-        except StoreFull:
+        except (StoreFull, StoreDenied):
             raise
         except StoreError as error:
             # Taken by another, or by ourselves and the reply was lost: the digest covers our random transaction ids.
@@ -323,7 +345,7 @@ class Log:
         """Do ``call`` again while it fails without saying why; it may have taken effect each time.
 
         Raises:
-            StoreFull: It never took effect.
+            StoreFull, StoreDenied: It never took effect.
             StoreError: It may have.
         """
         tries = 0
@@ -332,7 +354,7 @@ class Log:
                 return await call()
             except (ObjectExists, ObjectMissing):
                 raise
-            except StoreFull as error:
+            except (StoreFull, StoreDenied) as error:
                 if tries:
                     raise StoreError(error.message, cure=error.cure) from error
                 raise

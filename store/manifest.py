@@ -159,9 +159,9 @@ MANIFEST_FORMAT = 1
 _DECODER = msgspec.msgpack.Decoder(Manifest)
 
 
-def encode_manifest(manifest: Manifest, key: bytes) -> Sealed:
-    """The object of ``manifest``; ``key`` is the repository's manifest key."""
-    return seal(MANIFEST_KIND, msgspec.msgpack.encode(manifest), key)
+def encode_manifest(manifest: Manifest, key: bytes, name: str = "") -> Sealed:
+    """The object of ``manifest``; ``key`` is the repository's manifest key, ``name`` the object that it will be (which only encryption needs)."""
+    return seal(MANIFEST_KIND, msgspec.msgpack.encode(manifest), key, name)
 
 
 def decode_manifest(data: bytes, key: bytes, *, name: str, digest: bytes | None = None) -> Manifest:
@@ -177,7 +177,7 @@ def decode_manifest(data: bytes, key: bytes, *, name: str, digest: bytes | None 
     body = unseal(MANIFEST_KIND, name, data, key, digest)
     try:
         manifest = _DECODER.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Damaged(MANIFEST_KIND.title, name, str(error)) from error
     if manifest.format > MANIFEST_FORMAT:
         raise FormatTooNew(

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from icecore.errors import Damaged
 from icecore.store.cell import Records
-from icecore.store.cellmap import NodeEncoder, group, node_ids, pack_footer, parse_refs
+from icecore.store.cellmap import NodeEncoder, group, node_ids, pack_footer, parse_refs, place_node
 from icecore.store.codec import Buffer
 from icecore.store.keys import Keys
 from icecore.store.manifest import NODE_REF, Space
@@ -84,7 +84,7 @@ class MapWriter:
     def _place(self, identity: bytes, node: memoryview) -> tuple[int, int]:
         place = self._places.get(identity)
         if place is None:
-            stored = self._encoder.encode(node)
+            stored = place_node(self._keys.node, self.name, self._used, identity, self._encoder.encode(node))
             place = self._places[identity] = self._used, len(stored)
             self._nodes.append(stored)
             self._used += len(stored)

@@ -15,6 +15,7 @@ from icecore.store.codec import MAX_OVERHEAD, Encoder
 
 _HUGE = 2 << 20
 _STORED_ROOM = CELL_BYTES + mmap.PAGESIZE
+_STORED_BYTES = CELL_BYTES + MAX_OVERHEAD
 
 #: The longest sample of a trial.
 SAMPLE_BYTES = 64 << 10
@@ -75,10 +76,11 @@ class BufferPool:
 
 
 class Scratch:
-    """What one thread needs to decode or encode one cell at a time, about 6 MiB. Not thread-safe.
+    """What one thread needs to decode or encode one cell at a time, about 7 MiB, and 2 more where something is encrypted. Not thread-safe.
 
     Attributes:
-        stored: Stored bytes of one chunk.
+        stored, base_stored: Stored bytes of one chunk, and of its base.
+        plain: One of them decrypted.
         base: A base's decoded bytes.
         aligned: The base's bytes for the chunk's pages.
         own: The changed pages' own bytes.
@@ -88,12 +90,13 @@ class Scratch:
     """
 
     def __init__(self) -> None:
-        memory = huge_buffer(_STORED_ROOM + 4 * CELL_BYTES + SAMPLE_BYTES)
-        self.stored = memory[: CELL_BYTES + MAX_OVERHEAD]
+        rooms = 3 * _STORED_ROOM
+        memory = huge_buffer(rooms + 4 * CELL_BYTES + SAMPLE_BYTES)
+        self.stored, self.base_stored, self.plain = (memory[at : at + _STORED_BYTES] for at in range(0, rooms, _STORED_ROOM))
         self.base, self.aligned, self.own, self.residual = (
-            memory[at : at + CELL_BYTES] for at in range(_STORED_ROOM, _STORED_ROOM + 4 * CELL_BYTES, CELL_BYTES)
+            memory[at : at + CELL_BYTES] for at in range(rooms, rooms + 4 * CELL_BYTES, CELL_BYTES)
         )
-        self.sample = memory[_STORED_ROOM + 4 * CELL_BYTES :]
+        self.sample = memory[rooms + 4 * CELL_BYTES :]
         self.encoder = Encoder()
 
 

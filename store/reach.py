@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from icecore.errors import Damaged
+from icecore.errors import Damaged, IcecoreError, ObjectMissing
 from icecore.store.cell import Records
 from icecore.store.cellmap import NodeDecoder, parse_refs
 from icecore.store.manifest import MANIFEST_KIND, Manifest
 from icecore.store.names import Kind, object_name, parse_name
 from icecore.store.parallel import each
+from icecore.store.pieces import Pieces, Seen
 from icecore.store.reader import plan_nodes
 from icecore.store.repository import Repository
 from icecore.store.state import SnapshotRecord
 
 _GAP_BYTES = 256 << 10
 _READ_BYTES = 16 << 20
-#: Pieces are gathered in arrays and made unique when there are so many new ones.
-_UNIQUE_EVERY = 1 << 22
-_OFFSET_BITS = 40
+#: So many nodes have 12 MiB of records.
+NODES_AT_ONCE = 1024
 
 Refs = npt.NDArray[np.void]
 
@@ -42,19 +42,21 @@ class Reach:
     Attributes:
         names: Manifests, packs and shards.
         hints: Names of hint objects.
+        lineages: Lineages of the snapshots.
+        held: Shards that quarantined snapshots reach.
     """
 
     def __init__(self, repository: Repository, *, at_once: int = 8) -> None:
         self.names: set[tuple[Kind, bytes]] = set()
         self.hints: set[str] = set()
+        self.lineages: set[str] = set()
+        self.held: set[bytes] = set()
         self._repository = repository
         self._at_once = at_once
         self._manifests: set[str] = set()
-        self._nodes: set[bytes] = set()
+        self._nodes = Seen()
         self._numbers: dict[bytes, int] = {}
-        self._pieces: list[npt.NDArray[np.uint64]] = []
-        self._lengths: list[npt.NDArray[np.uint32]] = []
-        self._new = 0
+        self._pieces = Pieces()
 
     async def add(self, records: Iterable[SnapshotRecord]) -> None:
         """Mark what these snapshots reach; those whose manifest was marked before cost nothing.
@@ -67,22 +69,39 @@ class Reach:
         self._manifests.update(new)
 
     async def _snapshot(self, record: SnapshotRecord) -> None:
-        manifest = await self._repository.manifest(record)
         parsed = parse_name(record.manifest)
         if parsed is None or parsed[0] != "manifest":
             raise Damaged("log entry", record.snapshot, f"its manifest has the name {record.manifest!r}")
-        for refs in space_refs(manifest, record.manifest):
-            packs = np.unique(np.ascontiguousarray(refs["pack"]).view("S16")).astype("S16")
-            self.names.update(("nodes", bytes(pack).ljust(16, b"\0")) for pack in packs.tolist())
-            identities = np.ascontiguousarray(refs["node"]).tobytes()
-            fresh = [at for at in range(len(refs)) if identities[32 * at : 32 * at + 32] not in self._nodes]
-            if fresh:
-                cells, _ = await read_nodes(self._repository, refs[fresh])
-                self._cells(cells)
-                self._nodes.update(identities[32 * at : 32 * at + 32] for at in fresh)
+        self.lineages.add(record.lineage)
+        try:
+            manifest = await self._repository.manifest(record)
+            spaces = space_refs(manifest, record.manifest)
+        except (Damaged, ObjectMissing):
+            if not record.quarantined:
+                raise
+            self.names.add(parsed)  # nobody knows any more what it reached
+            return
+        for refs in spaces:
+            await self._space(refs, record)
         if manifest.hints:
             self.hints.add(manifest.hints)
         self.names.add(parsed)
+
+    async def _space(self, refs: Refs, record: SnapshotRecord) -> None:
+        packs = np.unique(np.ascontiguousarray(refs["pack"]).view("S16")).astype("S16")
+        self.names.update(("nodes", bytes(pack).ljust(16, b"\0")) for pack in packs.tolist())
+        if record.quarantined:
+            for _, cells in await readable_nodes(self._repository, refs):
+                self._cells(cells)
+                for field in ("place", "base_place"):
+                    self.held.update(_shards(cells[field]))
+            return
+        fresh = refs[self._nodes.missing(refs["node"])]
+        for first in range(0, len(fresh), NODES_AT_ONCE):
+            some = fresh[first : first + NODES_AT_ONCE]
+            cells, _ = await read_nodes(self._repository, some)
+            self._cells(cells)
+            self._nodes.add(some["node"])
 
     def _cells(self, cells: Records) -> None:
         for field in ("place", "base_place"):
@@ -92,11 +111,7 @@ class Reach:
                 continue
             shards, inverse = np.unique(np.ascontiguousarray(places["shard"]).view("S16")[:, 0], return_inverse=True)
             numbers = np.fromiter((self._number(bytes(shard).ljust(16, b"\0")) for shard in shards.tolist()), np.uint64)
-            self._pieces.append(numbers[inverse] << np.uint64(_OFFSET_BITS) | places["offset"].astype(np.uint64))
-            self._lengths.append(places["length"].astype(np.uint32))
-            self._new += len(places)
-        if self._new > _UNIQUE_EVERY:
-            self._unique()
+            self._pieces.add(numbers[inverse], places["offset"], places["length"])
 
     def _number(self, shard: bytes) -> int:
         number = self._numbers.get(shard)
@@ -105,28 +120,11 @@ class Reach:
             self.names.add(("shard", shard))
         return number
 
-    def _unique(self) -> None:
-        if self._pieces:
-            pieces, first = np.unique(np.concatenate(self._pieces), return_index=True)
-            self._lengths = [np.concatenate(self._lengths)[first]]
-            self._pieces = [pieces]
-        self._new = 0
-
-    def shards(self) -> dict[bytes, Live]:
+    def shards(self) -> Iterator[tuple[bytes, Live]]:
         """Every reached shard, and what of it is reached."""
-        self._unique()
-        if not self._pieces:
-            return {}
-        pieces, lengths = self._pieces[0], self._lengths[0].astype(np.int64)
-        numbers = (pieces >> np.uint64(_OFFSET_BITS)).astype(np.int64)
-        offsets = (pieces & np.uint64((1 << _OFFSET_BITS) - 1)).astype(np.int64)
-        edges = np.searchsorted(numbers, np.arange(len(self._numbers) + 1))
-        return {
-            shard: Live(
-                int(lengths[edges[number] : edges[number + 1]].sum()), offsets[edges[number] : edges[number + 1]]
-            )
-            for shard, number in self._numbers.items()
-        }
+        names = list(self._numbers)
+        for number, length, offsets in self._pieces.shards():
+            yield names[number], Live(length, offsets)
 
 
 def space_refs(manifest: Manifest, name: str) -> list[Refs]:
@@ -139,6 +137,40 @@ def space_refs(manifest: Manifest, name: str) -> list[Refs]:
         return [parse_refs(space.nodes, len(space.regions)) for space in manifest.spaces]
     except ValueError as error:
         raise Damaged(MANIFEST_KIND.title, name, str(error)) from error
+
+
+def _shards(places: Records) -> Iterator[bytes]:
+    shards = np.unique(np.ascontiguousarray(places["shard"][places["length"] > 0]).view("S16"))
+    return (bytes(shard).ljust(16, b"\0") for shard in shards.tolist())
+
+
+async def readable_nodes(
+    repository: Repository, refs: Refs, fail: Callable[[int, IcecoreError], None] | None = None
+) -> list[tuple[int, Records]]:
+    """The CELL records of all nodes that can be read, with the number of each in ``refs``.
+
+    Args:
+        fail: Told of the others.
+
+    Raises:
+        StoreError: The store could not be reached.
+    """
+
+    async def read(which: npt.NDArray[np.int64]) -> list[tuple[int, Records]]:
+        if not len(which):
+            return []
+        try:
+            records, counts = await read_nodes(repository, refs[which])
+        except (Damaged, ObjectMissing) as error:
+            if len(which) == 1:
+                if fail is not None:
+                    fail(int(which[0]), error)
+                return []
+            half = len(which) // 2
+            return [*await read(which[:half]), *await read(which[half:])]
+        return list(zip(which.tolist(), np.split(records, np.cumsum(counts)[:-1]), strict=True))
+
+    return await read(np.arange(len(refs)))
 
 
 async def read_nodes(repository: Repository, refs: Refs) -> tuple[Records, npt.NDArray[np.int64]]:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from icecore.errors import Damaged
+from icecore.errors import Damaged, ObjectMissing, StoreError
 from icecore.store import codec, delta
+from icecore.store.ahead import ReadAhead
+from icecore.store.backend import Backend
 from icecore.store.cell import PAGE, Records
 from icecore.store.cellmap import NodeDecoder, parse_refs
 from icecore.store.chunk import chunk_id, pages_of
+from icecore.store.cipher import encryption_of, open_piece
 from icecore.store.keys import Keys
 from icecore.store.manifest import Manifest, Space
 from icecore.store.names import object_name
@@ -78,6 +81,7 @@ class ChunkDecoder:
 
     def __init__(self, key: bytes) -> None:
         self._key = key
+        self._encrypted = encryption_of(key) is not None
 
     def decode(
         self,
@@ -97,7 +101,7 @@ class ChunkDecoder:
             scratch: The thread's own.
 
         Returns:
-            Verified bytes: the beginning of ``out``, or ``stored`` itself where that is raw (then ``out`` is untouched).
+            Verified bytes: the beginning of ``out``, or ``stored`` itself where that is raw and not encrypted (then ``out`` is untouched).
 
         Raises:
             Damaged: Names the chunk (the cell's or the base's) and its shard.
@@ -107,7 +111,12 @@ class ChunkDecoder:
         number = row.stored.place.codec
         if not size:
             return out[:0]
+        if self._encrypted and number != codec.ZERO:
+            # Raw bytes are decrypted to where they are wanted.
+            stored = self._open(row.chunk, row.stored.place, stored, out[:size] if number == codec.RAW else scratch.plain)
         if number & codec.DELTA:
+            if self._encrypted and base_stored is not None:
+                base_stored = self._open(row.stored.base, row.stored.base_place, base_stored, scratch.own)
             return self._decode_delta(row, size, stored, base_stored, out, scratch)
         if number == codec.RAW:
             if len(stored) != size:
@@ -119,6 +128,14 @@ class ChunkDecoder:
         if chunk_id(self._key, row.data, content) != row.chunk:
             raise _damaged(row.chunk, row.stored.place, "its bytes do not have its id")
         return content
+
+    def _open(self, chunk: bytes, place: Place, stored: memoryview, out: memoryview) -> memoryview:
+        try:
+            return open_piece(
+                self._key, object_name("shard", place.shard), place.offset, chunk, stored, out
+            )
+        except ValueError as error:
+            raise _damaged(chunk, place, str(error)) from error
 
     def _decode_delta(
         self, row: Row, size: int, stored: memoryview, base_stored: memoryview | None, out: memoryview, scratch: Scratch
@@ -173,6 +190,7 @@ class SnapshotReader:
         self._loop = loop
         self._decoder = ChunkDecoder(repository.keys.chunk)
         self._scratch = ScratchPerThread()
+        self._ahead = None if loop is None or repository.backend.direct else ReadAhead(repository.backend, loop)
 
     @classmethod
     def open(
@@ -193,6 +211,9 @@ class SnapshotReader:
             Damaged: Names the node, or the manifest if the references in it cannot be.
             ObjectMissing: A pack is gone.
         """
+        return self._sound(lambda backend: self._records(space, backend))
+
+    def _records(self, space: Space, backend: Backend) -> list[Records]:
         try:
             refs = parse_refs(space.nodes, len(space.regions))
         except ValueError as error:
@@ -200,7 +221,7 @@ class SnapshotReader:
         stored: list[memoryview] = [memoryview(b"")] * len(refs)
         for read in plan_nodes(refs, gap=_GAP_BYTES, read_size=_READ_BYTES):
             data = memoryview(bytearray(read.length))
-            self.read_into(object_name("nodes", read.pack), read.offset, data)
+            self._read(backend, object_name("nodes", read.pack), read.offset, data)
             starts = (refs["offset"][read.refs].astype(np.int64) - read.offset).tolist()
             lengths = refs["length"][read.refs].tolist()
             for at, start, length in zip(read.refs.tolist(), starts, lengths, strict=True):
@@ -235,6 +256,22 @@ class SnapshotReader:
             Damaged: Names the chunk and its shard.
             ObjectMissing: A shard is gone.
         """
+        return self._sound(lambda backend: self._cell(record, out, backend))
+
+    def _sound(self, read: Callable[[Backend], T]) -> T:
+        """What ``read`` gives, from another replica where what the first gave is damaged."""
+        try:
+            return read(self._backend)
+        except (Damaged, ObjectMissing) as error:
+            self._backend.suspect(error)
+            for replica in self._backend.replicas:
+                try:
+                    return read(replica)
+                except (Damaged, StoreError):
+                    continue
+            raise
+
+    def _cell(self, record: np.void, out: memoryview, backend: Backend) -> memoryview:
         row = unpack(record)
         size = pages_of(row.data) * PAGE
         place, _, base_place = row.stored
@@ -243,29 +280,36 @@ class SnapshotReader:
         scratch = self._scratch.get()
         if place.codec == codec.RAW and place.length == size:
             content = out[:size]
-            self._fetch(row.chunk, place, content)
+            self._fetch(backend, row.chunk, place, content)
             if chunk_id(self._keys.chunk, row.data, content) != row.chunk:
                 raise _damaged(row.chunk, place, "its bytes do not have its id")
             return content
-        stored = self._fetch(row.chunk, place, scratch.stored)
+        stored = self._fetch(backend, row.chunk, place, scratch.stored)
         base_stored = None
         if place.codec & codec.DELTA:
-            base_stored = self._fetch(row.stored.base, base_place, scratch.own)
+            base_stored = self._fetch(backend, row.stored.base, base_place, scratch.base_stored)
         return self._decoder.decode(row, stored, base_stored, out, scratch)
 
     def read_into(self, name: str, offset: int, out: memoryview) -> None:
         """Fill ``out`` from an object, without an event loop where the back end can."""
-        if self._backend.direct:
-            self._backend.read_into(name, offset, out)
-        else:
-            self._wait(self._backend.get_into(name, offset, out))
+        self._read(self._backend, name, offset, out)
 
-    def _fetch(self, chunk: bytes, place: Place, room: memoryview) -> memoryview:
+    def _read(self, backend: Backend, name: str, offset: int, out: memoryview) -> None:
+        if backend.direct:
+            backend.read_into(name, offset, out)
+        else:
+            self._wait(backend.get_into(name, offset, out))
+
+    def _fetch(self, backend: Backend, chunk: bytes, place: Place, room: memoryview) -> memoryview:
         if place.length > len(room):
             raise _damaged(chunk, place, f"its record says that it has {place.length} stored bytes")
         out = room[: place.length]
         if place.codec != codec.ZERO:
-            self.read_into(object_name("shard", place.shard), place.offset, out)
+            name = object_name("shard", place.shard)
+            if self._ahead is None or backend is not self._backend:
+                self._read(backend, name, place.offset, out)
+            else:
+                self._ahead.fetch(name, place.offset, out)
         return out
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:

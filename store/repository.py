@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -15,10 +16,11 @@ from icecore.store import catalog
 from icecore.store import session as sessions
 from icecore.store.backend import Backend
 from icecore.store.catalog import Pages
+from icecore.store.keychain import Passphrase, read_keys
 from icecore.store.keys import (
     CONFIG_KIND,
+    ENCRYPTED_FORMAT,
     FORMAT,
-    KEY_KIND,
     Config,
     Keys,
     Parameters,
@@ -26,16 +28,18 @@ from icecore.store.keys import (
     encode_config,
     encode_slot,
     new_slot,
-    open_slot,
 )
 from icecore.store.log import Log
 from icecore.store.manifest import MANIFEST_KIND, Manifest, decode_manifest
-from icecore.store.names import CONFIG, KEYS, key_name
+from icecore.store.names import CONFIG, key_name
 from icecore.store.session import Session
+from icecore.store.slots import Cost, new_slots
 from icecore.store.state import SnapshotRecord, State
 from icecore.store.watermark import Watermark
 
 T = TypeVar("T")
+
+_RACERS = 4
 
 #: How often a session says that it is alive.
 BEAT_SECONDS = 60.0
@@ -65,13 +69,22 @@ class Repository:
         backend: Backend,
         parameters: Parameters | None = None,
         *,
+        passphrase: Passphrase | None = None,
+        cost: Cost | None = None,
+        secret: bytes = b"",
         watermark: Watermark | None = None,
         emit: Sink = discard,
     ) -> Repository:
         """Make the place a repository.
 
+        Args:
+            passphrase: Encrypt it, and let this open it; None: it is not encrypted.
+            cost: What trying a passphrase costs.
+            secret: The master secret of the repository whose replica this is to be; none: a new one.
+
         Raises:
-            UsageError: It is one already, or the store does not do what it must.
+            UsageError: It is one already, the store does not do what it must, or the passphrase is too short.
+            WrongPassphrase: A creation that broke off left a slot that the passphrase does not open.
         """
         await probe(backend)
         try:
@@ -81,14 +94,26 @@ class Repository:
         else:
             raise UsageError(f"{backend.where} is a repository already")
         # A creation that broke off left its slot and first entry: they are taken over, and so is a race of two creators settled.
+        identity, given = secrets.token_hex(16), b""
+        if passphrase is None:
+            slot = encode_slot(new_slot(secret))
+        else:
+            given = await asyncio.to_thread(passphrase)
+            master = secret or secrets.token_bytes(32)
+            slot = encode_slot(await asyncio.to_thread(new_slots, identity, master, given, "first", cost or Cost()))
         try:
-            await backend.create(key_name(0), [encode_slot(new_slot()).data])
+            await backend.create(key_name(0), [slot.data])
         except ObjectExists:
             pass
-        keys = await _read_keys(backend)
+        keys = await read_keys(backend, (lambda: given) if passphrase is not None else None)
+        if (passphrase is not None) != keys.encrypted or (secret and keys.secret != secret):
+            raise UsageError(
+                f"{backend.where} was begun as another repository and never finished", cure="remove its 'keys', or name another place"
+            )
         log = Log(backend, keys.log, watermark=watermark)
         await log.found()
-        config = Config(FORMAT, secrets.token_hex(16), time.time_ns(), parameters or Parameters())
+        number, identity = (ENCRYPTED_FORMAT, keys.repository) if keys.encrypted else (FORMAT, identity)
+        config = Config(number, identity, time.time_ns(), parameters or Parameters())
         try:
             await backend.create(CONFIG, [encode_config(config, keys).data])
         except ObjectExists as error:
@@ -96,10 +121,23 @@ class Repository:
         return cls(backend, config, keys, log, emit)
 
     @classmethod
-    async def open(cls, backend: Backend, *, watermark: Watermark | None = None, emit: Sink = discard) -> Repository:
+    async def open(
+        cls,
+        backend: Backend,
+        *,
+        passphrase: Passphrase | None = None,
+        secret: bytes = b"",
+        watermark: Watermark | None = None,
+        emit: Sink = discard,
+    ) -> Repository:
         """Open the repository that lies in ``backend``.
 
+        Args:
+            passphrase: Asked if it is encrypted.
+            secret: The master secret of a repository whose replica it has to be; opens it without a passphrase.
+
         Raises:
+            WrongPassphrase: It is encrypted, and there is no passphrase or a wrong one.
             NotFound: There is none.
             FormatTooNew: It is a later version's.
             Damaged: Its configuration or key slot is.
@@ -108,7 +146,7 @@ class Repository:
             data = await backend.get(CONFIG, limit=CONFIG_KIND.object_limit)
         except ObjectMissing as error:
             raise NotFound(f"{backend.where} is no repository", cure="'icecore init' makes one") from error
-        keys = await _read_keys(backend)
+        keys = await read_keys(backend, passphrase, secret)
         config = decode_config(CONFIG, data, keys)
         return cls(backend, config, keys, Log(backend, keys.log, watermark=watermark), emit)
 
@@ -172,7 +210,19 @@ class Repository:
         return await self._current(read)
 
     async def _manifest(self, record: SnapshotRecord) -> Manifest:
-        data = await self.backend.get(record.manifest, limit=MANIFEST_KIND.object_limit)
+        try:
+            return await self._manifest_from(self.backend, record)
+        except (Damaged, ObjectMissing) as error:
+            self.backend.suspect(error)
+            for replica in self.backend.replicas:
+                try:
+                    return await self._manifest_from(replica, record)
+                except (Damaged, StoreError):
+                    continue
+            raise
+
+    async def _manifest_from(self, backend: Backend, record: SnapshotRecord) -> Manifest:
+        data = await backend.get(record.manifest, limit=MANIFEST_KIND.object_limit)
         manifest = decode_manifest(data, self.keys.manifest, name=record.manifest, digest=record.manifest_digest)
         if manifest.snapshot != record.snapshot:
             raise Damaged(
@@ -289,15 +339,6 @@ class Repository:
         await self.backend.close()
 
 
-async def _read_keys(backend: Backend) -> Keys:
-    newest = ""
-    async for info in backend.list(KEYS):
-        newest = info.name
-    if not newest:
-        raise Damaged(KEY_KIND.title, KEYS, "there is none")
-    return Keys.derive(open_slot(newest, await backend.get(newest, limit=KEY_KIND.object_limit)))
-
-
 async def probe(backend: Backend) -> None:
     """Try whether the store does what a repository relies on: create-if-absent above all.
 
@@ -308,16 +349,24 @@ async def probe(backend: Backend) -> None:
     name = f"probe/{secrets.token_hex(16)}"
     first, second = secrets.token_bytes(100), secrets.token_bytes(100)
     cure = "use a file system with hard links, or an object store with conditional writes (If-None-Match: *)"
+    twice = UsageError(f"{backend.where} lets an object be created twice: concurrent writers would lose data", cure=cure)
     await backend.create(name, [first])
+    raced = f"{name}-raced"
     try:
         try:
             await backend.create(name, [second])
         except ObjectExists:
             pass
         else:
-            raise UsageError(
-                f"{backend.where} lets an object be created twice: concurrent writers would lose data", cure=cure
-            )
+            raise twice
+        # Some look first and write then: that only a race can show.
+        racing = (backend.create(raced, [secrets.token_bytes(100)]) for _ in range(_RACERS))
+        ended = await asyncio.gather(*racing, return_exceptions=True)
+        for outcome in ended:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, ObjectExists):
+                raise outcome
+        if ended.count(None) != 1:
+            raise twice
         part = bytearray(10)
         await backend.get_into(name, 50, memoryview(part))
         listed = [info async for info in backend.list("probe/") if info.name == name]
@@ -325,6 +374,7 @@ async def probe(backend: Backend) -> None:
             raise UsageError(f"{backend.where} does not give back what was written", cure=cure)
     finally:
         await backend.delete(name)
+        await backend.delete(raced)
     try:
         await backend.get(name)
     except ObjectMissing:

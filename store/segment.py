@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from icecore.errors import Damaged, FormatTooNew
 from icecore.store.cell import PLACE, Bytes, Records
+from icecore.store.cipher import ENCRYPTED, Buffer, flag, opened_piece, overhead, sealed_piece
 
 #: One row of a segment, 61 bytes: a chunk's id and where its stored bytes lie.
 ENTRY = np.dtype([("chunk", "u1", 32), ("place", PLACE)])
@@ -26,6 +27,8 @@ MAGIC = b"ICESEGM"
 VERSION = 1
 HEADER_BYTES = 56
 MAX_ENTRIES = 1 << 26
+#: What its encrypted pieces are, beside their place.
+_FENCES, _BLOCK = b"fences", b"block"
 #: magic (7 bytes), version, prefix bits, prefix, reserved (6 bytes of zero), entries; the digest of header and fences follows, then the fences.
 _HEADER = struct.Struct("<7sBBB6sQ")
 
@@ -45,6 +48,7 @@ class Head:
         count: Entries in the segment.
         fences: One ``FENCE`` per block.
         first: The fences' leading numbers in native order.
+        tag: Bytes by which fence table and blocks are longer than their rows: those of encryption.
     """
 
     name: str
@@ -53,21 +57,22 @@ class Head:
     prefix: int
     fences: Records
     first: npt.NDArray[np.uint64]
+    tag: int = 0
 
     @property
     def start(self) -> int:
         """Offset of the first block in bytes."""
-        return HEADER_BYTES + self.fences.nbytes
+        return HEADER_BYTES + self.fences.nbytes + self.tag
 
     @property
     def length(self) -> int:
         """Length of the whole object in bytes."""
-        return self.start + self.count * ENTRY.itemsize
+        return self.start + self.count * ENTRY.itemsize + len(self.fences) * self.tag
 
     def block(self, number: int) -> tuple[int, int]:
         """Offset and length in bytes of a block."""
         entries = min(BLOCK_ENTRIES, self.count - number * BLOCK_ENTRIES)
-        return self.start + number * BLOCK_BYTES, entries * ENTRY.itemsize
+        return self.start + number * (BLOCK_BYTES + self.tag), entries * ENTRY.itemsize + self.tag
 
     def blocks_of(self, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
         """The block in which each id (by its leading number) has to be, if it is in the segment at all.
@@ -78,9 +83,14 @@ class Head:
         return np.maximum(np.searchsorted(self.first, keys, side="right").astype(np.int64) - 1, 0)
 
 
-def head_bytes(count: int) -> int:
-    """Length in bytes of the head of a segment with ``count`` entries."""
-    return HEADER_BYTES + -(-count // BLOCK_ENTRIES) * FENCE.itemsize
+def head_bytes(count: int, key: bytes) -> int:
+    """Length in bytes of the head of a segment with ``count`` entries that was written under ``key``."""
+    return HEADER_BYTES + -(-count // BLOCK_ENTRIES) * FENCE.itemsize + overhead(key)
+
+
+def segment_bytes(count: int, key: bytes) -> int:
+    """Length in bytes of a whole segment with ``count`` entries that was written under ``key``."""
+    return head_bytes(count, key) + count * ENTRY.itemsize + -(-count // BLOCK_ENTRIES) * overhead(key)
 
 
 def parse_head(name: str, data: bytes | memoryview, key: bytes, digest: bytes | None = None) -> Head:
@@ -101,7 +111,7 @@ def parse_head(name: str, data: bytes | memoryview, key: bytes, digest: bytes | 
         raise Damaged(TITLE, name, f"it begins with {magic!r} instead of {MAGIC!r}")
     if not 0 < count <= MAX_ENTRIES:
         raise Damaged(TITLE, name, f"it claims {count} entries, more than the {MAX_ENTRIES} that it can have, or none")
-    end = head_bytes(count)
+    end = head_bytes(count, key)
     if view.nbytes < end:
         raise Damaged(TITLE, name, f"its fence table ends after {view.nbytes} of {end} bytes")
     written = bytes(view[_HEADER.size : HEADER_BYTES])
@@ -109,14 +119,24 @@ def parse_head(name: str, data: bytes | memoryview, key: bytes, digest: bytes | 
         raise Damaged(TITLE, name, "the digest of its header does not match its bytes")
     if digest is not None and digest != written:
         raise Damaged(TITLE, name, "it is a different one than the one that was referred to")
-    if version > VERSION:
+    if version & ~ENCRYPTED > VERSION:
         raise FormatTooNew(
-            f"{TITLE} {name} has version {version}, this icecore reads up to {VERSION}", cure="use a newer icecore"
+            f"{TITLE} {name} has version {version & ~ENCRYPTED}, this icecore reads up to {VERSION}", cure="use a newer icecore"
         )
     if bits > 8 or reserved != bytes(6):
         raise Damaged(TITLE, name, "its header has values that are not defined")
-    fences: Records = np.frombuffer(bytes(view[HEADER_BYTES:end]), FENCE)
-    return Head(name, count, bits, prefix, fences, fences["first"].astype(np.uint64))
+    if version & ENCRYPTED != flag(key):
+        raise Damaged(TITLE, name, "it is encrypted, or not, unlike its repository")
+    table = _opened(name, key, HEADER_BYTES, _FENCES, bytes(view[HEADER_BYTES:end]))
+    fences: Records = np.frombuffer(table, FENCE)
+    return Head(name, count, bits, prefix, fences, fences["first"].astype(np.uint64), overhead(key))
+
+
+def _opened(name: str, key: bytes, offset: int, what: bytes, stored: Buffer) -> Buffer:
+    try:
+        return opened_piece(key, name, offset, what, stored)
+    except ValueError as error:
+        raise Damaged(TITLE, name, f"its {what.decode()}: {error}") from error
 
 
 def _head_digest(header: bytes, fences: bytes | memoryview, key: bytes) -> bytes:
@@ -131,6 +151,7 @@ def verify_block(head: Head, number: int, data: bytes | bytearray | memoryview, 
     Raises:
         Damaged: Its bytes are not what was written.
     """
+    data = _opened(head.name, key, head.block(number)[0], _BLOCK, data)
     if blake3.blake3(data, key=key).digest() != head.fences[number]["digest"].tobytes():
         raise Damaged(TITLE, head.name, f"the digest of block {number} does not match its bytes")
     return np.frombuffer(data, ENTRY)
@@ -147,16 +168,23 @@ def parse_segment(name: str, data: bytes | memoryview, key: bytes, digest: bytes
     head = parse_head(name, view, key, digest)
     if view.nbytes != head.length:
         raise Damaged(TITLE, name, f"it has {view.nbytes} bytes instead of {head.length}")
+    blocks = []
     for number in range(len(head.fences)):
         offset, length = head.block(number)
-        verify_block(head, number, view[offset : offset + length], key)
+        blocks.append(verify_block(head, number, view[offset : offset + length], key))
+    if head.tag:
+        return head, np.concatenate(blocks)
     return head, np.frombuffer(view[head.start :], ENTRY)
 
 
 def encode_segment(
-    entries: Records, key: bytes, *, bits: int = 0, prefix: int = 0
+    entries: Records, key: bytes, *, bits: int = 0, prefix: int = 0, name: str = ""
 ) -> tuple[list[bytes | memoryview], bytes]:
-    """The parts of a segment that holds ``entries`` (sorted, as ``sort_entries`` makes them), and its digest."""
+    """The parts of a segment that holds ``entries`` (sorted, as ``sort_entries`` makes them), and its digest.
+
+    Args:
+        name: The object that it will be; only encryption needs it.
+    """
     if not 0 < len(entries) <= MAX_ENTRIES:
         raise ValueError(f"a segment has 1 to {MAX_ENTRIES} entries, not {len(entries)}")
     entries = np.ascontiguousarray(entries)
@@ -166,10 +194,17 @@ def encode_segment(
     for number in range(len(fences)):
         block = body[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
         fences["digest"][number] = np.frombuffer(blake3.blake3(block, key=key).digest(), np.uint8)
-    header = _HEADER.pack(MAGIC, VERSION, bits, prefix, bytes(6), len(entries))
-    table = fences.tobytes()
+    header = _HEADER.pack(MAGIC, VERSION | flag(key), bits, prefix, bytes(6), len(entries))
+    table = sealed_piece(key, name, HEADER_BYTES, _FENCES, fences.tobytes())
     digest = _head_digest(header, table, key)
-    return [header + digest + table, body], digest
+    parts: list[bytes | memoryview] = [header + digest + table]
+    if not overhead(key):
+        return [*parts, body], digest
+    at = len(parts[0])
+    for number in range(len(fences)):
+        parts.append(sealed_piece(key, name, at, _BLOCK, body[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]))
+        at += len(parts[-1])
+    return parts, digest
 
 
 def make_entries(ids: Bytes, places: Records) -> Records:

@@ -13,7 +13,16 @@ from typing import Self
 
 import msgspec
 
-from icecore.errors import Damaged, NotFound, ObjectExists, ObjectMissing, SessionFenced, StoreError, StoreFull
+from icecore.errors import (
+    Damaged,
+    NotFound,
+    ObjectExists,
+    ObjectMissing,
+    SessionFenced,
+    StoreDenied,
+    StoreError,
+    StoreFull,
+)
 from icecore.events import Event, Sink
 from icecore.store import catalog
 from icecore.store.backend import Backend, Buffer, Draft
@@ -24,6 +33,7 @@ from icecore.store.index import Index, NewSegment, build, merge_segments, plan_m
 from icecore.store.keys import Keys
 from icecore.store.log import Entry, Log
 from icecore.store.names import Kind, heartbeat_name, object_name, parse_name, random_id
+from icecore.store.presence import this_process
 from icecore.store.segment import sort_entries
 from icecore.store.state import SegmentRef, SessionRecord, SnapshotRecord, State
 
@@ -46,7 +56,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
 
 def encode_heartbeat(beat: Heartbeat, key: bytes) -> bytes:
     """The object of ``beat``."""
-    return seal(BEAT_KIND, msgspec.msgpack.encode(beat), key).data
+    return seal(BEAT_KIND, msgspec.msgpack.encode(beat), key, heartbeat_name(beat.session, beat.sequence)).data
 
 
 def decode_heartbeat(name: str, data: bytes, key: bytes) -> Heartbeat:
@@ -58,7 +68,7 @@ def decode_heartbeat(name: str, data: bytes, key: bytes) -> Heartbeat:
     body = unseal(BEAT_KIND, name, data, key)
     try:
         return msgspec.msgpack.decode(body, type=Heartbeat)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Damaged(BEAT_KIND.title, name, str(error)) from error
 
 
@@ -85,6 +95,7 @@ class Session:
         self._emit = emit
         self._condemned: frozenset[bytes] = frozenset()
         self._created: set[str] = set()
+        self._adopted: set[str] = set()
         self._beats = 0
         self._beating: asyncio.Task[None] | None = None
         self._over = False
@@ -134,6 +145,10 @@ class Session:
         await self.create(name, parts)
         return name
 
+    def adopt(self, name: str) -> None:
+        """Make an object this session's that others may have come to use, too: its commit takes it from among the condemned, ``abort`` leaves it."""
+        self._adopted.add(name)
+
     async def create(self, name: str, parts: Sequence[Buffer]) -> None:
         """Store object ``name``, one that nobody else draws, and remember it for ``abort``; tries again where the store fails in passing."""
         self._created.add(name)
@@ -146,7 +161,7 @@ class Session:
                 if tries:
                     return  # nobody else draws this name: an earlier try did it, and its reply was lost
                 raise
-            except StoreFull:
+            except (StoreFull, StoreDenied):
                 raise
             except StoreError:
                 tries += 1
@@ -209,7 +224,7 @@ class Session:
             entries: As in ``commit``.
         """
         publish = await self._segments(entries)
-        own = {parsed for parsed in map(parse_name, self._created) if parsed is not None}
+        own = {parsed for parsed in map(parse_name, self._created | self._adopted) if parsed is not None}
 
         async def whole(state: State, pages: Pages) -> State:
             state = self._without(state)
@@ -221,7 +236,7 @@ class Session:
         before, self._uncertain = self._uncertain, True
         try:
             entry = await self._log.transact(whole, words)
-        except StoreFull:
+        except (StoreFull, StoreDenied):
             self._uncertain = before  # this try, at least, is certain to have written nothing
             raise
         self._over = True
@@ -370,7 +385,7 @@ async def begin(
             if listed is None:
                 raise NotFound(f"there is no snapshot {snapshot} in {backend.where}", cure="'icecore ls' lists them")
             found.append(listed)
-        record = SessionRecord(identity, state.generation, purpose, host, time.time_ns(), found)
+        record = SessionRecord(identity, state.generation, purpose, host, time.time_ns(), found, this_process())
         return msgspec.structs.replace(state, sessions=[*state.sessions, record])
 
     entry = await log.transact(change, f"begin {purpose} {identity}")

@@ -10,8 +10,10 @@ import numpy as np
 from icecore.store import codec
 from icecore.store.cell import BITMAP_BYTES, CELL_BYTES, PAGE, Records
 from icecore.store.chunk import NO_CHUNK
+from icecore.store.cipher import overhead, seal_piece
 from icecore.store.codec import Buffer
 from icecore.store.container import NAME_BYTES, Container
+from icecore.store.names import object_name
 
 #: One stored chunk: its id, data bitmap, base (a delta's, else zero), and where its bytes are. 109 bytes, little-endian, unpadded.
 ENTRY = np.dtype(
@@ -101,6 +103,16 @@ class ShardBuilder(ShardTable):
         return [self.buffer[: self.used], self.footer(key)]
 
 
+def place_chunk(
+    key: bytes, shard: bytes, offset: int, chunk: bytes, parts: Sequence[Buffer], room: memoryview
+) -> None:
+    """Copy a chunk's stored form into ``room``, encrypted for its place where ``key``, the repository's chunk key, encrypts."""
+    if overhead(key):
+        seal_piece(key, object_name("shard", shard), offset, chunk, parts, room)
+    else:
+        fill(room, parts)
+
+
 def fill(room: memoryview, parts: Sequence[Buffer]) -> None:
     """Copy ``parts`` into ``room`` one after the other; numpy's copy, which releases the GIL."""
     target = np.frombuffer(room, np.uint8)
@@ -122,14 +134,15 @@ def parse_footer(key: bytes, name: bytes, size: int, footer: Buffer) -> Records:
         FormatTooNew: A later version wrote it.
     """
     entries = SHARD.parse_footer(key, name, size, footer)
+    tag = overhead(key)
     pages = np.bitwise_count(entries["data"]).sum(axis=1, dtype=np.int64)
     lengths, codecs = entries["length"].astype(np.int64), entries["codec"]
     raw = codecs == codec.RAW
     if (
         (pages == 0).any()
-        or (lengths == 0).any()
-        or (lengths > CELL_BYTES).any()
-        or (lengths[raw] != pages[raw] * PAGE).any()
+        or (lengths <= tag).any()
+        or (lengths > CELL_BYTES + tag).any()
+        or (lengths[raw] != pages[raw] * PAGE + tag).any()
     ):
         raise SHARD.damaged(name, "a chunk's length does not fit its pages")
     for number in np.unique(codecs).tolist():

@@ -9,7 +9,7 @@ import msgspec
 from icecore.errors import Damaged
 from icecore.store.envelope import ObjectKind, Sealed, digest_of, unseal
 from icecore.store.envelope import seal as _seal
-from icecore.store.names import KINDS, Kind
+from icecore.store.names import KINDS, Kind, log_name
 
 ENTRY_KIND = ObjectKind("log entry", b"ICELOG\0", 1, 64 << 20)
 PAGE_KIND = ObjectKind("snapshot page", b"ICEPAGE", 1, 16 << 20)
@@ -30,7 +30,8 @@ class SnapshotRecord(msgspec.Struct, frozen=True, array_like=True):
     """One committed snapshot in the snapshot list.
 
     ``manifest`` is the object's name; ``manifest_digest`` the digest in its header; ``logical``, ``stored``, ``changed`` and ``device`` are bytes as in
-    ``manifest.Sizes``; ``parent`` is empty for the first of a lineage.
+    ``manifest.Sizes``; ``parent`` is empty for the first of a lineage. ``quarantined`` says, if it is not empty, what of the snapshot is lost: it is
+    kept for what still reads, and nothing is built on it.
     """
 
     snapshot: HexId
@@ -48,6 +49,7 @@ class SnapshotRecord(msgspec.Struct, frozen=True, array_like=True):
     tags: list[str] = []
     pinned: bool = False
     device: Count = 0
+    quarantined: str = ""
 
 
 class PageRef(msgspec.Struct, frozen=True, array_like=True):
@@ -92,8 +94,20 @@ class Condemned(msgspec.Struct, frozen=True, array_like=True):
     ref: NameListRef | None = None
 
 
+class Process(msgspec.Struct, frozen=True, array_like=True):
+    """A process for good: ``boot`` names the running kernel, ``namespaces`` those in which ``pid`` and ``started`` (clock ticks after boot) count."""
+
+    boot: str
+    namespaces: str
+    pid: int
+    started: int
+
+
 class SessionRecord(msgspec.Struct, frozen=True, array_like=True):
-    """An open session: the generation at which it began and the snapshots that it pins, whether or not they are still listed."""
+    """An open session: the generation at which it began and the snapshots that it pins, whether or not they are still listed.
+
+    ``process`` is the one that holds it, where that is known.
+    """
 
     id: HexId
     began: Generation
@@ -101,6 +115,7 @@ class SessionRecord(msgspec.Struct, frozen=True, array_like=True):
     host: str
     created_ns: int
     pins: list[SnapshotRecord] = []
+    process: Process | None = None
 
 
 class Written(msgspec.Struct, frozen=True, array_like=True):
@@ -144,7 +159,7 @@ _PAGE = msgspec.msgpack.Decoder(list[SnapshotRecord])
 
 def encode_entry(state: State, key: bytes) -> Sealed:
     """The log entry of ``state``."""
-    return _seal(ENTRY_KIND, msgspec.msgpack.encode(state), key)
+    return _seal(ENTRY_KIND, msgspec.msgpack.encode(state), key, log_name(state.generation))
 
 
 def decode_entry(name: str, generation: int, data: bytes, key: bytes) -> State:
@@ -156,7 +171,7 @@ def decode_entry(name: str, generation: int, data: bytes, key: bytes) -> State:
     body = unseal(ENTRY_KIND, name, data, key)
     try:
         state = _ENTRY.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Damaged(ENTRY_KIND.title, name, str(error)) from error
     if state.generation != generation:
         raise Damaged(ENTRY_KIND.title, name, f"it holds generation {state.generation}, not {generation}")
@@ -167,9 +182,9 @@ def decode_entry(name: str, generation: int, data: bytes, key: bytes) -> State:
     return state
 
 
-def encode_page(records: list[SnapshotRecord], key: bytes) -> Sealed:
-    """The page of ``records``."""
-    return _seal(PAGE_KIND, msgspec.msgpack.encode(records), key)
+def encode_page(records: list[SnapshotRecord], key: bytes, name: str = "") -> Sealed:
+    """The page of ``records``, to be object ``name`` (which only encryption needs)."""
+    return _seal(PAGE_KIND, msgspec.msgpack.encode(records), key, name)
 
 
 def page_ref(identity: bytes, sealed: Sealed, records: list[SnapshotRecord]) -> PageRef:
@@ -187,7 +202,7 @@ def decode_page(name: str, data: bytes, key: bytes, ref: PageRef | None = None) 
     body = unseal(PAGE_KIND, name, data, key, ref.digest if ref else None)
     try:
         records = _PAGE.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Damaged(PAGE_KIND.title, name, str(error)) from error
     if ref is not None and len(records) != ref.count:
         raise Damaged(PAGE_KIND.title, name, f"it has {len(records)} records instead of {ref.count}")
@@ -217,9 +232,9 @@ def _split(kind: ObjectKind, name: str, names: bytes) -> list[tuple[Kind, bytes]
     return split_names(names)
 
 
-def encode_names(names: list[tuple[Kind, bytes]], key: bytes) -> Sealed:
-    """The object of a long name list."""
-    return _seal(NAMES_KIND, join_names(names), key)
+def encode_names(names: list[tuple[Kind, bytes]], key: bytes, name: str = "") -> Sealed:
+    """The object of a long name list, to be object ``name`` (which only encryption needs)."""
+    return _seal(NAMES_KIND, join_names(names), key, name)
 
 
 def decode_names(name: str, data: bytes, key: bytes, ref: NameListRef | None = None) -> list[tuple[Kind, bytes]]:

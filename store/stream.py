@@ -12,10 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from icecore.store.backend import Draft
-from icecore.store.codec import Buffer
+from icecore.store.cell import CELL_BYTES
+from icecore.store.cipher import overhead
+from icecore.store.codec import MAX_OVERHEAD, Buffer
+from icecore.store.keys import Keys
 from icecore.store.names import random_id
-from icecore.store.pool import BufferPool
-from icecore.store.shard import ShardBuilder, ShardTable, fill
+from icecore.store.pool import BufferPool, huge_buffer
+from icecore.store.shard import ShardBuilder, ShardTable, place_chunk
 from icecore.store.uploads import Uploads
 
 #: Told of every shard once no chunk is added to it any more.
@@ -28,7 +31,7 @@ class ShardStream(ABC):
     @abstractmethod
     def put(
         self, chunk: bytes, data: bytes, base: bytes, number: int, parts: Sequence[Buffer], length: int
-    ) -> tuple[bytes, int]:
+    ) -> tuple[bytes, int, int]:
         """Store one chunk.
 
         Args:
@@ -36,7 +39,7 @@ class ShardStream(ABC):
             parts: Its stored bytes, not referred to after the call; ``length`` in all.
 
         Returns:
-            The name of its shard and its offset there.
+            The name of its shard, its offset there, and how many bytes it has there: more than ``length`` if it is encrypted.
 
         Raises:
             StoreError: It, or one before it, could not be stored.
@@ -58,6 +61,8 @@ class _Lane:
         self.taken = threading.Lock()
         self.table: ShardTable | None = None
         self.draft: Draft | None = None
+        #: Where its chunks are encrypted.
+        self.room: memoryview | None = None
 
 
 class DraftStream(ShardStream):
@@ -68,34 +73,53 @@ class DraftStream(ShardStream):
 
     Args:
         uploads: Makes and publishes the drafts.
-        key: The repository's shard key.
+        keys: The repository's.
         closed: Called once for each shard.
         shard_bytes: Size at which a shard is closed.
     """
 
-    def __init__(self, uploads: Uploads, key: bytes, closed: Closed, shard_bytes: int) -> None:
+    def __init__(self, uploads: Uploads, keys: Keys, closed: Closed, shard_bytes: int) -> None:
         self._uploads = uploads
-        self._key = key
+        self._keys = keys
         self._closed = closed
         self._shard_bytes = shard_bytes
         self._lanes = [_Lane() for _ in range(os.cpu_count() or 1)]
 
     def put(
         self, chunk: bytes, data: bytes, base: bytes, number: int, parts: Sequence[Buffer], length: int
-    ) -> tuple[bytes, int]:
+    ) -> tuple[bytes, int, int]:
+        stored = length + overhead(self._keys.chunk)
         lane = self._take()
         try:
             table, draft = lane.table, lane.draft
-            if table is not None and not table.fits(length):
+            if table is not None and not table.fits(stored):
                 self._close(lane)
                 table = draft = None
             if table is None or draft is None:
-                table = lane.table = ShardTable(random_id(), self._shard_bytes)
+                table = lane.table = ShardTable(random_id(), max(stored, self._shard_bytes))
                 draft = lane.draft = self._uploads.draft("shard", table.name)
+            if stored != length:
+                parts = self._encrypted(lane, table, chunk, parts, stored)
             self._uploads.append(draft, parts)
-            return table.name, table.add(chunk, data, base, number, length)
+            return table.name, table.add(chunk, data, base, number, stored), stored
+        except BaseException:
+            # Part of the chunk may have been written: nothing else may go to its place, least of all under the same key and nonce.
+            if lane.draft is not None:
+                lane.draft.discard()
+            lane.table = lane.draft = None
+            raise
         finally:
             lane.taken.release()
+
+    def _encrypted(
+        self, lane: _Lane, table: ShardTable, chunk: bytes, parts: Sequence[Buffer], stored: int
+    ) -> Sequence[Buffer]:
+        """A chunk as it goes to the end of the lane's shard, in the lane's own memory."""
+        if lane.room is None:
+            lane.room = huge_buffer(CELL_BYTES + MAX_OVERHEAD)
+        room = lane.room[:stored]
+        place_chunk(self._keys.chunk, table.name, table.used, chunk, parts, room)
+        return [room]
 
     def flush(self) -> None:
         for lane in self._lanes:
@@ -122,7 +146,7 @@ class DraftStream(ShardStream):
         lane.table = lane.draft = None
         if table is not None and draft is not None:
             self._closed(table)
-            footer = table.footer(self._key)
+            footer = table.footer(self._keys.shard)
             try:
                 self._uploads.append(draft, [footer])
             except BaseException:
@@ -146,15 +170,15 @@ class BufferedStream(ShardStream):
     Args:
         pool: Where shard buffers come from and go back to; its bound is what slows the threads down to the storage's pace.
         uploads: Stores the closed shards.
-        key: The repository's shard key.
+        keys: The repository's.
         closed: Called once for each shard.
         patience: Seconds to wait for a buffer.
     """
 
-    def __init__(self, pool: BufferPool, uploads: Uploads, key: bytes, closed: Closed, patience: float) -> None:
+    def __init__(self, pool: BufferPool, uploads: Uploads, keys: Keys, closed: Closed, patience: float) -> None:
         self._pool = pool
         self._uploads = uploads
-        self._key = key
+        self._keys = keys
         self._closed = closed
         self._patience = patience
         self._order = threading.Lock()
@@ -164,28 +188,29 @@ class BufferedStream(ShardStream):
 
     def put(
         self, chunk: bytes, data: bytes, base: bytes, number: int, parts: Sequence[Buffer], length: int
-    ) -> tuple[bytes, int]:
+    ) -> tuple[bytes, int, int]:
+        stored = length + overhead(self._keys.chunk)
         with self._order:
             shard = self._open
-            if shard is not None and not shard.builder.fits(length):
+            if shard is not None and not shard.builder.fits(stored):
                 self._open = None
                 self._close(shard)
                 shard = None
             if shard is None:
                 buffer = self._pool.acquire(self._uploads.check, self._patience)
                 shard = self._open = _OpenShard(ShardBuilder(random_id(), buffer))
-            offset, room = shard.builder.reserve(chunk, data, base, number, length)
+            offset, room = shard.builder.reserve(chunk, data, base, number, stored)
             with self._count:
                 shard.filling += 1
         try:
-            fill(room, parts)
+            place_chunk(self._keys.chunk, shard.builder.name, offset, chunk, parts, room)
         finally:
             with self._count:
                 shard.filling -= 1
                 ready = shard.closed and shard.filling == 0
         if ready:
             self._upload(shard)
-        return shard.builder.name, offset
+        return shard.builder.name, offset, stored
 
     def flush(self) -> None:
         with self._order:
@@ -206,5 +231,5 @@ class BufferedStream(ShardStream):
     def _upload(self, shard: _OpenShard) -> None:
         builder = shard.builder
         self._closed(builder)
-        parts = builder.finish(self._key)
+        parts = builder.finish(self._keys.shard)
         self._uploads.start("shard", builder.name, parts, lambda: self._pool.release(builder.buffer))

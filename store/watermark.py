@@ -48,7 +48,7 @@ class FileWatermark(Watermark):
             stored = msgspec.json.decode(self._path.read_bytes(), type=Seen)
         except FileNotFoundError:
             stored = Seen()
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             stored = Seen()  # a torn write of a hint; the worst is that one older state goes unnoticed
         super().save(stored)
         return super().load()

@@ -9,6 +9,7 @@ from dataclasses import Field, dataclass, field, fields, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
+from icecore import passphrase
 from icecore.config import SWITCH, Config, Kind
 from icecore.errors import UsageError
 from icecore.output import Output
@@ -46,7 +47,14 @@ class Context:
         if self._repository is None:
             from icecore.repository import Repository
 
-            opened = Repository.open(self.location, state=self.config.state, emit=self.output.event)
+            opened = Repository.open(
+                self.location,
+                replicas=self.config.replicas,
+                passphrase=passphrase.current(self.config),
+                state=self.config.state,
+                config=self.config,
+                emit=self.output.event,
+            )
             self._repository = self._stack.enter_context(opened)
         return self._repository
 

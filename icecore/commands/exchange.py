@@ -57,7 +57,7 @@ def export(arguments: argparse.Namespace, context: Context) -> int:
     from icecore.restorer.exporter import OPEN_FILES
     from icecore.restorer.exporter import export as write
 
-    repository = context.repository()
+    repository = context.repository().holder(arguments.snapshot)
     record = repository.find(arguments.snapshot)
     done = write(
         repository.core,

@@ -14,6 +14,7 @@ from icecore.commands.context import Commands, Context, Interrupted, add_setting
 from icecore.config import SECONDS, RunSettings
 from icecore.errors import UsageError
 from icecore.events import Value
+from icecore.passphrase import without_secrets
 
 if TYPE_CHECKING:
     from icecore.host.job import Job, LogPiece
@@ -80,7 +81,7 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
     isolation = Isolation(
         pid=own.pid == "private", ipc=own.ipc == "private", network=own.network == "private", root=own.root == "private"
     )
-    environment = dict(os.environ)
+    environment = without_secrets(os.environ)
     for pair in arguments.env:
         name, separator, value = pair.partition("=")
         if not separator or not name:

@@ -1,22 +1,38 @@
-"""Commands that make and keep repositories: init, forget, mark, gc, check."""
+"""Commands that make and keep repositories: init, forget, mark, gc, check, repair, stats."""
 
 from __future__ import annotations
 
 import argparse
+import os
+from contextlib import ExitStack
 from dataclasses import fields
 
-from icecore import units
+from icecore import passphrase, units
 from icecore.commands.context import Commands, Context, add_setting, overridden
 from icecore.commands.snapshots import WHICH, snapshot_fields
 from icecore.config import SIZE, ForgetSettings, GcSettings
 from icecore.errors import Damaged, UsageError
 from icecore.events import Value
 
+_READ_ONLY = "write nothing to the repository, not even that it is being looked at"
+
 
 def add(commands: Commands) -> None:
     """Add the commands."""
-    parser = commands.add("init", init, "Make a repository.", more="The place is tried out first: it must create files atomically.")
-    parser.add_argument("location", nargs="?", default="", metavar="DIR", help="where (default: the repository that is configured)")
+    parser = commands.add("init", init, "Make a repository.", more="The place is tried out first: it must create objects atomically.")
+    parser.add_argument("location", nargs="?", default="", metavar="PLACE", help="a directory, or s3://BUCKET/PREFIX (default: what is configured)")
+    parser.add_argument(
+        "--encrypt",
+        action="store_true",
+        help="encrypt it; the passphrase comes as for every command (docs/security.md), or is asked for",
+    )
+    parser.add_argument(
+        "--replica-of",
+        metavar="PLACE",
+        default="",
+        help="share the master secret of this repository, so that 'icecore sync' moves its objects as they are; encrypted if it is, with a"
+        " passphrase of its own if ICECORE_NEW_PASSPHRASE gives one",
+    )
     parser.add_argument("--shard", type=SIZE, default=64 << 20, metavar="SIZE", help="size of an object of chunks (default: 64 MiB)")
 
     parser = commands.add(
@@ -70,7 +86,22 @@ def add(commands: Commands) -> None:
         metavar="PERCENT",
         help="read and verify the data, too: all of it, or this share of it",
     )
-    parser.add_argument("--read-only", action="store_true", help="write nothing to the repository, not even that it is being looked at")
+    parser.add_argument("--read-only", action="store_true", help=_READ_ONLY)
+
+    parser = commands.add(
+        "repair",
+        repair,
+        "Put right what is damaged, from a replica or from what there is.",
+        more="What still reads stays as it is; snapshots that lost data stay listed, quarantined. Ends with status 9 if anything is lost.",
+    )
+    parser.add_argument("-n", "--dry-run", action="store_true", help="say what would be done, change nothing")
+    parser.add_argument("--from", dest="source", default="", metavar="DIR", help="a replica, where what is damaged is looked for first")
+    parser.add_argument(
+        "--read-data", type=_share, default=1.0, metavar="PERCENT", help="read this share of the data only; other damage is not found (default: 100)"
+    )
+
+    parser = commands.add("stats", stats, "Show what the repository holds, by job, lineage and codec.")
+    parser.add_argument("--read-only", action="store_true", help=_READ_ONLY)
 
 
 def _share(text: str) -> float:
@@ -85,14 +116,44 @@ def init(arguments: argparse.Namespace, context: Context) -> int:
     from icecore.repository import Repository
 
     location = arguments.location or context.location
-    with Repository.create(
-        location, shard_bytes=arguments.shard, state=context.config.state, emit=context.output.event
-    ) as repository:
+    if arguments.replica_of and arguments.encrypt:
+        raise UsageError("a replica is encrypted if the repository is", cure="leave out --encrypt")
+    config = context.config
+    given = passphrase.new(config.passphrase_file, config.passphrase_command, variable="ICECORE_PASSPHRASE")
+    with ExitStack() as stack:
+        if arguments.replica_of:
+            opened = Repository.open(
+                arguments.replica_of,
+                passphrase=passphrase.current(config),
+                state=config.state,
+                config=config,
+                emit=context.output.event,
+            )
+            own = passphrase.new() if os.environ.get("ICECORE_NEW_PASSPHRASE") else passphrase.current(config)
+            made = stack.enter_context(opened).create_replica(location, passphrase=own, emit=context.output.event)
+        else:
+            made = Repository.create(
+                location,
+                shard_bytes=arguments.shard,
+                passphrase=given if arguments.encrypt else None,
+                state=config.state,
+                config=config,
+                emit=context.output.event,
+            )
+        repository = stack.enter_context(made)
         context.output.result(
             "repository",
-            {"location": repository.location, "id": repository.id, "shard_bytes": arguments.shard},
-            f"made repository {repository.id[:12]} in {repository.location}",
+            {
+                "location": repository.location,
+                "id": repository.id,
+                "shard_bytes": repository.core.config.parameters.shard_bytes,
+                "encrypted": repository.encrypted,
+            },
+            f"made {'encrypted ' if repository.encrypted else ''}repository {repository.id[:12]} in {repository.location}",
         )
+    if arguments.encrypt:
+        context.output.note("without the passphrase nobody can read it, and nobody can bring it back: keep it apart, or 'icecore key add' another")
+        return 0
     context.output.note("it will hold whatever jobs have in memory, secrets too: only you may read it")
     return 0
 
@@ -135,12 +196,16 @@ def forget(arguments: argparse.Namespace, context: Context) -> int:
     context.output.table(["SNAPSHOT", "JOB", "TAKEN", "VERDICT", "WHY"], rows)
     doomed = [record.snapshot for record, keep, _ in decisions if not keep]
     removed = [] if arguments.dry_run or not doomed else repository.forget(doomed)
-    said = f"would forget {len(doomed)}" if arguments.dry_run else f"forgot {len(removed)}"
-    context.output.result(
-        "forget.done",
-        {"dry_run": arguments.dry_run, "kept": len(decisions) - len(doomed), "forgotten": len(doomed if arguments.dry_run else removed)},
-        f"{said}, {len(decisions) - len(doomed)} kept" + ("" if arguments.dry_run else "; 'icecore gc' frees the space"),
-    )
+    done: dict[str, Value] = {"dry_run": arguments.dry_run, "kept": len(decisions) - len(doomed)}
+    if arguments.dry_run:
+        freed = repository.plan_free(doomed)
+        done |= {"forgotten": len(doomed), "free_objects": freed.objects, "free_bytes": freed.bytes, "compact_bytes": freed.compact_bytes}
+        said = f"would forget {len(doomed)}, {len(decisions) - len(doomed)} kept; 'icecore gc' would then free {units.size(freed.bytes)}"
+        said += f" in {freed.objects} objects and {units.size(freed.compact_bytes)} by rewriting others"
+    else:
+        done["forgotten"] = len(removed)
+        said = f"forgot {len(removed)}, {len(decisions) - len(doomed)} kept; 'icecore gc' frees the space"
+    context.output.result("forget.done", done, said)
     return 0
 
 
@@ -194,6 +259,7 @@ def gc(arguments: argparse.Namespace, context: Context) -> int:
             "fenced": result.fenced,
             "compacted": result.compacted.shards,
             "compacted_bytes": result.compacted.freed_bytes,
+            "rebased": result.compacted.rebased,
             "condemned": result.condemned,
             "deleted": result.deleted,
             "deleted_bytes": result.deleted_bytes,
@@ -211,6 +277,8 @@ def check(arguments: argparse.Namespace, context: Context) -> int:
     """icecore check."""
     report = context.repository().check(read_data=arguments.read_data, register=not arguments.read_only)
     output = context.output
+    for damage in report.lost:
+        output.line(f"lost before {damage} (in quarantine: {', '.join(damage.snapshots)})")
     for damage in report.damages:
         fields: dict[str, Value] = {"kind": damage.kind, "object": damage.name, "why": damage.why, "snapshots": list(damage.snapshots)}
         lost = f" (cannot be restored: {', '.join(damage.snapshots)})" if damage.snapshots else ""
@@ -223,6 +291,7 @@ def check(arguments: argparse.Namespace, context: Context) -> int:
             "sound": report.sound,
             "damages": len(report.damages),
             "snapshots": report.snapshots,
+            "quarantined": len(report.quarantined),
             "objects": sum(report.objects.values()),
             "object_bytes": sum(report.bytes.values()),
             "unreached": report.unreached,
@@ -232,6 +301,82 @@ def check(arguments: argparse.Namespace, context: Context) -> int:
         },
         f"{report.snapshots} snapshots, {report.chunks} chunks of which {report.read_chunks} read: "
         + ("all is well" if report.sound else f"{len(report.damages)} damages")
+        + (f"; {len(report.quarantined)} in quarantine" if report.quarantined else "")
         + (f"; {units.size(report.unreached_bytes)} wait for 'icecore gc'" if report.unreached else ""),
     )
     return 0 if report.sound else Damaged.exit_code
+
+
+def repair(arguments: argparse.Namespace, context: Context) -> int:
+    """icecore repair."""
+    output, repository = context.output, context.repository()
+    work = repository.plan_repair if arguments.dry_run else repository.repair
+    plan = work(arguments.source or None, read_data=arguments.read_data)
+    for fix in plan.fixes:
+        output.result("repair.fix", {"kind": fix.kind, "object": fix.name, "how": fix.how}, f"{fix.kind} {fix.name}: {fix.how}")
+    for snapshot, why in plan.quarantine.items():
+        output.result("repair.loss", {"snapshot": snapshot, "why": why}, f"QUARANTINED {snapshot}: {why}")
+    for snapshot in plan.release:
+        output.result("repair.release", {"snapshot": snapshot}, f"{snapshot} reads again")
+    for damage in plan.beyond:
+        output.result("repair.beyond", {"kind": damage.kind, "object": damage.name, "why": damage.why}, f"BEYOND REPAIR {damage}")
+    output.result(
+        "repair.done",
+        {
+            "dry_run": arguments.dry_run,
+            "damages": len(plan.damages),
+            "fixes": len(plan.fixes),
+            "quarantined": len(plan.quarantine),
+            "released": len(plan.release),
+            "beyond": len(plan.beyond),
+        },
+        f"{len(plan.damages)} damages, {len(plan.fixes)} things {'to put' if arguments.dry_run else 'put'} right; "
+        f"{len(plan.quarantine)} snapshots lost data, {len(plan.release)} read again",
+    )
+    return Damaged.exit_code if plan.quarantine or plan.beyond else 0
+
+
+def stats(arguments: argparse.Namespace, context: Context) -> int:
+    """icecore stats."""
+    found, output = context.repository().stats(register=not arguments.read_only), context.output
+    for by, groups in (("job", found.jobs), ("lineage", found.lineages)):
+        rows = []
+        for group in groups:
+            fields: dict[str, Value] = {
+                "by": by,
+                "name": group.name,
+                "snapshots": group.snapshots,
+                "logical": group.logical,
+                "reached": group.reached,
+                "own": group.own,
+            }
+            output.result("stats.group", fields)
+            rows.append([group.name, str(group.snapshots), units.size(group.logical), units.size(group.reached), units.size(group.own)])
+        columns = [by.upper(), "SNAPSHOTS", "LOGICAL", "REACHED", "ONLY ITS OWN"]
+        output.table(columns, rows, right=columns[1:])
+        output.line("")
+    rows = []
+    for form in found.forms:
+        output.result("stats.codec", {"codec": form.codec, "chunks": form.chunks, "stored": form.stored, "logical": form.logical})
+        rows.append([form.codec, str(form.chunks), units.size(form.stored), units.size(form.logical)])
+    columns = ["CODEC", "CHUNKS", "STORED", "LOGICAL"]
+    output.table(columns, rows, right=columns[1:])
+    output.line("")
+    output.result(
+        "stats.done",
+        {
+            "snapshots": found.snapshots,
+            "quarantined": found.quarantined,
+            "logical": found.logical,
+            "chunks": found.chunks,
+            "chunk_bytes": found.chunk_bytes,
+            "live": found.live,
+            "dead": found.dead,
+            "object_bytes": sum(found.object_bytes.values()),
+            "dedup_ratio": found.dedup_ratio,
+            "compression_ratio": found.compression_ratio,
+        },
+        f"{found.snapshots} snapshots of {units.size(found.logical)}: {units.size(found.live)} live in {found.chunks} chunks, {units.size(found.dead)} dead; "
+        f"deduplication {found.dedup_ratio:.1f}, compression {found.compression_ratio:.1f}",
+    )
+    return 0

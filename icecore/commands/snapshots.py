@@ -203,7 +203,7 @@ def ls(arguments: argparse.Namespace, context: Context) -> int:
                 units.size(record.stored),
                 units.seconds(record.window_seconds) if record.window_seconds else "–",
                 record.parent[:digits] or "–",
-                " ".join([*(["pinned"] if record.pinned else []), *record.tags]),
+                " ".join([*(["QUARANTINED"] if record.quarantined else []), *(["pinned"] if record.pinned else []), *record.tags]),
             ]
         )
     columns = ["SNAPSHOT", "JOB", "TAKEN", "LOGICAL", "ON GPUS", "CHANGED", "STORED", "WINDOW", "PARENT", "TAGS"]
@@ -226,12 +226,13 @@ def snapshot_fields(record: SnapshotRecord) -> dict[str, Value]:
         "window_seconds": record.window_seconds,
         "tags": list(record.tags),
         "pinned": record.pinned,
+        "quarantined": record.quarantined,
     }
 
 
 def show(arguments: argparse.Namespace, context: Context) -> int:
     """icecore show."""
-    repository = context.repository()
+    repository = context.repository().holder(arguments.snapshot)
     record = repository.find(arguments.snapshot)
     manifest = repository.manifest(record)
     output, sizes = context.output, manifest.sizes

@@ -57,7 +57,7 @@ def test_the_parser_says_what_is_wrong(words: list[str], message: str) -> None:
         (["run", "--name", "a b", "--", "true"], 2, "is no name for a job"),
         (["--config", "nowhere.toml", "ls"], 3, "nowhere.toml"),
         (["ls"], 3, "is no directory"),
-        (["-r", "s3://bucket/x", "ls"], 2, "directories only"),
+        (["-r", "gs://bucket/x", "ls"], 2, "directories and S3 buckets"),
         (["-r", "file://x", "ls"], 2, "no absolute path"),
         (["logs", "nobody"], 3, "there is no job nobody"),
         (["kill", "nobody"], 3, "there is no job nobody"),

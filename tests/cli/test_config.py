@@ -62,7 +62,7 @@ def test_standard_files() -> None:
 
 
 def test_every_key_can_be_overridden_by_the_environment() -> None:
-    texts = {"TEXT": "word", "SIZE": "3MiB", "TIME": "7s", "N": "5"}
+    texts = {"TEXT": "word", "TEXT …": "one two", "SIZE": "3MiB", "TIME": "7s", "N": "5"}
     for section, key, kind, default in config.every_setting():
         text = next((word for word in kind.words if word != default), "") or texts.get(kind.short, "")
         if kind is config.SWITCH:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -216,6 +217,7 @@ def test_forgetting_and_collecting(cli: Cli) -> None:
     cli.run("mark", ids[0], "--pin", "--tag", "release")
     decisions = cli.events("forget", "--keep-last", "1", "--dry-run")
     assert [event["keep"] for event in decisions[:-1]] == [True, False, False, True]
+    assert int(str(decisions[-1]["free_bytes"])) > 0
     assert len(cli.events("ls")) == 4
     done = cli.one("forget.done", "forget", "--keep-last", "1")
     assert (done["kept"], done["forgotten"]) == (2, 2)
@@ -247,8 +249,34 @@ def test_damage_is_named_and_costs_what_it_costs(cli: Cli) -> None:
     for event in events:
         check_event(event, documented_events())
     assert "DAMAGED" in cli.run("check", "--read-data", status=9).stdout
+    replica = cli.folder / "replica"
+    shutil.copytree(cli.folder / "repository", replica)
+    healthy = replica / shard.relative_to(cli.folder / "repository")
+    data[100] ^= 4
+    healthy.write_bytes(data)
     assert cli.run("restore", "count", status=9).stderr
     assert cli.events("ps") == []
+
+    assert cli.one("repair.done", "repair", "--dry-run", "--from", str(replica))["quarantined"] == 0
+    assert cli.one("repair.loss", "repair", "--dry-run", status=9)["snapshot"] == taken
+    assert cli.events("ls")[0]["quarantined"] == ""
+    events = cli.events("repair", status=9)
+    for event in events:
+        check_event(event, documented_events())
+    assert cli.events("ls")[0]["quarantined"] and "QUARANTINED" in cli.run("ls").stdout
+    assert cli.one("check.done", "check", "--read-data")["quarantined"] == 1
+    assert "repair --from" in cli.run("restore", "count", status=9).stderr
+    events = cli.events("repair", "--from", str(replica))
+    assert {"repair.fix", "repair.release", "repair.done"} <= {str(event["event"]) for event in events}
+    assert cli.one("check.done", "check", "--read-data")["quarantined"] == 0
+    cli.run("gc")
+    found = cli.events("stats")
+    for event in found:
+        check_event(event, documented_events())
+    assert found[-1]["snapshots"] == 1 and int(str(found[-1]["live"])) > 0
+    assert "count" in cli.run("stats").stdout
+    cli.run("restore", "count")
+    assert cli.job("count").alive
 
 
 def test_python_api(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

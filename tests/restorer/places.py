@@ -10,7 +10,7 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from icecore.store.manifest import Manifest, Namespaces, Region, Requirements
 from icecore.store.names import new_snapshot_id
 from icecore.store.reader import SnapshotReader
 from icecore.store.repository import Repository
+from icecore.store.slots import Cost
 from icecore.store.writer import SnapshotWriter
 
 T = TypeVar("T")
@@ -30,7 +31,7 @@ T = TypeVar("T")
 class SlowBackend(LocalBackend):
     """A directory that can only be read through the event loop, like object storage; fails reads on demand."""
 
-    read_size: ClassVar[int] = 16 << 20
+    read_size = 16 << 20
     direct = False
 
     def __init__(self, root: str | Path) -> None:
@@ -70,11 +71,13 @@ class Place:
 
 
 @contextmanager
-def repository_place(folder: str | None = None) -> Iterator[Place]:
+def repository_place(folder: str | None = None, *, encrypted: bool = False) -> Iterator[Place]:
     """A fresh repository in a temporary directory (on tmpfs unless told otherwise)."""
     with tempfile.TemporaryDirectory(dir=folder or "/dev/shm", prefix="icecore-test-") as root, LoopThread() as loop:
         path = Path(root, "repository")
-        repository = loop.run(Repository.create(LocalBackend(path, create=True)))
+        given = (lambda: b"a passphrase for tests") if encrypted else None
+        backend = LocalBackend(path, create=True)
+        repository = loop.run(Repository.create(backend, passphrase=given, cost=Cost(64, 1, 1)))
         try:
             yield Place(repository, loop, path)
         finally:

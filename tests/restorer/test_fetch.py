@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from icecore.errors import Damaged, IcecoreError, ObjectMissing, StoreError
+from icecore.events import Event
 from icecore.restorer.fetch import Fetcher, Limits
 from icecore.store.backend import Backend
 from icecore.store.cell import Records
+from icecore.store.faulty import Call, FaultyBackend, Outcome
 from icecore.store.local import LocalBackend
 from icecore.store.reader import SnapshotReader
+from icecore.store.replicas import ReplicaBackend
 from tests.restorer.places import Place, SlowBackend, repository_place, store_cells
 
 CELLS = 24
@@ -32,8 +37,8 @@ class Stored:
     content: list[bytes]
 
 
-@pytest.fixture(scope="module")
-def stored() -> Iterator[Stored]:
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "encrypted"])
+def stored(request: pytest.FixtureRequest) -> Iterator[Stored]:
     random = np.random.default_rng(1)
     content: list[bytes] = []
     bitmaps: list[bytes] = []
@@ -44,7 +49,7 @@ def stored() -> Iterator[Stored]:
         noise = random.integers(0, 256 if number % 2 else 3, pages * 4096, np.uint8)
         bitmaps.append(np.packbits(mask, bitorder="little").tobytes())
         content.append(noise.tobytes())
-    with repository_place() as place:
+    with repository_place(encrypted=request.param) as place:
         reader, records = store_cells(place, list(zip(bitmaps, content, strict=True)))
         yield Stored(place, reader, records, content)
 
@@ -214,3 +219,61 @@ def test_ranges_in_flight_are_bounded_by_the_budget(stored: Stored) -> None:
     fetcher.stop()
     assert 1 <= backend.most_in_flight <= 2
     assert threading.active_count() < 40
+
+
+@pytest.mark.parametrize("kind", ["direct", "loop"])
+@pytest.mark.parametrize("harm", ["flipped", "cut", "missing", "away"])
+def test_what_the_nearest_replica_cannot_give_comes_from_the_next(stored: Stored, kind: str, harm: str, tmp_path: Path) -> None:
+    """The nearest has damaged or no objects, or goes away while rows are being delivered; no row is lost, and none is wrong."""
+    near = tmp_path / "near"
+    shutil.copytree(stored.place.root, near)
+    shards = [path for path in (near / "shards").rglob("*") if path.is_file()]
+    for path in shards:
+        if harm == "flipped":
+            data = bytearray(path.read_bytes())
+            data[1000 : len(data) - 20000 : 30_000] = bytes(byte ^ 1 for byte in data[1000 : len(data) - 20000 : 30_000])
+            path.write_bytes(data)
+        elif harm == "cut":
+            os.truncate(path, path.stat().st_size // 2)
+        elif harm == "missing":
+            path.unlink()
+    first = LocalBackend(near) if kind == "direct" else SlowBackend(near)
+    own = backend_of(kind, stored)
+    served = FaultyBackend(first)
+    if harm == "away":
+        reads = 0
+
+        def plan(call: Call) -> Outcome:
+            nonlocal reads
+            reads += call.name.startswith("shards/")
+            return Outcome.PASS if reads <= 1 else Outcome.FAIL
+
+        served.plan = plan
+    events: list[Event] = []
+    backend = ReplicaBackend(own, [served, own], emit=events.append)
+    sink = Collected()
+    fetcher = Fetcher(backend, stored.reader, stored.records, sink, LIMITS, stored.place.loop)
+    fetcher.start(range(CELLS), opened=False)
+    fetcher.urgent(3)
+    fetcher.open()
+    assert fetcher.wait(30)
+    fetcher.stop()
+    assert [sink.data[row] for row in range(CELLS)] == stored.content
+    assert any(call.name.startswith("shards/") for call in served.calls)
+    assert events and {event.name for event in events} == {"store.failover"}
+
+
+def test_damage_everywhere_is_damage(stored: Stored, tmp_path: Path) -> None:
+    near = tmp_path / "near"
+    shutil.copytree(stored.place.root, near)
+    for path in (near / "shards").rglob("*"):
+        if path.is_file():
+            path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+    own = LocalBackend(near)
+    fetcher = Fetcher(
+        ReplicaBackend(own, [own, LocalBackend(near)]), stored.reader, stored.records, Collected(), LIMITS, stored.place.loop
+    )
+    fetcher.start(range(CELLS))
+    with pytest.raises(Damaged):
+        fetcher.wait(30)
+    fetcher.stop()

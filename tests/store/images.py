@@ -23,6 +23,7 @@ from icecore.store.reader import SnapshotReader
 from icecore.store.repository import Repository
 from icecore.store.trial import Objective
 from icecore.store.writer import SnapshotWriter, Statistics
+from tests.store.miniature import CHEAP, PASSPHRASE
 
 FULL = b"\xff" * BITMAP_BYTES
 NONE = bytes(BITMAP_BYTES)
@@ -180,10 +181,13 @@ class Place:
 
 
 @contextmanager
-def place(backend: Backend, shard_bytes: int = 64 << 20) -> Iterator[Place]:
+def place(backend: Backend, shard_bytes: int = 64 << 20, *, encrypted: bool = False) -> Iterator[Place]:
     """A new repository in ``backend``."""
+    passphrase = (lambda: PASSPHRASE) if encrypted else None
     with LoopThread() as loop:
-        repository = loop.run(Repository.create(backend, Parameters(shard_bytes=shard_bytes)))
+        repository = loop.run(
+            Repository.create(backend, Parameters(shard_bytes=shard_bytes), passphrase=passphrase, cost=CHEAP)
+        )
         try:
             yield Place(loop, repository)
         finally:
@@ -191,7 +195,7 @@ def place(backend: Backend, shard_bytes: int = 64 << 20) -> Iterator[Place]:
 
 
 @contextmanager
-def local_place(root: Path) -> Iterator[Place]:
+def local_place(root: Path, *, encrypted: bool = False) -> Iterator[Place]:
     """A new repository in a directory."""
-    with place(LocalBackend(root, create=True)) as made:
+    with place(LocalBackend(root, create=True), encrypted=encrypted) as made:
         yield made

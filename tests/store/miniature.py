@@ -13,23 +13,28 @@ from icecore.store.backend import Backend
 from icecore.store.cell import CELL, CELL_BYTES, PAGE, PLACE, Records
 from icecore.store.check import Report, check
 from icecore.store.chunk import NO_CHUNK, chunk_id
+from icecore.store.cipher import overhead
 from icecore.store.faulty import FaultyBackend, Plan, always
 from icecore.store.gc import Collector, Options, Result
 from icecore.store.log import Entry
 from icecore.store.manifest import Manifest, Namespaces, Region, Requirements, Sizes, encode_manifest
-from icecore.store.names import new_snapshot_id, random_id
+from icecore.store.names import new_snapshot_id, object_name, random_id
 from icecore.store.packs import MapWriter
 from icecore.store.reader import SnapshotReader
 from icecore.store.repository import Repository
 from icecore.store.rows import Place, Row, Stored, pack
 from icecore.store.segment import make_entries
 from icecore.store.session import Session
-from icecore.store.shard import ShardBuilder
+from icecore.store.shard import ShardBuilder, place_chunk
+from icecore.store.slots import Cost
 from icecore.store.state import SnapshotRecord
 
 #: Cell number -> one byte that fills its only data page; None for no page at all.
 Content = Mapping[int, int]
 _BITMAP = b"\1" + bytes(31)
+#: Opens the encrypted repositories of the tests, which are quick to open.
+PASSPHRASE = b"correct horse battery staple"
+CHEAP = Cost(64, 1, 1)
 
 
 def page(value: int) -> bytes:
@@ -47,7 +52,8 @@ async def put(
     created_ns: int | None = None,
 ) -> tuple[SnapshotRecord, Records | None]:
     """Store everything of a snapshot but its commit; ``content`` not found through the index or the base goes into one new shard."""
-    builder = ShardBuilder(random_id(), memoryview(bytearray(max(1, len(content)) * PAGE)))
+    size = PAGE + overhead(repository.keys.chunk)
+    builder = ShardBuilder(random_id(), memoryview(bytearray(max(1, len(content)) * size)))
     ids = {cell: chunk_id(repository.keys.chunk, _BITMAP, page(value)) for cell, value in content.items()}
     held: dict[bytes, Place] = {}
     base = await repository.manifest(session.base) if session.base else None
@@ -71,9 +77,9 @@ async def put(
     for cell, value in sorted(content.items()):
         chunk = ids[cell]
         if chunk not in held:
-            offset, room = builder.reserve(chunk, _BITMAP, NO_CHUNK, codec.RAW, PAGE)
-            room[:] = page(value)
-            held[chunk] = Place(builder.name, offset, PAGE, codec.RAW)
+            offset, room = builder.reserve(chunk, _BITMAP, NO_CHUNK, codec.RAW, size)
+            place_chunk(repository.keys.chunk, builder.name, offset, chunk, [page(value)], room)
+            held[chunk] = Place(builder.name, offset, size, codec.RAW)
         rows.append(pack(Row(cell, _BITMAP, bytes(32), chunk, Stored(held[chunk]))))
     records = np.array(rows, CELL) if rows else np.empty(0, CELL)
     entries = None
@@ -99,8 +105,10 @@ async def put(
         spaces=[Space("process", "1", 0, [region], nodes)], files=[], requirements=Requirements("x86_64", "6", "4"),
         namespaces=Namespaces(), criu_options=[], tags=tags or [], sizes=Sizes(),
     )  # fmt: skip
-    sealed = encode_manifest(manifest, repository.keys.manifest)
-    name = await session.put("manifest", [sealed.data])
+    identity = random_id()
+    name = object_name("manifest", identity)
+    sealed = encode_manifest(manifest, repository.keys.manifest, name)
+    await session.put_named("manifest", identity, [sealed.data])
     record = SnapshotRecord(
         manifest.snapshot,
         job,
@@ -165,7 +173,7 @@ async def sound(repository: Repository, *, unreached: int | None = None) -> Repo
 async def reopened(backend: Backend, plan: Plan = always) -> tuple[Repository, FaultyBackend]:
     """The repository, opened anew through a back end that injects faults."""
     faulty = FaultyBackend(backend, plan)
-    return await Repository.open(faulty), faulty
+    return await Repository.open(faulty, passphrase=lambda: PASSPHRASE), faulty
 
 
 async def state_of(repository: Repository) -> Entry:

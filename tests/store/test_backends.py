@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,11 +15,18 @@ import pytest
 from icecore.errors import NotFound, ObjectExists, ObjectMissing, StoreError, StoreFull, UsageError
 from icecore.store import local
 from icecore.store.backend import Backend
-from icecore.store.faulty import Crashed, FaultyBackend, Outcome, stop_at
+from icecore.store.blocks import Blocks
+from icecore.store.cached import Cached
+from icecore.store.faulty import Crashed, FaultyBackend, Outcome, at_random, far_away, stop_at
+from icecore.store.limits import Limited
 from icecore.store.local import LocalBackend
 from icecore.store.memory import MemoryBackend
+from icecore.store.metrics import Metered
 from icecore.store.repository import probe
+from icecore.store.retry import Patience, Retrying
+from icecore.store.s3 import S3Backend, S3Place
 from icecore.store.testing import BackendConformance
+from icecore.store.wrapper import Wrapper
 
 
 class TestMemory(BackendConformance):
@@ -48,10 +55,73 @@ class TestLocal(BackendConformance):
             await backend.close()
 
 
-class TestFaultyPassesOn(TestMemory):
+class TestS3(BackendConformance):
+    races = 3  # the server makes losers wait for whole seconds
+
+    @pytest.fixture(autouse=True)
+    def _place(self, s3_place: S3Place) -> None:
+        self.place = s3_place
+
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[Backend]:
-        yield FaultyBackend(self.backend)
+        backend = S3Backend(self.place)
+        try:
+            yield backend
+        finally:
+            await backend.close()
+
+
+WRAPPERS: dict[str, Callable[[Backend], Backend]] = {
+    "plain": Wrapper,
+    "faulty": FaultyBackend,
+    "far": lambda inner: FaultyBackend(inner, delay=far_away(1e-4, 1e9)),
+    "retrying": Retrying,
+    "retrying-half": lambda inner: Retrying(
+        FaultyBackend(inner, at_random(1, fail=0.25, lose=0.25)), Patience(60, 1e-6, 1e-6)
+    ),
+    "limited": lambda inner: Limited(inner, requests=3, budget=1 << 20),
+    "metered": Metered,
+    "all": lambda inner: Retrying(
+        Limited(Metered(FaultyBackend(inner, at_random(2, fail=0.1, lose=0.1))), requests=8, budget=4 << 20),
+        Patience(30, 1e-6, 1e-6),
+    ),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS, scope="class")
+class TestWrapped(TestMemory):
+    @pytest.fixture(autouse=True)
+    def _wrapper(self, wrapper: str) -> None:
+        self.wrap = WRAPPERS[wrapper]
+        self.equal_bytes_lose = wrapper not in ("retrying-half", "all")
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[Backend]:
+        yield self.wrap(self.backend)
+
+
+class TestCached(TestMemory):
+    """Every object is kept, in a folder that is too small for a large one; each client shares it with the others."""
+
+    @pytest.fixture(autouse=True)
+    def _blocks(self, tmp_path: Path) -> None:
+        self.folder = tmp_path / "cache"
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[Backend]:
+        backend = Cached(self.backend, Blocks(self.folder, 8 << 20), keep=lambda name: True)
+        try:
+            yield backend
+        finally:
+            await backend.close()
+            assert Blocks(self.folder, 1).used() <= 8 << 20
+
+
+class TestRetryingLocal(TestLocal):
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[Backend]:
+        async with super().opened() as backend:
+            yield Limited(Retrying(Metered(backend)), requests=8, budget=8 << 20)
 
 
 def files_of(root: Path) -> list[str]:
@@ -182,9 +252,22 @@ class Liar(MemoryBackend):
         self.objects[name] = b"".join(parts)  # type: ignore[call-overload]
 
 
-def test_the_probe_refuses_a_store_that_lies() -> None:
+class LooksFirst(MemoryBackend):
+    """An object store that looks whether the name is taken, and then writes: right in sequence, wrong in a race."""
+
+    async def create(self, name: str, parts: object) -> None:
+        if name in self.objects:
+            raise ObjectExists(name)
+        await asyncio.sleep(0)
+        self.objects[name] = b"".join(parts)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("store", [Liar, LooksFirst])
+def test_the_probe_refuses_a_store_that_lies(store: type[MemoryBackend]) -> None:
+    liar = store()
     with pytest.raises(UsageError, match="created twice"):
-        asyncio.run(probe(Liar()))
+        asyncio.run(probe(liar))
+    assert liar.objects == {}
     honest = MemoryBackend()
     asyncio.run(probe(honest))
     assert honest.objects == {}

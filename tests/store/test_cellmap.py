@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from icecore.errors import Damaged
 from icecore.store import cellmap, codec
 from icecore.store.cell import CELL, NODE_CELLS, PAGE, Records
-from icecore.store.cellmap import MAX_NODE_BYTES, PACK, NodeDecoder, decode_node, encode_nodes, group, parse_refs
+from icecore.store.cellmap import MAX_STORED_NODE_BYTES, PACK, NodeDecoder, decode_node, encode_nodes, group, parse_refs
 from icecore.store.container import TAIL_BYTES
 from icecore.store.keys import Keys
 from icecore.store.manifest import NODE_REF, Region, Space
@@ -157,7 +157,7 @@ def test_references_that_cannot_be() -> None:
     for nodes, regions in ((refs.tobytes()[:-1], 1), (refs[::-1].tobytes(), 1), (refs.tobytes(), 0)):
         with pytest.raises(ValueError, match="node references"):
             parse_refs(nodes, regions)
-    for length in (0, 1, MAX_NODE_BYTES + 2, 1 << 31):
+    for length in (0, 1, MAX_STORED_NODE_BYTES + 1, 1 << 31):
         refs["length"][1] = length
         with pytest.raises(ValueError, match="length"):
             parse_refs(refs.tobytes(), 1)

@@ -61,7 +61,9 @@ async def build(backend: MemoryBackend) -> tuple[str, str, str]:
     await repository.forget(filler)
     await collect(repository)
     await repository.log.trim(20)
-    await sound(repository, unreached=0)
+    report = await sound(repository, unreached=0)
+    log = [len(data) for name, data in backend.objects.items() if name.startswith("log/")]
+    assert 0 < report.bytes["log"] <= sum(log) and report.objects["log"] == len(log) - 1  # the check ended its own session
     return first, second, third
 
 

@@ -17,9 +17,9 @@ from tests.store.images import Place, image, local_place, touch
 THRIFTY = Objective(0.05e9, 2)
 
 
-@pytest.fixture
-def here(tmp_path: Path) -> Iterator[Place]:
-    with local_place(tmp_path / "repository") as made:
+@pytest.fixture(params=[False, True], ids=["plain", "encrypted"])
+def here(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Place]:
+    with local_place(tmp_path / "repository", encrypted=request.param) as made:
         yield made
 
 
@@ -102,3 +102,36 @@ def test_a_shard_with_a_damaged_chunk_stays_as_it_is(here: Place, tmp_path: Path
     report = here.loop.run(check(here.repository, read_data=1.0))
     assert {damage.kind for damage in report.damages} == {"chunk"}
     assert [damage.snapshots for damage in report.damages] == [(second.snapshot,)]
+
+
+def test_deltas_whose_base_has_gone_are_stored_anew(here: Place, tmp_path: Path) -> None:
+    """The base's snapshot is forgotten: of a cell's deltas the newest becomes full, the others deltas of it, and a base with one delta left just goes."""
+    contents = [image(6, "heap", seed=1)]
+    taken = [here.take(contents[0], objective=THRIFTY)]
+    for step, cells in enumerate(([0, 1, 2], [1, 2], [2])):
+        contents.append(touch(contents[-1], cells, 12, 20 + step))
+        taken.append(here.take(contents[-1], taken[-1], objective=THRIFTY))
+    first = taken[0].records
+    assert (taken[3].records["base"][:3] == first["chunk"][:3]).all(), "this test needs deltas on the first snapshot's chunks"
+    loop, repository = here.loop, here.repository
+    loop.run(repository.forget([taken[0].snapshot]))
+    before = size(tmp_path / "repository", "shards")
+    result = loop.run(Collector(repository, Options(compact_below=1.0)).collect())
+    # Cell 0 has one delta, cell 1 two, cell 2 three.
+    assert result.compacted.rebased == 6
+    assert size(tmp_path / "repository", "shards") < before * 1.03
+    records = []
+    for one, content in zip(taken[1:], contents[1:], strict=True):
+        assert here.content(one.snapshot) == content
+        reader = here.reader(one.snapshot)
+        records.append(reader.records(reader.manifest.spaces[0])[0])
+    assert not (records[-1]["place"]["codec"] & codec.DELTA).any()
+    for cell, deltas in ((0, 0), (1, 1), (2, 2)):
+        based = {one["base"][cell].tobytes() for one in records if one["place"]["codec"][cell] & codec.DELTA}
+        forms = {one["place"]["offset"][cell] for one in records if one["place"]["codec"][cell] & codec.DELTA}
+        assert len(forms) == deltas and based <= {records[-1]["chunk"][cell].tobytes()}
+    report = loop.run(check(repository, read_data=1.0))
+    assert report.sound and report.unreached == 0
+    # Full forms are found again by whoever has the same bytes.
+    again = here.take(contents[-1], lineage="again")
+    assert again.statistics.stored == 0

@@ -3,78 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import random
 
 import pytest
 
 from icecore.errors import IcecoreError, StoreError, StoreFull
 from icecore.store.faulty import Call, Crashed, FaultyBackend, Outcome, stop_at
-from icecore.store.keys import Parameters
 from icecore.store.memory import MemoryBackend
 from icecore.store.repository import Repository
 from tests.store.miniature import collect, listed, read, reopened, sound, take
-
-A = {cell: cell for cell in range(12)}
-B = {**A, **{cell: 100 + cell for cell in range(10)}}
-C = {cell: 50 + cell for cell in range(5)}
-
-
-class Scene:
-    """A repository with some history: a sparse shard, a forgotten snapshot, two that stay."""
-
-    def __init__(self) -> None:
-        self.objects: dict[str, bytes] = {}
-        self.contents: dict[str, dict[int, int]] = {}
-        self.forgettable = ""
-
-    async def build(self) -> None:
-        backend = MemoryBackend(self.objects)
-        repository = await Repository.create(backend, Parameters(shard_bytes=1 << 18))
-        old = await take(repository, A)
-        self.contents[await take(repository, B, old)] = dict(B)
-        self.contents[await take(repository, C)] = dict(C)
-        self.forgettable = await take(repository, {1: 240, 2: 241, **C})
-        await repository.forget([old])
-
-    @property
-    def parent(self) -> str:
-        return next(iter(self.contents))
-
-
-Operation = Callable[[Repository, Scene], Awaitable[object]]
-
-OPERATIONS: dict[str, Operation] = {
-    "commit": lambda repository, scene: take(repository, {**B, 20: 60, 21: 61}, scene.parent),
-    "forget": lambda repository, scene: repository.forget([scene.forgettable]),
-    "pin": lambda repository, scene: repository.update(scene.parent, pinned=True),
-    "gc": lambda repository, scene: collect(repository),
-    "gc without compaction": lambda repository, scene: collect(repository, compact_below=0),
-}
-
-
-async def aftermath(backend: MemoryBackend, scene: Scene) -> None:
-    """Another process comes and cleans up; all that was committed reads back, and nothing is left over."""
-    repository = await Repository.open(backend)
-    assert set(scene.contents) <= set(await listed(repository))
-    await sound(repository)
-    for snapshot, content in scene.contents.items():
-        assert await read(repository, snapshot) == content
-    await collect(repository, fence_seconds=0)
-    report = await sound(repository, unreached=0)
-    assert report.snapshots >= 2
-    for snapshot in await listed(repository):
-        content = await read(repository, snapshot)
-        assert content == scene.contents.get(snapshot, content)
-    # And it can be worked with.
-    await take(repository, {1: 1}, scene.parent)
+from tests.store.operations import OPERATIONS, A, aftermath, prepared
 
 
 @pytest.mark.parametrize("effect", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_crash_at_every_call(name: str, effect: bool) -> None:
     async def body() -> None:
-        scene = Scene()
-        await scene.build()
+        scene, operation = await prepared(name), OPERATIONS[name]
+        before = await scene.readable(MemoryBackend(scene.objects))
         number = 0
         while True:
             number += 1
@@ -83,28 +29,30 @@ def test_crash_at_every_call(name: str, effect: bool) -> None:
             offset = len(faulty.calls)
             faulty.plan = stop_at(offset + number, effect=effect)
             try:
-                await OPERATIONS[name](opened, scene)
+                await operation.run(opened, scene)
             except Crashed:
-                await aftermath(backend, scene)
+                await aftermath(backend, scene, operation, before)
                 continue
-            await aftermath(backend, scene)
+            await aftermath(backend, scene, operation, before)
             break
         assert number > 4
 
     asyncio.run(asyncio.wait_for(body(), 100))
 
 
+@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.torture)])
 @pytest.mark.parametrize("outcome", [Outcome.FAIL, Outcome.LOSE])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_every_call_fails_once(name: str, outcome: Outcome) -> None:
+def test_every_call_fails_once(name: str, outcome: Outcome, stride: int) -> None:
     """Not a crash but an error, or a lost reply, at one call: the operation succeeds or says so, and the same process cleans up."""
 
     async def body() -> None:
-        scene = Scene()
-        await scene.build()
-        number = 1
+        scene, operation = await prepared(name), OPERATIONS[name]
+        readable = await scene.readable(MemoryBackend(scene.objects))
+        number = 0
         while True:
-            number += 3 if name.startswith("gc") else 1  # a collection has many calls of few kinds
+            # A long operation has many calls of few kinds.
+            number += stride if number > 20 else 1
             backend = MemoryBackend(dict(scene.objects))
             opened, faulty = await reopened(backend)
             offset = len(faulty.calls)
@@ -119,7 +67,7 @@ def test_every_call_fails_once(name: str, outcome: Outcome) -> None:
             faulty.plan = plan
             before = set(await listed(await Repository.open(backend)))
             try:
-                result = await OPERATIONS[name](opened, scene)
+                result = await operation.run(opened, scene)
             except IcecoreError as error:
                 assert isinstance(error, StoreError)
                 if name == "commit":
@@ -127,7 +75,7 @@ def test_every_call_fails_once(name: str, outcome: Outcome) -> None:
             else:
                 if name == "commit":
                     assert set(await listed(await Repository.open(backend))) == before | {result}
-            await aftermath(backend, scene)
+            await aftermath(backend, scene, operation, readable)
             if not failed:
                 break
         assert number > 4
@@ -177,8 +125,8 @@ def test_the_disk_is_full_from_some_call_on(name: str) -> None:
     """Every create fails from the n-th on; when there is room again, nothing is lost, and nothing was left behind that has to be cleaned up."""
 
     async def body() -> None:
-        scene = Scene()
-        await scene.build()
+        scene, operation = await prepared(name), OPERATIONS[name]
+        readable = await scene.readable(MemoryBackend(scene.objects))
         number = 0
         while True:
             number += 1
@@ -195,15 +143,50 @@ def test_the_disk_is_full_from_some_call_on(name: str) -> None:
 
             faulty.plan = plan
             try:
-                await OPERATIONS[name](opened, scene)
+                await operation.run(opened, scene)
             except StoreFull:
                 left = {made for made in backend.objects if made not in scene.objects}
                 if name == "commit":  # what the writer stored is gone at once; the room is needed
                     assert {made.split("/")[0] for made in left} <= {"log"}
-                await aftermath(backend, scene)
+                await aftermath(backend, scene, operation, readable)
                 continue
-            await aftermath(backend, scene)
+            await aftermath(backend, scene, operation, readable)
             break
         assert number > 1
 
     asyncio.run(asyncio.wait_for(body(), 100))
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(3600)
+def test_crash_after_crash() -> None:
+    """Operation after operation, each broken off somewhere, a lost reply or a failure among them; then others clean up."""
+
+    async def body() -> None:
+        dice = random.Random(4)
+        names = [name for name, operation in OPERATIONS.items() if operation.harm is None]
+        for round_ in range(1500):
+            scene = await prepared("gc")
+            before = await scene.readable(MemoryBackend(scene.objects))
+            backend = MemoryBackend(scene.objects)
+            tried = []
+            for _ in range(dice.randint(2, 6)):
+                name, last = dice.choice(names), dice.randint(1, 60)
+                outcome = dice.choice([Outcome.STOP_BEFORE, Outcome.STOP_AFTER, Outcome.LOSE, Outcome.FAIL])
+                opened, faulty = await reopened(backend)
+                last += len(faulty.calls)
+                faulty.plan = lambda call, last=last, outcome=outcome: (  # type: ignore[misc]
+                    outcome if call.number == last else Outcome.PASS
+                )
+                tried.append((name, last, outcome))
+                try:
+                    await OPERATIONS[name].run(opened, scene)
+                except (Crashed, IcecoreError):
+                    pass
+            try:
+                await aftermath(backend, scene, OPERATIONS["gc"], before)
+            except BaseException:
+                print(f"round {round_}: {tried}")
+                raise
+
+    asyncio.run(body())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,6 +46,13 @@ def test_periods_keep_the_newest_of_each() -> None:
     assert kept(plan(records, Policy(yearly=5, last=1))) == [0]
     by_hour = [record(number, START + number * HOUR // 4) for number in range(12)]
     assert kept(plan(by_hour, Policy(hourly=2))) == [7, 11]
+
+
+def test_what_lost_data_counts_for_nothing_and_stays() -> None:
+    records = [record(number, START + number * HOUR) for number in range(4)]
+    records[3] = msgspec.structs.replace(records[3], quarantined="3 of its chunks are lost")
+    decisions = plan(records, Policy(last=2, within_seconds=3600))
+    assert kept(decisions) == [1, 2, 3] and decisions[3].reasons == ["quarantined"]
 
 
 def test_within_counts_from_the_newest_snapshot_not_from_now() -> None:

@@ -10,7 +10,7 @@ import pytest
 from icecore.store import catalog, index, log, segment
 from icecore.store.envelope import HEADER_BYTES, ObjectKind
 from icecore.store.hints import HINTS_KIND
-from icecore.store.keys import CONFIG_KIND, FORMAT, KEY_KIND, Keys
+from icecore.store.keys import CONFIG_KIND, ENCRYPTED_FORMAT, FORMAT, KEY_KIND, USES
 from icecore.store.manifest import MANIFEST_KIND, NODE_REF
 from icecore.store.names import KINDS, PREFIX, heartbeat_name, key_name, log_name, object_name
 from icecore.store.session import BEAT_KIND
@@ -65,10 +65,10 @@ def test_numbers_are_as_documented() -> None:
         f"The newest {log.KEPT_ENTRIES} entries are kept" in DOCUMENT
         and f"the last {REMEMBERED} generations" in DOCUMENT
     )
-    assert HEADER_BYTES == 56 and FORMAT == 1
+    assert HEADER_BYTES == 56 and FORMAT == 1 and ENCRYPTED_FORMAT == 2
     uses = re.search(r"with the uses ((`\w+`[,. \n]+)+)", DOCUMENT)
     assert uses is not None
-    assert re.findall(r"`(\w+)`", uses.group(1)) == list(Keys.__dataclass_fields__)
+    assert re.findall(r"`(\w+)`", uses.group(1)) == list(USES)
 
 
 def test_fields_are_as_documented() -> None:

@@ -264,3 +264,53 @@ def test_many_names_are_condemned_in_an_object_of_their_own() -> None:
         assert {name.split("/")[0] for name in backend.objects} == {"config", "keys", "log"}
 
     asyncio.run(body())
+
+
+def test_what_forgetting_would_free() -> None:
+    async def body() -> None:
+        backend = MemoryBackend()
+        repository = await Repository.create(backend)
+        first = await take(repository, A)
+        second = await take(repository, {**B, 41: 99}, first)
+        third = await take(repository, {1: 200, 2: 201})
+        await repository.forget([await take(repository, {1: 210})])  # is to be freed in any case
+        before = dict(backend.objects)
+
+        async def freed(ids: list[str]) -> tuple[int, int]:
+            return_ = await Collector(repository).plan_forget(ids)
+            assert backend.objects == before
+            return return_.bytes, return_.compact_bytes
+
+        async def really(ids: list[str]) -> int:
+            copy = await Repository.open(MemoryBackend(dict(backend.objects)))
+            base = await Repository.open(MemoryBackend(dict(backend.objects)))
+            await copy.forget(ids)
+            return sum([-(await collect(base, compact_below=0)).deleted_bytes, (await collect(copy, compact_below=0)).deleted_bytes])
+
+        for ids in ([], [third], [second], [first, second], [first, second, third]):
+            whole, more = await freed(ids)
+            # The index is rewritten, too, which is not foreseen.
+            assert whole <= await really(ids) <= whole + 4096
+            assert more == 0
+        whole, more = await freed([first])
+        assert 17 * 4096 < more < 18 * 4096 + 4096  # its shard becomes mostly dead
+
+    asyncio.run(body())
+
+
+def test_working_sets_live_as_long_as_their_lineage() -> None:
+    async def body() -> None:
+        backend = MemoryBackend()
+        repository = await Repository.create(backend)
+        ids = {job: [await take(repository, A, job=job), await take(repository, B, job=job)] for job in ("one", "two")}
+        kept = {job: f"hints/{job}/touched-0123-ab" for job in ids}
+        for name in (*kept.values(), "hints/one/00ff", "hints/gone/touched-0123-ab"):
+            await backend.create(name, [b"advice"])
+        await repository.forget([ids["one"][0]])
+        await collect(repository)
+        assert {name for name in backend.objects if name.startswith("hints/")} == set(kept.values())
+        await repository.forget([ids["one"][1]])
+        await collect(repository)
+        assert {name for name in backend.objects if name.startswith("hints/")} == {kept["two"]}
+
+    asyncio.run(body())

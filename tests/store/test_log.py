@@ -325,10 +325,11 @@ def test_an_older_state_is_noticed(tmp_path: Path) -> None:
         await write(log, drawn(3))
         copy = dict(backend.objects)
         await write(log, drawn(3))
-        for forked in (False, True):
+        # Older; another of the same length; others that have gone on for longer, by less and by more than entries repeat.
+        for forked in (0, 3, 5, 20, 100):
             rolled = MemoryBackend(dict(copy))
             if forked:
-                await write(Log(rolled, KEY), drawn(3))
+                await write(Log(rolled, KEY), drawn(forked))
             with pytest.raises(RollbackDetected):
                 await Log(rolled, KEY, watermark=FileWatermark(tmp_path / "seen")).newest()
             with pytest.raises(RollbackDetected):
@@ -337,6 +338,11 @@ def test_an_older_state_is_noticed(tmp_path: Path) -> None:
         await Log(backend, KEY, watermark=FileWatermark(tmp_path / "seen")).newest()
         with pytest.raises(RollbackDetected):
             await Log(MemoryBackend(), KEY, watermark=FileWatermark(tmp_path / "seen")).newest()
+        # Others go on with the same log: whoever saw less follows, however far.
+        for more in (1, 40, 100):
+            known = FileWatermark(tmp_path / "seen").load()
+            await write(Log(backend, KEY), drawn(more))
+            assert (await Log(backend, KEY, watermark=FileWatermark(tmp_path / "seen")).newest()).generation > known.generation
 
     asyncio.run(body())
 

@@ -1,4 +1,7 @@
-"""Real processes over one real directory: writers, a collector and kills with SIGKILL at any moment; nothing committed is lost, nothing is left over."""
+"""Real processes over one real repository: writers, collectors and a restorer, killed with SIGKILL at any moment; nothing committed is lost or left over.
+
+``ICECORE_TORTURE_SECONDS`` says how long the long run takes. A place is where the repository lies: further ones (an object store) are added to PLACES.
+"""
 
 from __future__ import annotations
 
@@ -10,49 +13,81 @@ import signal
 import sys
 import time
 from ast import literal_eval
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.context import SpawnContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
 from icecore.errors import NotFound, ObjectMissing, SessionFenced
+from icecore.store.backend import Backend
 from icecore.store.keys import Parameters
 from icecore.store.local import LocalBackend
 from icecore.store.repository import Repository
-from tests.store.miniature import collect, files, listed, read, sound, take
-
-SECONDS = 4.0
+from tests.store.miniature import collect, listed, read, sound, take
 
 
-def write(root: str, seed: int, log: str) -> None:
+@dataclass(frozen=True)
+class Location:
+    """Where a repository lies, as it is told to other processes."""
+
+    kind: str
+    where: str
+
+    def open(self) -> Backend:
+        """A client of its own."""
+        return OPENERS[self.kind](self.where)
+
+
+@contextmanager
+def local(folder: Path) -> Iterator[Location]:
+    """A directory."""
+    root = folder / "repository"
+    asyncio.run(LocalBackend(root, create=True).close())
+    yield Location("local", str(root))
+
+
+OPENERS: dict[str, Callable[[str], Backend]] = {"local": LocalBackend}
+PLACES = {"local": local}
+
+
+def note(log: str, line: str) -> None:
+    """Say something that must outlive this process."""
+    with open(log, "a") as notes:
+        notes.write(line)
+
+
+def write(location: Location, seed: int, log: str) -> None:
     """Takes snapshots and forgets its oldest, and notes what it knows to be committed."""
-
-    def note(line: str) -> None:
-        with open(log, "a") as notes:
-            notes.write(line)
 
     async def body() -> None:
         dice = random.Random(seed)
-        repository = await Repository.open(LocalBackend(root))
+        repository = await Repository.open(location.open())
         mine: list[str] = []
         while True:
             content = {dice.randrange(8): dice.randrange(12) for _ in range(4)}
             snapshot = await take(repository, content, mine[-1] if mine else None)
-            note(f"+ {snapshot} {sorted(content.items())!r}\n")
+            note(log, f"+ {snapshot} {sorted(content.items())!r}\n")
             mine.append(snapshot)
             if len(mine) > 3:
-                note(f"- {mine[0]}\n")
+                note(log, f"- {mine[0]}\n")
                 await repository.forget([mine.pop(0)])
 
     asyncio.run(body())
 
 
-def clean(root: str) -> None:
+def clean(location: Location, seed: int, log: str) -> None:
     """Collects again and again."""
 
     async def body() -> None:
-        repository = await Repository.open(LocalBackend(root))
+        repository = await Repository.open(location.open())
         while True:
             try:
+                # Sessions of processes that were killed end all the same: they are of this machine.
                 await collect(repository, fence_seconds=3600.0)
             except (ObjectMissing, SessionFenced):
                 continue  # another collector was faster
@@ -61,76 +96,144 @@ def clean(root: str) -> None:
     asyncio.run(body())
 
 
-def test_processes_are_killed_at_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # What is spawned finds this module by its name; last on the path, so that the installed package comes first.
-    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2])])
-    root = tmp_path / "repository"
-    backend = LocalBackend(root, create=True)
-    asyncio.run(Repository.create(backend, Parameters(shard_bytes=1 << 16)))
-    asyncio.run(backend.close())
-    context = multiprocessing.get_context("spawn")
-    dice = random.Random(5)
+def restore(location: Location, seed: int, log: str) -> None:
+    """Reads snapshots within a session, slowly, while they are forgotten and collected; notes what it read."""
 
-    def start(number: int) -> multiprocessing.process.BaseProcess:
-        if number < 2:
-            process = context.Process(target=clean, args=(str(root),), daemon=True)
-        else:
-            process = context.Process(
-                target=write, args=(str(root), dice.randrange(1 << 30), str(tmp_path / f"notes-{number}")), daemon=True
-            )
+    async def body() -> None:
+        dice = random.Random(seed)
+        repository = await Repository.open(location.open())
+        while True:
+            ids = await listed(repository)
+            if not ids:
+                await asyncio.sleep(0.05)
+                continue
+            try:
+                session = await repository.read_session(dice.choice(ids), beat_seconds=None)
+            except NotFound:
+                continue  # forgotten since
+            assert session.base is not None
+            await asyncio.sleep(dice.uniform(0, 0.5))
+            content = await read(repository, session.base)
+            note(log, f"= {session.base.snapshot} {sorted(content.items())!r}\n")
+            assert await session.abort(), "it was ended although it lives"
+
+    asyncio.run(body())
+
+
+ROLES = (clean, clean, write, write, write, write, restore)
+
+
+class Crew:
+    """The processes, each started anew when it is killed."""
+
+    def __init__(self, location: Location, folder: Path, seed: int) -> None:
+        self.killed: Counter[str] = Counter()
+        self._location = location
+        self._folder = folder
+        self._dice = random.Random(seed)
+        self._context: SpawnContext = multiprocessing.get_context("spawn")
+        self._processes: list[BaseProcess] = [self._start(number) for number in range(len(ROLES))]
+
+    def _start(self, number: int) -> BaseProcess:
+        arguments = (self._location, self._dice.randrange(1 << 30), str(self._folder / f"notes-{number}"))
+        process = self._context.Process(target=ROLES[number], args=arguments, daemon=True)
         process.start()
         return process
 
-    processes = [start(number) for number in range(4)]
-    try:
-        end = time.monotonic() + SECONDS
-        killed = 0
-        while time.monotonic() < end or killed < 2:
-            time.sleep(dice.uniform(0.8, 1.4))
-            number = dice.randrange(4)
-            assert processes[number].is_alive(), "a process failed by itself"
-            pid = processes[number].pid
+    def work(self, seconds: float, pause: tuple[float, float]) -> None:
+        """Kill one after the other for so long."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end or len(self.killed) < 2:
+            time.sleep(self._dice.uniform(*pause))
+            failed = [ROLES[number].__name__ for number, one in enumerate(self._processes) if not one.is_alive()]
+            assert not failed, f"failed by itself: {failed}"
+            number = self._dice.randrange(len(ROLES))
+            pid = self._processes[number].pid
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
-            processes[number].join(30)
-            killed += 1
-            processes[number] = start(number)
-    finally:
-        for process in processes:
+            self._processes[number].join(30)
+            self.killed[ROLES[number].__name__] += 1
+            self._processes[number] = self._start(number)
+
+    def end(self) -> None:
+        """Kill all."""
+        for process in self._processes:
             process.kill()
             process.join(30)
 
+
+def notes(folder: Path) -> tuple[dict[str, dict[int, int]], set[str], list[tuple[str, dict[int, int]]]]:
+    """What was committed, what was perhaps forgotten, and what was read."""
     known: dict[str, dict[int, int]] = {}
-    forgotten = set()
-    for notes in tmp_path.glob("notes-*"):
-        for line in notes.read_text().splitlines():
+    forgotten, restored = set(), []
+    for path in folder.glob("notes-*"):
+        for line in path.read_text().splitlines():
             sign, snapshot, *rest = line.split(" ", 2)
-            if sign == "+":
+            if sign == "-":
+                forgotten.add(snapshot)
+            elif sign == "+":
                 known[snapshot] = dict(literal_eval(rest[0]))
             else:
-                forgotten.add(snapshot)
+                restored.append((snapshot, dict(literal_eval(rest[0]))))
+    return known, forgotten, restored
 
-    async def look() -> None:
-        here = LocalBackend(root)
-        repository = await Repository.open(here)
-        there = set(await listed(repository))
-        assert known.keys() - forgotten <= there, "a committed snapshot is gone"
-        assert len(known) > 3
-        await sound(repository)
-        for snapshot in there:
-            try:
-                content = await read(repository, snapshot)
-            except NotFound:
-                continue
-            assert content == known.get(snapshot, content)
-        await collect(repository, fence_seconds=0)
-        await here.sweep(0)
-        report = await sound(repository, unreached=0)
-        assert report.snapshots == len(there)
-        assert not [name for name in files(root) if name.startswith("sessions/") or "/." in name]
-        await repository.forget(sorted(there))
-        await collect(repository)
-        assert {name.split("/")[0] for name in files(root)} == {"config", "keys", "log"}
-        await here.close()
 
-    asyncio.run(asyncio.wait_for(look(), 60))
+async def look(location: Location, folder: Path) -> tuple[int, int]:
+    """Zero loss, and after a final collection zero objects that nothing reaches; how many snapshots there were, and how many reads."""
+    known, forgotten, restored = notes(folder)
+    here = location.open()
+    repository = await Repository.open(here)
+    there = set(await listed(repository))
+    assert known.keys() - forgotten <= there, "a committed snapshot is gone"
+    assert len(known) > 3
+    assert all(content == known.get(snapshot, content) for snapshot, content in restored)
+    await sound(repository)
+    for snapshot in there:
+        content = await read(repository, snapshot)
+        assert content == known.get(snapshot, content)
+    # Every process was killed: its sessions need not be waited for.
+    await collect(repository, fence_seconds=3600.0)
+    await here.sweep(0)
+    report = await sound(repository, unreached=0)
+    assert report.snapshots == len(there)
+    left = [info.name async for info in here.list("")]
+    assert not [name for name in left if name.startswith("sessions/") or "/." in name]
+    await repository.forget(sorted(there))
+    await collect(repository)
+    assert {info.name.split("/")[0] async for info in here.list("")} == {"config", "keys", "log"}
+    await here.close()
+    return len(known), len(restored)
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        pytest.param(5.0, id="short"),
+        pytest.param(
+            float(os.environ.get("ICECORE_TORTURE_SECONDS", "300")),
+            id="long",
+            marks=[pytest.mark.torture, pytest.mark.timeout(7200)],
+        ),
+    ],
+)
+@pytest.mark.parametrize("place", PLACES)
+def test_processes_are_killed_at_random(
+    place: str, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What is spawned finds this module by its name; last on the path, so that the installed package comes first.
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2])])
+    with PLACES[place](tmp_path) as location:
+
+        async def make() -> None:
+            backend = location.open()
+            await Repository.create(backend, Parameters(shard_bytes=1 << 16))
+            await backend.close()
+
+        asyncio.run(make())
+        crew = Crew(location, tmp_path, seed=5)
+        try:
+            crew.work(seconds, (0.8, 1.4) if seconds < 60 else (0.3, 2.5))
+        finally:
+            crew.end()
+        committed, read_ = asyncio.run(asyncio.wait_for(look(location, tmp_path), 90))
+        print(f"{place}, {seconds:.0f} s: {committed} snapshots committed, {read_} restored, killed {dict(crew.killed)}")

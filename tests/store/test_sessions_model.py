@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -14,9 +15,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from icecore.errors import NotFound, SessionFenced
+from icecore.errors import NotFound, SessionFenced, StoreError
 from icecore.store import catalog
 from icecore.store.backend import Backend, Buffer, ObjectInfo
+from icecore.store.check import Report, check
+from icecore.store.faulty import Outcome
 from icecore.store.keys import Parameters
 from icecore.store.memory import MemoryBackend
 from icecore.store.repository import Repository
@@ -38,14 +41,39 @@ class GatedBackend(Backend):
         self.inner = inner
         self.open = False
         self.arrivals = 0
+        #: What becomes of the next call that is let through.
+        self.next = Outcome.PASS
         self.waiting: list[asyncio.Future[None]] = []
 
-    async def _pass(self) -> None:
+    async def _pass(self) -> bool:
+        """Wait for the gate; whether the reply to this call will be lost.
+
+        Raises:
+            StoreError: The call fails.
+        """
         self.arrivals += 1
-        if not self.open:
-            gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self.waiting.append(gate)
-            await gate
+        if self.open:
+            return False
+        gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.waiting.append(gate)
+        await gate
+        outcome, self.next = self.next, Outcome.PASS
+        if outcome is Outcome.FAIL:
+            raise StoreError("injected failure")
+        return outcome is Outcome.LOSE
+
+    async def _reply(self, work: Awaitable[T]) -> T:
+        """Pass a call on."""
+        try:
+            lost = await self._pass()
+        except BaseException:
+            work.close()  # type: ignore[attr-defined]
+            raise
+        try:
+            return await work
+        finally:
+            if lost:
+                raise StoreError("injected loss of a reply")
 
     def admit(self) -> None:
         """Let the call through that has waited longest."""
@@ -56,32 +84,28 @@ class GatedBackend(Backend):
                 return
 
     async def create(self, name: str, parts: Sequence[Buffer]) -> None:
-        await self._pass()
-        await self.inner.create(name, parts)
+        await self._reply(self.inner.create(name, parts))
 
     async def get(self, name: str, *, limit: int = 1 << 30) -> bytes:
-        await self._pass()
-        return await self.inner.get(name, limit=limit)
+        return await self._reply(self.inner.get(name, limit=limit))
 
     async def get_into(self, name: str, offset: int, out: memoryview) -> None:
-        await self._pass()
-        await self.inner.get_into(name, offset, out)
+        await self._reply(self.inner.get_into(name, offset, out))
 
     def read_into(self, name: str, offset: int, out: memoryview) -> None:
         self.inner.read_into(name, offset, out)
 
     async def size(self, name: str) -> int:
-        await self._pass()
-        return await self.inner.size(name)
+        return await self._reply(self.inner.size(name))
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        await self._pass()
+        if await self._pass():
+            raise StoreError("injected loss of a listing")
         async for info in self.inner.list(prefix):
             yield info
 
     async def delete(self, name: str) -> None:
-        await self._pass()
-        await self.inner.delete(name)
+        await self._reply(self.inner.delete(name))
 
 
 @dataclass
@@ -94,6 +118,8 @@ class Actor:
     content: Content = field(default_factory=dict)
     session: Session | None = None
     record: SnapshotRecord | None = None
+    troubled: bool = False
+    fences: int = 0
 
 
 class World:
@@ -108,6 +134,22 @@ class World:
         self.readers: list[tuple[Session, Content]] = []
         #: Snapshots of writers that vanished: each may have been committed, or not.
         self.orphaned: set[str] = set()
+        #: How often sessions may have been fenced although they are alive.
+        self.fences = 0
+        self.jumped = 0
+        self.clock = time.time_ns
+        self._graves: list[asyncio.Future[None]] = []
+
+    def jump(self, seconds: int) -> None:
+        """All clocks jump, forwards or back: silence that never was, or that nobody notices."""
+        self.jumped += seconds * 10**9
+        self.fences += 1
+        time.time_ns = lambda: self.clock() + self.jumped
+
+    def trouble(self, actor: Actor, outcome: Outcome) -> None:
+        """The actor's next call fails, or its reply is lost; what it is doing may then fail."""
+        actor.backend.next = outcome
+        actor.troubled = True
 
     def run(self, work: Awaitable[T]) -> T:
         return self.loop.run_until_complete(asyncio.wait_for(work, 60))
@@ -126,7 +168,7 @@ class World:
         async def start() -> asyncio.Task[object]:
             return asyncio.ensure_future(body())
 
-        actor = Actor(kind, backend, self.run(start()))
+        actor = Actor(kind, backend, self.run(start()), fences=self.fences)
         self.actors.append(actor)
         self.run(self._settle(actor, backend.arrivals))
         return actor
@@ -160,9 +202,19 @@ class World:
             result = actor.task.result()
         except (SessionFenced, NotFound):
             return  # fenced while it worked, or its base was forgotten before it began
+        except StoreError:
+            # A store that fails, or an object that a collector deleted because it was told that this session was dead.
+            assert actor.troubled or actor.kind == "collector" or self.fences > actor.fences
+            if actor.record is not None:
+                self.orphaned.add(actor.record.snapshot)
+            return
         if actor.kind == "writer":
             assert isinstance(result, str)
             self.snapshots[result] = actor.content
+        elif actor.kind == "checker":
+            assert isinstance(result, Report)
+            fenced = actor.troubled or self.fences > actor.fences
+            assert result.sound or fenced, [str(damage) for damage in result.damages]
         elif actor.kind == "reader":
             assert isinstance(result, Session)
             self.readers.append((result, actor.content))
@@ -192,7 +244,15 @@ class World:
         async def body(repository: Repository, actor: Actor) -> object:
             return await collect(repository, compact_below=compact_below, fence_seconds=fence_seconds)
 
+        if fence_seconds == 0:
+            self.fences += 1
         self.act("collector", body)
+
+    def look(self) -> None:
+        async def body(repository: Repository, actor: Actor) -> object:
+            return await check(repository)
+
+        self.act("checker", body)
 
     def forget(self, snapshots: list[str]) -> None:
         for record in self.run(self.repository.forget(snapshots)):
@@ -201,6 +261,8 @@ class World:
     def crash(self, actor: Actor) -> None:
         """An actor vanishes where it stands."""
         self.actors.remove(actor)
+        # Its calls never return; whoever waits for them must not be collected as garbage before the end.
+        self._graves += actor.backend.waiting
         actor.backend.waiting.clear()
         actor.task.cancel()
 
@@ -239,6 +301,8 @@ class World:
         self.check()
         while self.readers:
             self.end_reader(0)
+        # A dead session that seems to be of the future, as clocks went back, is fenced once its time has passed.
+        self.jump(10**9)
         self.run(collect(self.repository, fence_seconds=0))
         self.run(sound(self.repository, unreached=0))
         self.check()
@@ -247,6 +311,7 @@ class World:
             task.cancel()
         if pending:
             self.loop.run_until_complete(asyncio.wait(pending, timeout=1))
+        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         self.loop.run_until_complete(self.loop.shutdown_default_executor())
         self.loop.close()
 
@@ -287,6 +352,20 @@ class Sessions(RuleBasedStateMachine):
         if sum(actor.kind == "collector" for actor in self.world.actors) < 2:
             self.world.collect(compact_below=compact, fence_seconds=fence)
 
+    @rule(number=st.integers(0, 100), outcome=st.sampled_from([Outcome.FAIL, Outcome.LOSE]))
+    def trouble(self, number: int, outcome: Outcome) -> None:
+        if self.world.actors:
+            self.world.trouble(self.world.actors[number % len(self.world.actors)], outcome)
+
+    @rule(seconds=st.sampled_from([-86_400, -60, 60, 7200, 10**7]))
+    def jump(self, seconds: int) -> None:
+        self.world.jump(seconds)
+
+    @rule()
+    def checker(self) -> None:
+        if len(self.world.actors) < 6:
+            self.world.look()
+
     @rule(keep=st.integers(0, 3), number=st.integers(0, 100))
     def forget(self, keep: int, number: int) -> None:
         ids = list(self.world.snapshots)
@@ -311,7 +390,10 @@ class Sessions(RuleBasedStateMachine):
         self.world.check()
 
     def teardown(self) -> None:
-        self.world.end()
+        try:
+            self.world.end()
+        finally:
+            time.time_ns = self.world.clock
 
 
 TestSessions = Sessions.TestCase

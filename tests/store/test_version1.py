@@ -1,4 +1,4 @@
-"""A repository of format version 1, committed when the version was made, reads back: later code must go on reading it."""
+"""Repositories of past format versions, committed when the version was made, read back: later code must go on reading them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from icecore.store.cell import CELL_BYTES
 from icecore.store.check import check
@@ -13,20 +14,22 @@ from icecore.store.local import LocalBackend
 from icecore.store.loop import LoopThread
 from icecore.store.reader import SnapshotReader
 from icecore.store.repository import Repository
-from tests.store.version1 import CELLS, SNAPSHOTS, content
+from tests.store.version1 import CELLS, PASSPHRASE, SNAPSHOTS, content
 
-KEPT = Path(__file__).resolve().parent.parent / "data" / "repository-v1"
+DATA = Path(__file__).resolve().parent.parent / "data"
 
 
-def test_the_kept_repository_reads_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", ["repository-v1", "repository-v2-encrypted"])
+def test_the_kept_repository_reads_back(kept: str, tmp_path: Path) -> None:
     copy = tmp_path / "repository"
-    shutil.copytree(KEPT, copy)
+    shutil.copytree(DATA / kept, copy)
     with LoopThread() as loop:
 
         async def opened() -> Repository:
-            return await Repository.open(LocalBackend(copy))
+            return await Repository.open(LocalBackend(copy), passphrase=lambda: PASSPHRASE)
 
         repository = loop.run(opened())
+        assert repository.keys.encrypted == kept.endswith("encrypted")
         listed = loop.run(repository.snapshots())
         assert [record.snapshot for record in listed] == list(SNAPSHOTS)
         assert [record.parent for record in listed] == ["", SNAPSHOTS[0]]

@@ -420,14 +420,17 @@ def test_thrifty_objective_stores_less(here: Place) -> None:
     assert small.statistics.stored < 0.95 * quick.statistics.logical
 
 
-def test_a_region_where_deltas_failed_is_still_looked_at(here: Place) -> None:
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
+def test_a_region_where_deltas_failed_is_still_looked_at(encrypted: bool, tmp_path: Path) -> None:
     """Most cells are rewritten, so deltas are given up there for a while; a cell with few changed pages is found all the same."""
-    before = image(20, "random")
-    first = here.take(before)
-    content = image(20, "random", seed=9) | {cell: touch(before, [cell], pages=2, seed=1)[cell] for cell in (6, 13, 19)}
-    second = here.take(content, first)
-    assert np.flatnonzero(is_delta(second.records)).tolist() == [6, 13, 19]
-    assert here.content(second.snapshot) == content
+    with local_place(tmp_path / "repository", encrypted=encrypted) as here:
+        before = image(20, "random")
+        first = here.take(before)
+        few = {cell: touch(before, [cell], pages=2, seed=1)[cell] for cell in (6, 13, 19)}
+        content = image(20, "random", seed=9) | few
+        second = here.take(content, first)
+        assert np.flatnonzero(is_delta(second.records)).tolist() == [6, 13, 19]
+        assert here.content(second.snapshot) == content
 
 
 def test_what_pre_copy_made_a_delta_of_can_change_again(here: Place) -> None:

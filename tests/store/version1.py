@@ -1,4 +1,7 @@
-"""The small repository of format version 1 that is kept in tests/data: what is in it, and how it was made (``python -m tests.store.version1 DIRECTORY``)."""
+"""The small repositories of past versions that are kept in tests/data: what is in them, and how they were made.
+
+``python -m tests.store.version1 DIRECTORY``, with a passphrase behind it for the encrypted one, which is of format version 2.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from icecore.store.local import LocalBackend
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import MANIFEST_FORMAT, Manifest, Namespaces, OpenFile, Process, Region, Requirements, Sizes
 from icecore.store.repository import Repository
+from icecore.store.slots import Cost
 from icecore.store.writer import SnapshotWriter
 
 #: Pages of each cell: few, so that the repository stays small.
@@ -52,12 +56,21 @@ def content(snapshot: int, cell: int) -> tuple[npt.NDArray[np.bool_], npt.NDArra
     return data, zero, pages.tobytes()
 
 
-def make(directory: Path) -> None:
+#: Opens the encrypted one.
+PASSPHRASE = b"a passphrase that is no secret"
+
+
+def make(directory: Path, passphrase: bytes | None = None) -> None:
     """Write the repository."""
     with LoopThread() as loop:
 
         async def create() -> Repository:
-            return await Repository.create(LocalBackend(directory, create=True), Parameters(shard_bytes=1 << 20))
+            return await Repository.create(
+                LocalBackend(directory, create=True),
+                Parameters(shard_bytes=1 << 20),
+                passphrase=None if passphrase is None else lambda: passphrase,
+                cost=Cost(1 << 10, 2, 2),
+            )
 
         repository = loop.run(create())
         region = Region(ORIGIN, CELLS << 20, ORIGIN, 3, 0x22, "anonymous", "", True)
@@ -103,4 +116,4 @@ def make(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]))
+    make(Path(sys.argv[1]), *(text.encode() for text in sys.argv[2:]))

@@ -1,0 +1,101 @@
+"""Where a passphrase comes from: a file, a command, the environment, or who sits at the terminal; never the command line, which every process can read.
+
+It opens an encrypted repository and is asked for only then. What is found first counts: ICECORE_PASSPHRASE_FILE or ``passphrase_file``,
+ICECORE_PASSPHRASE_COMMAND or ``passphrase_command``, ICECORE_PASSPHRASE, the terminal. One line break at the end is not part of it.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from icecore.config import Config
+from icecore.errors import UsageError, WrongPassphrase
+
+#: Variables that hold a secret: never passed on to jobs and hooks.
+SECRET = ("ICECORE_PASSPHRASE", "ICECORE_NEW_PASSPHRASE", "ICECORE_TARGET_PASSPHRASE")
+_COMMAND_SECONDS = 60.0
+_MAX_BYTES = 4096
+
+Passphrase = Callable[[], bytes]
+
+
+def current(config: Config | None = None) -> Passphrase:
+    """What gives the passphrase that opens a repository; nothing is read before it is called.
+
+    Args:
+        config: Its ``passphrase_file`` and ``passphrase_command`` count; None: only the environment's.
+    """
+
+    def give() -> bytes:
+        file = config.passphrase_file if config else os.environ.get("ICECORE_PASSPHRASE_FILE", "")
+        command = config.passphrase_command if config else os.environ.get("ICECORE_PASSPHRASE_COMMAND", "")
+        return _find(file, command, "ICECORE_PASSPHRASE", "Passphrase: ", twice=False)
+
+    return give
+
+
+def given(file: str, command: str) -> Passphrase:
+    """What gives the passphrase of a repository that is copied to, from ICECORE_TARGET_PASSPHRASE where neither is named."""
+    return lambda: _find(file, command, "ICECORE_TARGET_PASSPHRASE", "Passphrase of the other repository: ", twice=False)
+
+
+def new(file: str = "", command: str = "", *, variable: str = "ICECORE_NEW_PASSPHRASE") -> Passphrase:
+    """What gives a passphrase that is to be set: from ``file``, from ``command``, from the environment's ``variable``, or asked for twice."""
+    return lambda: _find(file, command, variable, "New passphrase: ", twice=True)
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """``environment`` as others may see it."""
+    return {name: value for name, value in environment.items() if name not in SECRET}
+
+
+def _find(file: str, command: str, variable: str, prompt: str, *, twice: bool) -> bytes:
+    if file:
+        found, where = _read(file), file
+    elif command:
+        found, where = _ask(command), f"the command {command!r}"
+    elif os.environb.get(variable.encode()):
+        found, where = os.environb[variable.encode()], variable
+    elif sys.stdin is not None and sys.stdin.isatty():
+        found, where = _prompt(prompt, twice), "the terminal"
+    else:
+        raise WrongPassphrase(
+            "a passphrase is needed and none is given",
+            cure=f"name {variable}_FILE or {variable}_COMMAND, set {variable}, or work at a terminal",
+        )
+    found = found.removesuffix(b"\n").removesuffix(b"\r")
+    if not found or len(found) > _MAX_BYTES:
+        raise UsageError(f"a passphrase of {len(found)} bytes comes from {where}", cure=f"use 1 to {_MAX_BYTES} bytes")
+    return found
+
+
+def _read(file: str) -> bytes:
+    try:
+        with open(Path(file).expanduser(), "rb") as opened:
+            return opened.read(_MAX_BYTES + 3)
+    except OSError as error:
+        raise UsageError(f"the passphrase file {file} cannot be read: {error.strerror}", cure="correct its name or permissions") from error
+
+
+def _ask(command: str) -> bytes:
+    try:
+        done = subprocess.run(
+            ["/bin/sh", "-c", command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=_COMMAND_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"the passphrase command {command!r} took longer than {_COMMAND_SECONDS:.0f} s") from None
+    if done.returncode:
+        raise UsageError(f"the passphrase command {command!r} ended with status {done.returncode}", cure="correct it")
+    return done.stdout
+
+
+def _prompt(prompt: str, twice: bool) -> bytes:
+    given = getpass.getpass(prompt)
+    if twice and getpass.getpass("Once more: ") != given:
+        raise UsageError("the two passphrases differ", cure="try again")
+    return given.encode()

