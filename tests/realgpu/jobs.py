@@ -76,12 +76,14 @@ class Lab:
 
     # -- jobs
 
-    def plain(self, *words: str, environment: Mapping[str, str] | None = None) -> int:
+    def plain(
+        self, *words: str, environment: Mapping[str, str] | None = None, program: str | Path = sys.executable
+    ) -> int:
         """A process of this machine, as a user would have started it; its pid."""
         log = open(self.folder / f"log{len(self._started)}", "wb")  # noqa: SIM115 - inherited
         with log:
             process = subprocess.Popen(
-                [sys.executable, *words],
+                [program, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
+import subprocess
 import time
 from pathlib import Path
 
@@ -90,6 +93,50 @@ def test_a_program_without_pytorch(lab: Lab) -> None:
     lab.restore(result.snapshot)
     found = wait_lines(out, len(lines(out)) + 50)
     same(found, driver_api.expected(len(found), 64))
+
+
+@pytest.fixture
+def nvcc_program(lab: Lab) -> Path:
+    """The runtime's program, compiled with its static runtime."""
+    compiler = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    if not os.path.exists(compiler):
+        pytest.skip("there is no nvcc")
+    made = lab.folder / "others"
+    subprocess.run([compiler, "-O2", "-o", made, HERE / "others.cu"], check=True, timeout=120)
+    return made
+
+
+@pytest.mark.parametrize("library", ["nvcc", "cupy", "jax"])
+def test_other_libraries(library: str, lab: Lab, request: pytest.FixtureRequest) -> None:
+    """Against an uninterrupted run, from the first and the second of two snapshots."""
+    if library == "nvcc":
+        program = request.getfixturevalue("nvcc_program")
+    else:
+        needs(1, library)
+
+    def start(out: Path) -> int:
+        if library == "nvcc":
+            return lab.plain(str(out), program=program)
+        return lab.plain(str(HERE / "others.py"), library, str(out))
+
+    out, reference = lab.folder / "lines", lab.folder / "reference"
+    pid = start(out)
+    wait_lines(out, 50)
+    snapshots = [lab.dump(pid)]
+    wait_lines(out, len(lines(out)) + 50)
+    snapshots.append(lab.dump(pid))
+    lab.kill(pid)
+    found = []
+    for snapshot in snapshots:
+        assert snapshot.sizes.device >= 128 << 20
+        restored = lab.restore(snapshot.snapshot)
+        found.append(wait_lines(out, len(lines(out)) + 100))
+        lab.kill(restored.pid)
+    other = start(reference)
+    wanted = wait_lines(reference, max(map(len, found)))
+    lab.kill(other)
+    for one in found:
+        same(one, wanted)
 
 
 @pytest.mark.parametrize("managed", [False, True])
