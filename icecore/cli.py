@@ -45,7 +45,7 @@ def _common(parser: argparse.ArgumentParser, first: bool = False) -> None:
         return value if first else argparse.SUPPRESS
 
     group = parser.add_argument_group("common options")
-    group.add_argument("-r", "--repository", metavar="DIR", default=default(""), help="the repository (or ICECORE_REPOSITORY)")
+    group.add_argument("-r", "--repository", metavar="PLACE", default=default(""), help="the repository (or ICECORE_REPOSITORY)")
     group.add_argument("--config", metavar="FILE", default=default(""), help="a further configuration file")
     group.add_argument("--json", action="store_true", default=default(False), help="print JSON objects, one a line (docs/events.md)")
     group.add_argument("-q", "--quiet", action="store_true", default=default(False), help="show no progress")

@@ -319,14 +319,16 @@ class Collector:
     async def _silent(self, state: State) -> list[SessionRecord]:
         """Sessions that are taken for dead: their process has ended, or they gave no sign of life for long, by this machine's clock and theirs.
 
-        It decides when to fence, never what is safe to delete.
+        It decides when to fence, never what is safe to delete. A collector's session is the exception, as syncs wait for its end: what it asked
+        to delete may still be under way when its process has ended.
         """
         latest: dict[str, str] = {}
         async for info in self._backend.list(SESSIONS):
             latest[info.name.split("/")[1]] = info.name
         silent = []
         for record in state.sessions:
-            if has_ended(record.process):
+            ended = has_ended(record.process)
+            if ended and record.purpose != COLLECT:
                 silent.append(record)
                 continue
             heard = record.created_ns
@@ -337,7 +339,7 @@ class Collector:
                 except (ObjectMissing, Damaged):
                     continue  # it beats just now, or its sign cannot be read: let it live
             patience = self._options.fence_seconds
-            if record.purpose == COLLECT and patience:
+            if record.purpose == COLLECT and patience and not ended:
                 patience = max(patience, COLLECTOR_SECONDS)
             if time.time_ns() - heard > patience * 1e9:
                 silent.append(record)

@@ -95,7 +95,7 @@ def add(commands: Commands) -> None:
         more="What still reads stays as it is; snapshots that lost data stay listed, quarantined. Ends with status 9 if anything is lost.",
     )
     parser.add_argument("-n", "--dry-run", action="store_true", help="say what would be done, change nothing")
-    parser.add_argument("--from", dest="source", default="", metavar="DIR", help="a replica, where what is damaged is looked for first")
+    parser.add_argument("--from", dest="source", default="", metavar="PLACE", help="a replica, where what is damaged is looked for first")
     parser.add_argument(
         "--read-data", type=_share, default=1.0, metavar="PERCENT", help="read this share of the data only; other damage is not found (default: 100)"
     )

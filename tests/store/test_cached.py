@@ -49,6 +49,7 @@ def test_what_was_read_is_not_read_again(tmp_path: Path, shard: tuple[FaultyBack
         assert [(call.operation, call.bytes) for call in store.calls] == [("size", 0), ("get_into", 3 * MIB)]
         assert await read(cached, name, MIB - 1, 4 * MIB) == data[MIB - 1 :][: 4 * MIB]
         assert [(call.operation, call.bytes) for call in store.calls[2:]] == [("get_into", 2 * MIB)]
+        assert (cached.hits, cached.misses) == (2 * MIB + 1, 5 * MIB)
         assert await read(Cached(store, Blocks(tmp_path, 64 * MIB)), name, 5, 4 * MIB) == data[5 : 5 + 4 * MIB]
         assert len(store.calls) == 3, "another process finds it, and the object's size with it"
         whole = await cached.get(name)

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import msgspec
 import pytest
 
 from icecore.store.catalog import Pages
+from icecore.store.gc import COLLECT
 from icecore.store.keys import Parameters
 from icecore.store.local import LocalBackend
 from icecore.store.memory import MemoryBackend
@@ -107,5 +109,30 @@ def test_sessions_from_elsewhere_live_until_they_are_silent(process: Process | N
         assert (await collect(repository)).fenced == 0
         assert (await state_of(repository)).state.session(session.id) is not None
         assert (await collect(repository, fence_seconds=0)).fenced == 1
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_dead_collector_is_waited_for(ended: bool) -> None:
+    """Syncs rely on its session until its last deletion has taken place, which storage may be slow to do."""
+
+    async def body() -> None:
+        repository = await Repository.create(MemoryBackend())
+        session = await repository.begin(None, COLLECT, beat_seconds=None)
+        ours = this_process()
+        assert ours is not None
+        process = msgspec.structs.replace(ours, pid=(1 << 22) + 1) if ended else None
+
+        for hours, fenced in ((0, False), (1, ended), (25, True)):
+            heard = time.time_ns() - hours * 3600 * 10**9
+
+            async def change(state: State, pages: Pages, heard: int = heard) -> State:
+                sessions = [msgspec.structs.replace(one, process=process, created_ns=heard) for one in state.sessions]
+                return msgspec.structs.replace(state, sessions=sessions)
+
+            await repository.log.transact(change, "let time pass")
+            await collect(repository)
+            assert ((await state_of(repository)).state.session(session.id) is None) == fenced
 
     asyncio.run(body())
