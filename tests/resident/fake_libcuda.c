@@ -11,6 +11,7 @@
 #include <limits.h>
 #include <linux/futex.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -91,7 +92,7 @@ static void pass_door(void)
 		return result_; \
 	} while (0)
 
-static void *driver_thread(void *unused)
+static _Noreturn void *driver_thread(void *unused)
 {
 	(void)unused;
 	pthread_setname_np(pthread_self(), "cuda-EvtHandlr");
