@@ -1,4 +1,4 @@
-"""Builds the C programs: the job's init, the preload and the keeper of device memory; rule: without a compiler the installation goes on, and who misses one says so."""
+"""Builds the C programs: the init of jobs, preload and keeper for device memory; rule: without a compiler the installation goes on, and says what is missing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ INIT_FLAGS = [
 
 RESIDENT = "host/resident/"
 COMMON_FLAGS = ["-std=gnu11", "-O2", "-Wall", "-Wextra"]
-PRELOAD_FLAGS = [*COMMON_FLAGS, *("-fPIC", "-shared", "-fvisibility=hidden", "-Wl,-z,defs"), "-Wl,-soname,libicecore-resident.so"]
+PRELOAD_FLAGS = [
+    *COMMON_FLAGS,
+    *("-fPIC", "-shared", "-fvisibility=hidden", "-Wl,-z,defs"),
+    "-Wl,-soname,libicecore-resident.so",
+]
 PRELOAD_SOURCES = [
     f"{RESIDENT}{name}.c"
     for name in ("interpose", "allocate", "contexts", "table", "holding", "threads", "window", "agent")

@@ -124,11 +124,22 @@ static int map(int from, const struct resident_message *wanted)
 	return error;
 }
 
+/* Between park and unmap, somebody may hold the lock who waits for somebody that is parked. */
+static bool lock_for_a_while(void)
+{
+	struct timespec limit;
+
+	clock_gettime(CLOCK_REALTIME, &limit);
+	limit.tv_sec += 2;
+	return pthread_mutex_timedlock(&table_lock, &limit) == 0;
+}
+
 static int list(int to)
 {
 	int result = 0;
 
-	pthread_mutex_lock(&table_lock);
+	if (!lock_for_a_while())
+		return -1;
 	for (struct allocation *at = NULL; !result && (at = table_next(at, KIND_RESIDENT));) {
 		struct resident_message one = {
 			.version = RESIDENT_VERSION, .operation = AGENT_LIST,    .identity = at->identity, .address = at->address,
@@ -167,7 +178,10 @@ static void serve(int from)
 		lease = (int64_t)wanted.lease;
 	switch (wanted.operation) {
 	case AGENT_STATUS:
-		pthread_mutex_lock(&table_lock);
+		if (!lock_for_a_while()) {
+			answer.result = EBUSY;
+			break;
+		}
 		counts.unheld = count_unheld();
 		memcpy(answer.text, &counts, sizeof counts);
 		pthread_mutex_unlock(&table_lock);
@@ -195,7 +209,10 @@ static void serve(int from)
 	case AGENT_LEASE:
 		break;
 	case AGENT_REFRESH:
-		pthread_mutex_lock(&table_lock);
+		if (!lock_for_a_while()) {
+			answer.result = EBUSY;
+			break;
+		}
 		answer.result = state == RESIDENT_UNMAPPED ? EINVAL : holding_renew() ? 0 : ENOTCONN;
 		pthread_mutex_unlock(&table_lock);
 		break;
@@ -243,9 +260,12 @@ static void *agent(void *unused)
 			poll(NULL, 0, TICK_MILLISECONDS);
 			continue;
 		}
-		pthread_mutex_lock(&table_lock);
-		int keeper = holding_socket();
-		pthread_mutex_unlock(&table_lock);
+		int keeper = -1;
+		if (state == RESIDENT_RUNNING) { /* else whoever has the lock may be waiting for somebody who is parked */
+			pthread_mutex_lock(&table_lock);
+			keeper = holding_socket();
+			pthread_mutex_unlock(&table_lock);
+		}
 		struct pollfd ready[2] = {{.fd = listener, .events = POLLIN}, {.fd = keeper, .events = 0}};
 		poll(ready, 2, state == RESIDENT_RUNNING ? TICK_MILLISECONDS : TICK_PARKED_MILLISECONDS);
 		if (state != RESIDENT_RUNNING && (now() - last > FROZEN_NANOSECONDS || now() < last))
@@ -265,23 +285,12 @@ static void *agent(void *unused)
 	return NULL;
 }
 
-static void before_fork(void)
-{
-	enter();
-	pthread_mutex_lock(&start_lock);
-	pthread_mutex_lock(&table_lock);
-}
-
-static void after_fork(void)
-{
-	pthread_mutex_unlock(&table_lock);
-	pthread_mutex_unlock(&start_lock);
-	leave();
-}
-
-/* The child has none of the parent's device memory: CUDA itself does not work in it. It may begin anew. */
+/* The child has none of the parent's device memory: CUDA itself does not work in it. It may begin anew. Nothing was locked before the fork (a parked thread
+ * may hold what fork waits for), so whatever another thread was changing is dropped, not tidied up. */
 static void in_child(void)
 {
+	pthread_mutex_init(&table_lock, NULL);
+	pthread_mutex_init(&start_lock, NULL);
 	holding_of_child();
 	if (listening())
 		close(listener);
@@ -291,8 +300,7 @@ static void in_child(void)
 	allocations_of_child();
 	peers_of_child();
 	threads_of_child();
-	pthread_mutex_init(&table_lock, NULL);
-	pthread_mutex_init(&start_lock, NULL);
+	interposition_of_child();
 }
 
 void agent_start(void)
@@ -305,7 +313,7 @@ void agent_start(void)
 	pthread_mutex_lock(&start_lock);
 	if (!started) {
 		if (!prepared)
-			pthread_atfork(before_fork, after_fork, in_child);
+			pthread_atfork(NULL, NULL, in_child);
 		prepared = true;
 		pthread_attr_init(&attributes);
 		pthread_attr_setstacksize(&attributes, STACK);

@@ -108,7 +108,7 @@ class Agent:
                 return answer.count
             if answer.result != EAGAIN:
                 raise ResidentFailed(f"the threads of process {self.pid} could not be parked", answer.result)
-            threads = [int(word) for word in answer.text.rstrip(b"\0").split()]
+            threads = [int(word) for word in answer.text.partition(b"\0")[0].split()]
             unreached = signals.reach(self._tracee, self._as_seen_here(threads), answer.ordinal)
             if unreached or time.monotonic() > until:
                 self.go()
@@ -140,7 +140,7 @@ class Agent:
             send(connection, Message(Operation.AGENT_MAP, count=len(given)))
             for identity, descriptor in given.items():
                 send(connection, Message(Operation.AGENT_MAP, identity=identity), descriptor)
-            answer = _answer(connection, self._path)
+            answer = _last_answer(connection, self._path)
         if answer.result:
             raise ResidentFailed(f"the device memory of process {self.pid} could not be mapped", answer.result)
 
@@ -168,7 +168,7 @@ class Agent:
     def _ask(self, message: Message, seconds: float = 0.0) -> Message:
         with _connected(self._path, seconds + _ANSWER_SECONDS) as connection:
             send(connection, message)
-            return _answer(connection, self._path)
+            return _last_answer(connection, self._path)
 
     def _as_seen_here(self, threads: Sequence[int]) -> list[int]:
         """Thread ids of the process's own namespace as ids of this one."""
@@ -295,7 +295,9 @@ def _connected(path: Path, seconds: float) -> Iterator[socket.socket]:
         except (FileNotFoundError, ConnectionRefusedError) as error:
             raise NotFound(f"nobody answers at {path}") from error
         except (EOFError, ValueError, OSError) as error:
-            raise ResidentFailed(f"{path} did not answer ({error or 'it hung up'})", getattr(error, "errno", None) or 5) from error
+            raise ResidentFailed(
+                f"{path} did not answer ({error or 'it hung up'})", getattr(error, "errno", None) or 5
+            ) from error
 
 
 def _until(connection: socket.socket, end: Operation) -> Iterator[tuple[Message, int]]:
@@ -312,3 +314,13 @@ def _answer(connection: socket.socket, path: Path) -> Message:
         os.close(descriptor)
         raise ValueError(f"{path} sent a descriptor")
     return message
+
+
+def _last_answer(connection: socket.socket, path: Path) -> Message:
+    """An agent's, which then closes its end: only after that may its process be checkpointed."""
+    message = _answer(connection, path)
+    try:
+        receive(connection)
+    except EOFError:
+        return message
+    raise ValueError(f"{path} went on after its answer")

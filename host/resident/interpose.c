@@ -76,6 +76,11 @@ const struct driver *driver(void)
 	return loaded > 0 ? &calls : NULL;
 }
 
+void interposition_of_child(void)
+{
+	pthread_mutex_init(&load_lock, NULL);
+}
+
 /* For the entry below: ours for a symbol of libcuda's, or NULL. */
 __attribute__((visibility("hidden"), used)) void *resident_lookup(void *library, const char *symbol)
 {

@@ -43,6 +43,9 @@ void table_remove(struct allocation *what);
 struct allocation *table_next(struct allocation *after, enum kind kind); /* from NULL on; until NULL */
 void table_clear(void);
 
+/* interpose.c */
+void interposition_of_child(void);
+
 /* allocate.c */
 const uint8_t *device_uuid(CUdevice device);
 CUresult set_access(const struct allocation *what);

@@ -1,19 +1,22 @@
 """Threads that block the signal with which a process is parked; rule: each gets its own mask back (the signal's handler does that) as it goes on.
 
-In-process there is no way to reach such a thread: sending the signal would even make a ``sigwait`` of the application's return it. From outside,
-ptrace(2) can change its mask while it stands still.
+The C library lets nobody block that signal; runtimes that make system calls of their own do. From outside, ptrace(2) changes a thread's mask while it
+stands still.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import struct
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 _SEIZE, _INTERRUPT, _DETACH, _GETSIGMASK, _SETSIGMASK = 0x4206, 0x4207, 17, 0x420A, 0x420B
 _WALL = 0x40000000
-_TGKILL = {"x86_64": 234, "aarch64": 131}
+_TGSIGQUEUEINFO = {"x86_64": 297, "aarch64": 240}
+_SI_QUEUE, _PARK_VALUE = -1, 0x69636563  # as threads.c has it
 _STOP_SECONDS = 1.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -46,9 +49,22 @@ def _reach(pid: int, thread: int, number: int) -> bool:
         mask.value &= ~(1 << (number - 1))
         if not _ptrace(_SETSIGMASK, thread, 8, ctypes.addressof(mask)):
             return False
-        return int(_libc.syscall(_TGKILL[os.uname().machine], pid, thread, number)) == 0
+        return _pending(pid, thread, number) or _send(pid, thread, number)
     finally:
         _ptrace(_DETACH, thread)
+
+
+def _pending(pid: int, thread: int, number: int) -> bool:
+    """Whether it was sent already: one signal too many would wait, blocked, for ever."""
+    text = Path(f"/proc/{pid}/task/{thread}/status").read_text()
+    return bool(int(text.partition("\nSigPnd:\t")[2].split()[0], 16) >> (number - 1) & 1)
+
+
+def _send(pid: int, thread: int, number: int) -> bool:
+    info = ctypes.create_string_buffer(
+        struct.pack("iiiiiiQ", number, 0, _SI_QUEUE, 0, os.getpid(), os.getuid(), _PARK_VALUE), 128
+    )
+    return int(_libc.syscall(_TGSIGQUEUEINFO[os.uname().machine], pid, thread, number, info)) == 0
 
 
 def _wait_stopped(thread: int) -> bool:

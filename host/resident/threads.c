@@ -1,5 +1,9 @@
-/* Parking: every thread but ours and the driver's own waits in the handler of a real-time signal; rule: nobody is parked while it is in one of our calls
- * (it may hold our lock): such a thread parks itself as it leaves.
+/* Parking: every thread but ours and the driver's own waits in a signal's handler; rule: nobody is parked while it is in one of our calls (it may hold our
+ * lock): such a thread parks itself as it leaves.
+ *
+ * The signal is the one with which the C library has every thread change its user id: applications cannot block it, nor wait for it, because the library
+ * takes it out of their sets. Any other would be returned by a sigwait for all signals, and nothing tells from outside that a thread is in one. Ours come
+ * with a value; what comes without is the library's, and passed on. Who blocks it all the same (not through the library) is helped from outside, by ptrace.
  *
  * What a parked thread may hold is the C library's: the allocator's lock, or the loader's. The driver would wait for it without end. So a thread of ours
  * takes each of these once everybody is parked; where it does not get them, everybody is let go, and another moment is tried.
@@ -22,24 +26,37 @@
 
 #include "resident.h"
 
+#define PARK_SIGNAL 33 /* SIGSETXID */
+#define PARK_VALUE 0x69636563
+
 #define SEATS 65536 /* threads that can be parked */
 #define PASS_NANOSECONDS 2000000ll
 #define PROBE_NANOSECONDS 300000000ll
+#define SETTLE_NANOSECONDS 50000000ll
 #define BLOCKED_NANOSECONDS 20000000ll /* the C library blocks signals for shorter than that */
 
-enum { ASKED = 1, BLOCKED, PARKED, INSIDE };
+enum { ASKED = 1, BLOCKED, REPORTED, PARKED, INSIDE }; /* REPORTED: whoever was told of it sends the signal */
 
 static struct seat {
-	atomic_int thread, state, helped; /* helped: it had blocked the signal */
+	atomic_int thread, state;
 } seats[SEATS];
 
 static atomic_int gate;     /* odd: closed */
 static atomic_int arrivals; /* changes whenever somebody has parked, or is found inside */
-static int park_signal;
 static pid_t agent_thread, probe_thread;
 static atomic_int probes_wanted, probes_done;
 static unsigned seated; /* places taken in `seats` */
-static struct sigaction ours;
+
+struct kernel_sigaction { /* the C library's own sigaction refuses this signal */
+	union {
+		void (*handler)(int, siginfo_t *, void *);
+		void *plain;
+	};
+	unsigned long flags;
+	void (*restorer)(void);
+	unsigned long mask;
+};
+static struct kernel_sigaction librarys;
 
 /* The signal's handler reads them: static storage, no lazy allocation. */
 static __thread volatile sig_atomic_t inside __attribute__((tls_model("initial-exec")));
@@ -117,13 +134,19 @@ static void sit(void)
 static void on_signal(int number, siginfo_t *info, void *context)
 {
 	int error = errno;
-	struct seat *seat = atomic_load(&gate) & 1 ? find_seat(self()) : NULL;
+	struct seat *seat;
 
-	(void)info;
-	if (seat) {
-		/* One that had blocked the signal was helped from outside; it finds its mask as it was. */
-		if (atomic_load(&seat->helped))
-			sigaddset(&((ucontext_t *)context)->uc_sigmask, number);
+	if (info->si_code != SI_QUEUE || info->si_value.sival_int != PARK_VALUE) {
+		if (librarys.plain && librarys.plain != SIG_IGN)
+			librarys.handler(number, info, context);
+		errno = error;
+		return;
+	}
+	seat = find_seat(self());
+	/* One that had blocked the signal was helped from outside; it finds its mask as it was. */
+	if (seat && atomic_load(&seat->state) == REPORTED)
+		*(unsigned long *)&((ucontext_t *)context)->uc_sigmask |= 1ul << (number - 1);
+	if (seat && atomic_load(&gate) & 1) {
 		if (inside) {
 			asked_inside = 1;
 			arrive(seat, INSIDE);
@@ -145,13 +168,13 @@ void leave(void)
 	inside--;
 	atomic_signal_fence(memory_order_seq_cst);
 	if (!inside && asked_inside) {
-		sigset_t all, before;
+		const unsigned long all = ~0ul;
+		unsigned long before;
 		int error = errno;
 		asked_inside = 0;
-		sigfillset(&all);
-		pthread_sigmask(SIG_BLOCK, &all, &before);
+		syscall(SYS_rt_sigprocmask, SIG_SETMASK, &all, &before, 8);
 		sit();
-		pthread_sigmask(SIG_SETMASK, &before, NULL);
+		syscall(SYS_rt_sigprocmask, SIG_SETMASK, &before, NULL, 8);
 		errno = error;
 	}
 }
@@ -187,9 +210,7 @@ static int look_at(int thread)
 	if (!strncmp(text, "Name:\tcuda", 10) || !strncmp(text, "Name:\tiou-", 10))
 		return NOT_OURS;
 	found = strstr(text, "\nSigBlk:\t");
-	if (found && (strtoull(found + 9, NULL, 16) >> (park_signal - 1) & 1))
-		return BLOCKS;
-	return WATCHED;
+	return found && (strtoull(found + 9, NULL, 16) >> (PARK_SIGNAL - 1) & 1) ? BLOCKS : WATCHED;
 }
 
 struct directory_entry {
@@ -199,6 +220,46 @@ struct directory_entry {
 	unsigned char type;
 	char name[];
 };
+
+#ifdef __x86_64__
+#define RESTORER_FLAG 0x04000000ul
+void resident_return_from_signal(void);
+__asm__(".text\n.local resident_return_from_signal\n.type resident_return_from_signal, @function\n"
+	"resident_return_from_signal:\n\tmov $15, %rax\n\tsyscall\n");
+#else
+#define resident_return_from_signal NULL /* the vDSO has it */
+#define RESTORER_FLAG 0
+#endif
+
+static int claim_signal(void)
+{
+	struct kernel_sigaction found;
+
+	if (syscall(SYS_rt_sigaction, PARK_SIGNAL, NULL, &found, 8))
+		return errno;
+	if (found.handler == on_signal)
+		return 0;
+	librarys = found;
+	struct kernel_sigaction ours = {
+		.handler = on_signal,
+		.flags = SA_SIGINFO | SA_RESTART | SA_ONSTACK | RESTORER_FLAG,
+		.restorer = resident_return_from_signal,
+		.mask = ~0ul,
+	};
+	return syscall(SYS_rt_sigaction, PARK_SIGNAL, &ours, NULL, 8) ? errno : 0;
+}
+
+static long ask_to_park(int thread)
+{
+	siginfo_t info = {0};
+
+	info.si_signo = PARK_SIGNAL;
+	info.si_code = SI_QUEUE;
+	info.si_pid = getpid();
+	info.si_uid = getuid();
+	info.si_value.sival_int = PARK_VALUE;
+	return syscall(SYS_rt_tgsigqueueinfo, getpid(), thread, PARK_SIGNAL, &info);
+}
 
 /* One pass over all threads; the number of those that are not parked yet, or -1. `blocked` receives those that block the signal. */
 static int pass(char *blocked, size_t room, bool ask)
@@ -225,47 +286,28 @@ static int pass(char *blocked, size_t room, bool ask)
 			if (what == GONE || what == NOT_OURS)
 				continue;
 			waiting++;
-			if (state == ASKED || state == INSIDE || !ask)
+			if (state == ASKED || state == INSIDE || !ask || (state == REPORTED && what != BLOCKS))
 				continue;
 			if (!seat && !(seat = take_seat(thread))) {
 				waiting = -1;
 				goto out;
 			}
 			if (what == BLOCKS) {
-				atomic_store(&seat->helped, 1);
-				atomic_store(&seat->state, BLOCKED);
-				if (room - written > 12)
-					written += (size_t)snprintf(blocked + written, room - written, "%d ", thread);
+				if (room - written <= 12)
+					continue; /* told of with the next answer */
+				if (state != REPORTED)
+					atomic_store(&seat->state, BLOCKED);
+				written += (size_t)snprintf(blocked + written, room - written, "%d ", thread);
 				continue;
 			}
 			atomic_store(&seat->state, ASKED);
-			if (syscall(SYS_tgkill, getpid(), thread, park_signal) && errno == EAGAIN)
+			if (ask_to_park(thread) && errno == EAGAIN)
 				atomic_store(&seat->state, 0); /* too many signals pending: asked again in the next pass */
 		}
 	}
 out:
 	close(tasks);
 	return waiting;
-}
-
-/* The signal is the first of its kind that nobody uses; an application that took it since is given it back. */
-static int claim_signal(void)
-{
-	struct sigaction found;
-
-	if (park_signal && !sigaction(park_signal, NULL, &found) && found.sa_sigaction == on_signal)
-		return 0;
-	for (int number = SIGRTMIN + 6; number <= SIGRTMAX; number++)
-		if (!sigaction(number, NULL, &found) && !(found.sa_flags & SA_SIGINFO) && found.sa_handler == SIG_DFL) {
-			ours.sa_sigaction = on_signal;
-			ours.sa_flags = SA_SIGINFO | SA_RESTART | SA_ONSTACK;
-			sigfillset(&ours.sa_mask);
-			if (sigaction(number, &ours, NULL))
-				return errno;
-			park_signal = number;
-			return 0;
-		}
-	return EBUSY;
 }
 
 unsigned park_count(void)
@@ -298,6 +340,13 @@ static bool all_here_or_inside(void)
 	return true;
 }
 
+static void report(void)
+{
+	for (unsigned at = 0; at < SEATS; at++)
+		if (atomic_load(&seats[at].state) == BLOCKED)
+			atomic_store(&seats[at].state, REPORTED);
+}
+
 int park_begin(int64_t until, struct resident_message *answer)
 {
 	bool begun = atomic_load(&gate) & 1;
@@ -311,7 +360,7 @@ int park_begin(int64_t until, struct resident_message *answer)
 		seated = 0;
 		atomic_fetch_add(&gate, 1);
 	}
-	answer->ordinal = park_signal;
+	answer->ordinal = PARK_SIGNAL;
 	for (;;) {
 		int seen = atomic_load(&arrivals), waiting = pass(answer->text, sizeof answer->text, true);
 		if (waiting < 0) {
@@ -323,8 +372,10 @@ int park_begin(int64_t until, struct resident_message *answer)
 			answer->count = park_count();
 			return 0;
 		}
-		if (answer->text[0] && now() > patience)
+		if (answer->text[0] && now() > patience) {
+			report();
 			return EAGAIN; /* whoever asked can help them, and goes on */
+		}
 		if (now() > until) {
 			park_end();
 			return ETIMEDOUT;
@@ -357,15 +408,23 @@ static bool allocator_is_free(void)
 
 int park_settle(int64_t until)
 {
+	int64_t suspicious = now() + SETTLE_NANOSECONDS;
 	int calm = 0;
+	bool is_free = false;
 
 	if (!(atomic_load(&gate) & 1))
 		return EINVAL;
 	for (;;) {
 		int seen = atomic_load(&arrivals), waiting = pass(NULL, 0, false);
 		calm = waiting == 0 ? calm + 1 : 0;
-		if (calm == 2)
-			return allocator_is_free() ? 0 : EAGAIN;
+		/* One that does not arrive may be waiting for what somebody who is parked holds. */
+		if (calm == 2 || (!is_free && now() > suspicious)) {
+			is_free = allocator_is_free();
+			if (!is_free)
+				return EAGAIN;
+			if (calm == 2)
+				return 0;
+		}
 		if (waiting < 0 || now() > until) {
 			park_end();
 			return waiting < 0 ? ENOSPC : ETIMEDOUT;

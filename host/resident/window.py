@@ -1,6 +1,6 @@
-"""Around the driver's checkpoint: a process's memory taken away, and given back; rule: left by an exception, the process runs with its memory.
+"""Around the driver's checkpoint: memory taken away and given back; rule: left by an exception, the process runs with its memory.
 
-What the driver's own lock is for: it lets the work on the device come to an end and stops callers at the door, so that no thread is parked in the middle of a call.
+The driver's own lock lets the work on the device come to an end and stops callers at the door, so that no thread is parked in the middle of a call.
 """
 
 from __future__ import annotations

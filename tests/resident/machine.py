@@ -79,7 +79,9 @@ class Machine:
         wanted = str(self.directory / "keeper")
         for name in os.listdir("/proc"):
             with suppress(OSError):
-                if name.isdecimal() and Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0")[1:2] == [wanted.encode()]:
+                if name.isdecimal() and Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0")[1:2] == [
+                    wanted.encode()
+                ]:
                     return int(name)
         raise AssertionError("no keeper runs")
 
@@ -132,7 +134,12 @@ class Process:
         self.log = machine.root / f"log-{len(machine.processes)}"
         with open(self.log, "wb") as log:
             self._process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True
+                command,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
             )
         self._rest = b""
         self.pid = self._process.pid

@@ -1,8 +1,8 @@
 /* A job under load: threads rewrite device buffers, and check before each time that they hold what was written last; links libcuda.
  *
- *     stress THREADS BUFFERS MIB
+ *     stress THREADS BUFFERS MIB DEVICES
  *
- * Beside them: threads that are born and die, one that forks, one that sleeps, one that waits for all signals with sigwait, one that is always within the
+ * Beside them: threads that are born and die, one that forks, one that sleeps, one that waits for all signals with sigwait, one that blocks them, one that is always within the
  * driver, and all allocate from the C library. Standard input's end ends it; it prints its rounds, or what was wrong, with a status of 1.
  */
 #define _GNU_SOURCE
@@ -13,6 +13,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -137,13 +138,23 @@ static void *waiting(void *unused)
 
 	sigfillset(&all);
 	pthread_sigmask(SIG_BLOCK, &all, NULL);
-	for (;;) {
-		if (sigwait(&all, &number) == 0)
+	for (;;)
+		if (sigwait(&all, &number) == 0 && number != SIGCHLD)
 			wrong("signal", number);
-		sigset_t now;
-		pthread_sigmask(SIG_BLOCK, NULL, &now);
-		if (!sigismember(&now, SIGRTMIN + 6))
-			wrong("mask", 0);
+	return unused;
+}
+
+/* As a runtime that makes its system calls itself. */
+static void *blocking(void *unused)
+{
+	unsigned long all = ~0ul, found;
+
+	syscall(SYS_rt_sigprocmask, SIG_SETMASK, &all, NULL, 8);
+	for (;;) {
+		usleep(500);
+		syscall(SYS_rt_sigprocmask, SIG_SETMASK, NULL, &found, 8);
+		if ((found | 1ul << (SIGKILL - 1) | 1ul << (SIGSTOP - 1)) != all)
+			wrong("mask", (long)found);
 	}
 	return unused;
 }
@@ -162,7 +173,7 @@ static void *driving(void *unused)
 
 int main(int count, char **arguments)
 {
-	void *(*const others[])(void *) = {bearing, forking, sleeping, waiting, driving};
+	void *(*const others[])(void *) = {bearing, forking, sleeping, waiting, blocking, driving};
 	pthread_t made[64], other;
 
 	if (count != 5)

@@ -27,7 +27,12 @@ def entry(name: str, version: int = 13000, flags: int = 0, older: bool = False) 
         again = ctypes.c_void_p()
         status = ctypes.c_int()
         ask = (ctypes.byref(found), version, ctypes.c_ulonglong(flags), ctypes.byref(status))
-        assert cuda.cuGetProcAddress_v2(b"cuGetProcAddress", ctypes.byref(again), 12000, ctypes.c_ulonglong(0), ctypes.byref(status)) == 0
+        assert (
+            cuda.cuGetProcAddress_v2(
+                b"cuGetProcAddress", ctypes.byref(again), 12000, ctypes.c_ulonglong(0), ctypes.byref(status)
+            )
+            == 0
+        )
         kind = ctypes.CFUNCTYPE(
             ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_ulonglong, ctypes.c_void_p
         )

@@ -53,7 +53,9 @@ def test_a_device_without_virtual_memory_stays_with_the_driver(machine: Machine)
         process.agent.report()
 
 
-@pytest.mark.parametrize("how", ["no context", "nothing", "everything", "more than there is", "a wrong pointer", "pitch", "twice"])
+@pytest.mark.parametrize(
+    "how", ["no context", "nothing", "everything", "more than there is", "a wrong pointer", "pitch", "twice"]
+)
 def test_answers_are_the_drivers(machine: Machine, how: str) -> None:
     tries = {
         "no context": "[cuda.cuInit(0), alloc(4 * MIB)]",
@@ -92,7 +94,12 @@ def test_in_a_stream_capture_a_release_is_deferred(machine: Machine, target: Tar
 
 
 @pytest.mark.parametrize(
-    "end", ["cuda.cuCtxDestroy_v2(ctypes.c_void_p(context))", "cuda.cuDevicePrimaryCtxReset_v2(0)", "cuda.cuDevicePrimaryCtxRelease_v2(0)"]
+    "end",
+    [
+        "cuda.cuCtxDestroy_v2(ctypes.c_void_p(context))",
+        "cuda.cuDevicePrimaryCtxReset_v2(0)",
+        "cuda.cuDevicePrimaryCtxRelease_v2(0)",
+    ],
 )
 def test_a_contexts_memory_ends_with_it(machine: Machine, target: Target, end: str) -> None:
     kept = target("alloc(2 * MIB)")[1]
