@@ -1,4 +1,4 @@
-"""Builds the C programs: the init of jobs, preload and keeper for device memory; rule: without a compiler the installation goes on, and says what is missing."""
+"""Builds the C programs: init of jobs, preload and keeper for device memory; rule: without a compiler the installation goes on and says what is missing."""
 
 from __future__ import annotations
 

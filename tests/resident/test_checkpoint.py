@@ -57,8 +57,9 @@ class Job(Process):
         return int(words[0]), int(words[1]), words[2]
 
 
-def _wait_beyond(job: Job, steps: int) -> None:
-    until(lambda: job.state()[0] > steps)
+def _wait_for_steps(job: Job, more: int) -> None:
+    beyond = job.state()[0] + more
+    until(lambda: job.state()[0] >= beyond)
 
 
 @parametrize
@@ -78,7 +79,6 @@ def test_killed_and_brought_back(criu: Criu, machine: Machine, tmp_path: Path) -
             job._process.wait(10)
         until(lambda: not os.path.exists(f"/proc/{job.pid}"))
         assert machine.used() == 8 * MIB
-        steps = job.state()[0]
         [held] = machine.keeper.processes()
         assert (held.retained, held.size) == (True, 8 * MIB)
         subprocess.run(
@@ -89,7 +89,7 @@ def test_killed_and_brought_back(criu: Criu, machine: Machine, tmp_path: Path) -
         report = agent.report()
         assert (report.state, report.token) == (State.UNMAPPED, held.token)
         give_back(agent)
-        _wait_beyond(job, steps + 3)
+        _wait_for_steps(job, 4)
         now = job.state()
         assert now[0] == now[1]
         assert now[2] == before[2]
