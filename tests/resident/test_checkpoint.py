@@ -53,7 +53,7 @@ class Job(Process):
 
     def state(self) -> tuple[int, int, str]:
         """(steps, steps counted on the device, hash)."""
-        words = self.out.read_text().split()
+        words = self.out.read_text().split() or ["0", "0", ""]
         return int(words[0]), int(words[1]), words[2]
 
 
