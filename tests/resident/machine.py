@@ -18,6 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from icecore.errors import NotFound
+from icecore.host import procfs
 from icecore.host.resident import keeper
 from icecore.host.resident.client import Agent, Keeper
 
@@ -32,6 +34,14 @@ def until(what: Callable[[], object], seconds: float = SECONDS) -> None:
     while not what():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.005)
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, reaped or not."""
+    try:
+        return procfs.is_zombie(pid)
+    except NotFound:
+        return True
 
 
 def build(folder: Path) -> None:
@@ -89,7 +99,7 @@ class Machine:
         """End the keeper as the kernel would."""
         pid = self.keeper_pid()
         os.kill(pid, signal.SIGKILL)
-        until(lambda: not Path(f"/proc/{pid}").exists())
+        until(lambda: gone(pid))
 
     def environment(self, resident: bool = True) -> dict[str, str]:
         """What a process needs."""

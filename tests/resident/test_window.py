@@ -16,7 +16,7 @@ from icecore.host.resident.client import Agent, ResidentFailed, State
 from icecore.host.resident.window import give_back, take_away
 
 from .conftest import NewMachine
-from .machine import MIB, Machine, Process, Target, until
+from .machine import MIB, Machine, Process, Target, gone, until
 
 
 def take(process: Process, lease: float = 30.0) -> int:
@@ -196,9 +196,9 @@ def test_a_keeper_ends_once_it_is_of_no_use(machine: Machine, loaded: tuple[Targ
     pid = machine.keeper_pid()
     (machine.directory / "keeper").unlink()
     time.sleep(3)
-    assert os.path.exists(f"/proc/{pid}")  # it holds something
+    assert not gone(pid)  # it holds something
     loaded[0].end()
-    until(lambda: not os.path.exists(f"/proc/{pid}"))
+    until(lambda: gone(pid))
 
 
 def test_an_application_that_closes_all_descriptors(machine: Machine, loaded: tuple[Target, int, str]) -> None:
