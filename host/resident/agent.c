@@ -21,6 +21,7 @@
 #define TICK_MILLISECONDS 1000
 #define TICK_PARKED_MILLISECONDS 50
 #define FROZEN_NANOSECONDS 500000000ll
+#define START_MILLISECONDS 1000
 #define STACK ((size_t)1 << 20)
 
 static pthread_mutex_t start_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -56,8 +57,8 @@ static bool listen_again(void)
 		close(made);
 		return false;
 	}
-	listener = made;
 	listener_inode = found.st_ino;
+	__atomic_store_n(&listener, made, __ATOMIC_RELEASE);
 	return true;
 }
 
@@ -325,6 +326,9 @@ void agent_start(void)
 			__atomic_store_n(&started, true, __ATOMIC_RELEASE);
 		pthread_sigmask(SIG_SETMASK, &before, NULL);
 		pthread_attr_destroy(&attributes);
+		/* Whoever has resident memory has an agent: a dump could begin with this call's return. */
+		for (int i = 0; i < START_MILLISECONDS && started && __atomic_load_n(&listener, __ATOMIC_ACQUIRE) < 0; i++)
+			poll(NULL, 0, 1);
 	}
 	pthread_mutex_unlock(&start_lock);
 }
