@@ -195,6 +195,16 @@ static int read_small(const char *path, char *into, size_t size)
 
 enum { WATCHED, GONE, NOT_OURS, BLOCKS };
 
+/* The driver calls its threads "cuda-EvtHandlr", "cuda00001400006", …; those of a program that is called like that inherit its name. */
+static bool drivers_name(int thread, const char *name)
+{
+	char leader[32];
+
+	if (strncmp(name, "cuda", 4) || (name[4] != '-' && (name[4] < '0' || name[4] > '9')) || thread == getpid())
+		return false;
+	return read_small("/proc/self/comm", leader, sizeof leader) || strncmp(name, leader, strlen(leader));
+}
+
 /* What is to be made of a thread that is not parked. */
 static int look_at(int thread)
 {
@@ -207,7 +217,7 @@ static int look_at(int thread)
 		return WATCHED;
 	if (found[8] == 'Z' || found[8] == 'X')
 		return GONE;
-	if (!strncmp(text, "Name:\tcuda", 10) || !strncmp(text, "Name:\tiou-", 10))
+	if (drivers_name(thread, text + 6) || !strncmp(text, "Name:\tiou-", 10))
 		return NOT_OURS;
 	found = strstr(text, "\nSigBlk:\t");
 	return found && (strtoull(found + 9, NULL, 16) >> (PARK_SIGNAL - 1) & 1) ? BLOCKS : WATCHED;

@@ -2,7 +2,7 @@
 
     python3 tests/resident/gpu_probe.py [--gb 8] [--steps 60] [--criu PATH] [--seconds 540] [PART ...]
 
-As root, with torch, cuda.bindings and gcc. Parts, in this order unless named: doors, answers, overhead, fingerprint, window, driver, kill. Each
+As root, with torch, cuda.bindings and gcc. Parts, in this order unless named: doors, answers, overhead, fingerprint, window, stress, driver, kill. Each
 prints as it goes and `OK` or `FAILED` at its end; no process is left behind; the last lines sum up. The status is 1 where a part failed.
 """
 
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("doors", "answers", "overhead", "fingerprint", "window", "driver", "kill")
+PARTS = ("doors", "answers", "overhead", "fingerprint", "window", "stress", "driver", "kill")
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -60,6 +60,43 @@ for step in range(steps):
 assert check() == total, "the ballast changed"
 with open(out, "a") as file:
     file.write("end 0 0\\n")
+"""
+
+STRESS = """
+import random, sys, threading, time, torch
+stop = threading.Event()
+rounds = [0] * 6
+def work(n):
+    torch.cuda.set_device(n % torch.cuda.device_count())
+    stream, rng = torch.cuda.Stream(), random.Random(n)
+    with torch.cuda.stream(stream):
+        sizes = [rng.choice((1 << 12, 3 << 20, 17 << 20, 130 << 20)) for _ in range(6)]
+        values = [rng.randrange(200) for _ in sizes]
+        buffers = [torch.full((size,), v, dtype=torch.uint8, device="cuda") for size, v in zip(sizes, values)]
+        while not stop.is_set():
+            k = rng.randrange(6)
+            if not bool((buffers[k] == values[k]).all()):
+                print("WRONG", n, k, flush=True)
+                stop.set()
+            values[k] = (values[k] + 7) % 251
+            if rng.random() < 0.1:
+                buffers[k] = None
+                if rng.random() < 0.3:
+                    torch.cuda.empty_cache()
+                buffers[k] = torch.full((sizes[k],), values[k], dtype=torch.uint8, device="cuda")
+            else:
+                buffers[k].fill_(values[k])
+            rounds[n] += 1
+threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
+for t in threads: t.start()
+while min(rounds) < 20 and not stop.is_set(): time.sleep(0.05)
+print("ready", flush=True)
+sys.stdin.readline()
+good = not stop.is_set()
+stop.set()
+for t in threads: t.join()
+print("rounds", rounds, flush=True)
+sys.exit(0 if good else 1)
 """
 
 ALLOCATE = """
@@ -484,6 +521,11 @@ def window(probe: Probe) -> None:
     """Three windows in a training process that goes on."""
     steps = probe.arguments.steps
     process, log, out = train(probe, "window", steps, True, 0.1)
+    names = [
+        Path(f"/proc/{process.pid}/task/{task}/comm").read_text().strip()
+        for task in os.listdir(f"/proc/{process.pid}/task")
+    ]
+    print("    threads:", ", ".join(sorted(set(names))))
     for number in range(3):
         print(f"  window {number}")
         began = time.perf_counter()
@@ -495,6 +537,38 @@ def window(probe: Probe) -> None:
     if process.wait(240):
         raise RuntimeError(log.read_text()[-3000:])
     compare(probe, out, steps)
+
+
+def stress(probe: Probe) -> None:
+    """Threads and streams that check every buffer, and windows all the while; without the driver's checkpoint in nine of ten."""
+    from icecore.host.resident.client import Agent
+    from icecore.host.resident.window import give_back, take_away
+
+    log = probe.folder / "stress.log"
+    process = probe.start(STRESS, resident=True, log=log, talk=True)
+    pid = process.pid
+    wait(lambda: "ready" in log.read_text() or process.poll() is not None, 120, log.read_text)
+    agent, times = Agent(probe.directory, pid), []
+    for number in range(probe.arguments.windows):
+        began = time.perf_counter()
+        take_away(agent, lambda: probe.lock(pid), lambda: probe.unlock(pid))
+        if number % 10 == 0:
+            for call in (probe.lock, probe.checkpoint, probe.restore, probe.unlock):
+                call(pid)
+        give_back(agent)
+        times.append(time.perf_counter() - began)
+        time.sleep(0.05)
+        if process.poll() is not None:
+            raise RuntimeError(f"it ended in window {number}: {log.read_text()[-2000:]}")
+    plain = [took for number, took in enumerate(times) if number % 10]
+    print(
+        f"    {len(times)} windows; without checkpoint median {1e3 * statistics.median(plain):.1f} ms, longest {1e3 * max(plain):.1f} ms"
+    )
+    print("   ", agent.report().counts)
+    process.communicate(b"\n", timeout=60)
+    print(textwrap.indent(log.read_text(), "    "))
+    if process.returncode:
+        raise RuntimeError("a buffer was wrong")
 
 
 def driver(probe: Probe) -> None:
@@ -560,6 +634,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--gb", type=float, default=8.0, help="device memory of the training process, GiB")
     parser.add_argument("--steps", type=int, default=80, help="steps of it")
+    parser.add_argument("--windows", type=int, default=100, help="windows of the stress part")
     parser.add_argument("--criu", default="", help="path of criu")
     parser.add_argument("--seconds", type=int, default=540, help="after this time everything is ended")
     arguments = parser.parse_args()
@@ -568,7 +643,7 @@ def main() -> int:
         parser.error(f"there is no part {unknown}")
     parts: dict[str, Callable[[Probe], None]] = {
         "doors": doors, "answers": answers, "overhead": overhead, "fingerprint": fingerprint,
-        "window": window, "driver": driver, "kill": kill,
+        "window": window, "stress": stress, "driver": driver, "kill": kill,
     }  # fmt: skip
     probe = Probe(arguments, bootstrap())
 

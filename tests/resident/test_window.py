@@ -6,6 +6,7 @@ import hashlib
 import mmap
 import os
 import signal
+import subprocess
 import time
 from errno import EINVAL, ENOTCONN
 
@@ -167,6 +168,54 @@ def test_what_fails_half_way_is_undone(machine: Machine, target: Target) -> None
     take(target)
     give_back(target.agent)
     assert [target(f"hashed({at}, 2 * MIB)") for at in addresses] == contents
+
+
+@pytest.mark.parametrize("name", ["cuda-train", "cuda0train", "train"])
+def test_a_program_is_parked_whatever_its_name(loaded: tuple[Target, int, str], name: str) -> None:
+    """The driver's own threads, which must not be, are known by theirs."""
+    target, _, _ = loaded
+    target(f"open('/proc/self/comm', 'w').write({name!r})")
+    target(
+        f"threading.Thread(target=lambda: [open(f'/proc/self/task/{{threading.get_native_id()}}/comm', 'w').write({name!r})] and _stop.wait(60)).start()"
+    )
+    target.lock()
+    assert target.agent.park() == 2
+    target.unlock()
+    target.agent.go()
+    target("_stop.set()")
+
+
+def test_while_a_thread_holds_the_loaders_lock_nothing_is_taken_away(
+    machine: Machine, loaded: tuple[Target, int, str]
+) -> None:
+    """The driver would wait for it for ever: another moment is found."""
+    target, address, digest = loaded
+    source, library = machine.root / "slow.c", machine.root / "slow.so"
+    source.write_text(
+        "#include <unistd.h>\n__attribute__((constructor)) static void slow(void) { for (int i = 0; i < 12; i++) usleep(100000); }\n"
+    )
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
+    target(f"threading.Thread(target=lambda: ctypes.CDLL(None).dlopen({os.fsencode(library)!r}, 2)).start()")
+    time.sleep(0.1)
+    take(target)
+    give_back(target.agent)
+    counts = target.agent.report().counts
+    assert counts.windows == 1
+    assert counts.cancelled >= 1
+    assert target(f"hashed({address}, 8 * MIB)") == digest
+
+
+def test_the_c_librarys_use_of_the_signal_goes_on(loaded: tuple[Target, int, str]) -> None:
+    """It makes every thread change its ids with it, ours too."""
+    target, _, _ = loaded
+    target("[threading.Thread(target=_stop.wait, args=(60,)).start() for _ in range(3)]")
+    take(target)
+    give_back(target.agent)
+    target("os.setresgid(0, 12345, 0)")
+    found = "sorted({open(f'/proc/self/task/{t}/status').read().split('Gid:')[1].split()[1] for t in os.listdir('/proc/self/task')})"
+    assert target(found) == ["12345"]
+    target("os.setresgid(0, 0, 0)")
+    target("_stop.set()")
 
 
 def test_memory_outlives_a_process_only_where_it_was_taken_away(
