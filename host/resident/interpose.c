@@ -15,6 +15,7 @@ __attribute__((visibility("hidden"))) lookup *real_dlsym;
 static struct driver calls;
 static pthread_mutex_t load_lock = PTHREAD_MUTEX_INITIALIZER;
 static int loaded; /* 1: found, -1: there is none */
+static void *libcuda;
 
 static const struct hook {
 	const char *symbol; /* as libcuda exports it */
@@ -61,6 +62,7 @@ const struct driver *driver(void)
 		void *library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL); /* outside our lock: its constructors may call us */
 		pthread_mutex_lock(&load_lock);
 		if (library && !loaded) {
+			libcuda = library;
 			calls.usable = 1;
 #define CALL(call, arguments) \
 	calls.call = (CUresult(*) arguments)real_dlsym(library, #call); \
@@ -89,8 +91,11 @@ __attribute__((visibility("hidden"), used)) void *resident_lookup(void *library,
 	if (!symbol || symbol[0] != 'c' || symbol[1] != 'u' || library == RTLD_NEXT || !resident_directory())
 		return NULL;
 	for (size_t i = 0; i < sizeof hooks / sizeof *hooks; i++)
-		if (!strcmp(symbol, hooks[i].symbol))
-			return real_dlsym(library, symbol) && driver() ? hooks[i].ours : NULL;
+		if (!strcmp(symbol, hooks[i].symbol)) {
+			/* Only the driver's own is replaced: another preload may come before ours. */
+			void *found = driver() ? real_dlsym(library, symbol) : NULL;
+			return found && found == real_dlsym(libcuda, symbol) ? hooks[i].ours : NULL;
+		}
 	return NULL;
 }
 

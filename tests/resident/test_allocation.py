@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from icecore.errors import NotFound
@@ -144,10 +147,30 @@ def test_a_forked_child_owns_nothing(machine: Machine, target: Target) -> None:
 
 
 def test_a_program_without_cuda_notices_nothing(machine: Machine) -> None:
-    import subprocess
-
     done = subprocess.run(
         ["sh", "-c", "ls /proc/self/task | wc -l; echo $LD_PRELOAD"],
         env={**machine.environment(), "LD_LIBRARY_PATH": ""}, capture_output=True, text=True, timeout=20,
     )  # fmt: skip
     assert (done.returncode, done.stderr, done.stdout.split()[0]) == (0, "", "1")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_another_preload_finds_what_comes_after_it(machine: Machine, first: bool) -> None:
+    """dlsym(RTLD_NEXT) depends on who calls: ours must not be taken for the caller."""
+    source, library = machine.root / "other.c", machine.root / "other.so"
+    source.write_text(
+        "#define _GNU_SOURCE\n#include <dlfcn.h>\n#include <unistd.h>\n"
+        'int getpid(void) { int (*next)(void) = (int (*)(void))dlsym(RTLD_NEXT, "getpid"); return next == getpid ? -1 : -next(); }\n'
+        'int cuMemFree_v2(unsigned long long at) { int (*next)(unsigned long long) = dlsym(RTLD_NEXT, "cuMemFree_v2");'
+        " return next ? 7000 + next(at) : -1; }\n"
+    )
+    subprocess.run(["gcc", "-w", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
+    environment = machine.environment()
+    ours = environment["LD_PRELOAD"]
+    code = "import ctypes, os; c = ctypes.CDLL(None); c.cuMemFree_v2.argtypes = [ctypes.c_ulonglong]; print(os.getpid(), c.cuMemFree_v2(0))"
+    environment["LD_PRELOAD"] = f"{library}:{ours}" if first else f"{ours}:{library}"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    pid, code_of_free = (int(word) for word in done.stdout.split())
+    assert pid < -1
+    assert code_of_free == (7003 if first else 3)  # not initialised, through the other one where that comes first
