@@ -81,6 +81,8 @@ class Agent:
     def report(self) -> Report:
         """How it is. Raises as all calls here: ``NotFound`` (no such agent), `ResidentFailed`."""
         answer = self._ask(Message(Operation.AGENT_STATUS))
+        if answer.result:  # EBUSY, between park and unmap: who has the table's lock waits for somebody that is parked
+            raise ResidentFailed(f"process {self.pid} cannot be asked now", answer.result)
         return Report(State(answer.state), answer.token, Counts.unpack(answer.text))
 
     def allocations(self) -> list[Allocation]:

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from icecore.errors import IcecoreError, NotFound
-from icecore.host.resident.client import Agent, Keeper, Report, ResidentFailed, State
+from icecore.host.resident.client import Agent, Keeper, Report, ResidentFailed
 
 _PAUSE_SECONDS = 0.003
 T = TypeVar("T")
@@ -124,9 +124,8 @@ class ResidentTree:
         """Whatever state each is in: with its memory, and running."""
         for pid, agent in self._agents.items():
             with suppress(IcecoreError):  # it has ended, or its lease brings it back
-                if agent.report().state != State.RUNNING:
-                    self._map(pid, agent, 60.0)
-                    agent.go()
+                self._map(pid, agent, 60.0)  # nothing to be done where it runs, or is parked only
+                agent.go()
         self._close_duplicates()
 
     def _map(self, pid: int, agent: Agent, seconds: float) -> None:
