@@ -3,7 +3,7 @@
  *     icecore-keeper SOCKET
  *
  * Rule: it does nothing that can fail in a way that loses a descriptor: no CUDA, no threads, no files; its memory is locked and it is the last that the
- * kernel kills. C, because an interpreter is a hundred times larger and starts a hundred times slower. What a process allocated is let go of when it frees
+ * kernel kills. C, because an interpreter is many times larger and allocates at every message. What a process allocated is let go of when it frees
  * it, and when it ends, unless it was parked then (the descriptors are all there is of the memory). It ends when its socket has been unlinked and it holds nothing any more.
  */
 
