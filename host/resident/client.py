@@ -31,8 +31,6 @@ class ResidentFailed(IcecoreError):
         code: An errno, or 10000 + a CUresult.
     """
 
-    exit_code = 5
-
     def __init__(self, message: str, code: int, *, cure: str = "") -> None:
         super().__init__(f"{message}: {explain(code)}", cure=cure)
         self.code = code
