@@ -63,7 +63,7 @@ criu: machine
 criu-newer: criu
 	$(PYTHON) tools/install-criu --suite sid --allow-expired --prefix $(CRIU_PREFIX)-sid || echo "going on without a second CRIU"
 
-.stamps/venv: pyproject.toml setup.py host/init.c | machine
+.stamps/venv: pyproject.toml setup.py host/init.c $(wildcard host/resident/*.[ch]) | machine
 	$(PYTHON) -m venv .venv
 	.venv/bin/python $(PIP_INSTALL) -e '.[dev]'
 	mkdir -p .stamps && touch $@
@@ -81,5 +81,5 @@ criu-newer: criu
 	touch $@
 
 clean:
-	rm -rf .venv .venv-test .stamps build icecore.egg-info host/icecore-init .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-test .stamps build icecore.egg-info host/icecore-init host/resident/icecore-keeper host/resident/libicecore-resident.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find $(FOLDERS) tests tools benchmarks -name __pycache__ -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""Builds the job init, a C program (host/init.c); rule: without a compiler the installation goes on, and who misses the program says so."""
+"""Builds the C programs: init of jobs, preload and keeper for device memory; rule: without a compiler the installation goes on and says what is missing."""
 
 from __future__ import annotations
 
@@ -20,25 +20,78 @@ INIT_FLAGS = [
 ]
 
 
+RESIDENT = "host/resident/"
+COMMON_FLAGS = ["-std=gnu11", "-O2", "-Wall", "-Wextra"]
+PRELOAD_FLAGS = [
+    *COMMON_FLAGS,
+    *("-fPIC", "-shared", "-fvisibility=hidden", "-Wl,-z,defs"),
+    "-Wl,-soname,libicecore-resident.so",
+]
+PRELOAD_SOURCES = [
+    f"{RESIDENT}{name}.c"
+    for name in ("interpose", "allocate", "contexts", "table", "holding", "threads", "window", "agent")
+]
+
+
+class Program(Extension):
+    """A program or library that Python does not import.
+
+    Args:
+        name: The package it lies in, then its file name.
+        flags: The compiler's.
+        without: What will not work where it could not be built.
+        libraries: At the end of the command.
+    """
+
+    def __init__(self, name: str, sources: list[str], flags: list[str], without: str, libraries: list[str]) -> None:
+        package, _, file_name = name.partition("/")
+        headers = [str(path) for path in sorted(Path(sources[0]).parent.glob("*.h"))]
+        super().__init__(f"{package}.{file_name.replace('.', '_')}", sources, optional=True, depends=headers)
+        self.file_name = file_name
+        self.flags = flags
+        self.without = without
+        self.last = libraries
+
+
 class BuildPrograms(build_ext):
-    """Makes executables where setuptools would make extension modules: it knows where they belong in each kind of installation."""
+    """Makes programs where setuptools would make extension modules: it knows where they belong in each kind of installation."""
 
     def get_ext_filename(self, fullname: str) -> str:
         *folders, name = fullname.split(".")
-        return str(Path(*folders, name.replace("_", "-")))
+        names = {ext.name.rpartition(".")[2]: ext.file_name for ext in self.extensions}
+        return str(Path(*folders, names[name]))
 
-    def build_extension(self, ext: Extension) -> None:
+    def build_extension(self, ext: Program) -> None:
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        command = [*shlex.split(os.environ.get("CC", "cc")), *INIT_FLAGS, "-o", str(target), *ext.sources]
+        # A running job may have the old one mapped: it keeps it.
+        made = target.with_name(target.name + ".new")
+        command = [*shlex.split(os.environ.get("CC", "cc")), *ext.flags, "-o", str(made), *ext.sources, *ext.last]
         self.announce(shlex.join(command), level=2)
         try:
             subprocess.run(command, check=True, timeout=120)
         except (OSError, subprocess.SubprocessError) as error:
-            raise CompileError(f"{ext.sources[0]} was not built, so 'icecore run' will not work: {error}") from error
+            raise CompileError(f"{ext.file_name} was not built, so {ext.without}: {error}") from error
+        made.replace(target)
 
 
 setup(
-    ext_modules=[Extension("icecore.host.icecore_init", ["host/init.c"], optional=True)],
+    ext_modules=[
+        Program("icecore.host/icecore-init", ["host/init.c"], INIT_FLAGS, "'icecore run' will not work", []),
+        Program(
+            "icecore.host.resident/libicecore-resident.so",
+            PRELOAD_SOURCES,
+            PRELOAD_FLAGS,
+            "device memory goes through the driver in every window",
+            ["-lpthread", "-ldl"],
+        ),
+        Program(
+            "icecore.host.resident/icecore-keeper",
+            [f"{RESIDENT}keeper.c"],
+            COMMON_FLAGS,
+            "device memory goes through the driver in every window",
+            [],
+        ),
+    ],
     cmdclass={"build_ext": BuildPrograms},
 )

@@ -1,0 +1,334 @@
+/* The agent: a thread that carries out what a client asks over this process's socket; rule: a process that it parked runs again, with its memory mapped,
+ * whatever becomes of the client: each command renews a lease, and where it runs out, the agent goes back by itself.
+ *
+ * One command a connection, which the client closes: an open one could not be restored by CRIU, and neither could that to the keeper, which a window
+ * closes. A lease does not run while the process is frozen, and begins anew after a restore.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <poll.h>
+#include <stdio.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+
+#include "contexts.h"
+#include "packet.h"
+#include "resident.h"
+
+#define LIMIT_SECONDS 5
+#define TICK_MILLISECONDS 1000
+#define TICK_PARKED_MILLISECONDS 50
+#define FROZEN_NANOSECONDS 500000000ll
+#define START_MILLISECONDS 1000
+#define STACK ((size_t)1 << 20)
+
+static pthread_mutex_t start_lock = PTHREAD_MUTEX_INITIALIZER;
+static bool started, prepared;
+static int listener = -1;
+static ino_t listener_inode;
+static int state; /* enum resident_state; the agent's own */
+static int64_t lease, lease_end;
+
+static bool listening(void)
+{
+	struct stat found;
+
+	return listener >= 0 && fstat(listener, &found) == 0 && found.st_ino == listener_inode;
+}
+
+static bool listen_again(void)
+{
+	struct sockaddr_un address = {.sun_family = AF_UNIX};
+	struct stat found;
+	int made = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+
+	if (made < 0)
+		return false;
+	snprintf(address.sun_path, sizeof address.sun_path, "%s/agent-%d", resident_directory(), getpid());
+	unlink(address.sun_path);
+	if (bind(made, (void *)&address, sizeof address) || chmod(address.sun_path, 0600) || listen(made, 16)) {
+		close(made);
+		return false;
+	}
+	made = high_descriptor(made);
+	if (fstat(made, &found)) {
+		close(made);
+		return false;
+	}
+	listener_inode = found.st_ino;
+	__atomic_store_n(&listener, made, __ATOMIC_RELEASE);
+	return true;
+}
+
+static void run_on(void)
+{
+	park_end();
+	state = RESIDENT_RUNNING;
+}
+
+static int park(const struct resident_message *wanted, struct resident_message *answer)
+{
+	if (state == RESIDENT_UNMAPPED)
+		return EALREADY;
+	int error = park_begin(now() + (int64_t)wanted->nanoseconds, answer);
+	if (error == 0 || error == EAGAIN)
+		state = RESIDENT_PARKED;
+	else
+		state = RESIDENT_RUNNING;
+	return error;
+}
+
+static int unmap(const struct resident_message *wanted, struct resident_message *answer)
+{
+	int error;
+
+	if (state != RESIDENT_PARKED)
+		return state == RESIDENT_UNMAPPED ? EALREADY : EINVAL;
+	error = window_unmap(now() + (int64_t)wanted->nanoseconds, answer);
+	if (!error) {
+		state = RESIDENT_UNMAPPED;
+		counts.windows++;
+		return 0;
+	}
+	counts.cancelled++;
+	if (window_map()) /* as before; what cannot be mapped now is tried again when the lease ends */
+		state = RESIDENT_UNMAPPED;
+	else
+		run_on();
+	return error;
+}
+
+static int receive_descriptors(int from, uint32_t some)
+{
+	struct resident_message message;
+	int descriptor, error = 0;
+
+	while (some-- && !error) {
+		if (packet_receive(from, &message, &descriptor, 0) != 1)
+			return EPROTO;
+		error = descriptor < 0 ? EBADF : window_give(message.identity, descriptor);
+	}
+	return error;
+}
+
+static int map(int from, const struct resident_message *wanted)
+{
+	int error = wanted->count ? receive_descriptors(from, wanted->count) : 0;
+
+	if (!error && state == RESIDENT_UNMAPPED)
+		error = window_map();
+	if (!error && state == RESIDENT_UNMAPPED)
+		state = RESIDENT_PARKED;
+	window_drop_given();
+	return error;
+}
+
+/* Between park and unmap, somebody may hold the lock who waits for somebody that is parked. */
+static bool lock_for_a_while(void)
+{
+	struct timespec limit;
+
+	clock_gettime(CLOCK_REALTIME, &limit);
+	limit.tv_sec += 2;
+	return pthread_mutex_timedlock(&table_lock, &limit) == 0;
+}
+
+static int list(int to)
+{
+	int result = 0;
+
+	if (!lock_for_a_while())
+		return -1;
+	for (struct allocation *at = NULL; !result && (at = table_next(at, KIND_RESIDENT));) {
+		struct resident_message one = {
+			.version = RESIDENT_VERSION, .operation = AGENT_LIST,    .identity = at->identity, .address = at->address,
+			.size = at->size,            .requested = at->requested, .ordinal = at->device,    .pid = getpid(),
+			.flags = at->held,           .state = at->mapped};
+		memcpy(one.device, device_uuid(at->device), 16);
+		memcpy(one.token, process_token, 16);
+		result = packet_send(to, &one, -1);
+	}
+	pthread_mutex_unlock(&table_lock);
+	return result;
+}
+
+static uint64_t count_unheld(void)
+{
+	uint64_t some = 0;
+
+	for (struct allocation *at = NULL; (at = table_next(at, KIND_RESIDENT));)
+		some += !at->held;
+	return some;
+}
+
+static void serve(int from)
+{
+	struct resident_message wanted, answer = {.version = RESIDENT_VERSION};
+	struct ucred peer;
+	socklen_t length = sizeof peer;
+
+	packet_limit(from, LIMIT_SECONDS);
+	if (getsockopt(from, SOL_SOCKET, SO_PEERCRED, &peer, &length) || (peer.uid != 0 && peer.uid != geteuid()))
+		return;
+	if (packet_receive(from, &wanted, NULL, 0) != 1)
+		return;
+	answer.operation = wanted.operation;
+	if (wanted.lease)
+		lease = (int64_t)wanted.lease;
+	switch (wanted.operation) {
+	case AGENT_STATUS:
+		if (!lock_for_a_while()) {
+			answer.result = EBUSY;
+			break;
+		}
+		counts.unheld = count_unheld();
+		memcpy(answer.text, &counts, sizeof counts);
+		pthread_mutex_unlock(&table_lock);
+		break;
+	case AGENT_LIST:
+		if (list(from))
+			return;
+		answer.operation = AGENT_END;
+		break;
+	case AGENT_PARK:
+		answer.result = park(&wanted, &answer);
+		break;
+	case AGENT_UNMAP:
+		answer.result = unmap(&wanted, &answer);
+		break;
+	case AGENT_MAP:
+		answer.result = map(from, &wanted);
+		break;
+	case AGENT_GO:
+		if (state == RESIDENT_UNMAPPED)
+			answer.result = EINVAL;
+		else
+			run_on();
+		break;
+	case AGENT_LEASE:
+		break;
+	case AGENT_REFRESH:
+		if (!lock_for_a_while()) {
+			answer.result = EBUSY;
+			break;
+		}
+		answer.result = state == RESIDENT_UNMAPPED ? EINVAL : holding_renew() ? 0 : ENOTCONN;
+		pthread_mutex_unlock(&table_lock);
+		break;
+	default:
+		answer.result = EINVAL;
+	}
+	answer.state = (uint32_t)state;
+	answer.pid = getpid();
+	memcpy(answer.token, process_token, 16);
+	lease_end = now() + lease;
+	packet_send(from, &answer, -1);
+}
+
+/* Nobody has said anything for the length of the lease. */
+static void go_back(void)
+{
+	if (state == RESIDENT_UNMAPPED && window_map()) {
+		lease_end = now() + 1000000000ll;
+		return;
+	}
+	run_on();
+}
+
+static void tend_keeper(void)
+{
+	pthread_mutex_lock(&table_lock);
+	if (counts.resident && (holding_socket() < 0 || count_unheld()))
+		holding_complete();
+	pthread_mutex_unlock(&table_lock);
+}
+
+static void *agent(void *unused)
+{
+	int64_t last = now();
+	sigset_t all;
+
+	(void)unused;
+	sigfillset(&all);
+	pthread_sigmask(SIG_BLOCK, &all, NULL);
+	pthread_setname_np(pthread_self(), "icecore-agent");
+	if (threads_start())
+		return NULL;
+	for (;;) {
+		if (!listening() && !listen_again()) {
+			poll(NULL, 0, TICK_MILLISECONDS);
+			continue;
+		}
+		int keeper = -1;
+		if (state == RESIDENT_RUNNING) { /* else whoever has the lock may be waiting for somebody who is parked */
+			pthread_mutex_lock(&table_lock);
+			keeper = holding_socket();
+			pthread_mutex_unlock(&table_lock);
+		}
+		struct pollfd ready[2] = {{.fd = listener, .events = POLLIN}, {.fd = keeper, .events = 0}};
+		poll(ready, 2, state == RESIDENT_RUNNING ? TICK_MILLISECONDS : TICK_PARKED_MILLISECONDS);
+		if (state != RESIDENT_RUNNING && (now() - last > FROZEN_NANOSECONDS || now() < last))
+			lease_end = now() + lease; /* it was frozen, or is another instance */
+		if (ready[0].revents) {
+			int client = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+			if (client >= 0) {
+				serve(client);
+				close(client);
+			}
+		} else if (state != RESIDENT_RUNNING && now() > lease_end)
+			go_back();
+		if (state == RESIDENT_RUNNING)
+			tend_keeper();
+		last = now();
+	}
+	return NULL;
+}
+
+/* The child has none of the parent's device memory: CUDA itself does not work in it. It may begin anew. Nothing was locked before the fork (a parked thread
+ * may hold what fork waits for), so whatever another thread was changing is dropped, not tidied up. */
+static void in_child(void)
+{
+	pthread_mutex_init(&table_lock, NULL);
+	pthread_mutex_init(&start_lock, NULL);
+	holding_of_child();
+	if (listening())
+		close(listener);
+	listener = -1;
+	state = RESIDENT_RUNNING;
+	started = false;
+	allocations_of_child();
+	peers_of_child();
+	threads_of_child();
+	interposition_of_child();
+}
+
+void agent_start(void)
+{
+	pthread_attr_t attributes;
+	pthread_t made;
+
+	if (__atomic_load_n(&started, __ATOMIC_ACQUIRE))
+		return;
+	pthread_mutex_lock(&start_lock);
+	if (!started) {
+		if (!prepared)
+			pthread_atfork(NULL, NULL, in_child);
+		prepared = true;
+		pthread_attr_init(&attributes);
+		pthread_attr_setstacksize(&attributes, STACK);
+		pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+		sigset_t all, before;
+		sigfillset(&all);
+		pthread_sigmask(SIG_BLOCK, &all, &before); /* the agent inherits it: no handler of the application's ever runs in it */
+		if (pthread_create(&made, &attributes, agent, NULL) == 0)
+			__atomic_store_n(&started, true, __ATOMIC_RELEASE);
+		pthread_sigmask(SIG_SETMASK, &before, NULL);
+		pthread_attr_destroy(&attributes);
+		/* Whoever has resident memory has an agent: a dump could begin with this call's return. */
+		for (int i = 0; i < START_MILLISECONDS && started && __atomic_load_n(&listener, __ATOMIC_ACQUIRE) < 0; i++)
+			poll(NULL, 0, 1);
+	}
+	pthread_mutex_unlock(&start_lock);
+}

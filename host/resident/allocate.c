@@ -1,0 +1,367 @@
+/* Allocation and release: from `LEAST_SIZE` on as physical memory with an exportable handle, at an address of its own; rule: what cannot be had in this way
+ * is left to the driver, whose answer the application gets, and every other answer is what the driver would have given. */
+#define _GNU_SOURCE
+#include <string.h>
+
+#include "hooks.h"
+#include "resident.h"
+#include "contexts.h"
+
+static struct device {
+	bool known, usable, rdma;
+	size_t granularity;
+	uint8_t uuid[16];
+} devices[DEVICES]; /* under table_lock */
+
+static uint64_t next_identity = 1;
+static uint64_t free_clock; /* under table_lock; orders what is deferred by when its wait can have begun */
+
+static struct allocation_properties properties_of(CUdevice device, bool rdma)
+{
+	struct allocation_properties properties = {
+		.type = ALLOCATION_PINNED, .handle_types = HANDLE_POSIX_DESCRIPTOR, .location = {LOCATION_DEVICE, device}};
+
+	properties.flags.rdma = rdma;
+	return properties;
+}
+
+static struct device device_of(CUdevice number)
+{
+	const struct driver *d = driver();
+	struct device found;
+	int memory = 0, descriptor = 0, rdma = 0;
+
+	pthread_mutex_lock(&table_lock);
+	found = devices[number];
+	pthread_mutex_unlock(&table_lock);
+	if (found.known)
+		return found;
+	found.known = true;
+	d->cuDeviceGetAttribute(&memory, ATTRIBUTE_VIRTUAL_MEMORY, number);
+	d->cuDeviceGetAttribute(&descriptor, ATTRIBUTE_POSIX_DESCRIPTOR, number);
+	d->cuDeviceGetAttribute(&rdma, ATTRIBUTE_RDMA_WITH_VIRTUAL_MEMORY, number);
+	found.rdma = rdma;
+	struct allocation_properties properties = properties_of(number, rdma);
+	found.usable = memory && descriptor && !d->cuDeviceGetUuid(found.uuid, number) &&
+		       !d->cuMemGetAllocationGranularity(&found.granularity, &properties, GRANULARITY_MINIMUM) && found.granularity;
+	pthread_mutex_lock(&table_lock);
+	devices[number] = found;
+	pthread_mutex_unlock(&table_lock);
+	return found;
+}
+
+const uint8_t *device_uuid(CUdevice device)
+{
+	return devices[device].uuid;
+}
+
+CUresult set_access(const struct allocation *what)
+{
+	struct access access[DEVICES];
+	size_t some = 0;
+
+	for (CUdevice device = 0; device < DEVICES; device++)
+		if (device == what->device || peer_enabled(device, what->device))
+			access[some++] = (struct access){{LOCATION_DEVICE, device}, ACCESS_READ_WRITE};
+	return driver()->cuMemSetAccess(what->address, what->size, access, some);
+}
+
+/* Takes one whose use has ended off the table, the device and the keeper. */
+static void release(struct allocation *at)
+{
+	const struct driver *d = driver();
+	struct allocation what = *at;
+
+	table_remove(at);
+	pthread_mutex_unlock(&table_lock);
+	d->cuMemUnmap(what.address, what.size);
+	d->cuMemRelease(what.handle);
+	d->cuMemAddressFree(what.address, what.size);
+	pthread_mutex_lock(&table_lock);
+	holding_free(&what);
+}
+
+static struct allocation *find_deferred(CUcontext context, uint64_t until)
+{
+	struct allocation *at = NULL;
+
+	while ((at = table_next(at, KIND_RESIDENT)))
+		if (at->context == context && at->freed && at->freed <= until)
+			break;
+	return at;
+}
+
+void release_deferred(CUcontext context, uint64_t until)
+{
+	struct allocation *at;
+
+	while (counts.deferred && (at = find_deferred(context, until))) {
+		counts.deferred--;
+		counts.deferred_bytes -= at->size;
+		release(at);
+	}
+}
+
+void defer(struct allocation *what)
+{
+	what->freed = ++free_clock;
+	counts.deferred++;
+	counts.deferred_bytes += what->size;
+}
+
+/* CUDA_SUCCESS, CUDA_ERROR_OUT_OF_MEMORY, or -1: it is the driver's. */
+static CUresult allocate(CUdeviceptr *out, size_t bytes)
+{
+	const struct driver *d = driver();
+	struct allocation made = {.requested = bytes, .kind = KIND_RESIDENT, .descriptor = -1, .mapped = true, .has_handle = true};
+	int descriptor = -1;
+	CUresult result;
+
+	if (!d->usable || d->cuCtxGetCurrent(&made.context) || !made.context || d->cuCtxGetDevice(&made.device))
+		return -1;
+	if (made.device < 0 || made.device >= DEVICES)
+		return -1;
+	struct device device = device_of(made.device);
+	if (!device.usable || bytes > SIZE_MAX - device.granularity)
+		return -1;
+	made.size = (bytes + device.granularity - 1) / device.granularity * device.granularity;
+	struct allocation_properties properties = properties_of(made.device, device.rdma);
+	result = d->cuMemCreate(&made.handle, made.size, &properties, 0);
+	if (result) {
+		pthread_mutex_lock(&table_lock);
+		counts.out_of_memory += result == CUDA_ERROR_OUT_OF_MEMORY;
+		pthread_mutex_unlock(&table_lock);
+		return result == CUDA_ERROR_OUT_OF_MEMORY ? result : -1;
+	}
+	if (d->cuMemAddressReserve(&made.address, made.size, 0, 0, 0))
+		goto no_address;
+	if (d->cuMemMap(made.address, made.size, 0, made.handle, 0))
+		goto no_mapping;
+	if (set_access(&made))
+		goto no_access;
+	if (d->cuMemExportToShareableHandle(&descriptor, made.handle, HANDLE_POSIX_DESCRIPTOR, 0))
+		descriptor = -1; /* none left in this process: handed over later */
+	pthread_mutex_lock(&table_lock);
+	made.identity = next_identity++;
+	struct allocation *added = table_add(&made);
+	if (added) {
+		counts.allocations++;
+		holding_add(added, descriptor);
+	}
+	pthread_mutex_unlock(&table_lock);
+	if (descriptor >= 0)
+		close(descriptor);
+	if (!added)
+		goto no_access;
+	*out = made.address;
+	agent_start();
+	return CUDA_SUCCESS;
+
+no_access:
+	d->cuMemUnmap(made.address, made.size);
+no_mapping:
+	d->cuMemAddressFree(made.address, made.size);
+no_address:
+	d->cuMemRelease(made.handle);
+	return -1;
+}
+
+static void note(CUresult result, const CUdeviceptr *out, size_t bytes, enum kind kind)
+{
+	struct allocation made = {.size = bytes, .requested = bytes, .kind = kind, .descriptor = -1};
+
+	if (result || !out || !*out || !resident_directory())
+		return;
+	made.address = *out;
+	pthread_mutex_lock(&table_lock);
+	table_add(&made);
+	pthread_mutex_unlock(&table_lock);
+}
+
+/* Whether it was noted; it is not any more. */
+static bool forget(CUdeviceptr address, struct allocation *copy)
+{
+	pthread_mutex_lock(&table_lock);
+	struct allocation *found = table_find(address);
+	if (found && found->kind != KIND_RESIDENT) {
+		*copy = *found;
+		table_remove(found);
+	}
+	pthread_mutex_unlock(&table_lock);
+	return found != NULL;
+}
+
+static void note_again(const struct allocation *copy)
+{
+	pthread_mutex_lock(&table_lock);
+	table_add(copy);
+	pthread_mutex_unlock(&table_lock);
+}
+
+static CUresult allocate_noting(CUdeviceptr *out, size_t bytes)
+{
+	CUresult result = -1;
+
+	if (bytes >= LEAST_SIZE && out && resident_directory())
+		result = allocate(out, bytes);
+	if (result < 0) {
+		result = driver()->cuMemAlloc_v2(out, bytes);
+		note(result, out, bytes, bytes < LEAST_SIZE ? KIND_SMALL : KIND_FOREIGN);
+	}
+	return result;
+}
+
+CUresult resident_cuMemAlloc_v2(CUdeviceptr *out, size_t bytes)
+{
+	if (!driver() || !driver()->cuMemAlloc_v2)
+		return CUDA_ERROR_NOT_INITIALIZED;
+	enter();
+	CUresult result = allocate_noting(out, bytes);
+	leave();
+	return result;
+}
+
+CUresult resident_cuMemAllocPitch_v2(CUdeviceptr *out, size_t *pitch, size_t width, size_t height, unsigned element)
+{
+	const struct driver *d = driver();
+	CUdeviceptr row;
+	CUresult result;
+
+	if (!d || !d->cuMemAllocPitch_v2)
+		return CUDA_ERROR_NOT_INITIALIZED;
+	enter();
+	if (!out || !pitch || !height || !resident_directory() || !width || width > SIZE_MAX / 2 / height || width * height < LEAST_SIZE ||
+	    d->cuMemAllocPitch_v2(&row, pitch, width, 1, element)) {
+		result = d->cuMemAllocPitch_v2(out, pitch, width, height, element);
+		if (!result)
+			note(result, out, *pitch * height, *pitch * height < LEAST_SIZE ? KIND_SMALL : KIND_FOREIGN);
+	} else {
+		/* the pitch is the driver's: that of one row */
+		d->cuMemFree_v2(row);
+		result = allocate_noting(out, *pitch * height);
+	}
+	leave();
+	return result;
+}
+
+/* -1: not one of ours. */
+static CUresult free_resident(CUdeviceptr address, CUresult (*wait)(CUstream), CUstream stream)
+{
+	const struct driver *d = driver();
+	CUcontext context, before;
+	CUresult result;
+
+	pthread_mutex_lock(&table_lock);
+	struct allocation *found = table_find(address);
+	if (!found || found->kind != KIND_RESIDENT) {
+		pthread_mutex_unlock(&table_lock);
+		return -1;
+	}
+	if (found->freed) { /* a second time */
+		pthread_mutex_unlock(&table_lock);
+		return CUDA_ERROR_INVALID_VALUE;
+	}
+	found->freed = BEING_FREED;
+	context = found->context;
+	counts.frees++;
+	uint64_t began = free_clock;
+	pthread_mutex_unlock(&table_lock);
+
+	/* As the driver's own: what uses it has come to its end first. */
+	if (wait)
+		result = wait(stream);
+	else if (!(result = d->cuCtxPushCurrent_v2(context))) {
+		result = d->cuCtxSynchronize();
+		d->cuCtxPopCurrent_v2(&before);
+	}
+	pthread_mutex_lock(&table_lock);
+	found = table_find(address);
+	if (result >= CUDA_ERROR_CAPTURE_FIRST && result <= CUDA_ERROR_CAPTURE_LAST) {
+		defer(found); /* nothing can be waited for in a stream capture: released with the next that is freed outside of one */
+		result = CUDA_SUCCESS;
+	} else {
+		release(found);
+		if (!wait && !result)
+			release_deferred(context, began);
+	}
+	pthread_mutex_unlock(&table_lock);
+	return result;
+}
+
+static CUresult free_noted(CUdeviceptr address, CUresult (*call)(CUdeviceptr, CUstream), CUstream stream)
+{
+	struct allocation copy = {0};
+	bool noted = address && forget(address, &copy);
+	CUresult result = call ? call(address, stream) : driver()->cuMemFree_v2(address);
+
+	if (result && noted && copy.address)
+		note_again(&copy);
+	return result;
+}
+
+CUresult resident_cuMemFree_v2(CUdeviceptr address)
+{
+	if (!driver() || !driver()->cuMemFree_v2)
+		return CUDA_ERROR_NOT_INITIALIZED;
+	enter();
+	CUresult result = free_resident(address, NULL, NULL);
+	if (result < 0)
+		result = free_noted(address, NULL, NULL);
+	leave();
+	return result;
+}
+
+#define FREE_ASYNC(name) \
+	CUresult resident_##name(CUdeviceptr address, CUstream stream) \
+	{ \
+		if (!driver() || !driver()->name) \
+			return CUDA_ERROR_NOT_INITIALIZED; \
+		enter(); \
+		CUresult result = free_resident(address, driver()->cuStreamSynchronize, stream); \
+		if (result < 0) \
+			result = free_noted(address, driver()->name, stream); \
+		leave(); \
+		return result; \
+	}
+FREE_ASYNC(cuMemFreeAsync)
+FREE_ASYNC(cuMemFreeAsync_ptsz)
+
+#define NOTED(name, kind, parameters, arguments) \
+	CUresult resident_##name parameters \
+	{ \
+		if (!driver() || !driver()->name) \
+			return CUDA_ERROR_NOT_INITIALIZED; \
+		enter(); \
+		CUresult result = driver()->name arguments; \
+		note(result, out, bytes, kind); \
+		leave(); \
+		return result; \
+	}
+NOTED(cuMemAllocManaged, KIND_MANAGED, (CUdeviceptr * out, size_t bytes, unsigned flags), (out, bytes, flags))
+NOTED(cuMemAllocAsync, KIND_POOL, (CUdeviceptr * out, size_t bytes, CUstream stream), (out, bytes, stream))
+NOTED(cuMemAllocAsync_ptsz, KIND_POOL, (CUdeviceptr * out, size_t bytes, CUstream stream), (out, bytes, stream))
+NOTED(cuMemAllocFromPoolAsync, KIND_POOL, (CUdeviceptr * out, size_t bytes, CUpool pool, CUstream stream), (out, bytes, pool, stream))
+NOTED(cuMemAllocFromPoolAsync_ptsz, KIND_POOL, (CUdeviceptr * out, size_t bytes, CUpool pool, CUstream stream), (out, bytes, pool, stream))
+
+CUresult resident_cuIpcGetMemHandle(void *out, CUdeviceptr address)
+{
+	if (!driver() || !driver()->cuIpcGetMemHandle)
+		return CUDA_ERROR_NOT_INITIALIZED;
+	enter();
+	CUresult result = driver()->cuIpcGetMemHandle(out, address);
+	if (result) {
+		pthread_mutex_lock(&table_lock);
+		counts.ipc_refused++;
+		pthread_mutex_unlock(&table_lock);
+	}
+	leave();
+	return result;
+}
+
+void allocations_of_child(void)
+{
+	next_identity = 1;
+	free_clock = 0;
+	memset(devices, 0, sizeof devices);
+	table_clear();
+}

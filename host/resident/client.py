@@ -1,0 +1,326 @@
+"""What a dump or a restore asks of processes with resident memory, and of their keeper; rule: every call is answered within its time or raises.
+
+The order around a checkpoint, with ``lock`` and ``unlock`` the driver's own:
+lock, `Agent.park`, unlock, `Agent.unmap`, lock, checkpoint, …, restore, unlock, `Agent.map`, `Agent.go` (see `icecore.host.resident.window`).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from errno import EAGAIN, ENOENT
+from pathlib import Path
+
+from icecore.errors import IcecoreError, NotFound
+from icecore.host.resident import signals
+from icecore.host.resident.protocol import Allocation, Counts, Message, Operation, explain, receive, send
+
+_ANSWER_SECONDS = 10.0
+_LEASE_SECONDS = 30.0
+
+
+class ResidentFailed(IcecoreError):
+    """A process did not do what it was asked for, or a keeper.
+
+    Args:
+        code: An errno, or 10000 + a CUresult.
+    """
+
+    def __init__(self, message: str, code: int, *, cure: str = "") -> None:
+        super().__init__(f"{message}: {explain(code)}", cure=cure)
+        self.code = code
+
+
+class State(IntEnum):
+    """How a process stands."""
+
+    RUNNING = 0
+    PARKED = 1
+    UNMAPPED = 2
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a process is.
+
+    Attributes:
+        token: Names it through checkpoint and restore.
+    """
+
+    state: State
+    token: bytes
+    counts: Counts
+
+
+class Agent:
+    """The agent of one process. Each call is a connection of its own, so that none is open when the process is checkpointed.
+
+    Args:
+        directory: ``ICECORE_RESIDENT`` of the process, as this machine sees it.
+        pid: The process, as it knows itself (in its own pid namespace).
+        tracee: The same as this machine sees it; default: ``pid``.
+    """
+
+    def __init__(self, directory: Path, pid: int, tracee: int | None = None) -> None:
+        self.directory = directory
+        self.pid = pid
+        self._tracee = pid if tracee is None else tracee
+
+    @property
+    def exists(self) -> bool:
+        """Whether the process has (or had) resident memory."""
+        return self._path.is_socket()
+
+    def report(self) -> Report:
+        """How it is. Raises as all calls here: ``NotFound`` (no such agent), `ResidentFailed`."""
+        answer = self._ask(Message(Operation.AGENT_STATUS))
+        if answer.result:  # EBUSY, between park and unmap: who has the table's lock waits for somebody that is parked
+            raise ResidentFailed(f"process {self.pid} cannot be asked now", answer.result)
+        return Report(State(answer.state), answer.token, Counts.unpack(answer.text))
+
+    def allocations(self) -> list[Allocation]:
+        """Its resident allocations, by address."""
+        with _connected(self._path, _ANSWER_SECONDS) as connection:
+            send(connection, Message(Operation.AGENT_LIST))
+            found = [Allocation.of(one) for one, _ in _until(connection, Operation.AGENT_END)]
+        return sorted(found, key=lambda one: one.address)
+
+    def park(self, seconds: float = 10.0, lease: float = _LEASE_SECONDS) -> int:
+        """Make every thread but the agent's and the driver's stand still; their number.
+
+        To be called while the driver's lock is on: then none is in the middle of a call. A thread that waits for the lock inside one of the preload's own
+        calls is parked as it leaves it, which `unmap` waits for.
+
+        Args:
+            seconds: After this time all run again, and the call fails.
+            lease: Seconds after this or any later call, without another, after which the process goes back to running by itself.
+        """
+        until = time.monotonic() + seconds
+        while True:
+            left = max(0.0, until - time.monotonic())
+            answer = self._ask(Message(Operation.AGENT_PARK, nanoseconds=_ns(left), lease=_ns(lease)), seconds)
+            if answer.result == 0:
+                return answer.count
+            if answer.result != EAGAIN:
+                raise ResidentFailed(f"the threads of process {self.pid} could not be parked", answer.result)
+            threads = [int(word) for word in answer.text.partition(b"\0")[0].split()]
+            unreached = signals.reach(self._tracee, self._as_seen_here(threads), answer.ordinal)
+            if unreached or time.monotonic() > until:
+                self.go()
+                raise ResidentFailed(
+                    f"threads {unreached or threads} of process {self.pid} block all signals",
+                    EAGAIN,
+                    cure="icecore must be allowed to trace the process (CAP_SYS_PTRACE)",
+                )
+
+    def unmap(self, seconds: float = 10.0) -> int:
+        """Take the memory of a parked process away, once the keeper has all of it; bytes. On failure the process runs, with its memory.
+
+        Raises:
+            ResidentFailed: With the code EAGAIN: a thread stood where the driver cannot do without it; lock, park, unlock and try again.
+        """
+        answer = self._ask(Message(Operation.AGENT_UNMAP, nanoseconds=_ns(seconds)), seconds)
+        if answer.result:
+            raise ResidentFailed(f"the device memory of process {self.pid} could not be unmapped", answer.result)
+        return answer.size
+
+    def map(self, descriptors: Mapping[int, int] | None = None, seconds: float = 60.0) -> None:
+        """Give it its memory back.
+
+        Args:
+            descriptors: A descriptor by the identity of each allocation; None: the process gets them from its keeper.
+        """
+        given = descriptors or {}
+        with _connected(self._path, seconds) as connection:
+            send(connection, Message(Operation.AGENT_MAP, count=len(given)))
+            for identity, descriptor in given.items():
+                send(connection, Message(Operation.AGENT_MAP, identity=identity), descriptor)
+            answer = _last_answer(connection, self._path)
+        if answer.result:
+            raise ResidentFailed(f"the device memory of process {self.pid} could not be mapped", answer.result)
+
+    def go(self) -> None:
+        """Let the threads run on."""
+        answer = self._ask(Message(Operation.AGENT_GO))
+        if answer.result:
+            raise ResidentFailed(f"process {self.pid} cannot run on: its memory is not mapped", answer.result)
+
+    def hold(self, lease: float) -> None:
+        """Begin the lease anew, with this length in seconds."""
+        self._ask(Message(Operation.AGENT_LEASE, lease=_ns(lease)))
+
+    def refresh(self) -> None:
+        """Hand every descriptor to the keeper anew: needed after the driver has checkpointed and restored the process with its memory mapped,
+        because it restores into other memory."""
+        answer = self._ask(Message(Operation.AGENT_REFRESH), 60.0)
+        if answer.result:
+            raise ResidentFailed(f"the keeper of process {self.pid} does not have its memory", answer.result)
+
+    @property
+    def _path(self) -> Path:
+        return self.directory / f"agent-{self.pid}"
+
+    def _ask(self, message: Message, seconds: float = 0.0) -> Message:
+        with _connected(self._path, seconds + _ANSWER_SECONDS) as connection:
+            send(connection, message)
+            return _last_answer(connection, self._path)
+
+    def _as_seen_here(self, threads: Sequence[int]) -> list[int]:
+        """Thread ids of the process's own namespace as ids of this one."""
+        if self._tracee == self.pid:
+            return list(threads)
+        wanted, found = set(threads), []
+        for name in os.listdir(f"/proc/{self._tracee}/task"):
+            try:
+                text = Path(f"/proc/{self._tracee}/task/{name}/status").read_text()
+            except OSError:
+                continue
+            if int(text.partition("\nNSpid:")[2].splitlines()[0].split()[-1]) in wanted:
+                found.append(int(name))
+        return found
+
+
+@dataclass(frozen=True)
+class HeldProcess:
+    """What a keeper knows of a process.
+
+    Attributes:
+        token: Names it through checkpoint and restore.
+        pid: As the keeper sees it.
+        alive: Whether it runs.
+        retained: Whether its memory stays although it ends.
+        allocations, size: How many, and their bytes.
+    """
+
+    token: bytes
+    pid: int
+    alive: bool
+    retained: bool
+    allocations: int
+    size: int
+
+
+class Keeper:
+    """The keeper of a directory.
+
+    Args:
+        directory: ``ICECORE_RESIDENT`` of its processes, as this machine sees it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @property
+    def _path(self) -> Path:
+        return self.directory / "keeper"
+
+    def processes(self) -> list[HeldProcess]:
+        """All that it holds something of, or is connected to. Raises as all calls here: ``NotFound`` (no keeper), `ResidentFailed`."""
+        with _connected(self._path, _ANSWER_SECONDS) as connection:
+            send(connection, Message(Operation.KEEPER_PROCESSES))
+            return [
+                HeldProcess(one.token, one.pid, bool(one.flags & 1), bool(one.flags & 2), one.count, one.size)
+                for one, _ in _until(connection, Operation.KEEPER_END)
+            ]
+
+    def allocations(self, token: bytes) -> list[Allocation]:
+        """What it holds of a process, by address."""
+        with _connected(self._path, _ANSWER_SECONDS) as connection:
+            send(connection, Message(Operation.KEEPER_LIST, token=token))
+            found = [Allocation.of(one) for one, _ in _until(connection, Operation.KEEPER_END)]
+        return sorted(found, key=lambda one: one.address)
+
+    def take(self, token: bytes) -> list[tuple[Allocation, int]]:
+        """The same with a duplicate of each descriptor, the caller's to close."""
+        found: list[tuple[Allocation, int]] = []
+        try:
+            with _connected(self._path, _ANSWER_SECONDS) as connection:
+                send(connection, Message(Operation.KEEPER_TAKE, token=token))
+                for one, descriptor in _until(connection, Operation.KEEPER_END):
+                    found.append((Allocation.of(one), descriptor))
+        except BaseException:
+            for _, descriptor in found:
+                os.close(descriptor)
+            raise
+        return sorted(found, key=lambda pair: pair[0].address)
+
+    def put(self, allocation: Allocation, descriptor: int) -> None:
+        """Have it hold a descriptor (of which the caller keeps its own) for a process that will come back."""
+        self._ask(
+            Message(
+                Operation.KEEPER_PUT,
+                identity=allocation.identity,
+                address=allocation.address,
+                size=allocation.size,
+                requested=allocation.requested,
+                device=bytes.fromhex(allocation.device.removeprefix("GPU-").replace("-", "")),
+                ordinal=allocation.ordinal,
+                token=allocation.token,
+            ),
+            descriptor,
+        )
+
+    def retain(self, token: bytes, keep: bool = True) -> None:
+        """Have the memory of a process outlive it, or not. Ends when the process connects again."""
+        self._ask(Message(Operation.KEEPER_RETAIN, token=token, count=int(keep)))
+
+    def forget(self, token: bytes) -> None:
+        """Let go of all that it holds of a process; no error where that is nothing."""
+        self._ask(Message(Operation.KEEPER_FORGET, token=token), good=(0, ENOENT))
+
+    def _ask(self, message: Message, descriptor: int = -1, good: tuple[int, ...] = (0,)) -> None:
+        with _connected(self._path, _ANSWER_SECONDS) as connection:
+            send(connection, message, descriptor)
+            answer = _answer(connection, self._path)
+        if answer.result not in good:
+            raise ResidentFailed(f"the keeper {self._path} refused", answer.result)
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)
+
+
+@contextmanager
+def _connected(path: Path, seconds: float) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as connection:
+        connection.settimeout(seconds)
+        try:
+            connection.connect(str(path))
+            yield connection
+        except (FileNotFoundError, ConnectionRefusedError) as error:
+            raise NotFound(f"nobody answers at {path}") from error
+        except (EOFError, ValueError, OSError) as error:
+            raise ResidentFailed(
+                f"{path} did not answer ({error or 'it hung up'})", getattr(error, "errno", None) or 5
+            ) from error
+
+
+def _until(connection: socket.socket, end: Operation) -> Iterator[tuple[Message, int]]:
+    while True:
+        message, descriptor = receive(connection)
+        if message.operation == end:
+            return
+        yield message, descriptor
+
+
+def _answer(connection: socket.socket, path: Path) -> Message:
+    message, descriptor = receive(connection)
+    if descriptor >= 0:
+        os.close(descriptor)
+        raise ValueError(f"{path} sent a descriptor")
+    return message
+
+
+def _last_answer(connection: socket.socket, path: Path) -> Message:
+    """An agent's, which then closes its end: only after that may its process be checkpointed."""
+    message = _answer(connection, path)
+    try:
+        receive(connection)
+    except EOFError:
+        return message
+    raise ValueError(f"{path} went on after its answer")

@@ -1,0 +1,98 @@
+"""Which changed cells are copied where within the window; a pure function: no device is touched, and what does not fit is said, not dropped.
+
+A copy on the device runs at its memory's speed, one to pinned host memory at the bus's, twenty to forty times slower: spare device memory is filled first,
+with what lies in the longest runs, so that few copies move much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from icecore.host.resident.fingerprint import CELL
+
+#: No copy is larger, so that streams share the work evenly.
+LARGEST = 64 << 20
+
+
+class To(Enum):
+    """Where a copy goes."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A run of changed cells.
+
+    Attributes:
+        allocation: Its identity.
+        offset, size: Bytes within it.
+        to: Spare memory of the same device, or pinned host memory.
+        place: Bytes from the start of that.
+        stream: Which of the streams carries it.
+    """
+
+    allocation: int
+    offset: int
+    size: int
+    to: To
+    place: int
+    stream: int
+
+
+@dataclass(frozen=True)
+class CopyPlan:
+    """All copies of one device, and what there was no room for: ``(allocation, offset, size)``."""
+
+    copies: list[Copy]
+    left: list[tuple[int, int, int]]
+
+
+def runs(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """``(first cell, cells)`` of every run of set entries."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8)))
+    return [(int(first), int(end - first)) for first, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def plan_copies(
+    masks: Mapping[int, npt.NDArray[np.bool_]], *, device_room: int, host_room: int, streams: int
+) -> CopyPlan:
+    """Place every changed cell of a device's allocations.
+
+    Args:
+        masks: By allocation, which of its cells changed.
+        device_room: Bytes of spare memory on the device.
+        host_room: Bytes of pinned memory.
+        streams: How many carry copies at once; each place gets all of them.
+    """
+    pieces = [
+        (allocation, at * CELL, min(LARGEST, (first + cells - at) * CELL))
+        for allocation, mask in masks.items()
+        for first, cells in runs(mask)
+        for at in range(first, first + cells, LARGEST // CELL)
+    ]
+    pieces.sort(key=lambda piece: -piece[2])
+    copies: list[Copy] = []
+    left: list[tuple[int, int, int]] = []
+    rooms = {To.DEVICE: device_room, To.HOST: host_room}
+    used = dict.fromkeys(To, 0)
+    loads = {to: [0] * streams for to in To}
+    for allocation, offset, size in pieces:
+        while size:
+            to = next((to for to in To if rooms[to] - used[to] >= CELL), None)
+            if to is None:
+                left.append((allocation, offset, size))
+                break
+            some = min(size, (rooms[to] - used[to]) // CELL * CELL)
+            stream = loads[to].index(min(loads[to]))
+            copies.append(Copy(allocation, offset, some, to, used[to], stream))
+            used[to] += some
+            loads[to][stream] += some
+            offset, size = offset + some, size - some
+    return CopyPlan(copies, left)

@@ -1,0 +1,106 @@
+/* What the preload calls of libcuda, declared here (no CUDA headers are needed) and looked up when the first of it is needed; rule: nothing else is called. */
+#ifndef ICECORE_RESIDENT_DRIVER_H
+#define ICECORE_RESIDENT_DRIVER_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef int CUresult;
+typedef int CUdevice;
+typedef unsigned long long CUdeviceptr, CUhandle;
+typedef void *CUcontext, *CUstream, *CUpool;
+
+enum {
+	CUDA_SUCCESS = 0,
+	CUDA_ERROR_INVALID_VALUE = 1,
+	CUDA_ERROR_OUT_OF_MEMORY = 2,
+	CUDA_ERROR_NOT_INITIALIZED = 3,
+	CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704,
+	CUDA_ERROR_NOT_SUPPORTED = 801,
+	CUDA_ERROR_CAPTURE_FIRST = 900,
+	CUDA_ERROR_CAPTURE_LAST = 908,
+};
+enum {
+	ATTRIBUTE_VIRTUAL_MEMORY = 102,
+	ATTRIBUTE_POSIX_DESCRIPTOR = 103,
+	ATTRIBUTE_RDMA_WITH_VIRTUAL_MEMORY = 110,
+	LOCATION_DEVICE = 1,
+	ALLOCATION_PINNED = 1,
+	HANDLE_POSIX_DESCRIPTOR = 1,
+	ACCESS_READ_WRITE = 3,
+	GRANULARITY_MINIMUM = 0,
+	PER_THREAD_DEFAULT_STREAM = 2,
+};
+
+struct location {
+	int type, id;
+};
+struct allocation_properties {
+	int type, handle_types;
+	struct location location;
+	void *windows;
+	struct {
+		unsigned char compression, rdma;
+		unsigned short usage;
+		unsigned char reserved[4];
+	} flags;
+};
+struct access {
+	struct location location;
+	int flags;
+};
+_Static_assert(sizeof(struct allocation_properties) == 32 && sizeof(struct access) == 12, "as cuda.h has them");
+
+/* CALL(name, arguments): what the preload cannot do without. HOOKED(name, arguments): also what applications meet in our form; may be missing. */
+#define DRIVER_CALLS(CALL, HOOKED) \
+	CALL(cuMemCreate, (CUhandle *, size_t, const struct allocation_properties *, unsigned long long)) \
+	CALL(cuMemRelease, (CUhandle)) \
+	CALL(cuMemMap, (CUdeviceptr, size_t, size_t, CUhandle, unsigned long long)) \
+	CALL(cuMemUnmap, (CUdeviceptr, size_t)) \
+	CALL(cuMemSetAccess, (CUdeviceptr, size_t, const struct access *, size_t)) \
+	CALL(cuMemAddressReserve, (CUdeviceptr *, size_t, size_t, CUdeviceptr, unsigned long long)) \
+	CALL(cuMemAddressFree, (CUdeviceptr, size_t)) \
+	CALL(cuMemExportToShareableHandle, (void *, CUhandle, int, unsigned long long)) \
+	CALL(cuMemImportFromShareableHandle, (CUhandle *, void *, int)) \
+	CALL(cuMemGetAllocationGranularity, (size_t *, const struct allocation_properties *, int)) \
+	CALL(cuDeviceGetAttribute, (int *, int, CUdevice)) \
+	CALL(cuDeviceGetUuid, (void *, CUdevice)) \
+	CALL(cuCtxGetDevice, (CUdevice *)) \
+	CALL(cuCtxGetCurrent, (CUcontext *)) \
+	CALL(cuCtxSetCurrent, (CUcontext)) \
+	CALL(cuCtxPushCurrent_v2, (CUcontext)) \
+	CALL(cuCtxPopCurrent_v2, (CUcontext *)) \
+	CALL(cuCtxSynchronize, (void)) \
+	CALL(cuStreamSynchronize, (CUstream)) \
+	CALL(cuDevicePrimaryCtxRetain, (CUcontext *, CUdevice)) \
+	CALL(cuDevicePrimaryCtxGetState, (CUdevice, unsigned *, int *)) \
+	HOOKED(cuMemAlloc_v2, (CUdeviceptr *, size_t)) \
+	HOOKED(cuMemAllocPitch_v2, (CUdeviceptr *, size_t *, size_t, size_t, unsigned)) \
+	HOOKED(cuMemFree_v2, (CUdeviceptr)) \
+	HOOKED(cuMemAllocManaged, (CUdeviceptr *, size_t, unsigned)) \
+	HOOKED(cuMemAllocAsync, (CUdeviceptr *, size_t, CUstream)) \
+	HOOKED(cuMemAllocAsync_ptsz, (CUdeviceptr *, size_t, CUstream)) \
+	HOOKED(cuMemAllocFromPoolAsync, (CUdeviceptr *, size_t, CUpool, CUstream)) \
+	HOOKED(cuMemAllocFromPoolAsync_ptsz, (CUdeviceptr *, size_t, CUpool, CUstream)) \
+	HOOKED(cuMemFreeAsync, (CUdeviceptr, CUstream)) \
+	HOOKED(cuMemFreeAsync_ptsz, (CUdeviceptr, CUstream)) \
+	HOOKED(cuIpcGetMemHandle, (void *, CUdeviceptr)) \
+	HOOKED(cuCtxEnablePeerAccess, (CUcontext, unsigned)) \
+	HOOKED(cuCtxDisablePeerAccess, (CUcontext)) \
+	HOOKED(cuCtxDestroy_v2, (CUcontext)) \
+	HOOKED(cuDevicePrimaryCtxReset_v2, (CUdevice)) \
+	HOOKED(cuDevicePrimaryCtxRelease_v2, (CUdevice)) \
+	HOOKED(cuGetProcAddress, (const char *, void **, int, unsigned long long)) \
+	HOOKED(cuGetProcAddress_v2, (const char *, void **, int, unsigned long long, int *))
+
+struct driver {
+#define MEMBER(name, arguments) CUresult (*name) arguments;
+	DRIVER_CALLS(MEMBER, MEMBER)
+#undef MEMBER
+	int usable; /* every CALL was found */
+};
+
+/* NULL where there is no libcuda. */
+const struct driver *driver(void);
+
+#endif

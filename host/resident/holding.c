@@ -1,0 +1,298 @@
+/* The connection to the keeper; rule: whatever becomes of the keeper, allocation and release go on, and what it lacks is handed over once it answers again.
+ *
+ * Everything here is called under table_lock. A descriptor of ours may have been closed by an application that closes all it finds, and its number may be
+ * the application's by now: each is compared with what we opened before it is used.
+ */
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+
+#include "packet.h"
+#include "resident.h"
+
+#define LIMIT_SECONDS 2
+#define RETRY_NANOSECONDS 500000000ll
+#define HIGH 500
+
+uint8_t process_token[16];
+
+static int link_socket = -1;
+static ino_t link_inode;
+static int64_t not_before;
+static bool has_token;
+
+const char *resident_directory(void)
+{
+	static const char *directory; /* from the environment that the process was started with */
+	static int looked;
+
+	if (!__atomic_load_n(&looked, __ATOMIC_ACQUIRE)) {
+		const char *found = getenv(RESIDENT_VARIABLE);
+		directory = found && *found && strlen(found) < 80 ? strdup(found) : NULL;
+		__atomic_store_n(&looked, 1, __ATOMIC_RELEASE);
+	}
+	return directory;
+}
+
+int high_descriptor(int descriptor)
+{
+	int high = fcntl(descriptor, F_DUPFD_CLOEXEC, HIGH);
+
+	if (high < 0)
+		return descriptor;
+	close(descriptor);
+	return high;
+}
+
+static bool still(int descriptor, ino_t inode)
+{
+	struct stat found;
+
+	return descriptor >= 0 && fstat(descriptor, &found) == 0 && found.st_ino == inode;
+}
+
+int holding_socket(void)
+{
+	return still(link_socket, link_inode) ? link_socket : -1;
+}
+
+static void unheld(void)
+{
+	for (struct allocation *at = NULL; (at = table_next(at, KIND_RESIDENT));)
+		at->held = false;
+}
+
+void holding_close(void)
+{
+	if (holding_socket() >= 0)
+		close(link_socket);
+	link_socket = -1;
+	unheld();
+}
+
+static struct resident_message about(const struct allocation *what, uint32_t operation)
+{
+	struct resident_message message = {
+		.version = RESIDENT_VERSION,
+		.operation = operation,
+		.identity = what->identity,
+		.address = what->address,
+		.size = what->size,
+		.requested = what->requested,
+		.ordinal = what->device,
+		.pid = getpid(),
+	};
+
+	memcpy(message.device, device_uuid(what->device), 16);
+	memcpy(message.token, process_token, 16);
+	return message;
+}
+
+static bool ask(struct resident_message *message)
+{
+	if (packet_send(link_socket, message, -1) == 0 && packet_receive(link_socket, message, NULL, 0) == 1)
+		return true;
+	holding_close();
+	return false;
+}
+
+static bool open_link(void)
+{
+	struct sockaddr_un address = {.sun_family = AF_UNIX};
+	struct stat found;
+	int made;
+
+	if (holding_socket() >= 0)
+		return true;
+	holding_close();
+	if (now() < not_before || !resident_directory())
+		return false;
+	if (!has_token)
+		has_token = getrandom(process_token, sizeof process_token, 0) == (ssize_t)sizeof process_token;
+	not_before = now() + RETRY_NANOSECONDS;
+	snprintf(address.sun_path, sizeof address.sun_path, "%s/keeper", resident_directory());
+	made = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+	if (made < 0)
+		return false;
+	packet_limit(made, LIMIT_SECONDS);
+	if (connect(made, (void *)&address, sizeof address)) {
+		close(made);
+		return false;
+	}
+	made = high_descriptor(made);
+	if (fstat(made, &found)) {
+		close(made);
+		return false;
+	}
+	link_socket = made;
+	link_inode = found.st_ino;
+	struct resident_message hello = {.version = RESIDENT_VERSION, .operation = KEEPER_HELLO, .pid = getpid()};
+	memcpy(hello.token, process_token, 16);
+	if (!ask(&hello))
+		return false;
+	if (hello.result) {
+		holding_close();
+		return false;
+	}
+	not_before = 0;
+	return true;
+}
+
+static bool hand_over(struct allocation *what, int descriptor)
+{
+	struct resident_message message = about(what, KEEPER_HOLD);
+
+	what->held = packet_send(link_socket, &message, descriptor) == 0;
+	if (!what->held)
+		holding_close();
+	return what->held;
+}
+
+/* A descriptor of one allocation: exported, or the one that was kept. The caller closes it. */
+static int descriptor_of(const struct allocation *what)
+{
+	int made = -1;
+
+	if (what->descriptor >= 0)
+		return still(what->descriptor, what->inode) ? fcntl(what->descriptor, F_DUPFD_CLOEXEC, HIGH) : -1;
+	if (!what->has_handle || driver()->cuMemExportToShareableHandle(&made, what->handle, HANDLE_POSIX_DESCRIPTOR, 0))
+		return -1;
+	return made;
+}
+
+static bool confirmed(struct resident_message *answer)
+{
+	uint64_t sum = 0;
+	uint32_t count = 0;
+
+	for (struct allocation *at = NULL; (at = table_next(at, KIND_RESIDENT));) {
+		count++;
+		sum += at->identity;
+	}
+	return answer->result == 0 && answer->count == count && answer->identity == sum;
+}
+
+static bool resync(void)
+{
+	struct resident_message message = {.version = RESIDENT_VERSION, .operation = KEEPER_RESYNC};
+
+	if (packet_send(link_socket, &message, -1)) {
+		holding_close();
+		return false;
+	}
+	for (struct allocation *at = NULL; (at = table_next(at, KIND_RESIDENT));) {
+		int descriptor = descriptor_of(at);
+		if (descriptor < 0)
+			continue; /* shows in the confirmation */
+		bool handed = hand_over(at, descriptor);
+		close(descriptor);
+		if (!handed)
+			return false;
+	}
+	message.operation = KEEPER_RESYNCED;
+	return ask(&message) && confirmed(&message);
+}
+
+void holding_add(struct allocation *what, int descriptor)
+{
+	bool connected = holding_socket() >= 0;
+
+	if (connected && descriptor >= 0)
+		hand_over(what, descriptor);
+	else if (!connected && open_link())
+		resync(); /* the new one with all others */
+}
+
+void holding_free(struct allocation *what)
+{
+	struct resident_message message = about(what, KEEPER_FREE);
+
+	if (still(what->descriptor, what->inode))
+		close(what->descriptor);
+	/* Answered when the keeper's descriptor is closed: only then is the memory free for whoever asks next. */
+	if (what->held && holding_socket() >= 0)
+		ask(&message);
+}
+
+bool holding_complete(void)
+{
+	struct resident_message message = {.version = RESIDENT_VERSION, .operation = KEEPER_CONFIRM};
+
+	not_before = 0;
+	if (!open_link())
+		return false;
+	if (ask(&message) && confirmed(&message)) {
+		for (struct allocation *at = NULL; (at = table_next(at, KIND_RESIDENT));)
+			at->held = true;
+		return true;
+	}
+	return open_link() && resync();
+}
+
+bool holding_replace(void)
+{
+	holding_close();
+	not_before = 0;
+	return open_link() && resync();
+}
+
+bool holding_renew(void)
+{
+	not_before = 0;
+	for (struct allocation *at = NULL; (at = table_next(at, KIND_RESIDENT));) {
+		int made = -1;
+		if (at->has_handle && !driver()->cuMemExportToShareableHandle(&made, at->handle, HANDLE_POSIX_DESCRIPTOR, 0)) {
+			if (still(at->descriptor, at->inode))
+				close(at->descriptor);
+			at->descriptor = -1;
+			close(made);
+		}
+	}
+	return open_link() && resync();
+}
+
+bool holding_park(void)
+{
+	struct resident_message message = {.version = RESIDENT_VERSION, .operation = KEEPER_PARKED};
+
+	return holding_complete() && ask(&message) && message.result == 0;
+}
+
+int holding_take(int (*each)(uint64_t identity, int descriptor))
+{
+	struct resident_message message = {.version = RESIDENT_VERSION, .operation = KEEPER_TAKE};
+	int descriptor, result = 0;
+
+	not_before = 0;
+	if (!open_link())
+		return ENOTCONN;
+	memcpy(message.token, process_token, 16);
+	if (packet_send(link_socket, &message, -1))
+		goto lost;
+	for (;;) {
+		if (packet_receive(link_socket, &message, &descriptor, 0) != 1)
+			goto lost;
+		if (message.operation == KEEPER_END)
+			return result;
+		if (descriptor >= 0 && !result)
+			result = each(message.identity, descriptor);
+		else if (descriptor >= 0)
+			close(descriptor);
+	}
+lost:
+	holding_close();
+	return ENOTCONN;
+}
+
+void holding_of_child(void)
+{
+	if (holding_socket() >= 0)
+		close(link_socket);
+	link_socket = -1;
+	not_before = 0;
+	has_token = false;
+}

@@ -1,0 +1,176 @@
+/* How applications come to meet our calls instead of the driver's: by linking, through dlsym, and through cuGetProcAddress; rule: what is not in the list passes
+ * unchanged, caller's address included (dlsym decides by it), and where there is no libcuda, nothing is different. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "hooks.h"
+#include "resident.h"
+
+typedef void *lookup(void *, const char *);
+
+__attribute__((visibility("hidden"))) lookup *real_dlsym;
+
+static struct driver calls;
+static pthread_mutex_t load_lock = PTHREAD_MUTEX_INITIALIZER;
+static int loaded; /* 1: found, -1: there is none */
+static void *libcuda;
+
+static const struct hook {
+	const char *symbol; /* as libcuda exports it */
+	const char *name;   /* as cuGetProcAddress knows it */
+	int since;          /* the CUDA version from which the name means this symbol */
+	void *ours, *ours_per_thread;
+} hooks[] = {
+	{"cuMemAlloc_v2", "cuMemAlloc", 3020, resident_cuMemAlloc_v2, NULL},
+	{"cuMemAllocPitch_v2", "cuMemAllocPitch", 3020, resident_cuMemAllocPitch_v2, NULL},
+	{"cuMemFree_v2", "cuMemFree", 3020, resident_cuMemFree_v2, NULL},
+	{"cuMemAllocManaged", "cuMemAllocManaged", 6000, resident_cuMemAllocManaged, NULL},
+	{"cuMemAllocAsync", "cuMemAllocAsync", 11020, resident_cuMemAllocAsync, resident_cuMemAllocAsync_ptsz},
+	{"cuMemAllocAsync_ptsz", NULL, 0, resident_cuMemAllocAsync_ptsz, NULL},
+	{"cuMemAllocFromPoolAsync", "cuMemAllocFromPoolAsync", 11020, resident_cuMemAllocFromPoolAsync, resident_cuMemAllocFromPoolAsync_ptsz},
+	{"cuMemAllocFromPoolAsync_ptsz", NULL, 0, resident_cuMemAllocFromPoolAsync_ptsz, NULL},
+	{"cuMemFreeAsync", "cuMemFreeAsync", 11020, resident_cuMemFreeAsync, resident_cuMemFreeAsync_ptsz},
+	{"cuMemFreeAsync_ptsz", NULL, 0, resident_cuMemFreeAsync_ptsz, NULL},
+	{"cuIpcGetMemHandle", "cuIpcGetMemHandle", 4010, resident_cuIpcGetMemHandle, NULL},
+	{"cuCtxEnablePeerAccess", "cuCtxEnablePeerAccess", 4000, resident_cuCtxEnablePeerAccess, NULL},
+	{"cuCtxDisablePeerAccess", "cuCtxDisablePeerAccess", 4000, resident_cuCtxDisablePeerAccess, NULL},
+	{"cuCtxDestroy_v2", "cuCtxDestroy", 4000, resident_cuCtxDestroy_v2, NULL},
+	{"cuDevicePrimaryCtxReset", NULL, 0, resident_cuDevicePrimaryCtxReset_v2, NULL},
+	{"cuDevicePrimaryCtxReset_v2", "cuDevicePrimaryCtxReset", 7000, resident_cuDevicePrimaryCtxReset_v2, NULL},
+	{"cuDevicePrimaryCtxRelease", NULL, 0, resident_cuDevicePrimaryCtxRelease_v2, NULL},
+	{"cuDevicePrimaryCtxRelease_v2", "cuDevicePrimaryCtxRelease", 7000, resident_cuDevicePrimaryCtxRelease_v2, NULL},
+	{"cuGetProcAddress_v2", "cuGetProcAddress", 12000, resident_cuGetProcAddress_v2, NULL}, /* before the older one: the newest that fits */
+	{"cuGetProcAddress", "cuGetProcAddress", 11030, resident_cuGetProcAddress, NULL},
+};
+
+static void find_real_dlsym(void)
+{
+	static const char *const versions[] = {"GLIBC_2.34", "GLIBC_2.2.5", "GLIBC_2.17"};
+
+	for (size_t i = 0; !real_dlsym && i < sizeof versions / sizeof *versions; i++)
+		real_dlsym = (lookup *)dlvsym(RTLD_NEXT, "dlsym", versions[i]);
+	if (!real_dlsym)
+		abort(); /* a C library that is none of those that we know: nothing could be looked up by anybody */
+}
+
+const struct driver *driver(void)
+{
+	if (__atomic_load_n(&loaded, __ATOMIC_ACQUIRE) == 0) {
+		find_real_dlsym();
+		void *library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL); /* outside our lock: its constructors may call us */
+		pthread_mutex_lock(&load_lock);
+		if (library && !loaded) {
+			libcuda = library;
+			calls.usable = 1;
+#define CALL(call, arguments) \
+	calls.call = (CUresult(*) arguments)real_dlsym(library, #call); \
+	calls.usable = calls.usable && calls.call;
+#define HOOKED(call, arguments) calls.call = (CUresult(*) arguments)real_dlsym(library, #call);
+			DRIVER_CALLS(CALL, HOOKED)
+#undef CALL
+#undef HOOKED
+		}
+		__atomic_store_n(&loaded, library ? 1 : -1, __ATOMIC_RELEASE);
+		pthread_mutex_unlock(&load_lock);
+	}
+	return loaded > 0 ? &calls : NULL;
+}
+
+void interposition_of_child(void)
+{
+	pthread_mutex_init(&load_lock, NULL);
+}
+
+/* For the entry below: ours for a symbol of libcuda's, or NULL. */
+__attribute__((visibility("hidden"), used)) void *resident_lookup(void *library, const char *symbol)
+{
+	if (!real_dlsym)
+		find_real_dlsym();
+	if (!symbol || symbol[0] != 'c' || symbol[1] != 'u' || library == RTLD_NEXT || !resident_directory())
+		return NULL;
+	for (size_t i = 0; i < sizeof hooks / sizeof *hooks; i++)
+		if (!strcmp(symbol, hooks[i].symbol)) {
+			/* Only the driver's own is replaced: another preload may come before ours. */
+			void *found = driver() ? real_dlsym(library, symbol) : NULL;
+			return found && found == real_dlsym(libcuda, symbol) ? hooks[i].ours : NULL;
+		}
+	return NULL;
+}
+
+#if defined(__x86_64__)
+__asm__(".text\n.globl dlsym\n.type dlsym, @function\ndlsym:\n"
+	"\tpush %rdi\n\tpush %rsi\n\tsub $8, %rsp\n\tcall resident_lookup\n\tadd $8, %rsp\n\tpop %rsi\n\tpop %rdi\n"
+	"\ttest %rax, %rax\n\tjnz 1f\n\tjmp *real_dlsym(%rip)\n1:\tret\n.size dlsym, . - dlsym\n");
+#elif defined(__aarch64__)
+__asm__(".text\n.globl dlsym\n.type dlsym, %function\ndlsym:\n"
+	"\tstp x29, x30, [sp, #-32]!\n\tstp x0, x1, [sp, #16]\n\tmov x29, sp\n\tbl resident_lookup\n\tmov x9, x0\n"
+	"\tldp x0, x1, [sp, #16]\n\tldp x29, x30, [sp], #32\n\tcbnz x9, 1f\n\tadrp x9, real_dlsym\n\tldr x9, [x9, #:lo12:real_dlsym]\n\tbr x9\n"
+	"1:\tmov x0, x9\n\tret\n.size dlsym, . - dlsym\n");
+#else
+#error "the preload knows x86-64 and aarch64"
+#endif
+
+static void replace(const char *name, void **found, int version, unsigned long long flags)
+{
+	if (!name || !found || !*found || !resident_directory())
+		return;
+	for (size_t i = 0; i < sizeof hooks / sizeof *hooks; i++) {
+		const struct hook *hook = &hooks[i];
+		if (!strcmp(name, hook->symbol) && (!hook->name || strcmp(name, hook->name))) {
+			*found = hook->ours;
+			return;
+		}
+		if (hook->name && !strcmp(name, hook->name) && version >= hook->since) {
+			*found = (flags & PER_THREAD_DEFAULT_STREAM) && hook->ours_per_thread ? hook->ours_per_thread : hook->ours;
+			return;
+		}
+	}
+}
+
+CUresult resident_cuGetProcAddress(const char *name, void **found, int version, unsigned long long flags)
+{
+	const struct driver *d = driver();
+	if (!d || !d->cuGetProcAddress)
+		return CUDA_ERROR_NOT_INITIALIZED;
+	CUresult result = d->cuGetProcAddress(name, found, version, flags);
+
+	if (result == CUDA_SUCCESS)
+		replace(name, found, version, flags);
+	return result;
+}
+
+CUresult resident_cuGetProcAddress_v2(const char *name, void **found, int version, unsigned long long flags, int *status)
+{
+	const struct driver *d = driver();
+	if (!d || !d->cuGetProcAddress_v2)
+		return CUDA_ERROR_NOT_INITIALIZED;
+	CUresult result = d->cuGetProcAddress_v2(name, found, version, flags, status);
+
+	if (result == CUDA_SUCCESS)
+		replace(name, found, version, flags);
+	return result;
+}
+
+/* For programs that link libcuda. */
+#define LINKED(name, parameters, arguments) \
+	EXPORTED CUresult name parameters { return resident_##name arguments; }
+LINKED(cuMemAlloc_v2, (CUdeviceptr * a, size_t b), (a, b))
+LINKED(cuMemAllocPitch_v2, (CUdeviceptr * a, size_t *b, size_t c, size_t d, unsigned e), (a, b, c, d, e))
+LINKED(cuMemFree_v2, (CUdeviceptr a), (a))
+LINKED(cuMemAllocManaged, (CUdeviceptr * a, size_t b, unsigned c), (a, b, c))
+LINKED(cuMemAllocAsync, (CUdeviceptr * a, size_t b, CUstream c), (a, b, c))
+LINKED(cuMemAllocAsync_ptsz, (CUdeviceptr * a, size_t b, CUstream c), (a, b, c))
+LINKED(cuMemAllocFromPoolAsync, (CUdeviceptr * a, size_t b, CUpool c, CUstream d), (a, b, c, d))
+LINKED(cuMemAllocFromPoolAsync_ptsz, (CUdeviceptr * a, size_t b, CUpool c, CUstream d), (a, b, c, d))
+LINKED(cuMemFreeAsync, (CUdeviceptr a, CUstream b), (a, b))
+LINKED(cuMemFreeAsync_ptsz, (CUdeviceptr a, CUstream b), (a, b))
+LINKED(cuIpcGetMemHandle, (void *a, CUdeviceptr b), (a, b))
+LINKED(cuCtxEnablePeerAccess, (CUcontext a, unsigned b), (a, b))
+LINKED(cuCtxDisablePeerAccess, (CUcontext a), (a))
+LINKED(cuCtxDestroy_v2, (CUcontext a), (a))
+LINKED(cuDevicePrimaryCtxReset_v2, (CUdevice a), (a))
+LINKED(cuDevicePrimaryCtxRelease_v2, (CUdevice a), (a))
+LINKED(cuGetProcAddress, (const char *a, void **b, int c, unsigned long long d), (a, b, c, d))
+LINKED(cuGetProcAddress_v2, (const char *a, void **b, int c, unsigned long long d, int *e), (a, b, c, d, e))

@@ -1,0 +1,453 @@
+/* The keeper: holds the descriptors of a job's device memory, so that it outlives the process that allocated it.
+ *
+ *     icecore-keeper SOCKET
+ *
+ * Rule: it does nothing that can fail in a way that loses a descriptor: no CUDA, no threads, no files; its memory is locked and it is the last that the
+ * kernel kills. C, because an interpreter is many times larger and allocates at every message. What a process allocated is let go of when it frees
+ * it, and when it ends, unless it was parked then (the descriptors are all there is of the memory). It ends when its socket has been unlinked and it holds nothing any more.
+ */
+
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/epoll.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+
+#include "packet.h"
+
+#define LIMIT_SECONDS 2
+#define LOOK_MILLISECONDS 2000
+
+struct held {
+	struct resident_message what;
+	int descriptor;
+	bool stale;
+};
+
+struct process {
+	struct process *next;
+	uint8_t token[16];
+	int pid, pidfd; /* pidfd: -1 once it has ended */
+	bool alive, retained;
+	struct held *held;
+	size_t count, room;
+	struct connection *connection;
+};
+
+struct connection {
+	struct connection *next;
+	int socket;
+	struct process *process; /* that said hello here */
+	bool closed;
+};
+
+static struct process *processes;
+static struct connection *connections;
+static int events;
+
+static void watch(int descriptor, void *what)
+{
+	struct epoll_event event = {.events = EPOLLIN, .data.ptr = what};
+
+	epoll_ctl(events, EPOLL_CTL_ADD, descriptor, &event);
+}
+
+static struct process *find(const uint8_t *token)
+{
+	struct process *process = processes;
+
+	while (process && memcmp(process->token, token, 16))
+		process = process->next;
+	return process;
+}
+
+static struct process *make(const uint8_t *token)
+{
+	struct process *process = find(token);
+
+	if (process)
+		return process;
+	process = calloc(1, sizeof *process);
+	if (!process)
+		return NULL;
+	memcpy(process->token, token, 16);
+	process->pidfd = -1;
+	process->next = processes;
+	return processes = process;
+}
+
+static void drop(struct process *process, size_t index)
+{
+	close(process->held[index].descriptor);
+	process->held[index] = process->held[--process->count];
+}
+
+static void drop_all(struct process *process)
+{
+	while (process->count)
+		drop(process, process->count - 1);
+}
+
+static size_t place(const struct process *process, uint64_t identity)
+{
+	size_t index = 0;
+
+	while (index < process->count && process->held[index].what.identity != identity)
+		index++;
+	return index;
+}
+
+/* Takes the descriptor over. */
+static int hold(struct process *process, const struct resident_message *what, int descriptor)
+{
+	size_t index = place(process, what->identity);
+
+	if (descriptor < 0)
+		return EINVAL;
+	if (index == process->count) {
+		if (process->count == process->room) {
+			size_t room = process->room ? 2 * process->room : 64;
+			struct held *more = realloc(process->held, room * sizeof *more);
+			if (!more) {
+				close(descriptor);
+				return ENOMEM;
+			}
+			process->held = more;
+			process->room = room;
+		}
+		process->count++;
+	} else
+		close(process->held[index].descriptor);
+	process->held[index] = (struct held){.what = *what, .descriptor = descriptor};
+	memcpy(process->held[index].what.token, process->token, 16);
+	return 0;
+}
+
+static void ended(struct process *process)
+{
+	if (process->pidfd >= 0)
+		close(process->pidfd);
+	process->pidfd = -1;
+	process->alive = false;
+	if (!process->retained)
+		drop_all(process);
+}
+
+static void forget_empty(void)
+{
+	for (struct process **at = &processes; *at;) {
+		struct process *process = *at;
+		if (process->alive || process->count || process->connection) {
+			at = &process->next;
+			continue;
+		}
+		*at = process->next;
+		free(process->held);
+		free(process);
+	}
+}
+
+static int hello(struct connection *connection, const struct resident_message *message)
+{
+	struct ucred peer;
+	socklen_t length = sizeof peer;
+	struct process *process = make(message->token);
+
+	if (!process)
+		return ENOMEM;
+	if (getsockopt(connection->socket, SOL_SOCKET, SO_PEERCRED, &peer, &length))
+		return errno;
+	if (process->alive && process->pid != peer.pid) {
+		struct pollfd look = {.fd = process->pidfd, .events = POLLIN};
+		if (process->pidfd < 0 || poll(&look, 1, 0) == 0)
+			return EBUSY; /* two copies of one process need a keeper each */
+	}
+	if (process->pidfd >= 0)
+		close(process->pidfd);
+	process->pidfd = peer.pid > 0 ? (int)syscall(SYS_pidfd_open, peer.pid, 0) : -1;
+	process->pid = peer.pid;
+	process->alive = true;
+	process->retained = false;
+	if (process->pidfd >= 0)
+		watch(process->pidfd, process);
+	if (process->connection)
+		process->connection->process = NULL;
+	process->connection = connection;
+	connection->process = process;
+	return 0;
+}
+
+static void sum(const struct process *process, struct resident_message *answer)
+{
+	for (size_t i = 0; i < process->count; i++) {
+		answer->count++;
+		answer->identity += process->held[i].what.identity;
+		answer->size += process->held[i].what.size;
+	}
+}
+
+/* -1: the connection is to be closed. */
+static int list_processes(int to)
+{
+	for (struct process *process = processes; process; process = process->next) {
+		struct resident_message one = {.version = RESIDENT_VERSION, .operation = KEEPER_PROCESSES, .pid = process->pid};
+		memcpy(one.token, process->token, 16);
+		one.flags = (process->alive ? KEEPER_ALIVE : 0) | (process->retained ? KEEPER_RETAINED : 0);
+		sum(process, &one);
+		if (packet_send(to, &one, -1))
+			return -1;
+	}
+	return 0;
+}
+
+static int list(int to, const struct resident_message *message)
+{
+	struct process *process = find(message->token);
+
+	for (size_t i = 0; process && i < process->count; i++) {
+		struct resident_message one = process->held[i].what;
+		one.operation = message->operation;
+		one.pid = process->pid;
+		if (packet_send(to, &one, message->operation == KEEPER_TAKE ? process->held[i].descriptor : -1))
+			return -1;
+	}
+	return 0;
+}
+
+/* One message; -1: the connection is to be closed. */
+static int serve(struct connection *connection)
+{
+	struct resident_message message, answer = {.version = RESIDENT_VERSION};
+	struct process *process = connection->process;
+	int descriptor, got = packet_receive(connection->socket, &message, &descriptor, MSG_DONTWAIT);
+	size_t index;
+
+	if (got < 0 && errno == EAGAIN)
+		return 0;
+	if (got <= 0)
+		return -1;
+	answer.operation = message.operation;
+	if (message.operation > KEEPER_HELLO && message.operation <= KEEPER_PARKED && !process) {
+		if (descriptor >= 0)
+			close(descriptor);
+		return -1;
+	}
+	switch (message.operation) {
+	case KEEPER_HELLO:
+		answer.result = hello(connection, &message);
+		break;
+	case KEEPER_HOLD:
+		hold(process, &message, descriptor);
+		return 0;
+	case KEEPER_FREE:
+		index = place(process, message.identity);
+		if (index < process->count)
+			drop(process, index);
+		else
+			answer.result = ENOENT;
+		break;
+	case KEEPER_RESYNC:
+		for (index = 0; index < process->count; index++)
+			process->held[index].stale = true;
+		return 0;
+	case KEEPER_RESYNCED:
+		for (index = process->count; index-- > 0;)
+			if (process->held[index].stale)
+				drop(process, index);
+		sum(process, &answer);
+		break;
+	case KEEPER_CONFIRM:
+		sum(process, &answer);
+		break;
+	case KEEPER_PARKED:
+		process->retained = true;
+		break;
+	case KEEPER_PROCESSES:
+		if (list_processes(connection->socket))
+			return -1;
+		answer.operation = KEEPER_END;
+		break;
+	case KEEPER_LIST:
+	case KEEPER_TAKE:
+		if (list(connection->socket, &message))
+			return -1;
+		answer.operation = KEEPER_END;
+		break;
+	case KEEPER_PUT:
+		process = make(message.token);
+		if (process && descriptor >= 0) {
+			process->retained = true;
+			answer.result = hold(process, &message, descriptor);
+			descriptor = -1;
+		} else
+			answer.result = process ? EINVAL : ENOMEM;
+		break;
+	case KEEPER_RETAIN:
+		process = find(message.token);
+		if (process) {
+			process->retained = message.count != 0;
+			if (!process->alive && !process->retained)
+				drop_all(process);
+		} else
+			answer.result = ENOENT;
+		break;
+	case KEEPER_FORGET:
+		process = find(message.token);
+		if (process) {
+			process->retained = false;
+			drop_all(process);
+		} else
+			answer.result = ENOENT;
+		break;
+	default:
+		answer.result = EINVAL;
+	}
+	if (descriptor >= 0)
+		close(descriptor);
+	return packet_send(connection->socket, &answer, -1);
+}
+
+static void hang_up(struct connection *connection)
+{
+	epoll_ctl(events, EPOLL_CTL_DEL, connection->socket, NULL);
+	close(connection->socket);
+	connection->closed = true;
+	if (connection->process) {
+		struct process *process = connection->process;
+		process->connection = NULL;
+		connection->process = NULL;
+		if (process->pidfd < 0) /* not visible from here: its connection is all that is known of it */
+			ended(process);
+	}
+}
+
+static void sweep(void)
+{
+	for (struct connection **at = &connections; *at;) {
+		struct connection *connection = *at;
+		if (!connection->closed) {
+			at = &connection->next;
+			continue;
+		}
+		*at = connection->next;
+		free(connection);
+	}
+	forget_empty();
+}
+
+static void greet(int listener)
+{
+	struct ucred peer;
+	socklen_t length = sizeof peer;
+	int found = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+	struct connection *connection;
+
+	if (found < 0)
+		return;
+	if (getsockopt(found, SOL_SOCKET, SO_PEERCRED, &peer, &length) || (peer.uid != 0 && peer.uid != geteuid()) ||
+	    !(connection = calloc(1, sizeof *connection))) {
+		close(found);
+		return;
+	}
+	packet_limit(found, LIMIT_SECONDS);
+	connection->socket = found;
+	connection->next = connections;
+	connections = connection;
+	watch(found, connection);
+}
+
+static int listen_at(const char *path)
+{
+	struct sockaddr_un address = {.sun_family = AF_UNIX};
+	int found = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+
+	if (found < 0 || strlen(path) >= sizeof address.sun_path) {
+		errno = found < 0 ? errno : ENAMETOOLONG;
+		return -1;
+	}
+	strcpy(address.sun_path, path);
+	if (connect(found, (void *)&address, sizeof address) == 0) {
+		errno = EADDRINUSE;
+		return -1;
+	}
+	unlink(path);
+	umask(0077);
+	if (bind(found, (void *)&address, sizeof address) || listen(found, 64))
+		return -1;
+	return found;
+}
+
+static void harden(void)
+{
+	struct rlimit files;
+	int adjustment = open("/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC);
+
+	if (adjustment >= 0) {
+		if (write(adjustment, "-1000", 5) != 5 && write(adjustment, "-900", 4) != 4)
+			(void)0; /* not root */
+		close(adjustment);
+	}
+	if (getrlimit(RLIMIT_NOFILE, &files) == 0) {
+		struct rlimit more = {1 << 20, 1 << 20};
+		if (setrlimit(RLIMIT_NOFILE, &more)) {
+			files.rlim_cur = files.rlim_max;
+			setrlimit(RLIMIT_NOFILE, &files);
+		}
+	}
+	mlockall(MCL_CURRENT | MCL_FUTURE);
+	signal(SIGPIPE, SIG_IGN);
+	signal(SIGHUP, SIG_IGN);
+	signal(SIGINT, SIG_IGN);
+}
+
+int main(int count, char **words)
+{
+	struct stat ours, now;
+	int listener;
+
+	if (count != 2) {
+		fprintf(stderr, "usage: icecore-keeper SOCKET\n");
+		return 2;
+	}
+	events = epoll_create1(EPOLL_CLOEXEC);
+	listener = listen_at(words[1]);
+	if (listener < 0 || events < 0 || stat(words[1], &ours)) {
+		perror(words[1]);
+		return errno == EADDRINUSE ? 3 : 1;
+	}
+	harden();
+	watch(listener, NULL);
+	printf("ready\n");
+	fflush(stdout);
+	for (;;) {
+		struct epoll_event ready[16];
+		int some = epoll_wait(events, ready, 16, LOOK_MILLISECONDS);
+		for (int i = 0; i < some; i++) {
+			void *what = ready[i].data.ptr;
+			bool was_process = false;
+			if (!what) {
+				greet(listener);
+				continue;
+			}
+			for (struct process *process = processes; process && !was_process; process = process->next)
+				if (process == what) {
+					was_process = true;
+					if (process->pidfd >= 0)
+						ended(process);
+				}
+			if (!was_process && !((struct connection *)what)->closed && serve(what))
+				hang_up(what);
+		}
+		sweep();
+		if (some == 0 && !processes && (stat(words[1], &now) || now.st_ino != ours.st_ino || now.st_dev != ours.st_dev))
+			return 0;
+	}
+}

@@ -1,0 +1,75 @@
+/* What the preload, its keeper and their clients say to each other; rule: one message is one packet of fixed size (docs/resident.md, client.py). */
+#ifndef ICECORE_RESIDENT_PROTOCOL_H
+#define ICECORE_RESIDENT_PROTOCOL_H
+
+#include <stdint.h>
+
+#define RESIDENT_VERSION 1
+#define RESIDENT_VARIABLE "ICECORE_RESIDENT" /* a directory: "keeper" in it is the keeper's socket, "agent-PID" a process's */
+
+enum keeper_operation {
+	KEEPER_HELLO = 1,   /* token, pid -> result: these descriptors are mine */
+	KEEPER_HOLD = 2,    /* one allocation and its descriptor; no answer */
+	KEEPER_FREE = 3,    /* identity -> result, once the descriptor is closed */
+	KEEPER_CONFIRM = 4, /* -> count, identity (sum of those held) */
+	KEEPER_RESYNC = 5,  /* what is not held again before KEEPER_RESYNCED is let go of; no answer */
+	KEEPER_RESYNCED = 6, /* -> count, identity, as KEEPER_CONFIRM */
+	KEEPER_PARKED = 7,   /* -> result: the descriptors are all there is of the memory now: kept although the process ends, until its next hello */
+
+	KEEPER_PROCESSES = 16, /* -> for each process token, pid, count, size, flags; KEEPER_END */
+	KEEPER_LIST = 17,      /* token -> for each allocation a message; KEEPER_END */
+	KEEPER_TAKE = 18,      /* the same with the descriptors */
+	KEEPER_PUT = 19,       /* token and an allocation with its descriptor -> result */
+	KEEPER_RETAIN = 20,    /* token, count (0 or 1) -> result: kept although the process ends, as after KEEPER_PARKED */
+	KEEPER_FORGET = 21,    /* token -> result: let go of all of it */
+	KEEPER_END = 31,
+};
+
+enum agent_operation {
+	AGENT_STATUS = 64, /* -> struct resident_counts in text */
+	AGENT_LIST = 65,   /* -> for each allocation a message; AGENT_END */
+	AGENT_PARK = 66,   /* nanoseconds, lease -> result, count (parked), text (threads that block the signal) */
+	AGENT_UNMAP = 67,  /* nanoseconds -> result, count, size */
+	AGENT_MAP = 68,    /* count of descriptors that follow, each in a message with its identity; 0: from the keeper -> result */
+	AGENT_GO = 69,     /* -> result */
+	AGENT_LEASE = 70,  /* lease -> result */
+	AGENT_REFRESH = 71, /* -> result: every descriptor is exported anew and handed to the keeper */
+	AGENT_END = 95,
+};
+
+enum resident_state { RESIDENT_RUNNING = 0, RESIDENT_PARKED = 1, RESIDENT_UNMAPPED = 2 };
+
+#define KEEPER_ALIVE 1u
+#define KEEPER_RETAINED 2u
+
+struct resident_message {
+	uint32_t version, operation;
+	int32_t result; /* 0, an errno, or 10000 + a CUresult */
+	uint32_t count;
+	uint64_t identity; /* of an allocation, within its process; from 1 on */
+	uint64_t address, size, requested; /* bytes; size is what is mapped */
+	uint64_t nanoseconds, lease;
+	uint8_t device[16]; /* UUID */
+	uint8_t token[16];  /* of a process, drawn when it first allocates; survives checkpoint and restore */
+	int32_t pid, ordinal;
+	uint32_t flags, state;
+	char text[400];
+};
+
+struct resident_counts {
+	uint64_t resident, resident_bytes;
+	uint64_t small, small_bytes;     /* under the least size, live */
+	uint64_t pool, pool_bytes;       /* stream-ordered, live */
+	uint64_t managed, managed_bytes; /* live */
+	uint64_t foreign, foreign_bytes; /* large, but not possible as resident: live */
+	uint64_t deferred, deferred_bytes; /* freed, but released only when a stream capture is over */
+	uint64_t allocations, frees, out_of_memory, ipc_refused, unheld; /* unheld: not at the keeper now */
+	uint64_t windows, cancelled;
+};
+
+#define RESIDENT_CUDA_ERROR 10000
+
+_Static_assert(sizeof(struct resident_message) == 512, "client.py packs the same bytes");
+_Static_assert(sizeof(struct resident_counts) <= sizeof(((struct resident_message *)0)->text), "counts fit");
+
+#endif

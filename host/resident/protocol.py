@@ -1,0 +1,199 @@
+"""The packets between preload, keeper and their clients, as ``protocol.h`` has them; rule: what cannot be understood is an error, never skipped."""
+
+from __future__ import annotations
+
+import array
+import socket
+import struct
+import uuid
+from dataclasses import dataclass, field, fields
+from enum import IntEnum
+
+VERSION = 1
+#: In the environment of a process: the directory in which ``keeper`` is the keeper's socket and ``agent-PID`` a process's own.
+VARIABLE = "ICECORE_RESIDENT"
+
+_LAYOUT = struct.Struct("<IIiIQQQQQQ16s16siiII400s")
+_COUNTS = 19
+_CUDA_ERROR = 10000
+
+
+class Operation(IntEnum):
+    """What a packet asks for; ``KEEPER_…`` of the keeper, ``AGENT_…`` of a process."""
+
+    KEEPER_HELLO = 1
+    KEEPER_HOLD = 2
+    KEEPER_FREE = 3
+    KEEPER_CONFIRM = 4
+    KEEPER_RESYNC = 5
+    KEEPER_RESYNCED = 6
+    KEEPER_PARKED = 7
+    KEEPER_PROCESSES = 16
+    KEEPER_LIST = 17
+    KEEPER_TAKE = 18
+    KEEPER_PUT = 19
+    KEEPER_RETAIN = 20
+    KEEPER_FORGET = 21
+    KEEPER_END = 31
+    AGENT_STATUS = 64
+    AGENT_LIST = 65
+    AGENT_PARK = 66
+    AGENT_UNMAP = 67
+    AGENT_MAP = 68
+    AGENT_GO = 69
+    AGENT_LEASE = 70
+    AGENT_REFRESH = 71
+    AGENT_END = 95
+
+
+@dataclass(frozen=True)
+class Message:
+    """One packet; which fields count depends on the operation (docs/resident.md).
+
+    Attributes:
+        result: 0, an errno, or 10000 + a CUresult.
+        nanoseconds, lease: Time limits in nanoseconds.
+        device: UUID of a GPU, 16 bytes.
+        token: Names a process, through checkpoint and restore, 16 bytes.
+    """
+
+    operation: int
+    result: int = 0
+    count: int = 0
+    identity: int = 0
+    address: int = 0
+    size: int = 0
+    requested: int = 0
+    nanoseconds: int = 0
+    lease: int = 0
+    device: bytes = bytes(16)
+    token: bytes = bytes(16)
+    pid: int = 0
+    ordinal: int = 0
+    flags: int = 0
+    state: int = 0
+    text: bytes = b""
+
+    def pack(self) -> bytes:
+        """As bytes."""
+        return _LAYOUT.pack(VERSION, *(getattr(self, one.name) for one in fields(self)))
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Message:
+        """From bytes.
+
+        Raises:
+            ValueError: They are no packet of this version.
+        """
+        if len(data) != _LAYOUT.size:
+            raise ValueError(f"a packet of {len(data)} bytes, not {_LAYOUT.size}")
+        version, *values = _LAYOUT.unpack(data)
+        if version != VERSION:
+            raise ValueError(f"a packet of version {version}, not {VERSION}")
+        return cls(*values)
+
+
+def send(to: socket.socket, message: Message, descriptor: int = -1) -> None:
+    """Send one, with a descriptor where it is not negative."""
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))] if descriptor >= 0 else []
+    to.sendmsg([message.pack()], rights)
+
+
+def receive(source: socket.socket) -> tuple[Message, int]:
+    """The next one and its descriptor (the caller's to close), or -1.
+
+    Raises:
+        EOFError: The other side hung up.
+        ValueError: It sent something else.
+        TimeoutError: Nothing came in time.
+    """
+    data, ancillary, _, _ = source.recvmsg(_LAYOUT.size + 1, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
+    descriptors = array.array("i")
+    for level, kind, found in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(found[: len(found) - len(found) % 4])
+    if not data:
+        raise EOFError
+    return Message.unpack(data), descriptors[0] if descriptors else -1
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of a process's device memory, by who has it. The ``…_bytes`` are what is live now.
+
+    Attributes:
+        resident: Allocations with a descriptor: a window does not move them.
+        small, pool, managed, foreign: Allocations left to the driver: under 2 MiB; stream-ordered; managed; others.
+        deferred: Freed in a stream capture, to be released after it.
+        allocations, frees, out_of_memory, ipc_refused: How often since the process began.
+        unheld: Resident ones that the keeper does not hold now.
+        windows, cancelled: How often the memory was taken away; how often that was given up.
+    """
+
+    resident: int = 0
+    resident_bytes: int = 0
+    small: int = 0
+    small_bytes: int = 0
+    pool: int = 0
+    pool_bytes: int = 0
+    managed: int = 0
+    managed_bytes: int = 0
+    foreign: int = 0
+    foreign_bytes: int = 0
+    deferred: int = 0
+    deferred_bytes: int = 0
+    allocations: int = 0
+    frees: int = 0
+    out_of_memory: int = 0
+    ipc_refused: int = 0
+    unheld: int = 0
+    windows: int = 0
+    cancelled: int = 0
+
+    @classmethod
+    def unpack(cls, text: bytes) -> Counts:
+        """From the text of an answer."""
+        return cls(*struct.unpack_from(f"<{_COUNTS}Q", text))
+
+    @property
+    def driver_bytes(self) -> int:
+        """What a window leaves for the driver to copy."""
+        return self.small_bytes + self.pool_bytes + self.managed_bytes + self.foreign_bytes
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One resident allocation.
+
+    Attributes:
+        identity: Names it within its process.
+        address: The device address that it keeps.
+        size: Bytes that are mapped; a multiple of the granularity.
+        requested: Bytes that the application asked for.
+        device: The UUID of its GPU, ``GPU-…``.
+        ordinal: Its GPU as the process counts them.
+        token: Its process's.
+    """
+
+    identity: int
+    address: int
+    size: int
+    requested: int
+    device: str
+    ordinal: int
+    token: bytes = field(repr=False)
+
+    @classmethod
+    def of(cls, message: Message) -> Allocation:
+        """As a packet has it."""
+        return cls(
+            message.identity, message.address, message.size, message.requested,
+            f"GPU-{uuid.UUID(bytes=message.device)}", message.ordinal, message.token,
+        )  # fmt: skip
+
+
+def explain(result: int) -> str:
+    """What a result other than 0 means."""
+    import os
+
+    return f"CUDA error {result - _CUDA_ERROR}" if result > _CUDA_ERROR else os.strerror(result)

@@ -1,0 +1,91 @@
+/* What the preload's modules know of each other; rule: `table_lock` guards all allocations, and a thread that may hold it is inside `enter` … `leave`. */
+#ifndef ICECORE_RESIDENT_H
+#define ICECORE_RESIDENT_H
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdbool.h>
+#include <sys/types.h>
+
+#include "driver.h"
+#include "protocol.h"
+
+#define EXPORTED __attribute__((visibility("default")))
+#define LEAST_SIZE ((size_t)2 << 20) /* bytes; smaller allocations stay with the driver */
+#define DEVICES 64
+
+#define BEING_FREED UINT64_MAX
+
+enum kind { KIND_RESIDENT, KIND_SMALL, KIND_POOL, KIND_MANAGED, KIND_FOREIGN, KINDS };
+
+struct allocation {
+	CUdeviceptr address; /* 0: an empty place in the table, 1: one that was vacated */
+	size_t size, requested;
+	enum kind kind;
+	/* only of resident ones */
+	uint64_t identity;
+	CUhandle handle;
+	CUcontext context;
+	CUdevice device;
+	int descriptor; /* kept open where the handle was imported, which cannot be exported again; else -1 */
+	ino_t inode;    /* of that descriptor */
+	bool held;      /* by the keeper */
+	uint64_t freed; /* by the application: BEING_FREED, or when it was deferred, because nothing can be waited for in a stream capture */
+	bool mapped, has_handle;
+};
+
+/* table.c */
+extern pthread_mutex_t table_lock;
+extern struct resident_counts counts; /* also under table_lock */
+struct allocation *table_find(CUdeviceptr address);
+struct allocation *table_add(const struct allocation *what); /* NULL: no memory */
+void table_remove(struct allocation *what);
+struct allocation *table_next(struct allocation *after, enum kind kind); /* from NULL on; until NULL */
+void table_clear(void);
+
+/* interpose.c */
+void interposition_of_child(void);
+
+/* allocate.c */
+const uint8_t *device_uuid(CUdevice device);
+CUresult set_access(const struct allocation *what);
+void defer(struct allocation *what); /* under table_lock, as the next */
+void release_deferred(CUcontext context, uint64_t until); /* of what was deferred until then; the context has been synchronised since */
+void allocations_of_child(void);
+
+/* holding.c: the connection to the keeper; all under table_lock */
+extern uint8_t process_token[16];
+const char *resident_directory(void); /* NULL: not wanted */
+void holding_add(struct allocation *what, int descriptor); /* does not take over the descriptor */
+void holding_free(struct allocation *what);
+bool holding_complete(void);  /* whether the keeper holds every descriptor; hands over those that it lacks */
+bool holding_replace(void);   /* it hands over all, whatever the keeper holds */
+bool holding_park(void);      /* the same, and the keeper keeps them whatever becomes of this process, until it reconnects */
+bool holding_renew(void);     /* every descriptor exported anew and handed over */
+int holding_socket(void);     /* -1: not connected */
+void holding_close(void);
+void holding_of_child(void);
+int holding_take(int (*each)(uint64_t identity, int descriptor)); /* 0, or an errno; `each` takes over the descriptor */
+int high_descriptor(int descriptor); /* the same file under a number that applications do not expect to close */
+
+/* threads.c */
+void enter(void);
+void leave(void);
+int park_begin(int64_t until, struct resident_message *answer); /* 0, EAGAIN: some block the signal; else an errno, and nobody is parked */
+int park_settle(int64_t until); /* waits for threads that were inside; EAGAIN: another moment has to be found. Else than 0, nobody is parked. */
+void park_end(void);
+unsigned park_count(void);
+int threads_start(void); /* once; from the agent's thread */
+void threads_of_child(void);
+int64_t now(void); /* nanoseconds, monotonic */
+
+/* window.c: called by the agent alone */
+int window_unmap(int64_t until, struct resident_message *answer);
+int window_map(void); /* with the descriptors that were given, or the keeper's */
+int window_give(uint64_t identity, int descriptor);
+void window_drop_given(void);
+
+/* agent.c */
+void agent_start(void); /* once a process, at its first resident allocation */
+
+#endif

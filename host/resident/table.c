@@ -1,0 +1,106 @@
+/* Every live allocation by its address: open addressing in memory of its own; rule: no call of the C library's allocator, which a parked thread may hold. */
+#define _GNU_SOURCE
+#include <string.h>
+#include <sys/mman.h>
+
+#include "resident.h"
+
+#define VACATED 1
+
+pthread_mutex_t table_lock = PTHREAD_MUTEX_INITIALIZER;
+struct resident_counts counts;
+
+static struct allocation *places;
+static size_t room, used; /* used: with the vacated ones */
+
+static size_t start(CUdeviceptr address)
+{
+	return (size_t)((address >> 9) * 0x9E3779B97F4A7C15ull >> 20) & (room - 1);
+}
+
+static void count(enum kind kind, uint64_t bytes, int by)
+{
+	uint64_t *const of[KINDS][2] = {
+		[KIND_RESIDENT] = {&counts.resident, &counts.resident_bytes}, [KIND_SMALL] = {&counts.small, &counts.small_bytes},
+		[KIND_POOL] = {&counts.pool, &counts.pool_bytes},             [KIND_MANAGED] = {&counts.managed, &counts.managed_bytes},
+		[KIND_FOREIGN] = {&counts.foreign, &counts.foreign_bytes},
+	};
+
+	*of[kind][0] += (uint64_t)by;
+	*of[kind][1] += (uint64_t)by * bytes;
+}
+
+static struct allocation *insert(const struct allocation *what)
+{
+	size_t at = start(what->address);
+
+	while (places[at].address > VACATED)
+		at = (at + 1) & (room - 1);
+	if (places[at].address == 0)
+		used++;
+	places[at] = *what;
+	return &places[at];
+}
+
+static bool grow(void)
+{
+	size_t live = 0, before = room;
+	struct allocation *old = places, *fresh;
+
+	for (size_t i = 0; i < room; i++)
+		live += places[i].address > VACATED;
+	size_t wanted = 1024;
+	while (wanted < 4 * live)
+		wanted *= 2;
+	fresh = mmap(NULL, wanted * sizeof *fresh, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	if (fresh == MAP_FAILED)
+		return false;
+	places = fresh;
+	room = wanted;
+	used = 0;
+	for (size_t i = 0; i < before; i++)
+		if (old[i].address > VACATED)
+			insert(&old[i]);
+	if (old)
+		munmap(old, before * sizeof *old);
+	return true;
+}
+
+struct allocation *table_find(CUdeviceptr address)
+{
+	if (!room || address <= VACATED)
+		return NULL;
+	for (size_t at = start(address); places[at].address; at = (at + 1) & (room - 1))
+		if (places[at].address == address)
+			return &places[at];
+	return NULL;
+}
+
+struct allocation *table_add(const struct allocation *what)
+{
+	if (2 * (used + 1) > room && !grow())
+		return NULL;
+	count(what->kind, what->kind == KIND_RESIDENT ? what->size : what->requested, 1);
+	return insert(what);
+}
+
+void table_remove(struct allocation *what)
+{
+	count(what->kind, what->kind == KIND_RESIDENT ? what->size : what->requested, -1);
+	what->address = VACATED;
+}
+
+struct allocation *table_next(struct allocation *after, enum kind kind)
+{
+	for (size_t at = after ? (size_t)(after - places) + 1 : 0; at < room; at++)
+		if (places[at].address > VACATED && places[at].kind == kind)
+			return &places[at];
+	return NULL;
+}
+
+void table_clear(void)
+{
+	places = NULL; /* a copy that nobody writes costs nothing */
+	room = used = 0;
+	memset(&counts, 0, sizeof counts);
+}

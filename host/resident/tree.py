@@ -1,0 +1,154 @@
+"""All processes of a job that have resident memory, through one window; rule: either all of them stand with their memory taken away, or all run with it.
+
+While they stand, duplicates of their descriptors are held here, so that not even the keeper's death loses memory.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from errno import EAGAIN
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+from icecore.errors import IcecoreError, NotFound
+from icecore.host.resident.client import Agent, Keeper, Report, ResidentFailed
+
+_PAUSE_SECONDS = 0.003
+T = TypeVar("T")
+
+#: The driver's lock or unlock of processes; raises where it failed.
+ForAll = Callable[[Collection[int]], None]
+
+
+class ResidentTree:
+    """The processes of a job that have resident memory (a context manager: left while they stand, it gives them their memory back).
+
+    Args:
+        directory: ``ICECORE_RESIDENT`` of the job, as this machine sees it.
+        pids: The job's processes as this machine sees them → as they see themselves.
+
+    Attributes:
+        reports: How each process with an agent was when this object was made.
+    """
+
+    def __init__(self, directory: Path, pids: Mapping[int, int]) -> None:
+        self._keeper = Keeper(directory)
+        self._agents = {pid: Agent(directory, own, tracee=pid) for pid, own in pids.items()}
+        self._duplicates: dict[int, dict[int, int]] = {}
+        self.reports: dict[int, Report] = {}
+        for pid, agent in list(self._agents.items()):
+            try:
+                self.reports[pid] = agent.report()
+            except NotFound:
+                del self._agents[pid]
+
+    @property
+    def pids(self) -> list[int]:
+        """Those with resident memory."""
+        return list(self._agents)
+
+    @property
+    def resident_bytes(self) -> int:
+        """What a window does not move."""
+        return sum(report.counts.resident_bytes for report in self.reports.values())
+
+    @property
+    def driver_bytes(self) -> int:
+        """What it leaves for the driver, of these processes and through these calls: contexts, code and NCCL's own buffers are not seen here."""
+        return sum(report.counts.driver_bytes for report in self.reports.values())
+
+    def take_away(self, lock: ForAll, unlock: ForAll, *, seconds: float = 20.0, lease: float = 30.0) -> int:
+        """Park all and take their memory away; bytes. The driver's lock is off before and after.
+
+        Args:
+            lock, unlock: The driver's, for the given processes.
+            seconds: After this time it is given up.
+            lease: See `Agent.park`.
+
+        Raises:
+            ResidentFailed: It could not be done; all run.
+        """
+        until = time.monotonic() + seconds
+        pause = _PAUSE_SECONDS
+        while True:
+            try:
+                return self._attempt(lock, unlock, until, lease)
+            except BaseException as error:
+                self._undo()
+                again = isinstance(error, ResidentFailed) and error.code == EAGAIN
+                if not again or time.monotonic() + pause > until:
+                    raise
+            time.sleep(pause)
+            pause *= 1.5
+
+    def give_back(self, *, seconds: float = 60.0) -> None:
+        """Map the memory of all again, and let them run once all have it; the driver's lock is off.
+
+        Raises:
+            ResidentFailed: A process did not get it; it and all others stand still, and this may be called again.
+        """
+        self._each(lambda pid, agent: self._map(pid, agent, seconds))
+        self._each(lambda _, agent: agent.go())
+        self._close_duplicates()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._undo()
+
+    # -- within
+
+    def _attempt(self, lock: ForAll, unlock: ForAll, until: float, lease: float) -> int:
+        def left() -> float:
+            return max(0.1, until - time.monotonic())
+
+        lock(self.pids)
+        try:
+            self._each(lambda _, agent: agent.park(left(), lease))
+        finally:
+            unlock(self.pids)
+        total = sum(self._each(lambda _, agent: agent.unmap(left())).values())
+        for pid, report in self.reports.items():
+            self._duplicates[pid] = {one.identity: fd for one, fd in self._keeper.take(report.token)}
+        return total
+
+    def _undo(self) -> None:
+        """Whatever state each is in: with its memory, and running."""
+        for pid, agent in self._agents.items():
+            with suppress(IcecoreError):  # it has ended, or its lease brings it back
+                self._map(pid, agent, 60.0)  # nothing to be done where it runs, or is parked only
+                agent.go()
+        self._close_duplicates()
+
+    def _map(self, pid: int, agent: Agent, seconds: float) -> None:
+        try:
+            agent.map(seconds=seconds)
+        except ResidentFailed:
+            if not self._duplicates.get(pid):
+                raise
+            agent.map(self._duplicates[pid], seconds)
+
+    def _each(self, call: Callable[[int, Agent], T]) -> dict[int, T]:
+        """Call for all at once; the first error once all have been answered, one that is not EAGAIN before others."""
+        if not self._agents:
+            return {}
+        with ThreadPoolExecutor(len(self._agents), "resident") as pool:
+            futures = {pid: pool.submit(call, pid, agent) for pid, agent in self._agents.items()}
+        errors = [error for future in futures.values() if (error := future.exception()) is not None]
+        if errors:
+            raise min(errors, key=lambda error: isinstance(error, ResidentFailed) and error.code == EAGAIN)
+        return {pid: future.result() for pid, future in futures.items()}
+
+    def _close_duplicates(self) -> None:
+        for descriptors in self._duplicates.values():
+            for descriptor in descriptors.values():
+                os.close(descriptor)
+        self._duplicates.clear()

@@ -1,0 +1,187 @@
+/* The device memory of a parked process, taken away and brought back; rule: each step knows of each allocation how far it is, so that from anywhere
+ * `window_map` leads back to memory that is mapped.
+ *
+ * The agent's thread alone comes here, with every other thread parked: what is read of the table cannot change.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "resident.h"
+
+static struct given {
+	uint64_t identity;
+	int descriptor;
+} *given;
+static size_t given_count, given_room;
+
+int window_give(uint64_t identity, int descriptor)
+{
+	if (given_count == given_room) {
+		size_t room = given_room ? 2 * given_room : 512;
+		struct given *more = mmap(NULL, room * sizeof *more, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+		if (more == MAP_FAILED) {
+			close(descriptor);
+			return ENOMEM;
+		}
+		if (given) {
+			memcpy(more, given, given_count * sizeof *more);
+			munmap(given, given_room * sizeof *given);
+		}
+		given = more;
+		given_room = room;
+	}
+	given[given_count++] = (struct given){identity, high_descriptor(descriptor)};
+	return 0;
+}
+
+void window_drop_given(void)
+{
+	while (given_count)
+		close(given[--given_count].descriptor);
+}
+
+static int take_given(uint64_t identity)
+{
+	for (size_t at = 0; at < given_count; at++)
+		if (given[at].identity == identity) {
+			int descriptor = given[at].descriptor;
+			given[at] = given[--given_count];
+			return descriptor;
+		}
+	return -1;
+}
+
+static int failed(CUresult result)
+{
+	return result ? RESIDENT_CUDA_ERROR + result : 0;
+}
+
+static int synchronise_all(void)
+{
+	const struct driver *d = driver();
+	CUcontext last = NULL;
+
+	for (struct allocation *at = NULL; (at = table_next(at, KIND_RESIDENT));) {
+		if (at->context == last)
+			continue;
+		last = at->context;
+		CUresult result = d->cuCtxSetCurrent(last);
+		if (!result)
+			result = d->cuCtxSynchronize();
+		if (result)
+			return failed(result);
+	}
+	return 0;
+}
+
+static void close_kept(struct allocation *what)
+{
+	struct stat found;
+
+	if (what->descriptor >= 0 && fstat(what->descriptor, &found) == 0 && found.st_ino == what->inode)
+		close(what->descriptor);
+	what->descriptor = -1;
+}
+
+int window_unmap(int64_t until, struct resident_message *answer)
+{
+	const struct driver *d = driver();
+	struct allocation *at;
+	int error = park_settle(until);
+
+	if (error)
+		return error;
+	pthread_mutex_lock(&table_lock);
+	error = synchronise_all();
+	if (!error && !holding_park())
+		error = ENOTCONN; /* nobody would have the memory when it is released here */
+	for (at = NULL; !error && (at = table_next(at, KIND_RESIDENT));) {
+		error = failed(d->cuMemUnmap(at->address, at->size));
+		at->mapped = error != 0;
+	}
+	if (!error && now() > until)
+		error = ETIMEDOUT;
+	for (at = NULL; !error && (at = table_next(at, KIND_RESIDENT));) {
+		error = failed(d->cuMemRelease(at->handle));
+		at->has_handle = error != 0;
+		answer->count++;
+		answer->size += at->size;
+	}
+	if (!error) {
+		/* No descriptor stays here: a checkpoint of this process could not restore it. */
+		for (at = NULL; (at = table_next(at, KIND_RESIDENT));)
+			close_kept(at);
+		holding_close();
+	}
+	d->cuCtxSetCurrent(NULL);
+	pthread_mutex_unlock(&table_lock);
+	return error;
+}
+
+/* 0, or why this one is not as the application knows it. */
+static int map_one(struct allocation *what)
+{
+	const struct driver *d = driver();
+	struct stat found;
+	CUresult result;
+
+	if (what->mapped)
+		return 0;
+	if (!what->has_handle) {
+		int descriptor = take_given(what->identity);
+		if (descriptor < 0)
+			return ENOENT;
+		result = d->cuMemImportFromShareableHandle(&what->handle, (void *)(intptr_t)descriptor, HANDLE_POSIX_DESCRIPTOR);
+		if (result || fstat(descriptor, &found)) {
+			close(descriptor);
+			return result ? failed(result) : errno;
+		}
+		what->has_handle = true;
+		what->descriptor = descriptor; /* an imported handle cannot be exported: what the next keeper gets */
+		what->inode = found.st_ino;
+	}
+	result = d->cuMemMap(what->address, what->size, 0, what->handle, 0);
+	if (result)
+		return failed(result);
+	result = set_access(what);
+	if (result) {
+		d->cuMemUnmap(what->address, what->size);
+		return failed(result);
+	}
+	what->mapped = true;
+	return 0;
+}
+
+int window_map(void)
+{
+	const struct driver *d = driver();
+	int error = 0;
+	bool lacking = false, others = given_count > 0;
+
+	pthread_mutex_lock(&table_lock);
+	for (struct allocation *at = NULL; (at = table_next(at, KIND_RESIDENT));)
+		lacking = lacking || !at->has_handle;
+	if (lacking && !given_count)
+		error = holding_take(window_give);
+	for (struct allocation *at = NULL; !error && (at = table_next(at, KIND_RESIDENT));) {
+		error = failed(d->cuCtxSetCurrent(at->context));
+		if (!error)
+			error = map_one(at);
+	}
+	window_drop_given();
+	d->cuCtxSetCurrent(NULL);
+	/* A new connection says that the process lives. A keeper that is not there now gets them later. */
+	holding_close();
+	if (!error && others)
+		holding_replace();
+	else if (!error)
+		holding_complete();
+	pthread_mutex_unlock(&table_lock);
+	return error;
+}

@@ -1,0 +1,502 @@
+/* A libcuda.so.1 for tests on machines without a GPU; rule: memory is real, so that what is unmapped cannot be touched and what is exported can be read.
+ *
+ * FAKE_CUDA=DIR: DIR/gpu0, DIR/gpu1, … are the devices, directories on tmpfs whose size is the device's memory: it is free again when the last mapping and
+ * descriptor of it is gone, in whatever process. DIR/process-PID is mapped: its first word locks the process (callers wait at the door, as under
+ * cuCheckpointProcessLock), the second counts calls under way. Host code stands for kernels: it reads and writes at device addresses.
+ */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+typedef unsigned long long ptr;
+#define GRANULE ((size_t)2 << 20)
+#define EXPORT __attribute__((visibility("default")))
+enum { INVALID = 1, NO_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 101, NO_CONTEXT = 201, PEER_TWICE = 704, NOT_FOUND = 500, CAPTURING = 900 };
+
+struct context {
+	int device;
+	bool destroyed, primary;
+	unsigned references;
+};
+struct physical { /* what a CUhandle is */
+	int descriptor, device;
+	size_t size;
+	unsigned references; /* the handle and its mappings */
+	bool imported;
+	char weight[6000];   /* so large that its release takes the lock of the arena that it came from, as the driver's own blocks do */
+};
+struct block { /* cuMemAlloc's, and what is mapped */
+	struct block *next;
+	ptr address;
+	size_t size;
+	struct physical *mapped;
+	struct context *context;
+	unsigned access; /* bit per device */
+	int kind;        /* 0 plain, 1 managed, 2 pool, 3 mapped, 4 reserved */
+};
+
+static struct block *blocks;
+static struct context primaries[8];
+static int devices = -1, capturing, calls_of_context_synchronize;
+static atomic_int *door;
+static pthread_mutex_t driver_lock = PTHREAD_MUTEX_INITIALIZER; /* held in every call: a thread stopped in one stops all */
+static __thread struct context *stack[16];
+static __thread int depth;
+static unsigned peers[8]; /* by accessing device: bits of the owners that it may reach */
+
+static const char *root(void)
+{
+	const char *found = getenv("FAKE_CUDA");
+	return found ? found : "/nowhere";
+}
+
+static void pass_door(void)
+{
+	for (;;) {
+		while (atomic_load(&door[0]))
+			syscall(SYS_futex, &door[0], FUTEX_WAIT, 1, NULL, NULL, 0);
+		atomic_fetch_add(&door[1], 1);
+		if (!atomic_load(&door[0]))
+			return;
+		atomic_fetch_sub(&door[1], 1);
+	}
+}
+
+#define ENTER \
+	if (!door) \
+		return NOT_INITIALIZED; \
+	pass_door(); \
+	pthread_mutex_lock(&driver_lock); \
+	free(malloc(3000 + (size_t)depth))
+#define LEAVE(result) \
+	do { \
+		int result_ = (result); \
+		pthread_mutex_unlock(&driver_lock); \
+		atomic_fetch_sub(&door[1], 1); \
+		return result_; \
+	} while (0)
+
+static _Noreturn void *driver_thread(void *unused)
+{
+	(void)unused;
+	pthread_setname_np(pthread_self(), "cuda-EvtHandlr");
+	for (;;)
+		pause();
+}
+
+EXPORT int cuInit(unsigned flags)
+{
+	char path[256];
+	struct stat found;
+
+	(void)flags;
+	if (door)
+		return 0;
+	for (devices = 0; devices < 8; devices++) {
+		snprintf(path, sizeof path, "%s/gpu%d", root(), devices);
+		if (stat(path, &found))
+			break;
+	}
+	if (!devices)
+		return NO_DEVICE;
+	snprintf(path, sizeof path, "%s/process-%d", root(), getpid());
+	int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+	if (file < 0 || ftruncate(file, 4096))
+		return NO_DEVICE;
+	door = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+	close(file);
+	pthread_t made;
+	sigset_t all, before;
+	sigfillset(&all);
+	pthread_sigmask(SIG_BLOCK, &all, &before);
+	pthread_create(&made, NULL, driver_thread, NULL);
+	pthread_sigmask(SIG_SETMASK, &before, NULL);
+	pthread_detach(made);
+	return 0;
+}
+
+EXPORT int cuDeviceGetCount(int *out) { ENTER; *out = devices; LEAVE(0); }
+EXPORT int cuDeviceGet(int *out, int ordinal) { ENTER; *out = ordinal; LEAVE(ordinal < devices ? 0 : NO_DEVICE); }
+EXPORT int cuDeviceGetAttribute(int *out, int attribute, int device)
+{
+	ENTER;
+	*out = attribute >= 102 && attribute <= 103 && !getenv("FAKE_CUDA_NO_VMM");
+	LEAVE(device < devices ? 0 : NO_DEVICE);
+}
+EXPORT int cuDeviceGetUuid(unsigned char *out, int device)
+{
+	ENTER;
+	memset(out, 0xA0 + device, 16);
+	LEAVE(0);
+}
+
+/* -- contexts */
+
+static struct context *current(void) { return depth ? stack[depth - 1] : NULL; }
+static struct context *usable(void) { return current() && !current()->destroyed ? current() : NULL; }
+
+EXPORT int cuCtxCreate_v2(void **out, unsigned flags, int device)
+{
+	ENTER;
+	(void)flags;
+	struct context *made = calloc(1, sizeof *made);
+	made->device = device;
+	stack[depth++] = *out = made;
+	LEAVE(0);
+}
+EXPORT int cuCtxPushCurrent_v2(struct context *context) { ENTER; if (!context || context->destroyed) LEAVE(NO_CONTEXT); stack[depth++] = context; LEAVE(0); }
+EXPORT int cuCtxPopCurrent_v2(void **out) { ENTER; if (!depth) LEAVE(NO_CONTEXT); *out = stack[--depth]; LEAVE(0); }
+EXPORT int cuCtxSetCurrent(void *context) { ENTER; depth = context ? (depth ? depth : 1) : (depth ? depth - 1 : 0); if (context) stack[depth - 1] = context; LEAVE(0); }
+EXPORT int cuCtxGetCurrent(void **out) { ENTER; *out = current(); LEAVE(0); }
+EXPORT int cuCtxGetDevice(int *out) { ENTER; if (!usable()) LEAVE(NO_CONTEXT); *out = current()->device; LEAVE(0); }
+EXPORT int cuCtxSynchronize(void) { ENTER; calls_of_context_synchronize++; LEAVE(!usable() ? NO_CONTEXT : capturing ? CAPTURING : 0); }
+EXPORT int cuStreamSynchronize(void *stream) { ENTER; (void)stream; LEAVE(capturing ? CAPTURING : 0); }
+EXPORT int cuStreamBeginCapture_v2(void *stream, int mode) { ENTER; (void)stream; (void)mode; capturing = 1; LEAVE(0); }
+EXPORT int cuStreamEndCapture(void *stream, void **graph) { ENTER; (void)stream; *graph = NULL; capturing = 0; LEAVE(0); }
+
+static void free_plain_of(struct context *context)
+{
+	for (struct block **at = &blocks; *at;) {
+		struct block *found = *at;
+		if (found->context != context || found->kind > 1) {
+			at = &found->next;
+			continue;
+		}
+		munmap((void *)found->address, found->size);
+		*at = found->next;
+		free(found);
+	}
+}
+
+EXPORT int cuCtxDestroy_v2(struct context *context)
+{
+	ENTER;
+	if (context->destroyed)
+		LEAVE(NO_CONTEXT);
+	context->destroyed = true;
+	free_plain_of(context);
+	if (current() == context)
+		depth--;
+	LEAVE(0);
+}
+EXPORT int cuDevicePrimaryCtxRetain(void **out, int device)
+{
+	ENTER;
+	struct context *found = &primaries[device];
+	found->device = device;
+	found->primary = true;
+	found->references++;
+	found->destroyed = false;
+	*out = found;
+	LEAVE(0);
+}
+EXPORT int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { ENTER; *flags = 0; *active = primaries[device].references > 0; LEAVE(0); }
+static void end_primary(int device)
+{
+	free_plain_of(&primaries[device]);
+	primaries[device].destroyed = true;
+	primaries[device].references = 0;
+}
+EXPORT int cuDevicePrimaryCtxRelease_v2(int device)
+{
+	ENTER;
+	if (!primaries[device].references)
+		LEAVE(NO_CONTEXT);
+	if (--primaries[device].references == 0)
+		end_primary(device);
+	LEAVE(0);
+}
+EXPORT int cuDevicePrimaryCtxReset_v2(int device) { ENTER; end_primary(device); LEAVE(0); }
+
+/* -- physical memory */
+
+static int make_file(int device, size_t size)
+{
+	char path[256];
+
+	snprintf(path, sizeof path, "%s/gpu%d", root(), device);
+	int made = open(path, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+	if (made >= 0 && posix_fallocate(made, 0, (off_t)size)) {
+		close(made);
+		return -1;
+	}
+	return made;
+}
+
+struct properties { int type, handles, location_type, device; void *windows; char flags[8]; };
+struct access { int location_type, device, flags; };
+
+EXPORT int cuMemGetAllocationGranularity(size_t *out, const struct properties *what, int option) { ENTER; (void)what; (void)option; *out = GRANULE; LEAVE(0); }
+EXPORT int cuMemCreate(struct physical **out, size_t size, const struct properties *what, unsigned long long flags)
+{
+	ENTER;
+	if (!size || size % GRANULE || what->type != 1 || what->location_type != 1 || flags)
+		LEAVE(INVALID);
+	int file = make_file(what->device, size);
+	if (file < 0)
+		LEAVE(NO_MEMORY);
+	struct physical *made = malloc(sizeof *made);
+	*made = (struct physical){.descriptor = file, .device = what->device, .size = size, .references = 1};
+	*out = made;
+	LEAVE(0);
+}
+static void unreference(struct physical *what)
+{
+	if (--what->references == 0) {
+		close(what->descriptor);
+		free(what);
+	}
+}
+EXPORT int cuMemRelease(struct physical *what) { ENTER; unreference(what); LEAVE(0); }
+EXPORT int cuMemExportToShareableHandle(int *out, struct physical *what, int type, unsigned long long flags)
+{
+	ENTER;
+	if (type != 1 || flags || what->imported)
+		LEAVE(INVALID);
+	*out = fcntl(what->descriptor, F_DUPFD_CLOEXEC, 3);
+	LEAVE(*out < 0 ? 304 : 0);
+}
+EXPORT int cuMemImportFromShareableHandle(struct physical **out, void *descriptor, int type)
+{
+	struct stat found;
+	ENTER;
+	int file = fcntl((int)(intptr_t)descriptor, F_DUPFD_CLOEXEC, 3);
+	if (type != 1 || file < 0 || fstat(file, &found))
+		LEAVE(INVALID);
+	struct physical *made = malloc(sizeof *made);
+	*made = (struct physical){.descriptor = file, .size = (size_t)found.st_size, .references = 1, .imported = true};
+	*out = made;
+	LEAVE(0);
+}
+static struct block *find(ptr address)
+{
+	struct block *at = blocks;
+	while (at && at->address != address)
+		at = at->next;
+	return at;
+}
+static struct block *add(ptr address, size_t size, int kind)
+{
+	struct block *made = calloc(1, sizeof *made);
+	*made = (struct block){.next = blocks, .address = address, .size = size, .kind = kind, .context = current()};
+	return blocks = made;
+}
+static void drop(struct block *what)
+{
+	struct block **at = &blocks;
+	while (*at != what)
+		at = &(*at)->next;
+	*at = what->next;
+	free(what);
+}
+EXPORT int cuMemAddressReserve(ptr *out, size_t size, size_t alignment, ptr hint, unsigned long long flags)
+{
+	ENTER;
+	(void)alignment, (void)hint, (void)flags;
+	char *found = mmap(NULL, size + GRANULE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+	char *aligned = (char *)(((uintptr_t)found + GRANULE - 1) & ~(GRANULE - 1));
+	if (aligned > found)
+		munmap(found, (size_t)(aligned - found));
+	if (aligned < found + GRANULE)
+		munmap(aligned + size, (size_t)(found + GRANULE - aligned));
+	*out = (ptr)aligned;
+	add(*out, size, 4);
+	LEAVE(0);
+}
+EXPORT int cuMemAddressFree(ptr address, size_t size)
+{
+	ENTER;
+	struct block *found = find(address);
+	if (!found || found->kind != 4 || found->size != size)
+		LEAVE(INVALID);
+	munmap((void *)address, size);
+	drop(found);
+	LEAVE(0);
+}
+EXPORT int cuMemMap(ptr address, size_t size, size_t offset, struct physical *what, unsigned long long flags)
+{
+	ENTER;
+	struct block *found = find(address);
+	if (!found || found->kind != 4 || found->size != size || offset || flags || what->size != size)
+		LEAVE(INVALID);
+	if (mmap((void *)address, size, PROT_NONE, MAP_SHARED | MAP_FIXED, what->descriptor, 0) == MAP_FAILED)
+		LEAVE(INVALID);
+	found->kind = 3;
+	found->access = 0;
+	found->mapped = what;
+	what->references++;
+	LEAVE(0);
+}
+EXPORT int cuMemSetAccess(ptr address, size_t size, const struct access *access, size_t some)
+{
+	ENTER;
+	struct block *found = find(address);
+	if (!found || found->kind != 3 || found->size != size)
+		LEAVE(INVALID);
+	for (size_t i = 0; i < some; i++)
+		if (access[i].flags == 3)
+			found->access |= 1u << access[i].device;
+		else
+			found->access &= ~(1u << access[i].device);
+	mprotect((void *)address, size, PROT_READ | PROT_WRITE);
+	LEAVE(0);
+}
+EXPORT int cuMemUnmap(ptr address, size_t size)
+{
+	ENTER;
+	struct block *found = find(address);
+	char path[256];
+	snprintf(path, sizeof path, "%s/fail-unmap", root()); /* a test's: fails as long as it is there, from the second on */
+	static int unmapped;
+	if (!access(path, F_OK) && unmapped++ % 2)
+		LEAVE(999);
+	if (!found || found->kind != 3 || found->size != size)
+		LEAVE(INVALID);
+	mmap((void *)address, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+	found->kind = 4;
+	unreference(found->mapped);
+	LEAVE(0);
+}
+/* For tests: the devices that reach an address, as bits; 0 where nothing is mapped. */
+EXPORT unsigned fake_access(ptr address)
+{
+	struct block *found = find(address);
+	return found && found->kind == 3 ? found->access : 0;
+}
+EXPORT int fake_blocks(int kind)
+{
+	int some = 0;
+	for (struct block *at = blocks; at; at = at->next)
+		some += at->kind == kind;
+	return some;
+}
+
+/* -- the driver's own allocations */
+
+static int plain(ptr *out, size_t size, int kind)
+{
+	if (!usable())
+		return NO_CONTEXT;
+	if (!size || !out)
+		return INVALID;
+	size_t whole = (size + 4095) & ~(size_t)4095;
+	int file = make_file(current()->device, whole);
+	if (file < 0)
+		return NO_MEMORY;
+	*out = (ptr)mmap(NULL, whole, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+	close(file);
+	add(*out, whole, kind);
+	return 0;
+}
+EXPORT int cuMemAlloc_v2(ptr *out, size_t size) { ENTER; LEAVE(plain(out, size, 0)); }
+EXPORT int cuMemAllocPitch_v2(ptr *out, size_t *pitch, size_t width, size_t height, unsigned element)
+{
+	ENTER;
+	if (element != 4 && element != 8 && element != 16)
+		LEAVE(INVALID);
+	*pitch = (width + 511) & ~(size_t)511;
+	LEAVE(plain(out, *pitch * height, 0));
+}
+EXPORT int cuMemAllocManaged(ptr *out, size_t size, unsigned flags) { ENTER; (void)flags; LEAVE(plain(out, size, 1)); }
+EXPORT int cuMemAllocAsync(ptr *out, size_t size, void *stream) { ENTER; (void)stream; LEAVE(plain(out, size, 2)); }
+EXPORT int cuMemAllocAsync_ptsz(ptr *out, size_t size, void *stream) { ENTER; (void)stream; LEAVE(plain(out, size, 2)); }
+EXPORT int cuMemAllocFromPoolAsync(ptr *out, size_t size, void *pool, void *stream) { ENTER; (void)pool, (void)stream; LEAVE(plain(out, size, 2)); }
+static int free_plain(ptr address)
+{
+	struct block *found = find(address);
+	if (!address)
+		return 0;
+	if (!found || found->kind > 2)
+		return INVALID;
+	munmap((void *)address, found->size);
+	drop(found);
+	return 0;
+}
+EXPORT int cuMemFree_v2(ptr address) { ENTER; LEAVE(free_plain(address)); }
+EXPORT int cuMemFreeAsync(ptr address, void *stream) { ENTER; (void)stream; LEAVE(free_plain(address)); }
+EXPORT int cuMemFreeAsync_ptsz(ptr address, void *stream) { ENTER; (void)stream; LEAVE(free_plain(address)); }
+EXPORT int cuIpcGetMemHandle(void *out, ptr address)
+{
+	ENTER;
+	struct block *found = find(address);
+	memset(out, 0, 64);
+	LEAVE(found && found->kind == 0 ? 0 : INVALID);
+}
+EXPORT int cuMemGetInfo_v2(size_t *unused, size_t *total)
+{
+	struct statvfs found;
+	char path[256];
+	ENTER;
+	if (!usable())
+		LEAVE(NO_CONTEXT);
+	snprintf(path, sizeof path, "%s/gpu%d", root(), current()->device);
+	statvfs(path, &found);
+	*unused = found.f_bfree * found.f_bsize;
+	*total = found.f_blocks * found.f_bsize;
+	LEAVE(0);
+}
+EXPORT int cuMemsetD8_v2(ptr address, unsigned char value, size_t some) /* takes its time within the driver */
+{
+	ENTER;
+	memset((void *)address, value, some);
+	const char *slow = getenv("FAKE_CUDA_SLOW");
+	if (slow)
+		usleep((unsigned)atoi(slow));
+	LEAVE(0);
+}
+EXPORT int cuCtxEnablePeerAccess(struct context *peer, unsigned flags)
+{
+	ENTER;
+	if (!usable() || flags)
+		LEAVE(INVALID);
+	unsigned bit = 1u << peer->device, *mine = &peers[current()->device];
+	int result = *mine & bit ? PEER_TWICE : 0;
+	*mine |= bit;
+	LEAVE(result);
+}
+EXPORT int cuCtxDisablePeerAccess(struct context *peer) { ENTER; peers[current()->device] &= ~(1u << peer->device); LEAVE(0); }
+
+/* -- entry points */
+
+static int lookup(const char *name, void **out, int version, unsigned long long flags)
+{
+	static const char *const newer[] = {"_v2", ""};
+	char symbol[96];
+	void *self = dlopen("libcuda.so.1", RTLD_NOLOAD | RTLD_LAZY);
+
+	if (flags & 2) {
+		snprintf(symbol, sizeof symbol, "%s_ptsz", name);
+		if ((*out = dlvsym(self, symbol, "FAKE")))
+			return 0;
+	}
+	for (int i = !strncmp(name, "cuGetProcAddress", 16) && version < 12000; i < 2; i++) {
+		snprintf(symbol, sizeof symbol, "%s%s", name, newer[i]);
+		if ((*out = dlvsym(self, symbol, "FAKE")))
+			return 0;
+	}
+	return NOT_FOUND;
+}
+EXPORT int cuGetProcAddress(const char *name, void **out, int version, unsigned long long flags) { return lookup(name, out, version, flags); }
+EXPORT int cuGetProcAddress_v2(const char *name, void **out, int version, unsigned long long flags, int *status)
+{
+	int result = lookup(name, out, version, flags);
+	if (status)
+		*status = result ? 1 : 0;
+	return result;
+}

@@ -1,0 +1,682 @@
+"""Resident device memory on a real GPU: what no fake can show. Not a pytest file; it needs nothing of icecore's dependencies but numpy.
+
+    python3 tests/resident/gpu_probe.py [--gb 8] [--steps 60] [--criu PATH] [--seconds 540] [PART ...]
+
+As root, with torch, cuda.bindings and gcc. Parts, in this order unless named: doors, answers, overhead, fingerprint, window, stress, driver, kill. Each
+prints as it goes and `OK` or `FAILED` at its end; no process is left behind; the last lines sum up. The status is 1 where a part failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = ("doors", "answers", "overhead", "fingerprint", "window", "stress", "driver", "kill")
+GIB = 1 << 30
+MIB = 1 << 20
+
+TRAIN = """
+import hashlib, os, sys, time, torch
+gib, steps, out = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+torch.use_deterministic_algorithms(True)
+torch.manual_seed(7)
+width, layers = 4096, 6
+model = torch.nn.Sequential(*(m for _ in range(layers) for m in (torch.nn.Linear(width, width), torch.nn.GELU()))).cuda()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+have = 4 * sum(p.numel() * 4 for p in model.parameters())
+ballast = [torch.randint(0, 255, (256 << 20,), dtype=torch.uint8, device="cuda") for _ in range(max(0, int((gib * (1 << 30) - have) // (256 << 20))))]
+check = lambda: sum(int(b.long().sum()) * (i + 1) for i, b in enumerate(ballast))
+total = check()
+print("ready", torch.cuda.memory_reserved() >> 20, "MiB", flush=True)
+for step in range(steps):
+    x = torch.randn(256, width, device="cuda")
+    began = time.perf_counter()
+    loss = (model(x) - x.roll(1, 1)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    value = loss.item()
+    took = time.perf_counter() - began
+    with open(out, "a") as file:
+        file.write(f"{step} {value.hex()} {took:.6f}\\n")
+    if len(sys.argv) > 4:
+        time.sleep(float(sys.argv[4]))
+assert check() == total, "the ballast changed"
+with open(out, "a") as file:
+    file.write("end 0 0\\n")
+"""
+
+STRESS = """
+import random, sys, threading, time, torch
+stop = threading.Event()
+rounds = [0] * 6
+def work(n):
+    torch.cuda.set_device(n % torch.cuda.device_count())
+    stream, rng = torch.cuda.Stream(), random.Random(n)
+    with torch.cuda.stream(stream):
+        sizes = [rng.choice((1 << 12, 3 << 20, 17 << 20, 130 << 20)) for _ in range(6)]
+        values = [rng.randrange(200) for _ in sizes]
+        buffers = [torch.full((size,), v, dtype=torch.uint8, device="cuda") for size, v in zip(sizes, values)]
+        while not stop.is_set():
+            k = rng.randrange(6)
+            if not bool((buffers[k] == values[k]).all()):
+                print("WRONG", n, k, flush=True)
+                stop.set()
+            values[k] = (values[k] + 7) % 251
+            if rng.random() < 0.1:
+                buffers[k] = None
+                if rng.random() < 0.3:
+                    torch.cuda.empty_cache()
+                buffers[k] = torch.full((sizes[k],), values[k], dtype=torch.uint8, device="cuda")
+            else:
+                buffers[k].fill_(values[k])
+            rounds[n] += 1
+threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
+for t in threads: t.start()
+while min(rounds) < 20 and not stop.is_set(): time.sleep(0.05)
+print("ready", flush=True)
+sys.stdin.readline()
+good = not stop.is_set()
+stop.set()
+for t in threads: t.join()
+print("rounds", rounds, flush=True)
+sys.exit(0 if good else 1)
+"""
+
+ALLOCATE = """
+import json, statistics, time
+from cuda.bindings import driver as cu
+def ck(r):
+    assert int(r[0]) == 0, r[0]
+    return r[1] if len(r) == 2 else None
+ck(cu.cuInit(0)); ck(cu.cuCtxSetCurrent(ck(cu.cuDevicePrimaryCtxRetain(0))))
+found = {}
+for mib, count in ((1, 400), (2, 400), (32, 200), (1024, 20)):
+    gets, frees = [], []
+    for _ in range(count):
+        a = time.perf_counter(); p = ck(cu.cuMemAlloc(mib << 20)); b = time.perf_counter(); ck(cu.cuMemFree(p)); c = time.perf_counter()
+        gets.append(b - a); frees.append(c - b)
+    held = [ck(cu.cuMemAlloc(mib << 20)) for _ in range(min(count, 50))] if mib < 1024 else []
+    for p in held: ck(cu.cuMemFree(p))
+    found[mib] = (1e6 * statistics.median(gets), 1e6 * statistics.median(frees))
+print(json.dumps(found))
+"""
+
+DOORS = """
+import ctypes, glob, json, os, sys, torch
+from cuda.bindings import driver as cu
+keep = [torch.empty(64 << 20, dtype=torch.uint8, device="cuda")]
+p = cu.cuMemAlloc(6 << 20); assert int(p[0]) == 0; keep.append(p)
+runtime = [l.split()[-1] for l in open("/proc/self/maps") if "libcudart.so" in l]
+code = None
+if runtime:
+    r = ctypes.CDLL(runtime[0]); out = ctypes.c_void_p(); code = r.cudaMalloc(ctypes.byref(out), ctypes.c_size_t(10 << 20))
+    pitch = ctypes.c_size_t(); q = ctypes.c_void_p()
+    assert r.cudaMallocPitch(ctypes.byref(q), ctypes.byref(pitch), ctypes.c_size_t(5000), ctypes.c_size_t(1000)) == 0
+    print("cudaMallocPitch 5000 x 1000: pitch", pitch.value)
+print("libcudart", runtime[:1], "cudaMalloc ->", code)
+small = torch.empty(1 << 10, device="cuda")
+rng = cu.cuMemGetAddressRange(p[1]); print("cuMemGetAddressRange", rng[0], rng[2] if len(rng) > 2 else rng, "of", 6 << 20)
+a, b = torch.cuda.mem_get_info(); print("mem_get_info", a >> 20, b >> 20)
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+
+ANSWERS = """
+import sys, torch
+def out_of_memory():
+    try: torch.empty(1 << 45, dtype=torch.uint8, device="cuda"); return "no error"
+    except torch.OutOfMemoryError as e: return type(e).__name__
+def fill():
+    got = []
+    try:
+        while True: got.append(torch.empty(1 << 30, dtype=torch.uint8, device="cuda"))
+    except torch.OutOfMemoryError: pass
+    n = len(got); got.clear(); torch.cuda.empty_cache(); return n
+x = torch.ones(1 << 20, device="cuda")
+print("out of memory:", out_of_memory(), (x + 1).sum().item())
+print("GiB until out of memory:", fill(), fill())
+free, total = torch.cuda.mem_get_info(); print("all free again:", (total - free) < 4 << 30)
+g = torch.cuda.CUDAGraph(); s = torch.zeros(1 << 24, device="cuda")
+with torch.cuda.graph(g):
+    t = (s + 1).repeat(4); u = t * 2
+for _ in range(3): g.replay()
+torch.cuda.synchronize(); print("graph:", u.sum().item())
+big = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
+side = torch.cuda.Stream()
+g2 = torch.cuda.CUDAGraph()
+with torch.cuda.graph(g2, capture_error_mode="relaxed"):
+    w = s * 3
+    del big
+    from cuda.bindings import driver as cu
+    p = cu.cuMemAlloc(4 << 20); r = cu.cuMemFree(p[1])
+    print("alloc and free in a relaxed capture:", int(p[0]), int(r[0]))
+g2.replay(); torch.cuda.synchronize(); print("graph 2:", w.sum().item())
+c = torch.compile(lambda a: (a * 2).relu().sum()) if len(sys.argv) > 1 else None
+print("device to device:", torch.equal(x.clone(), x), "pinned:", torch.equal(x.cpu().pin_memory().cuda(), x))
+if torch.cuda.device_count() > 1:
+    y = x.to("cuda:1"); print("peer:", torch.equal(y.cpu(), x.cpu()), torch.cuda.can_device_access_peer(0, 1))
+torch.cuda.empty_cache()
+"""
+
+
+def bootstrap() -> Path:
+    """Make ``icecore.host.resident`` of this tree importable, and build its programs."""
+    folder = Path(tempfile.mkdtemp(prefix="icecore-probe-"))
+    package = folder / "icecore"
+    package.mkdir()
+    for item in (ROOT / "icecore").iterdir():
+        (package / item.name).symlink_to(item)
+    (package / "host").symlink_to(ROOT / "host")
+    sys.path.insert(0, str(folder))
+    here = ROOT / "host/resident"
+    names = ("interpose", "allocate", "contexts", "table", "holding", "threads", "window", "agent")
+    flags = ["gcc", "-std=gnu11", "-O2", "-Wall", "-Wextra"]
+    subprocess.run(
+        [*flags, "-fPIC", "-shared", "-fvisibility=hidden", "-o", str(here / "libicecore-resident.so"),
+         *(str(here / f"{name}.c") for name in names), "-lpthread", "-ldl"],
+        check=True, timeout=120,
+    )  # fmt: skip
+    subprocess.run([*flags, "-o", str(here / "icecore-keeper"), str(here / "keeper.c")], check=True, timeout=120)
+    return folder
+
+
+class Probe:
+    """The machine, and all that was started on it."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+        from icecore.host.resident import keeper
+
+        self.arguments = arguments
+        self.folder = folder
+        self.directory = Path(tempfile.mkdtemp(prefix="icecore-resident-", dir="/dev/shm"))
+        self._keeper_module = keeper
+        self.keeper = keeper.start_keeper(self.directory)
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.pids: list[int] = []
+        self.results: dict[str, str] = {}
+        self.cu: Any = None
+
+    def environment(self, resident: bool) -> dict[str, str]:
+        """A job's."""
+        base = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONUNBUFFERED": "1", "USE_LIBUV": "0"}
+        return {**base, **self._keeper_module.environment(str(self.directory), base)} if resident else base
+
+    def start(
+        self, script: str, *words: object, resident: bool, log: Path, talk: bool = False
+    ) -> subprocess.Popen[bytes]:
+        """Start a Python program whose output goes to ``log``."""
+        path = self.folder / f"script-{len(self.processes)}.py"
+        path.write_text(textwrap.dedent(script))
+        with open(log, "wb") as out:
+            process = subprocess.Popen(
+                [sys.executable, str(path), *(str(word) for word in words)], env=self.environment(resident),
+                stdin=subprocess.PIPE if talk else subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+                cwd="/",
+            )  # fmt: skip
+        self.processes.append(process)
+        return process
+
+    def run(self, script: str, *words: object, resident: bool, seconds: float = 200) -> str:
+        """Run one to its end; its output."""
+        log = self.folder / f"run-{len(self.processes)}.log"
+        process = self.start(script, *words, resident=resident, log=log)
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = -99
+        if code:
+            raise RuntimeError(f"status {code}: {log.read_text()[-3000:]}")
+        return log.read_text()
+
+    def driver(self) -> Any:
+        """cuda.bindings.driver, with CUDA initialised."""
+        if self.cu is None:
+            from cuda.bindings import driver
+
+            self.check(driver.cuInit(0))
+            self.cu = driver
+        return self.cu
+
+    @staticmethod
+    def check(result: Any) -> Any:
+        """The value of a driver call."""
+        if int(result[0]):
+            raise RuntimeError(str(result[0]))
+        return None if len(result) == 1 else result[1] if len(result) == 2 else result[1:]
+
+    def lock(self, pid: int) -> None:
+        """cuCheckpointProcessLock."""
+        arguments = self.driver().CUcheckpointLockArgs()
+        arguments.timeoutMs = 20000
+        self.check(self.driver().cuCheckpointProcessLock(pid, arguments))
+
+    def unlock(self, pid: int) -> None:
+        """cuCheckpointProcessUnlock."""
+        self.check(self.driver().cuCheckpointProcessUnlock(pid, None))
+
+    def checkpoint(self, pid: int) -> None:
+        """cuCheckpointProcessCheckpoint."""
+        self.check(self.driver().cuCheckpointProcessCheckpoint(pid, None))
+
+    def restore(self, pid: int) -> None:
+        """cuCheckpointProcessRestore."""
+        self.check(self.driver().cuCheckpointProcessRestore(pid, None))
+
+    def close(self) -> None:
+        """End everything."""
+        for process in self.processes:
+            with contextlib.suppress(OSError):
+                process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+        for pid in self.pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(Exception):
+            for one in self.keeper.processes():
+                self.keeper.forget(one.token)
+        shutil.rmtree(self.directory, ignore_errors=True)  # the keeper ends by itself
+
+
+@contextlib.contextmanager
+def timed(name: str) -> Iterator[None]:
+    """Print how long something takes."""
+    began = time.perf_counter()
+    yield
+    print(f"    {name:<12} {time.perf_counter() - began:8.4f} s", flush=True)
+
+
+def wait(what: Callable[[], object], seconds: float, why: Callable[[], str]) -> None:
+    """Until something is true."""
+    end = time.monotonic() + seconds
+    while not what():
+        if time.monotonic() > end:
+            raise RuntimeError(f"not within {seconds} s: {why()}")
+        time.sleep(0.02)
+
+
+def losses(out: Path) -> dict[str, str]:
+    """Loss by step; a step that ran twice (it cannot) would show."""
+    found: dict[str, str] = {}
+    for line in out.read_text().splitlines() if out.exists() else []:
+        step, value, _ = line.split()
+        if step in found:
+            raise RuntimeError(f"step {step} ran twice")
+        found[step] = value
+    return found
+
+
+def doors(probe: Probe) -> None:
+    """Every way to the allocation, of a real runtime."""
+    from icecore.host.resident.client import Agent
+
+    log = probe.folder / "doors.log"
+    process = probe.start(DOORS, resident=True, log=log, talk=True)
+    wait(lambda: "ready" in log.read_text() or process.poll() is not None, 90, log.read_text)
+    print(textwrap.indent(log.read_text(), "    "))
+    agent = Agent(probe.directory, process.pid)
+    for one in agent.allocations():
+        print(
+            f"    {one.identity:3} {one.address:#x} {one.size / MIB:8.1f} MiB, asked for {one.requested}, {one.device} ({one.ordinal})"
+        )
+    print("   ", agent.report().counts)
+    requested = [one.requested for one in agent.allocations()]
+    assert 6 * MIB in requested, "cuMemAlloc of cuda.bindings is not resident"
+    assert 64 * MIB in requested, "torch's cudaMalloc is not resident"
+    if "cudaMalloc -> 0" in log.read_text():
+        assert 10 * MIB in requested, "cudaMalloc of the shared runtime is not resident"
+    print("    keeper:", probe.keeper.processes())
+    process.kill()
+    process.wait(10)
+    wait(lambda: not probe.keeper.processes(), 10, lambda: "the keeper still holds something")
+
+
+def answers(probe: Probe) -> None:
+    """Out of memory, graphs, captures, peers: the same with and without."""
+    found = {}
+    for resident in (False, True):
+        found[resident] = probe.run(ANSWERS, resident=resident)
+        print(f"  {'with' if resident else 'without'} the preload:")
+        print(textwrap.indent(found[resident], "    "), flush=True)
+    before, after = (found[which].splitlines() for which in (False, True))
+    differing = [(a, b) for a, b in zip(before, after, strict=False) if a != b and "until out of memory" not in a]
+    assert not differing and len(before) == len(after), differing
+    counts = [[int(word) for word in lines[1].split(":")[1].split()] for lines in (before, after)]
+    assert all(abs(a - b) <= 1 for a, b in zip(*counts, strict=True)), counts
+
+
+def overhead(probe: Probe) -> None:
+    """The cost where no snapshot is taken."""
+    for name in ("first", "second"):
+        for resident in (False, True):
+            found = json.loads(probe.run(ALLOCATE, resident=resident).splitlines()[-1])
+            text = "; ".join(f"{mib} MiB {get:.0f} + {free:.0f}" for mib, (get, free) in found.items())
+            print(f"  {name} {'with   ' if resident else 'without'}: alloc + free in µs: {text}", flush=True)
+    medians = {}
+    for resident in (False, True, False, True):
+        out = probe.folder / f"overhead-{resident}-{time.monotonic_ns()}"
+        probe.run(TRAIN, 1, 150, out, resident=resident)
+        times = [float(line.split()[2]) for line in out.read_text().splitlines()[30:-1]]
+        medians.setdefault(resident, []).append(1e3 * statistics.median(times))
+    print(f"  training, ms a step: without {medians[False]}, with {medians[True]}")
+
+
+def fingerprint(probe: Probe) -> None:
+    """The kernel against its reference, and how fast it is beside a copy."""
+    import numpy as np
+    from cuda.bindings import nvrtc
+
+    from icecore.host.resident.fingerprint import CELL, KERNEL_SOURCE, reference
+
+    cu, check = probe.driver(), probe.check
+    context = check(cu.cuDevicePrimaryCtxRetain(0))
+    check(cu.cuCtxSetCurrent(context))
+    major = check(cu.cuDeviceGetAttribute(cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 0))
+    minor = check(cu.cuDeviceGetAttribute(cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, 0))
+    program = check(nvrtc.nvrtcCreateProgram(KERNEL_SOURCE.encode(), b"fingerprint.cu", 0, [], []))
+    with timed("nvrtc"):
+        result = nvrtc.nvrtcCompileProgram(program, 1, [f"--gpu-architecture=sm_{major}{minor}".encode()])
+    if int(result[0]):
+        text = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
+        nvrtc.nvrtcGetProgramLog(program, text)
+        raise RuntimeError(text.decode())
+    cubin = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
+    check(nvrtc.nvrtcGetCUBIN(program, cubin))
+    module = check(cu.cuModuleLoadData(np.frombuffer(cubin, np.uint8).ctypes.data))
+    kernel = check(cu.cuModuleGetFunction(module, b"fingerprint"))
+    size = 4 * GIB
+    memory, other = int(check(cu.cuMemAlloc(size))), int(check(cu.cuMemAlloc(size)))
+    cells = size // CELL
+    places = int(check(cu.cuMemAlloc(8 * cells)))
+    out = int(check(cu.cuMemAlloc(16 * cells)))
+    addresses = np.arange(cells, dtype=np.uint64) * np.uint64(CELL) + np.uint64(memory)
+    check(cu.cuMemcpyHtoD(places, addresses.ctypes.data, 8 * cells))
+    noise = np.frombuffer(np.random.default_rng(1).bytes(64 * MIB), np.uint8)
+    for at in range(0, size, 64 * MIB):
+        check(cu.cuMemcpyHtoD(memory + at, noise.ctypes.data, 64 * MIB))
+    seed = 0x1234567890ABCDEF
+
+    def launch(some: int) -> None:
+        values = (ctypes.c_uint64(places), ctypes.c_uint64(seed), ctypes.c_uint64(out))
+        pointers = (ctypes.c_void_p * 3)(*(ctypes.addressof(value) for value in values))
+        check(cu.cuMemsetD8(out, 0, 16 * some))
+        check(cu.cuLaunchKernel(kernel, some, 1, 1, 256, 1, 1, 0, 0, ctypes.addressof(pointers), 0))
+
+    launch(cells)
+    found = np.zeros((cells, 2), np.uint64)
+    check(cu.cuMemcpyDtoH(found.ctypes.data, out, 16 * cells))
+    assert (found == np.tile(reference(noise, seed), (cells // 64, 1))).all(), "kernel and reference differ"
+    print("    kernel equals reference on", cells, "cells")
+
+    def rate(call: Callable[[], None], moved: int) -> float:
+        call()
+        check(cu.cuCtxSynchronize())
+        began = time.perf_counter()
+        for _ in range(10):
+            call()
+        check(cu.cuCtxSynchronize())
+        return 10 * moved / (time.perf_counter() - began) / 1e9
+
+    hashed = rate(lambda: launch(cells), size)
+    copied = rate(lambda: check(cu.cuMemcpyDtoDAsync(other, memory, size, 0)), size)
+    print(
+        f"    fingerprints {hashed:.0f} GB/s, copies on the device {copied:.0f} GB/s ({2 * copied:.0f} read and written): {hashed / copied:.2f}"
+    )
+    for address in (memory, other, places, out):
+        check(cu.cuMemFree(address))
+    check(cu.cuDevicePrimaryCtxRelease(0))
+
+
+def take_down(probe: Probe, pid: int) -> None:
+    """Everything before the image."""
+    from icecore.host.resident.client import Agent, ResidentFailed
+
+    agent = Agent(probe.directory, pid)
+    for _ in range(20):
+        with timed("lock"):
+            probe.lock(pid)
+        try:
+            with timed("park"):
+                parked = agent.park(lease=60)
+        finally:
+            with timed("unlock"):
+                probe.unlock(pid)
+        try:
+            with timed("unmap"):
+                size = agent.unmap()
+            break
+        except ResidentFailed as error:
+            print("    again:", error)
+            if error.code != 11:
+                raise
+    else:
+        raise RuntimeError("no moment was found")
+    print(f"    {parked} threads parked, {size / GIB:.2f} GiB unmapped")
+    with timed("lock"):
+        probe.lock(pid)
+    with timed("checkpoint"):
+        probe.checkpoint(pid)
+
+
+def bring_up(probe: Probe, pid: int) -> None:
+    """Everything after it."""
+    from icecore.host.resident.client import Agent
+
+    agent = Agent(probe.directory, pid)
+    with timed("restore"):
+        probe.restore(pid)
+    with timed("unlock"):
+        probe.unlock(pid)
+    with timed("map"):
+        agent.map()
+    with timed("go"):
+        agent.go()
+
+
+def train(
+    probe: Probe, name: str, steps: int, resident: bool, pause: float = 0.0
+) -> tuple[subprocess.Popen[bytes], Path, Path]:
+    """A training process that has begun."""
+    log, out = probe.folder / f"{name}.log", probe.folder / f"{name}.out"
+    process = probe.start(TRAIN, probe.arguments.gb, steps, out, pause, resident=resident, log=log)
+    wait(lambda: "ready" in log.read_text() or process.poll() is not None, 180, log.read_text)
+    print("  ", log.read_text().strip()[-300:], flush=True)
+    wait(lambda: len(losses(out)) > 5 or process.poll() is not None, 60, log.read_text)
+    if process.poll() is not None:
+        raise RuntimeError(log.read_text()[-3000:])
+    return process, log, out
+
+
+def compare(probe: Probe, out: Path, steps: int) -> None:
+    """With an uninterrupted run without the preload."""
+    plain = probe.folder / f"plain-{steps}.out"
+    if not plain.exists():
+        probe.run(TRAIN, probe.arguments.gb, steps, plain, resident=False)
+    expected, found = losses(plain), losses(out)
+    assert set(found) == set(expected), (len(found), len(expected))
+    wrong = [step for step in expected if expected[step] != found[step]]
+    assert not wrong, f"losses differ from step {wrong[0]} on"
+    print(f"    {len(found) - 1} losses equal an uninterrupted run's, bit for bit")
+
+
+def window(probe: Probe) -> None:
+    """Three windows in a training process that goes on."""
+    steps = probe.arguments.steps
+    process, log, out = train(probe, "window", steps, True, 0.1)
+    names = [
+        Path(f"/proc/{process.pid}/task/{task}/comm").read_text().strip()
+        for task in os.listdir(f"/proc/{process.pid}/task")
+    ]
+    print("    threads:", ", ".join(sorted(set(names))))
+    for number in range(3):
+        print(f"  window {number}")
+        began = time.perf_counter()
+        take_down(probe, process.pid)
+        bring_up(probe, process.pid)
+        print(f"    in all       {time.perf_counter() - began:8.4f} s")
+        seen = len(losses(out))
+        wait(lambda: len(losses(out)) > seen + 1 or process.poll() is not None, 30, log.read_text)  # noqa: B023
+    if process.wait(240):
+        raise RuntimeError(log.read_text()[-3000:])
+    compare(probe, out, steps)
+
+
+def stress(probe: Probe) -> None:
+    """Threads and streams that check every buffer, and windows all the while; without the driver's checkpoint in nine of ten."""
+    from icecore.host.resident.client import Agent
+    from icecore.host.resident.window import give_back, take_away
+
+    log = probe.folder / "stress.log"
+    process = probe.start(STRESS, resident=True, log=log, talk=True)
+    pid = process.pid
+    wait(lambda: "ready" in log.read_text() or process.poll() is not None, 120, log.read_text)
+    agent, times = Agent(probe.directory, pid), []
+    for number in range(probe.arguments.windows):
+        began = time.perf_counter()
+        take_away(agent, lambda: probe.lock(pid), lambda: probe.unlock(pid))
+        if number % 10 == 0:
+            for call in (probe.lock, probe.checkpoint, probe.restore, probe.unlock):
+                call(pid)
+        give_back(agent)
+        times.append(time.perf_counter() - began)
+        time.sleep(0.05)
+        if process.poll() is not None:
+            raise RuntimeError(f"it ended in window {number}: {log.read_text()[-2000:]}")
+    plain = [took for number, took in enumerate(times) if number % 10]
+    print(
+        f"    {len(times)} windows; without checkpoint median {1e3 * statistics.median(plain):.1f} ms, longest {1e3 * max(plain):.1f} ms"
+    )
+    print("   ", agent.report().counts)
+    process.communicate(b"\n", timeout=60)
+    print(textwrap.indent(log.read_text(), "    "))
+    if process.returncode:
+        raise RuntimeError("a buffer was wrong")
+
+
+def driver(probe: Probe) -> None:
+    """The same through the driver alone, of a process without the preload."""
+    process, _, _ = train(probe, "driver", 100000, False, 0.1)
+    began = time.perf_counter()
+    for name in ("lock", "checkpoint", "restore", "unlock"):
+        with timed(name):
+            getattr(probe, name)(process.pid)
+    print(f"    in all       {time.perf_counter() - began:8.4f} s")
+    process.kill()
+    process.wait(10)
+
+
+def kill(probe: Probe) -> None:
+    """Checkpointed, killed, brought back with its memory where it was."""
+    criu = find_criu(probe.arguments.criu)
+    if criu is None:
+        raise RuntimeError("no CRIU: name one with --criu")
+    steps = probe.arguments.steps
+    process, log, out = train(probe, "kill", steps, True, 0.1)
+    pid = process.pid
+    probe.pids.append(pid)
+    images = probe.directory / "images"
+    images.mkdir()
+    flags = ["-D", str(images), "-v4", "--ext-unix-sk", "--file-locks", "--network-lock", "skip"]
+    take_down(probe, pid)
+    with timed("criu dump"):
+        code = subprocess.run(
+            [criu, "dump", "-t", str(pid), "-o", "dump.log", *flags], timeout=120, check=False
+        ).returncode
+    if code:
+        errors = [line for line in (images / "dump.log").read_text(errors="replace").splitlines() if "Error" in line]
+        bring_up(probe, pid)
+        raise RuntimeError("criu dump failed, the process runs on:\n" + "\n".join(errors[-10:]))
+    process.wait(20)
+    size = sum(file.stat().st_size for file in images.iterdir())
+    print(f"    killed; images {size / MIB:.0f} MiB; keeper: {probe.keeper.processes()}")
+    began = time.perf_counter()
+    with timed("criu restore"):
+        code = subprocess.run([criu, "restore", "-d", "-o", "restore.log", *flags], timeout=120, check=False).returncode
+    if code:
+        errors = [line for line in (images / "restore.log").read_text(errors="replace").splitlines() if "Error" in line]
+        raise RuntimeError("criu restore failed:\n" + "\n".join(errors[-10:]))
+    bring_up(probe, pid)
+    print(f"    brought back {time.perf_counter() - began:8.4f} s")
+    wait(lambda: "end" in losses(out) or not Path(f"/proc/{pid}").exists(), 240, log.read_text)
+    compare(probe, out, steps)
+
+
+def find_criu(named: str) -> str | None:
+    """The newest of the machine."""
+    places = [
+        named,
+        *sorted((str(one) for one in Path("/usr/local/lib/icecore").glob("criu*/sbin/criu")), reverse=True),
+    ]
+    return next((place for place in places if place and Path(place).exists()), shutil.which("criu"))
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else "")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--gb", type=float, default=8.0, help="device memory of the training process, GiB")
+    parser.add_argument("--steps", type=int, default=80, help="steps of it")
+    parser.add_argument("--windows", type=int, default=100, help="windows of the stress part")
+    parser.add_argument("--criu", default="", help="path of criu")
+    parser.add_argument("--seconds", type=int, default=540, help="after this time everything is ended")
+    arguments = parser.parse_args()
+    unknown = set(arguments.parts) - set(PARTS)
+    if unknown:
+        parser.error(f"there is no part {unknown}")
+    parts: dict[str, Callable[[Probe], None]] = {
+        "doors": doors, "answers": answers, "overhead": overhead, "fingerprint": fingerprint,
+        "window": window, "stress": stress, "driver": driver, "kill": kill,
+    }  # fmt: skip
+    probe = Probe(arguments, bootstrap())
+
+    def out_of_time(number: int, frame: object) -> None:
+        raise TimeoutError(f"{arguments.seconds} s are over")
+
+    signal.signal(signal.SIGALRM, out_of_time)
+    signal.signal(signal.SIGTERM, out_of_time)
+    signal.alarm(arguments.seconds)
+    try:
+        for name in arguments.parts or PARTS:
+            print(f"== {name}: {parts[name].__doc__}", flush=True)
+            began = time.monotonic()
+            try:
+                parts[name](probe)
+                probe.results[name] = "OK"
+            except TimeoutError:
+                probe.results[name] = "out of time"
+                raise
+            except Exception as error:  # noqa: BLE001 - the next part is of interest all the same
+                traceback.print_exc()
+                probe.results[name] = f"FAILED: {error}".splitlines()[0][:200]
+            print(f"== {name}: {probe.results[name]} ({time.monotonic() - began:.1f} s)\n", flush=True)
+    except TimeoutError as error:
+        print(error)
+    finally:
+        signal.alarm(0)
+        probe.close()
+        shutil.rmtree(probe.folder, ignore_errors=True)
+    for name, result in probe.results.items():
+        print(f"{name:12} {result}")
+    return int(any(result != "OK" for result in probe.results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

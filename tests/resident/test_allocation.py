@@ -1,0 +1,176 @@
+"""What the preload takes over, and that nothing else looks different to the application."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from icecore.errors import NotFound
+from icecore.host.resident.client import State
+
+from .conftest import NewMachine
+from .machine import MIB, Machine, Target, until
+
+DOORS = ["None", "entry('cuMemAlloc')", "entry('cuMemAlloc_v2', 3020)", "entry('cuMemAlloc', 11040, older=True)"]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_every_way_to_the_allocation_leads_to_resident_memory(machine: Machine, target: Target, door: str) -> None:
+    code, address = target(f"alloc(5 * MIB, {door})")
+    assert (code, address % (2 * MIB)) == (0, 0)
+    assert target(f"fill({address}, 5 * MIB, 1) == hashed({address}, 5 * MIB)")
+    [found] = target.agent.allocations()
+    assert (found.address, found.requested, found.size, found.ordinal) == (address, 5 * MIB, 6 * MIB, 0)
+    assert found.device == "GPU-a0a0a0a0-a0a0-a0a0-a0a0-a0a0a0a0a0a0"
+    report = target.agent.report()
+    assert (report.state, report.counts.resident_bytes, report.counts.unheld) == (State.RUNNING, 6 * MIB, 0)
+    assert machine.keeper.allocations(report.token) == [found]
+    assert target(f"free({address})") == 0
+    assert target(f"free({address})") == 1  # as the driver: invalid value
+    assert machine.used() == 0
+    assert target.agent.allocations() == machine.keeper.allocations(report.token) == []
+
+
+def test_what_stays_with_the_driver_is_counted(target: Target) -> None:
+    assert target("alloc(2 * MIB)")[0] == 0
+    small = [target(f"alloc({size})")[1] for size in (1, 4096, 2 * MIB - 1)]
+    pool = target("alloc(3 * MIB, lambda out, size: cuda.cuMemAllocAsync(out, size, None))")[1]
+    managed = target("alloc(4 * MIB, lambda out, size: cuda.cuMemAllocManaged(out, size, 1))")[1]
+    counts = target.agent.report().counts
+    assert (counts.resident, counts.small, counts.pool, counts.managed, counts.foreign) == (1, 3, 1, 1, 0)
+    assert counts.small_bytes == 2 * MIB + 4096
+    assert counts.driver_bytes == counts.small_bytes + 7 * MIB
+    assert target(f"free({pool}, lambda at: cuda.cuMemFreeAsync(at, None))") == 0
+    assert [target(f"free({address})") for address in (*small, managed, 0)] == [0] * 5
+    counts = target.agent.report().counts
+    assert (counts.driver_bytes, counts.small, counts.resident) == (0, 0, 1)
+
+
+def test_a_device_without_virtual_memory_stays_with_the_driver(machine: Machine) -> None:
+    process = machine.target(FAKE_CUDA_NO_VMM="1")
+    process("start()")
+    assert process("alloc(8 * MIB)")[0] == 0
+    with pytest.raises(NotFound):
+        process.agent.report()
+
+
+@pytest.mark.parametrize(
+    "how", ["no context", "nothing", "everything", "more than there is", "a wrong pointer", "pitch", "twice"]
+)
+def test_answers_are_the_drivers(machine: Machine, how: str) -> None:
+    tries = {
+        "no context": "[cuda.cuInit(0), alloc(4 * MIB)]",
+        "nothing": "[start() > 0, alloc(0)]",
+        "everything": "[start() > 0, alloc(64 * MIB)[0], alloc(2 * MIB), info()]",
+        "more than there is": "[start() > 0, alloc(1 << 50), alloc((1 << 64) - 1), info()]",
+        "a wrong pointer": "[start() > 0, free(4096), free(alloc(4 * MIB)[1] + 512)]",
+        "pitch": "[start() > 0, [(code, pitch) for code, _, pitch in (pitched(3000, 2000), pitched(10, 10), pitched(4096, 4096, 16))],"
+        " pitched(100, 1 << 20, 3)[0], pitched(1 << 33, 1 << 33)[0]]",
+        "twice": "[start() > 0, (lambda at: [free(at), free(at)])(alloc(4 * MIB)[1])]",
+    }
+    answers = []
+    for resident in (True, False):
+        process = machine.target(resident)
+        answers.append(process(tries[how]))
+        process.end()
+        until(lambda: machine.used() == 0)
+    assert answers[0] == answers[1]
+
+
+def test_memory_that_was_freed_can_be_had_at_once(target: Target) -> None:
+    """The keeper's descriptor would keep it from the device."""
+    assert target("[(lambda pair: (pair[0], free(pair[1])))(alloc(60 * MIB)) for _ in range(50)]") == [[0, 0]] * 50
+    assert target("[alloc(60 * MIB)[0], alloc(6 * MIB)]") == [0, [2, 0]]
+    assert target.agent.report().counts.out_of_memory == 1
+
+
+def test_in_a_stream_capture_a_release_is_deferred(machine: Machine, target: Target) -> None:
+    first, second = (target("alloc(4 * MIB)")[1] for _ in range(2))
+    assert target("cuda.cuStreamBeginCapture_v2(None, 2)") == 0
+    assert target(f"[free({first}), free({first})]") == [0, 1]
+    assert target.agent.report().counts.deferred_bytes == 4 * MIB
+    assert target("cuda.cuStreamEndCapture(None, ctypes.byref(ctypes.c_void_p()))") == 0
+    assert target(f"free({second})") == 0
+    assert (machine.used(), target.agent.report().counts.deferred) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "cuda.cuCtxDestroy_v2(ctypes.c_void_p(context))",
+        "cuda.cuDevicePrimaryCtxReset_v2(0)",
+        "cuda.cuDevicePrimaryCtxRelease_v2(0)",
+    ],
+)
+def test_a_contexts_memory_ends_with_it(machine: Machine, target: Target, end: str) -> None:
+    kept = target("alloc(2 * MIB)")[1]
+    if "Primary" in end:
+        make = "cuda.cuDevicePrimaryCtxRetain(ctypes.byref(made), 0)"
+    else:
+        make = "cuda.cuCtxCreate_v2(ctypes.byref(made), 0, 0)"
+    target(f"globals().update(made=ctypes.c_void_p()) or {make} or current(made.value)")
+    target("globals().update(context=made.value)")
+    assert target("[alloc(4 * MIB)[0], alloc(1 * MIB)[0]]") == [0, 0]
+    assert target(end) == 0
+    assert machine.used() == 2 * MIB
+    assert [one.address for one in target.agent.allocations()] == [kept]
+
+
+def test_peers_reach_what_the_application_lets_them(new_machine: NewMachine) -> None:
+    process = new_machine(gpus=3).target()
+    process("globals().update(zero=start(0), one=start(1), two=start(2))")
+    process("current(zero)")
+    before = process("alloc(2 * MIB)")[1]
+    reach = "[cuda.fake_access(ctypes.c_ulonglong(at)) for at in ({}, {})]"
+    process("[current(one), cuda.cuCtxEnablePeerAccess(ctypes.c_void_p(zero), 0)]")
+    own = process("alloc(2 * MIB)")[1]
+    process("current(zero)")
+    after = process("alloc(2 * MIB)")[1]
+    assert process(reach.format(before, after)) == [0b011, 0b011]
+    assert process(reach.format(own, own)) == [0b010, 0b010]
+    process("[current(one), cuda.cuCtxDisablePeerAccess(ctypes.c_void_p(zero))]")
+    assert process(reach.format(before, after)) == [0b001, 0b001]
+    assert [one.ordinal for one in sorted(process.agent.allocations(), key=lambda one: one.identity)] == [0, 1, 0]
+
+
+def test_a_forked_child_owns_nothing(machine: Machine, target: Target) -> None:
+    address = target("alloc(4 * MIB)")[1]
+    digest = target(f"fill({address}, 4 * MIB, 3)")
+    # The driver is not usable in a child. What the preload does there must not reach the parent's memory or the keeper's descriptors.
+    assert target(f"forked('free({address}) != 0')") is True
+    assert target(f"hashed({address}, 4 * MIB)") == digest
+    token = target.agent.report().token
+    assert len(machine.keeper.allocations(token)) == 1
+    assert [one.token for one in machine.keeper.processes()] == [token]
+
+
+def test_a_program_without_cuda_notices_nothing(machine: Machine) -> None:
+    done = subprocess.run(
+        ["sh", "-c", "ls /proc/self/task | wc -l; echo $LD_PRELOAD"],
+        env={**machine.environment(), "LD_LIBRARY_PATH": ""}, capture_output=True, text=True, timeout=20,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr, done.stdout.split()[0]) == (0, "", "1")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_another_preload_finds_what_comes_after_it(machine: Machine, first: bool) -> None:
+    """dlsym(RTLD_NEXT) depends on who calls: ours must not be taken for the caller."""
+    source, library = machine.root / "other.c", machine.root / "other.so"
+    source.write_text(
+        "#define _GNU_SOURCE\n#include <dlfcn.h>\n#include <unistd.h>\n"
+        'int getpid(void) { int (*next)(void) = (int (*)(void))dlsym(RTLD_NEXT, "getpid"); return next == getpid ? -1 : -next(); }\n'
+        'int cuMemFree_v2(unsigned long long at) { int (*next)(unsigned long long) = dlsym(RTLD_NEXT, "cuMemFree_v2");'
+        " return next ? 7000 + next(at) : -1; }\n"
+    )
+    subprocess.run(["gcc", "-w", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
+    environment = machine.environment()
+    ours = environment["LD_PRELOAD"]
+    code = "import ctypes, os; c = ctypes.CDLL(None); c.cuMemFree_v2.argtypes = [ctypes.c_ulonglong]; print(os.getpid(), c.cuMemFree_v2(0))"
+    environment["LD_PRELOAD"] = f"{library}:{ours}" if first else f"{ours}:{library}"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    pid, code_of_free = (int(word) for word in done.stdout.split())
+    assert pid < -1
+    assert code_of_free == (7003 if first else 3)  # not initialised, through the other one where that comes first

@@ -1,0 +1,272 @@
+"""Memory taken away and given back: under load, with the keeper or the client dying, and through a kill."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import signal
+import subprocess
+import time
+from errno import EINVAL, ENOTCONN
+
+import pytest
+
+from icecore.errors import IcecoreError
+from icecore.host.resident.client import Agent, ResidentFailed, State
+from icecore.host.resident.window import give_back, take_away
+
+from .conftest import NewMachine
+from .machine import MIB, Machine, Process, Target, gone, until
+
+
+def take(process: Process, lease: float = 30.0) -> int:
+    return take_away(process.agent, process.lock, process.unlock, lease=lease)
+
+
+def digests(machine: Machine, token: bytes) -> dict[int, str]:
+    """Of every allocation of a process, read through the keeper's descriptors."""
+    found = {}
+    for one, descriptor in machine.keeper.take(token):
+        with mmap.mmap(descriptor, one.size, prot=mmap.PROT_READ) as memory:
+            found[one.identity] = hashlib.sha256(memory).hexdigest()
+        os.close(descriptor)
+    return found
+
+
+@pytest.fixture
+def loaded(machine: Machine, target: Target) -> tuple[Target, int, str]:
+    """A process with 8 MiB of known contents: its address and hash."""
+    address = target("alloc(8 * MIB)")[1]
+    return target, address, target(f"fill({address}, 8 * MIB, 7)")
+
+
+def test_memory_is_unmapped_in_the_window_and_the_same_after_it(
+    machine: Machine, loaded: tuple[Target, int, str]
+) -> None:
+    target, address, digest = loaded
+    target("alloc(1 * MIB)")
+    token = target.agent.report().token
+    for _ in range(3):
+        assert take(target) == 8 * MIB
+        report = target.agent.report()
+        assert (report.state, report.token) == (State.UNMAPPED, token)
+        # No descriptor of the GPU and no connection is left that a checkpoint would meet.
+        links = [os.readlink(f"/proc/{target.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{target.pid}/fd")]
+        assert not [link for link in links if "gpu0" in link]
+        assert sum("socket:" in link for link in links) == 1
+        assert list(digests(machine, token).values()) == [digest]
+        with pytest.raises(ResidentFailed) as caught:
+            target.agent.go()
+        assert caught.value.code == EINVAL
+        give_back(target.agent)
+        assert target(f"hashed({address}, 8 * MIB)") == digest
+        until(lambda: target.agent.report().counts.unheld == 0)
+    assert target(f"[free({address}), alloc(62 * MIB)[0]]") == [0, 0]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_hundred_windows_under_load(new_machine: NewMachine, gpus: int) -> None:
+    """Threads that are born, die, fork, sleep, block every signal, stand in the driver or wait for its lock."""
+    machine = new_machine(gpus=gpus, memory=96 * MIB)
+    process = machine.stress(4, 3, 4, gpus)
+    token = process.agent.report().token
+    for number in range(100):
+        take(process)
+        before = digests(machine, token)
+        if number % 10 == 0:
+            time.sleep(0.02)
+        assert digests(machine, token) == before
+        assert len(before) >= 4 * 2 + 1
+        give_back(process.agent)
+    process.say("")
+    rounds, births, forks = (int(word) for word in process.line().split())
+    assert min(rounds, births, forks) > 0
+    assert process.agent.report().counts.windows >= 100
+    assert process.finish() == 0, process.log.read_text()
+    assert process.line().startswith("done")
+    until(lambda: machine.used() == 0)
+
+
+def test_a_new_keeper_gets_everything(machine: Machine, loaded: tuple[Target, int, str]) -> None:
+    """Also what was mapped again after a window, which the driver cannot export a second time."""
+    target, address, digest = loaded
+    for _ in range(2):
+        token = target.agent.report().token
+        machine.kill_keeper()
+        assert target("alloc(2 * MIB)")[0] == 0
+        machine.start_keeper()
+        until(lambda: target.agent.report().counts.unheld == 0)
+        assert digests(machine, token)[1] == digest
+        take(target)
+        give_back(target.agent)
+    assert target(f"hashed({address}, 8 * MIB)") == digest
+
+
+def test_without_a_keeper_nothing_is_taken_away(machine: Machine, loaded: tuple[Target, int, str]) -> None:
+    target, address, digest = loaded
+    machine.kill_keeper()
+    with pytest.raises(ResidentFailed) as caught:
+        take(target)
+    assert caught.value.code == ENOTCONN
+    assert target(f"hashed({address}, 8 * MIB)") == digest
+    assert target.agent.report().state == State.RUNNING
+
+
+def test_the_keeper_dies_in_the_window(machine: Machine, loaded: tuple[Target, int, str]) -> None:
+    """Whoever dumps holds the descriptors, too."""
+    target, address, digest = loaded
+    take(target)
+    descriptors = {one.identity: fd for one, fd in machine.keeper.take(target.agent.report().token)}
+    machine.kill_keeper()
+    with pytest.raises(ResidentFailed):
+        target.agent.map()
+    assert target.agent.report().state == State.UNMAPPED
+    give_back(target.agent, descriptors)
+    for fd in descriptors.values():
+        os.close(fd)
+    assert target(f"hashed({address}, 8 * MIB)") == digest
+    machine.start_keeper()
+    until(lambda: target.agent.report().counts.unheld == 0)
+
+
+@pytest.mark.parametrize("parked_only", [True, False])
+def test_a_client_that_says_nothing_more_is_not_waited_for(loaded: tuple[Target, int, str], parked_only: bool) -> None:
+    target, address, digest = loaded
+    if parked_only:
+        target.lock()
+        target.agent.park(lease=0.5)
+        target.unlock()
+    else:
+        take(target, lease=0.5)
+    assert target(f"hashed({address}, 8 * MIB)") == digest  # answered only once it runs again
+    until(lambda: target.agent.report().state == State.RUNNING)
+
+
+def test_a_lease_does_not_run_while_the_process_is_frozen(loaded: tuple[Target, int, str]) -> None:
+    target, _, _ = loaded
+    take(target, lease=1.0)
+    os.kill(target.pid, signal.SIGSTOP)
+    time.sleep(1.5)
+    os.kill(target.pid, signal.SIGCONT)
+    time.sleep(0.3)
+    assert target.agent.report().state == State.UNMAPPED
+    give_back(target.agent)
+
+
+def test_what_fails_half_way_is_undone(machine: Machine, target: Target) -> None:
+    addresses = [target("alloc(2 * MIB)")[1] for _ in range(5)]
+    contents = [target(f"fill({at}, 2 * MIB, {at})") for at in addresses]
+    (machine.cuda / "fail-unmap").touch()
+    with pytest.raises(ResidentFailed, match="CUDA error 999"):
+        take(target)
+    assert [target(f"hashed({at}, 2 * MIB)") for at in addresses] == contents
+    (machine.cuda / "fail-unmap").unlink()
+    counts = target.agent.report().counts
+    assert (counts.windows, counts.cancelled) == (0, 1)
+    take(target)
+    give_back(target.agent)
+    assert [target(f"hashed({at}, 2 * MIB)") for at in addresses] == contents
+
+
+@pytest.mark.parametrize("name", ["cuda-train", "cuda0train", "train"])
+def test_a_program_is_parked_whatever_its_name(loaded: tuple[Target, int, str], name: str) -> None:
+    """The driver's own threads, which must not be, are known by theirs."""
+    target, _, _ = loaded
+    target(f"open('/proc/self/comm', 'w').write({name!r})")
+    target(
+        f"threading.Thread(target=lambda: [open(f'/proc/self/task/{{threading.get_native_id()}}/comm', 'w').write({name!r})] and _stop.wait(60)).start()"
+    )
+    target.lock()
+    assert target.agent.park() == 2
+    target.unlock()
+    target.agent.go()
+    target("_stop.set()")
+
+
+def test_while_a_thread_holds_the_loaders_lock_nothing_is_taken_away(
+    machine: Machine, loaded: tuple[Target, int, str]
+) -> None:
+    """The driver would wait for it for ever: another moment is found."""
+    target, address, digest = loaded
+    source, library = machine.root / "slow.c", machine.root / "slow.so"
+    source.write_text(
+        "#include <unistd.h>\n__attribute__((constructor)) static void slow(void) { for (int i = 0; i < 12; i++) usleep(100000); }\n"
+    )
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
+    target(f"threading.Thread(target=lambda: ctypes.CDLL(None).dlopen({os.fsencode(library)!r}, 2)).start()")
+    time.sleep(0.1)
+    take(target)
+    give_back(target.agent)
+    counts = target.agent.report().counts
+    assert counts.windows == 1
+    assert counts.cancelled >= 1
+    assert target(f"hashed({address}, 8 * MIB)") == digest
+
+
+def test_the_c_librarys_use_of_the_signal_goes_on(loaded: tuple[Target, int, str]) -> None:
+    """It makes every thread change its ids with it, ours too."""
+    target, _, _ = loaded
+    target("[threading.Thread(target=_stop.wait, args=(60,)).start() for _ in range(3)]")
+    take(target)
+    give_back(target.agent)
+    target("os.setresgid(0, 12345, 0)")
+    found = "sorted({open(f'/proc/self/task/{t}/status').read().split('Gid:')[1].split()[1] for t in os.listdir('/proc/self/task')})"
+    assert target(found) == ["12345"]
+    target("os.setresgid(0, 0, 0)")
+    target("_stop.set()")
+
+
+def test_memory_outlives_a_process_only_where_it_was_taken_away(
+    machine: Machine, loaded: tuple[Target, int, str]
+) -> None:
+    target, _, digest = loaded
+    token = target.agent.report().token
+    take(target)
+    give_back(target.agent)
+    until(lambda: [one.retained for one in machine.keeper.processes()] == [False])
+    take(target)
+    target.end()
+    until(lambda: [one.alive for one in machine.keeper.processes()] == [False])
+    assert list(digests(machine, token).values()) == [digest]
+    assert machine.used() == 8 * MIB
+    machine.keeper.forget(token)
+    assert (machine.used(), machine.keeper.processes()) == (0, [])
+
+
+def test_a_running_process_that_dies_frees_its_memory(machine: Machine, loaded: tuple[Target, int, str]) -> None:
+    loaded[0].end()
+    until(lambda: machine.used() == 0)
+    assert machine.keeper.processes() == []
+
+
+def test_a_keeper_ends_once_it_is_of_no_use(machine: Machine, loaded: tuple[Target, int, str]) -> None:
+    pid = machine.keeper_pid()
+    (machine.directory / "keeper").unlink()
+    time.sleep(3)
+    assert not gone(pid)  # it holds something
+    loaded[0].end()
+    until(lambda: gone(pid))
+
+
+def test_an_application_that_closes_all_descriptors(machine: Machine, loaded: tuple[Target, int, str]) -> None:
+    """Ours are among them, and their numbers become the application's."""
+    target, address, digest = loaded
+    take(target)
+    give_back(target.agent)
+    target("os.closerange(3, 4096)")
+    target("globals().update(files=[open('/dev/shm/' + str(os.getpid()), 'w+') for _ in range(700)])")
+    other = target("alloc(2 * MIB)")
+    assert other[0] == 0
+    until(lambda: _reported(target.agent))
+    assert target("[os.fstat(f.fileno()).st_size for f in files] == [0] * 700")
+    target("os.unlink('/dev/shm/' + str(os.getpid()))")
+    assert target(f"hashed({address}, 8 * MIB)") == digest
+
+
+def _reported(agent: Agent) -> bool:
+    try:
+        return agent.report().state == State.RUNNING
+    except IcecoreError:  # its socket is being made anew
+        return False
