@@ -119,6 +119,7 @@ class Actor:
     session: Session | None = None
     record: SnapshotRecord | None = None
     troubled: bool = False
+    fencing: bool = False
     fences: int = 0
 
 
@@ -168,7 +169,9 @@ class World:
         async def start() -> asyncio.Task[object]:
             return asyncio.ensure_future(body())
 
-        actor = Actor(kind, backend, self.run(start()), fences=self.fences)
+        # A collector that fences everybody may be at work already, and come to it only later.
+        fences = self.fences - any(other.fencing for other in self.actors)
+        actor = Actor(kind, backend, self.run(start()), fences=fences)
         self.actors.append(actor)
         self.run(self._settle(actor, backend.arrivals))
         return actor
@@ -246,7 +249,7 @@ class World:
 
         if fence_seconds == 0:
             self.fences += 1
-        self.act("collector", body)
+        self.act("collector", body).fencing = fence_seconds == 0
 
     def look(self) -> None:
         async def body(repository: Repository, actor: Actor) -> object:
