@@ -77,7 +77,8 @@ def test_every_event_is_documented_and_every_documented_one_exists() -> None:
 def error_classes() -> list[type[IcecoreError]]:
     """Every class of error in the package."""
     for module in pkgutil.walk_packages(icecore.__path__, "icecore."):
-        if not module.name.endswith(("launch", "guard_process", "__main__")):
+        # Programs, and a library that is no extension module.
+        if not module.name.endswith(("launch", "guard_process", "__main__", "libicecore-resident")):
             importlib.import_module(module.name)
     found: list[type[IcecoreError]] = [IcecoreError]
     for kind in found:
