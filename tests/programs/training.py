@@ -94,8 +94,7 @@ class Learner:
             delta = (delta @ self.arrays[f"weight{layer}"].T) * (inputs[layer] > 0)
         for layer in range(config.layers):
             self._adamw(number, layer)
-        # In double precision: how numpy sums depends on where the array happens to be aligned, by one bit in the last place.
-        return float(np.float32(np.mean(error * error, dtype=np.float64)))
+        return float(np.mean(error * error, dtype=np.float32))
 
     def _adamw(self, number: int, layer: int) -> None:
         w, m, v, g = (self.arrays[f"{name}{layer}"] for name in ("weight", "moment1", "moment2", "gradient"))
