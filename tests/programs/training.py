@@ -215,11 +215,13 @@ def replay(config: Config, steps: int) -> Team:
 def expected(config: Config, steps: int, timeout_s: float = 300.0) -> tuple[list[str], str]:
     """The losses of step ``steps`` (as float.hex) and the hash of all losses up to it: a function of its arguments alone.
 
-    Computed in a process of its own: sums come out differently where numpy was first loaded with several BLAS threads.
+    Computed in a process of its own, with as bare an environment as the program gets: results come out differently where numpy was first loaded with
+    several BLAS threads, and with the kernels that OPENBLAS_CORETYPE names.
     """
     argv = [sys.executable, os.path.abspath(__file__), "--replay", str(steps), "--width", str(config.width)]
     argv += ["--threads", str(config.threads), "--seed", str(config.seed), os.curdir]
-    done = subprocess.run(argv, check=True, capture_output=True, timeout=timeout_s)
+    bare = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+    done = subprocess.run(argv, check=True, capture_output=True, timeout=timeout_s, env=bare)
     answer = json.loads(done.stdout)
     return answer["losses"], answer["chain"]
 
