@@ -7,10 +7,14 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from icecore.errors import UsageError
 from icecore.host.cuda.api import DeviceCheckpoint
 from icecore.host.cuda.inventory import Inventory, read_inventory
+
+if TYPE_CHECKING:
+    from icecore.host.resident.memory import DeviceMemory
 
 #: Names the back end where it is not the driver's: ``fake:DIRECTORY``, for tests (`icecore.host.cuda.fake`).
 VARIABLE = "ICECORE_CUDA"
@@ -41,6 +45,20 @@ class Backend:
         from icecore.host.cuda.driver import Driver
 
         return Driver()
+
+    def memory(self, device: str) -> DeviceMemory:
+        """The memory of a GPU, in this process, which then has CUDA's own state: only the worker does this.
+
+        Raises:
+            DriverMissing, MemoryFailed: It cannot be had.
+        """
+        if self.world is not None:
+            from icecore.host.resident.fake_memory import FakeMemory
+
+            return FakeMemory(self.world, device)
+        from icecore.host.resident.cuda_memory import Cuda, CudaMemory
+
+        return CudaMemory(Cuda(), device)
 
     def inventory(self, pids: Collection[int] = ()) -> Inventory:
         """The GPUs, and which of them ``pids`` use.

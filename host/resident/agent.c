@@ -13,6 +13,7 @@
 #include <sys/stat.h>
 #include <sys/un.h>
 
+#include "capture.h"
 #include "contexts.h"
 #include "packet.h"
 #include "resident.h"
@@ -72,7 +73,7 @@ static int park(const struct resident_message *wanted, struct resident_message *
 {
 	if (state == RESIDENT_UNMAPPED)
 		return EALREADY;
-	int error = park_begin(now() + (int64_t)wanted->nanoseconds, answer);
+	int error = park_begin(now() + (int64_t)wanted->nanoseconds, (int64_t)wanted->requested, answer);
 	if (error == 0 || error == EAGAIN)
 		state = RESIDENT_PARKED;
 	else
@@ -256,6 +257,10 @@ static void *agent(void *unused)
 	pthread_setname_np(pthread_self(), "icecore-agent");
 	if (threads_start())
 		return NULL;
+	/* Calls of ours that a capture of another thread does not allow would make it fail. */
+	int mode = CAPTURE_MODE_RELAXED;
+	if (driver()->cuThreadExchangeStreamCaptureMode)
+		driver()->cuThreadExchangeStreamCaptureMode(&mode);
 	for (;;) {
 		if (!listening() && !listen_again()) {
 			poll(NULL, 0, TICK_MILLISECONDS);
@@ -300,6 +305,7 @@ static void in_child(void)
 	started = false;
 	allocations_of_child();
 	peers_of_child();
+	captures_of_child();
 	threads_of_child();
 	interposition_of_child();
 }

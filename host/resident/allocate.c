@@ -3,9 +3,10 @@
 #define _GNU_SOURCE
 #include <string.h>
 
+#include "capture.h"
+#include "contexts.h"
 #include "hooks.h"
 #include "resident.h"
-#include "contexts.h"
 
 static struct device {
 	bool known, usable, rdma;
@@ -109,6 +110,21 @@ void defer(struct allocation *what)
 	counts.deferred_bytes += what->size;
 }
 
+/* What a capture kept from being released, now that memory is short: whether there was any. */
+static bool release_all_deferred(CUcontext context)
+{
+	pthread_mutex_lock(&table_lock);
+	uint64_t began = free_clock;
+	bool any = counts.deferred > 0 && !capture_active();
+	pthread_mutex_unlock(&table_lock);
+	if (!any || driver()->cuCtxSynchronize())
+		return false;
+	pthread_mutex_lock(&table_lock);
+	release_deferred(context, began);
+	pthread_mutex_unlock(&table_lock);
+	return true;
+}
+
 /* CUDA_SUCCESS, CUDA_ERROR_OUT_OF_MEMORY, or -1: it is the driver's. */
 static CUresult allocate(CUdeviceptr *out, size_t bytes)
 {
@@ -127,6 +143,8 @@ static CUresult allocate(CUdeviceptr *out, size_t bytes)
 	made.size = (bytes + device.granularity - 1) / device.granularity * device.granularity;
 	struct allocation_properties properties = properties_of(made.device, device.rdma);
 	result = d->cuMemCreate(&made.handle, made.size, &properties, 0);
+	if (result == CUDA_ERROR_OUT_OF_MEMORY && release_all_deferred(made.context))
+		result = d->cuMemCreate(&made.handle, made.size, &properties, 0);
 	if (result) {
 		pthread_mutex_lock(&table_lock);
 		counts.out_of_memory += result == CUDA_ERROR_OUT_OF_MEMORY;
@@ -202,8 +220,16 @@ static CUresult allocate_noting(CUdeviceptr *out, size_t bytes)
 {
 	CUresult result = -1;
 
-	if (bytes >= LEAST_SIZE && out && resident_directory())
-		result = allocate(out, bytes);
+	if (bytes >= LEAST_SIZE && out && resident_directory()) {
+		if (!capture_active())
+			result = allocate(out, bytes);
+		else {
+			/* What is allowed then, and what fails a capture, depends on its mode: the driver knows. */
+			pthread_mutex_lock(&table_lock);
+			counts.captured++;
+			pthread_mutex_unlock(&table_lock);
+		}
+	}
 	if (result < 0) {
 		result = driver()->cuMemAlloc_v2(out, bytes);
 		note(result, out, bytes, bytes < LEAST_SIZE ? KIND_SMALL : KIND_FOREIGN);
@@ -268,7 +294,9 @@ static CUresult free_resident(CUdeviceptr address, CUresult (*wait)(CUstream), C
 	pthread_mutex_unlock(&table_lock);
 
 	/* As the driver's own: what uses it has come to its end first. */
-	if (wait)
+	if (capture_active())
+		result = CUDA_ERROR_CAPTURE_FIRST; /* what the wait would answer, at the price of the capture */
+	else if (wait)
 		result = wait(stream);
 	else if (!(result = d->cuCtxPushCurrent_v2(context))) {
 		result = d->cuCtxSynchronize();

@@ -1,7 +1,7 @@
 """What a dump or a restore asks of processes with resident memory, and of their keeper; rule: every call is answered within its time or raises.
 
-The order around a checkpoint, with ``lock`` and ``unlock`` the driver's own:
-lock, `Agent.park`, unlock, `Agent.unmap`, lock, checkpoint, …, restore, unlock, `Agent.map`, `Agent.go` (see `icecore.host.resident.window`).
+The order around a checkpoint, with ``lock`` and ``unlock`` the driver's own: `Agent.park` with patience, lock, `Agent.park`, unlock, `Agent.unmap`, lock,
+checkpoint, …, restore, unlock, `Agent.map`, `Agent.go` (see `icecore.host.resident.window`).
 """
 
 from __future__ import annotations
@@ -90,20 +90,23 @@ class Agent:
             found = [Allocation.of(one) for one, _ in _until(connection, Operation.AGENT_END)]
         return sorted(found, key=lambda one: one.address)
 
-    def park(self, seconds: float = 10.0, lease: float = _LEASE_SECONDS) -> int:
+    def park(self, seconds: float = 10.0, lease: float = _LEASE_SECONDS, patience: float = 0.0) -> int:
         """Make every thread but the agent's and the driver's stand still; their number.
 
-        To be called while the driver's lock is on: then none is in the middle of a call. A thread that waits for the lock inside one of the preload's own
-        calls is parked as it leaves it, which `unmap` waits for.
+        A thread that is inside one of the preload's own calls is parked as it leaves it, which `unmap` waits for.
 
         Args:
             seconds: After this time all run again, and the call fails.
+            patience: Seconds for threads to come out of the driver's calls; who does not runs on until this is called again. 0: all, wherever they are.
             lease: Seconds after this or any later call, without another, after which the process goes back to running by itself.
         """
         until = time.monotonic() + seconds
         while True:
             left = max(0.0, until - time.monotonic())
-            answer = self._ask(Message(Operation.AGENT_PARK, nanoseconds=_ns(left), lease=_ns(lease)), seconds)
+            message = Message(
+                Operation.AGENT_PARK, nanoseconds=_ns(left), lease=_ns(lease), requested=_ns(min(patience, left))
+            )
+            answer = self._ask(message, seconds)
             if answer.result == 0:
                 return answer.count
             if answer.result != EAGAIN:

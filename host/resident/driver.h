@@ -18,6 +18,7 @@ enum {
 	CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704,
 	CUDA_ERROR_NOT_SUPPORTED = 801,
 	CUDA_ERROR_CAPTURE_FIRST = 900,
+	CUDA_ERROR_CAPTURE_WRONG_THREAD = 908,
 	CUDA_ERROR_CAPTURE_LAST = 908,
 };
 enum {
@@ -30,6 +31,7 @@ enum {
 	ACCESS_READ_WRITE = 3,
 	GRANULARITY_MINIMUM = 0,
 	PER_THREAD_DEFAULT_STREAM = 2,
+	CAPTURE_MODE_RELAXED = 2,
 };
 
 struct location {
@@ -84,6 +86,15 @@ _Static_assert(sizeof(struct allocation_properties) == 32 && sizeof(struct acces
 	HOOKED(cuMemAllocFromPoolAsync_ptsz, (CUdeviceptr *, size_t, CUpool, CUstream)) \
 	HOOKED(cuMemFreeAsync, (CUdeviceptr, CUstream)) \
 	HOOKED(cuMemFreeAsync_ptsz, (CUdeviceptr, CUstream)) \
+	HOOKED(cuStreamBeginCapture, (CUstream)) \
+	HOOKED(cuStreamBeginCapture_ptsz, (CUstream)) \
+	HOOKED(cuStreamBeginCapture_v2, (CUstream, int)) \
+	HOOKED(cuStreamBeginCapture_v2_ptsz, (CUstream, int)) \
+	HOOKED(cuStreamBeginCaptureToGraph, (CUstream, void *, const void *, const void *, size_t, int)) \
+	HOOKED(cuStreamBeginCaptureToGraph_ptsz, (CUstream, void *, const void *, const void *, size_t, int)) \
+	HOOKED(cuStreamEndCapture, (CUstream, void **)) \
+	HOOKED(cuStreamEndCapture_ptsz, (CUstream, void **)) \
+	HOOKED(cuStreamDestroy_v2, (CUstream)) \
 	HOOKED(cuIpcGetMemHandle, (void *, CUdeviceptr)) \
 	HOOKED(cuCtxEnablePeerAccess, (CUcontext, unsigned)) \
 	HOOKED(cuCtxDisablePeerAccess, (CUcontext)) \
@@ -97,6 +108,7 @@ struct driver {
 #define MEMBER(name, arguments) CUresult (*name) arguments;
 	DRIVER_CALLS(MEMBER, MEMBER)
 #undef MEMBER
+	CUresult (*cuThreadExchangeStreamCaptureMode)(int *); /* may be missing */
 	int usable; /* every CALL was found */
 };
 

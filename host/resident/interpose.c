@@ -33,6 +33,16 @@ static const struct hook {
 	{"cuMemAllocFromPoolAsync_ptsz", NULL, 0, resident_cuMemAllocFromPoolAsync_ptsz, NULL},
 	{"cuMemFreeAsync", "cuMemFreeAsync", 11020, resident_cuMemFreeAsync, resident_cuMemFreeAsync_ptsz},
 	{"cuMemFreeAsync_ptsz", NULL, 0, resident_cuMemFreeAsync_ptsz, NULL},
+	/* the newest that fits comes first */
+	{"cuStreamBeginCapture_v2", "cuStreamBeginCapture", 10010, resident_cuStreamBeginCapture_v2, resident_cuStreamBeginCapture_v2_ptsz},
+	{"cuStreamBeginCapture_v2_ptsz", NULL, 0, resident_cuStreamBeginCapture_v2_ptsz, NULL},
+	{"cuStreamBeginCapture", "cuStreamBeginCapture", 10000, resident_cuStreamBeginCapture, resident_cuStreamBeginCapture_ptsz},
+	{"cuStreamBeginCapture_ptsz", NULL, 0, resident_cuStreamBeginCapture_ptsz, NULL},
+	{"cuStreamBeginCaptureToGraph", "cuStreamBeginCaptureToGraph", 12030, resident_cuStreamBeginCaptureToGraph, resident_cuStreamBeginCaptureToGraph_ptsz},
+	{"cuStreamBeginCaptureToGraph_ptsz", NULL, 0, resident_cuStreamBeginCaptureToGraph_ptsz, NULL},
+	{"cuStreamEndCapture", "cuStreamEndCapture", 10000, resident_cuStreamEndCapture, resident_cuStreamEndCapture_ptsz},
+	{"cuStreamEndCapture_ptsz", NULL, 0, resident_cuStreamEndCapture_ptsz, NULL},
+	{"cuStreamDestroy_v2", "cuStreamDestroy", 4000, resident_cuStreamDestroy_v2, NULL},
 	{"cuIpcGetMemHandle", "cuIpcGetMemHandle", 4010, resident_cuIpcGetMemHandle, NULL},
 	{"cuCtxEnablePeerAccess", "cuCtxEnablePeerAccess", 4000, resident_cuCtxEnablePeerAccess, NULL},
 	{"cuCtxDisablePeerAccess", "cuCtxDisablePeerAccess", 4000, resident_cuCtxDisablePeerAccess, NULL},
@@ -71,6 +81,7 @@ const struct driver *driver(void)
 			DRIVER_CALLS(CALL, HOOKED)
 #undef CALL
 #undef HOOKED
+			calls.cuThreadExchangeStreamCaptureMode = (CUresult(*)(int *))real_dlsym(library, "cuThreadExchangeStreamCaptureMode");
 		}
 		__atomic_store_n(&loaded, library ? 1 : -1, __ATOMIC_RELEASE);
 		pthread_mutex_unlock(&load_lock);
@@ -166,6 +177,15 @@ LINKED(cuMemAllocFromPoolAsync, (CUdeviceptr * a, size_t b, CUpool c, CUstream d
 LINKED(cuMemAllocFromPoolAsync_ptsz, (CUdeviceptr * a, size_t b, CUpool c, CUstream d), (a, b, c, d))
 LINKED(cuMemFreeAsync, (CUdeviceptr a, CUstream b), (a, b))
 LINKED(cuMemFreeAsync_ptsz, (CUdeviceptr a, CUstream b), (a, b))
+LINKED(cuStreamBeginCapture, (CUstream a), (a))
+LINKED(cuStreamBeginCapture_ptsz, (CUstream a), (a))
+LINKED(cuStreamBeginCapture_v2, (CUstream a, int b), (a, b))
+LINKED(cuStreamBeginCapture_v2_ptsz, (CUstream a, int b), (a, b))
+LINKED(cuStreamBeginCaptureToGraph, (CUstream a, void *b, const void *c, const void *d, size_t e, int f), (a, b, c, d, e, f))
+LINKED(cuStreamBeginCaptureToGraph_ptsz, (CUstream a, void *b, const void *c, const void *d, size_t e, int f), (a, b, c, d, e, f))
+LINKED(cuStreamEndCapture, (CUstream a, void **b), (a, b))
+LINKED(cuStreamEndCapture_ptsz, (CUstream a, void **b), (a, b))
+LINKED(cuStreamDestroy_v2, (CUstream a), (a))
 LINKED(cuIpcGetMemHandle, (void *a, CUdeviceptr b), (a, b))
 LINKED(cuCtxEnablePeerAccess, (CUcontext a, unsigned b), (a, b))
 LINKED(cuCtxDisablePeerAccess, (CUcontext a), (a))

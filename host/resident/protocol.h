@@ -28,7 +28,7 @@ enum keeper_operation {
 enum agent_operation {
 	AGENT_STATUS = 64, /* -> struct resident_counts in text */
 	AGENT_LIST = 65,   /* -> for each allocation a message; AGENT_END */
-	AGENT_PARK = 66,   /* nanoseconds, lease -> result, count (parked), text (threads that block the signal) */
+	AGENT_PARK = 66,   /* nanoseconds, lease, requested (nanoseconds for threads to come out of the driver; 0: wherever they are) -> result, count (parked), flags (not parked: in the driver), text (threads that block the signal) */
 	AGENT_UNMAP = 67,  /* nanoseconds -> result, count, size */
 	AGENT_MAP = 68,    /* count of descriptors that follow, each in a message with its identity; 0: from the keeper -> result */
 	AGENT_GO = 69,     /* -> result */
@@ -65,6 +65,7 @@ struct resident_counts {
 	uint64_t deferred, deferred_bytes; /* freed, but released only when a stream capture is over */
 	uint64_t allocations, frees, out_of_memory, ipc_refused, unheld; /* unheld: not at the keeper now */
 	uint64_t windows, cancelled;
+	uint64_t captured; /* left to the driver because a stream was being captured */
 };
 
 #define RESIDENT_CUDA_ERROR 10000

@@ -14,7 +14,7 @@ VERSION = 1
 VARIABLE = "ICECORE_RESIDENT"
 
 _LAYOUT = struct.Struct("<IIiIQQQQQQ16s16siiII400s")
-_COUNTS = 19
+_COUNTS = 20
 _CUDA_ERROR = 10000
 
 
@@ -128,6 +128,7 @@ class Counts:
         allocations, frees, out_of_memory, ipc_refused: How often since the process began.
         unheld: Resident ones that the keeper does not hold now.
         windows, cancelled: How often the memory was taken away; how often that was given up.
+        captured: Allocations left to the driver because a stream was being captured.
     """
 
     resident: int = 0
@@ -149,6 +150,7 @@ class Counts:
     unheld: int = 0
     windows: int = 0
     cancelled: int = 0
+    captured: int = 0
 
     @classmethod
     def unpack(cls, text: bytes) -> Counts:

@@ -6,6 +6,7 @@
 #include <signal.h>
 #include <stdbool.h>
 #include <sys/types.h>
+#include <ucontext.h>
 
 #include "driver.h"
 #include "protocol.h"
@@ -71,13 +72,18 @@ int high_descriptor(int descriptor); /* the same file under a number that applic
 /* threads.c */
 void enter(void);
 void leave(void);
-int park_begin(int64_t until, struct resident_message *answer); /* 0, EAGAIN: some block the signal; else an errno, and nobody is parked */
+/* 0, EAGAIN: some block the signal; else an errno, and nobody is parked. With patience nobody is parked in the driver; answer->flags: how many run on for that. */
+int park_begin(int64_t until, int64_t patience_for_busy, struct resident_message *answer);
 int park_settle(int64_t until); /* waits for threads that were inside; EAGAIN: another moment has to be found. Else than 0, nobody is parked. */
 void park_end(void);
 unsigned park_count(void);
 int threads_start(void); /* once; from the agent's thread */
 void threads_of_child(void);
 int64_t now(void); /* nanoseconds, monotonic */
+
+/* stack.c: called by the agent alone */
+void find_driver(void); /* once */
+bool in_driver(const ucontext_t *interrupted); /* whether a thread that was stopped there may be within one of the driver's calls */
 
 /* window.c: called by the agent alone */
 int window_unmap(int64_t until, struct resident_message *answer);

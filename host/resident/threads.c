@@ -1,6 +1,11 @@
 /* Parking: every thread but ours and the driver's own waits in a signal's handler; rule: nobody is parked while it is in one of our calls (it may hold our
  * lock): such a thread parks itself as it leaves.
  *
+ * Nor while it is in one of the driver's, as far as its stack tells (stack.c): the driver's lock waits until nobody is, and under threads that never rest it
+ * waits for ever, because there is always another that has just gone in. So these are let go and asked again a moment later, when they may be outside; and
+ * as those that are parked submit nothing more, the others' work comes to its end. Who is not met outside in time (or seems not to be: what a stack tells
+ * may be old) runs on until the driver's lock is on, which then has few to wait for.
+ *
  * The signal is the one with which the C library has every thread change its user id: applications cannot block it, nor wait for it, because the library
  * takes it out of their sets. Any other would be returned by a sigwait for all signals, and nothing tells from outside that a thread is in one. Ours come
  * with a value; what comes without is the library's, and passed on. Who blocks it all the same (not through the library) is helped from outside, by ptrace.
@@ -19,6 +24,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <ucontext.h>
@@ -34,18 +40,21 @@
 #define PROBE_NANOSECONDS 300000000ll
 #define SETTLE_NANOSECONDS 50000000ll
 #define BLOCKED_NANOSECONDS 20000000ll /* the C library blocks signals for shorter than that */
+#define AGAIN_NANOSECONDS 100000 /* between two looks at a thread that was in the driver, at most */
 
-enum { ASKED = 1, BLOCKED, REPORTED, PARKED, INSIDE }; /* REPORTED: whoever was told of it sends the signal */
+/* REPORTED: whoever was told of it sends the signal. LEAVING: parked in the driver, and let go. */
+enum { ASKED = 1, BLOCKED, REPORTED, PARKED, INSIDE, LEAVING };
 
 static struct seat {
 	atomic_int thread, state;
+	_Atomic(const ucontext_t *) interrupted; /* where it was, while that is of interest */
 } seats[SEATS];
 
 static atomic_int gate;     /* odd: closed */
 static atomic_int arrivals; /* changes whenever somebody has parked, or is found inside */
 static pid_t agent_thread, probe_thread;
 static atomic_int probes_wanted, probes_done;
-static unsigned seated; /* places taken in `seats` */
+static unsigned seated, taken[SEATS / 2]; /* places taken in `seats` */
 
 struct kernel_sigaction { /* the C library's own sigaction refuses this signal */
 	union {
@@ -107,7 +116,7 @@ static struct seat *take_seat(int thread)
 		return NULL;
 	while (atomic_load(&seats[at].thread))
 		at = (at + 1) % SEATS;
-	seated++;
+	taken[seated++] = at;
 	atomic_store(&seats[at].thread, thread);
 	return &seats[at];
 }
@@ -119,16 +128,19 @@ static void arrive(struct seat *seat, int state)
 	wake(&arrivals);
 }
 
-static void sit(void)
+static void sit(const ucontext_t *interrupted)
 {
 	int closed = atomic_load(&gate);
 	struct seat *seat = closed & 1 ? find_seat(self()) : NULL;
 
 	if (!seat)
 		return; /* too late: the gate is open again, or closed anew and we are asked once more */
+	atomic_store(&seat->interrupted, interrupted);
 	arrive(seat, PARKED);
-	while (atomic_load(&gate) == closed)
-		sleep_until_changed(&gate, closed, -1);
+	while (atomic_load(&gate) == closed && atomic_load(&seat->state) == PARKED)
+		sleep_until_changed(&seat->state, PARKED, -1);
+	int let_go = LEAVING;
+	atomic_compare_exchange_strong(&seat->state, &let_go, 0);
 }
 
 static void on_signal(int number, siginfo_t *info, void *context)
@@ -151,7 +163,7 @@ static void on_signal(int number, siginfo_t *info, void *context)
 			asked_inside = 1;
 			arrive(seat, INSIDE);
 		} else
-			sit();
+			sit(context);
 	}
 	errno = error;
 }
@@ -173,7 +185,7 @@ void leave(void)
 		int error = errno;
 		asked_inside = 0;
 		syscall(SYS_rt_sigprocmask, SIG_SETMASK, &all, &before, 8);
-		sit();
+		sit(NULL);
 		syscall(SYS_rt_sigprocmask, SIG_SETMASK, &before, NULL, 8);
 		errno = error;
 	}
@@ -296,7 +308,7 @@ static int pass(char *blocked, size_t room, bool ask)
 			if (what == GONE || what == NOT_OURS)
 				continue;
 			waiting++;
-			if (state == ASKED || state == INSIDE || !ask || (state == REPORTED && what != BLOCKS))
+			if (state == LEAVING || state == ASKED || state == INSIDE || !ask || (state == REPORTED && what != BLOCKS))
 				continue;
 			if (!seat && !(seat = take_seat(thread))) {
 				waiting = -1;
@@ -324,24 +336,51 @@ unsigned park_count(void)
 {
 	unsigned parked = 0;
 
-	for (unsigned at = 0; at < SEATS && seated; at++)
-		parked += atomic_load(&seats[at].thread) && atomic_load(&seats[at].state) == PARKED;
+	for (unsigned at = 0; at < seated; at++)
+		parked += atomic_load(&seats[taken[at]].state) == PARKED;
 	return parked;
 }
 
 void park_end(void)
 {
-	if (atomic_load(&gate) & 1) {
-		atomic_fetch_add(&gate, 1);
-		wake(&gate);
+	if (!(atomic_load(&gate) & 1))
+		return;
+	atomic_fetch_add(&gate, 1);
+	for (unsigned at = 0; at < seated; at++) {
+		struct seat *seat = &seats[taken[at]];
+		int parked = PARKED;
+		if (atomic_compare_exchange_strong(&seat->state, &parked, 0))
+			wake(&seat->state);
 	}
+}
+
+/* Lets those go on that were parked in the middle of a driver's call; their number. Who was outside is not looked at again. */
+static unsigned let_busy_go(void)
+{
+	unsigned busy = 0;
+
+	for (unsigned at = 0; at < seated; at++) {
+		struct seat *seat = &seats[taken[at]];
+		const ucontext_t *interrupted = atomic_load(&seat->interrupted);
+		if (!interrupted || atomic_load(&seat->state) != PARKED)
+			continue;
+		if (!in_driver(interrupted)) {
+			atomic_store(&seat->interrupted, NULL);
+			continue;
+		}
+		busy++;
+		atomic_store(&seat->interrupted, NULL);
+		atomic_store(&seat->state, LEAVING);
+		wake(&seat->state);
+	}
+	return busy;
 }
 
 static bool all_here_or_inside(void)
 {
-	for (unsigned at = 0; at < SEATS; at++) {
-		int thread = atomic_load(&seats[at].thread), state = atomic_load(&seats[at].state);
-		if (thread && state != PARKED && state != INSIDE) {
+	for (unsigned at = 0; at < seated; at++) {
+		int thread = atomic_load(&seats[taken[at]].thread), state = atomic_load(&seats[taken[at]].state);
+		if (state != PARKED && state != INSIDE) {
 			int what = look_at(thread);
 			if (what != GONE && what != NOT_OURS)
 				return false;
@@ -350,17 +389,30 @@ static bool all_here_or_inside(void)
 	return true;
 }
 
-static void report(void)
+/* Whether somebody was asked, or let go, and has not come, or gone, yet. */
+static bool on_their_way(void)
 {
-	for (unsigned at = 0; at < SEATS; at++)
-		if (atomic_load(&seats[at].state) == BLOCKED)
-			atomic_store(&seats[at].state, REPORTED);
+	for (unsigned at = 0; at < seated; at++) {
+		int state = atomic_load(&seats[taken[at]].state);
+		if ((state == ASKED || state == LEAVING) && look_at(atomic_load(&seats[taken[at]].thread)) != GONE)
+			return true;
+	}
+	return false;
 }
 
-int park_begin(int64_t until, struct resident_message *answer)
+static void report(void)
+{
+	for (unsigned at = 0; at < seated; at++) {
+		int blocked = BLOCKED;
+		atomic_compare_exchange_strong(&seats[taken[at]].state, &blocked, REPORTED);
+	}
+}
+
+int park_begin(int64_t until, int64_t patience_for_busy, struct resident_message *answer)
 {
 	bool begun = atomic_load(&gate) & 1;
-	int64_t patience = now() + BLOCKED_NANOSECONDS;
+	int64_t patience = now() + BLOCKED_NANOSECONDS, brake_until = now() + patience_for_busy;
+	uint64_t random_state = (uint64_t)now();
 	int calm = 0, error = begun ? 0 : claim_signal();
 
 	if (error)
@@ -372,10 +424,27 @@ int park_begin(int64_t until, struct resident_message *answer)
 	}
 	answer->ordinal = PARK_SIGNAL;
 	for (;;) {
-		int seen = atomic_load(&arrivals), waiting = pass(answer->text, sizeof answer->text, true);
+		bool asking = !patience_for_busy || now() < brake_until;
+		int seen = atomic_load(&arrivals), waiting = pass(answer->text, sizeof answer->text, asking);
 		if (waiting < 0) {
 			park_end();
 			return ENOSPC;
+		}
+		if (patience_for_busy) {
+			unsigned busy = let_busy_go();
+			if (!asking && !busy && !on_their_way()) {
+				answer->flags = (uint32_t)waiting;
+				answer->count = park_count();
+				return 0;
+			}
+			if (busy && !answer->text[0] && now() < until) {
+				/* Not woken by others' arrivals: those that were let go are to get out of the driver meanwhile. Each time another pause: at equal
+				 * ones a thread that goes round with them is met at the same point for ever. */
+				random_state = random_state * 6364136223846793005u + 1442695040888963407u;
+				nanosleep(&(struct timespec){0, (long)((random_state >> 33) % AGAIN_NANOSECONDS)}, NULL);
+				calm = 0;
+				continue;
+			}
 		}
 		calm = waiting == 0 || all_here_or_inside() ? calm + 1 : 0;
 		if (calm == 2) {
@@ -498,6 +567,8 @@ int threads_start(void)
 	pthread_t made;
 
 	agent_thread = self();
+	prctl(PR_SET_TIMERSLACK, 1ul); /* for pauses of a few microseconds */
+	find_driver();
 	atomic_store(&probes_wanted, 1);
 	atomic_store(&probes_done, 0);
 	int error = claim_signal();

@@ -6,23 +6,23 @@ While they stand, duplicates of their descriptors are held here, so that not eve
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from errno import EAGAIN
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
 from icecore.errors import IcecoreError, NotFound
 from icecore.host.resident.client import Agent, Keeper, Report, ResidentFailed
+from icecore.host.resident.window import Try, may_be_tried_again, tries
 
-_PAUSE_SECONDS = 0.003
 T = TypeVar("T")
 
-#: The driver's lock or unlock of processes; raises where it failed.
-ForAll = Callable[[Collection[int]], None]
+#: The driver's lock of processes, with its limit in seconds; raises where it failed, and then none is locked.
+LockAll = Callable[[Collection[int], float], None]
+#: The driver's unlock of processes; raises where it failed.
+UnlockAll = Callable[[Collection[int]], None]
 
 
 class ResidentTree:
@@ -62,7 +62,7 @@ class ResidentTree:
         """What it leaves for the driver, of these processes and through these calls: contexts, code and NCCL's own buffers are not seen here."""
         return sum(report.counts.driver_bytes for report in self.reports.values())
 
-    def take_away(self, lock: ForAll, unlock: ForAll, *, seconds: float = 20.0, lease: float = 30.0) -> int:
+    def take_away(self, lock: LockAll, unlock: UnlockAll, *, seconds: float = 20.0, lease: float = 30.0) -> int:
         """Park all and take their memory away; bytes. The driver's lock is off before and after.
 
         Args:
@@ -71,20 +71,19 @@ class ResidentTree:
             lease: See `Agent.park`.
 
         Raises:
-            ResidentFailed: It could not be done; all run.
+            ResidentFailed, LockTimeout: It could not be done; all run.
         """
-        until = time.monotonic() + seconds
-        pause = _PAUSE_SECONDS
-        while True:
+        last: BaseException | None = None
+        for one in tries(seconds):
             try:
-                return self._attempt(lock, unlock, until, lease)
+                return self._attempt(lock, unlock, one, lease)
             except BaseException as error:
                 self._undo()
-                again = isinstance(error, ResidentFailed) and error.code == EAGAIN
-                if not again or time.monotonic() + pause > until:
+                if not may_be_tried_again(error):
                     raise
-            time.sleep(pause)
-            pause *= 1.5
+                last = error
+        assert last is not None
+        raise last
 
     def give_back(self, *, seconds: float = 60.0) -> None:
         """Map the memory of all again, and let them run once all have it; the driver's lock is off.
@@ -106,16 +105,15 @@ class ResidentTree:
 
     # -- within
 
-    def _attempt(self, lock: ForAll, unlock: ForAll, until: float, lease: float) -> int:
-        def left() -> float:
-            return max(0.1, until - time.monotonic())
-
-        lock(self.pids)
+    def _attempt(self, lock: LockAll, unlock: UnlockAll, one: Try, lease: float) -> int:
+        if one.patience:
+            self._each(lambda _, agent: agent.park(one.left, lease, one.patience))
+        lock(self.pids, one.lock)
         try:
-            self._each(lambda _, agent: agent.park(left(), lease))
+            self._each(lambda _, agent: agent.park(one.left, lease))
         finally:
             unlock(self.pids)
-        total = sum(self._each(lambda _, agent: agent.unmap(left())).values())
+        total = sum(self._each(lambda _, agent: agent.unmap(one.left)).values())
         for pid, report in self.reports.items():
             self._duplicates[pid] = {one.identity: fd for one, fd in self._keeper.take(report.token)}
         return total
@@ -144,7 +142,7 @@ class ResidentTree:
             futures = {pid: pool.submit(call, pid, agent) for pid, agent in self._agents.items()}
         errors = [error for future in futures.values() if (error := future.exception()) is not None]
         if errors:
-            raise min(errors, key=lambda error: isinstance(error, ResidentFailed) and error.code == EAGAIN)
+            raise min(errors, key=may_be_tried_again)
         return {pid: future.result() for pid, future in futures.items()}
 
     def _close_duplicates(self) -> None:

@@ -12,6 +12,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "capture.h"
 #include "resident.h"
 
 static struct given {
@@ -97,6 +98,8 @@ int window_unmap(int64_t until, struct resident_message *answer)
 
 	if (error)
 		return error;
+	if (capture_active())
+		return EAGAIN; /* it would fail when its context is synchronised; captures are short */
 	pthread_mutex_lock(&table_lock);
 	error = synchronise_all();
 	if (!error && !holding_park())

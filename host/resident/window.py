@@ -1,48 +1,103 @@
 """Around the driver's checkpoint: memory taken away and given back; rule: left by an exception, the process runs with its memory.
 
-The driver's own lock lets the work on the device come to an end and stops callers at the door, so that no thread is parked in the middle of a call.
+The threads are parked first, but only outside of the driver, as far as their stacks tell. Then the driver's own lock has few calls to wait for, if any, and
+what was submitted comes to its end; the other way round it may never be had, because under threads that never rest there is always one within. With the lock
+on, the rest is parked. Where it is not had within a short time, somebody is parked who holds it up: all go on, and another moment is tried.
 """
 
 from __future__ import annotations
 
+import itertools
+import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from errno import EAGAIN
 
+from icecore.errors import IcecoreError
+from icecore.host.cuda.api import LockTimeout
 from icecore.host.resident.client import Agent, ResidentFailed
 
 _PAUSE_SECONDS = 0.003
+_FIRST_PATIENCE, _MOST_PATIENCE = 0.05, 1.0
+_FIRST_LOCK = 0.25
+
+
+@dataclass(frozen=True)
+class Try:
+    """One attempt's limits, in seconds.
+
+    Attributes:
+        patience: For threads to come out of the driver before its lock is asked for; 0: it is asked for while all run.
+        lock: For the driver's lock.
+        left: For all else.
+    """
+
+    patience: float
+    lock: float
+    left: float
+
+
+def tries(seconds: float) -> Iterator[Try]:
+    """Attempts, each more patient than the one before, with growing and uneven pauses: ranks that wait for each other meet at other points.
+
+    In every second one the lock comes first: of threads that hardly ever leave the driver it is had sooner in this way.
+    """
+    until = time.monotonic() + seconds
+    patience, lock, pause = _FIRST_PATIENCE, _FIRST_LOCK, _PAUSE_SECONDS
+    for number in itertools.count():
+        left = max(0.1, until - time.monotonic())
+        yield Try(0.0 if number % 2 else min(patience, left), min(lock, left), left)
+        if time.monotonic() + pause > until:
+            return
+        time.sleep(random.uniform(0.5, 1.0) * pause)
+        patience, lock, pause = min(1.4 * patience, _MOST_PATIENCE), 1.25 * lock, 1.25 * pause
+
+
+def may_be_tried_again(error: BaseException) -> bool:
+    """Whether another moment may be better: a thread held the allocator's lock, or the driver up, or a stream is being captured."""
+    return isinstance(error, LockTimeout) or (isinstance(error, ResidentFailed) and error.code == EAGAIN)
 
 
 def take_away(
-    agent: Agent, lock: Callable[[], None], unlock: Callable[[], None], *, seconds: float = 20.0, lease: float = 30.0
+    agent: Agent,
+    lock: Callable[[float], None],
+    unlock: Callable[[], None],
+    *,
+    seconds: float = 20.0,
+    lease: float = 30.0,
 ) -> int:
     """Park a running process and take its resident memory away; bytes. The driver's lock is off before and after.
 
     Args:
-        lock, unlock: The driver's, for this process.
+        lock, unlock: The driver's, for this process; ``lock`` is told its limit in seconds and raises `LockTimeout`.
         seconds: After this time it is given up.
         lease: See `Agent.park`.
 
     Raises:
-        ResidentFailed: It could not be done; the process runs on.
+        ResidentFailed, LockTimeout: It could not be done; the process runs on.
     """
-    until = time.monotonic() + seconds
-    pause = _PAUSE_SECONDS
-    while True:
-        lock()
+    last: IcecoreError | None = None
+    for one in tries(seconds):
         try:
-            agent.park(max(0.1, until - time.monotonic()), lease)
-        finally:
-            unlock()
-        try:
-            return agent.unmap(max(0.1, until - time.monotonic()))
-        except ResidentFailed as error:
-            # A thread held the allocator's lock, say: at another moment it does not.
-            if error.code != EAGAIN or time.monotonic() + pause > until:
+            if one.patience:
+                agent.park(one.left, lease, one.patience)
+            try:
+                lock(one.lock)
+                try:
+                    agent.park(one.left, lease)
+                finally:
+                    unlock()
+            except BaseException:
+                agent.go()
                 raise
-        time.sleep(pause)
-        pause *= 1.5
+            return agent.unmap(one.left)
+        except IcecoreError as error:
+            if not may_be_tried_again(error):
+                raise
+            last = error
+    assert last is not None
+    raise last
 
 
 def give_back(agent: Agent, descriptors: Mapping[int, int] | None = None, *, seconds: float = 60.0) -> None:

@@ -186,7 +186,7 @@ def bootstrap() -> Path:
     (package / "host").symlink_to(ROOT / "host")
     sys.path.insert(0, str(folder))
     here = ROOT / "host/resident"
-    names = ("interpose", "allocate", "contexts", "table", "holding", "threads", "window", "agent")
+    names = ("interpose", "allocate", "contexts", "table", "holding", "threads", "stack", "capture", "window", "agent")
     flags = ["gcc", "-std=gnu11", "-O2", "-Wall", "-Wextra"]
     subprocess.run(
         [*flags, "-fPIC", "-shared", "-fvisibility=hidden", "-o", str(here / "libicecore-resident.so"),
@@ -262,11 +262,15 @@ class Probe:
             raise RuntimeError(str(result[0]))
         return None if len(result) == 1 else result[1] if len(result) == 2 else result[1:]
 
-    def lock(self, pid: int) -> None:
+    def lock(self, pid: int, seconds: float = 20.0) -> None:
         """cuCheckpointProcessLock."""
+        from icecore.host.cuda.api import device_error
+
         arguments = self.driver().CUcheckpointLockArgs()
-        arguments.timeoutMs = 20000
-        self.check(self.driver().cuCheckpointProcessLock(pid, arguments))
+        arguments.timeoutMs = max(1, int(1000 * seconds))
+        code = int(self.driver().cuCheckpointProcessLock(pid, arguments)[0])
+        if code:
+            raise device_error("lock", pid, code, str(code))
 
     def unlock(self, pid: int) -> None:
         """cuCheckpointProcessUnlock."""
@@ -447,29 +451,16 @@ def fingerprint(probe: Probe) -> None:
 
 def take_down(probe: Probe, pid: int) -> None:
     """Everything before the image."""
-    from icecore.host.resident.client import Agent, ResidentFailed
+    from icecore.host.resident.client import Agent
+    from icecore.host.resident.window import take_away
 
-    agent = Agent(probe.directory, pid)
-    for _ in range(20):
-        with timed("lock"):
-            probe.lock(pid)
-        try:
-            with timed("park"):
-                parked = agent.park(lease=60)
-        finally:
-            with timed("unlock"):
-                probe.unlock(pid)
-        try:
-            with timed("unmap"):
-                size = agent.unmap()
-            break
-        except ResidentFailed as error:
-            print("    again:", error)
-            if error.code != 11:
-                raise
-    else:
-        raise RuntimeError("no moment was found")
-    print(f"    {parked} threads parked, {size / GIB:.2f} GiB unmapped")
+    def lock(seconds: float) -> None:
+        with timed(f"lock {seconds:.2f}"):
+            probe.lock(pid, seconds)
+
+    with timed("take away"):
+        size = take_away(Agent(probe.directory, pid), lock, lambda: probe.unlock(pid), lease=60)
+    print(f"    {size / GIB:.2f} GiB unmapped")
     with timed("lock"):
         probe.lock(pid)
     with timed("checkpoint"):
@@ -541,6 +532,7 @@ def window(probe: Probe) -> None:
 
 def stress(probe: Probe) -> None:
     """Threads and streams that check every buffer, and windows all the while; without the driver's checkpoint in nine of ten."""
+    from icecore.host.cuda.api import LockTimeout
     from icecore.host.resident.client import Agent
     from icecore.host.resident.window import give_back, take_away
 
@@ -549,11 +541,24 @@ def stress(probe: Probe) -> None:
     pid = process.pid
     wait(lambda: "ready" in log.read_text() or process.poll() is not None, 120, log.read_text)
     agent, times = Agent(probe.directory, pid), []
+    with timed("lock alone"), contextlib.suppress(LockTimeout):
+        probe.lock(pid, 5)
+        probe.unlock(pid)
+        print("    the driver's lock is had of threads that run")
     for number in range(probe.arguments.windows):
         began = time.perf_counter()
-        take_away(agent, lambda: probe.lock(pid), lambda: probe.unlock(pid))
+        locks: list[float] = []
+
+        def lock(seconds: float) -> None:
+            locks.append(seconds)  # noqa: B023
+            probe.lock(pid, seconds)
+
+        take_away(agent, lock, lambda: probe.unlock(pid), seconds=40)
+        if len(locks) > 1 or number < 3:
+            print(f"    window {number}: {time.perf_counter() - began:.3f} s until unmapped, locks {locks}", flush=True)
         if number % 10 == 0:
-            for call in (probe.lock, probe.checkpoint, probe.restore, probe.unlock):
+            probe.lock(pid)
+            for call in (probe.checkpoint, probe.restore, probe.unlock):
                 call(pid)
         give_back(agent)
         times.append(time.perf_counter() - began)

@@ -88,12 +88,52 @@ def test_memory_that_was_freed_can_be_had_at_once(target: Target) -> None:
 
 def test_in_a_stream_capture_a_release_is_deferred(machine: Machine, target: Target) -> None:
     first, second = (target("alloc(4 * MIB)")[1] for _ in range(2))
-    assert target("cuda.cuStreamBeginCapture_v2(None, 2)") == 0
+    target("globals().update(stream=ctypes.c_void_p(77))")
+    assert target("cuda.cuStreamBeginCapture_v2(stream, 2)") == 0
     assert target(f"[free({first}), free({first})]") == [0, 1]
     assert target.agent.report().counts.deferred_bytes == 4 * MIB
-    assert target("cuda.cuStreamEndCapture(None, ctypes.byref(ctypes.c_void_p()))") == 0
+    assert target("cuda.cuStreamEndCapture(stream, ctypes.byref(ctypes.c_void_p()))") == 0
     assert target(f"free({second})") == 0
     assert (machine.used(), target.agent.report().counts.deferred) == (0, 0)
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2])
+@pytest.mark.parametrize("other_thread", [False, True])
+@pytest.mark.parametrize("name", ["cuda.cuStreamBeginCapture_v2", "begin"])
+def test_allocation_in_a_stream_capture_is_as_without(machine: Machine, mode: int, other_thread: bool, name: str) -> None:
+    """What is forbidden then, and makes the capture fail, depends on its mode: relaxed, it goes on."""
+    answers = []
+    for resident in (True, False):
+        process = machine.target(resident)
+        process("globals().update(context=start())")
+        assert process("alloc(2 * MIB)")[0] == 0
+        process("globals().update(stream=ctypes.c_void_p(77), results=[], begin=entry('cuStreamBeginCapture'))")
+        assert process(f"{name}(stream, {mode})") == 0
+        work = "results.extend([(lambda pair: [pair[0], free(pair[1])])(alloc(4 * MIB)), alloc(1)[0]])"
+        if other_thread:
+            process(f"(lambda t: [t.start(), t.join()])(threading.Thread(target=lambda: [current(context), {work}]))")
+        else:
+            process(work)
+        answers.append([process("results"), process("cuda.cuStreamEndCapture(stream, ctypes.byref(ctypes.c_void_p()))")])
+        if resident:
+            counts = process.agent.report().counts
+            assert (counts.captured, counts.resident, counts.foreign) == (1, 1, 0)
+            assert process("alloc(4 * MIB)")[0] == 0
+            assert process.agent.report().counts.resident == 2
+        process.end()
+        until(lambda: machine.used() == 0)
+    assert answers[0] == answers[1]
+    assert answers[0][1] == (0 if mode == 2 or (mode == 1 and other_thread) else 901)
+
+
+def test_what_a_capture_kept_is_released_when_memory_is_short(target: Target) -> None:
+    first = target("alloc(40 * MIB)")[1]
+    target("globals().update(stream=ctypes.c_void_p(77))")
+    target("cuda.cuStreamBeginCapture_v2(stream, 2)")
+    assert target(f"free({first})") == 0
+    assert target("cuda.cuStreamEndCapture(stream, ctypes.byref(ctypes.c_void_p()))") == 0
+    assert target("alloc(40 * MIB)[0]") == 0
+    assert target.agent.report().counts.deferred == 0
 
 
 @pytest.mark.parametrize(

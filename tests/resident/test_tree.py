@@ -28,9 +28,9 @@ class Job:
                 self.digests[target.pid] = (address, target(f"fill({address}, 4 * MIB, {number})"))
         self.tree = ResidentTree(machine.directory, {pid: pid for pid in self.targets})
 
-    def lock(self, pids: Collection[int]) -> None:
+    def lock(self, pids: Collection[int], seconds: float) -> None:
         for pid in pids:
-            self.targets[pid].lock()
+            self.targets[pid].lock(seconds)
 
     def unlock(self, pids: Collection[int]) -> None:
         for pid in pids:
@@ -79,8 +79,8 @@ def test_not_even_the_keepers_death_loses_memory(job: Job) -> None:
 
 @pytest.mark.parametrize("where", ["lock", "unlock"])
 def test_what_fails_for_one_is_undone_for_all(job: Job, where: str) -> None:
-    def failing(pids: Collection[int]) -> None:
-        getattr(job, where)(list(pids)[:1])
+    def failing(pids: Collection[int], *limit: float) -> None:
+        getattr(job, where)(list(pids)[:1], *limit)
         raise ResidentFailed("the driver", 600)
 
     with pytest.raises(ResidentFailed, match="the driver"):

@@ -8,11 +8,12 @@ import os
 import signal
 import subprocess
 import time
-from errno import EINVAL, ENOTCONN
+from errno import EAGAIN, EINVAL, ENOTCONN
 
 import pytest
 
 from icecore.errors import IcecoreError
+from icecore.host.cuda.api import LockTimeout
 from icecore.host.resident.client import Agent, ResidentFailed, State
 from icecore.host.resident.window import give_back, take_away
 
@@ -87,6 +88,38 @@ def test_a_hundred_windows_under_load(new_machine: NewMachine, gpus: int) -> Non
     assert process.finish() == 0, process.log.read_text()
     assert process.line().startswith("done")
     until(lambda: machine.used() == 0)
+
+
+@pytest.mark.timeout(120)
+def test_a_lock_that_is_never_had_under_load_is_had_of_parked_threads(new_machine: NewMachine) -> None:
+    """There is always somebody in one of the driver's calls, but nobody is always."""
+    machine = new_machine(unfair=True)
+    target = machine.target(FAKE_CUDA_SLOW="2000")
+    target("start()")
+    addresses = [target("alloc(2 * MIB)")[1] for _ in range(6)]
+    busy = "lambda at: [cuda.cuMemsetD8_v2(ctypes.c_ulonglong(at), 1, ctypes.c_size_t(4096)) for _ in iter(_stop.is_set, True)]"
+    for at in addresses:
+        target(f"threading.Thread(target={busy}, args=({at},)).start()")
+    with pytest.raises(LockTimeout):
+        target.lock(1.0)
+    for _ in range(8):
+        assert take(target) == 12 * MIB
+        give_back(target.agent)
+    target("_stop.set()")
+
+
+def test_a_window_waits_for_the_end_of_a_stream_capture(loaded: tuple[Target, int, str]) -> None:
+    """It would make it fail."""
+    target, address, digest = loaded
+    target("globals().update(stream=ctypes.c_void_p(77))")
+    assert target("cuda.cuStreamBeginCapture_v2(stream, 0)") == 0
+    with pytest.raises(ResidentFailed) as caught:
+        take_away(target.agent, target.lock, target.unlock, seconds=0.5)
+    assert caught.value.code == EAGAIN
+    assert target("cuda.cuStreamEndCapture(stream, ctypes.byref(ctypes.c_void_p()))") == 0
+    take(target)
+    give_back(target.agent)
+    assert target(f"hashed({address}, 8 * MIB)") == digest
 
 
 def test_a_new_keeper_gets_everything(machine: Machine, loaded: tuple[Target, int, str]) -> None:

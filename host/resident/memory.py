@@ -1,0 +1,68 @@
+"""Device memory as the worker uses it: mapped, fingerprinted, copied; rule: addresses of all kinds are plain numbers, and a call ends when its work has.
+
+Two back ends: the driver (`icecore.host.resident.cuda_memory`), and one whose device memory is files (`icecore.host.resident.fake_memory`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from icecore.host.resident.fingerprint import Words
+
+Addresses = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One copy: bytes from an address to another, of device memory or of pinned host memory; ``stream``: pieces of another one may go at the same time."""
+
+    to: int
+    source: int
+    size: int
+    stream: int = 0
+
+
+class DeviceMemory(Protocol):
+    """The memory of one GPU; called by one thread.
+
+    All raise `icecore.host.resident.memory.MemoryFailed` for what the driver answers.
+    """
+
+    def map(self, descriptor: int, size: int) -> int:
+        """Map what a descriptor holds (which stays the caller's); its address."""
+
+    def allocate(self, size: int) -> tuple[int, int]:
+        """New memory, zeroed and mapped, that can be exported: its address, and a descriptor that is the caller's."""
+
+    def unmap(self, address: int) -> None:
+        """Let go of what `map` or `allocate` gave; whoever has a descriptor keeps it."""
+
+    def room(self) -> int:
+        """Bytes of the device that nobody uses."""
+
+    def take(self, size: int) -> int:
+        """Memory for copies; its address."""
+
+    def give(self, address: int) -> None:
+        """Let go of what `take` gave."""
+
+    def pin(self, address: int, size: int) -> None:
+        """Make host memory fit for fast copies."""
+
+    def unpin(self, address: int) -> None:
+        """The reverse of `pin`."""
+
+    def fingerprints(self, cells: Addresses, seed: int) -> Words:
+        """u64[n, 2]: of the cells at these addresses (`icecore.host.resident.fingerprint`)."""
+
+    def copy(self, pieces: Sequence[Piece]) -> None:
+        """Make copies; all are done when it returns."""
+
+
+class MemoryFailed(Exception):
+    """A call failed; the text says which, and what the driver answered."""
