@@ -218,6 +218,8 @@ def unix_peers(found: Look) -> list[Refusal]:
         if not peer or peer in ours or _datagram_to_name(known.get(peer)):
             continue
         who = owner(peer)
+        if found.resident is not None and pid in found.resident.pids and "icecore-keeper" in who:
+            continue  # the preload's, which closes it before the window
         out.append(
             Refusal(
                 "unix-peer",

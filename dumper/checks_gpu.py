@@ -142,12 +142,24 @@ def memory(found: Look) -> list[Refusal]:
     ]
 
 
+def _least_window(gpus: GpuLook) -> float:
+    slowest = max((p.moved for p in gpus.processes), default=0)
+    return slowest / _CHECKPOINT_RATE + slowest / _RESTORE_RATE
+
+
+def predicted_window(found: Look) -> float:
+    """How long the window will be at the least, in seconds, as far as GPUs decide: what the driver moves, and for resident memory that all of it changed."""
+    if found.gpus is None:
+        return 0.0
+    return _least_window(found.gpus) + (found.resident.most_window_seconds if found.resident is not None else 0.0)
+
+
 def window(found: Look) -> list[Refusal]:
     """How long the driver takes at the least is known: a window that cannot be kept is not begun."""
     if found.gpus is None or found.options.stop:
         return []
-    slowest = max((sum(p.contexts.values()) for p in found.gpus.processes), default=0)
-    seconds = slowest / _CHECKPOINT_RATE + slowest / _RESTORE_RATE
+    slowest = max((p.moved for p in found.gpus.processes), default=0)
+    seconds = _least_window(found.gpus)
     if seconds <= found.options.max_window:
         return []
     return [

@@ -9,17 +9,21 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 
 from icecore.dumper.checks_gpu import inherited
 from icecore.dumper.gpus import GpuLook
 from icecore.dumper.guard import Guard
+from icecore.dumper.parent import Parent
+from icecore.dumper.resident import Resident
+from icecore.dumper.spaces import Machinery, SpaceCapture
 from icecore.errors import DumpFailed, IcecoreError, MissingTool, NotFound, PreflightRefused
 from icecore.events import Sink, phase
 from icecore.host import procfs
 from icecore.host.cuda.api import DeviceError, HelperLost, LockTimeout, Placement, State
 from icecore.host.cuda.client import Helper, start_here
+from icecore.host.resident.client import ResidentFailed
 
 #: Shares of the time that is allowed for a lock, one for each attempt. Ranks that wait for each other (one is locked, the other's collective is under
 #: way) never come to rest: with several processes the first attempts are short, and each begins at another point of their steps.
@@ -43,13 +47,22 @@ class Devices:
         word: Shows in the helper's command line.
         lock_seconds: How long a process's submitted work may take to end.
         emit: Gets the ``dump.gpu.…`` phases.
+        resident: Their resident memory, where they have some.
 
     Attributes:
         pids: The processes with CUDA state. Host pids.
         ranges: Where each one's device memory lies in its own memory, once it is checkpointed: (start, end).
     """
 
-    def __init__(self, look: GpuLook, guard: Guard, word: str, lock_seconds: float, emit: Sink) -> None:
+    def __init__(
+        self,
+        look: GpuLook,
+        guard: Guard,
+        word: str,
+        lock_seconds: float,
+        emit: Sink,
+        resident: Resident | None = None,
+    ) -> None:
         self._look = look
         self._guard = guard
         self._word = word
@@ -58,14 +71,20 @@ class Devices:
         self._touched = False
         self.pids: list[int] = []
         self.ranges: dict[int, list[tuple[int, int]]] = {}
+        self._resident = resident
         self._helper = Helper(guard.start, word)
 
     def close(self) -> None:
-        """End the helper. May be called twice."""
+        """End helper and worker. May be called twice."""
         self._helper.close()
+        if self._resident is not None:
+            self._resident.close()
 
-    def require(self) -> None:
+    def require(self, staging_bytes: int) -> None:
         """Wait until CUDA is initialised in the helper, and ask for the processes' states.
+
+        Args:
+            staging_bytes: Bound on pinned host memory for copies of resident memory.
 
         Raises:
             MissingTool: The driver's calls cannot be made.
@@ -86,13 +105,17 @@ class Devices:
         if reasons:
             raise PreflightRefused(reasons)
         self.pids = list(states)
+        if self._resident is not None:
+            with phase(self._emit, "dump.resident.prepare"):
+                self._resident.prepare(staging_bytes)
 
     # -- in the window
 
-    def stop(self, limit: float | None) -> None:
-        """Lock and checkpoint all.
+    def stop(self, limit: float | None, machinery: Machinery, parent: Parent | None) -> None:
+        """Lock and checkpoint all; of resident memory, begin to copy what changed.
 
         Args:
+            machinery, parent: What these copies are stored with, and compared with.
             limit: Seconds from now after which they shall run again whatever this process does. None: no limit.
 
         Raises:
@@ -101,6 +124,10 @@ class Devices:
         self._touched = True
         try:
             self._helper.deadline(None if limit is None else limit + _GRACE_SECONDS)
+            if self._resident is not None:
+                self._helper.resident(self._resident.agents)
+                self._resident.take_away(self._lock_for, self._unlock, limit)
+                self._resident.begin_copy(machinery, parent)
             self._lock()
             before = {pid: procfs.read_maps(pid) for pid in self.pids}
             with phase(self._emit, "dump.gpu.checkpoint") as running:
@@ -112,7 +139,7 @@ class Devices:
                     )
                 self.ranges = {pid: appeared(before[pid], procfs.read_maps(pid)) for pid in self.pids}
                 running.bytes = sum(end - start for ranges in self.ranges.values() for start, end in ranges)
-        except (DeviceError, NotFound) as error:
+        except (DeviceError, NotFound, ResidentFailed) as error:
             raise DumpFailed(f"device memory cannot be captured: {error.message}", cure=error.cure) from error
 
     def _lock(self) -> None:
@@ -129,6 +156,26 @@ class Devices:
                     self._raise(failed, "locked")
                 self._raise(self._helper.unlock(pid for pid in self.pids if pid not in failed), "unlocked")
                 time.sleep(random.uniform(0.1, 1.0) * _PAUSE_SECONDS)
+
+    def _lock_for(self, pids: Collection[int], seconds: float) -> None:
+        """All or none, for so long."""
+        failed = self._helper.lock(pids, min(seconds, self._lock_seconds))
+        if failed:
+            self._helper.unlock([pid for pid in pids if pid not in failed])
+            raise next(iter(sorted(failed.values(), key=lambda error: isinstance(error, LockTimeout))))
+
+    def _unlock(self, pids: Collection[int]) -> None:
+        for error in self._helper.unlock(pids).values():
+            raise error
+
+    def wait_copied(self, check: Callable[[], None]) -> None:
+        """Until what changed of resident memory is copied aside; ``check`` raises when the window is over."""
+        if self._resident is not None:
+            self._resident.wait_copied(check)
+
+    def store(self, machinery: Machinery) -> list[SpaceCapture]:
+        """Store what was copied aside; the window is over."""
+        return [] if self._resident is None else self._resident.store(machinery)
 
     def go(self) -> None:
         """Bring all back to running: CRIU has let go of them.
@@ -148,12 +195,22 @@ class Devices:
         if failed:
             self._undo()
             self._raise(failed, "brought back at the first attempt")
+        if self._resident is not None:
+            try:
+                self._resident.give_back()
+            except IcecoreError as error:
+                self._undo()
+                raise DumpFailed(f"resident memory was not mapped at the first attempt: {error.message}", cure=error.cure) from error
+            self._helper.resident([])
         self._helper.deadline(None)
         self._touched = False
 
-    def gone(self) -> None:
-        """The tree was killed: there is nothing to bring back."""
+    def gone(self, *, keep_resident: bool) -> None:
+        """The tree was killed: there is nothing to bring back. ``keep_resident``: its resident memory stays on the GPUs."""
         self._touched = False
+        if self._resident is not None:
+            self._helper.resident([])
+            self._resident.gone(keep=keep_resident)
 
     def describe(self, images: Mapping[int, int]) -> dict[str, str]:
         """What a restore needs to know, for the manifest's ``extra``.
@@ -167,7 +224,8 @@ class Devices:
             str(images[pid]): {"gpus": list(used[pid].opened), "contexts": dict(used[pid].contexts)}
             for pid in self.pids
         }
-        return {"cuda": json.dumps({"driver": inventory.driver if inventory else "", "processes": processes})}
+        resident = {} if self._resident is None else self._resident.describe(images)
+        return {"cuda": json.dumps({"driver": inventory.driver if inventory else "", "processes": processes}), **resident}
 
     def requirements(self) -> list[dict[str, str]]:
         """The GPUs that the processes had, for the manifest's requirements."""
@@ -211,6 +269,8 @@ class Devices:
             left = self._helper.undo()
         except HelperLost:
             left = self._undo_with_another()
+        if self._resident is not None:
+            self._resident.undo()
         self._touched = False
         if left:
             raise DumpFailed(
@@ -225,6 +285,8 @@ class Devices:
                 self._helper = Helper(start, self._word)
                 self._helper.wait_ready()
                 self._helper.adopt(self.pids)
+                if self._resident is not None:
+                    self._helper.resident(self._resident.agents)
                 return self._helper.undo()
             except (MissingTool, DumpFailed, DeviceError) as error:
                 last: IcecoreError = error

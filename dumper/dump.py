@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from icecore.dumper.capture import Capture, Captured
+from icecore.dumper.checks_gpu import predicted_window
 from icecore.dumper.devices import Devices
 from icecore.dumper.facts import describe_requirements
 from icecore.dumper.fingerprints import KnownCells
@@ -24,6 +25,7 @@ from icecore.dumper.look import Look, look
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.precopy import PreCopied, pre_copy
 from icecore.dumper.preflight import check_target, require, warn
+from icecore.dumper.resident import Resident
 from icecore.dumper.storing import Storing
 from icecore.dumper.streamed import receive
 from icecore.dumper.target import Target
@@ -104,6 +106,8 @@ def dump(
     """
     started = time.monotonic()
     options = options or DumpOptions()
+    if options.keep_resident and not options.stop:
+        raise UsageError("resident memory can be kept only of a job that ends", cure="add --stop, or leave out --keep-resident")
     if options.stop and options.memory == "streamed":
         raise UsageError(
             "a streamed dump cannot hold the tree until the commit, because CRIU writes its last images when it lets go",
@@ -249,6 +253,12 @@ class _Dump:
         with phase(self.emit, "dump.preflight", pid=self.target.pid) as running:
             found = self._preflight()
             running.fields |= {"processes": len(found.processes), "private_bytes": found.private_bytes}
+            if found.resident is not None and found.gpus is not None:
+                running.fields |= {
+                    "resident_bytes": found.resident.bytes,
+                    "moved_bytes": found.gpus.device_bytes,
+                    "window_seconds": predicted_window(found),
+                }
         after.due = True
         _hook(self.options.before, self.target, "", self.options.hook_seconds)
         images = self._make_workdir()
@@ -276,7 +286,7 @@ class _Dump:
 
         storing.pipeline.close_gate()
         if devices is not None:
-            devices.require()
+            devices.require(self.options.staging_bytes)
         window = Window(
             guard,
             self.criu.version,
@@ -290,13 +300,15 @@ class _Dump:
                 streamed = self.options.memory == "streamed"
                 window.begin()
                 if devices is not None:
-                    devices.stop(window.left)
+                    devices.stop(window.left, storing.machinery, storing.parent)
                 window.freeze(self._criu_command(images, devices is not None), streamed=streamed)
                 if streamed:
                     running.fields["streamed"] = receive(guard.pages(), self.criu.version, images, _STREAM_SECONDS)
                 running.fields["freeze_seconds"] = time.monotonic() - window.started
                 captured = capture.in_window(self.target.pid, devices.ranges if devices else {})
                 running.bytes = captured.scanned
+                if devices is not None:
+                    devices.wait_copied(window.check)
                 if not self.options.stop:
                     window.thaw()
                     if devices is not None:
@@ -312,7 +324,7 @@ class _Dump:
             if self.options.stop:
                 window.kill(list(captured.pids))
                 if devices is not None:
-                    devices.gone()
+                    devices.gone(keep_resident=self.options.keep_resident)
         return snapshot, manifest, sum(c.changed for c in copied.values()), storing.pipeline.spilled
 
     def _preflight(self) -> Look:
@@ -331,7 +343,11 @@ class _Dump:
         """What makes the driver's calls, if the tree uses GPUs. From now on CUDA is being initialised in it, which takes a while."""
         if found.gpus is None:
             return None
-        devices = Devices(found.gpus, guard, str(images), self.options.gpu_lock, self.emit)
+        resident = None
+        if found.resident is not None:
+            resident = Resident(found.resident, str(images), self.emit)
+            self.stack.callback(resident.close)
+        devices = Devices(found.gpus, guard, str(images), self.options.gpu_lock, self.emit, resident)
         self.stack.callback(devices.close)
         return devices
 
@@ -452,6 +468,8 @@ class _Dump:
         with phase(self.emit, "dump.store") as running:
             self.storing.pipeline.open_gate(running.counter(sum(space.queued for space in captured.spaces)))
             capture.after_window(captured)
+            if devices is not None:
+                captured.spaces += devices.store(self.storing.machinery)
             stored = self.storing.finish(captured.spaces, captured.reused)
             running.bytes = stored.sizes.logical
             running.fields |= {

@@ -30,6 +30,7 @@ class GpuProcess:
         managed: Bytes of managed memory (UVM) that it has mapped.
         ipc: It shares memory or events through CUDA's legacy IPC.
         mps: It reaches its GPU through MPS.
+        resident: Bytes of device memory that a window does not move (`icecore.dumper.resident_look`).
     """
 
     pid: int
@@ -40,6 +41,12 @@ class GpuProcess:
     managed: int = 0
     ipc: bool = False
     mps: bool = False
+    resident: int = 0
+
+    @property
+    def moved(self) -> int:
+        """Bytes that the driver moves in a window, as far as NVML knows what it uses."""
+        return max(0, sum(self.contexts.values()) - self.resident)
 
 
 @dataclass(frozen=True)
@@ -58,15 +65,16 @@ class GpuLook:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory that NVML says the tree uses."""
-        return sum(sum(p.contexts.values()) for p in self.processes)
+        """Device memory that NVML says the tree uses and that a window moves."""
+        return sum(p.moved for p in self.processes)
 
     @property
     def most_bytes(self) -> int:
         """The same, counting all that is used on GPUs of processes that NVML does not know (another pid namespace)."""
         unknown = {uuid for p in self.processes if not p.contexts for uuid in p.opened}
         used = {gpu.uuid: gpu.used for gpu in self.inventory.gpus} if self.inventory else {}
-        return max(self.device_bytes, sum(used.get(uuid, 0) for uuid in unknown))
+        resident = sum(p.resident for p in self.processes if not p.contexts)
+        return max(self.device_bytes, sum(used.get(uuid, 0) for uuid in unknown) - resident)
 
 
 def look_at_gpus(

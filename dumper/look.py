@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from icecore.dumper.files import FoundFile, find_files
 from icecore.dumper.gpus import GpuLook, look_at_gpus
 from icecore.dumper.options import DumpOptions
+from icecore.dumper.resident_look import ResidentLook, look_at_resident
 from icecore.dumper.sockets import Socket, sockets_of
 from icecore.errors import NotFound
 from icecore.host import limits, procfs
@@ -59,6 +60,7 @@ class Look:
         workdir_free: Bytes free where CRIU's images go.
         namespaces: This process's, by kind.
         gpus: Its processes that use an NVIDIA GPU; None: there are none.
+        resident: Those of them whose device memory stays where it is; None: there are none.
     """
 
     root: int
@@ -71,6 +73,7 @@ class Look:
     criu: Criu
     options: DumpOptions
     gpus: GpuLook | None = None
+    resident: ResidentLook | None = None
 
     @property
     def pids(self) -> list[int]:
@@ -97,6 +100,10 @@ def look(pid: int, criu: Criu, workdir: str, options: DumpOptions) -> Look:
             if member == pid:
                 raise NotFound(f"there is no process {pid}") from None
             continue  # it ended meanwhile
+    gpus = look_at_gpus(find_backend(), [(p.pid, p.mappings, p.descriptors, p.sockets) for p in processes])
+    resident = None
+    if gpus is not None:
+        gpus, resident = look_at_resident(gpus)
     return Look(
         root=pid,
         processes=processes,
@@ -107,7 +114,8 @@ def look(pid: int, criu: Criu, workdir: str, options: DumpOptions) -> Look:
         namespaces=procfs.namespaces(os.getpid()),
         criu=criu,
         options=options,
-        gpus=look_at_gpus(find_backend(), [(p.pid, p.mappings, p.descriptors, p.sockets) for p in processes]),
+        gpus=gpus,
+        resident=resident,
     )
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import blake3
 import numpy as np
 import numpy.typing as npt
 
-from icecore.dumper.fingerprints import decode_fingerprints
 from icecore.dumper.spaces import ParentSpace, known_from
 from icecore.errors import Damaged, FormatTooNew, ObjectMissing, StoreError
 from icecore.events import Event, Sink
+from icecore.store.fingerprints import decode_fingerprints
 from icecore.store.hints import HINTS_KIND, decode_hints
-from icecore.store.keys import Keys
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import Manifest, OpenFile, Space
 from icecore.store.reader import SnapshotReader
@@ -101,8 +99,3 @@ def choose_parent(records: list[SnapshotRecord], job: str, wanted: str) -> Snaps
             return record
     own = [record for record in records if record.job == job]
     return own[-1] if own else None
-
-
-def fingerprint_seed(keys: Keys, lineage: str) -> int:
-    """The secret 64-bit seed of a lineage's fingerprints."""
-    return int.from_bytes(blake3.blake3(lineage.encode(), key=keys.hints).digest(8), "little")

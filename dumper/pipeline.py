@@ -55,7 +55,10 @@ class SpaceSink:
         self._plan = plan
         self._known = known
         self._candidates = known.find(plan.key)
-        self._sparse = np.array([r.kind in ("anonymous", "heap") and r.lazy for r in regions], np.bool_)
+        # Device memory that stayed where it is gets its zeros back as such: a restore clears it first.
+        self._sparse = np.array(
+            [(r.kind in ("anonymous", "heap") and r.lazy) or (r.kind == "device" and not r.lazy) for r in regions], np.bool_
+        )
 
     def keep(self, row: int, slot: Slot) -> None:
         """Take over a slot that holds the cell of ``row``."""

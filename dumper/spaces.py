@@ -96,6 +96,10 @@ class SpaceCapture:
         self._parts.append((plan, sink, result))
         return plan.bytes
 
+    def add(self, plan: CellPlan, sink: SpaceSink, result: ScanResult) -> None:
+        """Take over cells that were looked at in another way; those that did not change are in ``sink`` already."""
+        self._parts.append((plan, sink, result))
+
     @property
     def changed(self) -> int:
         """Bytes of cells that the parent does not have as they are."""

@@ -13,17 +13,18 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from icecore.errors import NotFound, RestoreFailed, UsageError
+from icecore.errors import IcecoreError, NotFound, RestoreFailed, UsageError
 from icecore.events import Event, Sink, discard
 from icecore.host import procfs
 from icecore.host.job import Description, Job, boot_id
 from icecore.host.namespaces import (
+    INSTANCE_MOUNT,
     RESTORABLE_ENVIRONMENT,
     Isolation,
     RestoreNamespaces,
@@ -31,8 +32,13 @@ from icecore.host.namespaces import (
     bindable_mounts,
     init_program,
 )
+from icecore.host.resident.client import Keeper
+from icecore.host.resident.keeper import environment as keeper_environment
+from icecore.host.resident.keeper import start_keeper
 from icecore.host.start import Launch, Starting
 
+#: Where the keepers of jobs on the host's root have their directories.
+_RESIDENT = Path("/run/icecore/resident")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -109,6 +115,7 @@ class Registry:
         cwd: str | os.PathLike[str] = "",
         environment: Mapping[str, str] | None = None,
         umask: int | None = None,
+        resident: bool = False,
         emit: Sink = discard,
     ) -> Job:
         """Start a command so that it can be snapshotted and restored; it survives this process.
@@ -123,11 +130,12 @@ class Registry:
             cwd: Empty: this process's.
             environment: Default: this process's. Both get `RESTORABLE_ENVIRONMENT` where they do not set it themselves.
             umask: Default: this process's.
+            resident: Its device memory shall stay where it is in windows (`icecore.host.resident`): with the preload, and a keeper of its own.
 
         Raises:
             UsageError: A bad name, or one that a living job has; a program that cannot be executed.
             NotFound: No such program or directory.
-            MissingTool: The init was not built.
+            MissingTool: The init was not built, or (with ``resident``) the preload.
             StartFailed: The kernel refused a step.
         """
         if not command or not command[0]:
@@ -148,6 +156,12 @@ class Registry:
         binds = bindable_mounts() if isolation.root else []
         described = _describe(name or os.path.basename(path), command, directory, isolation, binds)
         job = self._note_down(described, exact=bool(name), init=init_program().read_bytes())
+        try:
+            if resident:
+                own.update(_keep_resident(job.directory, job.instance, isolation, own))
+        except BaseException:
+            shutil.rmtree(job.directory, ignore_errors=True)
+            raise
         wanted = Launch(
             directory=job.directory,
             command=[path, *command],
@@ -223,6 +237,7 @@ class Registry:
             if Job.load(job.directory).state in ("running", "starting"):
                 raise UsageError(f"job {job.name} ({job.instance}) runs", cure=f"'icecore kill {job.name}' first")
             shutil.rmtree(job.directory)
+            _let_go(_RESIDENT / job.instance)
 
     def remove_ended(self, older_than: float = 0.0) -> list[Job]:
         """Forget all instances that have ended and were created more than ``older_than`` seconds ago."""
@@ -273,6 +288,26 @@ class Registry:
                 shutil.rmtree(directory, ignore_errors=True)
                 raise
         return job
+
+
+def _let_go(place: Path) -> None:
+    """Remove a keeper's directory, unless somebody uses it: an instance that was restored has the first one's."""
+    with suppress(IcecoreError):
+        try:
+            if Keeper(place).processes():
+                return
+        except NotFound:
+            pass
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _keep_resident(directory: Path, instance: str, isolation: Isolation, environment: Mapping[str, str]) -> dict[str, str]:
+    """Start the keeper of an instance; what its environment needs. Where it has no root of its own, all see one short path, which a restore finds again."""
+    seen = Path(INSTANCE_MOUNT) / "resident" if isolation.root else _RESIDENT / instance
+    place = directory / "resident" if isolation.root else seen
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    start_keeper(place)
+    return keeper_environment(str(seen), environment)
 
 
 def _describe(

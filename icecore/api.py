@@ -15,7 +15,7 @@ from icecore.dumper.dump import DumpResult
 from icecore.dumper.dump import dump as _dump
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
-from icecore.errors import Damaged, NotFound
+from icecore.errors import Damaged, MissingTool, NotFound
 from icecore.events import Event, Sink, discard
 from icecore.hooks import run_hook
 from icecore.host import procfs
@@ -25,6 +25,7 @@ from icecore.host.cuda.nccl import COST
 from icecore.host.job import Job
 from icecore.host.jobs import Registry
 from icecore.host.namespaces import Isolation
+from icecore.host.resident.keeper import preload_path
 from icecore.places import state_directory
 from icecore.repository import Repository
 from icecore.restorer.options import RestoreOptions
@@ -113,7 +114,16 @@ def run(
     if gpu:
         pid, root = _word(said.pid if said else None), _word(said.root if said else None)
         return start_gpu(
-            registry(config), command, isolation, name=name, cwd=cwd, environment=environment, pid=pid, root=root, emit=emit
+            registry(config),
+            command,
+            isolation,
+            name=name,
+            cwd=cwd,
+            environment=environment,
+            pid=pid,
+            root=root,
+            resident=own.resident,
+            emit=emit,
         )
     return registry(config).start(command, name=name, isolation=isolation, cwd=cwd, environment=environment, emit=emit)
 
@@ -132,18 +142,32 @@ def start_gpu(
     environment: Mapping[str, str] | None = None,
     pid: Word = "",
     root: Word = "",
+    resident: bool = True,
     emit: Sink = discard,
 ) -> Job:
     """Start a GPU job in ``jobs``; see `run` and `icecore.host.cuda.job.gpu_run`."""
     variables = dict(passphrase.without_secrets(os.environ) if environment is None else environment)
     how = gpu_run(isolation, variables, pid=pid, root=root)
+    notes = list(how.notes)
+    if resident:
+        try:
+            preload_path()
+        except MissingTool as error:
+            resident = False
+            notes.append(f"{error.message} ({error.cure})")
     job = jobs.start(
-        command, name=name, isolation=how.isolation, cwd=cwd, environment={**variables, **how.added}, emit=emit
+        command,
+        name=name,
+        isolation=how.isolation,
+        cwd=cwd,
+        environment={**variables, **how.added},
+        resident=resident,
+        emit=emit,
     )
     emit(
         Event(
             "run.gpu",
-            {"job": job.name, "added": dict(how.added), "kept": dict(how.kept), "cost": COST, "root": how.isolation.root, "notes": list(how.notes)},
+            {"job": job.name, "added": dict(how.added), "kept": dict(how.kept), "cost": COST, "root": how.isolation.root, "resident": resident, "notes": notes},
         )
     )
     return job

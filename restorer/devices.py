@@ -38,6 +38,11 @@ class Devices:
         """End the helper. The tree runs, or is dead."""
         self._helper.close()
 
+    @property
+    def plan(self) -> GpuPlan:
+        """Who they are, and which GPUs they get."""
+        return self._plan
+
     def bring_back(
         self,
         below: int,

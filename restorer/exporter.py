@@ -111,6 +111,11 @@ class _Export:
 
     def run(self, began: float, progress: Progress) -> ExportResult:
         manifest = self.reader.manifest
+        if any(space.kind == "device" for space in manifest.spaces):
+            raise UsageError(
+                "the snapshot holds resident device memory, which CRIU's images have no place for",
+                cure="restore it with icecore, or start the job with --no-resident",
+            )
         images, memory = spaces_of(manifest, "image"), spaces_of(manifest, "process", "shared")
         files = spaces_of(manifest, "file")
         far = not self.backend.direct

@@ -25,6 +25,7 @@ class RestoreOptions:
         tcp: TCP connections that were open: ``keep`` them or let them be found closed (``close``).
         root: Directory that is the root of the tree's file system (jobs with a private root). Empty: this one's.
         gpu_map: GPU that the job had → GPU of this machine that it gets: UUIDs, their beginnings, or numbers. The others stay where they are if they can.
+        from_resident: Device memory is still held on the GPUs (a dump that ended the job left it there): cells that are as in the snapshot are not fetched.
         criu_plugins: Directory of CRIU's plugins (``--libdir``), for AMD GPUs. Empty: none.
         criu_seconds: Seconds that CRIU may take to build the tree, memory left out.
         stall_seconds: Seconds without any byte arriving after which the storage counts as failed.
@@ -42,6 +43,7 @@ class RestoreOptions:
     tcp: Literal["keep", "close"] = "keep"
     root: str = ""
     gpu_map: Mapping[str, str] = field(default_factory=dict)
+    from_resident: bool = False
     criu_plugins: str = ""
     criu_seconds: float = 120.0
     stall_seconds: float = 60.0

@@ -195,7 +195,7 @@ def _machine(manifest: Manifest, criu: Criu) -> Iterator[Requirement]:
             "run as root with CAP_SYS_PTRACE; a container must allow the system call",
         )
     unknown = {device.get("kind", "") for device in wanted.devices} - {"cuda"}
-    if unknown or any(space.kind == "device" for space in manifest.spaces):
+    if unknown or ("resident" not in manifest.extra and any(space.kind == "device" for space in manifest.spaces)):
         yield Requirement(
             "device",
             False,
@@ -270,7 +270,8 @@ def _can_listen(address: str) -> bool:
 def _room(manifest: Manifest, workdir: str) -> Iterator[Requirement]:
     """Memory for the tree; CRIU's images lie in memory too, for a while."""
     images = sum(space.size for space in manifest.spaces if space.kind == "image")
-    needed = manifest.sizes.logical + images
+    resident = sum(r.length for space in manifest.spaces if space.kind == "device" for r in space.regions)
+    needed = max(0, manifest.sizes.logical - resident) + images
     available = limits.memory_available()
     yield Requirement(
         "memory",

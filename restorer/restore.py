@@ -13,13 +13,13 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from icecore.errors import Damaged, IcecoreError, RestoreFailed
+from icecore.errors import Damaged, IcecoreError, RestoreFailed, RestoreRefused
 from icecore.events import Event, Phase, Sink, Value, discard, phase
 from icecore.host.criu import Criu, find_criu
 from icecore.host.job import ExitStatus, Job
 from icecore.host.jobs import Registry, Restoring
 from icecore.host.limits import threads_for
-from icecore.host.namespaces import RunRecord
+from icecore.host.namespaces import INSTANCE_MOUNT, RunRecord
 from icecore.restorer import workingset
 from icecore.restorer.cells import SpaceCells
 from icecore.restorer.devices import Devices
@@ -30,6 +30,7 @@ from icecore.restorer.guard import Guard
 from icecore.restorer.images import Memory, image_targets, plan_memory, read_spaces, spaces_of
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.requirements import Requirements, check_requirements
+from icecore.restorer.resident import Resident, recorded
 from icecore.restorer.tree import Tree, criu_arguments
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import Manifest
@@ -199,6 +200,7 @@ class _Run:
         self.early: list[tuple[int, int]] = []
         self.devices: Devices | None = None
         self.device_bytes: dict[int, int] = {}
+        self.resident: Resident | None = None
 
     @property
     def failure(self) -> BaseException | None:
@@ -229,6 +231,7 @@ class _Run:
             self.restoring = self.stack.enter_context(
                 registry.restoring(record, snapshot=self.snapshot, lineage=manifest.lineage, name=options.instance)
             )
+        self._begin_resident(manifest, record, str(work))
         with phase(self.emit, "restore.images", snapshot=self.snapshot) as running:
             memory = self._write_files(manifest, images, criu, requirements, running)
         what = f"the restore of snapshot {self.snapshot}"
@@ -248,6 +251,29 @@ class _Run:
         if options.mode == "full":
             return self._resume_when_resident(self.tree)
         return self._return_while_filling(self.tree, manifest, images)
+
+    def _begin_resident(self, manifest: Manifest, record: RunRecord | None, word: str) -> None:
+        """Resident device memory begins to come now: it needs neither CRIU nor the processes."""
+        directory, processes = recorded(manifest)
+        if self.options.from_resident and not processes:
+            raise RestoreRefused("the snapshot has no resident memory", cure="leave out --from-resident")
+        if self.devices is None or not processes:
+            return
+        place = Path(f"{self.options.root}{directory}")
+        if self.restoring is not None and record is not None and record.isolation.root and directory.startswith(f"{INSTANCE_MOUNT}/"):
+            place = self.restoring.job.directory / directory.removeprefix(f"{INSTANCE_MOUNT}/")
+        self.resident = Resident(
+            self.repository,
+            self.loop,
+            self.reader,
+            self.limits,
+            self.devices.plan,
+            place,
+            held=self.options.from_resident,
+            word=word,
+            emit=self.emit,
+        )
+        self.stack.callback(self.resident.close)
 
     def _open(self) -> Manifest:
         """The manifest; at the same time a session begins that keeps the snapshot from being deleted."""
@@ -400,6 +426,9 @@ class _Run:
         """The tree's CUDA calls wait until then. Until it is done the guard kills the tree if this process dies."""
         if self.devices is not None:
             tree.bring_devices_back(self.devices, self.device_bytes)
+            if self.resident is not None:
+                tree.map_resident(self.resident, self.devices.plan)
+                self.resident.close()
 
     def _running(self, pid: int) -> Restored:
         """The tree runs."""

@@ -14,12 +14,14 @@ from pathlib import Path
 from icecore.errors import NotFound, RestoreFailed
 from icecore.host import procfs
 from icecore.host.criu import Criu, RestoreArguments, explain, restore_command
-from icecore.restorer.devices import Devices
+from icecore.restorer.devices import Devices, host_pids
 from icecore.restorer.fetch import Decoder, Limits
 from icecore.restorer.filling import Filling
+from icecore.restorer.gpus import GpuPlan
 from icecore.restorer.guard import Guard
 from icecore.restorer.images import LazyMemory
 from icecore.restorer.options import RestoreOptions
+from icecore.restorer.resident import Resident
 from icecore.store.backend import Backend
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import Manifest
@@ -171,6 +173,14 @@ class Tree:
             RestoreFailed: It could not, or the filling broke.
         """
         devices.bring_back(self._guard.pid, sizes, lambda: self.failure)
+
+    def map_resident(self, resident: Resident, plan: GpuPlan) -> None:
+        """Have the processes map their resident memory, once it is there, and run. The driver has unlocked them.
+
+        Raises:
+            RestoreFailed: They could not, or the filling broke.
+        """
+        resident.map(host_pids(self._guard.pid, plan), lambda: self.failure)
 
     # -- letting it go ------------------------------------------------------------------------------------------------
 

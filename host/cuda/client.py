@@ -125,6 +125,10 @@ class Helper:
         """Take over processes that another helper had locked."""
         self._result(self._send("adopt", 0, pids=list(pids)), "adopt", 0, _STATE_SECONDS)
 
+    def resident(self, agents: Sequence[tuple[str, int, int]]) -> None:
+        """Whose resident memory is given back, too, when all is undone: directory, pid as the process sees itself, pid here. None any more: empty."""
+        self._result(self._send("resident", 0, agents=[list(one) for one in agents]), "resident", 0, _STATE_SECONDS)
+
     def undo(self) -> dict[int, str]:
         """Bring back to running all that was locked here; those that could not be, and why."""
         found: dict[str, str] = self._result(self._send("undo", 0), "undo", 0, CALL_SECONDS)

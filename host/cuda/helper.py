@@ -21,12 +21,14 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from icecore.errors import IcecoreError, NotFound
 from icecore.host import procfs
 from icecore.host.cuda.api import DeviceCheckpoint, DeviceError, IllegalState, State
 from icecore.host.cuda.backend import find_backend
+from icecore.host.resident.client import Agent
 
 MESSAGE = 1 << 16
 _TRACED_SECONDS = 300.0
@@ -41,6 +43,7 @@ class Undo:
     def __init__(self, api: DeviceCheckpoint) -> None:
         self._api = api
         self._touched: dict[int, int] = {}
+        self._agents: list[Agent] = []
         self._lock = threading.Lock()
         self._one_at_a_time = threading.Lock()
 
@@ -53,6 +56,11 @@ class Undo:
         """It runs again."""
         with self._lock:
             self._touched.pop(pid, None)
+
+    def standing(self, agents: list[Agent]) -> None:
+        """These are having their resident memory taken away, or have none standing any more."""
+        with self._lock:
+            self._agents = agents
 
     def all(self) -> dict[int, str]:
         """Bring every process back to running; pid → why it could not be."""
@@ -72,7 +80,17 @@ class Undo:
                 failed[pid] = str(error)
 
         in_parallel(partial(one, pid, started) for pid, started in touched.items())
+        with self._lock:
+            agents, self._agents = self._agents, []
+        in_parallel(partial(give_back, agent) for agent in agents)
         return failed
+
+
+def give_back(agent: Agent) -> None:
+    """Let a process have its resident memory again, whatever state it is in; where it cannot be, the end of its lease does it."""
+    with suppress(IcecoreError):
+        agent.map()
+        agent.go()
 
 
 def back_to_running(api: DeviceCheckpoint, pid: int, started: int) -> None:
@@ -207,6 +225,8 @@ class _Server:
                 self._undo.running(pid)
             case "restore-thread":
                 return api.restore_thread(pid)
+            case "resident":
+                self._undo.standing([Agent(Path(place), own, tracee=seen) for place, own, seen in request["agents"]])
             case "adopt":
                 # Processes that another helper had locked when it died.
                 for one in request["pids"]:

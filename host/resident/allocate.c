@@ -56,6 +56,13 @@ const uint8_t *device_uuid(CUdevice device)
 	return devices[device].uuid;
 }
 
+void devices_again(void)
+{
+	for (CUdevice number = 0; number < DEVICES; number++)
+		if (devices[number].known)
+			driver()->cuDeviceGetUuid(devices[number].uuid, number);
+}
+
 CUresult set_access(const struct allocation *what)
 {
 	struct access access[DEVICES];

@@ -22,6 +22,7 @@ from icecore.host.resident.protocol import Allocation, Counts, Message, Operatio
 
 _ANSWER_SECONDS = 10.0
 _LEASE_SECONDS = 30.0
+_LONGEST_ADDRESS = 108
 
 
 class ResidentFailed(IcecoreError):
@@ -293,7 +294,7 @@ def _connected(path: Path, seconds: float) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as connection:
         connection.settimeout(seconds)
         try:
-            connection.connect(str(path))
+            _connect(connection, path)
             yield connection
         except (FileNotFoundError, ConnectionRefusedError) as error:
             raise NotFound(f"nobody answers at {path}") from error
@@ -301,6 +302,18 @@ def _connected(path: Path, seconds: float) -> Iterator[socket.socket]:
             raise ResidentFailed(
                 f"{path} did not answer ({error or 'it hung up'})", getattr(error, "errno", None) or 5
             ) from error
+
+
+def _connect(connection: socket.socket, path: Path) -> None:
+    """Also to a path that is longer than a socket's address may be."""
+    if len(os.fsencode(path)) < _LONGEST_ADDRESS:
+        connection.connect(str(path))
+        return
+    folder = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
+    try:
+        connection.connect(f"/proc/self/fd/{folder}/{path.name}")
+    finally:
+        os.close(folder)
 
 
 def _until(connection: socket.socket, end: Operation) -> Iterator[tuple[Message, int]]:

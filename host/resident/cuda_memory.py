@@ -67,7 +67,7 @@ class Cuda:
             text = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
             nvrtc.nvrtcGetProgramLog(program, text)
             raise MemoryFailed(f"NVRTC: {text.decode(errors='replace')}")
-        cubin = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
+        cubin: bytes = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
         check(nvrtc.nvrtcGetCUBIN(program, cubin))
         return cubin
 

@@ -95,8 +95,8 @@ class FakeMemory:
             ctypes.memmove(piece.to, piece.source, piece.size)
 
     def _fault(self, call: str) -> None:
-        """What a test asked to go wrong, once: a file ``faults/worker-CALL`` that says how."""
-        path = self._world / "faults" / f"worker-{call}"
+        """What a test asked to go wrong, once: a file ``worker-faults/CALL`` that says how."""
+        path = self._world / "worker-faults" / call
         try:
             how = path.read_text()
             path.unlink()

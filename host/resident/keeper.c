@@ -20,10 +20,12 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
+#include <time.h>
 
 #include "packet.h"
 
 #define LIMIT_SECONDS 2
+#define IDLE_SECONDS 300 /* without any process, after there was one */
 #define LOOK_MILLISECONDS 2000
 
 struct held {
@@ -369,11 +371,26 @@ static int listen_at(const char *path)
 	struct sockaddr_un address = {.sun_family = AF_UNIX};
 	int found = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
 
-	if (found < 0 || strlen(path) >= sizeof address.sun_path) {
-		errno = found < 0 ? errno : ENAMETOOLONG;
+	if (found < 0)
 		return -1;
+	if (strlen(path) < sizeof address.sun_path)
+		strcpy(address.sun_path, path);
+	else {
+		/* Longer than a socket's address may be: by way of the directory. */
+		char folder[4096];
+		const char *name = strrchr(path, '/');
+		size_t length = name ? (size_t)(name - path) : 0;
+		if (!name || length >= sizeof folder || strlen(name) > 60) {
+			errno = ENAMETOOLONG;
+			return -1;
+		}
+		memcpy(folder, path, length);
+		folder[length] = 0;
+		int directory = open(folder, O_PATH | O_DIRECTORY | O_CLOEXEC);
+		if (directory < 0)
+			return -1;
+		snprintf(address.sun_path, sizeof address.sun_path, "/proc/self/fd/%d%s", directory, name);
 	}
-	strcpy(address.sun_path, path);
 	if (connect(found, (void *)&address, sizeof address) == 0) {
 		errno = EADDRINUSE;
 		return -1;
@@ -408,9 +425,18 @@ static void harden(void)
 	signal(SIGINT, SIG_IGN);
 }
 
+static time_t seconds(void)
+{
+	struct timespec now;
+
+	clock_gettime(CLOCK_MONOTONIC, &now);
+	return now.tv_sec;
+}
+
 int main(int count, char **words)
 {
 	struct stat ours, now;
+	time_t last_used = 0; /* 0: not yet */
 	int listener;
 
 	if (count != 2) {
@@ -447,6 +473,12 @@ int main(int count, char **words)
 				hang_up(what);
 		}
 		sweep();
+		if (processes)
+			last_used = seconds();
+		if (last_used && seconds() - last_used > IDLE_SECONDS) {
+			unlink(words[1]); /* its job is over; one that is not gets another with its next dump */
+			return 0;
+		}
 		if (some == 0 && !processes && (stat(words[1], &now) || now.st_ino != ours.st_ino || now.st_dev != ours.st_dev))
 			return 0;
 	}

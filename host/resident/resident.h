@@ -49,6 +49,7 @@ void interposition_of_child(void);
 
 /* allocate.c */
 const uint8_t *device_uuid(CUdevice device);
+void devices_again(void); /* after a restore, which may have been onto other GPUs */
 CUresult set_access(const struct allocation *what);
 void defer(struct allocation *what); /* under table_lock, as the next */
 void release_deferred(CUcontext context, uint64_t until); /* of what was deferred until then; the context has been synchronised since */

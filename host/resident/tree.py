@@ -15,6 +15,7 @@ from typing import Self, TypeVar
 
 from icecore.errors import IcecoreError, NotFound
 from icecore.host.resident.client import Agent, Keeper, Report, ResidentFailed
+from icecore.host.resident.protocol import Allocation
 from icecore.host.resident.window import Try, may_be_tried_again, tries
 
 T = TypeVar("T")
@@ -39,7 +40,8 @@ class ResidentTree:
     def __init__(self, directory: Path, pids: Mapping[int, int]) -> None:
         self._keeper = Keeper(directory)
         self._agents = {pid: Agent(directory, own, tracee=pid) for pid, own in pids.items()}
-        self._duplicates: dict[int, dict[int, int]] = {}
+        #: While they stand: what each has, with a descriptor that is this object's.
+        self.taken: dict[int, list[tuple[Allocation, int]]] = {}
         self.reports: dict[int, Report] = {}
         for pid, agent in list(self._agents.items()):
             try:
@@ -85,6 +87,18 @@ class ResidentTree:
         assert last is not None
         raise last
 
+    def ended(self, *, keep: bool) -> None:
+        """They were killed while they stood: there is nobody to give it back to.
+
+        Args:
+            keep: The keeper keeps their memory, for a restore; else it is let go of.
+        """
+        self._close_duplicates()
+        if not keep:
+            for report in self.reports.values():
+                self._keeper.forget(report.token)
+        self._agents.clear()
+
     def give_back(self, *, seconds: float = 60.0) -> None:
         """Map the memory of all again, and let them run once all have it; the driver's lock is off.
 
@@ -115,7 +129,7 @@ class ResidentTree:
             unlock(self.pids)
         total = sum(self._each(lambda _, agent: agent.unmap(one.left)).values())
         for pid, report in self.reports.items():
-            self._duplicates[pid] = {one.identity: fd for one, fd in self._keeper.take(report.token)}
+            self.taken[pid] = self._keeper.take(report.token)
         return total
 
     def _undo(self) -> None:
@@ -130,9 +144,9 @@ class ResidentTree:
         try:
             agent.map(seconds=seconds)
         except ResidentFailed:
-            if not self._duplicates.get(pid):
+            if not self.taken.get(pid):
                 raise
-            agent.map(self._duplicates[pid], seconds)
+            agent.map({one.identity: fd for one, fd in self.taken[pid]}, seconds)
 
     def _each(self, call: Callable[[int, Agent], T]) -> dict[int, T]:
         """Call for all at once; the first error once all have been answered, one that is not EAGAIN before others."""
@@ -146,7 +160,7 @@ class ResidentTree:
         return {pid: future.result() for pid, future in futures.items()}
 
     def _close_duplicates(self) -> None:
-        for descriptors in self._duplicates.values():
-            for descriptor in descriptors.values():
+        for pairs in self.taken.values():
+            for _, descriptor in pairs:
                 os.close(descriptor)
-        self._duplicates.clear()
+        self.taken.clear()

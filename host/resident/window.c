@@ -168,6 +168,7 @@ int window_map(void)
 	bool lacking = false, others = given_count > 0;
 
 	pthread_mutex_lock(&table_lock);
+	devices_again();
 	for (struct allocation *at = NULL; (at = table_next(at, KIND_RESIDENT));)
 		lacking = lacking || !at->has_handle;
 	if (lacking && !given_count)

@@ -258,7 +258,7 @@ def as_memory(array: npt.NDArray[Any]) -> int:
     """A memfd with an array's bytes; the caller's to close."""
     made = os.memfd_create("icecore-worker", os.MFD_CLOEXEC)
     with open(made, "wb", closefd=False, buffering=0) as file:
-        left = memoryview(np.ascontiguousarray(array)).cast("B") if array.size else memoryview(b"")
+        left = memoryview(array.tobytes())
         while left:
             left = left[file.write(left) :]
     return made

@@ -42,6 +42,7 @@ def add(commands: Commands) -> None:
         ("root", "file system: the host's mounts as they are, or bound into a root of its own, with its own /proc and /dev/shm"),
     ):
         add_setting(parser, RunSettings, key, what)
+    add_setting(parser, RunSettings, "resident", "with --gpu: a preload keeps device memory in place in windows, which are much shorter then")
 
     parser = commands.add("ps", ps, "List the jobs of this node.")
     parser.add_argument("-a", "--all", action="store_true", help="those that have ended, too")
@@ -100,6 +101,7 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
             environment=environment,
             pid=arguments.pid or "",
             root=arguments.root or "",
+            resident=own.resident,
             emit=context.output.event,
         )
     else:

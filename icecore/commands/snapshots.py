@@ -35,6 +35,9 @@ def add(commands: Commands) -> None:
     parser.add_argument("target", help="a job's name, or the pid of a tree's root")
     parser.add_argument("--job", default="", help="name under which the snapshot is kept (default: the job's or program's)")
     parser.add_argument("--stop", action="store_true", help="end the job once the snapshot is committed")
+    parser.add_argument(
+        "--keep-resident", action="store_true", help="with --stop: leave resident device memory on its GPUs, for restore --from-resident"
+    )
     parser.add_argument("--tag", action="append", default=[], metavar="TEXT", help="label the snapshot; may be repeated")
     parser.add_argument("--pin", action="store_true", help="never forget it by policy")
     for key, what, *flags in (
@@ -69,6 +72,9 @@ def add(commands: Commands) -> None:
     parser.add_argument("-n", "--dry-run", action="store_true", help="compare this machine with what it requires, start nothing")
     parser.add_argument("--name", default="", help="name of the restored job (default: the job's, with a number if that one runs)")
     parser.add_argument("-a", "--attach", action="store_true", help="follow its output and return its exit status")
+    parser.add_argument(
+        "--from-resident", action="store_true", help="device memory is still on its GPUs (dump --stop --keep-resident): compare it, fetch what differs"
+    )
     parser.add_argument("--root", default="", metavar="DIR", help="directory that is the root of its file system")
     parser.add_argument(
         "--gpu-map", action="append", default=[], metavar="OLD=NEW", help="GPU it had = GPU it gets: UUIDs or numbers; may be repeated"
@@ -109,6 +115,7 @@ def dump(arguments: argparse.Namespace, context: Context) -> int:
         api.dump_options(settings),
         job=arguments.job,
         stop=arguments.stop,
+        keep_resident=arguments.keep_resident,
         tags=tuple(arguments.tag),
         pinned=arguments.pin,
     )
@@ -131,6 +138,7 @@ def restore(arguments: argparse.Namespace, context: Context) -> int:
         api.restore_options(settings),
         instance=arguments.name,
         root=arguments.root,
+        from_resident=arguments.from_resident,
         detach=not arguments.attach,
         gpu_map=_gpu_map(arguments.gpu_map),
     )
@@ -238,6 +246,7 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
     output, sizes = context.output, manifest.sizes
     output.result("snapshot", snapshot_fields(record))
     host = sizes.logical - sizes.device
+    resident = sum(region.length for space in manifest.spaces if space.kind == "device" for region in space.regions)
     details: dict[str, Value] = {
         "snapshot": manifest.snapshot,
         "host": manifest.host,
@@ -252,6 +261,7 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
         "criu": manifest.requirements.criu,
         "own_namespaces": _namespaces(manifest),
         "gpus": [dict(gpu) for gpu in manifest.requirements.devices],
+        "resident_bytes": resident,
     }
     output.result("snapshot.details", details)
     if not output.as_json:
@@ -264,6 +274,7 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
             ("window", units.seconds(manifest.window_seconds)),
             ("host memory", f"{units.size(host)} of data, {units.size(sizes.zero)} of zeros"),
             ("device memory", units.size(sizes.device)),
+            ("of it resident", f"{units.size(resident)} allocated; windows leave it where it is" if resident else "none"),
             ("changed", f"{units.size(sizes.changed)} against the parent" if manifest.parent else units.size(sizes.changed)),
             ("stored", f"{units.size(sizes.stored)} new: {_codecs(sizes.by_codec)}"),
             ("needs", f"{manifest.requirements.architecture}, kernel like {manifest.requirements.kernel}, CRIU {manifest.requirements.criu}"),

@@ -12,7 +12,7 @@ import pytest
 import xxhash
 
 from icecore.dumper.cells import EXTENT, plan_cells
-from icecore.dumper.fingerprints import KnownCells, decode_fingerprints, encode_fingerprints
+from icecore.dumper.fingerprints import KnownCells
 from icecore.dumper.pipeline import without_zero_pages
 from icecore.dumper.scan import ScanResult, scan
 from icecore.dumper.sources import FileSource, PagesImage
@@ -20,6 +20,7 @@ from icecore.dumper.staging import Slot, Staging
 from icecore.errors import Damaged, DumpFailed
 from icecore.host.memory import RemoteReader
 from icecore.store.cell import CELL, CELL_BYTES, PAGE
+from icecore.store.fingerprints import decode_fingerprints, encode_fingerprints
 from icecore.store.manifest import Region
 
 _SIZE = 9 * CELL_BYTES + 5 * PAGE

@@ -10,6 +10,12 @@ from typing import Any
 
 import pytest
 
+from icecore.host.cuda.backend import VARIABLE
+from icecore.store.loop import LoopThread
+from tests.dumper.world import Store, leftovers
+from tests.programs import plain_criu
+
+from .joined import Job
 from .machine import Machine, Target, build
 
 NewMachine = Callable[..., Machine]
@@ -51,3 +57,40 @@ def target(machine: Machine) -> Target:
     process = machine.target()
     process("start()")
     return process
+
+
+@pytest.fixture
+def joined(new_machine: NewMachine, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Two GPUs of 96 MiB, which the fake driver knows too."""
+    machine = new_machine(gpus=2, memory=96 << 20, world=True)
+    monkeypatch.setenv(VARIABLE, f"fake:{machine.cuda}")
+    return machine
+
+
+@pytest.fixture
+def launch(joined: Machine, tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Starts jobs, and ends them after the test."""
+    started: list[Job] = []
+
+    def start(**how: Any) -> Job:
+        started.append(Job(joined, tmp_path / f"job-{len(started)}", **how))
+        return started[-1]
+
+    with plain_criu.adopting():
+        yield start
+        for one in started:
+            one.kill()
+
+
+@pytest.fixture(scope="session")
+def loop() -> Iterator[LoopThread]:
+    with LoopThread() as loop:
+        yield loop
+
+
+@pytest.fixture
+def store(tmp_path: Path, loop: LoopThread, joined: Machine) -> Iterator[Store]:
+    workdir = joined.root / "work"
+    workdir.mkdir()
+    yield Store.make(loop, tmp_path / "repository", workdir)
+    assert not leftovers(workdir)

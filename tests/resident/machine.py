@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -45,6 +46,11 @@ def gone(pid: int) -> bool:
         return True
 
 
+def uuid_of(gpu: int) -> str:
+    """The UUID of a fake GPU."""
+    return f"GPU-{uuid.UUID(bytes=bytes([0xA0 + gpu]) * 16)}"
+
+
 def build(folder: Path) -> None:
     """The fake libcuda and the stress program."""
     flags = ["gcc", "-std=gnu11", "-O2", "-Wall", "-Wextra", "-Wno-missing-field-initializers"]
@@ -63,11 +69,15 @@ class Machine:
     Args:
         programs: Where `build` put things.
         unfair: The driver's lock waits for a moment in which nobody is in a call.
+        world: It is the world of the fake driver, too (`icecore.host.cuda.fake`), which then locks and checkpoints its processes.
     """
 
-    def __init__(self, programs: Path, gpus: int = 1, memory: int = 64 * MIB, unfair: bool = False) -> None:
+    def __init__(
+        self, programs: Path, gpus: int = 1, memory: int = 64 * MIB, unfair: bool = False, world: bool = False
+    ) -> None:
         self.programs = programs
         self.unfair = unfair
+        self.world = world
         self.root = Path(tempfile.mkdtemp(prefix="icecore-resident-", dir="/dev/shm"))
         self.cuda = self.root / "cuda"
         self.directory = self.root / "resident"
@@ -81,6 +91,16 @@ class Machine:
                 ["mount", "-t", "tmpfs", "-o", f"size={memory},mode=700", "none", str(place)], check=True, timeout=10
             )
             self._mounted.append(place)
+        if world:
+            (self.cuda / "dev").mkdir()
+            (self.cuda / "faults").mkdir()
+            (self.cuda / "worker-faults").mkdir()
+            for name in ("nvidiactl", "nvidia-uvm", *(f"nvidia{number}" for number in range(gpus))):
+                (self.cuda / "dev" / name).touch()
+            known = [
+                {"uuid": uuid_of(number), "name": "Fake H200", "memory": memory, "minor": number} for number in range(gpus)
+            ]
+            (self.cuda / "inventory.json").write_text(json.dumps({"driver": "580.159.03", "gpus": known}))
         self.keeper = self.start_keeper()
 
     def start_keeper(self) -> Keeper:
@@ -107,6 +127,8 @@ class Machine:
     def environment(self, resident: bool = True) -> dict[str, str]:
         """What a process needs."""
         base = {**os.environ, "LD_LIBRARY_PATH": str(self.programs), "FAKE_CUDA": str(self.cuda)}
+        if self.world:
+            base["FAKE_CUDA_WORLD"] = str(self.cuda)
         return {**base, **keeper.environment(str(self.directory), base)} if resident else base
 
     def target(self, resident: bool = True, **more: str) -> Target:

@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 import zstandard
 
-from icecore.dumper.fingerprints import decode_fingerprints, encode_fingerprints
 from icecore.errors import Damaged, FormatTooNew
 from icecore.restorer import workingset
 from icecore.store import codec, delta
@@ -35,6 +34,7 @@ from icecore.store.chunk import pages_of
 from icecore.store.codec import Choice, Encoder
 from icecore.store.container import TAIL_BYTES, Container
 from icecore.store.envelope import ObjectKind, seal
+from icecore.store.fingerprints import decode_fingerprints, encode_fingerprints
 from icecore.store.hints import HINTS_KIND, decode_hints
 from icecore.store.keys import (
     CONFIG_KIND,

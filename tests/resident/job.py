@@ -1,0 +1,70 @@
+"""A job whose every step reads and writes resident device memory, and the lines that it writes; rule: the same lines whatever happens to it in between.
+
+    python job.py '{"out": FILE, "gpus": [0, 1], "mib": 4, "buffers": 3, "children": 1}'
+
+Each process appends ``STEP DIGEST`` to its output (children to ``FILE.1``, …) and has, beside what is resident, a small allocation that the driver moves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+MIB = 1 << 20
+
+
+def fresh(buffer: int, mib: int) -> bytes:
+    """What a buffer holds at first; a quarter of it is zeros."""
+    return (hashlib.shake_128(b"buffer %d" % buffer).digest(3 * MIB // 4) + bytes(MIB // 4)) * mib
+
+
+def steps(buffers: Sequence[Any]) -> Iterator[str]:
+    """Lines, each after its step was done."""
+    step = 0
+    while True:
+        step += 1
+        memory, at = buffers[step % len(buffers)], step * 40507 % (MIB - 64)  # only its first cell changes
+        digest = hashlib.blake2b(b"%d" % step + bytes(memory[at : at + 64]), digest_size=16).digest()
+        memory[at : at + 16] = digest
+        yield f"{step} {digest.hex()}"
+
+
+def expected(some: int, mib: int, buffers: int) -> list[str]:
+    """The lines of the first steps."""
+    lines = steps([bytearray(fresh(number, mib)) for number in range(buffers)])
+    return [next(lines) for _ in range(some)]
+
+
+def main(order: dict[str, Any]) -> None:
+    """Entry."""
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    from target import alloc, start
+
+    out, gpus = order["out"], order["gpus"]
+    for number in range(1, order.get("children", 0) + 1):
+        if os.fork() == 0:
+            out, gpus = f"{out}.{number}", [order["gpus"][number % len(order["gpus"])]]
+            break
+    size = order["mib"] * MIB
+    buffers = []
+    for number in range(order["buffers"]):
+        start(gpus[number % len(gpus)])
+        code, address = alloc(size)
+        assert code == 0, code
+        ctypes.memmove(address, fresh(number, order["mib"]), size)
+        buffers.append(memoryview((ctypes.c_char * size).from_address(address)).cast("B"))
+    assert alloc(MIB // 2)[0] == 0
+    with open(out, "a", encoding="ascii") as lines:
+        for line in steps(buffers):
+            print(line, file=lines, flush=True)
+            time.sleep(0.005)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,85 @@
+"""The fake libcuda and the fake driver on one machine, and jobs that dumps and restores meet there; rule: nothing of a job is left after its test."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from tests.programs import driving
+
+from . import job
+from .machine import HERE, Machine
+
+MIB = 1 << 20
+
+
+class Job:
+    """A job of `tests.resident.job`.
+
+    Args:
+        folder: Its output goes there.
+    """
+
+    def __init__(
+        self, machine: Machine, folder: Path, *, gpus: tuple[int, ...] = (0,), mib: int = 4, buffers: int = 3, children: int = 0
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.machine, self.folder = machine, folder
+        self.mib, self.buffers = mib, buffers
+        self.outs = [folder / "lines", *(folder / f"lines.{number}" for number in range(1, children + 1))]
+        order = {"out": str(self.outs[0]), "gpus": gpus, "mib": mib, "buffers": buffers, "children": children}
+        with open(folder / "log", "wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-S", str(HERE / "job.py"), json.dumps(order)],
+                env=machine.environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=folder,
+            )  # fmt: skip
+        self.pid = self.process.pid
+        self.wait_steps(3)
+        self.pids = driving.tree_of(self.pid)
+
+    @property
+    def resident(self) -> int:
+        """Bytes of its resident memory."""
+        return len(self.outs) * self.buffers * self.mib * MIB
+
+    def lines(self, number: int = 0) -> list[str]:
+        """What one of its processes has written."""
+        with suppress(FileNotFoundError):
+            return self.outs[number].read_text().split("\n")[:-1]
+        return []
+
+    def wait_steps(self, more: int, seconds: float = 20.0) -> None:
+        """Wait until every process has made so many steps more than now."""
+        before = [len(self.lines(n)) for n in range(len(self.outs))]
+        end = time.monotonic() + seconds
+        while any(len(self.lines(n)) < before[n] + more for n in range(len(self.outs))):
+            assert time.monotonic() < end, f"no steps: {(self.folder / 'log').read_text()[-2000:]}"
+            time.sleep(0.005)
+
+    def goes_on(self) -> None:
+        """It makes steps, and every line is what an undisturbed process would have written."""
+        self.wait_steps(4)
+        for number in range(len(self.outs)):
+            lines = self.lines(number)
+            assert lines == job.expected(len(lines), self.mib, self.buffers)
+
+    def reap(self) -> None:
+        """After a dump that stopped it, or a kill."""
+        end = time.monotonic() + 20
+        for pid in self.pids:
+            while os.path.exists(f"/proc/{pid}"):
+                with suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+                assert time.monotonic() < end, f"process {pid} is still there"
+                time.sleep(0.002)
+
+    def kill(self) -> None:
+        """End it, restored or not."""
+        for pid in driving.members(self.folder):
+            driving.kill_tree(pid)
+        self.reap()

@@ -1,0 +1,258 @@
+"""Dumps of jobs with resident memory: it stays where it is, only what changed is copied, and whatever fails, the job runs on with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from icecore.dumper.look import look
+from icecore.dumper.options import DumpOptions
+from icecore.errors import IcecoreError, WindowExceeded
+from icecore.events import Event
+from icecore.host.criu import find_criu
+from icecore.host.resident.client import Agent, State
+from icecore.store.faulty import FaultyBackend, Outcome
+from tests.dumper.failing import members
+from tests.dumper.world import Events, Store, leftovers, standing, until_clean
+
+from . import job as program
+from .joined import Job
+from .machine import MIB, Machine, until, uuid_of
+
+pytestmark = [pytest.mark.criu, pytest.mark.timeout(120)]
+
+Launch = Callable[..., Job]
+_DRIVER = Path(__file__).parent.parent / "dumper" / "driver.py"
+
+
+def runs_on(job: Job, store: Store) -> None:
+    """All its processes run, with the memory they should have; nothing of the dump is left."""
+    job.goes_on()
+    assert not standing(job.pid) and not leftovers(store.workdir)
+    for pid in job.pids:
+        assert Agent(job.machine.directory, pid).report().state == State.RUNNING
+    until(lambda: not members(store.workdir, "icecore.host.resident.worker"))
+    # Small allocations, and what the job has itself: no copy is left.
+    assert sum(job.machine.used(gpu) for gpu in range(2)) == job.resident + len(job.pids) * MIB // 2
+
+
+@pytest.mark.parametrize("children", [0, 1])
+def test_three_snapshots(store: Store, launch: Launch, joined: Machine, children: int) -> None:
+    job = launch(gpus=(0, 1), children=children)
+    sizes = []
+    for number in range(3):
+        events = Events()
+        result = store.dump(job.pid, DumpOptions(pre_copy="on" if number == 2 else "off"), events=events)
+        runs_on(job, store)
+        sizes.append(result.sizes)
+        [end] = [event.fields for event in events.named("dump.resident.copy") if event.fields["state"] == "end"]
+        assert end["bytes"] == (job.resident if number == 0 else len(job.pids) * job.buffers * MIB)
+        [end] = [event.fields for event in events.named("dump.gpu.checkpoint") if event.fields["state"] == "end"]
+        assert end["bytes"] == len(job.pids) * MIB // 2  # all that the driver moved
+        manifest = store.read(result.snapshot).manifest
+        known = json.loads(manifest.extra["resident"])
+        assert known["directory"] == str(joined.directory)
+        spaces = {space.key: space for space in manifest.spaces if space.kind == "device"}
+        assert spaces.keys() == known["processes"].keys() == {str(p.image_id) for p in manifest.processes}
+        for key, space in spaces.items():
+            assert [(r.start, r.length, r.name) for r in space.regions] == [
+                (address, size, device) for _, address, size, _, device, _ in known["processes"][key]["allocations"]
+            ]
+    assert sizes[1].stored < 2 << 20 and sizes[2].stored < 2 << 20
+    assert sizes[2].device > 2 * MIB  # without the zeros
+
+
+def test_what_is_stored_is_what_was_there(store: Store, launch: Launch) -> None:
+    """Of every snapshot, against the program's own account of so many steps."""
+    job = launch(gpus=(0,), buffers=2)
+    for _ in range(2):
+        snapshot = store.dump(job.pid).snapshot
+        recorded = store.read(snapshot)
+        space = recorded.space("device", str(job.pid))
+        memory = {}
+        for address, data in recorded.runs(space):
+            memory[address] = data
+        lines = recorded.space("file", str(job.outs[0]))
+        some = sum(data.count(b"\n") for _, data in recorded.runs(lines))
+        buffers = [bytearray(program.fresh(number, 4)) for number in range(2)]
+        steps = program.steps(buffers)
+        for _ in range(some):
+            next(steps)
+        images = []
+        for region in space.regions:
+            image = bytearray(region.length)
+            for address, data in memory.items():
+                if region.start <= address < region.start + region.length:
+                    image[address - region.start : address - region.start + len(data)] = data
+            images.append(bytes(image))
+        # A step may be done and not written down yet.
+        if {bytes(one) for one in buffers} != set(images):
+            next(steps)
+        assert {bytes(one) for one in buffers} == set(images)
+        job.goes_on()
+
+
+def test_preflight_knows_what_is_resident(launch: Launch, joined: Machine) -> None:
+    job = launch(gpus=(0,))
+    until(lambda: look(job.pid, find_criu(), "/dev/shm", DumpOptions()).gpus.processes[0].contexts)  # type: ignore[union-attr]
+    found = look(job.pid, find_criu(), "/dev/shm", DumpOptions())
+    assert found.resident is not None and found.gpus is not None
+    assert found.resident.bytes == job.resident
+    assert found.gpus.processes[0].contexts == {uuid_of(0): job.resident + MIB // 2}
+    assert found.gpus.device_bytes == MIB // 2
+    assert 1.0 < found.resident.most_window_seconds < 1.1
+
+
+def fault(machine: Machine, name: str, text: str) -> None:
+    (machine.cuda / name).write_text(text)
+
+
+FAULTS: dict[str, tuple[str, str]] = {
+    **{
+        f"worker {how} in {call}": (f"worker-faults/{call}", how)
+        for call in ("map", "fingerprints", "copy")
+        for how in ("die", "fails")
+    },
+    "lock refused": ("faults/1", json.dumps({"call": "lock", "code": 801})),
+    "checkpoint refused": ("faults/1", json.dumps({"call": "checkpoint", "code": 801})),
+    "restore fails once": ("faults/1", json.dumps({"call": "restore", "code": 999})),
+    "helper dies in lock": ("faults/1", json.dumps({"call": "lock", "die": True})),
+    "helper dies in checkpoint": ("faults/1", json.dumps({"call": "checkpoint", "die": True})),
+    "helper dies in restore": ("faults/1", json.dumps({"call": "restore", "die": True})),
+    "helper dies in unlock": ("faults/1", json.dumps({"call": "unlock", "die": True})),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_fails_costs_a_snapshot(store: Store, launch: Launch, joined: Machine, name: str) -> None:
+    job = launch(gpus=(0, 1), children=1)
+    fault(joined, *FAULTS[name])
+    with pytest.raises(IcecoreError):
+        store.dump(job.pid)
+    assert not list((joined.cuda / "faults").iterdir())
+    runs_on(job, store)
+    assert not store.snapshots()
+    store.dump(job.pid)
+    runs_on(job, store)
+
+
+MOMENTS = ["dump.resident.unmap", "dump.gpu.lock", "dump.gpu.checkpoint", "dump.files", "dump.gpu.restore"]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("who", ["interrupted", "guard", "helper", "worker", "keeper"])
+def test_whoever_dies(store: Store, launch: Launch, joined: Machine, who: str, moment: str) -> None:
+    job = launch(gpus=(0, 1), children=1)
+
+    def hook(event: Event) -> None:
+        if who == "interrupted":
+            raise KeyboardInterrupt
+        if who == "keeper":
+            joined.kill_keeper()
+            return
+        word = {"guard": "icecore.dumper.guard", "helper": "icecore.host.cuda.helper", "worker": "icecore.host.resident.worker"}[who]
+        for pid in members(store.workdir, word):
+            os.kill(pid, signal.SIGKILL)
+
+    state = "end" if moment != "dump.files" else "begin"
+    try:
+        store.dump(job.pid, events=Events({(moment, state): hook}))
+    except (KeyboardInterrupt, IcecoreError):
+        assert not store.snapshots()
+    if who == "keeper":
+        joined.start_keeper()
+        until(lambda: all(Agent(joined.directory, pid).report().counts.unheld == 0 for pid in job.pids))
+    runs_on(job, store)
+    store.dump(job.pid)
+    runs_on(job, store)
+
+
+def test_a_window_that_is_too_long(store: Store, launch: Launch, joined: Machine) -> None:
+    job = launch()
+    fault(joined, "faults/1", json.dumps({"call": "checkpoint", "code": 0, "seconds": 2.0}))
+    with pytest.raises(WindowExceeded):
+        store.dump(job.pid, DumpOptions(max_window=1.5))
+    runs_on(job, store)
+
+
+@pytest.mark.parametrize("moment", [*MOMENTS, "dump.store"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dumper_that_is_killed_or_stopped(
+    how: signal.Signals, moment: str, store: Store, launch: Launch, joined: Machine
+) -> None:
+    if how is signal.SIGSTOP and moment in ("dump.gpu.restore", "dump.store"):
+        pytest.skip("its window is over")
+    job = launch(gpus=(0, 1), children=1)
+    state = "begin" if moment in ("dump.files", "dump.store") else "end"
+    order = {
+        "repository": str(store.backend.root),  # type: ignore[attr-defined]
+        "workdir": str(store.workdir),
+        "pid": job.pid,
+        "pause": [moment, state],
+        "options": {"max_window": 2.0 if how is signal.SIGSTOP else 20.0},
+    }
+    dumper = subprocess.Popen([sys.executable, "-P", str(_DRIVER), json.dumps(order)], stdout=subprocess.PIPE)
+    try:
+        assert dumper.stdout is not None
+        for line in dumper.stdout:
+            if json.loads(line)[:2] == [moment, state]:
+                break
+        else:
+            pytest.fail("it ended early")
+        dumper.send_signal(how)
+        time.sleep(0.1)
+        job.goes_on()
+    finally:
+        dumper.kill()
+        dumper.communicate(timeout=20)
+    until_clean(store.workdir)
+    runs_on(job, store)
+    store.dump(job.pid)
+    runs_on(job, store)
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_store_that_fails(stop: bool, store: Store, launch: Launch) -> None:
+    job = launch(gpus=(0, 1))
+    broken = FaultyBackend(
+        store.backend, lambda call: Outcome.FAIL if call.name.startswith("snapshots/") else Outcome.PASS
+    )
+    with pytest.raises(IcecoreError):
+        store.through(broken).dump(job.pid, DumpOptions(stop=stop))
+    runs_on(job, store)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_dump_that_stops_the_job(store: Store, launch: Launch, joined: Machine, keep: bool) -> None:
+    job = launch(gpus=(0, 1))
+    result = store.dump(job.pid, DumpOptions(stop=True, keep_resident=keep))
+    assert store.snapshots() == [result.snapshot]
+    job.reap()
+    assert sum(joined.used(gpu) for gpu in range(2)) == (job.resident if keep else 0)
+
+
+def test_staging_without_room(store: Store, launch: Launch, joined: Machine) -> None:
+    """What can be copied neither on the device nor to pinned memory is stored in the window."""
+    job = launch(gpus=(0,), mib=20, buffers=4)
+    events = Events()
+    result = store.dump(job.pid, DumpOptions(staging_bytes=4 * MIB), events=events)
+    [end] = [event.fields for event in events.named("dump.resident.copy") if event.fields["state"] == "end"]
+    assert end["in_window"] == job.resident - 4 * MIB
+    runs_on(job, store)
+    assert 0 <= result.sizes.device - 3 * job.resident // 4 < MIB
+
+
+def test_a_process_without_a_keeper(store: Store, launch: Launch, joined: Machine) -> None:
+    """Nobody would have its memory while it is taken away: another is started."""
+    job = launch()
+    joined.kill_keeper()
+    store.dump(job.pid, DumpOptions(max_window=10.0))
+    runs_on(job, store)

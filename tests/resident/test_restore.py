@@ -1,0 +1,155 @@
+"""Restores of jobs with resident memory: it comes by a GPU worker, or is there still; they go on where they were, or nothing of them runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from icecore.dumper.options import DumpOptions
+from icecore.errors import IcecoreError, RestoreFailed, RestoreRefused, StoreError
+from icecore.restorer.options import RestoreOptions
+from icecore.restorer.restore import Restored, restore
+from icecore.store.faulty import Call, FaultyBackend, Outcome
+from tests.dumper.failing import members
+from tests.dumper.world import Events, Store
+from tests.programs import driving
+
+from .joined import Job
+from .machine import MIB, Machine, until, uuid_of
+
+pytestmark = [pytest.mark.criu, pytest.mark.timeout(120)]
+
+Launch = Callable[..., Job]
+
+
+def bring_back(store: Store, snapshot: str, events: Events | None = None, **options: Any) -> Restored:
+    restored = restore(store.repository, store.loop, snapshot, RestoreOptions(**options), emit=events or Events())
+    restored.wait_resident(30)
+    return restored
+
+
+def ended(job: Job) -> None:
+    """Nothing of it runs, or is on a GPU."""
+    until(lambda: not driving.members(job.folder), 10)
+    until(lambda: sum(job.machine.used(gpu) for gpu in range(2)) == 0, 10)
+
+
+@pytest.mark.parametrize("mode", ["full", "lazy"])
+def test_a_lineage(mode: str, store: Store, launch: Launch, joined: Machine) -> None:
+    job = launch(gpus=(0, 1), children=1)
+    snapshots = [store.dump(job.pid, DumpOptions(stop=number == 2)).snapshot for number in range(3)]
+    job.reap()
+    for snapshot in (snapshots[2], snapshots[0], snapshots[1]):
+        events = Events()
+        bring_back(store, snapshot, events, mode=mode)
+        job.goes_on()
+        assert sum(joined.used(gpu) for gpu in range(2)) == job.resident + len(job.pids) * MIB // 2
+        [end] = [event.fields for event in events.named("restore.resident.memory") if event.fields["state"] == "end"]
+        assert 3 * job.resident // 4 <= end["bytes"] < job.resident
+        job.kill()
+        ended(job)
+    # What is restored can be dumped again, and only what changed is stored.
+    bring_back(store, snapshots[1], mode=mode)
+    job.goes_on()
+    again = store.dump(driving.members(job.folder)[0], DumpOptions(stop=True))
+    assert again.sizes.stored < 3 << 20
+    job.reap()
+    ended(job)
+    bring_back(store, again.snapshot, mode=mode)
+    job.goes_on()
+
+
+def test_other_gpus(store: Store, launch: Launch, joined: Machine) -> None:
+    job = launch(gpus=(0,))
+    snapshot = store.dump(job.pid, DumpOptions(stop=True)).snapshot
+    job.reap()
+    bring_back(store, snapshot, gpu_map={uuid_of(0): uuid_of(1)})
+    job.goes_on()
+    assert (joined.used(0), joined.used(1)) == (0, job.resident + MIB // 2)
+    again = store.dump(driving.members(job.folder)[0], DumpOptions(stop=True)).snapshot
+    job.reap()
+    bring_back(store, again)
+    job.goes_on()
+    assert joined.used(0) == 0
+
+
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("mode", ["full", "lazy"])
+def test_memory_that_is_still_there(mode: str, changed: bool, store: Store, launch: Launch, joined: Machine) -> None:
+    job = launch(gpus=(0, 1), children=1)
+    first = store.dump(job.pid).snapshot
+    job.wait_steps(40)
+    last = store.dump(job.pid, DumpOptions(stop=True, keep_resident=True)).snapshot
+    job.reap()
+    assert sum(joined.used(gpu) for gpu in range(2)) == job.resident
+    events = Events()
+    bring_back(store, first if changed else last, events, mode=mode, from_resident=True)
+    job.goes_on()
+    [end] = [event.fields for event in events.named("restore.resident.memory") if event.fields["state"] == "end"]
+    # Only the first cell of each buffer changes.
+    assert end["fetched"] == (len(job.pids) * job.buffers if changed else 0)
+    assert sum(joined.used(gpu) for gpu in range(2)) == job.resident + len(job.pids) * MIB // 2
+    job.kill()
+    ended(job)
+    with pytest.raises(RestoreRefused, match="not held"):
+        bring_back(store, last, mode=mode, from_resident=True)
+    ended(job)
+    bring_back(store, last, mode=mode)
+    job.goes_on()
+
+
+def test_memory_that_was_kept_is_let_go_of_by_another_restore(store: Store, launch: Launch, joined: Machine) -> None:
+    job = launch()
+    snapshot = store.dump(job.pid, DumpOptions(stop=True, keep_resident=True)).snapshot
+    job.reap()
+    bring_back(store, snapshot)
+    job.goes_on()
+    assert joined.used(0) == job.resident + MIB // 2
+
+
+@pytest.mark.parametrize("mode", ["full", "lazy"])
+@pytest.mark.parametrize("fault", ["restore", "allocate", "copy", "worker dies", "store", "helper"])
+def test_a_restore_that_fails(fault: str, mode: str, store: Store, launch: Launch, joined: Machine) -> None:
+    job = launch(gpus=(0, 1), children=1)
+    snapshot = store.dump(job.pid, DumpOptions(stop=True)).snapshot
+    job.reap()
+    through = store
+    if fault == "store":
+        reads = 0
+
+        def plan(call: Call) -> Outcome:
+            nonlocal reads
+            reads += call.name.startswith("shards/")
+            return Outcome.FAIL if call.name.startswith("shards/") and reads > 12 else Outcome.PASS
+
+        through = store.through(FaultyBackend(store.backend, plan))
+    elif fault in ("restore", "helper"):
+        how = '"die": true' if fault == "helper" else '"code": 801'
+        (joined.cuda / "faults" / "1").write_text(f'{{"call": "restore", {how}}}')
+    else:
+        name, how = ("copy", "die") if fault == "worker dies" else (fault, "fails")
+        (joined.cuda / "worker-faults" / name).write_text(how)
+    with pytest.raises(StoreError if fault == "store" else RestoreFailed):
+        bring_back(through, snapshot, mode=mode, attempts=1)
+    ended(job)
+    until(lambda: not members(store.workdir, "icecore.host.resident.worker"))
+    bring_back(store, snapshot, mode=mode)
+    job.goes_on()
+
+
+def test_a_gpu_without_room(store: Store, launch: Launch, joined: Machine) -> None:
+    job = launch(gpus=(0,), mib=20, buffers=3)
+    snapshot = store.dump(job.pid, DumpOptions(stop=True)).snapshot
+    job.reap()
+    other = launch(gpus=(0,), mib=20, buffers=2)
+    with pytest.raises(IcecoreError, match="out of memory"):
+        bring_back(store, snapshot)
+    assert not driving.members(job.folder)
+    other.goes_on()
+    other.kill()
+    time.sleep(0.1)
+    bring_back(store, snapshot)
+    job.goes_on()
