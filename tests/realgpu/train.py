@@ -1,6 +1,6 @@
 """A training that is deterministic bit for bit: a line ``STEP LOSS`` for each step, the loss as a hexadecimal float.
 
-python train.py --out FILE [--steps N] [--pause SECONDS] [--width N] [--world N]     (--world: that many ranks, DDP over NCCL, one GPU each)
+python train.py --out FILE [--steps N] [--pause SECONDS] [--width N] [--ballast GIB] [--world N]     (--world: that many ranks, DDP over NCCL, one GPU each)
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ def train(arguments: argparse.Namespace) -> None:
             "nccl", init_method=f"tcp://127.0.0.1:{arguments.port}?use_libuv=0", rank=rank, world_size=world
         )
         model = nn.parallel.DistributedDataParallel(model, device_ids=[rank])
+    # Memory that nothing changes, and that cannot be compressed.
+    ballast = [torch.randint(0, 255, (256 << 20,), dtype=torch.uint8, device="cuda") for _ in range(int(arguments.ballast * 4))]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     random = torch.Generator("cuda").manual_seed(
         100 + rank
@@ -49,6 +51,7 @@ def train(arguments: argparse.Namespace) -> None:
                 dist.all_reduce(loss)
             print(step, float(loss.item()).hex(), file=out, flush=True)
             time.sleep(arguments.pause)
+    assert len(ballast) == int(arguments.ballast * 4)
 
 
 def main() -> int:
@@ -57,6 +60,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--ballast", type=float, default=0.0, help="GiB")
     parser.add_argument("--world", type=int, default=1)
     parser.add_argument("--port", type=int, default=29511)
     parser.add_argument("--rank", type=int, default=-1)

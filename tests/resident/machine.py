@@ -69,16 +69,17 @@ class Machine:
     Args:
         programs: Where `build` put things.
         unfair: The driver's lock waits for a moment in which nobody is in a call.
+        folder: Where all of it lies; a job with a private root does not see /dev/shm.
         world: It is the world of the fake driver, too (`icecore.host.cuda.fake`), which then locks and checkpoints its processes.
     """
 
     def __init__(
-        self, programs: Path, gpus: int = 1, memory: int = 64 * MIB, unfair: bool = False, world: bool = False
+        self, programs: Path, gpus: int = 1, memory: int = 64 * MIB, unfair: bool = False, world: bool = False, folder: str = "/dev/shm"
     ) -> None:
         self.programs = programs
         self.unfair = unfair
         self.world = world
-        self.root = Path(tempfile.mkdtemp(prefix="icecore-resident-", dir="/dev/shm"))
+        self.root = Path(tempfile.mkdtemp(prefix="icecore-resident-", dir=folder))
         self.cuda = self.root / "cuda"
         self.directory = self.root / "resident"
         self.directory.mkdir()

@@ -1,0 +1,126 @@
+"""`icecore run --gpu` with the preload: its dumps leave device memory where it is, and its restores run beside it, each with a keeper of its own."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from icecore import api
+from icecore.errors import MissingTool
+from icecore.events import Event
+from icecore.host.cuda.backend import VARIABLE
+from icecore.host.job import Job as Running
+from icecore.host.jobs import Registry
+from icecore.host.namespaces import Isolation
+from icecore.host.resident.client import Keeper
+from tests.cli.conftest import Cli
+from tests.cli.conftest import cli as cli
+from tests.cli.documents import check_event, documented_events
+
+from . import job as program
+from .conftest import NewMachine
+from .machine import HERE, MIB, Machine, until, uuid_of
+
+pytestmark = [pytest.mark.criu, pytest.mark.timeout(180)]
+BUFFERS = 2
+
+
+@pytest.fixture
+def visible(new_machine: NewMachine, cli: Cli, tmp_path: Path) -> Machine:
+    """Two GPUs that a job with a private root sees, too."""
+    machine = new_machine(gpus=2, memory=96 << 20, world=True, folder=str(tmp_path))
+    own = {name: value for name, value in machine.environment(resident=False).items() if name.startswith(("FAKE_CUDA", "LD_LIBRARY"))}
+    cli.environment.update({**own, VARIABLE: f"fake:{machine.cuda}"})
+    return machine
+
+
+def start(cli: Cli, *words: str) -> Running:
+    order = json.dumps({"out": "/dev/stdout", "gpus": [0], "mib": 4, "buffers": BUFFERS})
+    cli.run("run", "-d", "--gpu", *words, "--name", "gpu", "--", sys.executable, "-S", str(HERE / "job.py"), order)
+    job = cli.job("gpu")
+    goes_on(job, 10)
+    return job
+
+
+def goes_on(job: Running, more: int = 10) -> None:
+    """It makes steps, and all lines are right."""
+
+    def lines() -> list[str]:
+        return job.log_path("stdout").read_text().split("\n")[:-1]
+
+    before, end = len(lines()), time.monotonic() + 20
+    while len(lines()) < before + more:
+        assert time.monotonic() < end, job.log_path("stderr").read_text()
+        time.sleep(0.01)
+    found = lines()
+    assert found == program.expected(len(found), 4, BUFFERS)
+
+
+@pytest.mark.parametrize("root", ["private", "host"])
+def test_a_job_and_its_instances(cli: Cli, visible: Machine, root: str) -> None:
+    cli.run("init")
+    job = start(cli, "--root", root)
+    documented = documented_events()
+    events = cli.events("dump", "gpu")
+    for event in events:
+        check_event(event, documented)
+    looked = next(event for event in events if event["event"] == "dump.preflight" and event["state"] == "end")
+    assert (looked["resident_bytes"], looked["moved_bytes"]) == (BUFFERS * 4 * MIB, MIB // 2)
+    assert [event["bytes"] for event in events if event["event"] == "dump.resident.unmap" and event["state"] == "end"] == [BUFFERS * 4 * MIB]
+    goes_on(job)
+    assert cli.one("snapshot.details", "show", "gpu")["resident_bytes"] == BUFFERS * 4 * MIB
+    assert "of it resident" in cli.run("show", "gpu").stdout
+    if root == "private":  # beside the first, on the other GPU
+        for event in cli.events("restore", "gpu", "--name", "second", "--gpu-map", "0=1"):
+            check_event(event, documented)
+        second = cli.job("second")
+        goes_on(second)
+        goes_on(job)
+        assert (visible.used(0), visible.used(1)) == (BUFFERS * 4 * MIB + MIB // 2,) * 2
+        places = [one.directory / "resident" for one in (job, second)]
+        assert [len(Keeper(place).processes()) for place in places] == [1, 1]
+        cli.run("dump", "second")
+        goes_on(second)
+        cli.run("kill", "second", "-s", "KILL")
+        until(lambda: visible.used(1) == 0)
+    cli.run("dump", "gpu", "--stop", "--keep-resident")
+    cli.run("wait", "gpu", status=cli.run("wait", "gpu", status=137).returncode)
+    assert visible.used(0) == BUFFERS * 4 * MIB
+    if root == "host":
+        cli.run("restore", "gpu", "--name", "third", "--from-resident")
+    else:
+        # A new instance has a keeper of its own, which holds nothing.
+        assert "not held" in cli.run("restore", "gpu", "--name", "third", "--from-resident", status=6).stderr
+        cli.run("restore", "gpu", "--name", "third")
+    goes_on(cli.job("third"))
+
+
+def test_without_the_preload(cli: Cli, visible: Machine) -> None:
+    cli.run("init")
+    job = start(cli, "--no-resident")
+    environment = Path(f"/proc/{job.pid}/environ").read_bytes()
+    assert b"LD_PRELOAD" not in environment and b"ICECORE_RESIDENT" not in environment
+    goes_on(job)
+
+
+def test_where_no_compiler_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Path:
+        raise MissingTool("it was not built", cure="install gcc")
+
+    monkeypatch.setattr(api, "preload_path", missing)
+    events: list[Event] = []
+    registry = Registry(tmp_path / "state")
+    job = api.start_gpu(registry, ["sleep", "60"], Isolation(), emit=events.append)
+    job.kill(9)
+    job.wait(10)
+    [about] = [event.fields for event in events if event.name == "run.gpu"]
+    assert about["resident"] is False and "it was not built (install gcc)" in about["notes"]  # type: ignore[operator]
+
+
+def test_uuids(visible: Machine) -> None:
+    known = json.loads((visible.cuda / "inventory.json").read_text())
+    assert [gpu["uuid"] for gpu in known["gpus"]] == [uuid_of(0), uuid_of(1)]
