@@ -153,7 +153,13 @@ def mounts(found: Look) -> list[Refusal]:
             seen[namespace] |= mount_ids(process.pid)
         except OSError:
             continue  # it ended meanwhile (one that is just ending has no namespaces: EINVAL)
-        hidden = [what for what, mount in (process.mounts or {}).items() if mount not in seen[namespace]]
+        # Memory that came from another process (resident memory, after a restore) was opened where that one was; it is let go of before CRIU looks.
+        passing = "descriptor " if found.resident is not None and process.pid in found.resident.pids else "\0"
+        hidden = [
+            what
+            for what, mount in (process.mounts or {}).items()
+            if mount not in seen[namespace] and not what.startswith(passing)
+        ]
         if hidden:
             out.append(
                 Refusal(

@@ -151,12 +151,9 @@ def _devices(pid: int, descriptors: Sequence[procfs.Descriptor]) -> Iterable[tup
 
 
 def _mounts(pid: int, descriptors: Sequence[procfs.Descriptor]) -> Iterable[tuple[str, int]]:
-    """Mount ids of what has a path, also of the program and the working directory; memory that only looks like a file has none, and what another
-    process opened on the GPU (resident memory after a restore) lies on no mount of this one."""
-    backend = find_backend()
+    """Mount ids of what has a path, also of the program and the working directory; memory that only looks like a file has none."""
     for descriptor in descriptors:
-        passing = descriptor.target.startswith(SHARED_MEMORY) or backend.is_closed_for_dumps(descriptor.target)
-        if descriptor.target.startswith("/") and not passing:
+        if descriptor.target.startswith("/") and not descriptor.target.startswith(SHARED_MEMORY):
             yield f"descriptor {descriptor.number}, {descriptor.target}", descriptor.mount
     for name in ("exe", "cwd"):
         try:

@@ -11,6 +11,7 @@ import json
 import os
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -309,17 +310,20 @@ class Resident:
         assert self._region is not None
         changed = process.row < 0
         rows = np.flatnonzero(changed & ((process.place == NOWHERE) == in_window))
+        if not len(rows):
+            return
         aside = process.place[rows]
         through = rows[in_window | (aside >= ON_DEVICE)]
         for row in rows[~(in_window | (aside >= ON_DEVICE))].tolist():
             self._hand_on(process, row, int(process.place[row]), machinery)
-        owners = {row: piece for piece in process.pieces for row in range(piece.first, piece.first + piece.cells)} if in_window else {}
+        firsts = [piece.first for piece in process.pieces]
         for device in dict.fromkeys(process.device):
-            own = [row for row in through.tolist() if process.device[row] == device]
-            for at in range(0, len(own), _RING):
-                some = own[at : at + _RING]
+            rows_there = [row for row in through.tolist() if process.device[row] == device]
+            for at in range(0, len(rows_there), _RING):
+                some = rows_there[at : at + _RING]
                 if in_window:
-                    cells = [(owners[row].handle, (row - owners[row].first) * CELL_BYTES) for row in some]
+                    owners = [process.pieces[bisect_right(firsts, row) - 1] for row in some]
+                    cells = [(own.handle, (row - own.first) * CELL_BYTES) for own, row in zip(owners, some, strict=True)]
                 else:
                     cells = [(-1, int(process.place[row]) - ON_DEVICE) for row in some]
                 places = [number * CELL_BYTES for number in range(len(some))]

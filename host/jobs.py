@@ -225,6 +225,11 @@ class Registry:
             shutil.rmtree(job.directory, ignore_errors=True)
             raise
 
+    def keepers(self) -> list[Path]:
+        """Where the keepers of instances lie that have one of their own, newest first."""
+        places = [job.directory / "resident" for job in reversed(self.instances())]
+        return [place for place in places if (place / "keeper").is_socket()]
+
     # -- removing
 
     def remove(self, job: Job) -> None:
@@ -236,6 +241,7 @@ class Registry:
         with self._lock():
             if Job.load(job.directory).state in ("running", "starting"):
                 raise UsageError(f"job {job.name} ({job.instance}) runs", cure=f"'icecore kill {job.name}' first")
+            _let_go(job.directory / "resident")
             shutil.rmtree(job.directory)
             _let_go(_RESIDENT / job.instance)
 
@@ -291,10 +297,16 @@ class Registry:
 
 
 def _let_go(place: Path) -> None:
-    """Remove a keeper's directory, unless somebody uses it: an instance that was restored has the first one's."""
+    """Have a keeper let go of what it kept of processes that have ended, and remove its directory, unless somebody uses it: an instance that was restored
+    may have the first one's."""
     with suppress(IcecoreError):
         try:
-            if Keeper(place).processes():
+            keeper = Keeper(place)
+            held = keeper.processes()
+            for process in held:
+                if not process.alive:
+                    keeper.forget(process.token)
+            if any(process.alive for process in held):
                 return
         except NotFound:
             pass

@@ -116,7 +116,7 @@ class Resident:
         limits: Threads, memory, patience.
         gpus: Which GPU each process gets.
         place: The directory of keeper and agents, as this machine sees it; made where it is missing.
-        held: The memory is the keeper's.
+        held: The directory of the keeper that has the memory; None: nobody has.
         word: Shows in the worker's command line.
         emit: Gets the ``restore.resident.…`` phases.
     """
@@ -130,17 +130,19 @@ class Resident:
         gpus: GpuPlan,
         place: Path,
         *,
-        held: bool,
+        held: Path | None,
         word: str,
         emit: Sink,
     ) -> None:
         self._repository, self._loop, self._reader, self._limits = repository, loop, reader, limits
         self._emit = emit
         self._place = place
-        self._held = held
+        self._held = held is not None
+        self._holder = Keeper(held) if held is not None else None
+        self._elsewhere = held is not None and held != place
         _, self._processes = recorded(reader.manifest)
         self._pieces = self._assign(gpus)
-        self._keeper = self._find_keeper()
+        self._have_keeper()
         self._worker = Worker(word)
         self._region: HostRegion | None = None
         self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -191,6 +193,9 @@ class Resident:
                     agent.map({piece.about.identity: piece.descriptor for piece in self._pieces if piece.process == image})
                 for agent in agents.values():
                     agent.go()
+                if self._holder is not None and self._elsewhere:
+                    for process in self._processes.values():  # the instance's own keeper has it now
+                        self._holder.forget(process.token)
             except IcecoreError as error:
                 raise RestoreFailed(f"resident memory could not be mapped: {error.message}", cure=error.cure) from error
 
@@ -204,18 +209,17 @@ class Resident:
                 pieces.append(_Piece(image, one, pairs.get(one.device, one.device), len(pieces)))
         return pieces
 
-    def _find_keeper(self) -> Keeper:
+    def _have_keeper(self) -> None:
         self._place.mkdir(mode=0o700, parents=True, exist_ok=True)
         keeper = start_keeper(self._place)
-        if self._held:
-            self._take(keeper)
-            return keeper
+        if self._holder is not None:
+            self._take(self._holder)
+            return
         # What it kept of these would be mapped, were the restore to take longer than an agent waits.
         tokens = {process.token for process in self._processes.values()}
         for known in keeper.processes():
             if known.token in tokens and not known.alive:
                 keeper.forget(known.token)
-        return keeper
 
     def _take(self, keeper: Keeper) -> None:
         """Descriptors of what the keeper holds.

@@ -20,6 +20,7 @@ from icecore.host.job import ExitStatus, Job
 from icecore.host.jobs import Registry, Restoring
 from icecore.host.limits import threads_for
 from icecore.host.namespaces import INSTANCE_MOUNT, RunRecord
+from icecore.host.resident.client import Keeper
 from icecore.restorer import workingset
 from icecore.restorer.cells import SpaceCells
 from icecore.restorer.devices import Devices
@@ -30,7 +31,7 @@ from icecore.restorer.guard import Guard
 from icecore.restorer.images import Memory, image_targets, plan_memory, read_spaces, spaces_of
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.requirements import Requirements, check_requirements
-from icecore.restorer.resident import Resident, recorded
+from icecore.restorer.resident import RecordedProcess, Resident, recorded
 from icecore.restorer.tree import Tree, criu_arguments
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import Manifest
@@ -269,11 +270,23 @@ class _Run:
             self.limits,
             self.devices.plan,
             place,
-            held=self.options.from_resident,
+            held=self._held_at(processes, place) if self.options.from_resident else None,
             word=word,
             emit=self.emit,
         )
         self.stack.callback(self.resident.close)
+
+    def _held_at(self, processes: Mapping[int, RecordedProcess], place: Path) -> Path:
+        """The keeper that has the memory: that of the instance which ended."""
+        wanted = {process.token for process in processes.values()}
+        for other in (place, *(self.registry or Registry()).keepers()):
+            with suppress(IcecoreError):
+                if wanted <= {one.token for one in Keeper(other).processes() if one.retained and not one.alive}:
+                    return other
+        raise RestoreRefused(
+            "the snapshot's device memory is not held on this machine any more",
+            cure="restore without --from-resident: all is fetched then",
+        )
 
     def _open(self) -> Manifest:
         """The manifest; at the same time a session begins that keeps the snapshot from being deleted."""

@@ -76,10 +76,6 @@ class Backend:
         """Whether a path is a device file of the driver's."""
         return path.startswith(self.devices)
 
-    def is_closed_for_dumps(self, path: str) -> bool:
-        """Whether a descriptor of this path is gone in the window: the driver's own, and those of memory that is taken away."""
-        return self.is_device(path) or (self.world is not None and path.startswith(f"{self.world}/gpu"))
-
     def minor(self, path: str) -> int | None:
         """N of the device file of a GPU; None for the others ("nvidiactl", "nvidia-uvm")."""
         found = re.fullmatch(re.escape(self.devices) + r"(\d+)", path)

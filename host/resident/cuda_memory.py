@@ -18,6 +18,7 @@ from icecore.host.resident.fingerprint import KERNEL_SOURCE, THREADS, Words
 from icecore.host.resident.memory import Addresses, MemoryFailed, Piece
 
 STREAMS = 4
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
 _LARGEST_LAUNCH = 1 << 20  # cells
 
 
@@ -164,7 +165,7 @@ class CudaMemory:
 
     def pin(self, address: int, size: int) -> None:
         """See `DeviceMemory`."""
-        self._cuda.call("cuMemHostRegister", address, size, self._cuda.cu.CU_MEMHOSTREGISTER_PORTABLE)
+        self._cuda.call("cuMemHostRegister", address, size, _PORTABLE)
 
     def unpin(self, address: int) -> None:
         """See `DeviceMemory`."""

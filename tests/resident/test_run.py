@@ -88,15 +88,22 @@ def test_a_job_and_its_instances(cli: Cli, visible: Machine, root: str) -> None:
         cli.run("kill", "second", "-s", "KILL")
         until(lambda: visible.used(1) == 0)
     cli.run("dump", "gpu", "--stop", "--keep-resident")
-    cli.run("wait", "gpu", status=cli.run("wait", "gpu", status=137).returncode)
+    until(lambda: not cli.job("gpu").alive)
     assert visible.used(0) == BUFFERS * 4 * MIB
+    events = cli.events("restore", "gpu", "--name", "third", "--from-resident")
+    assert [event.get("fetched") for event in events if event["event"] == "restore.resident.memory" and event["state"] == "end"] == [0]
+    third = cli.job("third")
+    goes_on(third)
+    assert visible.used(0) == BUFFERS * 4 * MIB + MIB // 2
+    if root == "private":
+        assert "not held" in cli.run("restore", "gpu", "--name", "fourth", "--from-resident", status=6).stderr
+    cli.run("dump", "third", "--stop", "--keep-resident")
+    until(lambda: not cli.job("third").alive)
+    assert visible.used(0) == BUFFERS * 4 * MIB
+    cli.run("rm", "third")
     if root == "host":
-        cli.run("restore", "gpu", "--name", "third", "--from-resident")
-    else:
-        # A new instance has a keeper of its own, which holds nothing.
-        assert "not held" in cli.run("restore", "gpu", "--name", "third", "--from-resident", status=6).stderr
-        cli.run("restore", "gpu", "--name", "third")
-    goes_on(cli.job("third"))
+        cli.run("rm", "gpu")  # the first one's keeper is the third's
+    until(lambda: visible.used(0) == 0)
 
 
 def test_without_the_preload(cli: Cli, visible: Machine) -> None:
