@@ -14,13 +14,14 @@ from typing import Literal
 from icecore import passphrase, units
 from icecore.config import Config
 from icecore.dumper.checks_gpu import LEAST_DRIVER
-from icecore.errors import IcecoreError
+from icecore.errors import IcecoreError, MissingTool
 from icecore.host import limits, namespaces
 from icecore.host.criu import Criu, find_criu
 from icecore.host.cuda.backend import find_backend
 from icecore.host.cuda.driver import EXTRA_CURE, has_bindings
 from icecore.host.cuda.job import private_root_lack
 from icecore.host.images import load_pycriu
+from icecore.host.resident.keeper import keeper_path, preload_path
 from icecore.host.userfaultfd import create
 from icecore.places import state_directory
 from icecore.repository import Repository
@@ -159,6 +160,12 @@ def _gpus() -> Iterator[Finding]:
         yield Finding("GPUs", "good", words)
     if backend.world is None and not has_bindings():
         yield Finding("cuda.bindings", "bad", "not installed", EXTRA_CURE)
+    try:
+        preload_path()
+        keeper_path()
+        yield Finding("resident memory", "good", "GPU jobs keep their device memory in place")
+    except MissingTool as error:
+        yield Finding("resident memory", "warning", error.message, error.cure)
     lack = private_root_lack()
     yield Finding(
         "private root",

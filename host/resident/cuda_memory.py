@@ -62,7 +62,10 @@ class Cuda:
                 raise MemoryFailed(f"NVRTC: {result[0]}")
             return result[1] if len(result) > 1 else None
 
-        program = check(nvrtc.nvrtcCreateProgram(KERNEL_SOURCE.encode(), b"fingerprint.cu", 0, [], []))
+        try:
+            program = check(nvrtc.nvrtcCreateProgram(KERNEL_SOURCE.encode(), b"fingerprint.cu", 0, [], []))
+        except RuntimeError as error:  # the bindings' own, where there is no library
+            raise DriverMissing(f"NVRTC cannot be loaded: {error}", cure="pip install 'nvidia-cuda-nvrtc>=13,<14'") from error
         result = nvrtc.nvrtcCompileProgram(program, 1, [f"--gpu-architecture={architecture}".encode()])
         if int(result[0]):
             text = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from icecore.host import resident
 from icecore.host.resident.keeper import environment, start_keeper
 from tests.realgpu.first import reference
 from tests.realgpu.jobs import HERE, Lab, lack, lines, same, wait_lines
@@ -22,6 +24,16 @@ from tests.realgpu.jobs import HERE, Lab, lack, lines, same, wait_lines
 TRAIN = str(HERE / "train.py")
 STEPS = 2000
 PLACE = Path("/run/icecore/resident/test")
+
+
+def build() -> None:
+    """Preload and keeper, where this tree was not installed (tests/resident/gpu_probe.py does the same)."""
+    here = Path(resident.__file__).parent
+    sources = [str(path) for path in sorted(here.glob("*.c")) if path.name != "keeper.c"]
+    flags = ["gcc", "-std=gnu11", "-O2"]
+    library = ["-fPIC", "-shared", "-fvisibility=hidden", "-o", str(here / "libicecore-resident.so"), *sources]
+    for command in ([*library, "-lpthread", "-ldl"], ["-o", str(here / "icecore-keeper"), str(here / "keeper.c")]):
+        subprocess.run([*flags, *command], check=True, timeout=120)
 
 
 class Resident:
@@ -34,6 +46,7 @@ class Resident:
     def __init__(self, folder: Path, gib: float) -> None:
         self.lab = Lab(folder)
         self.words = (TRAIN, "--ballast", str(gib), "--width", "2048")
+        build()
         PLACE.mkdir(parents=True, exist_ok=True)
         self.keeper = start_keeper(PLACE)
         # The same memory as the others, for the random numbers' sake; on the CPU its reference would not be bit for bit the same.
