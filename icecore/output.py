@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 TITLES: Mapping[str, str] = {
     "check": "checking",
     "dump.gpu.checkpoint": "device memory out",
+    "dump.resident.unmap": "taking resident memory away",
+    "dump.resident.fingerprint": "comparing resident memory",
+    "dump.resident.copy": "copying what changed of it",
+    "dump.resident.map": "giving resident memory back",
     "dump.gpu.lock": "waiting for GPUs",
     "dump.gpu.restore": "device memory back",
     "dump.precopy": "scanning while it runs",
@@ -34,6 +38,8 @@ TITLES: Mapping[str, str] = {
     "import.store": "importing",
     "repair": "repairing",
     "restore.criu": "building the tree",
+    "restore.resident.memory": "filling resident memory",
+    "restore.resident.map": "mapping resident memory",
     "restore.gpu.restore": "device memory back",
     "restore.images": "writing images",
     "restore.memory": "filling memory",
@@ -208,6 +214,10 @@ def describe(event: Event) -> str:
             words.append(f"{_number(fields, 'gb_per_s'):.2f} GB/s")
         if state == "failed":
             words.append("failed")  # why is told once, at the end
+        if "resident_bytes" in fields:
+            stays, moved = units.size(_number(fields, "resident_bytes")), units.size(_number(fields, "moved_bytes"))
+            least = units.seconds(_number(fields, "window_seconds"))
+            words.append(f"{stays} stay on GPUs, {moved} are moved: a window of about {least} if all of it changed")
         return "  ".join(words)
     if event.name == "run.gpu":
         return _gpu_words(fields)

@@ -2,7 +2,7 @@
 
     python3 tests/resident/gpu_probe.py [--gb 8] [--steps 60] [--criu PATH] [--seconds 540] [PART ...]
 
-As root, with torch, cuda.bindings and gcc. Parts, in this order unless named: doors, answers, overhead, fingerprint, window, stress, driver, kill. Each
+As root, with torch, cuda.bindings and gcc. Parts, in this order unless named: doors, answers, overhead, fingerprint, window, worker, stress, driver, kill. Each
 prints as it goes and `OK` or `FAILED` at its end; no process is left behind; the last lines sum up. The status is 1 where a part failed.
 """
 
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("doors", "answers", "overhead", "fingerprint", "window", "stress", "driver", "kill")
+PARTS = ("doors", "answers", "overhead", "fingerprint", "window", "worker", "stress", "driver", "kill")
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -530,6 +530,88 @@ def window(probe: Probe) -> None:
     compare(probe, out, steps)
 
 
+def worker(probe: Probe) -> None:
+    """The GPU worker on a training process's memory, in a window: fingerprints, copies, and memory that it makes itself."""
+    import numpy as np
+
+    from icecore.host.resident.client import Agent
+    from icecore.host.resident.fingerprint import CELL, reference
+    from icecore.host.resident.window import give_back, take_away
+    from icecore.host.resident.worker import NOWHERE, ON_DEVICE
+    from icecore.host.resident.working import HostRegion, Worker
+
+    steps = probe.arguments.steps
+    process, log, out = train(probe, "worker", steps, True, 0.1)
+    pid = process.pid
+    agent = Agent(probe.directory, pid)
+    host = HostRegion(1 * GIB)
+    with Worker("probe") as made:
+        device = agent.allocations()[0].device
+        with timed("begin"):
+            print("    free:", made.begin([device])[device] >> 20, "MiB")
+        with timed("prefault"):
+            host.prefault()
+        with timed("pin"):
+            made.take_host(host, device)
+        began = time.perf_counter()
+        take_away(agent, lambda seconds: probe.lock(pid, seconds), lambda: probe.unlock(pid), lease=60)
+        try:
+            held = probe.keeper.take(agent.report().token)
+            sizes = [one.size for one, _ in held]
+            handles = made.new_handles(len(held))
+            with timed("map"):
+                made.map(device, handles, sizes, [fd for _, fd in held])
+            for _, fd in held:
+                os.close(fd)
+            cells = sum(sizes) // CELL
+            for again in ("first", "second"):
+                at = time.perf_counter()
+                words = made.fingerprints(device, handles, 77)
+                took = time.perf_counter() - at
+                print(f"    fingerprints {again} {took:.4f} s: {cells * CELL / took / 1e9:.0f} GB/s of {cells} cells")
+            starts = np.cumsum([0, *sizes]) // CELL
+            for share in (0.05, 1.0):
+                mask = np.random.default_rng(1).random(cells) < share
+                for room in (256 * MIB, host.size - 64 * MIB):
+                    at = time.perf_counter()
+                    places = made.stage(device, handles, mask, 64 * MIB, room)
+                    took = time.perf_counter() - at
+                    on, left = int((places >= ON_DEVICE).sum()), int((places == NOWHERE).sum())
+                    print(f"    stage {share:4.0%} {took:.4f} s: {on} cells on the device, {len(places) - on - left} on the host, {left} nowhere", flush=True)
+            rows = np.flatnonzero(mask)
+            for row in (0, len(rows) // 2, len(rows) - 1):
+                number = int(np.searchsorted(starts, rows[row], side="right")) - 1
+                own = (handles[number], int(rows[row] - starts[number]) * CELL)
+                place = int(places[row])
+                copy = (-1, place - ON_DEVICE) if place >= ON_DEVICE else own
+                made.finish(made.fetch(device, [own, copy], [0, CELL]))
+                data = [ctypes.string_at(host.address + where, CELL) for where in (0, CELL)]
+                assert data[0] == data[1], "a copy differs"
+                assert (reference(data[0], 77) == words[rows[row]]).all(), "a fingerprint differs"
+            for name, wanted in (("fetch", made.fetch), ("place", made.place)):
+                at = time.perf_counter()
+                for _ in range(16):
+                    made.finish(wanted(device, [(handles[0], 0)] * 32, [CELL * n for n in range(32)]))
+                print(f"    {name} {16 * 32 * CELL / (time.perf_counter() - at) / 1e9:.1f} GB/s, 32 cells at a time", flush=True)
+                if name == "fetch":  # what is placed is what was there
+                    made.finish(made.fetch(device, [(handles[0], 0)] * 32, [CELL * n for n in range(32)]))
+            made.release(device, handles, spare=True)
+        finally:
+            give_back(agent)
+        print(f"    it stood still for {time.perf_counter() - began:.2f} s")
+        with timed("allocate"):
+            fresh = made.new_handles(4)
+            for fd in made.allocate(device, fresh, [GIB] * 4):
+                os.close(fd)
+        made.finish(made.fetch(device, [(fresh[3], GIB - CELL)], [0]))
+        assert ctypes.string_at(host.address, CELL) == bytes(CELL), "new memory is not zero"
+        made.release(device, fresh)
+    host.close()
+    if process.wait(240):
+        raise RuntimeError(log.read_text()[-3000:])
+    compare(probe, out, steps)
+
+
 def stress(probe: Probe) -> None:
     """Threads and streams that check every buffer, and windows all the while; without the driver's checkpoint in nine of ten."""
     from icecore.host.cuda.api import LockTimeout
@@ -648,7 +730,7 @@ def main() -> int:
         parser.error(f"there is no part {unknown}")
     parts: dict[str, Callable[[Probe], None]] = {
         "doors": doors, "answers": answers, "overhead": overhead, "fingerprint": fingerprint,
-        "window": window, "stress": stress, "driver": driver, "kill": kill,
+        "window": window, "worker": worker, "stress": stress, "driver": driver, "kill": kill,
     }  # fmt: skip
     probe = Probe(arguments, bootstrap())
 

@@ -72,6 +72,7 @@ def test_a_job_and_its_instances(cli: Cli, visible: Machine, root: str) -> None:
     assert (looked["resident_bytes"], looked["moved_bytes"]) == (BUFFERS * 4 * MIB, MIB // 2)
     assert [event["bytes"] for event in events if event["event"] == "dump.resident.unmap" and event["state"] == "end"] == [BUFFERS * 4 * MIB]
     goes_on(job)
+    assert "8.0 MiB stay on GPUs" in cli.run("dump", "gpu").stderr
     assert cli.one("snapshot.details", "show", "gpu")["resident_bytes"] == BUFFERS * 4 * MIB
     assert "of it resident" in cli.run("show", "gpu").stdout
     if root == "private":  # beside the first, on the other GPU

@@ -103,7 +103,7 @@ def test_a_lock_that_is_never_had_under_load_is_had_of_parked_threads(new_machin
     with pytest.raises(LockTimeout):
         target.lock(1.0)
     for _ in range(8):
-        assert take(target) == 12 * MIB
+        assert take_away(target.agent, target.lock, target.unlock, seconds=60.0) == 12 * MIB
         give_back(target.agent)
     target("_stop.set()")
 
