@@ -11,7 +11,6 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -22,6 +21,7 @@ from icecore.host.userfaultfd import Stop
 from icecore.restorer.addressmap import AddressMap
 from icecore.restorer.cells import SpaceCells, page_pieces
 from icecore.restorer.locks import MapLock
+from icecore.restorer.placing import Move
 from icecore.store.cell import BITMAP_BYTES, CELL, CELL_BYTES, PAGE, Bytes
 
 #: Most bytes that one fault on absent memory fills with zero pages.
@@ -33,14 +33,6 @@ _WAKES = 64
 _HOPELESS = 1 << 16
 #: How long a placement is tried again because the process is changing its address space.
 _PATIENCE = 60.0
-
-
-class Move(NamedTuple):
-    """``length`` bytes at ``source``, an address of whoever places, belong to ``destination`` of a process."""
-
-    destination: int
-    source: int
-    length: int
 
 
 class Outcome(NamedTuple):
@@ -226,9 +218,11 @@ class Family:
             with member.lock.reading():
                 wanted = [(row, source) for row, source in rows if member.missing[row] and not member.gone]
                 moves = [self._moves(member, row, source, self._pieces(row)) for row, source in wanted]
-                outcomes = iter(placing.place(member, [move for some in moves for move in some]) if wanted else ())
+                outcomes = placing.place(member, [move for some in moves for move in some]) if wanted else []
+                after = 0
                 for (row, _), some in zip(wanted, moves, strict=True):
-                    if all([o.stop is Stop.DONE and not o.unmapped for o in islice(outcomes, len(some))]):
+                    at, after = after, after + len(some)
+                    if all(o.stop is Stop.DONE and not o.unmapped for o in outcomes[at:after]):
                         member.placed(row)
         for row, source in rows:  # what was in the way, and children that were born meanwhile
             self.fill(row, source, placing)

@@ -124,8 +124,8 @@ def serve(control: socket.socket) -> None:
 
 def main() -> None:
     """Entry: ``placer_process WORD CONTROL_FD…``."""
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
+    for ignored in _IGNORED:
+        signal.signal(ignored, signal.SIG_IGN)
     numbers = [int(word) for word in sys.argv[2:]]
     children = []
     for number in numbers:

@@ -15,8 +15,20 @@ import msgspec
 
 from icecore.errors import RestoreFailed
 from icecore.host.userfaultfd import Stop
-from icecore.restorer.members import Member, Move, Outcome
-from icecore.restorer.placing import MESSAGE, Answer, Done, Forget, Open, Place, Prepare, Prepared, Request, Target
+from icecore.restorer.members import Member, Outcome
+from icecore.restorer.placing import (
+    MESSAGE,
+    Answer,
+    Done,
+    Forget,
+    Move,
+    Open,
+    Place,
+    Prepare,
+    Prepared,
+    Request,
+    Target,
+)
 from icecore.restorer.plan import Batch
 from icecore.store.cell import Records
 from icecore.store.cipher import encryption_of
@@ -72,7 +84,7 @@ class Placer:
             PlacerLost: It has ended.
         """
         cells = [(c.start, c.stop, c.base_start, c.base_stop) for c in batch.cells]
-        answer = self._ask(Prepare([tuple(read) for read in batch.reads], cells, records.tobytes(), batch.size))
+        answer = self._ask(Prepare(list(batch.reads), cells, records.tobytes(), batch.size))
         assert isinstance(answer, Prepared)
         return answer
 
@@ -87,7 +99,7 @@ class Placer:
             self._forget_gone()
             self._send(Target(member.keep), [member.descriptor])
             self._targets[member.keep] = member
-        answer = self._ask(Place(member.keep, [tuple(move) for move in moves]))
+        answer = self._ask(Place(member.keep, list(moves)))
         assert isinstance(answer, Done)
         if answer.error:
             raise OSError(answer.error, answer.why)
@@ -118,7 +130,8 @@ class Placer:
             raise PlacerLost("a placer process has ended") from error
         if not data:
             raise PlacerLost("a placer process has ended")
-        return self._decode(data)
+        answer: Answer = self._decode(data)
+        return answer
 
 
 class Placers:

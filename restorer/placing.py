@@ -7,12 +7,24 @@ the lock of the address map, where that is: a placer knows nothing of processes,
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
+
+from icecore.restorer.plan import Read
 
 #: Cells that a placer has room for.
 ROOM_CELLS = 8
 #: Bytes of a message at most.
 MESSAGE = 1 << 17
+
+
+class Move(NamedTuple):
+    """``length`` bytes at ``source``, an address of whoever places, belong to ``destination`` of a process."""
+
+    destination: int
+    source: int
+    length: int
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -30,7 +42,7 @@ class Prepare(msgspec.Struct, frozen=True, array_like=True, tag=True):
     ``cells``: the bounds of each one's stored bytes, and of its base's, in the buffer; ``records``: their CELL records.
     """
 
-    reads: list[tuple[bytes, int, int, int]]
+    reads: list[Read]
     cells: list[tuple[int, int, int, int]]
     records: bytes
     size: int
@@ -56,10 +68,10 @@ class Forget(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Put bytes at ``source`` of the placer's memory to ``destination`` of a process: (destination, source, length) each."""
+    """Put bytes into the process behind a userfaultfd."""
 
     target: int
-    moves: list[tuple[int, int, int]]
+    moves: list[Move]
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
