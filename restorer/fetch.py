@@ -36,7 +36,7 @@ _MAX_GAP = 1 << 20
 _GAP_SHARE = 16
 _MAX_IN_FLIGHT = 32
 #: Stored bytes of a batch that a placer gets at once.
-PLACER_BYTES = 8 << 20
+PLACER_BYTES = 16 << 20
 #: Threads at most, where nothing else is asked for: with more it takes longer (measured on 16 cores).
 PLACE_THREADS = 6
 _FIRST_PAUSE = 0.05
@@ -53,13 +53,13 @@ class Decoder(Protocol):
 
 #: Takes the verified bytes of a row; they are valid during the call only. Called by the workers.
 Sink = Callable[[int, memoryview], None]
-#: The same for rows that a placer holds: (row, address in its memory) each.
-RemoteSink = Callable[[Sequence[tuple[int, int]], Placer], None]
+#: Has a placer deliver the cells of a batch, and returns those that it could not have.
+Through = Callable[[Placer, Batch], Sequence[int]]
 
 
 @dataclass
 class Spent:
-    """What the workers did so far: bytes read and produced, and their threads' seconds in each stage (of a placer all but placing counts as decoding).
+    """What the workers did so far: bytes read and produced, and their threads' seconds in each stage (what placers do counts as placing).
 
     ``redone``: cells that a placer could not have, and that were therefore read here.
     """
@@ -165,7 +165,7 @@ class Fetcher:
         self._failure: BaseException | None = None
         self._threads: list[threading.Thread] = []
         self._placers: Sequence[Placer] = ()
-        self._remote_sink: RemoteSink | None = None
+        self._through: Through | None = None
         self._buffers: asyncio.Queue[HugeBuffer] | None = None
         self._fetching: set[concurrent.futures.Future[None]] = set()
         self.spent = Spent()
@@ -174,9 +174,9 @@ class Fetcher:
         self._bytes = int(data_pages(records).sum()) * PAGE
         self._delivered = 0
 
-    def hand_out(self, placers: Sequence[Placer], sink: RemoteSink) -> None:
+    def hand_out(self, placers: Sequence[Placer], through: Through) -> None:
         """Have processes do what the workers would, one for each worker; for storage with direct reads, before `start`."""
-        self._placers, self._remote_sink = placers, sink
+        self._placers, self._through = placers, through
 
     def start(self, order: Sequence[int], *, opened: bool = True) -> None:
         """Begin. Until `open` only urgent rows are delivered (and ranges fetched ahead, as far as the budget goes)."""
@@ -359,33 +359,27 @@ class Fetcher:
         Returns:
             The placer, or None if it has ended: then everything is delivered from here.
         """
-        assert self._remote_sink is not None
+        assert self._through is not None
         cells = tuple(c for c in batch.cells if self._needed is None or self._needed(c.row))
         if not cells or self._stopped:
             return placer
-        rows = [cell.row for cell in cells]
-        records = self._records[rows]
-        addresses = [0] * len(rows)
+        missing: Sequence[int] = [cell.row for cell in cells]
         if placer is not None:
-            clock = time.perf_counter
-            began = clock()
+            began = time.perf_counter()
             try:
-                found = placer.prepare(batch._replace(cells=cells), records).addresses
-                prepared = clock()
-                self._remote_sink([(row, at) for row, at in zip(rows, found, strict=True) if at], placer)
-                addresses = found
-                spent.decode += prepared - began
-                spent.sink += clock() - prepared
-                spent.stored += batch.size
-                had = np.array(found) != 0
-                spent.cells += int(had.sum())
-                spent.produced += int(data_pages(records[had]).sum()) * PAGE
+                missing = self._through(placer, batch._replace(cells=cells))
             except PlacerLost:
                 placer = None
-        for row, address in zip(rows, addresses, strict=True):
-            if not address:
-                spent.redone += 1
-                self._deliver(plan_one(self._records, row), None, scratch, spent)
+            else:
+                left = set(missing)
+                had = [cell.row for cell in cells if cell.row not in left]
+                spent.sink += time.perf_counter() - began
+                spent.stored += batch.size
+                spent.cells += len(had)
+                spent.produced += int(data_pages(self._records[had]).sum()) * PAGE
+        for row in missing:
+            spent.redone += 1
+            self._deliver(plan_one(self._records, row), None, scratch, spent)
         return placer
 
     def _sound(self, cell: Cell, stored: memoryview, scratch: _Buffers) -> memoryview:
