@@ -26,7 +26,7 @@ from icecore.dumper.parent import Parent
 from icecore.dumper.pipeline import SpaceSink
 from icecore.dumper.resident_look import ResidentLook
 from icecore.dumper.scan import ScanResult
-from icecore.dumper.spaces import Machinery, SpaceCapture
+from icecore.dumper.spaces import Machinery, Scanned, SpaceCapture
 from icecore.errors import DumpFailed
 from icecore.events import Sink, phase
 from icecore.host import limits
@@ -351,7 +351,7 @@ class Resident:
             self._keep(process, machinery, in_window=False)
             process.sink.unchanged(process.row)
             fingerprints = np.ascontiguousarray(process.words).view(FINGERPRINT).reshape(-1)
-            process.capture.add(process.plan, process.sink, ScanResult(fingerprints, process.row))
+            process.capture.add(Scanned(process.plan, process.sink, ScanResult(fingerprints, process.row)))
         return [process.capture for process in self._processes]
 
     def describe(self, images: Mapping[int, int]) -> dict[str, str]:

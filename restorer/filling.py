@@ -14,8 +14,11 @@ from icecore.restorer.daemon import Daemon
 from icecore.restorer.fetch import Decoder, Fetcher, Limits, Spent
 from icecore.restorer.guard import Guard
 from icecore.restorer.images import LazyMemory
+from icecore.restorer.locks import SharedLock
 from icecore.restorer.members import Family
-from icecore.restorer.plan import interleave
+from icecore.restorer.placers import Placer, Placers
+from icecore.restorer.placing import State, Wanted
+from icecore.restorer.plan import Batch, interleave
 from icecore.store.backend import Backend
 from icecore.store.cell import CELL, Records
 from icecore.store.loop import LoopThread
@@ -35,6 +38,7 @@ class Filling:
         loop: Where the repository lives.
         failed: Told once, from whatever thread, that the tree must die, and why.
         device_first: Device memory before the host's, or after it.
+        placers: Processes that place; without any this one does it.
     """
 
     def __init__(
@@ -48,8 +52,10 @@ class Filling:
         failed: Callable[[BaseException], None],
         *,
         device_first: bool = True,
+        placers: Placers | None = None,
     ) -> None:
         self._failed = failed
+        self._placers = placers
         families: dict[int, Family] = {}
         self.daemon = Daemon(guard, families, self._urgent, failed)
         self._families: list[Family] = []
@@ -75,11 +81,22 @@ class Filling:
         self._fetcher = Fetcher(
             backend, decoder, records, self._place, limits, loop, needed=self._needed, failed=failed
         )
+        if placers is not None:
+            self._records = records
+            shared = SharedLock(placers.lock, len(self._families))
+            self.daemon.share(shared, {family.process: number for number, family in enumerate(self._families)})
+            placers.begin()
+            self._fetcher.hand_out(placers.all, self._through)
 
     @property
     def spent(self) -> Spent:
         """What the workers did; complete once everything is resident or stopped."""
         return self._fetcher.spent
+
+    @property
+    def placers(self) -> int:
+        """How many processes place; 0: threads of this one do."""
+        return len(self._placers.all) if self._placers is not None else 0
 
     def start(self, first: Sequence[tuple[int, int]] = ()) -> None:
         """Listen, and fetch ahead; nothing but faults is served before `open`.
@@ -121,6 +138,8 @@ class Filling:
         """
         self._fetcher.progress = progress
         self._fetcher.wait(seconds)
+        if self._placers is not None:
+            self._placers.close()
         self.daemon.finish()
         self.daemon.wait_for(lambda d: d.complete, seconds)
         self._fetcher.stop()
@@ -166,9 +185,36 @@ class Filling:
 
     def _place(self, row: int, data: memoryview) -> None:
         number = self._family_of[row]
-        family, own = self._families[number], row - self._rows[number][0]
-        family.fill(own, data)
-        if self._host[row] and not family.misses(own):
+        address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
+        self._families[number].fill(row - self._rows[number][0], address)
+        self._count(row)
+
+    def _through(self, placer: Placer, batch: Batch) -> list[int]:
+        """Have a placer deliver a batch; the rows that it could not have."""
+        rows = [cell.row for cell in batch.cells]
+        owners = [(number, row - self._rows[number][0]) for row in rows for number in (self._family_of[row],)]
+        wanted, pages = [], []
+        for cell, (number, own) in zip(batch.cells, owners, strict=True):
+            family = self._families[number]
+            window, bits = family.window(own)
+            target = placer.target(family.members[0])
+            wanted.append(Wanted(cell.start, cell.stop, cell.base_start, cell.base_stop, window, number, target))
+            pages.append(bits)
+        answer = placer.deliver(batch, wanted, self._records[rows], b"".join(pages))
+        outcomes = list(zip(owners, answer.states, answer.addresses, strict=True))
+        for number in {number for number, _ in owners}:
+            mine = [(row, state, address) for (n, row), state, address in outcomes if n == number]
+            self._families[number].note([(row, state) for row, state, _ in mine])
+            # What was in the way, and children that were born meanwhile.
+            self._families[number].fill_all([(row, at) for row, state, at in mine if state is not State.MISSING], placer)
+        for row in rows:
+            self._count(row)
+        return [row for row, state in zip(rows, answer.states, strict=True) if state is State.MISSING]
+
+    def _count(self, row: int) -> None:
+        """Note that a row was placed."""
+        number = self._family_of[row]
+        if self._host[row] and not self._families[number].misses(row - self._rows[number][0]):
             with self._counting:  # two workers may have placed it, one for a fault
                 self._host_left -= self._host[row]
                 self._host[row] = 0

@@ -19,6 +19,7 @@ from icecore.restorer import gpus
 from icecore.restorer.files import FilePlan, plan_files
 from icecore.restorer.gpus import GpuPlan
 from icecore.restorer.options import RestoreOptions
+from icecore.restorer.resident import resident_bytes
 from icecore.store.manifest import Manifest
 
 #: CPU flags that are instructions a program may have chosen its code by; the others describe the kernel or the host.
@@ -270,8 +271,7 @@ def _can_listen(address: str) -> bool:
 def _room(manifest: Manifest, workdir: str) -> Iterator[Requirement]:
     """Memory for the tree; CRIU's images lie in memory too, for a while."""
     images = sum(space.size for space in manifest.spaces if space.kind == "image")
-    resident = sum(r.length for space in manifest.spaces if space.kind == "device" for r in space.regions)
-    needed = max(0, manifest.sizes.logical - resident) + images
+    needed = max(0, manifest.sizes.logical - resident_bytes(manifest)) + images
     available = limits.memory_available()
     yield Requirement(
         "memory",

@@ -94,6 +94,11 @@ def recorded(manifest: Manifest) -> tuple[str, dict[int, RecordedProcess]]:
         raise Damaged("manifest", manifest.snapshot, f"what it says of resident memory: {error}") from error
 
 
+def resident_bytes(manifest: Manifest) -> int:
+    """What the processes have mapped of it: it goes neither into host memory nor through page faults."""
+    return sum(region.length for space in manifest.spaces if space.kind == "device" for region in space.regions)
+
+
 _FIELDS: tuple[Callable[[Any], Any], ...] = (int, int, int, int, str, int)
 
 

@@ -24,14 +24,16 @@ from icecore.host.resident.client import Keeper
 from icecore.restorer import workingset
 from icecore.restorer.cells import SpaceCells
 from icecore.restorer.devices import Devices
-from icecore.restorer.fetch import PLACE_THREADS, Limits
+from icecore.restorer.fetch import PLACE_THREADS, PLACER_BYTES, Limits
 from icecore.restorer.files import PutBack
 from icecore.restorer.filewriter import FileTarget, write_files
 from icecore.restorer.guard import Guard
 from icecore.restorer.images import Memory, image_targets, plan_memory, read_spaces, spaces_of
 from icecore.restorer.options import RestoreOptions
+from icecore.restorer.placers import Placers, placers_for
+from icecore.restorer.plan import room_for
 from icecore.restorer.requirements import Requirements, check_requirements
-from icecore.restorer.resident import RecordedProcess, Resident, recorded
+from icecore.restorer.resident import RecordedProcess, Resident, recorded, resident_bytes
 from icecore.restorer.tree import Tree, criu_arguments
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import Manifest
@@ -233,6 +235,7 @@ class _Run:
                 registry.restoring(record, snapshot=self.snapshot, lineage=manifest.lineage, name=options.instance)
             )
         self._begin_resident(manifest, record, str(work))
+        placers = self._placers(manifest.sizes.logical - resident_bytes(manifest), str(work))
         with phase(self.emit, "restore.images", snapshot=self.snapshot) as running:
             memory = self._write_files(manifest, images, criu, requirements, running)
         what = f"the restore of snapshot {self.snapshot}"
@@ -247,6 +250,7 @@ class _Run:
             self.limits,
             self.loop,
             device_first=options.mode == "lazy",
+            placers=placers,
         )
         self._build(self.tree, manifest, criu, images)
         if options.mode == "full":
@@ -287,6 +291,17 @@ class _Run:
             "the snapshot's device memory is not held on this machine any more",
             cure="restore without --from-resident: all is fetched then",
         )
+
+    def _placers(self, size: int, lock: str) -> Placers | None:
+        """Processes that place, if they pay; they start while CRIU's images are written."""
+        options, backend = self.options, self.repository.backend
+        count = options.placers or (0 if options.threads else placers_for(size, options.budget_bytes))
+        if not count or not backend.direct or not backend.folder:
+            return None
+        room, key = room_for(PLACER_BYTES), self.repository.keys.chunk
+        placers = Placers(count, backend.folder, key, room=room, patience=options.stall_seconds, lock=lock)
+        self.stack.callback(placers.close)
+        return placers
 
     def _open(self) -> Manifest:
         """The manifest; at the same time a session begins that keeps the snapshot from being deleted."""
@@ -389,6 +404,8 @@ class _Run:
                 "cells": spent.cells,
                 "faults": tree.daemon.faults,
                 "threads": self.threads,
+                "placers": tree.filling.placers,
+                "redone": spent.redone,
                 **{f"{name}_thread_seconds": getattr(spent, name) for name in ("read", "decode", "sink")},
             }
 

@@ -1,0 +1,113 @@
+"""What a restore says to its placers (`icecore.restorer.placer_process`), and they to it; its rule: nothing is placed but under the lock that both share.
+
+One message a packet, in msgpack. A placer reads, decodes and verifies cells into its own memory and places them where they were in the snapshot (`Deliver`), as
+long as their process is not known to have changed its address space. Otherwise it says where it holds them, and the restorer, which knows and keeps its own
+locks meanwhile, tells it where they belong now (`Place`). Between the two, and among the placers, `icecore.restorer.locks.SharedLock` stands: whoever places
+holds it for reading, whoever reads a process's events for writing.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+import msgspec
+
+from icecore.restorer.plan import Read
+
+#: Cells that a placer has room for.
+ROOM_CELLS = 16
+#: Bytes of a message at most.
+MESSAGE = 1 << 17
+
+
+class Move(NamedTuple):
+    """``length`` bytes at ``source``, an address of whoever places, belong to ``destination`` of a process."""
+
+    destination: int
+    source: int
+    length: int
+
+
+class Open(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The first message. ``folder``: where the objects are; ``key``, ``encryption``: the repository's chunk key; ``room``: stored bytes of a batch at most;
+    ``lock``: the directory of the shared lock."""
+
+    folder: str
+    key: bytes
+    encryption: bytes | None
+    room: int
+    lock: str
+
+
+class Wanted(NamedTuple):
+    """A cell to deliver: the bounds of its stored bytes, and of its base's, in the buffer; the address of its window; its family; that one's userfaultfd."""
+
+    start: int
+    stop: int
+    base_start: int
+    base_stop: int
+    window: int
+    family: int
+    target: int
+
+
+class Deliver(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Read ranges into the buffer of ``size`` bytes; decode and place cells. ``records``: their CELL records; ``pages``: 32 bytes each, the pages to place."""
+
+    reads: list[Read]
+    cells: list[Wanted]
+    records: bytes
+    pages: bytes
+    size: int
+
+
+class State(enum.IntEnum):
+    """What became of a cell."""
+
+    #: It could not be had.
+    MISSING = 0
+    PLACED = 1
+    #: The placer holds it: its process has changed, or it could not be placed just like that.
+    HELD = 2
+    #: Its process is gone.
+    DEAD = 3
+
+
+class Delivered(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """For each cell its state, and where its verified bytes lie in the placer's memory until the next `Deliver`; ``why``: of one that could not be had."""
+
+    states: list[State]
+    addresses: list[int]
+    why: str = ""
+
+
+class Target(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The userfaultfd that comes with this message has that number from now on; no answer."""
+
+    number: int
+
+
+class Forget(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Close that userfaultfd; no answer."""
+
+    number: int
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Put bytes into the process behind a userfaultfd."""
+
+    target: int
+    moves: list[Move]
+
+
+class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What became of each move: a `icecore.host.userfaultfd.Stop`, and bytes that are not registered. ``error``: an errno; then it is over."""
+
+    outcomes: list[tuple[str, int]]
+    error: int = 0
+    why: str = ""
+
+
+Request = Open | Deliver | Target | Forget | Place
+Answer = Delivered | Done
