@@ -25,7 +25,7 @@
 #include "packet.h"
 
 #define LIMIT_SECONDS 2
-#define IDLE_SECONDS 300 /* without any process, after there was one */
+#define IDLE_SECONDS 300 /* without any process */
 #define LOOK_MILLISECONDS 2000
 
 struct held {
@@ -436,7 +436,7 @@ static time_t seconds(void)
 int main(int count, char **words)
 {
 	struct stat ours, now;
-	time_t last_used = 0; /* 0: not yet */
+	time_t last_used = seconds();
 	int listener;
 
 	if (count != 2) {
@@ -475,7 +475,7 @@ int main(int count, char **words)
 		sweep();
 		if (processes)
 			last_used = seconds();
-		if (last_used && seconds() - last_used > IDLE_SECONDS) {
+		if (seconds() - last_used > IDLE_SECONDS) {
 			unlink(words[1]); /* its job is over; one that is not gets another with its next dump */
 			return 0;
 		}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 
 from icecore.dumper.options import DumpOptions
 from icecore.errors import IcecoreError, RestoreFailed, RestoreRefused, StoreError
+from icecore.events import Event
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import Restored, restore
 from icecore.store.faulty import Call, FaultyBackend, Outcome
@@ -137,6 +140,29 @@ def test_a_restore_that_fails(fault: str, mode: str, store: Store, launch: Launc
     ended(job)
     until(lambda: not members(store.workdir, "icecore.host.resident.worker"))
     bring_back(store, snapshot, mode=mode)
+    job.goes_on()
+
+
+@pytest.mark.parametrize("joined", [900 * MIB], indirect=True)
+def test_copies_that_were_made_on_the_device(store: Store, launch: Launch, joined: Machine) -> None:
+    """They are the worker's: with it they are lost, and with them the snapshot; else they are stored while the job runs on."""
+    job = launch(gpus=(0, 1), children=1)
+
+    def kill(_: Event) -> None:
+        for pid in members(store.workdir, "icecore.host.resident.worker"):
+            os.kill(pid, signal.SIGKILL)
+
+    with pytest.raises(IcecoreError, match="worker ended"):
+        store.dump(job.pid, events=Events({("dump.store", "begin"): kill}))
+    job.goes_on()
+    used: list[int] = []
+    look = Events({("dump.store", "begin"): lambda _: used.append(sum(joined.used(gpu) for gpu in range(2)))})
+    snapshot = store.dump(job.pid, events=look).snapshot
+    assert used == [2 * job.resident + len(job.pids) * MIB // 2]
+    store.dump(job.pid, DumpOptions(stop=True))
+    job.reap()
+    ended(job)
+    bring_back(store, snapshot)
     job.goes_on()
 
 
