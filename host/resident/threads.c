@@ -264,9 +264,11 @@ static int claim_signal(void)
 	librarys = found;
 	struct kernel_sigaction ours = {
 		.handler = on_signal,
-		.flags = SA_SIGINFO | SA_RESTART | SA_ONSTACK | RESTORER_FLAG,
+		/* Not blocked in its own handler: who is on the way out of it would look like one that blocks it, and be helped, and then block it for good.
+		 * One that is asked again right there parks within the handler, which is as good as anywhere. */
+		.flags = SA_SIGINFO | SA_RESTART | SA_ONSTACK | SA_NODEFER | RESTORER_FLAG,
 		.restorer = resident_return_from_signal,
-		.mask = ~0ul,
+		.mask = ~(1ul << (PARK_SIGNAL - 1)),
 	};
 	return syscall(SYS_rt_sigaction, PARK_SIGNAL, &ours, NULL, 8) ? errno : 0;
 }
