@@ -188,11 +188,12 @@ class Fetcher:
             self._submit(self._fetch_planned(len(order)))
         count = min(len(self._placers) or self._limits.threads, max(1, len(order)))
         placers = self._placers[:count] if self._placers else [None] * count
-        workers = [(f"place-{number}", False, placer) for number, placer in enumerate(placers)]
+        # While its placer loads, a worker does its work itself, as far as more threads help.
+        workers = [(f"place-{number}", False, placer, number < PLACE_THREADS) for number, placer in enumerate(placers)]
         if not opened:
-            workers.append(("faults", True, None))  # a fault need not wait until a worker has placed what it is at
-        for name, only_urgent, placer in workers:
-            thread = threading.Thread(target=self._work, args=(only_urgent, placer), name=name, daemon=True)
+            workers.append(("faults", True, None, True))  # a fault need not wait until a worker has placed what it is at
+        for name, *arguments in workers:
+            thread = threading.Thread(target=self._work, args=arguments, name=name, daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -263,7 +264,7 @@ class Fetcher:
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
-    def _work(self, only_urgent: bool, placer: Placer | None) -> None:
+    def _work(self, only_urgent: bool, placer: Placer | None, meanwhile: bool) -> None:
         spent = Spent()
         shelf = self._limits.shelf
         try:
@@ -275,7 +276,9 @@ class Fetcher:
                     if not self._placers or urgent:
                         self._deliver(batch, buffer, scratch, spent)
                     else:
-                        placer = self._deliver_through(placer, batch, scratch, spent)
+                        loading = placer is not None and meanwhile and not placer.ready
+                        if not self._deliver_through(None if loading else placer, batch, scratch, spent) and not loading:
+                            placer = None
                 finally:
                     self._finished(batch, buffer, urgent, spent.produced - before)
             shelf.give(scratch)
@@ -351,18 +354,16 @@ class Fetcher:
             spent.produced += len(data)
             spent.cells += 1
 
-    def _deliver_through(
-        self, placer: Placer | None, batch: Batch, scratch: _Buffers, spent: Spent
-    ) -> Placer | None:
+    def _deliver_through(self, placer: Placer | None, batch: Batch, scratch: _Buffers, spent: Spent) -> bool:
         """Have a placer deliver a batch. What it cannot have is delivered from here, where there are other replicas, and errors with a name.
 
         Returns:
-            The placer, or None if it has ended: then everything is delivered from here.
+            Whether the placer lives.
         """
         assert self._through is not None
         cells = tuple(c for c in batch.cells if self._needed is None or self._needed(c.row))
         if not cells or self._stopped:
-            return placer
+            return placer is not None
         missing: Sequence[int] = [cell.row for cell in cells]
         if placer is not None:
             began = time.perf_counter()
@@ -370,17 +371,18 @@ class Fetcher:
                 missing = self._through(placer, batch._replace(cells=cells))
             except PlacerLost:
                 placer = None
+                spent.redone += len(missing)
             else:
                 left = set(missing)
+                spent.redone += len(left)
                 had = [cell.row for cell in cells if cell.row not in left]
                 spent.sink += time.perf_counter() - began
                 spent.stored += batch.size
                 spent.cells += len(had)
                 spent.produced += int(data_pages(self._records[had]).sum()) * PAGE
         for row in missing:
-            spent.redone += 1
             self._deliver(plan_one(self._records, row), None, scratch, spent)
-        return placer
+        return placer is not None
 
     def _sound(self, cell: Cell, stored: memoryview, scratch: _Buffers) -> memoryview:
         """The cell's verified bytes; where what was read is damaged, from the first other replica that has them sound."""

@@ -70,6 +70,8 @@ class SharedLock:
         try:
             if os.fstat(flags).st_size < families:
                 os.ftruncate(flags, families)
+            if os.fstat(flags).st_size < max(1, families):
+                raise ValueError(f"{folder}: room for {os.fstat(flags).st_size} flags, not {families}")
             self._flags = mmap.mmap(flags, 0)
         finally:
             os.close(flags)

@@ -31,6 +31,7 @@ from icecore.restorer.placing import (
     Forget,
     Open,
     Place,
+    Ready,
     Request,
     State,
     Target,
@@ -39,10 +40,10 @@ from icecore.restorer.placing import (
 from icecore.restorer.plan import Read
 from icecore.store.cell import BITMAP_BYTES, CELL, CELL_BYTES
 from icecore.store.cipher import Key
+from icecore.store.decoder import ChunkDecoder
 from icecore.store.local import LocalBackend
 from icecore.store.names import object_name
 from icecore.store.pool import Scratch
-from icecore.store.reader import ChunkDecoder
 
 _PR_SET_PDEATHSIG = 1
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -153,6 +154,7 @@ def serve(control: socket.socket) -> None:
     decode = msgspec.msgpack.Decoder(Request).decode
     encode = msgspec.msgpack.Encoder().encode
     placer: Placer | None = None
+    control.sendall(encode(Ready()))
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
         if not data:

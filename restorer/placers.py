@@ -4,6 +4,7 @@ for under a lock that is still held."""
 from __future__ import annotations
 
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -74,6 +75,22 @@ class Placer:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Answer).decode
         self._targets: dict[int, Member] = {}
+        self._ready = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has begun, or has ended before: then it can be asked. It takes a while to load."""
+        if not self._ready and select.select([self._control], [], [], 0)[0]:
+            self._ready = True
+            with suppress(PlacerLost):  # told when it is asked
+                self._hear()
+        return self._ready
+
+    def wait_ready(self) -> None:
+        """Wait until it has begun, or has ended."""
+        if not self._ready:
+            select.select([self._control], [], [], self._patience)
+            assert self.ready
 
     def deliver(self, batch: Batch, cells: Sequence[Wanted], records: Records, pages: bytes) -> Delivered:
         """Have cells of a batch read, decoded, verified, and placed if nothing speaks against that.
@@ -127,7 +144,11 @@ class Placer:
             raise PlacerLost("a placer process has ended") from error
 
     def _ask(self, request: Request) -> Answer:
+        self.wait_ready()
         self._send(request)
+        return self._hear()
+
+    def _hear(self) -> Answer:
         try:
             data = self._control.recv(MESSAGE)
         except TimeoutError:

@@ -40,6 +40,10 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag=True):
     lock: str
 
 
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A placer's first message, unasked: it has begun."""
+
+
 class Wanted(NamedTuple):
     """A cell to deliver: the bounds of its stored bytes, and of its base's, in the buffer; the address of its window; its family; that one's userfaultfd."""
 
@@ -110,4 +114,4 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 Request = Open | Deliver | Target | Forget | Place
-Answer = Delivered | Done
+Answer = Ready | Delivered | Done
