@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import zstandard
 
-from icecore.dumper.fingerprints import decode_fingerprints, encode_fingerprints
+from icecore.dumper.fingerprints import Fingerprints, decode_fingerprints, encode_fingerprints
 from icecore.errors import Damaged, FormatTooNew
 from icecore.restorer import workingset
 from icecore.store import codec, delta
@@ -255,7 +255,9 @@ def _fingerprints(data: bytes) -> object:
 
 def targets() -> dict[str, Target]:
     """Every parser of something that lies in a repository."""
-    fingerprints = encode_fingerprints({"process:1": (np.arange(9, dtype=np.uint64), np.zeros(9, "V16"))})
+    fingerprints = encode_fingerprints(
+        {"process:1": Fingerprints(np.arange(9, dtype=np.uint64), np.zeros(9, "V16"), np.arange(3, dtype=np.uint64))}
+    )
     working = workingset.encode(workingset.WorkingSet("a" * 32, [(1, 4096), (1, 8192)]))
     slot, config, state, manifest = new_slot(), Config(1, "c" * 32, 1, Parameters()), _state(), _manifest()
     beat = Heartbeat("d" * 32, 1, 2, "h", 3)
