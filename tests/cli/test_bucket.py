@@ -22,7 +22,7 @@ from icecore.store.names import CONFIG
 from icecore.store.replicas import ReplicaBackend
 from icecore.store.repository import Repository
 from icecore.store.s3 import S3Backend, S3Place
-from tests.bad_proxy import unreliable
+from tests.bad_proxy import at_random, unreliable
 from tests.canned_s3 import Reply, canned
 from tests.cli.conftest import Cli, until
 from tests.cli.documents import check_event, documented_events
@@ -52,7 +52,7 @@ def counted(cli: Cli, name: str = "count") -> int:
 @pytest.mark.criu
 @pytest.mark.usefixtures("needs_criu")
 def test_a_store_that_fails_half_its_requests_is_slower_and_nothing_else(bucket: Cli, region_a: Server) -> None:
-    with unreliable(region_a.endpoint, seed=11, refuse=0.25, lose=0.25) as (endpoint, toll):
+    with unreliable(region_a.endpoint, at_random(11, refuse=0.25, lose=0.25)) as (endpoint, toll):
         cli = replace(
             bucket, environment={**bucket.environment, "ICECORE_S3_ENDPOINT": endpoint, "ICECORE_S3_ATTEMPTS": "30"}
         )

@@ -1,6 +1,6 @@
 """Real processes over one real repository: writers, collectors and a restorer, killed with SIGKILL at any moment; nothing committed is lost or left over.
 
-``ICECORE_TORTURE_SECONDS`` says how long the long run takes. A place is where the repository lies: further ones (an object store) are added to PLACES.
+``ICECORE_TORTURE_SECONDS`` says how long the long run takes. A place is where the repository lies: further ones are added to PLACES.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from pathlib import Path
 
 import pytest
 
+from icecore.config import Config
 from icecore.errors import NotFound, ObjectMissing, SessionFenced
+from icecore.places import backend_at
 from icecore.store.backend import Backend
 from icecore.store.keys import Parameters
 from icecore.store.local import LocalBackend
 from icecore.store.repository import Repository
+from tests.seaweedfs import running
 from tests.store.miniature import collect, listed, read, sound, take
 
 
@@ -51,8 +54,22 @@ def local(folder: Path) -> Iterator[Location]:
     yield Location("local", str(root))
 
 
-OPENERS: dict[str, Callable[[str], Backend]] = {"local": LocalBackend}
-PLACES = {"local": local}
+@contextmanager
+def bucket(folder: Path) -> Iterator[Location]:
+    """A bucket of a SeaweedFS of its own; the processes find it through their environment."""
+    with running(folder / "server") as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment().items():
+            patch.setenv(name, value)
+        yield Location("bucket", f"s3://{server.make_bucket('icecore-processes')}/repository")
+
+
+def open_bucket(where: str) -> Backend:
+    """As the commands do: retries, limits, counts."""
+    return backend_at(where, config=Config())
+
+
+OPENERS: dict[str, Callable[[str], Backend]] = {"local": LocalBackend, "bucket": open_bucket}
+PLACES = {"local": local, "bucket": bucket}
 
 
 def note(log: str, line: str) -> None:
