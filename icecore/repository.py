@@ -391,8 +391,12 @@ class Repository:
             self.loop.run(backend.close())
 
     def holder(self, snapshot: str) -> Repository:
-        """The repository that lists a snapshot: this one, or, if it does not (as while its replication goes on) or only in quarantine, the first
-        replica that lists it whole.
+        """The repository that lists a snapshot; see `locate`."""
+        return self.locate(snapshot)[0]
+
+    def locate(self, snapshot: str) -> tuple[Repository, SnapshotRecord]:
+        """The repository that lists a snapshot, and how: this one, or, if it does not (as while its replication goes on) or only in quarantine, the
+        first replica that lists it whole.
 
         It reads from all of them, and is closed with this one.
 
@@ -400,13 +404,13 @@ class Repository:
             NotFound: None lists it.
             UsageError: Several ids begin so.
         """
-        found: Repository | None = None
+        found: tuple[Repository, SnapshotRecord] | None = None
         missing: NotFound | None = None
         try:
             record = self.find(snapshot)
-            found, snapshot = self, record.snapshot
+            found, snapshot = (self, record), record.snapshot
             if not record.quarantined:
-                return self
+                return found
         except NotFound as error:
             missing = error
         for sibling in self._others():
@@ -415,8 +419,8 @@ class Repository:
             except NotFound:
                 continue
             if not record.quarantined:
-                return sibling
-            found = found or sibling
+                return sibling, record
+            found = found or (sibling, record)
         if found is None:
             assert missing is not None
             raise missing
