@@ -16,6 +16,7 @@ import secrets
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,8 +72,8 @@ def measure(mib: int, rounds: int, *, verbose: bool = False) -> list[Result]:
     found = Rounds()
     for turn in range(rounds):
         progress(f"link: round {turn + 1} of {rounds}")
-        # A server a round: what is deleted stays in its volumes, and they lie in memory.
-        with scratch(PART) as folder, running(folder / "server") as server:
+        # A server a round, as what is deleted stays in its volumes; on disk, as the memory is the job's.
+        with tempfile.TemporaryDirectory(prefix="icecore-bench-link-") as data, scratch(PART) as folder, running(Path(data)) as server:
             server.make_bucket(BUCKET)
             os.environ.update(server.environment())
             with shaped(server.endpoint, RATE, ROUND_TRIP) as endpoint:
@@ -84,7 +85,7 @@ def measure(mib: int, rounds: int, *, verbose: bool = False) -> list[Result]:
 async def _bare(endpoint: str, mib: int, found: Rounds) -> None:
     """As many bytes with the client alone, in objects of 8 MiB."""
     backend = S3Backend(S3Place(BUCKET, "bare", endpoint=endpoint))
-    names = [f"o/{secrets.token_hex(8)}" for _ in range(max(1, mib * MIB // 4 // _BARE_BYTES))]
+    names = [f"o/{secrets.token_hex(8)}" for _ in range(max(1, mib * MIB // _BARE_BYTES))]
     data = memoryview(os.urandom(_BARE_BYTES))
     rooms = [memoryview(bytearray(_BARE_BYTES)) for _ in range(_BARE_IN_FLIGHT)]
     puts = [lambda who, name=name: backend.create(name, [data]) for name in names]
@@ -97,7 +98,7 @@ async def _bare(endpoint: str, mib: int, found: Rounds) -> None:
 
 
 def _whole(folder: Path, server: Server, endpoint: str, mib: int, turn: int, found: Rounds, verbose: bool) -> None:
-    """A job is dumped, ended, and restored."""
+    """A job is dumped, killed, and restored."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ICECORE_") or name == "ICECORE_CRIU_PREFIX"}
     environment |= {
         **server.environment(),
@@ -109,7 +110,8 @@ def _whole(folder: Path, server: Server, endpoint: str, mib: int, turn: int, fou
     shell = Shell(environment)
     shell.run("init")
     with job("memory-pattern", folder, ["--mib", str(mib), "--seed", str(turn + 1)]) as running_:
-        seconds, said = shell.run("dump", str(running_.pid), "--job", "pattern", "--stop")
+        seconds, said = shell.run("dump", str(running_.pid), "--job", "pattern")
+        driving.kill_tree(running_.pid)
         running_.process.wait(60)
         stored = _one(said, "dump.done")["stored"]
         found.add("dump", stored / seconds / RATE)
@@ -154,7 +156,7 @@ def _results(found: Rounds) -> list[Result]:
 
     return [
         result("bare PUTs of 8 MiB, 16 at once / 1 Gb/s at 80 ms", "put", None),
-        result("icecore dump --stop, the whole command / the link", "dump", 0.9),
+        result("icecore dump, the whole command / the link", "dump", 0.9),
         result("bare GETs of 8 MiB, 16 at once / the link", "get", None),
         result("icecore restore, the whole command / the link", "restore", 0.9),
     ]
@@ -163,7 +165,7 @@ def _results(found: Rounds) -> list[Result]:
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=1536, help="memory of the job (default: 1536)")
+    parser.add_argument("--mib", type=int, default=3815, help="memory of the job (default: 4 GB)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--verbose", action="store_true", help="when what happened")
     options = parser.parse_args()

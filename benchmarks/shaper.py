@@ -206,6 +206,8 @@ def main() -> None:
     parser.add_argument("rate", type=float, help="bytes a second")
     parser.add_argument("round_trip", type=float, help="seconds")
     options = parser.parse_args()
+    with contextlib.suppress(PermissionError):
+        os.nice(-15)  # a link waits for no processor
     _end_with_parent()
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(options.port, options.rate, options.round_trip))
