@@ -29,9 +29,9 @@ from icecore.store.log import Log
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import Manifest
 from icecore.store.reader import SnapshotReader
+from icecore.store.reconcile import Plan as SyncPlan
 from icecore.store.repair import Repairer
 from icecore.store.replicas import ReplicaBackend
-from icecore.store.reconcile import Plan as SyncPlan
 from icecore.store.replication import Synced, sync
 from icecore.store.repository import Repository as Core
 from icecore.store.slots import Cost, Slot, Slots

@@ -6,7 +6,16 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from icecore.errors import Damaged, ObjectExists, ObjectMissing, StoreDenied, StoreError, StoreFull, UsageError, WrongPassphrase
+from icecore.errors import (
+    Damaged,
+    ObjectExists,
+    ObjectMissing,
+    StoreDenied,
+    StoreError,
+    StoreFull,
+    UsageError,
+    WrongPassphrase,
+)
 from icecore.store.backend import Backend
 from icecore.store.keys import KEY_KIND, Keys, open_slot
 from icecore.store.names import KEYS, key_name

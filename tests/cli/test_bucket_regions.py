@@ -1,4 +1,4 @@
-"""Two regions that are buckets of two real S3 servers: syncs and copies killed in their middle and called again, and a job restored where not all of it has arrived."""
+"""Two regions, buckets of two real S3 servers: syncs and copies killed in their middle and called again, a job restored where not all of it has arrived."""
 
 from __future__ import annotations
 
