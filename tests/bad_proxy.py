@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,17 +48,24 @@ class Toll:
         self.held += fate is Fate.HOLD
 
 
-def at_random(seed: int, *, refuse: float, lose: float) -> Plan:
-    """Each request is refused, or loses its reply, with these probabilities."""
-    draw = random.Random(seed)
+def at_random(seed: int, *, refuse: float, lose: float, in_a_row: int = 3) -> Plan:
+    """Each request is refused, or loses its reply, with these probabilities.
+
+    Args:
+        in_a_row: How often the same method and path fails at most before it passes: each further time costs the client a pause twice as long, and
+            shows nothing that the first ones do not.
+    """
+    draw, failed = random.Random(seed), Counter[tuple[str, str]]()
 
     def plan(method: str, path: str) -> Fate:
         at = draw.random()
+        if at >= refuse + lose or failed[method, path] >= in_a_row:
+            failed[method, path] = 0
+            return Fate.PASS
+        failed[method, path] += 1
         if at < refuse:
             return Fate.REFUSE
-        if at < refuse + lose:
-            return Fate.LOSE if at < refuse + lose / 2 else Fate.CUT
-        return Fate.PASS
+        return Fate.LOSE if at < refuse + lose / 2 else Fate.CUT
 
     return plan
 
