@@ -73,6 +73,13 @@ class Scene:
         await backend.create("hints/gone/touched-1-2", [b"advice"])
         self.whole = dict(self.objects)
 
+    def copy(self) -> Scene:
+        """The same, to be changed apart."""
+        other = Scene()
+        for name, value in vars(self).items():
+            setattr(other, name, dict(value) if isinstance(value, dict) else value)
+        return other
+
     @property
     def parent(self) -> str:
         """A snapshot to build on."""

@@ -165,9 +165,10 @@ def test_crash_after_crash() -> None:
     async def body() -> None:
         dice = random.Random(4)
         names = [name for name, operation in OPERATIONS.items() if operation.harm is None]
+        whole = await prepared_for_all()
+        before = await whole.readable(MemoryBackend(whole.objects))
         for round_ in range(1500):
-            scene = await prepared_for_all()
-            before = await scene.readable(MemoryBackend(scene.objects))
+            scene = whole.copy()
             backend = MemoryBackend(scene.objects)
             tried = []
             for _ in range(dice.randint(2, 6)):
