@@ -12,10 +12,12 @@ import blake3
 import msgspec
 import numpy as np
 
-from icecore.dumper.allocations import allocations, cut
-from icecore.dumper.cells import EXTENT, inherit_origins
+from icecore.dumper.cells import EXTENT
+from icecore.dumper.early import Early
 from icecore.dumper.facts import describe_namespaces, describe_processes, listening_ports, thread_ids
 from icecore.dumper.files import FoundFile, find_files, tree_pids, unchanged_since
+from icecore.dumper.fingerprints import KnownCells
+from icecore.dumper.grid import grid
 from icecore.dumper.images import ImageSet, Pagemap, image_files, read_images
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.parent import Parent
@@ -25,7 +27,7 @@ from icecore.dumper.spaces import Machinery, SpaceCapture
 from icecore.errors import DumpFailed, NotFound
 from icecore.events import Sink, phase
 from icecore.host import procfs
-from icecore.host.images import LINKED, load_files, load_remaps
+from icecore.host.images import LINKED, load_files, load_remaps, load_rseq
 from icecore.host.memory import RemoteReader
 from icecore.store.cell import PAGE
 from icecore.store.manifest import Namespaces, OpenFile, Process, Region, Space
@@ -87,12 +89,15 @@ class Capture:
         self._machinery = machinery
         self._emit = emit
 
-    def in_window(self, root: int, device: Mapping[int, Sequence[tuple[int, int]]]) -> Captured:
+    def in_window(
+        self, root: int, device: Mapping[int, Sequence[tuple[int, int]]], early: Early | None = None
+    ) -> Captured:
         """Everything that must be read while the tree stands still.
 
         Args:
             root: Host pid.
             device: Host pid → where device memory lies in its memory, (start, end), ascending.
+            early: What was read while CRIU was at work.
         """
         at = time.time_ns()
         pids = tree_pids(root)
@@ -101,6 +106,7 @@ class Capture:
         namespaces = describe_namespaces(root)
         ids = [] if namespaces.pid else thread_ids(pids)
         captured = Captured(at, pids, ids, describe_processes(pids), namespaces, listening_ports(alive), images)
+        touched = load_rseq(self._images) if early else []
         by_image = {image: pid for pid, image in pids.items()}
         for number, pagemap in enumerate(images.processes):
             if pagemap.number not in by_image:
@@ -109,7 +115,8 @@ class Capture:
             with RemoteReader(pid) as reader:
                 capture = self._process(pagemap, number, reader, device.get(pid, ()))
                 captured.spaces.append(capture)
-                captured.scanned += capture.scan(reader, pagemap.extents, self._machinery)
+                done = early.processes.get(pagemap.number) if early else None
+                captured.scanned += capture.scan(reader, pagemap.extents, self._machinery, done, touched)
         with phase(self._emit, "dump.files") as running:
             for file in find_files(alive, self._options):
                 running.bytes += self._file(file, captured)
@@ -122,15 +129,9 @@ class Capture:
         key = str(pagemap.number)
         parent = self._parent.space("process", key) if self._parent else None
         copied = self._copied.get(pagemap.number)
-        regions = device_regions(pagemap.regions, device)
-        if copied is None:
-            regions = cut(regions, allocations(reader, regions))
-            return SpaceCapture.make("process", key, 0, regions, parent, stream=self._stream(number))
-        # What pre-copy has looked at needs no second look.
-        regions = cut(regions, [region.start for region in copied.regions])
-        regions = inherit_origins(regions, parent.space.regions if parent else [])
-        regions = inherit_origins(regions, copied.regions)
-        return SpaceCapture("process", key, 0, regions, copied.known, parent, self._stream(number))
+        known = copied.known if copied else parent.known if parent else KnownCells.none()
+        regions = grid(pagemap.regions, device, reader, parent, copied)
+        return SpaceCapture("process", key, 0, regions, known, parent, self._stream(number))
 
     def _stream(self, number: int) -> int:
         return number % self._machinery.streams
@@ -204,19 +205,6 @@ class Capture:
             finally:
                 os.close(descriptor)
         return capture
-
-
-def device_regions(regions: list[Region], device: Sequence[tuple[int, int]]) -> list[Region]:
-    """The regions, those of device memory apart and marked as such (kind "device")."""
-    if not device:
-        return regions
-    parts = cut(regions, sorted({point for bounds in device for point in bounds}))
-    return [
-        msgspec.structs.replace(part, kind="device")
-        if part.lazy and any(start <= part.start and part.start + part.length <= end for start, end in device)
-        else part
-        for part in parts
-    ]
 
 
 def _still_there(pids: list[int]) -> None:

@@ -51,6 +51,35 @@ class CellPlan:
         """Bytes of all present pages."""
         return int(self.length.sum())
 
+    def take(self, rows: npt.NDArray[np.int64]) -> CellPlan:
+        """The plan of some of its cells; ``rows`` i8[k], ascending."""
+        if len(rows) == len(self):
+            return self
+        source, ordinal = _split(self.first_run[1:].astype(np.int64)[rows] - self.first_run[:-1][rows])
+        first = np.searchsorted(source, np.arange(len(rows) + 1)).astype(np.uint32)
+        return CellPlan(
+            self.region[rows],
+            self.cell[rows],
+            self.key[rows],
+            self.bitmap[rows],
+            self.length[rows],
+            first,
+            self.runs[self.first_run[rows].astype(np.int64)[source] + ordinal],
+        )
+
+    def same(self, other: CellPlan) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Cells that another plan of the same space has with the same pages: their rows here and there, ascending."""
+        nothing = np.empty(0, np.int64)
+        if not len(self) or not len(other):
+            return nothing, nothing
+        there = np.minimum(np.searchsorted(other.key, self.key), len(other) - 1)
+        start, start_there = self.runs["address"][self.first_run[:-1]], other.runs["address"][other.first_run[:-1]]
+        # The same first page and the same bitmap: the same window.
+        equal = (other.key[there] == self.key) & (start_there[there] == start)
+        equal &= (other.bitmap[there] == self.bitmap).all(axis=1)
+        here = np.flatnonzero(equal)
+        return here, there[here]
+
 
 def _split(counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """For each of ``counts`` pieces: the index of its source, and its ordinal within the source."""

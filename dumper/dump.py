@@ -17,6 +17,7 @@ from pathlib import Path
 
 from icecore.dumper.capture import Capture, Captured
 from icecore.dumper.devices import Devices
+from icecore.dumper.early import EarlyScan
 from icecore.dumper.facts import describe_requirements
 from icecore.dumper.fingerprints import KnownCells
 from icecore.dumper.guard import WINDOW_PRIORITY, Guard
@@ -291,11 +292,20 @@ class _Dump:
                 window.begin()
                 if devices is not None:
                     devices.stop(window.left)
-                window.freeze(self._criu_command(images, devices is not None), streamed=streamed)
+                device = devices.ranges if devices is not None else {}
+                command = self._criu_command(images, devices is not None)
                 if streamed:
+                    window.freeze(command, streamed=True)
                     running.fields["streamed"] = receive(guard.pages(), self.criu.version, images, _STREAM_SECONDS)
-                running.fields["freeze_seconds"] = time.monotonic() - window.started
-                captured = capture.in_window(self.target.pid, devices.ranges if devices else {})
+                    before = None
+                else:
+                    with EarlyScan(
+                        self.target.pid, images, storing.parent, copied, device, storing.machinery, self.emit
+                    ) as early:
+                        window.freeze(command)
+                        running.fields["freeze_seconds"] = time.monotonic() - window.started
+                        before = early.finish()
+                captured = capture.in_window(self.target.pid, device, before)
                 running.bytes = captured.scanned
                 if not self.options.stop:
                     window.thaw()
@@ -391,8 +401,6 @@ class _Dump:
             # Pre-copy knows nothing of device memory: as much is taken to change as did in the parent.
             parent = self.storing.parent
             guess += min(found.gpus.most_bytes, parent.manifest.sizes.changed if parent else found.gpus.most_bytes)
-        if found.gpus is not None:
-            guess += found.gpus.device_bytes  # no pre-copy sees it
         staging = self.storing.staging
         staging.reserve(min(staging.capacity, guess // (1 << 20) + 3 * self.threads))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,6 +43,33 @@ class ParentSpace:
     known: KnownCells
 
 
+@dataclass(frozen=True)
+class Scanned:
+    """Cells that were scanned: the plan, where those that are not known went, and what was found."""
+
+    plan: CellPlan
+    sink: SpaceSink
+    result: ScanResult
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some cells of a space: their plan and what was found of them; ``at`` i8[n]: their rows in the sink, None: all."""
+
+    plan: CellPlan
+    sink: SpaceSink
+    result: ScanResult
+    at: npt.NDArray[np.int64] | None = None
+
+    def records(self) -> Records:
+        """CELL[n], with the cell numbers of this plan."""
+        if self.at is None:
+            return self.sink.records
+        rows = self.sink.records[self.at]
+        rows["cell"] = self.plan.cell
+        return rows
+
+
 @dataclass
 class SpaceCapture:
     """One space of the new snapshot.
@@ -60,7 +88,7 @@ class SpaceCapture:
     known: KnownCells
     parent: ParentSpace | None
     stream: int = 0
-    _parts: list[tuple[CellPlan, SpaceSink, ScanResult]] = field(default_factory=list)
+    _parts: list[_Part] = field(default_factory=list)
 
     @classmethod
     def make(
@@ -71,15 +99,37 @@ class SpaceCapture:
         regions = inherit_origins(regions, parent.space.regions if parent else [])
         return cls(kind, key, size, regions, known, parent, stream)
 
-    def scan(self, source: Source, extents: npt.NDArray[np.void], machinery: Machinery) -> int:
+    def scan(
+        self,
+        source: Source,
+        extents: npt.NDArray[np.void],
+        machinery: Machinery,
+        early: Scanned | None = None,
+        touched: Sequence[int] = (),
+    ) -> int:
         """Read the pages of ``extents`` from ``source``, and queue what is not known yet.
 
+        Args:
+            early: Cells that have been read already; those of them that have the pages of ``extents`` are not read again.
+            touched: Addresses that may have been written to since.
+
         Returns:
-            Bytes read.
+            Bytes read, now or early.
         """
         plan = plan_cells(self.regions, extents)
+        size = plan.bytes
+        if early is not None:
+            here, there = plan.same(early.plan)
+            written = np.searchsorted(plan.key, np.array(touched, np.uint64), side="right") - 1
+            sound = ~np.isin(here, written)
+            here, there = here[sound], there[sound]
+            result = ScanResult(early.result.fingerprint[there], early.result.row[there])
+            self._parts.append(_Part(plan.take(here), early.sink, result, there))
+            left = np.ones(len(plan), np.bool_)
+            left[here] = False
+            plan = plan.take(np.flatnonzero(left))
         if not len(plan):
-            return 0
+            return size
         sink = machinery.pipeline.space(self.stream, plan, self.regions, self.known)
         result = scan(
             plan,
@@ -93,26 +143,26 @@ class SpaceCapture:
             advance=machinery.advance,
         )
         sink.unchanged(result.row)
-        self._parts.append((plan, sink, result))
-        return plan.bytes
+        self._parts.append(_Part(plan, sink, result))
+        return size
 
     @property
     def changed(self) -> int:
         """Bytes of cells that the parent does not have as they are."""
         before = self.parent.known if self.parent else KnownCells.none()
-        return sum(int(plan.length[before.differ(plan.key, r.fingerprint)].sum()) for plan, _, r in self._parts)
+        return sum(int(p.plan.length[before.differ(p.plan.key, p.result.fingerprint)].sum()) for p in self._parts)
 
     @property
     def queued(self) -> int:
         """Bytes of cells that were handed to the pipeline."""
-        return sum(int(plan.length[result.changed].sum()) for plan, _, result in self._parts)
+        return sum(int(p.plan.length[p.result.changed].sum()) for p in self._parts)
 
     def fingerprints(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.void]]:
         """Keys u8[n] and fingerprints V16[n] of all its cells."""
         if not self._parts:
             return np.empty(0, np.uint64), np.empty(0, FINGERPRINT)
-        keys = np.concatenate([plan.key for plan, _, _ in self._parts])
-        fingerprints = np.concatenate([result.fingerprint for _, _, result in self._parts])
+        keys = np.concatenate([part.plan.key for part in self._parts])
+        fingerprints = np.concatenate([part.result.fingerprint for part in self._parts])
         order = np.argsort(keys, kind="stable")
         return keys[order], fingerprints[order]
 
@@ -120,8 +170,8 @@ class SpaceCapture:
         """CELL records by region, ascending by cell. To be called once the pipeline is drained."""
         if not self._parts:
             return [np.empty(0, CELL) for _ in self.regions]
-        region = np.concatenate([plan.region for plan, _, _ in self._parts])
-        rows = np.concatenate([sink.records for _, sink, _ in self._parts])
+        region = np.concatenate([part.plan.region for part in self._parts])
+        rows = np.concatenate([part.records() for part in self._parts])
         order = np.lexsort((rows["cell"], region))
         region, rows = region[order], rows[order]
         if ((np.diff(region.astype(np.int64)) == 0) & (np.diff(rows["cell"].astype(np.int64)) == 0)).any():

@@ -202,6 +202,16 @@ def load_core(folder: Path, pid: int) -> Core:
     return Core(task.text(6), task.integer(1), task.signed(2))
 
 
+def load_rseq(folder: Path) -> list[int]:
+    """Where the kernel tells the threads of all processes the numbers of their processors (struct rseq), as far as they asked for it."""
+    found = []
+    for path in folder.glob("core-*.img"):
+        (core,) = read_image(path, CORE)
+        if core.has(5) and (thread := core.message(5)).has(15):
+            found.append(thread.message(15).integer(1))
+    return sorted(found)
+
+
 def load_mm(folder: Path, pid: int) -> AddressSpace:
     """The address space of a process, 20 000 VMAs in a few hundredths of a second."""
     path = folder / f"mm-{pid}.img"

@@ -190,6 +190,7 @@ class RestoreSettings:
     tcp: Literal["keep", "close"] = _setting("keep", choice("keep", "close"))
     budget_bytes: int = _setting(512 << 20, SIZE)
     threads: int = _setting(0, COUNT)
+    placers: int = _setting(0, COUNT)
     workdir: str = _setting("", TEXT)
     criu_seconds: float = _setting(120.0, SECONDS)
     criu_plugins: str = _setting("", TEXT)

@@ -22,7 +22,9 @@ import numpy as np
 from icecore.errors import Damaged, IcecoreError, ObjectMissing, RestoreFailed, StoreDenied, StoreError
 from icecore.events import Progress
 from icecore.host.memory import HugeBuffer
-from icecore.restorer.plan import STORED_LIMIT, Batch, Cell, plan_batches, plan_one, room_for
+from icecore.restorer.placers import Placer, PlacerLost
+from icecore.restorer.placing import ROOM_CELLS
+from icecore.restorer.plan import MAX_CELLS, STORED_LIMIT, Batch, Cell, plan_batches, plan_one, room_for
 from icecore.store.backend import Backend
 from icecore.store.cell import CELL_BYTES, PAGE, Records, data_pages
 from icecore.store.loop import LoopThread
@@ -33,6 +35,8 @@ from icecore.store.pool import Scratch
 _MAX_GAP = 1 << 20
 _GAP_SHARE = 16
 _MAX_IN_FLIGHT = 32
+#: Stored bytes of a batch that a placer gets at once.
+PLACER_BYTES = 8 << 20
 #: Threads at most, where nothing else is asked for: with more it takes longer (measured on 16 cores).
 PLACE_THREADS = 6
 _FIRST_PAUSE = 0.05
@@ -49,11 +53,16 @@ class Decoder(Protocol):
 
 #: Takes the verified bytes of a row; they are valid during the call only. Called by the workers.
 Sink = Callable[[int, memoryview], None]
+#: The same for rows that a placer holds: (row, address in its memory) each.
+RemoteSink = Callable[[Sequence[tuple[int, int]], Placer], None]
 
 
 @dataclass
 class Spent:
-    """What the workers did so far: bytes read and produced, and their threads' seconds in each stage."""
+    """What the workers did so far: bytes read and produced, and their threads' seconds in each stage (of a placer all but placing counts as decoding).
+
+    ``redone``: cells that a placer could not have, and that were therefore read here.
+    """
 
     stored: int = 0
     produced: int = 0
@@ -61,10 +70,11 @@ class Spent:
     read: float = 0.0
     decode: float = 0.0
     sink: float = 0.0
+    redone: int = 0
 
     def add(self, other: Spent) -> None:
         """Add another worker's share."""
-        for name in ("stored", "produced", "cells", "read", "decode", "sink"):
+        for name in ("stored", "produced", "cells", "read", "decode", "sink", "redone"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
@@ -154,6 +164,8 @@ class Fetcher:
         self._stopped = False
         self._failure: BaseException | None = None
         self._threads: list[threading.Thread] = []
+        self._placers: Sequence[Placer] = ()
+        self._remote_sink: RemoteSink | None = None
         self._buffers: asyncio.Queue[HugeBuffer] | None = None
         self._fetching: set[concurrent.futures.Future[None]] = set()
         self.spent = Spent()
@@ -162,18 +174,25 @@ class Fetcher:
         self._bytes = int(data_pages(records).sum()) * PAGE
         self._delivered = 0
 
+    def hand_out(self, placers: Sequence[Placer], sink: RemoteSink) -> None:
+        """Have processes do what the workers would, one for each worker; for storage with direct reads, before `start`."""
+        self._placers, self._remote_sink = placers, sink
+
     def start(self, order: Sequence[int], *, opened: bool = True) -> None:
         """Begin. Until `open` only urgent rows are delivered (and ranges fetched ahead, as far as the budget goes)."""
         gap = min(_MAX_GAP, self._read_size // _GAP_SHARE)
-        self._planned = plan_batches(self._records, order, gap=gap, read_size=self._read_size)
+        read_size, cells = (PLACER_BYTES, ROOM_CELLS) if self._placers else (self._read_size, MAX_CELLS)
+        self._planned = plan_batches(self._records, order, gap=gap, read_size=read_size, cells=cells)
         self._open = opened
         if not self._backend.direct:
             self._submit(self._fetch_planned(len(order)))
-        workers = [(f"place-{number}", False) for number in range(min(self._limits.threads, max(1, len(order))))]
+        count = min(len(self._placers) or self._limits.threads, max(1, len(order)))
+        placers = self._placers[:count] if self._placers else [None] * count
+        workers = [(f"place-{number}", False, placer) for number, placer in enumerate(placers)]
         if not opened:
-            workers.append(("faults", True))  # a fault need not wait until a worker has placed what it is at
-        for name, only_urgent in workers:
-            thread = threading.Thread(target=self._work, args=(only_urgent,), name=name, daemon=True)
+            workers.append(("faults", True, None))  # a fault need not wait until a worker has placed what it is at
+        for name, only_urgent, placer in workers:
+            thread = threading.Thread(target=self._work, args=(only_urgent, placer), name=name, daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -244,7 +263,7 @@ class Fetcher:
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
-    def _work(self, only_urgent: bool) -> None:
+    def _work(self, only_urgent: bool, placer: Placer | None) -> None:
         spent = Spent()
         shelf = self._limits.shelf
         try:
@@ -253,7 +272,10 @@ class Fetcher:
                 batch, buffer, urgent = item
                 before = spent.produced
                 try:
-                    self._deliver(batch, buffer, scratch, spent)
+                    if not self._placers or urgent:
+                        self._deliver(batch, buffer, scratch, spent)
+                    else:
+                        placer = self._deliver_through(placer, batch, scratch, spent)
                 finally:
                     self._finished(batch, buffer, urgent, spent.produced - before)
             shelf.give(scratch)
@@ -328,6 +350,43 @@ class Fetcher:
             spent.sink += clock() - decoded
             spent.produced += len(data)
             spent.cells += 1
+
+    def _deliver_through(
+        self, placer: Placer | None, batch: Batch, scratch: _Buffers, spent: Spent
+    ) -> Placer | None:
+        """Have a placer deliver a batch. What it cannot have is delivered from here, where there are other replicas, and errors with a name.
+
+        Returns:
+            The placer, or None if it has ended: then everything is delivered from here.
+        """
+        assert self._remote_sink is not None
+        cells = tuple(c for c in batch.cells if self._needed is None or self._needed(c.row))
+        if not cells or self._stopped:
+            return placer
+        rows = [cell.row for cell in cells]
+        records = self._records[rows]
+        addresses = [0] * len(rows)
+        if placer is not None:
+            clock = time.perf_counter
+            began = clock()
+            try:
+                found = placer.prepare(batch._replace(cells=cells), records).addresses
+                prepared = clock()
+                self._remote_sink([(row, at) for row, at in zip(rows, found, strict=True) if at], placer)
+                addresses = found
+                spent.decode += prepared - began
+                spent.sink += clock() - prepared
+                spent.stored += batch.size
+                had = np.array(found) != 0
+                spent.cells += int(had.sum())
+                spent.produced += int(data_pages(records[had]).sum()) * PAGE
+            except PlacerLost:
+                placer = None
+        for row, address in zip(rows, addresses, strict=True):
+            if not address:
+                spent.redone += 1
+                self._deliver(plan_one(self._records, row), None, scratch, spent)
+        return placer
 
     def _sound(self, cell: Cell, stored: memoryview, scratch: _Buffers) -> memoryview:
         """The cell's verified bytes; where what was read is damaged, from the first other replica that has them sound."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from itertools import groupby
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from icecore.restorer.fetch import Decoder, Fetcher, Limits, Spent
 from icecore.restorer.guard import Guard
 from icecore.restorer.images import LazyMemory
 from icecore.restorer.members import Family
+from icecore.restorer.placers import Placer, Placers
 from icecore.restorer.plan import interleave
 from icecore.store.backend import Backend
 from icecore.store.cell import CELL, Records
@@ -35,6 +37,7 @@ class Filling:
         loop: Where the repository lives.
         failed: Told once, from whatever thread, that the tree must die, and why.
         device_first: Device memory before the host's, or after it.
+        placers: Processes that place; without any this one does it.
     """
 
     def __init__(
@@ -48,8 +51,10 @@ class Filling:
         failed: Callable[[BaseException], None],
         *,
         device_first: bool = True,
+        placers: Placers | None = None,
     ) -> None:
         self._failed = failed
+        self._placers = placers
         families: dict[int, Family] = {}
         self.daemon = Daemon(guard, families, self._urgent, failed)
         self._families: list[Family] = []
@@ -75,11 +80,18 @@ class Filling:
         self._fetcher = Fetcher(
             backend, decoder, records, self._place, limits, loop, needed=self._needed, failed=failed
         )
+        if placers is not None:
+            self._fetcher.hand_out(placers.all, self._place_all)
 
     @property
     def spent(self) -> Spent:
         """What the workers did; complete once everything is resident or stopped."""
         return self._fetcher.spent
+
+    @property
+    def placers(self) -> int:
+        """How many processes place; 0: threads of this one do."""
+        return len(self._placers.all) if self._placers is not None else 0
 
     def start(self, first: Sequence[tuple[int, int]] = ()) -> None:
         """Listen, and fetch ahead; nothing but faults is served before `open`.
@@ -121,6 +133,8 @@ class Filling:
         """
         self._fetcher.progress = progress
         self._fetcher.wait(seconds)
+        if self._placers is not None:
+            self._placers.close()
         self.daemon.finish()
         self.daemon.wait_for(lambda d: d.complete, seconds)
         self._fetcher.stop()
@@ -166,9 +180,22 @@ class Filling:
 
     def _place(self, row: int, data: memoryview) -> None:
         number = self._family_of[row]
-        family, own = self._families[number], row - self._rows[number][0]
-        family.fill(own, data)
-        if self._host[row] and not family.misses(own):
+        address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
+        self._families[number].fill(row - self._rows[number][0], address)
+        self._count(row)
+
+    def _place_all(self, rows: Sequence[tuple[int, int]], placer: Placer) -> None:
+        """Have a placer place rows, each from an address of its memory."""
+        for number, some in groupby(rows, lambda row: self._family_of[row[0]]):
+            own = [(row - self._rows[number][0], source) for row, source in some]
+            self._families[number].fill_all(own, placer)
+        for row, _ in rows:
+            self._count(row)
+
+    def _count(self, row: int) -> None:
+        """Note that a row was placed."""
+        number = self._family_of[row]
+        if self._host[row] and not self._families[number].misses(row - self._rows[number][0]):
             with self._counting:  # two workers may have placed it, one for a fault
                 self._host_left -= self._host[row]
                 self._host[row] = 0

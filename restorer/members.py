@@ -11,6 +11,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from icecore.host.userfaultfd import Stop
 from icecore.restorer.addressmap import AddressMap
 from icecore.restorer.cells import SpaceCells, page_pieces
 from icecore.restorer.locks import MapLock
+from icecore.restorer.placing import Move
 from icecore.store.cell import BITMAP_BYTES, CELL, CELL_BYTES, PAGE, Bytes
 
 #: Most bytes that one fault on absent memory fills with zero pages.
@@ -31,6 +33,32 @@ _WAKES = 64
 _HOPELESS = 1 << 16
 #: How long a placement is tried again because the process is changing its address space.
 _PATIENCE = 60.0
+
+
+class Outcome(NamedTuple):
+    """Why a placement ended, and how many bytes are not registered there."""
+
+    stop: Stop
+    unmapped: int
+
+
+class Placing(Protocol):
+    """Who puts bytes into a process."""
+
+    def place(self, member: Member, moves: Sequence[Move]) -> list[Outcome]:
+        """Place as `icecore.host.userfaultfd.place` does, one after the other; the member's read lock is held by who asks."""
+
+
+class Here:
+    """Places from this process's own memory."""
+
+    def place(self, member: Member, moves: Sequence[Move]) -> list[Outcome]:
+        """See `Placing`."""
+        placed = (userfaultfd.place(member.descriptor, *move) for move in moves)
+        return [Outcome(one.stop, one.unmapped) for one in placed]
+
+
+_HERE = Here()
 
 
 class Member:
@@ -166,25 +194,45 @@ class Family:
 
     # -- placing ------------------------------------------------------------------------------------------------------
 
-    def fill(self, row: int, data: memoryview) -> None:
+    def fill(self, row: int, source: int, placing: Placing = _HERE) -> None:
         """Place one cell in all members that miss it, also in those that are forked while it is done.
 
         Args:
             row: The cell.
-            data: Its verified bytes.
+            source: Where its verified bytes lie in the memory of who places.
+            placing: Who does.
 
         Raises:
             RestoreFailed: It could not be placed.
         """
-        address = int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])
-        pieces = page_pieces(self._data[32 * row : 32 * row + 32], self._wanted[32 * row : 32 * row + 32])
+        pieces = self._pieces(row)
         while todo := [m for m in self.members if m.missing[row] and not m.gone]:
             for member in todo:
-                self._fill_member(member, row, address, pieces)
+                self._fill_member(member, row, source, pieces, placing)
             if not self.registered:
                 return  # only for a fault: the cell is placed again, as a whole, once everything is registered
 
-    def _fill_member(self, member: Member, row: int, address: int, pieces: list[tuple[int, int, int]]) -> None:
+    def fill_all(self, rows: Sequence[tuple[int, int]], placing: Placing) -> None:
+        """Place several cells, with one call for each member as far as nothing comes between. As `fill` for (row, source) each."""
+        for member in self.members:
+            with member.lock.reading():
+                wanted = [(row, source) for row, source in rows if member.missing[row] and not member.gone]
+                moves = [self._moves(member, row, source, self._pieces(row)) for row, source in wanted]
+                outcomes = placing.place(member, [move for some in moves for move in some]) if wanted else []
+                after = 0
+                for (row, _), some in zip(wanted, moves, strict=True):
+                    at, after = after, after + len(some)
+                    if all(o.stop is Stop.DONE and not o.unmapped for o in outcomes[at:after]):
+                        member.placed(row)
+        for row, source in rows:  # what was in the way, and children that were born meanwhile
+            self.fill(row, source, placing)
+
+    def _pieces(self, row: int) -> list[tuple[int, int, int]]:
+        return page_pieces(self._data[32 * row : 32 * row + 32], self._wanted[32 * row : 32 * row + 32])
+
+    def _fill_member(
+        self, member: Member, row: int, source: int, pieces: list[tuple[int, int, int]], placing: Placing
+    ) -> None:
         pause, tries = _PAUSE, 0
         give_up = time.monotonic() + _PATIENCE
         while True:
@@ -192,7 +240,7 @@ class Family:
             with member.lock.reading():
                 if member.gone or not member.missing[row]:
                     return
-                stop, unmapped = self._place(member, row, address, pieces)
+                stop, unmapped = self._place(member, row, source, pieces, placing)
                 if stop is Stop.DONE and not unmapped:
                     member.placed(row)
                     return
@@ -216,21 +264,25 @@ class Family:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
+    def _moves(self, member: Member, row: int, source: int, pieces: list[tuple[int, int, int]]) -> list[Move]:
+        """Where the pieces of a cell belong now. The read lock is held."""
+        base = self._base[row]
+        return [
+            Move(piece.current, source + position + piece.original - base - offset, piece.length)
+            for offset, position, length in pieces
+            for piece in member.map.locate(base + offset, length)
+        ]
+
     def _place(
-        self, member: Member, row: int, address: int, pieces: list[tuple[int, int, int]]
+        self, member: Member, row: int, source: int, pieces: list[tuple[int, int, int]], placing: Placing
     ) -> tuple[Stop, list[int]]:
         """One try; returns why it ended and where pages are not registered."""
-        base = self._base[row]
-        unmapped: list[int] = []
-        for offset, position, length in pieces:
-            for piece in member.map.locate(base + offset, length):
-                source = address + position + piece.original - base - offset
-                placed = userfaultfd.place(member.descriptor, piece.current, source, piece.length)
-                if placed.stop is not Stop.DONE:
-                    return placed.stop, []
-                if placed.unmapped:
-                    unmapped.append(piece.current)
-        return Stop.DONE, unmapped
+        moves = self._moves(member, row, source, pieces)
+        outcomes = placing.place(member, moves) if moves else []
+        for outcome in outcomes:
+            if outcome.stop is not Stop.DONE:
+                return outcome.stop, []
+        return Stop.DONE, [move.destination for move, o in zip(moves, outcomes, strict=True) if o.unmapped]
 
     def wake(self, member: Member, address: int) -> None:
         """Somebody waits for a page that was placed before: it looks again. A child that still does not find it had it

@@ -19,7 +19,8 @@ class RestoreOptions:
         verify_files: Compare the content of read-only open files with the recorded hash, not only size and mtime.
         workdir: Directory on tmpfs for CRIU's image files while the restore runs. Empty: /dev/shm.
         budget_bytes: Bound on the memory that holds fetched and not yet placed bytes.
-        threads: Threads that decode, verify and place; 0: one per core, six at most.
+        threads: Threads that decode, verify and place; 0: one per core, six at most, or placers.
+        placers: Processes that do that instead, where the repository is a directory; 0: one per core if there are many cores, and much memory to restore.
         instance: Name of the restored instance. Empty: the job's name.
         detach: Leave the tree to itself once it is resident; otherwise `Restored.wait` gives its exit status.
         tcp: TCP connections that were open: ``keep`` them or let them be found closed (``close``).
@@ -37,6 +38,7 @@ class RestoreOptions:
     workdir: str = ""
     budget_bytes: int = 512 << 20
     threads: int = 0
+    placers: int = 0
     instance: str = ""
     detach: bool = True
     tcp: Literal["keep", "close"] = "keep"

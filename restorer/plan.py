@@ -14,7 +14,7 @@ from icecore.store.cell import CELL_BYTES, Records
 
 #: Stored bytes are never longer than the cell plus this (icecore.store.codec.MAX_OVERHEAD, and room for encryption).
 STORED_LIMIT = CELL_BYTES + 1024
-_MAX_CELLS = 64
+MAX_CELLS = 64
 _ROWS = 256
 
 
@@ -57,7 +57,9 @@ def room_for(read_size: int) -> int:
     return read_size + 2 * STORED_LIMIT
 
 
-def plan_batches(records: Records, order: Iterable[int], *, gap: int, read_size: int) -> Iterator[Batch]:
+def plan_batches(
+    records: Records, order: Iterable[int], *, gap: int, read_size: int, cells: int = MAX_CELLS
+) -> Iterator[Batch]:
     """Batches that cover the rows of ``order`` in that order.
 
     Args:
@@ -65,6 +67,7 @@ def plan_batches(records: Records, order: Iterable[int], *, gap: int, read_size:
         order: Rows that have data pages.
         gap: Unwanted bytes between two chunks that are read along rather than asked for separately.
         read_size: Bytes of one batch; a single cell may take more.
+        cells: Cells of one batch at most.
 
     Yields:
         Batches of at most `room_for` (read_size) bytes. Their ranges are ascending, disjoint and at most ``read_size``
@@ -75,7 +78,7 @@ def plan_batches(records: Records, order: Iterable[int], *, gap: int, read_size:
     size = 0
     for row, own, base in _all_stored(records, order):
         more = own.length + base.length
-        if rows and (size + more > read_size or len(rows) >= _MAX_CELLS):
+        if rows and (size + more > read_size or len(rows) >= cells):
             yield _batch(rows, places, gap, read_size)
             rows, places, size = [], [], 0
         rows.append(row)

@@ -23,12 +23,14 @@ from icecore.host.namespaces import RunRecord
 from icecore.restorer import workingset
 from icecore.restorer.cells import SpaceCells
 from icecore.restorer.devices import Devices
-from icecore.restorer.fetch import PLACE_THREADS, Limits
+from icecore.restorer.fetch import PLACE_THREADS, PLACER_BYTES, Limits
 from icecore.restorer.files import PutBack
 from icecore.restorer.filewriter import FileTarget, write_files
 from icecore.restorer.guard import Guard
 from icecore.restorer.images import Memory, image_targets, plan_memory, read_spaces, spaces_of
 from icecore.restorer.options import RestoreOptions
+from icecore.restorer.placers import Placers, placers_for
+from icecore.restorer.plan import room_for
 from icecore.restorer.requirements import Requirements, check_requirements
 from icecore.restorer.tree import Tree, criu_arguments
 from icecore.store.loop import LoopThread
@@ -231,6 +233,7 @@ class _Run:
             self.restoring = self.stack.enter_context(
                 registry.restoring(record, snapshot=self.snapshot, lineage=manifest.lineage, name=options.instance)
             )
+        placers = self._placers(manifest.sizes.logical, str(work))
         with phase(self.emit, "restore.images", snapshot=self.snapshot) as running:
             memory = self._write_files(manifest, images, criu, requirements, running)
         what = f"the restore of snapshot {self.snapshot}"
@@ -245,11 +248,23 @@ class _Run:
             self.limits,
             self.loop,
             device_first=options.mode == "lazy",
+            placers=placers,
         )
         self._build(self.tree, manifest, criu, images)
         if options.mode == "full":
             return self._resume_when_resident(self.tree)
         return self._return_while_filling(self.tree, manifest, images)
+
+    def _placers(self, size: int, word: str) -> Placers | None:
+        """Processes that place, if they pay; they start while CRIU's images are written."""
+        options, backend = self.options, self.repository.backend
+        count = options.placers or (0 if options.threads else placers_for(size, options.budget_bytes))
+        if not count or not backend.direct or not backend.folder:
+            return None
+        room, key = room_for(PLACER_BYTES), self.repository.keys.chunk
+        placers = Placers(count, backend.folder, key, room=room, patience=options.stall_seconds, word=word)
+        self.stack.callback(placers.close)
+        return placers
 
     def _open(self) -> Manifest:
         """The manifest that a session pins, which keeps all that it needs from being deleted."""
@@ -360,6 +375,8 @@ class _Run:
                 "cells": spent.cells,
                 "faults": tree.daemon.faults,
                 "threads": self.threads,
+                "placers": tree.filling.placers,
+                "redone": spent.redone,
                 **{f"{name}_thread_seconds": getattr(spent, name) for name in ("read", "decode", "sink")},
             }
 

@@ -20,6 +20,7 @@ from icecore.restorer.filling import Filling
 from icecore.restorer.guard import Guard
 from icecore.restorer.images import LazyMemory
 from icecore.restorer.options import RestoreOptions
+from icecore.restorer.placers import Placers
 from icecore.store.backend import Backend
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import Manifest
@@ -69,6 +70,7 @@ class Tree:
         limits: Threads, memory, patience.
         loop: Where the repository lives.
         device_first: Fetch device memory before the host's.
+        placers: Processes that place; None: this one does.
 
     Attributes:
         failure: What broke first, once something has; the tree is killed then.
@@ -86,12 +88,15 @@ class Tree:
         loop: LoopThread,
         *,
         device_first: bool = False,
+        placers: Placers | None = None,
     ) -> None:
         self._what = what
         self._guard = guard
         self._work = work
         self._pid_file = work / "restored.pid"
-        self.filling = Filling(guard, memory, backend, decoder, limits, loop, self._failed, device_first=device_first)
+        self.filling = Filling(
+            guard, memory, backend, decoder, limits, loop, self._failed, device_first=device_first, placers=placers
+        )
         self.daemon = self.filling.daemon
         self.failure: BaseException | None = None
         self._lock = threading.Lock()

@@ -90,6 +90,7 @@ class Backend(ABC):
         direct: Whether ``read_into`` works, the synchronous ranged read for worker threads.
         drafts: Whether ``draft`` works, by which worker threads write an object piece by piece.
         where: The place in words, for messages.
+        folder: Directory in which other processes of this machine can read the objects by their names; empty: they cannot.
         replicas: Other places that may have the same objects (`icecore.store.replicas`): where to ask again for one that is damaged here.
     """
 
@@ -97,6 +98,7 @@ class Backend(ABC):
     direct: bool = False
     drafts: bool = False
     where: str = ""
+    folder: str = ""
     replicas: Sequence[Backend] = ()
 
     @property

@@ -61,7 +61,7 @@ class LocalBackend(Backend):
         self, root: str | os.PathLike[str], *, create: bool = False, open_files: int = 64, threads: int = 8
     ) -> None:
         self.root = Path(root).absolute()
-        self.where = str(self.root)
+        self.where = self.folder = str(self.root)
         if create:
             try:
                 self.root.mkdir(parents=True, exist_ok=True)

@@ -47,6 +47,7 @@ class ReplicaBackend(Backend):
         self.replicas = tuple(nearest)
         self.where = own.where
         self.direct = all(place.direct for place in nearest)
+        self.folder = nearest[0].folder if self.direct else ""
         self.drafts = own.drafts
         self.read_size = max(place.read_size for place in nearest)
         self._emit = emit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,6 +56,39 @@ def test_plan_covers_exactly_the_pages_of_the_regions(layout: tuple[list[Region]
         assert int(plan.length[row]) == len(pages) * PAGE
         assert int(plan.key[row]) == max(base, region.start)
     assert len(np.unique(plan.key)) == len(plan)
+
+
+@settings(max_examples=100, deadline=None)
+@given(layouts(), st.randoms(use_true_random=False))
+def test_some_cells_of_a_plan_are_a_plan(layout: tuple[list[Region], list[tuple[int, int]]], random: Random) -> None:
+    regions, extents = layout
+    plan = plan_cells(regions, np.array(extents, EXTENT))
+    rows = np.array([row for row in range(len(plan)) if random.random() < 0.5], np.int64)
+    some = plan.take(rows)
+    assert len(some) == len(rows) and some.bytes == int(plan.length[rows].sum())
+    for name in ("region", "cell", "key", "bitmap", "length"):
+        assert (getattr(some, name) == getattr(plan, name)[rows]).all()
+    for at, row in enumerate(rows.tolist()):
+        runs = some.runs[some.first_run[at] : some.first_run[at + 1]]
+        assert (runs == plan.runs[plan.first_run[row] : plan.first_run[row + 1]]).all()
+    here, there = plan.same(some)
+    assert here.tolist() == rows.tolist() and there.tolist() == list(range(len(rows)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(layouts(), layouts())
+def test_cells_are_the_same_if_their_pages_are(
+    layout: tuple[list[Region], list[tuple[int, int]]], other: tuple[list[Region], list[tuple[int, int]]]
+) -> None:
+    """Of two plans of one space, with whatever regions, cells that count as the same have the same pages; of equal ones all do."""
+    plan = plan_cells(layout[0], np.array(layout[1], EXTENT))
+    for regions in (layout[0], other[0]):
+        second = plan_cells(regions, np.array(other[1], EXTENT))
+        here, there = plan.same(second)
+        mine, theirs = plan.take(here), second.take(there)
+        assert (mine.runs == theirs.runs).all() and (mine.bitmap == theirs.bitmap).all()
+        assert (mine.key == theirs.key).all() and (mine.first_run == theirs.first_run).all()
+    assert plan.same(plan)[0].tolist() == list(range(len(plan)))
 
 
 def test_a_region_that_grows_downwards_keeps_its_cells() -> None:

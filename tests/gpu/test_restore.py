@@ -47,8 +47,11 @@ def goes_on(target: Target) -> None:
     target.is_right()
 
 
+@pytest.mark.parametrize("placers", [0, 2])
 @pytest.mark.parametrize("mode", ["full", "lazy"])
-def test_a_lineage_of_two_gpu_processes(mode: str, store: Store, launch: Launch, world: World) -> None:
+def test_a_lineage_of_two_gpu_processes(
+    mode: str, placers: int, store: Store, launch: Launch, world: World
+) -> None:
     target = launch(GPUS[:2])
     snapshots = []
     for number in range(3):
@@ -56,7 +59,7 @@ def test_a_lineage_of_two_gpu_processes(mode: str, store: Store, launch: Launch,
     target.reap()
     for snapshot in (snapshots[2], snapshots[0], snapshots[1]):
         events = Events()
-        bring_back(store, snapshot, events, mode=mode)
+        bring_back(store, snapshot, events, mode=mode, placers=placers)
         goes_on(target)
         assert [world.on(gpu) for gpu in GPUS] == [1, 1, 0, 0]
         ended = events.named("restore.gpu.restore")[-1].fields

@@ -61,6 +61,9 @@ def test_what_the_images_say_is_what_the_processes_are(criu):
         alive = [t.pid for t in tasks if t.pid != zombie]
         assert len(tasks) == 3 and im.load_core(folder, it.pid).command.startswith("python")
         assert im.load_core(folder, zombie).exit_code == 7 << 8
+        areas = im.load_rseq(folder)  # glibc has one for each thread
+        writable = [m for pid in alive for m in maps[pid] if m.private and m.protection & procfs.PROT_WRITE]
+        assert areas and all(any(m.start <= area < m.end for m in writable) for area in areas)
         processes, shared = im.pagemaps(folder)
         assert processes == sorted(alive) and len(shared) >= 2
 

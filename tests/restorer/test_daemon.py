@@ -41,6 +41,11 @@ def content_of(cell: int) -> np.ndarray[tuple[int, int], np.dtype[np.uint64]]:
     return words
 
 
+def address_of(data: memoryview) -> int:
+    address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
+    return address
+
+
 class Rig:
     """A guard with a daemon that serves one process from memory, one cell at a time, as the test says."""
 
@@ -97,7 +102,7 @@ class Rig:
         self.hold.wait(20)
         time.sleep(self.delay)
         assert self.family is not None
-        self.family.fill(row, self.content[row])
+        self.family.fill(row, address_of(self.content[row]))
 
     def fill_all(self) -> None:
         for row in range(MIB):

@@ -1,0 +1,192 @@
+"""The restorer's side of its placers (`icecore.restorer.placer_process`). Its rule: a placer that does not answer has placed nothing that it was not asked
+for under a lock that is still held."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from types import TracebackType
+
+import msgspec
+
+from icecore.errors import RestoreFailed
+from icecore.host.userfaultfd import Stop
+from icecore.restorer.members import Member, Outcome
+from icecore.restorer.placing import (
+    MESSAGE,
+    Answer,
+    Done,
+    Forget,
+    Move,
+    Open,
+    Place,
+    Prepare,
+    Prepared,
+    Request,
+    Target,
+)
+from icecore.restorer.plan import Batch
+from icecore.store.cell import Records
+from icecore.store.cipher import encryption_of
+
+_END_SECONDS = 20.0
+#: A placer has room for a batch as it is stored, its cells, and scratch.
+_BYTES = 32 << 20
+#: With fewer cores threads are as fast; with less memory the restore is over before a placer has begun.
+_LEAST_CORES = 5
+_LEAST_BYTES = 512 << 20
+_MOST = 16
+
+
+def placers_for(size: int, budget: int, cores: int | None = None) -> int:
+    """How many placers pay.
+
+    Args:
+        size: Bytes to place.
+        budget: Bytes that all together may hold.
+        cores: Of this machine.
+    """
+    cores = cores or os.cpu_count() or 1
+    return 0 if cores < _LEAST_CORES or size < _LEAST_BYTES else min(cores, _MOST, budget // _BYTES)
+
+
+class PlacerLost(RestoreFailed):
+    """A placer has ended: what it held is given back, what it was asked for may be partly done and can be done again."""
+
+
+class Placer:
+    """One placer. Used by one thread at a time.
+
+    Args:
+        control: The socket to it.
+        patience: Seconds that it may take to answer.
+    """
+
+    def __init__(self, control: socket.socket, patience: float) -> None:
+        control.settimeout(patience)
+        self._control = control
+        self._patience = patience
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(Answer).decode
+        self._targets: dict[int, Member] = {}
+
+    def prepare(self, batch: Batch, records: Records) -> Prepared:
+        """Have the cells of a batch read, decoded and verified.
+
+        Args:
+            records: CELL[n], of these cells.
+
+        Raises:
+            PlacerLost: It has ended.
+        """
+        cells = [(c.start, c.stop, c.base_start, c.base_stop) for c in batch.cells]
+        answer = self._ask(Prepare(list(batch.reads), cells, records.tobytes(), batch.size))
+        assert isinstance(answer, Prepared)
+        return answer
+
+    def place(self, member: Member, moves: Sequence[Move]) -> list[Outcome]:
+        """As `icecore.restorer.members.Placing` has it: sources are addresses that `prepare` gave.
+
+        Raises:
+            PlacerLost: It has ended, and places nothing any more.
+            RestoreFailed: It does not answer.
+        """
+        if member.keep not in self._targets:
+            self._forget_gone()
+            self._send(Target(member.keep), [member.descriptor])
+            self._targets[member.keep] = member
+        answer = self._ask(Place(member.keep, list(moves)))
+        assert isinstance(answer, Done)
+        if answer.error:
+            raise OSError(answer.error, answer.why)
+        return [Outcome(Stop(stop), unmapped) for stop, unmapped in answer.outcomes]
+
+    def close(self) -> None:
+        """Let it end."""
+        self._control.close()
+
+    def _forget_gone(self) -> None:
+        for number in [number for number, member in self._targets.items() if member.gone]:
+            del self._targets[number]
+            self._send(Forget(number))
+
+    def _send(self, request: Request, descriptors: Sequence[int] = ()) -> None:
+        try:
+            socket.send_fds(self._control, [self._encode(request)], descriptors)
+        except (ConnectionError, BrokenPipeError) as error:
+            raise PlacerLost("a placer process has ended") from error
+
+    def _ask(self, request: Request) -> Answer:
+        self._send(request)
+        try:
+            data = self._control.recv(MESSAGE)
+        except TimeoutError:
+            raise RestoreFailed(f"a placer process gave no answer for {self._patience:.0f} s") from None
+        except ConnectionError as error:
+            raise PlacerLost("a placer process has ended") from error
+        if not data:
+            raise PlacerLost("a placer process has ended")
+        answer: Answer = self._decode(data)
+        return answer
+
+
+class Placers:
+    """The placers of one restore (a context manager: leaving it ends them).
+
+    Args:
+        count: How many.
+        folder: Where the repository's objects are.
+        key: Its chunk key.
+        room: Stored bytes of a batch at most.
+        patience: Seconds that one may take to answer.
+        word: Shows in their command line.
+    """
+
+    def __init__(self, count: int, folder: str, key: bytes, *, room: int, patience: float, word: str) -> None:
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(count)]
+        theirs = [pair[1].fileno() for pair in pairs]
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "icecore.restorer.placer_process", word, *map(str, theirs)],
+                pass_fds=theirs,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                # It forks once the libraries are loaded: none of them may have threads then.
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+        finally:
+            for _, end in pairs:
+                end.close()
+        self.all = [Placer(own, patience) for own, _ in pairs]
+        order = Open(folder, bytes(key), encryption_of(key), room)
+        for placer in self.all:
+            with suppress(PlacerLost):  # who asks it first is told
+                placer._send(order)
+
+    def close(self) -> None:
+        """End them; afterwards none holds a userfaultfd. May be called twice.
+
+        Raises:
+            RestoreFailed: One does not end; it was killed.
+        """
+        for placer in self.all:
+            placer.close()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # the placers die with it
+            self._process.wait(_END_SECONDS)
+            raise RestoreFailed(f"a placer process did not end within {_END_SECONDS:.0f} s") from None
+
+    def __enter__(self) -> Placers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

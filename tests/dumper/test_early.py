@@ -1,0 +1,146 @@
+"""The early scan on real trees: what it may read, what it leaves, and that it is believed only where CRIU agrees."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from icecore.dumper.dump import DumpResult
+from icecore.dumper.early import Early, EarlyScan, held_threads
+from icecore.dumper.options import DumpOptions
+from icecore.errors import DumpFailed, WindowExceeded
+from icecore.events import Event
+from icecore.host import procfs
+from icecore.store.cell import PAGE
+from tests.programs import driving
+
+from .conftest import Start
+from .failing import Job, Witness, fails
+from .puppet import Puppet
+from .world import Events, Stillness, Store, assert_same_memory, standing
+
+pytestmark = [pytest.mark.criu, pytest.mark.timeout(60)]
+
+_MIB = 1 << 20
+_TRIES = 10
+
+
+def watching(root: int) -> tuple[Stillness, Events]:
+    """A look at the tree, taken in the window."""
+    still = Stillness()
+    return still, Events({("dump.files", "begin"): lambda _: still.look(root)})
+
+
+def read_early(events: Events) -> int:
+    """Bytes."""
+    return sum(int(str(e.fields.get("bytes", 0))) for e in events.named("dump.early") if e.fields["state"] == "end")
+
+
+def dumped_early(store: Store, pid: int, options: DumpOptions | None = None) -> tuple[DumpResult, Stillness, Events]:
+    """Dumps until CRIU was found at work in time: on a busy machine it may be done before this process is woken."""
+    for _ in range(_TRIES):
+        still, events = watching(pid)
+        result = store.dump(pid, options, events=events)
+        if events.named("dump.early"):
+            return result, still, events
+    raise AssertionError(f"CRIU was done before it was noticed, {_TRIES} times")
+
+
+@pytest.mark.parametrize("pre_copy", ["off", "on"])
+def test_most_memory_is_read_while_criu_works(pre_copy: str, start: Start, store: Store) -> None:
+    running = start("memory-pattern", "--mib", "64")
+    options = DumpOptions(pre_copy=pre_copy)  # type: ignore[arg-type]
+    for number in range(3):
+        result, still, events = dumped_early(store, running.pid, options)
+        assert read_early(events) >= 64 * _MIB
+        assert assert_same_memory(store.read(result.snapshot), still) * PAGE >= 64 * _MIB
+        assert number == 0 or result.sizes.changed < 16 * _MIB
+        driving.change(running.state_dir, number + 1, 10, 1)
+    assert not standing(running.pid)
+
+
+def test_a_tree_of_processes_with_threads(start: Start, store: Store) -> None:
+    running = start("training")
+    result, still, events = dumped_early(store, running.pid)
+    assert read_early(events) > 0
+    assert_same_memory(store.read(result.snapshot), still)
+    assert held_threads(running.pid) == {}
+
+
+def test_code_and_stacks_are_left_for_later(puppet: Puppet, store: Store) -> None:
+    puppet.do("data = private(16 * MIB); put(data, os.urandom(MIB) * 16)")
+    puppet.do("code = private(64 * MIB, protection=7); put(code, os.urandom(MIB) * 64)")
+    puppet.do("hidden = private(16 * MIB); put(hidden, os.urandom(MIB) * 16); libc.mprotect(hidden, 8 * MIB, 0)")
+    result, still, events = dumped_early(store, puppet.pid)
+    assert 32 * _MIB <= read_early(events) < 64 * _MIB
+    assert_same_memory(store.read(result.snapshot), still)
+
+
+def test_with_a_ring_for_asynchronous_io_nothing_is_read_early(puppet: Puppet, store: Store) -> None:
+    puppet.do("data = private(16 * MIB); put(data, os.urandom(MIB) * 16)")
+    puppet.do("ring = ctypes.c_ulong(); assert libc.syscall(206, 4, ctypes.byref(ring)) == 0")
+    result, still, events = dumped_early(store, puppet.pid)
+    assert read_early(events) == 0
+    assert_same_memory(store.read(result.snapshot), still)
+
+
+def test_what_was_read_of_other_threads_does_not_count(job: Job) -> None:
+    threads = {pid: procfs.threads(pid) for pid in procfs.tree(job.pid)}
+    assert Early(threads, {}).holds()
+    assert not Early({**threads, job.pid: [*threads[job.pid], 1 << 22]}, {}).holds()
+    assert not Early({1 << 22: [1 << 22]}, {}).holds()
+
+
+def test_a_tree_that_runs_or_was_stopped_by_somebody_else_is_not_held(job: Job) -> None:
+    assert held_threads(job.pid) == {}
+    pids = procfs.tree(job.pid)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        assert held_threads(job.pid) == {}
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    assert held_threads(1 << 22) == {}
+
+
+def test_threads_that_differ_at_the_end_have_everything_read_again(
+    start: Start, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reality has no such thread: CRIU holds all of them."""
+    running = start("memory-pattern", "--mib", "32")
+    monkeypatch.setattr(Early, "holds", lambda self: False)
+    result, still, events = dumped_early(store, running.pid)
+    assert read_early(events) >= 32 * _MIB
+    assert_same_memory(store.read(result.snapshot), still)
+
+
+def test_an_early_scan_that_fails_fails_the_dump(job: Job, witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: EarlyScan, *about: object) -> None:
+        raise DumpFailed("a page could not be read")
+
+    monkeypatch.setattr(EarlyScan, "_process", broken)
+    error = fails(job, witness, lambda: dumped_early(witness.store, job.pid))
+    assert "a page could not be read" in str(error)
+    monkeypatch.undo()
+    witness.next_dump_is_good()
+
+
+def test_a_window_that_is_abandoned_meanwhile(job: Job, witness: Witness) -> None:
+    held: list[int] = []
+
+    def dawdle(_: Event) -> None:
+        held.extend(standing(job.pid))
+        time.sleep(1.0)
+
+    def dump() -> None:
+        events = Events({("dump.early", "begin"): dawdle})
+        for _ in range(_TRIES):
+            witness.store.dump(job.pid, DumpOptions(max_window=0.3), events=events)
+
+    fails(job, witness, dump, WindowExceeded)
+    assert held
+    witness.next_dump_is_good()

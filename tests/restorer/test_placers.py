@@ -1,0 +1,213 @@
+"""Restores whose cells are placed by processes: the same memory, the same errors, and nothing left whoever dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from icecore.errors import Damaged, IcecoreError, ObjectMissing
+from icecore.events import Event
+from icecore.restorer.guard_process import descendants
+from icecore.restorer.options import RestoreOptions
+from icecore.restorer.placers import PlacerLost, Placers, placers_for
+from icecore.restorer.plan import plan_batches
+from tests.programs import driving
+from tests.restorer.criu_place import Dumped, await_gone, dumped
+from tests.restorer.places import repository_place, store_cells
+from tests.restorer.test_restore import differing_pages, flip, remove, truncate
+
+pytestmark = [pytest.mark.criu, pytest.mark.timeout(180)]
+
+FULL = RestoreOptions(mode="full", placers=3)
+LAZY = RestoreOptions(mode="lazy", placers=3)
+both = pytest.mark.parametrize("options", [FULL, LAZY], ids=["full", "lazy"])
+_WHOLE = bytes([255]) * 32
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("programs")
+
+
+def memory_phase(it: Dumped) -> dict[str, object]:
+    (ended,) = [e for e in it.events if e.name == "restore.memory" and e.fields["state"] == "end"]
+    return dict(ended.fields)
+
+
+def processes(word: str) -> list[int]:
+    """Placers of a restore that works in the directory ``word``."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            try:
+                words = Path("/proc", name, "cmdline").read_bytes()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if b"placer_process" in words and word.encode() in words:
+                found.append(int(name))
+    return found
+
+
+@both
+def test_every_page_comes_back(tmp_path: Path, cache: Path, options: RestoreOptions) -> None:
+    with dumped("memory-pattern", tmp_path, cache, ("--mib", "200")) as it:
+        driving.forget(tmp_path)
+        restored = it.restore(options)
+        os.kill(restored.pid, signal.SIGSTOP)
+        restored.wait_resident(60)
+        assert differing_pages(it, restored.pid) <= 32  # the program counts on a few pages while it runs
+        os.kill(restored.pid, signal.SIGCONT)
+        driving.wait_progress(tmp_path)
+        assert it.verdict().errors == ()
+        phase = memory_phase(it)
+        assert (phase["placers"], phase["redone"]) == (3, 0)
+        assert int(str(phase["cells"])) >= 200
+        it.kill(restored.pid)
+        assert it.remains() == []
+        assert processes(str(it.workdir)) == []
+
+
+@both
+@pytest.mark.parametrize("name", ["training", "tree", "many-vmas"])
+def test_programs_go_on_and_find_their_data_intact(
+    tmp_path: Path, cache: Path, name: str, options: RestoreOptions
+) -> None:
+    with dumped(name, tmp_path, cache) as it:
+        driving.forget(tmp_path)
+        restored = it.restore(options)
+        driving.wait_progress(tmp_path)
+        restored.wait_resident(60)
+        verdict = it.verdict()
+        assert verdict.passed, verdict.errors
+        assert memory_phase(it)["redone"] == 0
+
+
+def test_a_process_that_forks_moves_unmaps_and_discards_while_it_is_filled(tmp_path: Path, cache: Path) -> None:
+    with dumped("mutator", tmp_path, cache, ("--mib", "300", "--burst", "20000")) as it:
+        driving.forget(tmp_path)
+        driving.go(tmp_path)
+        restored = it.restore(LAZY)
+        driving.wait_progress(tmp_path)
+        restored.wait_resident(120)
+        verdict = it.verdict()
+        assert verdict.passed, verdict.errors
+
+
+@both
+@pytest.mark.parametrize(
+    ("harm", "error"), [(flip, Damaged), (truncate, Damaged), (remove, ObjectMissing)], ids=["flip", "truncate", "remove"]
+)
+def test_damage_is_named_and_nothing_runs_on(
+    tmp_path: Path, cache: Path, harm: Callable[[Dumped], str], error: type[IcecoreError], options: RestoreOptions
+) -> None:
+    with dumped("memory-pattern", tmp_path, cache, ("--mib", "64")) as it:
+        driving.forget(tmp_path)
+        name = harm(it)
+        with pytest.raises(error) as caught:
+            it.restore(options).wait_resident(60)
+        assert name in str(caught.value)
+        assert it.remains() == []
+        assert processes(str(it.workdir)) == []
+
+
+@both
+@pytest.mark.parametrize("who", ["one", "all"])
+def test_placers_that_are_killed(tmp_path: Path, cache: Path, who: str, options: RestoreOptions) -> None:
+    """What they had is given to the others, or done by threads."""
+    with dumped("memory-pattern", tmp_path, cache, ("--mib", "200")) as it:
+        driving.forget(tmp_path)
+        killed: list[int] = []
+
+        def emit(event: Event) -> None:
+            it.events.append(event)
+            if event.name == "restore.criu" and event.fields["state"] == "begin":
+                while len(found := sorted(processes(str(it.workdir)))) < 4:
+                    time.sleep(0.01)
+                for pid in found[:1] if who == "all" else found[-1:]:
+                    os.kill(pid, signal.SIGKILL)
+                    killed.append(pid)
+
+        restored = it.restore(options, emit=emit)
+        driving.wait_progress(tmp_path)
+        restored.wait_resident(60)
+        verdict = it.verdict()
+        assert verdict.passed, verdict.errors
+        assert killed and int(str(memory_phase(it)["redone"])) > 0
+        assert processes(str(it.workdir)) == []
+
+
+def test_a_restorer_that_is_killed_takes_them_along(tmp_path: Path, cache: Path) -> None:
+    with dumped("memory-pattern", tmp_path, cache, ("--mib", "64")) as it:
+        driving.forget(tmp_path)
+        it.workdir.mkdir()
+        script = f"""
+import time
+from icecore.restorer.restore import restore
+from icecore.restorer.options import RestoreOptions
+from icecore.store.local import LocalBackend
+from icecore.store.loop import LoopThread
+from icecore.store.repository import Repository
+with LoopThread() as loop:
+    repository = loop.run(Repository.open(LocalBackend({str(it.place.root)!r})))
+    def emit(event):
+        if event.name == "restore.memory":
+            print("placing", flush=True)
+            time.sleep(60)
+    options = RestoreOptions(mode="full", placers=2, workdir={str(it.workdir)!r})
+    restore(repository, loop, {it.result.snapshot!r}, options, emit=emit)
+"""
+        restorer = subprocess.Popen([sys.executable, "-P", "-c", script], stdout=subprocess.PIPE, text=True)
+        try:
+            assert restorer.stdout is not None and restorer.stdout.readline() == "placing\n"
+            tree = descendants(restorer.pid)
+            end = time.monotonic() + 20
+            while len(placers := processes(str(it.workdir))) < 3:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+        finally:
+            restorer.kill()
+            restorer.wait(10)
+        await_gone([*tree, *placers])
+        assert it.remains() == []
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "encrypted"])
+def encrypted(request: pytest.FixtureRequest) -> Iterator[bool]:
+    yield request.param
+
+
+def test_cells_of_all_kinds(encrypted: bool) -> None:
+    """Whole and partial cells, compressible ones and others; what lies at the addresses is read from the placer's memory."""
+    with repository_place(encrypted=encrypted) as place:
+        half = bytes([15]) * 32
+        cells = [(_WHOLE, os.urandom(1 << 20)), (_WHOLE, b"icecore!" * (1 << 17)), (half, os.urandom(1 << 19))]
+        _, records = store_cells(place, cells)
+        keys = place.repository.keys
+        with Placers(1, str(place.root), keys.chunk, room=16 << 20, patience=20, word="test") as placers:
+            (placer,) = placers.all
+            (batch,) = plan_batches(records, range(3), gap=0, read_size=8 << 20)
+            prepared = placer.prepare(batch, records)
+            assert prepared.why == "" and all(prepared.addresses)
+            (pid,) = descendants(placers._process.pid)
+            with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+                for address, (_, data) in zip(prepared.addresses, cells, strict=True):
+                    memory.seek(address)
+                    assert memory.read(len(data)) == data
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(PlacerLost):
+                placer.prepare(batch, records)
+
+
+def test_how_many_pay() -> None:
+    assert placers_for(8 << 30, 512 << 20, cores=2) == 0
+    assert placers_for(64 << 20, 512 << 20, cores=16) == 0
+    assert placers_for(8 << 30, 512 << 20, cores=16) == 16
+    assert placers_for(8 << 30, 128 << 20, cores=16) == 4
+    assert placers_for(8 << 30, 512 << 20, cores=128) == 16
