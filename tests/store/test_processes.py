@@ -138,6 +138,8 @@ def restore(location: Location, seed: int, log: str) -> None:
 
 
 ROLES = (clean, clean, write, write, write, write, restore)
+_COMMITS = 4
+_START_SECONDS = 60.0
 
 
 class Crew:
@@ -156,6 +158,13 @@ class Crew:
         process = self._context.Process(target=ROLES[number], args=arguments, daemon=True)
         process.start()
         return process
+
+    def wait_for_commits(self, count: int) -> None:
+        """Until so many snapshots were committed: on a busy machine that takes longer than they would otherwise live."""
+        limit = time.monotonic() + _START_SECONDS
+        while len(notes(self._folder)[0]) < count:
+            assert time.monotonic() < limit, f"no {count} commits within {_START_SECONDS:.0f} s"
+            time.sleep(0.1)
 
     def work(self, seconds: float, pause: tuple[float, float]) -> None:
         """Kill one after the other for so long."""
@@ -202,7 +211,7 @@ async def look(location: Location, folder: Path) -> tuple[int, int]:
     repository = await Repository.open(here)
     there = set(await listed(repository))
     assert known.keys() - forgotten <= there, "a committed snapshot is gone"
-    assert len(known) > 3
+    assert len(known) >= _COMMITS
     assert all(content == known.get(snapshot, content) for snapshot, content in restored)
     await sound(repository)
     for snapshot in there:
@@ -249,6 +258,7 @@ def test_processes_are_killed_at_random(
         asyncio.run(make())
         crew = Crew(location, tmp_path, seed=5)
         try:
+            crew.wait_for_commits(_COMMITS)
             crew.work(seconds, (0.8, 1.4) if seconds < 60 else (0.3, 2.5))
         finally:
             crew.end()
