@@ -18,6 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.console import Console
 
 from benchmarks.bucket import at_once
-from benchmarks.common import MIB, Result, Rounds, progress, scratch, show
+from benchmarks.common import MIB, TMPFS, Result, Rounds, progress, scratch, show
 from benchmarks.jobs import job
 from benchmarks.reserve import Reserve
 from benchmarks.shaper import shaped
@@ -41,7 +43,7 @@ BUCKET = "far-away"
 RATE, ROUND_TRIP = 125e6, 0.08
 _BARE_BYTES, _BARE_IN_FLIGHT = 8 << 20, 16
 _SECONDS = 300.0
-#: What a dump takes for staging and shards, and a restore for ranges: kept warm, or the machine's host is measured (benchmarks.reserve).
+#: What a dump takes for staging and shards, and a restore for ranges, at most: kept warm, or the machine's host is measured (benchmarks.reserve).
 _WARM_BYTES = 1280 << 20
 
 
@@ -69,19 +71,30 @@ class Shell:
         return seconds, [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def measure(mib: int, rounds: int, *, verbose: bool = False) -> list[Result]:
-    """All figures; ``mib`` of private memory."""
+def measure(mib: int, rounds: int, *, data: str | None = None, verbose: bool = False) -> list[Result]:
+    """All figures; ``mib`` of private memory, the server's data in a folder below ``data``."""
     found = Rounds()
     for turn in range(rounds):
         progress(f"link: round {turn + 1} of {rounds}")
-        # A server a round, as what is deleted stays in its volumes; on disk, as the memory is the job's.
-        with tempfile.TemporaryDirectory(prefix="icecore-bench-link-") as data, scratch(PART) as folder, running(Path(data)) as server:
-            server.make_bucket(BUCKET)
-            os.environ.update(server.environment())
-            with shaped(server.endpoint, RATE, ROUND_TRIP) as endpoint:
-                asyncio.run(_bare(endpoint, mib, found))
-                _whole(folder, server, endpoint, mib, turn, found, verbose)
+        with _linked(data) as (_, _, endpoint):
+            asyncio.run(_bare(endpoint, mib, found))
+        with _linked(data) as (folder, server, endpoint):
+            _whole(folder, server, endpoint, mib, turn, found, verbose)
     return _results(found)
+
+
+@contextmanager
+def _linked(data: str | None) -> Iterator[tuple[Path, Server, str]]:
+    """A folder on tmpfs, a server of its own (what is deleted stays in its volumes), and its URL at the end of the link."""
+    with (
+        scratch(PART) as folder,
+        tempfile.TemporaryDirectory(prefix="icecore-bench-link-", dir=data or TMPFS) as place,
+        running(Path(place)) as server,
+    ):
+        server.make_bucket(BUCKET)
+        os.environ.update(server.environment())
+        with shaped(server.endpoint, RATE, ROUND_TRIP) as endpoint:
+            yield folder, server, endpoint
 
 
 async def _bare(endpoint: str, mib: int, found: Rounds) -> None:
@@ -111,7 +124,7 @@ def _whole(folder: Path, server: Server, endpoint: str, mib: int, turn: int, fou
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     shell = Shell(environment)
     shell.run("init")
-    with job("memory-pattern", folder, ["--mib", str(mib), "--seed", str(turn + 1)]) as running_, Reserve(_WARM_BYTES) as reserve:
+    with job("memory-pattern", folder, ["--mib", str(mib), "--seed", str(turn + 1)]) as running_, Reserve(min(_WARM_BYTES, mib * MIB // 2)) as reserve:
         with reserve.lent():
             seconds, said = shell.run("dump", str(running_.pid), "--job", "pattern")
         driving.kill_tree(running_.pid)
@@ -171,9 +184,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=3815, help="memory of the job (default: 4 GB)")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--data", metavar="DIR", help="where the server's data lies (default: on tmpfs, as much as the job's memory)")
     parser.add_argument("--verbose", action="store_true", help="when what happened")
     options = parser.parse_args()
-    show(measure(options.mib, options.rounds, verbose=options.verbose), Console(width=None if sys.stdout.isatty() else 200))
+    show(measure(options.mib, options.rounds, data=options.data, verbose=options.verbose), Console(width=None if sys.stdout.isatty() else 200))
     return 0
 
 
