@@ -20,9 +20,11 @@ from rich.console import Console
 from benchmarks.common import Result, Rounds, progress, scratch, show, tree_bytes
 from benchmarks.jobs import job
 from benchmarks.peers import JOBS, dump_three, sized, warm
+from benchmarks.reserve import Reserve
 from benchmarks.worker import Worker
 
 PART = "encryption"
+MIB = 1 << 20
 _KINDS = ("plain", "encrypted")
 _DUMPS = ("dump 1st", "dump 2nd")
 _STEPS = ("import 1st", "import 2nd", "import 3rd", "export")
@@ -41,15 +43,16 @@ def measure(name: str, arguments: Sequence[str], rounds: int) -> list[Result]:
         directories = dump_three(name, arguments, folder)
         warm(directories)
         sizes = [tree_bytes(directory) for directory in directories]
-        for turn in range(-1, rounds):
-            progress(f"{PART}: {name}, round {turn + 1} of {rounds}")
-            for kind in _KINDS if turn % 2 else reversed(_KINDS):
-                rates, cpu = _one(kind, folder / "work", directories, sizes)
-                if turn < 0:
-                    continue  # the first brings libraries and memory in
-                for step in _STEPS:
-                    found.add(f"{kind} {step}", rates[step])
-                    found.add(f"{kind} cpu {step}", cpu[step])
+        with Reserve(2 * max(sizes) + 256 * MIB) as reserve:
+            for turn in range(-1, rounds):
+                progress(f"{PART}: {name}, round {turn + 1} of {rounds}")
+                for kind in _KINDS if turn % 2 else reversed(_KINDS):
+                    rates, cpu = _one(kind, folder / "work", directories, sizes, reserve)
+                    if turn < 0:
+                        continue  # the first brings libraries in
+                    for step in _STEPS:
+                        found.add(f"{kind} {step}", rates[step])
+                        found.add(f"{kind} cpu {step}", cpu[step])
     results = []
     for step in (*_DUMPS, *_STEPS):
         rates_ = ", ".join(f"{kind} {found.median(f'{kind} {step}'):.2f}" for kind in _KINDS)
@@ -83,7 +86,9 @@ def _memory(pid: int) -> int:
     return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmRSS:"))
 
 
-def _one(kind: str, work: Path, directories: list[Path], sizes: list[int]) -> tuple[dict[str, float], dict[str, float]]:
+def _one(
+    kind: str, work: Path, directories: list[Path], sizes: list[int], reserve: Reserve
+) -> tuple[dict[str, float], dict[str, float]]:
     """GB/s and CPU seconds of each step."""
     work.mkdir()
     rates: dict[str, float] = {}
@@ -93,9 +98,11 @@ def _one(kind: str, work: Path, directories: list[Path], sizes: list[int]) -> tu
             worker.ask("open", path=str(work / "repository"), create=True, encrypted=kind == "encrypted")
 
             def timed(step: str, size: int, verb: str, **options: str) -> str:
-                before, started = worker.ask("cpu")["seconds"], time.perf_counter()
-                answer = worker.ask(verb, **options)
-                rates[step] = size / (time.perf_counter() - started) / 1e9
+                before = worker.ask("cpu")["seconds"]
+                with reserve.lent():
+                    started = time.perf_counter()
+                    answer = worker.ask(verb, **options)
+                    rates[step] = size / (time.perf_counter() - started) / 1e9
                 cpu[step] = worker.ask("cpu")["seconds"] - before
                 return str(answer.get("snapshot", ""))
 

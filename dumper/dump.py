@@ -291,7 +291,9 @@ class _Dump:
                 streamed = self.options.memory == "streamed"
                 window.begin()
                 if devices is not None:
-                    devices.stop(window.left)
+                    # What the parent tells of what will change may be wrong; the driver copies for so long that all can be had meanwhile.
+                    with storing.staging.growing(found.gpus.most_bytes >> 20 if found.gpus else 0):
+                        devices.stop(window.left)
                 device = devices.ranges if devices is not None else {}
                 command = self._criu_command(images, devices is not None)
                 if streamed:

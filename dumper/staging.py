@@ -148,6 +148,24 @@ class Staging:
             with self._change:
                 self._grow()
 
+    @contextmanager
+    def growing(self, slots: int) -> Iterator[None]:
+        """Go on reserving up to ``slots`` while something else is waited for."""
+        over = threading.Event()
+
+        def grow() -> None:
+            while not over.is_set() and len(self._free) < min(slots, self.capacity) and self._made < self.capacity:
+                with self._change:
+                    self._grow()
+
+        thread = threading.Thread(target=grow, name="staging", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
     def _grow(self) -> None:
         count = min(_ARENA_SLOTS, self.capacity - self._made)
         arena = HugeBuffer(count * SLOT_BYTES)

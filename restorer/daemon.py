@@ -11,14 +11,15 @@ import select
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 
 from icecore.errors import IcecoreError, RestoreFailed
 from icecore.host import procfs, userfaultfd
 from icecore.host.userfaultfd import Event, Fault, Fork, Remap, Remove, Unmap
 from icecore.restorer.guard import Guard, GuardLost, Message
 from icecore.restorer.guard_process import EVENT_BYTES, descendants
+from icecore.restorer.locks import SharedLock
 from icecore.restorer.members import Family, Member
 
 _ANSWER_SECONDS = 30.0
@@ -95,8 +96,18 @@ class Daemon:
         #: Cells in the order in which they were first asked for: (CRIU's id of the process, row).
         self.touched: list[tuple[int, int]] = []
         self._touched: set[tuple[int, int]] = set()
+        self._shared: SharedLock | None = None
+        self._numbers: Mapping[int, int] = {}
 
     # -- for other threads --------------------------------------------------------------------------------------------
+
+    def share(self, lock: SharedLock, numbers: Mapping[int, int]) -> None:
+        """Placers of other processes place under this lock, as long as a family's flag is not set. To be told before `start`.
+
+        Args:
+            numbers: CRIU's id of a process → its family's flag.
+        """
+        self._shared, self._numbers = lock, numbers
 
     def start(self) -> None:
         """Begin to listen."""
@@ -137,6 +148,9 @@ class Daemon:
             if descriptor >= 0:
                 os.close(descriptor)
         self._wake_read = self._wake_write = -1
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
 
     def check_unmapped(self, family: Family, member: Member, address: int) -> None:
         """The kernel will not take a page at ``address``; that is right only if the process has nothing there.
@@ -244,11 +258,17 @@ class Daemon:
 
     def _read_events(self, family: Family, member: Member) -> None:
         faults: list[Fault] = []
-        with member.lock.writing():
+        with self._writing(member):
             self._apply_events(family, member, faults)
         for fault in faults:
             self.faults += 1
             self._answer(family, member, fault)
+
+    @contextmanager
+    def _writing(self, member: Member) -> Iterator[None]:
+        """Keep everybody from placing, threads and placers."""
+        with member.lock.writing(), self._shared.writing() if self._shared is not None else nullcontext():
+            yield
 
     def _apply_events(self, family: Family, member: Member, faults: list[Fault]) -> int:
         """Read and apply what waits on one descriptor; the write lock is held. Returns how many events there were."""
@@ -259,6 +279,9 @@ class Daemon:
         children = message.about["children"]
         assert isinstance(children, list)
         born = iter(children)
+        number = self._numbers.get(family.process)
+        if self._shared is not None and number is not None and not all(isinstance(event, Fault) for event in events):
+            self._shared.set_changed(number)
         for event in events:
             match event:
                 case Fault():
@@ -298,7 +321,7 @@ class Daemon:
         deadline = time.monotonic() + _ANSWER_SECONDS
         while self._by_descriptor:
             for family, member in list(self._by_descriptor.values()):
-                with member.lock.writing():
+                with self._writing(member):
                     faults: list[Fault] = []
                     while self._apply_events(family, member, faults):
                         if time.monotonic() > deadline:

@@ -36,7 +36,7 @@ _MAX_GAP = 1 << 20
 _GAP_SHARE = 16
 _MAX_IN_FLIGHT = 32
 #: Stored bytes of a batch that a placer gets at once.
-PLACER_BYTES = 8 << 20
+PLACER_BYTES = 16 << 20
 #: Threads at most, where nothing else is asked for: with more it takes longer (measured on 16 cores).
 PLACE_THREADS = 6
 _FIRST_PAUSE = 0.05
@@ -53,13 +53,13 @@ class Decoder(Protocol):
 
 #: Takes the verified bytes of a row; they are valid during the call only. Called by the workers.
 Sink = Callable[[int, memoryview], None]
-#: The same for rows that a placer holds: (row, address in its memory) each.
-RemoteSink = Callable[[Sequence[tuple[int, int]], Placer], None]
+#: Has a placer deliver the cells of a batch, and returns those that it could not have.
+Through = Callable[[Placer, Batch], Sequence[int]]
 
 
 @dataclass
 class Spent:
-    """What the workers did so far: bytes read and produced, and their threads' seconds in each stage (of a placer all but placing counts as decoding).
+    """What the workers did so far: bytes read and produced, and their threads' seconds in each stage (what placers do counts as placing).
 
     ``redone``: cells that a placer could not have, and that were therefore read here.
     """
@@ -165,7 +165,7 @@ class Fetcher:
         self._failure: BaseException | None = None
         self._threads: list[threading.Thread] = []
         self._placers: Sequence[Placer] = ()
-        self._remote_sink: RemoteSink | None = None
+        self._through: Through | None = None
         self._buffers: asyncio.Queue[HugeBuffer] | None = None
         self._fetching: set[concurrent.futures.Future[None]] = set()
         self.spent = Spent()
@@ -174,9 +174,9 @@ class Fetcher:
         self._bytes = int(data_pages(records).sum()) * PAGE
         self._delivered = 0
 
-    def hand_out(self, placers: Sequence[Placer], sink: RemoteSink) -> None:
+    def hand_out(self, placers: Sequence[Placer], through: Through) -> None:
         """Have processes do what the workers would, one for each worker; for storage with direct reads, before `start`."""
-        self._placers, self._remote_sink = placers, sink
+        self._placers, self._through = placers, through
 
     def start(self, order: Sequence[int], *, opened: bool = True) -> None:
         """Begin. Until `open` only urgent rows are delivered (and ranges fetched ahead, as far as the budget goes)."""
@@ -188,11 +188,12 @@ class Fetcher:
             self._submit(self._fetch_planned(len(order)))
         count = min(len(self._placers) or self._limits.threads, max(1, len(order)))
         placers = self._placers[:count] if self._placers else [None] * count
-        workers = [(f"place-{number}", False, placer) for number, placer in enumerate(placers)]
+        # While its placer loads, a worker does its work itself, as far as more threads help.
+        workers = [(f"place-{number}", False, placer, number < PLACE_THREADS) for number, placer in enumerate(placers)]
         if not opened:
-            workers.append(("faults", True, None))  # a fault need not wait until a worker has placed what it is at
-        for name, only_urgent, placer in workers:
-            thread = threading.Thread(target=self._work, args=(only_urgent, placer), name=name, daemon=True)
+            workers.append(("faults", True, None, True))  # a fault need not wait until a worker has placed what it is at
+        for name, *arguments in workers:
+            thread = threading.Thread(target=self._work, args=arguments, name=name, daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -263,7 +264,7 @@ class Fetcher:
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
-    def _work(self, only_urgent: bool, placer: Placer | None) -> None:
+    def _work(self, only_urgent: bool, placer: Placer | None, meanwhile: bool) -> None:
         spent = Spent()
         shelf = self._limits.shelf
         try:
@@ -275,7 +276,9 @@ class Fetcher:
                     if not self._placers or urgent:
                         self._deliver(batch, buffer, scratch, spent)
                     else:
-                        placer = self._deliver_through(placer, batch, scratch, spent)
+                        loading = placer is not None and meanwhile and not placer.ready
+                        if not self._deliver_through(None if loading else placer, batch, scratch, spent) and not loading:
+                            placer = None
                 finally:
                     self._finished(batch, buffer, urgent, spent.produced - before)
             shelf.give(scratch)
@@ -351,42 +354,35 @@ class Fetcher:
             spent.produced += len(data)
             spent.cells += 1
 
-    def _deliver_through(
-        self, placer: Placer | None, batch: Batch, scratch: _Buffers, spent: Spent
-    ) -> Placer | None:
+    def _deliver_through(self, placer: Placer | None, batch: Batch, scratch: _Buffers, spent: Spent) -> bool:
         """Have a placer deliver a batch. What it cannot have is delivered from here, where there are other replicas, and errors with a name.
 
         Returns:
-            The placer, or None if it has ended: then everything is delivered from here.
+            Whether the placer lives.
         """
-        assert self._remote_sink is not None
+        assert self._through is not None
         cells = tuple(c for c in batch.cells if self._needed is None or self._needed(c.row))
         if not cells or self._stopped:
-            return placer
-        rows = [cell.row for cell in cells]
-        records = self._records[rows]
-        addresses = [0] * len(rows)
+            return placer is not None
+        missing: Sequence[int] = [cell.row for cell in cells]
         if placer is not None:
-            clock = time.perf_counter
-            began = clock()
+            began = time.perf_counter()
             try:
-                found = placer.prepare(batch._replace(cells=cells), records).addresses
-                prepared = clock()
-                self._remote_sink([(row, at) for row, at in zip(rows, found, strict=True) if at], placer)
-                addresses = found
-                spent.decode += prepared - began
-                spent.sink += clock() - prepared
-                spent.stored += batch.size
-                had = np.array(found) != 0
-                spent.cells += int(had.sum())
-                spent.produced += int(data_pages(records[had]).sum()) * PAGE
+                missing = self._through(placer, batch._replace(cells=cells))
             except PlacerLost:
                 placer = None
-        for row, address in zip(rows, addresses, strict=True):
-            if not address:
-                spent.redone += 1
-                self._deliver(plan_one(self._records, row), None, scratch, spent)
-        return placer
+                spent.redone += len(missing)
+            else:
+                left = set(missing)
+                spent.redone += len(left)
+                had = [cell.row for cell in cells if cell.row not in left]
+                spent.sink += time.perf_counter() - began
+                spent.stored += batch.size
+                spent.cells += len(had)
+                spent.produced += int(data_pages(self._records[had]).sum()) * PAGE
+        for row in missing:
+            self._deliver(plan_one(self._records, row), None, scratch, spent)
+        return placer is not None
 
     def _sound(self, cell: Cell, stored: memoryview, scratch: _Buffers) -> memoryview:
         """The cell's verified bytes; where what was read is damaged, from the first other replica that has them sound."""

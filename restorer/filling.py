@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from itertools import groupby
 
 import numpy as np
 
@@ -15,9 +14,11 @@ from icecore.restorer.daemon import Daemon
 from icecore.restorer.fetch import Decoder, Fetcher, Limits, Spent
 from icecore.restorer.guard import Guard
 from icecore.restorer.images import LazyMemory
+from icecore.restorer.locks import SharedLock
 from icecore.restorer.members import Family
 from icecore.restorer.placers import Placer, Placers
-from icecore.restorer.plan import interleave
+from icecore.restorer.placing import State, Wanted
+from icecore.restorer.plan import Batch, interleave
 from icecore.store.backend import Backend
 from icecore.store.cell import CELL, Records
 from icecore.store.loop import LoopThread
@@ -81,7 +82,11 @@ class Filling:
             backend, decoder, records, self._place, limits, loop, needed=self._needed, failed=failed
         )
         if placers is not None:
-            self._fetcher.hand_out(placers.all, self._place_all)
+            self._records = records
+            shared = SharedLock(placers.lock, len(self._families))
+            self.daemon.share(shared, {family.process: number for number, family in enumerate(self._families)})
+            placers.begin()
+            self._fetcher.hand_out(placers.all, self._through)
 
     @property
     def spent(self) -> Spent:
@@ -184,13 +189,27 @@ class Filling:
         self._families[number].fill(row - self._rows[number][0], address)
         self._count(row)
 
-    def _place_all(self, rows: Sequence[tuple[int, int]], placer: Placer) -> None:
-        """Have a placer place rows, each from an address of its memory."""
-        for number, some in groupby(rows, lambda row: self._family_of[row[0]]):
-            own = [(row - self._rows[number][0], source) for row, source in some]
-            self._families[number].fill_all(own, placer)
-        for row, _ in rows:
+    def _through(self, placer: Placer, batch: Batch) -> list[int]:
+        """Have a placer deliver a batch; the rows that it could not have."""
+        rows = [cell.row for cell in batch.cells]
+        owners = [(number, row - self._rows[number][0]) for row in rows for number in (self._family_of[row],)]
+        wanted, pages = [], []
+        for cell, (number, own) in zip(batch.cells, owners, strict=True):
+            family = self._families[number]
+            window, bits = family.window(own)
+            target = placer.target(family.members[0])
+            wanted.append(Wanted(cell.start, cell.stop, cell.base_start, cell.base_stop, window, number, target))
+            pages.append(bits)
+        answer = placer.deliver(batch, wanted, self._records[rows], b"".join(pages))
+        outcomes = list(zip(owners, answer.states, answer.addresses, strict=True))
+        for number in {number for number, _ in owners}:
+            mine = [(row, state, address) for (n, row), state, address in outcomes if n == number]
+            self._families[number].note([(row, state) for row, state, _ in mine])
+            # What was in the way, and children that were born meanwhile.
+            self._families[number].fill_all([(row, at) for row, state, at in mine if state is not State.MISSING], placer)
+        for row in rows:
             self._count(row)
+        return [row for row, state in zip(rows, answer.states, strict=True) if state is State.MISSING]
 
     def _count(self, row: int) -> None:
         """Note that a row was placed."""

@@ -1,7 +1,10 @@
-"""A lock that many readers or one writer hold; a waiting writer goes before new readers."""
+"""Locks that many readers or one writer hold, in one process and among several; a waiting writer goes before new readers."""
 
 from __future__ import annotations
 
+import fcntl
+import mmap
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,3 +51,65 @@ class MapLock:
             with self._change:
                 self._writing = False
                 self._change.notify_all()
+
+
+class SharedLock:
+    """The same among processes, and a flag for each family of a restore that says whether its address space ever changed.
+
+    A reader passes a gate that a writer shuts, so that readers who follow each other do not keep it out. The kernel lets go of it for who dies.
+
+    Args:
+        folder: Where its files are, or are made.
+        families: How many flags; needed by who comes first.
+    """
+
+    def __init__(self, folder: str, families: int = 0) -> None:
+        self._gate, self._lock, flags = (
+            os.open(os.path.join(folder, name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) for name in ("gate", "lock", "flags")
+        )
+        try:
+            if os.fstat(flags).st_size < families:
+                os.ftruncate(flags, families)
+            if os.fstat(flags).st_size < max(1, families):
+                raise ValueError(f"{folder}: room for {os.fstat(flags).st_size} flags, not {families}")
+            self._flags = mmap.mmap(flags, 0)
+        finally:
+            os.close(flags)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Hold it with others."""
+        fcntl.flock(self._gate, fcntl.LOCK_SH)
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        fcntl.flock(self._gate, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Hold it alone. One thread of a process at a time."""
+        fcntl.flock(self._gate, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
+        finally:
+            fcntl.flock(self._gate, fcntl.LOCK_UN)
+
+    def changed(self, family: int) -> bool:
+        """Whether the family's address space has changed; the lock is held."""
+        return bool(self._flags[family])
+
+    def set_changed(self, family: int) -> None:
+        """It has; the lock is held for writing."""
+        self._flags[family] = 1
+
+    def close(self) -> None:
+        """Close the files."""
+        os.close(self._gate)
+        os.close(self._lock)
+        self._flags.close()

@@ -21,7 +21,7 @@ from icecore.host.userfaultfd import Stop
 from icecore.restorer.addressmap import AddressMap
 from icecore.restorer.cells import SpaceCells, page_pieces
 from icecore.restorer.locks import MapLock
-from icecore.restorer.placing import Move
+from icecore.restorer.placing import Move, State
 from icecore.store.cell import BITMAP_BYTES, CELL, CELL_BYTES, PAGE, Bytes
 
 #: Most bytes that one fault on absent memory fills with zero pages.
@@ -213,8 +213,9 @@ class Family:
                 return  # only for a fault: the cell is placed again, as a whole, once everything is registered
 
     def fill_all(self, rows: Sequence[tuple[int, int]], placing: Placing) -> None:
-        """Place several cells, with one call for each member as far as nothing comes between. As `fill` for (row, source) each."""
-        for member in self.members:
+        """Place those of several cells that anybody misses, with one call for each member as far as nothing comes between. As `fill` for (row, source) each."""
+        rows = [(row, source) for row, source in rows if self.misses(row)]
+        for member in self.members if rows else ():
             with member.lock.reading():
                 wanted = [(row, source) for row, source in rows if member.missing[row] and not member.gone]
                 moves = [self._moves(member, row, source, self._pieces(row)) for row, source in wanted]
@@ -224,8 +225,22 @@ class Family:
                     at, after = after, after + len(some)
                     if all(o.stop is Stop.DONE and not o.unmapped for o in outcomes[at:after]):
                         member.placed(row)
-        for row, source in rows:  # what was in the way, and children that were born meanwhile
+        for row, source in rows:
             self.fill(row, source, placing)
+
+    def note(self, rows: Sequence[tuple[int, State]]) -> None:
+        """A placer has delivered cells to the restored process itself, the first member."""
+        member = self.members[0]
+        with member.lock.reading():
+            for row, state in rows:
+                if state is State.PLACED:
+                    member.placed(row)
+                elif state is State.DEAD:
+                    member.gone = True
+
+    def window(self, row: int) -> tuple[int, bytes]:
+        """The address of a cell's window, and the bitmap (32 bytes) of the pages that are placed."""
+        return self._base[row], self._wanted[32 * row : 32 * row + 32]
 
     def _pieces(self, row: int) -> list[tuple[int, int, int]]:
         return page_pieces(self._data[32 * row : 32 * row + 32], self._wanted[32 * row : 32 * row + 32])

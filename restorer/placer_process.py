@@ -19,28 +19,57 @@ import numpy as np
 from icecore.errors import IcecoreError
 from icecore.host import userfaultfd
 from icecore.host.memory import HugeBuffer
+from icecore.restorer.cells import page_pieces
+from icecore.restorer.locks import SharedLock
 from icecore.restorer.placing import (
     MESSAGE,
     ROOM_CELLS,
     Answer,
+    Deliver,
+    Delivered,
     Done,
     Forget,
     Open,
     Place,
-    Prepare,
-    Prepared,
+    Ready,
     Request,
+    State,
     Target,
+    Wanted,
 )
-from icecore.store.cell import CELL, CELL_BYTES
+from icecore.restorer.plan import Read
+from icecore.store.cell import BITMAP_BYTES, CELL, CELL_BYTES
 from icecore.store.cipher import Key
+from icecore.store.decoder import ChunkDecoder
 from icecore.store.local import LocalBackend
 from icecore.store.names import object_name
 from icecore.store.pool import Scratch
-from icecore.store.reader import ChunkDecoder
 
 _PR_SET_PDEATHSIG = 1
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+class _Reading:
+    """Reads the ranges of a batch as they are needed: what is decoded at once is still in the processor's cache."""
+
+    def __init__(self, backend: LocalBackend, request: Deliver, stored: memoryview) -> None:
+        self._backend = backend
+        self._left = iter(request.reads)
+        self._stored = stored
+        self._read: Read | None = next(self._left, None)
+        self._there = 0
+
+    def until(self, position: int) -> memoryview:
+        """The buffer, read up to ``position`` at least."""
+        while self._read is not None and self._there < position:
+            shard, offset, length, at = self._read
+            stop = min(position, at + length)
+            name = object_name("shard", shard)
+            self._backend.read_into(name, offset + self._there - at, self._stored[self._there : stop])
+            self._there = stop
+            if stop == at + length:
+                self._read = next(self._left, None)
+        return self._stored
 
 
 class Placer:
@@ -56,13 +85,14 @@ class Placer:
         self._stored = HugeBuffer(order.room, prefault=False)
         self._rooms = HugeBuffer(ROOM_CELLS * CELL_BYTES, prefault=False)
         self._scratch = Scratch()
+        self._lock = SharedLock(order.lock)
         self._targets: dict[int, int] = {}
 
     def answer(self, request: Request, descriptors: list[int]) -> Answer | None:
         """Do what a message says."""
         match request:
-            case Prepare():
-                return self._prepare(request)
+            case Deliver():
+                return self._deliver(request)
             case Place():
                 return self._place(request)
             case Target(number):
@@ -73,25 +103,39 @@ class Placer:
                 raise ValueError("a second opening")
         return None
 
-    def _prepare(self, request: Prepare) -> Prepared:
-        stored = self._stored.view(0, request.size)
-        addresses, why = [0] * len(request.cells), ""
-        try:
-            for shard, offset, length, at in request.reads:
-                self._backend.read_into(object_name("shard", shard), offset, stored[at : at + length])
-        except IcecoreError as error:
-            return Prepared(addresses, str(error))
+    def _deliver(self, request: Deliver) -> Delivered:
+        count = len(request.cells)
+        states, addresses, why = [State.MISSING] * count, [0] * count, ""
         records = np.frombuffer(request.records, CELL)
-        for number, (start, stop, base_start, base_stop) in enumerate(request.cells):
-            base = stored[base_start:base_stop] if base_stop > base_start else None
+        reading = _Reading(self._backend, request, self._stored.view(0, request.size))
+        for number, cell in enumerate(request.cells):
             room = self._rooms.view(number * CELL_BYTES, (number + 1) * CELL_BYTES)
             try:
-                data = self._decoder.decode(records[number], stored[start:stop], base, room, self._scratch)
+                stored = reading.until(max(cell.stop, cell.base_stop))
+                base = stored[cell.base_start : cell.base_stop] if cell.base_stop > cell.base_start else None
+                data = self._decoder.decode(records[number], stored[cell.start : cell.stop], base, room, self._scratch)
             except IcecoreError as error:
                 why = str(error)
                 continue
-            addresses[number] = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
-        return Prepared(addresses, why)
+            address = addresses[number] = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
+            pages = request.pages[BITMAP_BYTES * number : BITMAP_BYTES * (number + 1)]
+            pieces = page_pieces(records[number]["data"].tobytes(), pages)
+            states[number] = self._put(cell, address, pieces)
+        return Delivered(states, addresses, why)
+
+    def _put(self, cell: Wanted, source: int, pieces: list[tuple[int, int, int]]) -> State:
+        """Place a cell where it was in the snapshot, if its process still has that as it was."""
+        target = self._targets[cell.target]
+        with self._lock.reading():
+            if self._lock.changed(cell.family):
+                return State.HELD
+            for offset, position, length in pieces:
+                placed = userfaultfd.place(target, cell.window + offset, source + position, length)
+                if placed.stop is userfaultfd.Stop.DEAD:
+                    return State.DEAD
+                if placed.stop is not userfaultfd.Stop.DONE or placed.unmapped:
+                    return State.HELD
+        return State.PLACED
 
     def _place(self, request: Place) -> Done:
         target = self._targets[request.target]
@@ -110,6 +154,7 @@ def serve(control: socket.socket) -> None:
     decode = msgspec.msgpack.Decoder(Request).decode
     encode = msgspec.msgpack.Encoder().encode
     placer: Placer | None = None
+    control.sendall(encode(Ready()))
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
         if not data:

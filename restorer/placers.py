@@ -4,6 +4,7 @@ for under a lock that is still held."""
 from __future__ import annotations
 
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -19,15 +20,16 @@ from icecore.restorer.members import Member, Outcome
 from icecore.restorer.placing import (
     MESSAGE,
     Answer,
+    Deliver,
+    Delivered,
     Done,
     Forget,
     Move,
     Open,
     Place,
-    Prepare,
-    Prepared,
     Request,
     Target,
+    Wanted,
 )
 from icecore.restorer.plan import Batch
 from icecore.store.cell import Records
@@ -73,33 +75,54 @@ class Placer:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(Answer).decode
         self._targets: dict[int, Member] = {}
+        self._ready = False
 
-    def prepare(self, batch: Batch, records: Records) -> Prepared:
-        """Have the cells of a batch read, decoded and verified.
+    @property
+    def ready(self) -> bool:
+        """Whether it has begun, or has ended before: then it can be asked. It takes a while to load."""
+        if not self._ready and select.select([self._control], [], [], 0)[0]:
+            self._ready = True
+            with suppress(PlacerLost):  # told when it is asked
+                self._hear()
+        return self._ready
+
+    def wait_ready(self) -> None:
+        """Wait until it has begun, or has ended."""
+        if not self._ready:
+            select.select([self._control], [], [], self._patience)
+            assert self.ready
+
+    def deliver(self, batch: Batch, cells: Sequence[Wanted], records: Records, pages: bytes) -> Delivered:
+        """Have cells of a batch read, decoded, verified, and placed if nothing speaks against that.
 
         Args:
+            cells: With the numbers of `target`.
             records: CELL[n], of these cells.
+            pages: 32 bytes for each, the pages to place.
 
         Raises:
             PlacerLost: It has ended.
         """
-        cells = [(c.start, c.stop, c.base_start, c.base_stop) for c in batch.cells]
-        answer = self._ask(Prepare(list(batch.reads), cells, records.tobytes(), batch.size))
-        assert isinstance(answer, Prepared)
+        answer = self._ask(Deliver(list(batch.reads), list(cells), records.tobytes(), pages, batch.size))
+        assert isinstance(answer, Delivered)
         return answer
 
+    def target(self, member: Member) -> int:
+        """The number of a member's userfaultfd, which is handed over if the placer does not have it."""
+        if member.keep not in self._targets:
+            self._forget_gone()
+            self._send(Target(member.keep), [member.descriptor])
+            self._targets[member.keep] = member
+        return member.keep
+
     def place(self, member: Member, moves: Sequence[Move]) -> list[Outcome]:
-        """As `icecore.restorer.members.Placing` has it: sources are addresses that `prepare` gave.
+        """As `icecore.restorer.members.Placing` has it: sources are addresses that `deliver` gave.
 
         Raises:
             PlacerLost: It has ended, and places nothing any more.
             RestoreFailed: It does not answer.
         """
-        if member.keep not in self._targets:
-            self._forget_gone()
-            self._send(Target(member.keep), [member.descriptor])
-            self._targets[member.keep] = member
-        answer = self._ask(Place(member.keep, list(moves)))
+        answer = self._ask(Place(self.target(member), list(moves)))
         assert isinstance(answer, Done)
         if answer.error:
             raise OSError(answer.error, answer.why)
@@ -121,7 +144,11 @@ class Placer:
             raise PlacerLost("a placer process has ended") from error
 
     def _ask(self, request: Request) -> Answer:
+        self.wait_ready()
         self._send(request)
+        return self._hear()
+
+    def _hear(self) -> Answer:
         try:
             data = self._control.recv(MESSAGE)
         except TimeoutError:
@@ -143,15 +170,15 @@ class Placers:
         key: Its chunk key.
         room: Stored bytes of a batch at most.
         patience: Seconds that one may take to answer.
-        word: Shows in their command line.
+        lock: Directory of the shared lock, which shows in their command line.
     """
 
-    def __init__(self, count: int, folder: str, key: bytes, *, room: int, patience: float, word: str) -> None:
+    def __init__(self, count: int, folder: str, key: bytes, *, room: int, patience: float, lock: str) -> None:
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(count)]
         theirs = [pair[1].fileno() for pair in pairs]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "icecore.restorer.placer_process", word, *map(str, theirs)],
+                [sys.executable, "-P", "-m", "icecore.restorer.placer_process", lock, *map(str, theirs)],
                 pass_fds=theirs,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -163,10 +190,14 @@ class Placers:
             for _, end in pairs:
                 end.close()
         self.all = [Placer(own, patience) for own, _ in pairs]
-        order = Open(folder, bytes(key), encryption_of(key), room)
+        self.lock = lock
+        self._order = Open(folder, bytes(key), encryption_of(key), room, lock)
+
+    def begin(self) -> None:
+        """The shared lock is there: they can be asked."""
         for placer in self.all:
             with suppress(PlacerLost):  # who asks it first is told
-                placer._send(order)
+                placer._send(self._order)
 
     def close(self) -> None:
         """End them; afterwards none holds a userfaultfd. May be called twice.

@@ -1,12 +1,14 @@
-"""What a restore says to its placers (`icecore.restorer.placer_process`), and they to it; its rule: whoever asks holds the locks.
+"""What a restore says to its placers (`icecore.restorer.placer_process`), and they to it; its rule: nothing is placed but under the lock that both share.
 
-One message a packet, in msgpack.
-A placer reads, decodes and verifies cells into its own memory (`Prepare`), and puts them where it is told (`Place`). In between the restorer looks up, under
-the lock of the address map, where that is: a placer knows nothing of processes, only numbers for the userfaultfds that it was handed.
+One message a packet, in msgpack. A placer reads, decodes and verifies cells into its own memory and places them where they were in the snapshot (`Deliver`), as
+long as their process is not known to have changed its address space. Otherwise it says where it holds them, and the restorer, which knows and keeps its own
+locks meanwhile, tells it where they belong now (`Place`). Between the two, and among the placers, `icecore.restorer.locks.SharedLock` stands: whoever places
+holds it for reading, whoever reads a process's events for writing.
 """
 
 from __future__ import annotations
 
+import enum
 from typing import NamedTuple
 
 import msgspec
@@ -14,7 +16,7 @@ import msgspec
 from icecore.restorer.plan import Read
 
 #: Cells that a placer has room for.
-ROOM_CELLS = 8
+ROOM_CELLS = 16
 #: Bytes of a message at most.
 MESSAGE = 1 << 17
 
@@ -28,29 +30,58 @@ class Move(NamedTuple):
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The first message. ``folder``: where the objects are; ``key``, ``encryption``: the repository's chunk key; ``room``: stored bytes of a batch at most."""
+    """The first message. ``folder``: where the objects are; ``key``, ``encryption``: the repository's chunk key; ``room``: stored bytes of a batch at most;
+    ``lock``: the directory of the shared lock."""
 
     folder: str
     key: bytes
     encryption: bytes | None
     room: int
+    lock: str
 
 
-class Prepare(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Read ranges (shard, offset, length, where in the buffer), then decode cells.
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A placer's first message, unasked: it has begun."""
 
-    ``cells``: the bounds of each one's stored bytes, and of its base's, in the buffer; ``records``: their CELL records.
-    """
+
+class Wanted(NamedTuple):
+    """A cell to deliver: the bounds of its stored bytes, and of its base's, in the buffer; the address of its window; its family; that one's userfaultfd."""
+
+    start: int
+    stop: int
+    base_start: int
+    base_stop: int
+    window: int
+    family: int
+    target: int
+
+
+class Deliver(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Read ranges into the buffer of ``size`` bytes; decode and place cells. ``records``: their CELL records; ``pages``: 32 bytes each, the pages to place."""
 
     reads: list[Read]
-    cells: list[tuple[int, int, int, int]]
+    cells: list[Wanted]
     records: bytes
+    pages: bytes
     size: int
 
 
-class Prepared(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Where each cell's verified bytes lie in the placer's memory; 0: it could not be had, and ``why`` tells of one of these."""
+class State(enum.IntEnum):
+    """What became of a cell."""
 
+    #: It could not be had.
+    MISSING = 0
+    PLACED = 1
+    #: The placer holds it: its process has changed, or it could not be placed just like that.
+    HELD = 2
+    #: Its process is gone.
+    DEAD = 3
+
+
+class Delivered(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """For each cell its state, and where its verified bytes lie in the placer's memory until the next `Deliver`; ``why``: of one that could not be had."""
+
+    states: list[State]
     addresses: list[int]
     why: str = ""
 
@@ -82,5 +113,5 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
     why: str = ""
 
 
-Request = Open | Prepare | Target | Forget | Place
-Answer = Prepared | Done
+Request = Open | Deliver | Target | Forget | Place
+Answer = Ready | Delivered | Done

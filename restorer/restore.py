@@ -255,14 +255,14 @@ class _Run:
             return self._resume_when_resident(self.tree)
         return self._return_while_filling(self.tree, manifest, images)
 
-    def _placers(self, size: int, word: str) -> Placers | None:
+    def _placers(self, size: int, lock: str) -> Placers | None:
         """Processes that place, if they pay; they start while CRIU's images are written."""
         options, backend = self.options, self.repository.backend
         count = options.placers or (0 if options.threads else placers_for(size, options.budget_bytes))
         if not count or not backend.direct or not backend.folder:
             return None
         room, key = room_for(PLACER_BYTES), self.repository.keys.chunk
-        placers = Placers(count, backend.folder, key, room=room, patience=options.stall_seconds, word=word)
+        placers = Placers(count, backend.folder, key, room=room, patience=options.stall_seconds, lock=lock)
         self.stack.callback(placers.close)
         return placers
 

@@ -16,9 +16,9 @@ from icecore.store.cell import CELL_BYTES, Records
 from icecore.store.chunk import align
 from icecore.store.cipher import overhead
 from icecore.store.codec import Buffer, Choice
+from icecore.store.decoder import ChunkDecoder
 from icecore.store.names import object_name
 from icecore.store.pool import Scratch
-from icecore.store.reader import ChunkDecoder
 from icecore.store.repository import Repository
 from icecore.store.rewrite import ShardWriter
 from icecore.store.rows import Place, Row, Stored, unpack

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -186,3 +187,19 @@ def test_fingerprints_survive_storing_and_name_damage() -> None:
         decode_fingerprints(data[:-3])
     with pytest.raises(Damaged):
         decode_fingerprints(os.urandom(100))
+
+
+def test_staging_that_grows_while_something_is_waited_for() -> None:
+    with Staging(64 << 20) as staging:
+        with staging.growing(40):
+            end = time.monotonic() + 20
+            while staging.bytes < 40 << 20:
+                assert time.monotonic() < end
+                time.sleep(0.001)
+        slots = [staging.acquire() for _ in range(staging.capacity)]
+        assert staging.available == 0 and staging.bytes <= 64 << 20
+        with staging.growing(1 << 20):
+            pass
+        for slot in slots:
+            staging.release(slot)
+        assert staging.available == staging.capacity

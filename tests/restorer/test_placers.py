@@ -15,8 +15,11 @@ import pytest
 from icecore.errors import Damaged, IcecoreError, ObjectMissing
 from icecore.events import Event
 from icecore.restorer.guard_process import descendants
+from icecore.restorer.locks import SharedLock
+from icecore.restorer.members import Member
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.placers import PlacerLost, Placers, placers_for
+from icecore.restorer.placing import State, Wanted
 from icecore.restorer.plan import plan_batches
 from tests.programs import driving
 from tests.restorer.criu_place import Dumped, await_gone, dumped
@@ -150,6 +153,8 @@ def test_a_restorer_that_is_killed_takes_them_along(tmp_path: Path, cache: Path)
         script = f"""
 import time
 from icecore.restorer.restore import restore
+from icecore.restorer.locks import SharedLock
+from icecore.restorer.members import Member
 from icecore.restorer.options import RestoreOptions
 from icecore.store.local import LocalBackend
 from icecore.store.loop import LoopThread
@@ -183,26 +188,36 @@ def encrypted(request: pytest.FixtureRequest) -> Iterator[bool]:
     yield request.param
 
 
-def test_cells_of_all_kinds(encrypted: bool) -> None:
+def test_cells_of_all_kinds(encrypted: bool, tmp_path: Path) -> None:
     """Whole and partial cells, compressible ones and others; what lies at the addresses is read from the placer's memory."""
+    folder = tmp_path / "lock"
+    folder.mkdir()
     with repository_place(encrypted=encrypted) as place:
         half = bytes([15]) * 32
         cells = [(_WHOLE, os.urandom(1 << 20)), (_WHOLE, b"icecore!" * (1 << 17)), (half, os.urandom(1 << 19))]
         _, records = store_cells(place, cells)
         keys = place.repository.keys
-        with Placers(1, str(place.root), keys.chunk, room=16 << 20, patience=20, word="test") as placers:
+        with Placers(1, str(place.root), keys.chunk, room=16 << 20, patience=20, lock=str(folder)) as placers:
             (placer,) = placers.all
             (batch,) = plan_batches(records, range(3), gap=0, read_size=8 << 20)
-            prepared = placer.prepare(batch, records)
-            assert prepared.why == "" and all(prepared.addresses)
+            shared = SharedLock(str(folder), 1)
+            with shared.writing():
+                shared.set_changed(0)  # nothing is placed then
+            placers.begin()
+            target = Member(os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC), 7, 3)
+            wanted = [Wanted(c.start, c.stop, c.base_start, c.base_stop, c.row << 20, 0, placer.target(target)) for c in batch.cells]
+            done = placer.deliver(batch, wanted, records, records["data"].tobytes())
+            assert done.why == "" and done.states == [State.HELD] * 3
             (pid,) = descendants(placers._process.pid)
             with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
-                for address, (_, data) in zip(prepared.addresses, cells, strict=True):
+                for address, (_, data) in zip(done.addresses, cells, strict=True):
                     memory.seek(address)
                     assert memory.read(len(data)) == data
             os.kill(pid, signal.SIGKILL)
             with pytest.raises(PlacerLost):
-                placer.prepare(batch, records)
+                placer.deliver(batch, wanted, records, records["data"].tobytes())
+            os.close(target.descriptor)
+            shared.close()
 
 
 def test_how_many_pay() -> None:

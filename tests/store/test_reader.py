@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from icecore.errors import Damaged, NotFound, ObjectMissing
 from icecore.store import codec
 from icecore.store.cell import CELL_BYTES, CELL_PAGES, NODE_CELLS, PAGE
+from icecore.store.decoder import ChunkDecoder
 from icecore.store.faulty import FaultyBackend
 from icecore.store.manifest import NODE_REF, Region
 from icecore.store.memory import MemoryBackend
 from icecore.store.pool import Scratch
-from icecore.store.reader import ChunkDecoder, plan_nodes
+from icecore.store.reader import plan_nodes
 from tests.store.images import FULL, NONE, Place, Taken, bitmap, image, make_data, place, touch
 
 
