@@ -6,7 +6,16 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from icecore.errors import Damaged, ObjectExists, ObjectMissing, StoreDenied, StoreError, UsageError, WrongPassphrase
+from icecore.errors import (
+    Damaged,
+    ObjectExists,
+    ObjectMissing,
+    StoreDenied,
+    StoreError,
+    StoreFull,
+    UsageError,
+    WrongPassphrase,
+)
 from icecore.store.backend import Backend
 from icecore.store.keys import KEY_KIND, Keys, open_slot
 from icecore.store.names import KEYS, key_name
@@ -143,7 +152,7 @@ async def _create(backend: Backend, name: str, data: bytes) -> bool:
                 return await backend.get(name, limit=KEY_KIND.object_limit) == data
             except ObjectMissing:
                 return False  # replaced already
-        except StoreDenied:
+        except (StoreDenied, StoreFull):
             raise
         except StoreError:
             tries += 1

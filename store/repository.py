@@ -8,11 +8,9 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TypeVar
 
-import msgspec
-
 from icecore.errors import Damaged, NotFound, ObjectExists, ObjectMissing, StoreError, UsageError
 from icecore.events import Sink, discard
-from icecore.store import catalog
+from icecore.store import catalog, marks
 from icecore.store import session as sessions
 from icecore.store.backend import Backend
 from icecore.store.catalog import Pages
@@ -314,11 +312,7 @@ class Repository:
         updated: list[SnapshotRecord] = []
 
         def set_fields(record: SnapshotRecord) -> SnapshotRecord:
-            record = msgspec.structs.replace(
-                record,
-                pinned=record.pinned if pinned is None else pinned,
-                tags=record.tags if tags is None else list(tags),
-            )
+            record = marks.marked(record, pinned=pinned, tags=tags)
             updated.append(record)
             return record
 
