@@ -58,6 +58,11 @@ def _digest(header: bytes, payload: bytes | memoryview, key: bytes) -> bytes:
     return hasher.digest()
 
 
+def sealed_bytes(length: int, key: bytes) -> int:
+    """Length of the object of a body of ``length`` bytes that is not compressed (``ObjectKind.level`` is None), sealed under ``key``."""
+    return HEADER_BYTES + length + (_INNER.size + WHOLE_BYTES if flag(key) else 0)
+
+
 def seal(kind: ObjectKind, body: bytes, key: bytes, name: str = "") -> Sealed:
     """Wrap ``body``; ``key`` has 32 bytes.
 

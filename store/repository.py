@@ -16,6 +16,7 @@ from icecore.store import catalog
 from icecore.store import session as sessions
 from icecore.store.backend import Backend
 from icecore.store.catalog import Pages
+from icecore.store.envelope import is_encrypted
 from icecore.store.keychain import Passphrase, read_keys
 from icecore.store.keys import (
     CONFIG_KIND,
@@ -146,7 +147,7 @@ class Repository:
             data = await backend.get(CONFIG, limit=CONFIG_KIND.object_limit)
         except ObjectMissing as error:
             raise NotFound(f"{backend.where} is no repository", cure="'icecore init' makes one") from error
-        keys = await read_keys(backend, passphrase, secret)
+        keys = await read_keys(backend, passphrase, secret, encrypted=is_encrypted(data))
         config = decode_config(CONFIG, data, keys)
         return cls(backend, config, keys, Log(backend, keys.log, watermark=watermark), emit)
 
@@ -160,7 +161,10 @@ class Repository:
         Raises:
             NotFound: It is not listed.
         """
-        record = await self._current(lambda state: catalog.find(state, snapshot, self.log.pages))
+        return await self._current(lambda state: self._find(state, snapshot), prove=False)
+
+    async def _find(self, state: State, snapshot: str) -> SnapshotRecord:
+        record = await catalog.find(state, snapshot, self.log.pages)
         if record is None:
             raise NotFound(f"there is no snapshot {snapshot} in {self.backend.where}", cure="'icecore ls' lists them")
         return record
@@ -200,14 +204,9 @@ class Repository:
             return await self._manifest(snapshot)
 
         async def read(state: State) -> Manifest:
-            record = await catalog.find(state, snapshot, self.log.pages)
-            if record is None:
-                raise NotFound(
-                    f"there is no snapshot {snapshot} in {self.backend.where}", cure="'icecore ls' lists them"
-                )
-            return await self._manifest(record)
+            return await self._manifest(await self._find(state, snapshot))
 
-        return await self._current(read)
+        return await self._current(read, prove=False)
 
     async def _manifest(self, record: SnapshotRecord) -> Manifest:
         try:
@@ -230,13 +229,18 @@ class Repository:
             )
         return manifest
 
-    async def _current(self, read: Callable[[State], Awaitable[T]]) -> T:
-        """``read`` the newest state; again if an object went away because the state moved on."""
-        entry = await self.log.newest()
+    async def _current(self, read: Callable[[State], Awaitable[T]], *, prove: bool = True) -> T:
+        """``read`` the newest state; again if an object went away because the state moved on.
+
+        Args:
+            prove: As in ``Log.newest``. Where one snapshot is sought by its id it makes no difference: one that an entry lists was committed, and
+                where none is found, or its objects are gone, the newest state is asked.
+        """
+        entry = await self.log.newest(prove=prove)
         while True:
             try:
                 return await read(entry.state)
-            except ObjectMissing:
+            except (ObjectMissing, NotFound):
                 newer = await self.log.newest()
                 if newer.digest == entry.digest:
                     raise
