@@ -109,9 +109,14 @@ class Reach:
             places = places[places["length"] > 0]
             if not len(places):
                 continue
-            shards, inverse = np.unique(np.ascontiguousarray(places["shard"]).view("S16")[:, 0], return_inverse=True)
-            numbers = np.fromiter((self._number(bytes(shard).ljust(16, b"\0")) for shard in shards.tolist()), np.uint64)
-            self._pieces.add(numbers[inverse], places["offset"], places["length"])
+            shards = np.ascontiguousarray(places["shard"])
+            halves = shards.view(np.uint64)
+            # Chunks of one shard mostly follow each other: its name is only looked at where it begins.
+            starts = np.flatnonzero(np.concatenate(([True], (halves[1:] != halves[:-1]).any(axis=1))))
+            names = shards[starts].tobytes()
+            numbers = np.fromiter((self._number(names[at : at + 16]) for at in range(0, len(names), 16)), np.uint64)
+            runs = np.diff(starts, append=len(places))
+            self._pieces.add(np.repeat(numbers, runs), places["offset"], places["length"])
 
     def _number(self, shard: bytes) -> int:
         number = self._numbers.get(shard)
