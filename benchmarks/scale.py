@@ -27,8 +27,8 @@ from icecore.store.cell import CELL, CELL_BYTES
 from icecore.store.codec import ZSTD
 from icecore.store.faulty import FaultyBackend
 from icecore.store.gc import Collector, Options
-from icecore.store.index import Index
 from icecore.store.local import LocalBackend
+from icecore.store.lookup import Index
 from icecore.store.manifest import Manifest, Namespaces, Region, Requirements, Sizes, Space, encode_manifest
 from icecore.store.names import new_snapshot_id
 from icecore.store.packs import MapWriter

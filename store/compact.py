@@ -26,9 +26,10 @@ from icecore.store.pieces import Seen
 from icecore.store.reach import NODES_AT_ONCE, Live, Reach, read_nodes, space_refs
 from icecore.store.rebase import Orphans, Rebaser
 from icecore.store.repository import Repository
-from icecore.store.rewrite import MapRewriter, NewManifest, ShardWriter, read_table
+from icecore.store.rewrite import MapRewriter, NewManifest, ShardWriter
 from icecore.store.rows import Place, Stored
 from icecore.store.state import SnapshotRecord, State
+from icecore.store.tables import read_table
 
 _GAP_BYTES = 256 << 10
 _READ_BYTES = 16 << 20
@@ -164,7 +165,7 @@ class _Copier:
             Damaged: One of them is not what was written; none of the shard's is then remembered.
         """
         backend, name = self._repository.backend, object_name("shard", item.shard)
-        table = await read_table(self._repository, item.shard, item.bytes)
+        table = await read_table(backend, self._repository.keys.shard, item.shard, item.bytes)
         wanted = table[np.isin(table["offset"].astype(np.int64), item.live.offsets)]
         if len(wanted) != len(item.live.offsets):
             raise Damaged("shard", name, "a chunk that a snapshot refers to is not in its footer")

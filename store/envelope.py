@@ -9,7 +9,7 @@ import blake3
 import zstandard
 
 from icecore.errors import Damaged, FormatTooNew
-from icecore.store.cipher import ENCRYPTED, encryption_of, flag, open_whole, seal_whole
+from icecore.store.cipher import ENCRYPTED, WHOLE_BYTES, encryption_of, flag, open_whole, seal_whole
 
 HEADER_BYTES = 56
 DIGEST_BYTES = 32
@@ -141,6 +141,11 @@ def unseal(kind: ObjectKind, name: str, data: bytes, key: bytes, digest: bytes |
     if len(body) != length:
         raise Damaged(kind.title, name, f"it decompresses to {len(body)} bytes instead of {length}")
     return body
+
+
+def is_encrypted(data: bytes) -> bool:
+    """Whether the object says that it is encrypted; unverified."""
+    return len(data) >= HEADER_BYTES and bool(data[7] & ENCRYPTED)
 
 
 def digest_of(data: bytes | memoryview) -> bytes:

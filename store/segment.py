@@ -268,22 +268,32 @@ def partition(entries: Records, bits: int) -> Iterator[tuple[int, Records]]:
             yield prefix, entries[edges[prefix] : edges[prefix + 1]]
 
 
-def search(entries: Records, keys: npt.NDArray[np.uint64], ids: Bytes) -> tuple[Mask, npt.NDArray[np.int64]]:
-    """Look ``ids`` up in sorted ``entries`` whose leading numbers are ``keys``: which were found, and where (0 for those that were not)."""
+def search(
+    entries: Records, keys: npt.NDArray[np.uint64], ids: Bytes, order: npt.NDArray[np.int64] | None = None
+) -> tuple[Mask, npt.NDArray[np.int64]]:
+    """Look ``ids`` up in ``entries``: which were found, and where (0 for those that were not).
+
+    Args:
+        keys: The entries' leading numbers, ascending.
+        order: Which entry each of ``keys`` is of, if the entries are not in that order themselves.
+    """
     wanted = leading(ids)
     # Sorting what is asked for is cheaper than looking it up out of order; taking whole records, than gathering one field of them.
-    order = np.argsort(wanted)
+    ascending = np.argsort(wanted)
     at = np.empty(len(ids), np.int64)
-    at[order] = np.searchsorted(keys, wanted[order])
+    at[ascending] = np.searchsorted(keys, wanted[ascending])
     found = np.zeros(len(ids), np.bool_)
     open_ = np.flatnonzero(at < len(keys))
     open_ = open_[keys[at[open_]] == wanted[open_]]
     while len(open_):
-        match = (np.take(entries, at[open_])["chunk"] == ids[open_]).all(axis=1)
+        rows = at[open_] if order is None else order[at[open_]]
+        match = (np.take(entries, rows)["chunk"] == ids[open_]).all(axis=1)
         found[open_[match]] = True
         open_ = open_[~match]
         at[open_] += 1
         open_ = open_[at[open_] < len(keys)]
         open_ = open_[keys[at[open_]] == wanted[open_]]
     at[~found] = 0
+    if order is not None and len(order):
+        at = order[at]
     return found, at

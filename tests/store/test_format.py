@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from icecore.store import catalog, index, log, segment
 from icecore.store.envelope import HEADER_BYTES, ObjectKind
+from icecore.store.filters import BITS, FILTER_KIND, block_count, decode_filter, encode_filter
 from icecore.store.hints import HINTS_KIND
 from icecore.store.keys import CONFIG_KIND, ENCRYPTED_FORMAT, FORMAT, KEY_KIND, USES
 from icecore.store.manifest import MANIFEST_KIND, NODE_REF
-from icecore.store.names import KINDS, PREFIX, heartbeat_name, key_name, log_name, object_name
+from icecore.store.names import KINDS, PREFIX, filter_name, heartbeat_name, key_name, log_name, object_name
 from icecore.store.session import BEAT_KIND
 from icecore.store.state import (
     ENTRY_KIND,
@@ -26,7 +29,7 @@ from icecore.store.state import (
 )
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
-ENVELOPES = [CONFIG_KIND, KEY_KIND, ENTRY_KIND, PAGE_KIND, NAMES_KIND, MANIFEST_KIND, HINTS_KIND, BEAT_KIND]
+ENVELOPES = [CONFIG_KIND, KEY_KIND, ENTRY_KIND, PAGE_KIND, NAMES_KIND, MANIFEST_KIND, FILTER_KIND, HINTS_KIND, BEAT_KIND]
 
 
 @pytest.mark.parametrize("kind", ENVELOPES, ids=lambda kind: kind.title)
@@ -52,6 +55,7 @@ def test_names_are_as_documented() -> None:
         assert name.startswith(PREFIX[kind])
     assert log_name(1) == "log/fffffffffffffffe" and key_name(0) == "keys/00000000"
     assert heartbeat_name("ab" * 16, 3) == f"sessions/{'ab' * 16}/0000000000000003"
+    assert filter_name(identity) == f"filters/{identity.hex()}"
     kinds = ", ".join(f"{number} {kind}" for number, kind in enumerate(KINDS))
     assert kinds in DOCUMENT and NAME_BYTES == 17
 
@@ -60,6 +64,7 @@ def test_numbers_are_as_documented() -> None:
     assert f"array of {NODE_REF.itemsize}-byte records" in DOCUMENT
     assert f"| | {segment.ENTRY.itemsize}·n |" in DOCUMENT and f"{segment.FENCE.itemsize}·⌈n/1024⌉" in DOCUMENT
     assert segment.BLOCK_ENTRIES == 1024 and segment.MAX_ENTRIES == 1 << 26 and index.SPLIT_ENTRIES == 1 << 20
+    assert f"of {index.FILTER_ENTRIES} entries or more" in DOCUMENT and f"⌈{BITS}·n/256⌉" in DOCUMENT and block_count(1000) == 47
     assert index.FAN_IN == 8 and catalog.TAIL_RECORDS == 32 and catalog.FAN_IN == 8 and catalog.PAGE_RECORDS == 2048
     assert (
         f"The newest {log.KEPT_ENTRIES} entries are kept" in DOCUMENT
@@ -87,6 +92,22 @@ ENTRY = (
     "1e860284695893a40d995fa85564dee959655724d617b2466e123823deb6ae7499036d32feebf6adacb487a3d42a9717668c"
     "0600460d25200eb95c2dac88051334200f"
 )
+
+
+#: The filter of 40 made ids, as the first version that had filters wrote it, with the same key.
+FILTER = (
+    "49434546494c5401000000000000000060000000000000008efdc5ce4cbecaa3d6fefa7dd8a116a21893412bdaca659cd92b"
+    "dc6ddc5b34890000000000000000000000000000000000000000000000000000000000000000834ebb4f5586e1bca74a04ed"
+    "3b7c32cc32b0bbba9fd866b3bec0bd2055eb170882defd204324ca4da54948c5b04fca8166b2a34e0f6836536bc1f083738a"
+    "b292"
+)
+
+
+def test_bytes_of_the_first_filters_are_read() -> None:
+    ids = np.frombuffer(hashlib.shake_128(b"ids").digest(40 * 32), np.uint8).reshape(-1, 32)
+    key = bytes(range(32))
+    assert encode_filter(ids, bytes(32), key, "n").hex() == FILTER
+    assert len(decode_filter("n", bytes.fromhex(FILTER), key, 40, bytes(32))) == 2
 
 
 def test_bytes_of_version_1_are_read() -> None:

@@ -16,7 +16,6 @@ from icecore.store.backend import Backend
 from icecore.store.cell import PLACE, Bytes, Records
 from icecore.store.index import (
     FAN_IN,
-    Index,
     Merge,
     build,
     merge_segments,
@@ -25,6 +24,7 @@ from icecore.store.index import (
     replaced,
     size_class,
 )
+from icecore.store.lookup import Index
 from icecore.store.memory import MemoryBackend
 from icecore.store.names import object_name, random_id
 from icecore.store.segment import (
