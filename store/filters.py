@@ -18,8 +18,10 @@ from icecore.store.cell import Bytes
 from icecore.store.envelope import DIGEST_BYTES, ObjectKind, seal, sealed_bytes, unseal
 from icecore.store.state import SegmentRef
 
-#: Bits for each entry: of the ids that are not in the segment, 0.5 % are taken for such that may be.
-BITS = 12
+#: Bits for each entry: of the ids that are not in the segment, 0.5 % are taken for such that may be; and in a short segment, which is one of
+#: many and has a small share of all entries, 0.1 %.
+BITS, SHORT_BITS = 12, 16
+SHORT_ENTRIES = 1 << 17
 _WORDS = 8
 _BLOCK_BYTES = 4 * _WORDS
 #: That of the longest segment has 96 MiB.
@@ -37,7 +39,7 @@ Numbers = npt.NDArray[np.int64]
 
 def block_count(entries: int) -> int:
     """Blocks of the filter of a segment with so many entries."""
-    return -(-entries * BITS // (8 * _BLOCK_BYTES))
+    return -(-entries * (SHORT_BITS if entries <= SHORT_ENTRIES else BITS) // (8 * _BLOCK_BYTES))
 
 
 def filter_bytes(entries: int, key: bytes) -> int:

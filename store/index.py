@@ -17,7 +17,7 @@ from icecore.store.state import SegmentRef
 FAN_IN = 8
 #: A segment longer than this many entries is cut into ranges by the leading bits of its ids.
 SPLIT_ENTRIES = 1 << 20
-#: A segment of at least so many entries has a filter beside it; shorter ones are few, and read as a whole.
+#: A segment of at least so many entries has a filter beside it; of part of the ids, an eighth of that. Shorter ones are few, and read as a whole.
 FILTER_ENTRIES = 8192
 _CLASS_ENTRIES = 1024
 
@@ -100,7 +100,7 @@ def build(
 
 def filtered(ref: SegmentRef) -> bool:
     """Whether the segment is long enough to have a filter."""
-    return ref.count >= FILTER_ENTRIES
+    return ref.count >= (FILTER_ENTRIES // 8 if ref.bits else FILTER_ENTRIES)
 
 
 def make_filter(ref: SegmentRef, entries: Records, key: bytes) -> bytes:

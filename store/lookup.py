@@ -19,7 +19,7 @@ from icecore.events import Event, Sink, discard
 from icecore.store.backend import Backend
 from icecore.store.cell import PLACE, Bytes, Records
 from icecore.store.filters import FilterSet, Numbers, decode_filter, filter_bytes
-from icecore.store.index import read_segment
+from icecore.store.index import filtered, read_segment
 from icecore.store.names import filter_name, object_name
 from icecore.store.neighbours import Neighbours
 from icecore.store.parallel import each
@@ -45,6 +45,7 @@ _BLOCKS = 128
 _AT_ONCE = 32
 #: How many of many ids are sought in blocks at first: if their shards know many of the others, those need no block each.
 _PROBES = 8
+_FEW = 64
 #: Fewer found by each table than this: what is asked does not lie together.
 _YIELD = 4
 #: The second id that is found in a shard brings its table.
@@ -57,7 +58,7 @@ Block = tuple[int, int]
 class Index:
     """The live segments of one state.
 
-    ``lookup`` is for threads; segments up to ``budget`` bytes in all, shortest first, are held in memory after ``load``.
+    ``lookup`` is for threads; segments that have no filter, up to ``budget`` bytes in all, are held in memory after ``load``; all, if they fit.
 
     Args:
         segments: The state's segments.
@@ -90,13 +91,15 @@ class Index:
         self._avoid = avoid
         self._emit = emit
         refs = list(reversed(segments))  # the newest first: it is the likeliest to know
+        self._count = sum(ref.count for ref in refs)
+        # A filter is a fortieth of its segment. Unless all is short, only what has none is read as a whole.
+        short = refs if segment_bytes(self._count, key) <= budget else [ref for ref in refs if not filtered(ref)]
         left, whole = budget, set[bytes]()
-        for ref in sorted(refs, key=lambda ref: ref.count):
+        for ref in sorted(short, key=lambda ref: ref.count):
             left -= segment_bytes(ref.count, key)
             if left < 0:
                 break
             whole.add(ref.id)
-        self._count = sum(ref.count for ref in refs)
         self._whole = [ref for ref in refs if ref.id in whole]
         self._large = [ref for ref in refs if ref.id not in whole]
         self._filter_bytes = filters
@@ -233,19 +236,19 @@ class Index:
             left: Indices of what is sought.
             candidates: The segments that may have it, layers x len(left).
         """
-        probes, tables = _PROBES, 0
+        probes, tables, since = _PROBES, 0, 0
         while len(left):
-            here, where = self._near.search(ids[left])
-            places[left[here]], found[left[here]] = where[here], True
+            newest = self._near.newest
+            here, where = self._near.search(ids[left], since)
+            places[left[here]], found[left[here]], since = where[here], True, newest
             if tables and here.sum() < _YIELD * tables:
                 probes = len(left)  # it does not lie together
             left, candidates = left[~here], candidates[:, ~here]
             if not len(left):
                 return
-            step = max(1, len(left) // probes)
+            step = max(1, len(left) // probes) if len(left) > _FEW else 1
             hit = self._search_blocks(ids, left, candidates, step, found, places)
-            shards = [bytes(shard) for shard in np.unique(places["shard"][left[hit]], axis=0)] if hit.any() else []
-            tables = self._read_tables(shards, places, left[hit], eager=step > _YIELD)
+            tables = self._read_tables(places["shard"][left[hit]].tobytes(), eager=step > _YIELD)
             gone = hit | (candidates < 0).all(axis=0)
             left, candidates = left[~gone], candidates[:, ~gone]
             probes *= 2
@@ -327,15 +330,20 @@ class Index:
             if self._avoid:
                 entries = entries[~in_shards(entries, self._avoid)]
             blocks.setdefault(number, []).append(entries)
-        return {number: np.concatenate(parts) for number, parts in blocks.items()}
+        return {number: parts[0] if len(parts) == 1 else np.concatenate(parts) for number, parts in blocks.items()}
 
-    def _read_tables(self, shards: Sequence[bytes], places: Records, hits: Numbers, *, eager: bool) -> int:
-        """Read the tables of shards in which something was found: of all, or of those in which it was not the first; how many were read."""
-        if self._shard_key is None or not shards or self._in_loop():
+    def _read_tables(self, names: bytes, *, eager: bool) -> int:
+        """Read the tables of shards in which something was found: of all, or of those in which it was not the first; how many were read.
+
+        Args:
+            names: The shard of each chunk that was found, 16 bytes each.
+        """
+        if self._shard_key is None or not names or self._in_loop():
             return 0
+        shards = [names[at : at + 16] for at in range(0, len(names), 16)]
         with self._lock:
-            self._found_in.update(bytes(shard) for shard in places["shard"][hits])
-            new = [shard for shard in shards if shard not in self._tabled and (eager or self._found_in[shard] >= _TOGETHER)]
+            self._found_in.update(shards)
+            new = {shard for shard in shards if shard not in self._tabled and (eager or self._found_in[shard] >= _TOGETHER)}
             self._tabled.update(new)
         if not new:
             return 0

@@ -40,12 +40,21 @@ class Neighbours:
             while self._held > self._limit:
                 self._held -= len(self._groups.popitem(last=False)[1][1])
 
-    def search(self, ids: Bytes) -> tuple[Mask, Records]:
-        """Which of ``ids`` are here, and their places, zero where they are not."""
+    @property
+    def newest(self) -> int:
+        """The number of the group that was added last."""
+        return self._number
+
+    def search(self, ids: Bytes, since: int = 0) -> tuple[Mask, Records]:
+        """Which of ``ids`` are here, and their places, zero where they are not.
+
+        Args:
+            since: Only in groups that were added after this one was the newest.
+        """
         found = np.zeros(len(ids), np.bool_)
         places = np.zeros(len(ids), PLACE)
         with self._lock:
-            groups = list(reversed(self._groups.items()))
+            groups = [group for group in reversed(self._groups.items()) if group[0] > since]
         left = np.arange(len(ids))
         for number, (keys, entries) in groups:
             hit, at = search(entries, keys, ids[left])

@@ -13,7 +13,7 @@ from icecore.store.segment import make_entries
 from icecore.store.shard import SHARD, parse_footer
 
 #: What is read at first of a shard's end: the footer of 64 MiB of chunks is mostly shorter, so that one request brings it.
-_GUESS_BYTES = 32 << 10
+_GUESS_BYTES = 128 << 10
 
 
 async def read_table(backend: Backend, key: bytes, shard: bytes, size: int | None = None) -> Records:

@@ -61,7 +61,7 @@ def test_what_is_in_is_let_through_and_nearly_nothing_else(key: bytes) -> None:
     assert filters.unknown(ids) == []
     assert (filters.candidates(ids) == 0).all()
     passed = (filters.candidates(drawn(100_000, 2)) == 0).mean()
-    assert 0.001 < passed < 0.008
+    assert 0.0003 < passed < 0.002
 
 
 @settings(max_examples=50, deadline=None)
@@ -174,7 +174,7 @@ async def with_shards(backend: Backend, shards: int, chunks: int) -> tuple[list[
     """Shards of which only the footers count, and one segment that names their chunks."""
     ids, places = drawn(shards * chunks, 10), np.zeros(shards * chunks, PLACE)
     for number in range(shards):
-        table = ShardTable(random_id(), 1 << 22)
+        table = ShardTable(random_id(), 1 << 23)
         for at in range(number * chunks, (number + 1) * chunks):
             places["offset"][at] = table.add(ids[at].tobytes(), _BITMAP, bytes(32), RAW, 4096)
             places["shard"][at] = np.frombuffer(table.name, np.uint8)
@@ -245,11 +245,11 @@ def test_neighbours_are_bounded() -> None:
 def test_tables_of_long_footers_are_read_in_two() -> None:
     async def body() -> None:
         faulty = FaultyBackend(MemoryBackend())
-        _, ids, _ = await with_shards(faulty, 20, 700)
+        _, ids, _ = await with_shards(faulty, 8, 1300)
         for name in [name for name in faulty.inner.objects if name.startswith("shards/")][:2]:  # type: ignore[attr-defined]
             faulty.calls.clear()
             table = await read_table(faulty, KEY, bytes.fromhex(name[-32:]))
-            assert len(table) == 700 and len(faulty.calls) == 3
+            assert len(table) == 1300 and len(faulty.calls) == 3
             assert (ids == table["chunk"][0]).all(axis=1).any()
 
     asyncio.run(body())

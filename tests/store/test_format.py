@@ -11,7 +11,7 @@ import pytest
 
 from icecore.store import catalog, index, log, segment
 from icecore.store.envelope import HEADER_BYTES, ObjectKind
-from icecore.store.filters import BITS, FILTER_KIND, block_count, decode_filter, encode_filter
+from icecore.store.filters import BITS, FILTER_KIND, SHORT_BITS, SHORT_ENTRIES, block_count, decode_filter, encode_filter
 from icecore.store.hints import HINTS_KIND
 from icecore.store.keys import CONFIG_KIND, ENCRYPTED_FORMAT, FORMAT, KEY_KIND, USES
 from icecore.store.manifest import MANIFEST_KIND, NODE_REF
@@ -64,7 +64,8 @@ def test_numbers_are_as_documented() -> None:
     assert f"array of {NODE_REF.itemsize}-byte records" in DOCUMENT
     assert f"| | {segment.ENTRY.itemsize}·n |" in DOCUMENT and f"{segment.FENCE.itemsize}·⌈n/1024⌉" in DOCUMENT
     assert segment.BLOCK_ENTRIES == 1024 and segment.MAX_ENTRIES == 1 << 26 and index.SPLIT_ENTRIES == 1 << 20
-    assert f"of {index.FILTER_ENTRIES} entries or more" in DOCUMENT and f"⌈{BITS}·n/256⌉" in DOCUMENT and block_count(1000) == 47
+    assert f"of {index.FILTER_ENTRIES} entries or more ({index.FILTER_ENTRIES // 8} where" in DOCUMENT and f"⌈{SHORT_BITS}·n/256⌉ blocks of 32 bytes for its n entries (⌈{BITS}·n/256⌉ where there are more than {SHORT_ENTRIES})" in DOCUMENT
+    assert block_count(1000) == 63 and block_count(1 << 20) == 49152
     assert index.FAN_IN == 8 and catalog.TAIL_RECORDS == 32 and catalog.FAN_IN == 8 and catalog.PAGE_RECORDS == 2048
     assert (
         f"The newest {log.KEPT_ENTRIES} entries are kept" in DOCUMENT
@@ -96,10 +97,10 @@ ENTRY = (
 
 #: The filter of 40 made ids, as the first version that had filters wrote it, with the same key.
 FILTER = (
-    "49434546494c5401000000000000000060000000000000008efdc5ce4cbecaa3d6fefa7dd8a116a21893412bdaca659cd92b"
-    "dc6ddc5b34890000000000000000000000000000000000000000000000000000000000000000834ebb4f5586e1bca74a04ed"
-    "3b7c32cc32b0bbba9fd866b3bec0bd2055eb170882defd204324ca4da54948c5b04fca8166b2a34e0f6836536bc1f083738a"
-    "b292"
+    "49434546494c5401000000000000000080000000000000001a4f640ea125ad54759273808bcefa574292ed53ebc8ed9e6947"
+    "16474239deea000000000000000000000000000000000000000000000000000000000000000083483b47458660bca64804e8"
+    "333830cc32b033b89fc064321ec0bd2055a316080016a02852048190014b0045184502005080994a09180681e24000006348"
+    "010a82cedd204120ca4da4484885b00eca8126b2a306066836534b81f083518ab290"
 )
 
 
@@ -107,7 +108,7 @@ def test_bytes_of_the_first_filters_are_read() -> None:
     ids = np.frombuffer(hashlib.shake_128(b"ids").digest(40 * 32), np.uint8).reshape(-1, 32)
     key = bytes(range(32))
     assert encode_filter(ids, bytes(32), key, "n").hex() == FILTER
-    assert len(decode_filter("n", bytes.fromhex(FILTER), key, 40, bytes(32))) == 2
+    assert len(decode_filter("n", bytes.fromhex(FILTER), key, 40, bytes(32))) == 3
 
 
 def test_bytes_of_version_1_are_read() -> None:
