@@ -33,6 +33,7 @@ from icecore.store.segment import (
     leading,
     parse_head,
     search,
+    search_block,
     segment_bytes,
     verify_block,
 )
@@ -215,19 +216,23 @@ class Index:
             return
         with self._lock:  # other threads wait: they need them as well
             wanted = filters.unknown(ids)
-            reads = []
-            for number in wanted:
-                ref = self._large[number]
-                reads.append((number, filter_name(ref.id), 0, memoryview(bytearray(filter_bytes(ref.count, self._key)))))
-            for (number, name, _, data), failure in zip(reads, self._read([read[1:] for read in reads]), strict=True):
-                ref, words = self._large[number], None
-                try:
-                    if failure is not None:
-                        raise failure
-                    words = decode_filter(name, bytes(data), self._key, ref.count, ref.digest)
-                except (Damaged, FormatTooNew, ObjectMissing):
-                    pass  # as if it were not there: what it would have denied is then sought
-                filters.put(number, words)
+            for first in range(0, len(wanted), _AT_ONCE):  # no more at once: all of them are most of the memory that the index takes
+                self._read_some(filters, wanted[first : first + _AT_ONCE])
+
+    def _read_some(self, filters: FilterSet, wanted: Sequence[int]) -> None:
+        refs = [self._large[number] for number in wanted]
+        names = [filter_name(ref.id) for ref in refs]
+        rooms = [memoryview(bytearray(filter_bytes(ref.count, self._key))) for ref in refs]
+        failures = self._read([(name, 0, room) for name, room in zip(names, rooms, strict=True)])
+        for number, ref, name, room, failure in zip(wanted, refs, names, rooms, failures, strict=True):
+            words = None
+            try:
+                if failure is not None:
+                    raise failure
+                words = decode_filter(name, bytes(room), self._key, ref.count, ref.digest)
+            except (Damaged, FormatTooNew, ObjectMissing):
+                pass  # as if it were not there: what it would have denied is then sought
+            filters.put(number, words)
 
     def _resolve(self, ids: Bytes, left: Numbers, candidates: Numbers, found: Mask, places: Records) -> None:
         """Seek what may be there: first beside what was found before, then a few in their blocks, then what lies beside those, and so on.
@@ -277,7 +282,7 @@ class Index:
             blocks = self._read_blocks([(int(key) >> 32, int(key) & 0xFFFFFFFF) for key in wanted[first : first + _BLOCKS]])
             for number, entries in blocks.items():
                 members = np.flatnonzero(asked & (segment == number))
-                good, at = search(entries, leading(entries["chunk"]), ids[left[members]])
+                good, at = search_block(entries, ids[left[members]])
                 places[left[members[good]]] = np.take(entries, at[good])["place"]
                 hit[members[good]] = True
         found[left[hit]] = True

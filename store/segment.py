@@ -268,6 +268,26 @@ def partition(entries: Records, bits: int) -> Iterator[tuple[int, Records]]:
             yield prefix, entries[edges[prefix] : edges[prefix + 1]]
 
 
+#: Fewer ids are looked up one by one: the calls that handle many take longer.
+_FEW = 3
+
+
+def search_block(entries: Records, ids: Bytes) -> tuple[Mask, npt.NDArray[np.int64]]:
+    """``search`` in the sorted entries of a block or a few."""
+    keys = leading(entries["chunk"])
+    if len(ids) >= _FEW:
+        return search(entries, keys, ids)
+    found, where = np.zeros(len(ids), np.bool_), np.zeros(len(ids), np.int64)
+    for number, wanted in enumerate(leading(ids)):
+        at = int(keys.searchsorted(wanted))
+        while at < len(keys) and keys[at] == wanted:
+            if (entries["chunk"][at] == ids[number]).all():
+                found[number], where[number] = True, at
+                break
+            at += 1
+    return found, where
+
+
 def search(
     entries: Records, keys: npt.NDArray[np.uint64], ids: Bytes, order: npt.NDArray[np.int64] | None = None
 ) -> tuple[Mask, npt.NDArray[np.int64]]:
