@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -162,9 +163,11 @@ def measure(mib: int, rounds: int) -> list[Result]:
                 for name, place in places.items():
                     place.folder.parent.mkdir()
                     place.fill(source, snapshots)
-                    before, started = tree_bytes(place.folder), time.perf_counter()
+                    before, used, started = tree_bytes(place.folder), resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
                     place.prune()
                     got.add(f"{layout} {name}", time.perf_counter() - started)
+                    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+                    got.add(f"{layout} {name} cpu", after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime)
                     left = tree_bytes(place.folder)
                     place.verify(source, snapshots[-1])
                     live = len(snapshots[-1]) * MIB
@@ -173,7 +176,10 @@ def measure(mib: int, rounds: int) -> list[Result]:
                     subprocess.run(["rm", "-rf", str(place.folder.parent)], check=True, timeout=_SECONDS)
 
     def result(layout: str, name: str, words: str) -> Result:
-        note = ", ".join(f"{other} {got.median(f'{layout} {other}'):.2f} s, {max(kept[f'{layout} {other}']):.2f} × the live bytes left" for other in (name, "restic"))
+        note = ", ".join(
+            f"{other} {got.median(f'{layout} {other}'):.2f} s ({got.median(f'{layout} {other} cpu'):.2f} s of CPU), {max(kept[f'{layout} {other}']):.2f} × the live bytes left"
+            for other in (name, "restic")
+        )
         return Result(PART, f"{words}, {mib} MiB, nine tenths dead, {layout}: speed of forget --gc / that of restic forget --prune", got.ratio(f"{layout} restic", f"{layout} {name}"), 3.0, "higher", note=note)
 
     return [result(layout, name, words) for layout in _LAYOUTS for name, words in (("icecore", "as it is"), ("encrypted", "encrypted"))]

@@ -92,8 +92,8 @@ class Reach:
         self.names.add(parsed)
 
     async def _space(self, refs: Refs, record: SnapshotRecord) -> None:
-        packs = np.unique(np.ascontiguousarray(refs["pack"]).view("S16")).astype("S16")
-        self.names.update(("nodes", bytes(pack).ljust(16, b"\0")) for pack in packs.tolist())
+        packs = refs["pack"].tobytes()
+        self.names.update(("nodes", pack) for pack in {packs[at : at + 16] for at in range(0, len(packs), 16)})
         if record.quarantined:
             for _, cells in await readable_nodes(self._repository, refs):
                 self._cells(cells)

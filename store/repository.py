@@ -36,7 +36,7 @@ from icecore.store.names import CONFIG, key_name
 from icecore.store.session import Session
 from icecore.store.slots import Cost, new_slots
 from icecore.store.state import SnapshotRecord, State
-from icecore.store.watermark import Watermark
+from icecore.store.watermark import Recollection, Watermark
 
 T = TypeVar("T")
 
@@ -129,6 +129,7 @@ class Repository:
         passphrase: Passphrase | None = None,
         secret: bytes = b"",
         watermark: Watermark | None = None,
+        recollection: Recollection | None = None,
         emit: Sink = discard,
     ) -> Repository:
         """Open the repository that lies in ``backend``.
@@ -136,6 +137,7 @@ class Repository:
         Args:
             passphrase: Asked if it is encrypted.
             secret: The master secret of a repository whose replica it has to be; opens it without a passphrase.
+            recollection: Where its configuration is remembered.
 
         Raises:
             WrongPassphrase: It is encrypted, and there is no passphrase or a wrong one.
@@ -143,12 +145,21 @@ class Repository:
             FormatTooNew: It is a later version's.
             Damaged: Its configuration or key slot is.
         """
+        known = recollection.load() if recollection is not None else b""
+        if known:
+            try:
+                keys = await read_keys(backend, passphrase, secret, encrypted=is_encrypted(known))
+                return cls(backend, decode_config(CONFIG, known, keys), keys, Log(backend, keys.log, watermark=watermark), emit)
+            except Damaged:
+                pass  # another repository is in this place now, or none: what it says itself counts
         try:
             data = await backend.get(CONFIG, limit=CONFIG_KIND.object_limit)
         except ObjectMissing as error:
             raise NotFound(f"{backend.where} is no repository", cure="'icecore init' makes one") from error
         keys = await read_keys(backend, passphrase, secret, encrypted=is_encrypted(data))
         config = decode_config(CONFIG, data, keys)
+        if recollection is not None:
+            recollection.save(data)
         return cls(backend, config, keys, Log(backend, keys.log, watermark=watermark), emit)
 
     async def snapshots(self) -> list[SnapshotRecord]:
@@ -169,26 +180,9 @@ class Repository:
             raise NotFound(f"there is no snapshot {snapshot} in {self.backend.where}", cure="'icecore ls' lists them")
         return record
 
-    async def resolve(self, text: str) -> SnapshotRecord:
-        """The snapshot that ``text`` means: an id, the beginning of only one id, or a job's name for that job's newest.
-
-        Raises:
-            NotFound: None fits.
-            UsageError: Several ids begin so.
-        """
-        records = await self.snapshots()
-        matching = [record for record in records if text and record.snapshot.startswith(text)]
-        exact = [record for record in matching if record.snapshot == text]
-        named = [record for record in records if record.job == text]
-        if exact:
-            return exact[0]
-        if named:
-            return named[-1]
-        if len(matching) > 1:
-            raise UsageError(f"{len(matching)} snapshots begin with {text!r}", cure="give more digits")
-        if not matching:
-            raise NotFound(f"there is no snapshot {text!r} in {self.backend.where}", cure="'icecore ls' lists them")
-        return matching[0]
+    async def newest_of(self, job: str) -> SnapshotRecord | None:
+        """The newest snapshot of a job, if it has one; reads no more of the list than what came after it."""
+        return await self._current(lambda state: catalog.newest_of(state, job, self.log.pages))
 
     async def manifest(self, snapshot: str | SnapshotRecord) -> Manifest:
         """The manifest of a snapshot, given by id or by its record.
