@@ -109,7 +109,8 @@ class Restic:
     def __init__(self, folder: Path, binary: Path) -> None:
         self.folder = folder
         self._binary = binary
-        self._home = {"HOME": str(folder.with_name("home")), "PATH": os.environ["PATH"], "RESTIC_PASSWORD": "x", "RESTIC_CACHE_DIR": str(folder.with_name("cache"))}
+        places = {"HOME": folder.with_name("home"), "RESTIC_CACHE_DIR": folder.with_name("cache")}
+        self._home = {"PATH": os.environ["PATH"], "RESTIC_PASSWORD": "x", **{name: str(place) for name, place in places.items()}}
 
     def _call(self, *words: str, folder: Path | None = None) -> str:
         return _run([str(self._binary), *words, "-q", "-r", str(self.folder), "--pack-size", "64", "--compression", "fastest"], self._home, folder)
@@ -176,11 +177,12 @@ def measure(mib: int, rounds: int) -> list[Result]:
                     subprocess.run(["rm", "-rf", str(place.folder.parent)], check=True, timeout=_SECONDS)
 
     def result(layout: str, name: str, words: str) -> Result:
-        note = ", ".join(
-            f"{other} {got.median(f'{layout} {other}'):.2f} s ({got.median(f'{layout} {other} cpu'):.2f} s of CPU), {max(kept[f'{layout} {other}']):.2f} × the live bytes left"
-            for other in (name, "restic")
-        )
-        return Result(PART, f"{words}, {mib} MiB, nine tenths dead, {layout}: speed of forget --gc / that of restic forget --prune", got.ratio(f"{layout} restic", f"{layout} {name}"), 3.0, "higher", note=note)
+        def took(key: str) -> str:
+            return f"{got.median(key):.2f} s ({got.median(f'{key} cpu'):.2f} s of CPU), {max(kept[key]):.2f} × the live bytes left"
+
+        ours, theirs = f"{layout} {name}", f"{layout} restic"
+        what = f"{words}, {mib} MiB, nine tenths dead, {layout}: speed of forget --gc / that of restic forget --prune"
+        return Result(PART, what, got.ratio(theirs, ours), 3.0, "higher", note=f"{name} {took(ours)}; restic {took(theirs)}")
 
     return [result(layout, name, words) for layout in _LAYOUTS for name, words in (("icecore", "as it is"), ("encrypted", "encrypted"))]
 
@@ -188,7 +190,7 @@ def measure(mib: int, rounds: int) -> list[Result]:
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=1024)
+    parser.add_argument("--mib", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     show(measure(options.mib, options.rounds), Console(width=None if sys.stdout.isatty() else 200))

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """How a repository's control plane grows: memory and time of the collector's marking, opening for a restore, dedup lookups, by the number of chunks.
 
-Synthetic: maps and index segments as dumps write them, of chunks that do not exist (chunks of 64 KiB in shards of 64 MiB; lineages of 16 snapshots, each of 16 384
-chunks, 64 of them its own). Each measurement runs in a process of its own, so that the peak of its memory is its own. ``--chunks`` names the largest repository;
-the default takes a minute, 10^8 chunks 14 GB below ``TMPDIR`` and half an hour.
+Synthetic: maps and index segments as dumps write them, of chunks that do not exist (chunks of 64 KiB in shards of 64 MiB; lineages of 16 snapshots, each
+of 16 384 chunks, 64 of them its own). Each measurement runs in a process of its own, so that the peak of its memory is its own. ``--chunks`` names the
+largest repository; the default takes a minute, 10^8 chunks 11 GB below ``TMPDIR`` and ten minutes.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from icecore.store.segment import make_entries, sort_entries
 from icecore.store.session import Session
 from icecore.store.shard import ShardTable
 from icecore.store.state import SegmentRef, SnapshotRecord, State
+from icecore.store.watermark import Recollection
 
 PART = "scale"
 SIZES = (10_000, 100_000, 1_000_000)
@@ -176,16 +177,21 @@ async def _gc(root: Path) -> dict[str, float]:
 
 
 async def _open(root: Path, snapshot: str) -> dict[str, float]:
-    """All that a restore reads before its first chunk."""
-    back = FaultyBackend(LocalBackend(root))
-    back.direct = False
-    started = time.monotonic()
-    repository = await Repository.open(back)
-    manifest = await repository.manifest(snapshot)
-    reader = SnapshotReader(repository, manifest, asyncio.get_running_loop())
-    await asyncio.to_thread(reader.records, manifest.spaces[0])
-    read = sum(call.bytes for call in back.calls)
-    return {"requests": len(back.calls), "bytes": read, "seconds": time.monotonic() - started}
+    """All that a restore reads before its first chunk, on a node that has not opened the repository before and on one that has."""
+    calls = []
+    with tempfile.TemporaryDirectory(prefix="icecore-scale-state-") as state:
+        for _ in range(2):
+            back = FaultyBackend(LocalBackend(root))
+            back.direct = False
+            started = time.monotonic()
+            repository = await Repository.open(back, recollection=Recollection(Path(state) / "config"))
+            manifest = await repository.manifest(snapshot)
+            reader = SnapshotReader(repository, manifest, asyncio.get_running_loop())
+            await asyncio.to_thread(reader.records, manifest.spaces[0])
+            calls.append(back.calls)
+    read = sum(call.bytes for call in calls[0])
+    packs = sum(call.name.startswith("nodes/") for call in calls[0])
+    return {"first": len(calls[0]), "requests": len(calls[1]), "bytes": read, "packs": packs, "seconds": time.monotonic() - started}
 
 
 #: How a dump asks: for cells that lie together in shards, as those of a job that is stored again; for cells of which one in ten was stored, each in
@@ -324,19 +330,20 @@ def measure(sizes: tuple[int, ...] = SIZES, marked: int = MARKED) -> list[Result
         Result(PART, "gc: memory, GiB", (found[last]["gc"]["bytes"] / gib,), 1.0, unit="", note=curve("gc", "bytes", "MiB more than at the start", 1 << 20)),
         Result(PART, f"gc: memory of {marked:.0e} reached places, GiB", (places["bytes"] / gib,), 1.0, unit="", note=f"{places['seconds']:.1f} s"),
         *(
-            Result(PART, f"opening the {what} snapshot for a restore: requests", (found[last][what]["requests"],), 6.0, unit="",
-                   note=curve(what, "requests", "requests") + "; " + curve(what, "bytes", "MB", 1e6))
+            Result(PART, f"opening the {what} snapshot, with maps in {found[last][what]['packs']} packs, for a restore: requests",
+                   (found[last][what]["requests"],), 6.0, unit="",
+                   note="; ".join((curve(what, "requests", "requests"), curve(what, "first", "first on a node"), curve(what, "bytes", "MB", 1e6))))
             for what in ("newest", "oldest")
         ),
         *(
             Result(
                 PART, f"dedup: 10^6 lookups/s, {words}", (found[last][what]["rate"] / 1e6,), 1.0 if what != "scattered" else None, better="higher", unit="",
-                note=curve(what, "rate", "10^6/s", 1e6) + "; " + curve(what, "cpu_rate", "a second of CPU", 1e6) + "; " + curve(what, "requests", "reads a lookup"),
+                note="; ".join((curve(what, "rate", "10^6/s", 1e6), curve(what, "cpu_rate", "a CPU second", 1e6), curve(what, "requests", "reads each"))),
             )
             for what, words in lookups.items()
         ),
         Result(PART, "dedup: memory of the index, MB", (found[last]["together"]["bytes"] / 1e6,), 200.0, unit="",
-               note=curve("new", "bytes", "of misses alone", 1e6) + "; " + curve("new", "load_seconds", "seconds to load") + "; " + curve("new", "load_requests", "reads to load")),
+               note="; ".join((curve("together", "bytes", "MB", 1e6), curve("new", "load_seconds", "s to load"), curve("new", "load_requests", "reads")))),
     ]  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from icecore.errors import Damaged, FormatTooNew, ObjectMissing
 from icecore.store.cell import CELL, Records
 from icecore.store.check import Damage, Report
 from icecore.store.envelope import digest_of
+from icecore.store.filters import FILTER_KIND
 from icecore.store.hints import HINTS_KIND
 from icecore.store.index import read_segment
 from icecore.store.keys import CONFIG_KIND, KEY_KIND
@@ -342,7 +343,7 @@ class Diagnosis:
         }
         if entries:
             old = [generation async for generation in self._repository.log.generations() if generation <= max(entries)]
-            self._survey.trim = [log_name(generation) for generation in reversed(old)]
+            self._survey.trim += [log_name(generation) for generation in reversed(old)]
             how = f"removed with all {len(old)} that are older: only people read those"
             self._fix(ENTRY_KIND.title, log_name(max(entries)), how)
         hints = {damage.name for damage in self._report.damages if damage.kind == HINTS_KIND.title}
@@ -351,6 +352,10 @@ class Diagnosis:
                 self._survey.manifests[snapshot] = msgspec.structs.replace(manifest, hints="", hints_digest="")
                 self._survey.restored.add(snapshot)
                 self._fix(HINTS_KIND.title, manifest.hints, "left out: they only save time")
+        for damage in self._report.damages:
+            if damage.kind == FILTER_KIND.title:
+                self._survey.trim.append(damage.name)
+                self._fix(FILTER_KIND.title, damage.name, "removed: it only saves time, and 'gc' makes it anew")
         self._plan.beyond += [d for d in self._report.damages if d.kind in (CONFIG_KIND.title, KEY_KIND.title)]
 
 

@@ -13,6 +13,7 @@ from icecore.errors import Damaged
 from icecore.store import index as index_module
 from icecore.store.backend import Backend
 from icecore.store.cell import PLACE, Bytes, Records
+from icecore.store.check import check
 from icecore.store.cipher import Key
 from icecore.store.codec import RAW
 from icecore.store.faulty import FaultyBackend
@@ -30,6 +31,7 @@ from icecore.store.lookup import Index
 from icecore.store.memory import MemoryBackend
 from icecore.store.names import filter_name, filtered_segment, object_name, random_id
 from icecore.store.neighbours import Neighbours
+from icecore.store.repair import Repairer
 from icecore.store.repository import Repository
 from icecore.store.segment import make_entries, sort_entries
 from icecore.store.shard import ShardTable
@@ -278,6 +280,18 @@ def test_the_collector_gives_filters_and_takes_those_of_nobody(monkeypatch: pyte
             entries = np.concatenate([await index.entries_of(ref) for ref in refs])
             found, _ = await asyncio.to_thread(index.lookup, entries["chunk"])
             assert found.all() and len(entries) == 40
+        # One that is damaged, or denies what is there, is found and removed; the collector makes it anew.
+        good = backend.objects[filter_name(refs[0].id)]
+        empty = encode_filter(np.zeros((refs[0].count, 32), np.uint8), refs[0].digest, repository.keys.segment, "")
+        for bad in (good[:-1] + b"\xff", empty):
+            backend.objects[filter_name(refs[0].id)] = bad
+            report = await check(repository)
+            assert [damage.name for damage in report.damages] == [filter_name(refs[0].id)]
+            assert [fix.kind for fix in (await Repairer(repository).apply()).fixes] == ["index filter"]
+            assert filter_name(refs[0].id) not in backend.objects
+            await collect(repository)
+            assert backend.objects[filter_name(refs[0].id)] == good
+            await sound(repository)
         await repository.forget([first])
         await collect(repository)
         await sound(repository, unreached=0)

@@ -11,7 +11,15 @@ import pytest
 
 from icecore.store import catalog, index, log, segment
 from icecore.store.envelope import HEADER_BYTES, ObjectKind
-from icecore.store.filters import BITS, FILTER_KIND, SHORT_BITS, SHORT_ENTRIES, block_count, decode_filter, encode_filter
+from icecore.store.filters import (
+    BITS,
+    FILTER_KIND,
+    SHORT_BITS,
+    SHORT_ENTRIES,
+    block_count,
+    decode_filter,
+    encode_filter,
+)
 from icecore.store.hints import HINTS_KIND
 from icecore.store.keys import CONFIG_KIND, ENCRYPTED_FORMAT, FORMAT, KEY_KIND, USES
 from icecore.store.manifest import MANIFEST_KIND, NODE_REF
@@ -64,7 +72,8 @@ def test_numbers_are_as_documented() -> None:
     assert f"array of {NODE_REF.itemsize}-byte records" in DOCUMENT
     assert f"| | {segment.ENTRY.itemsize}·n |" in DOCUMENT and f"{segment.FENCE.itemsize}·⌈n/1024⌉" in DOCUMENT
     assert segment.BLOCK_ENTRIES == 1024 and segment.MAX_ENTRIES == 1 << 26 and index.SPLIT_ENTRIES == 1 << 20
-    assert f"of {index.FILTER_ENTRIES} entries or more ({index.FILTER_ENTRIES // 8} where" in DOCUMENT and f"⌈{SHORT_BITS}·n/256⌉ blocks of 32 bytes for its n entries (⌈{BITS}·n/256⌉ where there are more than {SHORT_ENTRIES})" in DOCUMENT
+    assert f"of {index.FILTER_ENTRIES} entries or more ({index.FILTER_ENTRIES // 8} where" in DOCUMENT and f"⌈{SHORT_BITS}·n/256⌉ blocks of" in DOCUMENT
+    assert f"(⌈{BITS}·n/256⌉ where there are more than {SHORT_ENTRIES})" in DOCUMENT
     assert block_count(1000) == 63 and block_count(1 << 20) == 49152
     assert index.FAN_IN == 8 and catalog.TAIL_RECORDS == 32 and catalog.FAN_IN == 8 and catalog.PAGE_RECORDS == 2048
     assert (
