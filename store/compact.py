@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,7 @@ from icecore.store.cell import Records
 from icecore.store.chunk import chunk_id
 from icecore.store.cipher import opened_piece
 from icecore.store.names import Kind, object_name
+from icecore.store.parallel import in_order
 from icecore.store.pieces import Seen
 from icecore.store.reach import NODES_AT_ONCE, Live, Reach, read_nodes, space_refs
 from icecore.store.rebase import Orphans, Rebaser
@@ -33,6 +35,8 @@ from icecore.store.tables import read_table
 
 _GAP_BYTES = 256 << 10
 _READ_BYTES = 16 << 20
+#: Reads that are begun before the chunks of the one before are stored: they are verified by other threads.
+_AHEAD = 3
 
 
 @dataclass(frozen=True)
@@ -169,18 +173,31 @@ class _Copier:
         wanted = table[np.isin(table["offset"].astype(np.int64), item.live.offsets)]
         if len(wanted) != len(item.live.offsets):
             raise Damaged("shard", name, "a chunk that a snapshot refers to is not in its footer")
-        moved: dict[tuple[bytes, int], Place | Stored] = {}
-        for first, last in _ranges(wanted):
-            start = int(wanted["offset"][first])
-            data = memoryview(bytearray(int(wanted["offset"][last - 1] + wanted["length"][last - 1]) - start))
+
+        async def read(run: tuple[int, int]) -> list[tuple[np.void, memoryview]]:
+            entries = wanted[slice(*run)]
+            start = int(entries["offset"][0])
+            data = memoryview(bytearray(int(entries["offset"][-1] + entries["length"][-1]) - start))
             await backend.get_into(name, start, data)
-            for entry in wanted[first:last]:
-                offset, length = int(entry["offset"]), int(entry["length"])
-                stored = data[offset - start : offset - start + length]
-                plain = await asyncio.to_thread(self._verify, name, entry, stored)
-                chunk, bitmap, base = (entry[field].tobytes() for field in ("chunk", "data", "base"))
-                moved[item.shard, offset] = await self._writer.put(chunk, bitmap, base, int(entry["codec"]), [plain])
+            return await asyncio.to_thread(self._verified, name, entries, start, data)
+
+        moved: dict[tuple[bytes, int], Place | Stored] = {}
+        # What lies behind each other is restored together, and stays so.
+        async with aclosing(in_order(_ranges(wanted), read, ahead=_AHEAD)) as runs:
+            async for pieces in runs:
+                for entry, plain in pieces:
+                    chunk, bitmap, base = (entry[field].tobytes() for field in ("chunk", "data", "base"))
+                    place = await self._writer.put(chunk, bitmap, base, int(entry["codec"]), [plain])
+                    moved[item.shard, int(entry["offset"])] = place
         self.moved.update(moved)
+
+    def _verified(self, name: str, entries: Records, start: int, data: memoryview) -> list[tuple[np.void, memoryview]]:
+        """Chunks that lie in ``data``, which is from offset ``start`` on, each with its stored form."""
+        found = []
+        for entry in entries:
+            at = int(entry["offset"]) - start
+            found.append((entry, self._verify(name, entry, data[at : at + int(entry["length"])])))
+        return found
 
     def _verify(self, name: str, entry: np.void, stored: memoryview) -> memoryview:
         """The chunk's stored form, decrypted."""

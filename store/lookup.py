@@ -46,7 +46,9 @@ _BLOCKS = 128
 _AT_ONCE = 32
 #: How many of many ids are sought in blocks at first: if their shards know many of the others, those need no block each.
 _PROBES = 8
+#: So many are sought at once; or that part of what was asked.
 _FEW = 64
+_MISTAKES = 64
 #: Fewer found by each table than this: what is asked does not lie together.
 _YIELD = 4
 #: The second id that is found in a shard brings its table.
@@ -241,6 +243,8 @@ class Index:
             left: Indices of what is sought.
             candidates: The segments that may have it, layers x len(left).
         """
+        # Few are mostly what the filters let through by mistake: nothing lies beside those.
+        few = max(_FEW, len(ids) // _MISTAKES)
         probes, tables, since = _PROBES, 0, 0
         while len(left):
             newest = self._near.newest
@@ -251,7 +255,7 @@ class Index:
             left, candidates = left[~here], candidates[:, ~here]
             if not len(left):
                 return
-            step = max(1, len(left) // probes) if len(left) > _FEW else 1
+            step = max(1, len(left) // probes) if len(left) > few else 1
             hit = self._search_blocks(ids, left, candidates, step, found, places)
             tables = self._read_tables(places["shard"][left[hit]].tobytes(), eager=step > _YIELD)
             gone = hit | (candidates < 0).all(axis=0)

@@ -18,6 +18,7 @@ from icecore.store.cellmap import NodeEncoder, node_ids, pack_footer, place_node
 from icecore.store.cipher import overhead
 from icecore.store.manifest import Manifest, encode_manifest
 from icecore.store.names import object_name, random_id
+from icecore.store.pool import huge_buffer
 from icecore.store.reach import Refs, read_nodes, space_refs
 from icecore.store.repository import Repository
 from icecore.store.rows import Place, Stored
@@ -46,6 +47,8 @@ class ShardWriter:
         self._repository = repository
         self._session = session
         self._builder: ShardBuilder | None = None
+        #: Used again for each shard: the first touch of memory takes longer than copying.
+        self._buffer = memoryview(b"")
         self._tables: list[tuple[bytes, Records]] = []
 
     async def put(self, chunk: bytes, bitmap: bytes, base: bytes, number: int, parts: Sequence[codec.Buffer]) -> Place:
@@ -61,7 +64,9 @@ class ShardWriter:
         if self._builder is None or not self._builder.fits(length):
             await self.flush()
             room = max(self._repository.config.parameters.shard_bytes, length)
-            self._builder = ShardBuilder(random_id(), memoryview(bytearray(room)))
+            if len(self._buffer) < room:
+                self._buffer = huge_buffer(room)
+            self._builder = ShardBuilder(random_id(), self._buffer[:room])
         offset, room_ = self._builder.reserve(chunk, bitmap, base, number, length)
         place_chunk(key, self._builder.name, offset, chunk, parts, room_)
         self.bytes += length
