@@ -469,7 +469,7 @@ class _Checker:
         name = filter_name(ref.id)
         try:
             data = await self._backend.get(name, limit=FILTER_KIND.object_limit)
-            words = decode_filter(name, data, self._keys.segment, ref.count, ref.digest)
+            words = decode_filter(name, data, self._keys.segment, ref)
         except ObjectMissing:
             return
         except IcecoreError as error:

@@ -18,14 +18,15 @@ from icecore.store.cell import Bytes
 from icecore.store.envelope import DIGEST_BYTES, ObjectKind, seal, sealed_bytes, unseal
 from icecore.store.state import SegmentRef
 
-#: Bits for each entry: of the ids that are not in the segment, 0.5 % are taken for such that may be; and in a short segment, which is one of
-#: many and has a small share of all entries, 0.1 %.
-BITS, SHORT_BITS = 12, 16
-SHORT_ENTRIES = 1 << 17
+#: Bits for each entry: of the ids that are not in the segment, 0.1 % are taken for such that may be. In the long segments of a large index, which
+#: have most of its entries, it has to be 0.5 %: of the 256 ranges of ids, those with so many entries or more.
+BITS, LARGE_BITS = 16, 12
+LARGE_ENTRIES = 1 << 17
+_FINEST = 8
 _WORDS = 8
 _BLOCK_BYTES = 4 * _WORDS
-#: That of the longest segment has 96 MiB.
-FILTER_KIND = ObjectKind("index filter", b"ICEFILT", 1, 128 << 20, None)
+#: That of the longest segment has 128 MiB.
+FILTER_KIND = ObjectKind("index filter", b"ICEFILT", 1, 256 << 20, None)
 #: Where in an id its hash lies: a number that chooses the block, and one that chooses the bits. The leading bytes are partly the same in a segment.
 _HASH = slice(16, 24)
 #: Odd numbers by which the second is multiplied for each word; the leading five bits of the product are the bit's number. As in Parquet.
@@ -37,49 +38,45 @@ Words = npt.NDArray[np.uint32]
 Numbers = npt.NDArray[np.int64]
 
 
-def block_count(entries: int) -> int:
-    """Blocks of the filter of a segment with so many entries."""
-    return -(-entries * (SHORT_BITS if entries <= SHORT_ENTRIES else BITS) // (8 * _BLOCK_BYTES))
+def block_count(segment: SegmentRef) -> int:
+    """Blocks of the filter of a segment."""
+    large = segment.bits == _FINEST and segment.count >= LARGE_ENTRIES
+    return -(-segment.count * (LARGE_BITS if large else BITS) // (8 * _BLOCK_BYTES))
 
 
-def filter_bytes(entries: int, key: bytes) -> int:
-    """Length in bytes of the filter object of a segment with so many entries, written under ``key``."""
-    return sealed_bytes(DIGEST_BYTES + block_count(entries) * _BLOCK_BYTES, key)
+def filter_bytes(segment: SegmentRef, key: bytes) -> int:
+    """Length in bytes of the filter object of a segment, written under ``key``."""
+    return sealed_bytes(DIGEST_BYTES + block_count(segment) * _BLOCK_BYTES, key)
 
 
-def encode_filter(ids: Bytes, segment: bytes, key: bytes, name: str) -> bytes:
+def encode_filter(ids: Bytes, segment: SegmentRef, key: bytes, name: str) -> bytes:
     """The filter object of a segment.
 
     Args:
         ids: The segment's chunk ids, n x 32 bytes.
-        segment: The digest by which the state refers to the segment.
         key: The segment key.
         name: The object that it will be; only encryption needs it.
     """
-    words = np.zeros((block_count(len(ids)), _WORDS), np.uint32)
+    words = np.zeros((block_count(segment), _WORDS), np.uint32)
     high, bits = _hash(ids)
     blocks = (high * np.uint64(len(words)) >> np.uint64(32)).astype(np.int64)
     for word in range(_WORDS):
         np.bitwise_or.at(words[:, word], blocks, bits[:, word])
-    return seal(FILTER_KIND, segment + words.astype("<u4").tobytes(), key, name).data
+    return seal(FILTER_KIND, segment.digest + words.astype("<u4").tobytes(), key, name).data
 
 
-def decode_filter(name: str, data: bytes, key: bytes, entries: int, segment: bytes) -> Words:
-    """The blocks of the filter in object ``name``, n x 8 words.
-
-    Args:
-        entries: Entries of the segment.
-        segment: The digest by which the state refers to it.
+def decode_filter(name: str, data: bytes, key: bytes, segment: SegmentRef) -> Words:
+    """The blocks of a segment's filter, which is in object ``name``: n x 8 words.
 
     Raises:
         Damaged: It is not what was written, or another segment's.
         FormatTooNew: A later version wrote it.
     """
     body = unseal(FILTER_KIND, name, data, key)
-    if body[:DIGEST_BYTES] != segment:
+    if body[:DIGEST_BYTES] != segment.digest:
         raise Damaged(FILTER_KIND.title, name, "it is that of another segment")
-    if len(body) != DIGEST_BYTES + block_count(entries) * _BLOCK_BYTES:
-        raise Damaged(FILTER_KIND.title, name, f"it has {len(body)} bytes, which does not fit the {entries} entries of its segment")
+    if len(body) != DIGEST_BYTES + block_count(segment) * _BLOCK_BYTES:
+        raise Damaged(FILTER_KIND.title, name, f"it has {len(body)} bytes, which does not fit the {segment.count} entries of its segment")
     return np.frombuffer(body, "<u4", offset=DIGEST_BYTES).reshape(-1, _WORDS)
 
 
@@ -100,7 +97,7 @@ class FilterSet:
 
     def __init__(self, segments: Sequence[SegmentRef], budget: int) -> None:
         self._layers = _layers(segments)
-        counts = [block_count(ref.count) for ref in segments]
+        counts = [block_count(ref) for ref in segments]
         self._base = np.zeros(len(counts), np.int64)
         self._blocks = np.zeros(len(counts), np.uint64)
         #: Whose filter has not been asked for yet, and whose is not to be had.

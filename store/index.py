@@ -105,7 +105,7 @@ def filtered(ref: SegmentRef) -> bool:
 
 def make_filter(ref: SegmentRef, entries: Records, key: bytes) -> bytes:
     """The filter object of a segment with these entries."""
-    return filters.encode_filter(entries["chunk"], ref.digest, key, filter_name(ref.id))
+    return filters.encode_filter(entries["chunk"], ref, key, filter_name(ref.id))
 
 
 async def read_segment(backend: Backend, ref: SegmentRef, key: bytes) -> Records:

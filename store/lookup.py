@@ -224,14 +224,14 @@ class Index:
     def _read_some(self, filters: FilterSet, wanted: Sequence[int]) -> None:
         refs = [self._large[number] for number in wanted]
         names = [filter_name(ref.id) for ref in refs]
-        rooms = [memoryview(bytearray(filter_bytes(ref.count, self._key))) for ref in refs]
+        rooms = [memoryview(bytearray(filter_bytes(ref, self._key))) for ref in refs]
         failures = self._read([(name, 0, room) for name, room in zip(names, rooms, strict=True)])
         for number, ref, name, room, failure in zip(wanted, refs, names, rooms, failures, strict=True):
             words = None
             try:
                 if failure is not None:
                     raise failure
-                words = decode_filter(name, bytes(room), self._key, ref.count, ref.digest)
+                words = decode_filter(name, bytes(room), self._key, ref)
             except (Damaged, FormatTooNew, ObjectMissing):
                 pass  # as if it were not there: what it would have denied is then sought
             filters.put(number, words)

@@ -164,8 +164,9 @@ def _segment() -> bytes:
 
 def _filter() -> Target:
     ids = np.random.default_rng(2).integers(0, 256, (100, 32), np.uint8)
-    good = encode_filter(ids, KEY, KEY, "n")
-    return _sealed(FILTER_KIND, good, good[56:], KEY, lambda data: decode_filter("n", data, KEY, 100, KEY))
+    ref = SegmentRef(NAME, KEY, 1, len(ids))
+    good = encode_filter(ids, ref, KEY, "n")
+    return _sealed(FILTER_KIND, good, good[56:], KEY, lambda data: decode_filter("n", data, KEY, ref))
 
 
 def _reseal_segment(data: bytes) -> bytes:

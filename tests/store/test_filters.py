@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -55,11 +56,12 @@ def ref_of(count: int, bits: int = 0, prefix: int = 0) -> SegmentRef:
 @pytest.mark.parametrize("key", [KEY, ENCRYPTED], ids=["plain", "encrypted"])
 def test_what_is_in_is_let_through_and_nearly_nothing_else(key: bytes) -> None:
     ids = drawn(20_000, 1)
-    data = encode_filter(ids, KEY, key, "filters/x")
-    assert len(data) == filter_bytes(len(ids), key)
-    filters = FilterSet([ref_of(len(ids))], 1 << 20)
+    ref = ref_of(len(ids))
+    data = encode_filter(ids, ref, key, "filters/x")
+    assert len(data) == filter_bytes(ref, key)
+    filters = FilterSet([ref], 1 << 20)
     assert filters.unknown(ids[:1]) == [0]
-    filters.put(0, decode_filter("filters/x", data, key, len(ids), KEY))
+    filters.put(0, decode_filter("filters/x", data, key, ref))
     assert filters.unknown(ids) == []
     assert (filters.candidates(ids) == 0).all()
     passed = (filters.candidates(drawn(100_000, 2)) == 0).mean()
@@ -80,8 +82,8 @@ def test_sets_of_filters_are_the_filters_by_themselves(spans: list[tuple[int, in
     filters = FilterSet(refs, 3000)
     everything = np.concatenate([drawn(50, seed + 99), *held])
     for number in filters.unknown(everything):
-        data = encode_filter(held[number], refs[number].digest, KEY, "n")
-        filters.put(number, decode_filter("n", data, KEY, refs[number].count, refs[number].digest))
+        data = encode_filter(held[number], refs[number], KEY, "n")
+        filters.put(number, decode_filter("n", data, KEY, refs[number]))
     for number, ids in enumerate(held):
         candidates = filters.candidates(ids)
         assert (candidates == number).any(axis=0).all()
@@ -97,15 +99,16 @@ def test_a_range_that_cannot_be_is_never_asked() -> None:
 
 def test_foreign_and_damaged_filters_are_refused() -> None:
     ids = drawn(100, 3)
-    data = encode_filter(ids, KEY, KEY, "n")
-    for change in (lambda: decode_filter("n", data, KEY, 100, bytes(32)), lambda: decode_filter("n", data, KEY, 2000, KEY)):
-        with pytest.raises(Damaged, match=r"another segment|does not fit"):
-            change()
+    ref = SegmentRef(random_id(), KEY, 1, 100)
+    data = encode_filter(ids, ref, KEY, "n")
+    for other, why in ((ref_of(100), "another segment"), (msgspec.structs.replace(ref, count=2000), "does not fit")):
+        with pytest.raises(Damaged, match=why):
+            decode_filter("n", data, KEY, other)
     with pytest.raises(Damaged):
-        decode_filter("n", data[:80] + b"\0" + data[81:], KEY, 100, KEY)
+        decode_filter("n", data[:80] + b"\0" + data[81:], KEY, ref)
     with pytest.raises(Damaged):
-        decode_filter("another name", encode_filter(ids, KEY, ENCRYPTED, "n"), ENCRYPTED, 100, KEY)
-    assert FILTER_KIND.limit >= 32 + 32 * block_count(1 << 26)
+        decode_filter("another name", encode_filter(ids, ref, ENCRYPTED, "n"), ENCRYPTED, ref)
+    assert FILTER_KIND.limit >= 32 + 32 * block_count(ref_of(1 << 26))
 
 
 def test_names() -> None:
@@ -282,7 +285,7 @@ def test_the_collector_gives_filters_and_takes_those_of_nobody(monkeypatch: pyte
             assert found.all() and len(entries) == 40
         # One that is damaged, or denies what is there, is found and removed; the collector makes it anew.
         good = backend.objects[filter_name(refs[0].id)]
-        empty = encode_filter(np.zeros((refs[0].count, 32), np.uint8), refs[0].digest, repository.keys.segment, "")
+        empty = encode_filter(np.zeros((refs[0].count, 32), np.uint8), refs[0], repository.keys.segment, "")
         for bad in (good[:-1] + b"\xff", empty):
             backend.objects[filter_name(refs[0].id)] = bad
             report = await check(repository)

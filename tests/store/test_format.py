@@ -14,8 +14,8 @@ from icecore.store.envelope import HEADER_BYTES, ObjectKind
 from icecore.store.filters import (
     BITS,
     FILTER_KIND,
-    SHORT_BITS,
-    SHORT_ENTRIES,
+    LARGE_BITS,
+    LARGE_ENTRIES,
     block_count,
     decode_filter,
     encode_filter,
@@ -31,6 +31,7 @@ from icecore.store.state import (
     NAMES_KIND,
     PAGE_KIND,
     REMEMBERED,
+    SegmentRef,
     SnapshotRecord,
     State,
     decode_entry,
@@ -72,9 +73,10 @@ def test_numbers_are_as_documented() -> None:
     assert f"array of {NODE_REF.itemsize}-byte records" in DOCUMENT
     assert f"| | {segment.ENTRY.itemsize}·n |" in DOCUMENT and f"{segment.FENCE.itemsize}·⌈n/1024⌉" in DOCUMENT
     assert segment.BLOCK_ENTRIES == 1024 and segment.MAX_ENTRIES == 1 << 26 and index.SPLIT_ENTRIES == 1 << 20
-    assert f"of {index.FILTER_ENTRIES} entries or more ({index.FILTER_ENTRIES // 8} where" in DOCUMENT and f"⌈{SHORT_BITS}·n/256⌉ blocks of" in DOCUMENT
-    assert f"(⌈{BITS}·n/256⌉ where there are more than {SHORT_ENTRIES})" in DOCUMENT
-    assert block_count(1000) == 63 and block_count(1 << 20) == 49152
+    assert f"of {index.FILTER_ENTRIES} entries or more ({index.FILTER_ENTRIES // 8} where" in DOCUMENT and f"⌈{BITS}·n/256⌉ blocks of" in DOCUMENT
+    assert f"(⌈{LARGE_BITS}·n/256⌉ where `bits` is 8 and they are {LARGE_ENTRIES} or more)" in DOCUMENT
+    counts = [block_count(SegmentRef(bytes(16), bytes(32), 1, count, bits)) for bits in (6, 8) for count in (1000, 131071, 131072, 1 << 20)]
+    assert counts == [63, 8192, 8192, 65536, 63, 8192, 6144, 49152]
     assert index.FAN_IN == 8 and catalog.TAIL_RECORDS == 32 and catalog.FAN_IN == 8 and catalog.PAGE_RECORDS == 2048
     assert (
         f"The newest {log.KEPT_ENTRIES} entries are kept" in DOCUMENT
@@ -116,8 +118,9 @@ FILTER = (
 def test_bytes_of_the_first_filters_are_read() -> None:
     ids = np.frombuffer(hashlib.shake_128(b"ids").digest(40 * 32), np.uint8).reshape(-1, 32)
     key = bytes(range(32))
-    assert encode_filter(ids, bytes(32), key, "n").hex() == FILTER
-    assert len(decode_filter("n", bytes.fromhex(FILTER), key, 40, bytes(32))) == 3
+    ref = SegmentRef(bytes(16), bytes(32), 1, 40)
+    assert encode_filter(ids, ref, key, "n").hex() == FILTER
+    assert len(decode_filter("n", bytes.fromhex(FILTER), key, ref)) == 3
 
 
 def test_bytes_of_version_1_are_read() -> None:
