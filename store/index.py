@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from icecore.errors import Damaged
 from icecore.store import filters
 from icecore.store.backend import Backend
 from icecore.store.cell import Records
 from icecore.store.names import filter_name, object_name
-from icecore.store.segment import encode_segment, merge, parse_segment, partition, segment_bytes
+from icecore.store.segment import (
+    ENTRY,
+    MAX_ENTRIES,
+    TITLE,
+    Head,
+    encode_segment,
+    head_bytes,
+    merge,
+    parse_head,
+    parse_segment,
+    partition,
+    segment_bytes,
+    verify_block,
+)
 from icecore.store.state import SegmentRef
 
 #: Segments of one size class and one range that are merged into one: a class has less than this many; half as many where there are many ranges.
@@ -20,6 +36,8 @@ SPLIT_ENTRIES = 1 << 20
 #: A segment of at least so many entries has a filter beside it; of part of the ids, an eighth of that. Shorter ones are few, and read as a whole.
 FILTER_ENTRIES = 8192
 _CLASS_ENTRIES = 1024
+#: Ranges are cut by so many bits, down to those of one byte.
+_FINER, _FINEST = 3, 8
 
 
 @dataclass(frozen=True)
@@ -81,8 +99,8 @@ def build(
     entries: Records, key: bytes, identity: Callable[[], bytes], *, bits: int = 0, prefix: int = 0
 ) -> list[NewSegment]:
     """The segments that hold ``entries`` (sorted, all in the given range), cut into narrower ranges where they are many."""
-    if len(entries) > SPLIT_ENTRIES and bits < 8:
-        finer = min(8, bits + 3)
+    if len(entries) > SPLIT_ENTRIES and bits < _FINEST:
+        finer = min(_FINEST, bits + _FINER)
         return [
             segment
             for part, held in partition(entries, finer)
@@ -133,6 +151,73 @@ async def merge_segments(
 
     def work() -> list[NewSegment]:
         return build(merge(runs, dead), key, identity, bits=first.bits, prefix=first.prefix)
+
+    return await asyncio.to_thread(work)
+
+
+async def merge_long(
+    backend: Backend,
+    planned: Merge,
+    key: bytes,
+    identity: Callable[[], bytes],
+    dead: frozenset[bytes] = frozenset(),
+) -> AsyncGenerator[NewSegment, None]:
+    """As ``merge_segments``, for segments of any length: one range after the other, so that no more than a range's entries are in memory.
+
+    Raises:
+        Damaged: An input is not what was written.
+    """
+    first = planned.inputs[0]
+    bits = first.bits
+    while planned.entries >> (bits - first.bits) > SPLIT_ENTRIES and bits < _FINEST:
+        bits = min(_FINEST, bits + _FINER)
+    if bits == first.bits:
+        for segment in await merge_segments(lambda ref: read_segment(backend, ref, key), planned, key, identity, dead):
+            yield segment
+        return
+    heads = [await read_head(backend, ref, key) for ref in reversed(planned.inputs)]
+    for prefix in range(first.prefix << (bits - first.bits), (first.prefix + 1) << (bits - first.bits)):
+        runs = [await _read_range(backend, head, key, bits, prefix) for head in heads]
+        for segment in await asyncio.to_thread(_built, runs, dead, key, identity, bits, prefix):
+            yield segment
+
+
+def _built(
+    runs: list[Records], dead: frozenset[bytes], key: bytes, identity: Callable[[], bytes], bits: int, prefix: int
+) -> list[NewSegment]:
+    return build(merge(runs, dead), key, identity, bits=bits, prefix=prefix)
+
+
+async def read_head(backend: Backend, ref: SegmentRef, key: bytes) -> Head:
+    """The head of a segment.
+
+    Raises:
+        Damaged: It is not what was written.
+    """
+    name = object_name("segment", ref.id)
+    if ref.count > MAX_ENTRIES:
+        raise Damaged(TITLE, name, f"it is to have {ref.count} entries, more than any segment")
+    data = bytearray(head_bytes(ref.count, key))
+    await backend.get_into(name, 0, memoryview(data))
+    return parse_head(name, bytes(data), key, ref.digest)
+
+
+async def _read_range(backend: Backend, head: Head, key: bytes, bits: int, prefix: int) -> Records:
+    """The entries of a segment whose ids begin with the ``bits`` bits ``prefix``."""
+    first, last = head.blocks_between(prefix << (64 - bits), (prefix + 1) << (64 - bits))
+    if first == last:
+        return np.empty(0, ENTRY)
+    start, (offset, length) = head.block(first)[0], head.block(last - 1)
+    data = memoryview(bytearray(offset + length - start))
+    await backend.get_into(head.name, start, data)
+
+    def work() -> Records:
+        blocks = []
+        for number in range(first, last):
+            at, size = head.block(number)
+            blocks.append(verify_block(head, number, data[at - start : at - start + size], key))
+        entries = np.concatenate(blocks)
+        return entries[entries["chunk"][:, 0] >> (8 - bits) == prefix]
 
     return await asyncio.to_thread(work)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from contextlib import aclosing
 
 import msgspec
 
@@ -19,7 +20,7 @@ from icecore.store.index import (
     Merge,
     filtered,
     make_filter,
-    merge_segments,
+    merge_long,
     plan_merges,
     read_segment,
     replaced,
@@ -73,10 +74,12 @@ class Reindexer:
             merges = await self.plan(session.state.segments)
             outputs: list[list[SegmentRef]] = []
             for merge in merges:
-                made = await merge_segments(self._read, merge, repository.keys.segment, random_id, self._shards)
-                for segment in made:
-                    await session.put_segment(segment)
-                outputs.append([segment.ref for segment in made])
+                outputs.append([])
+                made = merge_long(repository.backend, merge, repository.keys.segment, random_id, self._shards)
+                async with aclosing(made) as segments_:
+                    async for segment in segments_:
+                        await session.put_segment(segment)
+                        outputs[-1].append(segment.ref)
 
             rewritten = {ref.id for merge in merges for ref in merge.inputs}
             for ref in await self._unfiltered(session.state.segments):

@@ -83,6 +83,13 @@ class Head:
         return np.maximum(np.searchsorted(self.first, keys, side="right").astype(np.int64) - 1, 0)
 
 
+    def blocks_between(self, low: int, high: int) -> tuple[int, int]:
+        """The blocks, as first and last + 1, in which ids can be whose leading numbers are at least ``low`` and less than ``high`` (at most 2^64)."""
+        last = int(np.searchsorted(self.first, np.uint64(high - 1), side="right"))
+        # The block before the first that begins with such an id may end with one.
+        return max(0, int(np.searchsorted(self.first, np.uint64(low))) - 1) if last else 0, last
+
+
 def head_bytes(count: int, key: bytes) -> int:
     """Length in bytes of the head of a segment with ``count`` entries that was written under ``key``."""
     return HEADER_BYTES + -(-count // BLOCK_ENTRIES) * FENCE.itemsize + overhead(key)
