@@ -216,8 +216,9 @@ async def _read_range(backend: Backend, head: Head, key: bytes, bits: int, prefi
         for number in range(first, last):
             at, size = head.block(number)
             blocks.append(verify_block(head, number, data[at - start : at - start + size], key))
-        entries = np.concatenate(blocks)
-        return entries[entries["chunk"][:, 0] >> (8 - bits) == prefix]
+        entries: Records = np.concatenate(blocks)
+        within: Records = entries[entries["chunk"][:, 0] >> (8 - bits) == prefix]
+        return within
 
     return await asyncio.to_thread(work)
 
