@@ -19,8 +19,8 @@ from icecore.store.envelope import DIGEST_BYTES, ObjectKind, seal, sealed_bytes,
 from icecore.store.state import SegmentRef
 
 #: Bits for each entry: of the ids that are not in the segment, 0.1 % are taken for such that may be. In the long segments of a large index, which
-#: have most of its entries, it has to be 0.5 %: of the 256 ranges of ids, those with so many entries or more.
-BITS, LARGE_BITS = 16, 12
+#: have most of its entries, it has to be 0.35 %: of the 256 ranges of ids, those with so many entries or more.
+BITS, LARGE_BITS = 16, 13
 LARGE_ENTRIES = 1 << 17
 _FINEST = 8
 _WORDS = 8

@@ -84,7 +84,7 @@ class Index:
         *,
         avoid: frozenset[bytes] = frozenset(),
         budget: int = 32 << 20,
-        filters: int = 160 << 20,
+        filters: int = 176 << 20,
         shard_key: bytes | None = None,
         emit: Sink = discard,
     ) -> None:
@@ -324,7 +324,7 @@ class Index:
             head = self._heads[number]
             if head is not None and (number, block) not in self._bad:
                 offset, length = head.block(block)
-                reads.append((number, block, head, offset, memoryview(bytearray(length))))
+                reads.append((number, block, head, offset, np.empty(length, np.uint8).data))
         failures = self._read([(head.name, offset, data) for _, _, head, offset, data in reads])
         blocks: dict[int, list[Records]] = {}
         for (number, block, head, _, data), failure in zip(reads, failures, strict=True):

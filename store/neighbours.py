@@ -17,6 +17,8 @@ from icecore.store.segment import Mask, leading, search, sort_entries
 
 #: 69 bytes each.
 _ENTRIES = 1 << 18
+_MANY = 512
+_SAMPLE = 64
 
 
 class Neighbours:
@@ -46,7 +48,7 @@ class Neighbours:
         return self._number
 
     def search(self, ids: Bytes, since: int = 0) -> tuple[Mask, Records]:
-        """Which of ``ids`` are here, and their places, zero where they are not.
+        """Which of ``ids`` are here, and their places, zero where they are not; of very many ids a few may be overlooked.
 
         Args:
             since: Only in groups that were added after this one was the newest.
@@ -57,6 +59,9 @@ class Neighbours:
             groups = [group for group in reversed(self._groups.items()) if group[0] > since]
         left = np.arange(len(ids))
         for number, (keys, entries) in groups:
+            # What lies together is asked together: of many, a few tell whether this group has any.
+            if len(left) > _MANY and not search(entries, keys, ids[left[:: len(left) // _SAMPLE]])[0].any():
+                continue
             hit, at = search(entries, keys, ids[left])
             if not hit.any():
                 continue

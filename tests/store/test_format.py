@@ -76,7 +76,7 @@ def test_numbers_are_as_documented() -> None:
     assert f"of {index.FILTER_ENTRIES} entries or more ({index.FILTER_ENTRIES // 8} where" in DOCUMENT and f"⌈{BITS}·n/256⌉ blocks of" in DOCUMENT
     assert f"(⌈{LARGE_BITS}·n/256⌉ where `bits` is 8 and they are {LARGE_ENTRIES} or more)" in DOCUMENT
     counts = [block_count(SegmentRef(bytes(16), bytes(32), 1, count, bits)) for bits in (6, 8) for count in (1000, 131071, 131072, 1 << 20)]
-    assert counts == [63, 8192, 8192, 65536, 63, 8192, 6144, 49152]
+    assert counts == [63, 8192, 8192, 65536, 63, 8192, 6656, 53248]
     assert index.FAN_IN == 8 and catalog.TAIL_RECORDS == 32 and catalog.FAN_IN == 8 and catalog.PAGE_RECORDS == 2048
     assert (
         f"The newest {log.KEPT_ENTRIES} entries are kept" in DOCUMENT
