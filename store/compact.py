@@ -177,7 +177,7 @@ class _Copier:
         async def read(run: tuple[int, int]) -> list[tuple[np.void, memoryview]]:
             entries = wanted[slice(*run)]
             start = int(entries["offset"][0])
-            data = memoryview(bytearray(int(entries["offset"][-1] + entries["length"][-1]) - start))
+            data = np.empty(int(entries["offset"][-1] + entries["length"][-1]) - start, np.uint8).data
             await backend.get_into(name, start, data)
             return await asyncio.to_thread(self._verified, name, entries, start, data)
 
