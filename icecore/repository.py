@@ -7,6 +7,8 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from blake3 import blake3
+
 from icecore import addressing, difference
 from icecore.config import Config
 from icecore.difference import Difference
@@ -38,7 +40,7 @@ from icecore.store.slots import Cost, Slot, Slots
 from icecore.store.state import SnapshotRecord
 from icecore.store.stats import Stats, stats
 from icecore.store.transfer import Copied, copy
-from icecore.store.watermark import FileWatermark
+from icecore.store.watermark import FileWatermark, Recollection
 
 T = TypeVar("T")
 
@@ -100,7 +102,9 @@ class Repository:
         """
         backend = _with_replicas(os.fspath(location), replicas, config, emit)
         given = passphrase or current(config)
-        return cls._make(backend, state, config, lambda: Core.open(backend, passphrase=given, emit=emit))
+        place = blake3(backend.where.encode()).hexdigest()[:32]
+        known = Recollection(state_directory(state) / "opened" / place)
+        return cls._make(backend, state, config, lambda: Core.open(backend, passphrase=given, recollection=known, emit=emit))
 
     @classmethod
     def create(
@@ -173,7 +177,14 @@ class Repository:
             NotFound: None is.
             UsageError: Several ids begin so.
         """
-        return addressing.resolve(self.snapshots(), snapshot)
+        # The usual words need a page of the list, or none; however many snapshots there are.
+        if addressing.is_id(snapshot):
+            try:
+                return self.loop.run(self.core.find(snapshot))
+            except NotFound:
+                pass  # it may yet be the name of a job
+        found = self.loop.run(self.core.newest_of(snapshot)) if snapshot else None
+        return found or addressing.resolve(self.snapshots(), snapshot)
 
     def manifest(self, snapshot: str | SnapshotRecord) -> Manifest:
         """All that is known of a snapshot: processes, regions, files, sizes in bytes, what a restore needs.

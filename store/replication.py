@@ -34,25 +34,25 @@ from icecore.events import Event, phase
 from icecore.store import catalog, codec, reconcile
 from icecore.store.backend import Backend
 from icecore.store.catalog import Pages
-from icecore.store.cell import PLACE, Records
+from icecore.store.cell import Records
 from icecore.store.cellmap import PACK, NodeDecoder, parse_pack_footer
 from icecore.store.chunk import chunk_id
 from icecore.store.cipher import opened_piece
 from icecore.store.container import TAIL_BYTES
 from icecore.store.gc import COLLECT, Collector
 from icecore.store.hints import decode_hints
-from icecore.store.index import Index
 from icecore.store.keys import Keys
+from icecore.store.lookup import Index
 from icecore.store.manifest import NODE_REF, decode_manifest
 from icecore.store.names import object_name, parse_name
 from icecore.store.parallel import each
 from icecore.store.reach import Reach
 from icecore.store.reconcile import Plan
 from icecore.store.repository import Repository
-from icecore.store.segment import make_entries
 from icecore.store.session import Session
 from icecore.store.shard import SHARD, parse_footer
 from icecore.store.state import SnapshotRecord, State
+from icecore.store.tables import index_entries, read_table
 
 PURPOSE = "sync"
 #: Objects that travel at once; each is held in memory as a whole.
@@ -255,15 +255,9 @@ class _Sync:
         if parsed is None or parsed[0] != "shard" or parsed[1] in self._looked_at:
             return None
         self._looked_at.add(parsed[1])
-        backend = self._target.backend
-        size = await backend.size(name)
-        tail = bytearray(min(size, TAIL_BYTES))
-        await backend.get_into(name, size - len(tail), memoryview(tail))
-        where = SHARD.parse_tail(parsed[1], size, tail)
-        footer = bytearray(where.length)
-        await backend.get_into(name, where.offset, memoryview(footer))
-        entries = index_entries(parsed[1], parse_footer(self._target.keys.shard, parsed[1], size, bytes(footer)))
-        if entries is None or await self._knows(entries[:1]):
+        table = await read_table(self._target.backend, self._target.keys.shard, parsed[1])
+        entries = index_entries(parsed[1], table)
+        if not len(entries) or await self._knows(entries[:1]):
             return None
         return entries
 
@@ -312,7 +306,8 @@ def verify(keys: Keys, name: str, data: bytes, record: SnapshotRecord) -> Record
         return None
     for entry in table:
         _verify_chunk(keys, name, entry, view[int(entry["offset"]) : int(entry["offset"]) + int(entry["length"])])
-    return index_entries(identity, table)
+    entries = index_entries(identity, table)
+    return entries if len(entries) else None
 
 
 def _verify_nodes(keys: Keys, pack: bytes, table: Records, data: memoryview) -> None:
@@ -335,18 +330,6 @@ def _verify_chunk(keys: Keys, name: str, entry: np.void, stored: memoryview) -> 
             raise ValueError("its bytes do not have its id")
     except ValueError as error:
         raise Damaged("chunk", chunk.hex(), f"{error} (at {entry['offset']} of {name})") from error
-
-
-def index_entries(shard: bytes, table: Records) -> Records | None:
-    """Index entries of the full chunks in a shard's table; None if it has none."""
-    full = table[table["codec"] & codec.DELTA == 0]
-    if not len(full):
-        return None
-    places = np.zeros(len(full), PLACE)
-    places["shard"] = np.frombuffer(shard, np.uint8)
-    for name in ("offset", "length", "codec"):
-        places[name] = full[name]
-    return make_entries(full["chunk"], places)
 
 
 async def _exists(backend: Backend, name: str) -> bool:

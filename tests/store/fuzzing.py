@@ -35,6 +35,7 @@ from icecore.store.chunk import pages_of
 from icecore.store.codec import Choice, Encoder
 from icecore.store.container import TAIL_BYTES, Container
 from icecore.store.envelope import ObjectKind, seal
+from icecore.store.filters import FILTER_KIND, decode_filter, encode_filter
 from icecore.store.hints import HINTS_KIND, decode_hints
 from icecore.store.keys import (
     CONFIG_KIND,
@@ -161,6 +162,13 @@ def _segment() -> bytes:
     return b"".join(encode_segment(entries, KEY)[0])
 
 
+def _filter() -> Target:
+    ids = np.random.default_rng(2).integers(0, 256, (100, 32), np.uint8)
+    ref = SegmentRef(NAME, KEY, 1, len(ids))
+    good = encode_filter(ids, ref, KEY, "n")
+    return _sealed(FILTER_KIND, good, good[56:], KEY, lambda data: decode_filter("n", data, KEY, ref))
+
+
 def _reseal_segment(data: bytes) -> bytes:
     if len(data) < 56 + 80:
         return data
@@ -276,6 +284,7 @@ def targets() -> dict[str, Target]:
         "fingerprints": _sealed(HINTS_KIND, seal(HINTS_KIND, fingerprints, KEY).data, fingerprints, KEY, _fingerprints),
         "working set": _sealed(HINTS_KIND, seal(HINTS_KIND, working, KEY).data, working, KEY, _working_set),
         "index segment": Target(_segment(), lambda data: parse_segment("n", data, KEY), _segment(), _reseal_segment),
+        "index filter": _filter(),
         "shard": _container(SHARD, _shard(), parse_footer),
         "node pack": _container(PACK, footer, parse_pack_footer),
         "node": Target(node, _parse_node, node[:-8], lambda data: data + codec.seal(data)),

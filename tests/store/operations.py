@@ -6,14 +6,16 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
+from unittest import mock
 
 from icecore.errors import IcecoreError, WrongPassphrase
-from icecore.store import keychain, reconcile, replication, slots
+from icecore.store import index, keychain, reconcile, replication, slots
 from icecore.store.backend import Backend
 from icecore.store.keys import Parameters
 from icecore.store.log import Log
 from icecore.store.loop import LoopThread
 from icecore.store.memory import MemoryBackend
+from icecore.store.names import filtered_segment, parse_name
 from icecore.store.repair import Repairer
 from icecore.store.repository import Repository
 from icecore.store.transfer import copy
@@ -232,11 +234,30 @@ async def keys_changed(repository: Repository, scene: Scene) -> None:
     assert len([info async for info in repository.backend.list("keys/")]) == 1
 
 
+def with_filters(
+    run: Callable[[Repository, Scene], Awaitable[object]],
+) -> Callable[[Repository, Scene], Awaitable[object]]:
+    """The same where every index segment is long enough to have a filter."""
+
+    async def filtered(repository: Repository, scene: Scene) -> object:
+        with mock.patch.object(index, "FILTER_ENTRIES", 1):
+            return await run(repository, scene)
+
+    return filtered
+
+
+def commit(repository: Repository, scene: Scene) -> Awaitable[object]:
+    """A snapshot with a parent."""
+    return take(repository, {**B, 20: 60, 21: 61}, scene.parent)
+
+
 OPERATIONS: dict[str, Operation] = {
-    "commit": Operation(lambda repository, scene: take(repository, {**B, 20: 60, 21: 61}, scene.parent)),
+    "commit": Operation(commit),
+    "commit with filters": Operation(with_filters(commit)),
     "forget": Operation(lambda repository, scene: repository.forget([scene.forgettable])),
     "pin": Operation(lambda repository, scene: repository.update(scene.parent, pinned=True)),
     "gc": Operation(lambda repository, scene: collect(repository)),
+    "gc with filters": Operation(with_filters(lambda repository, scene: collect(repository))),
     "gc without compaction": Operation(lambda repository, scene: collect(repository, compact_below=0)),
     "repair": Operation(repair, harm=harm, finish=repair),
     "repair from a replica": Operation(repair_from_replica, harm=harm, finish=repair_from_replica, heals=True),
@@ -294,5 +315,7 @@ async def aftermath(backend: MemoryBackend, scene: Scene, operation: Operation, 
         content = await read(repository, snapshot)
         assert content == (scene.contents | scene.arriving).get(snapshot, content)
     assert not [name for name in backend.objects if name.startswith(("hints/", "sessions/"))]
+    filters = {filtered_segment(name) for name in backend.objects if name.startswith("filters/")}
+    assert filters <= {named[1] for named in map(parse_name, backend.objects) if named is not None and named[0] == "segment"}
     # And it can be worked with.
     await take(repository, {1: 1}, next(iter(good), None))

@@ -70,10 +70,10 @@ def test_every_call_fails_once(name: str, outcome: Outcome, stride: int) -> None
                 result = await operation.run(opened, scene)
             except IcecoreError as error:
                 assert isinstance(error, StoreError)
-                if name == "commit":
+                if name.startswith("commit"):
                     assert set(await listed(await Repository.open(backend))) == before
             else:
-                if name == "commit":
+                if name.startswith("commit"):
                     assert set(await listed(await Repository.open(backend))) == before | {result}
             await aftermath(backend, scene, operation, readable)
             if not failed:
@@ -146,7 +146,7 @@ def test_the_disk_is_full_from_some_call_on(name: str) -> None:
                 await operation.run(opened, scene)
             except StoreFull:
                 left = {made for made in backend.objects if made not in scene.objects}
-                if name == "commit":  # what the writer stored is gone at once; the room is needed
+                if name.startswith("commit"):  # what the writer stored is gone at once; the room is needed
                     assert {made.split("/")[0] for made in left} <= {"log"}
                 await aftermath(backend, scene, operation, readable)
                 continue
