@@ -38,11 +38,14 @@ bench: setup
 	$(PYTHON) tools/install-peers --allow-expired
 	.venv/bin/python benchmarks/run.py $(ARGS)
 
-# S3 clients side by side, and the whole way to and from a bucket against the bare client.
+# S3 clients side by side, the whole way to and from a bucket against the bare client, over a link of 1 Gb/s and 80 ms, and freeing space against restic.
 bench-store: setup
 	.venv/bin/python $(PIP_INSTALL) -e '.[bench]'
+	$(PYTHON) tools/install-peers --allow-expired
 	.venv/bin/python benchmarks/object_clients.py $(ARGS)
 	.venv/bin/python benchmarks/bucket.py
+	.venv/bin/python benchmarks/link.py
+	.venv/bin/python benchmarks/prune.py
 
 torture: machine-tests criu criu-newer .stamps/installed
 	.venv-test/bin/python $(PIP_INSTALL) 'atheris>=2.3' || echo "going on without atheris: its test is skipped"

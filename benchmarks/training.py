@@ -3,9 +3,9 @@
 
 Without --gpu the tests' training program (numpy); with it tests/realgpu/train.py (PyTorch, AdamW), device memory alone.
 
-The floor is the order-0 entropy of the changed pages' bytes, for each cell the least over planes of 1, 2, 4 and 8 bytes and over
-the bytes themselves and their xor with the parent's pages: what a perfect coder of single bytes would need that knows each plane's frequencies. Codecs that find
-repetitions can be below it.
+The floor is the order-0 entropy of the changed pages' bytes, for each cell the least over planes of 1, 2, 4 and 8 bytes and over the
+bytes themselves and their xor with the parent's pages: what a perfect coder of single bytes would need that knows each plane's
+frequencies. Codecs that find repetitions can be below it.
 """
 
 from __future__ import annotations

@@ -131,7 +131,8 @@ class Capture:
         copied = self._copied.get(pagemap.number)
         known = copied.known if copied else parent.known if parent else KnownCells.none()
         regions = grid(pagemap.regions, device, reader, parent, copied)
-        return SpaceCapture("process", key, 0, regions, known, parent, self._stream(number))
+        seen = copied.seen if copied else None
+        return SpaceCapture("process", key, 0, regions, known, parent, self._stream(number), seen)
 
     def _stream(self, number: int) -> int:
         return number % self._machinery.streams

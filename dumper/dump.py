@@ -20,7 +20,6 @@ from icecore.dumper.checks_gpu import predicted_window
 from icecore.dumper.devices import Devices
 from icecore.dumper.early import EarlyScan
 from icecore.dumper.facts import describe_requirements
-from icecore.dumper.fingerprints import KnownCells
 from icecore.dumper.guard import WINDOW_PRIORITY, Guard
 from icecore.dumper.look import Look, look
 from icecore.dumper.options import DumpOptions
@@ -337,7 +336,7 @@ class _Dump:
                 window.kill(list(captured.pids))
                 if devices is not None:
                     devices.gone(keep_resident=self.options.keep_resident)
-        return snapshot, manifest, sum(c.changed for c in copied.values()), storing.pipeline.spilled
+        return snapshot, manifest, sum(c.stored for c in copied.values()), storing.pipeline.spilled
 
     def _preflight(self) -> Look:
         refusals = check_target(self.target.pid)
@@ -382,22 +381,14 @@ class _Dump:
                     continue
                 image = process.status.own_pid
                 before = parent.space("process", str(image)) if parent else None
-                learnt = pre_copy(
-                    process.pid,
-                    number % machinery.streams,
-                    before.space.regions if before else [],
-                    before.known if before else KnownCells.none(),
-                    pipeline=machinery.pipeline,
-                    staging=machinery.staging,
-                    seed=machinery.seed,
-                    threads=machinery.threads,
-                    stop=machinery.stop,
-                    advance=advance,
-                )
+                learnt = pre_copy(process.pid, number % machinery.streams, before, machinery, advance=advance)
                 if learnt is not None:
                     out[image] = learnt
                     running.bytes += learnt.scanned
-            running.fields["changed"] = sum(c.changed for c in out.values())
+            running.fields |= {
+                "changed": sum(c.changed for c in out.values()),
+                "stored": sum(c.stored for c in out.values()),
+            }
         return out
 
     def _staging_bytes(self, found: Look) -> int:

@@ -9,6 +9,10 @@ import numpy.typing as npt
 
 from icecore.store.cell import CELL
 from icecore.store.fingerprints import FINGERPRINT as FINGERPRINT
+from icecore.store.fingerprints import NO_FINGERPRINTS as NO_FINGERPRINTS
+from icecore.store.fingerprints import Fingerprints as Fingerprints
+from icecore.store.fingerprints import decode_fingerprints as decode_fingerprints
+from icecore.store.fingerprints import encode_fingerprints as encode_fingerprints
 
 
 @dataclass(frozen=True)

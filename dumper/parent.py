@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
+from icecore.dumper.fingerprints import NO_FINGERPRINTS, Fingerprints, decode_fingerprints
 from icecore.dumper.spaces import ParentSpace, known_from
 from icecore.errors import Damaged, FormatTooNew, ObjectMissing, StoreError
 from icecore.events import Event, Sink
-from icecore.store.fingerprints import decode_fingerprints
+from icecore.store.fingerprints import fingerprint_seed as fingerprint_seed
 from icecore.store.hints import HINTS_KIND, decode_hints
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import Manifest, OpenFile, Space
@@ -26,7 +24,7 @@ class Parent:
     manifest: Manifest
     _reader: SnapshotReader
     _emit: Sink
-    _fingerprints: dict[str, tuple[npt.NDArray[np.uint64], npt.NDArray[np.void]]]
+    _fingerprints: dict[str, Fingerprints]
     _spaces: dict[tuple[str, str], Space]
     _files: dict[str, OpenFile]
     _read: dict[tuple[str, str], ParentSpace | None] = field(default_factory=dict)
@@ -48,8 +46,9 @@ class Parent:
         except (Damaged, ObjectMissing) as error:
             self._emit(Event("dump.parent_damaged", {"snapshot": self.manifest.snapshot, "error": str(error)}))
             return None
-        known = known_from(space.regions, records, self._fingerprints.get(f"{space.kind}:{space.key}"))
-        return ParentSpace(space, records, known)
+        fingerprints = self._fingerprints.get(f"{space.kind}:{space.key}", NO_FINGERPRINTS)
+        known = known_from(space.regions, records, fingerprints)
+        return ParentSpace(space, records, known, fingerprints.restless)
 
     def prepare(self) -> None:
         """Read every space now, so that the window need not wait for the storage.
@@ -72,7 +71,7 @@ def load_parent(repository: Repository, loop: LoopThread, record: SnapshotRecord
     except (Damaged, ObjectMissing) as error:
         emit(Event("dump.parent_damaged", {"snapshot": record.snapshot, "error": str(error)}))
         return None
-    fingerprints = {}
+    fingerprints: dict[str, Fingerprints] = {}
     if manifest.hints:
         try:
             data = loop.run(repository.backend.get(manifest.hints, limit=HINTS_KIND.object_limit))

@@ -6,6 +6,8 @@ Its rule: torn reads are harmless, because a chunk is named by what was read, an
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,15 +17,21 @@ from icecore.dumper.allocations import allocations, cut
 from icecore.dumper.cells import EXTENT, CellPlan, inherit_origins, plan_cells
 from icecore.dumper.fingerprints import KnownCells
 from icecore.dumper.pipeline import Pipeline, SpaceSink
-from icecore.dumper.scan import ScanResult, scan
+from icecore.dumper.scan import ScanResult, Source, scan
+from icecore.dumper.spaces import Machinery, ParentSpace
 from icecore.dumper.staging import Slot, Staging
 from icecore.errors import DumpFailed, NotFound
 from icecore.events import Advance, unwatched
 from icecore.host import procfs
 from icecore.host.memory import RemoteReader
 from icecore.host.pagemap import SCAN_FILE, SCAN_PRESENT, SCAN_SWAPPED, SCAN_ZERO_FRAME, Pagemap
-from icecore.store.cell import PAGE
+from icecore.store.cell import CELL, PAGE
 from icecore.store.manifest import Region
+
+#: Between two looks at a restless cell: steps of a training take less, mostly.
+_REST_SECONDS = 0.5
+#: With fewer restless bytes they are stored, in vain or not.
+_LEAST_RESTLESS = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -33,13 +41,17 @@ class PreCopied:
     Attributes:
         regions: Its private anonymous memory then, with the cell grid that the window goes on using.
         known: Cells that are stored, the parent's and the new ones.
+        seen: Keys and fingerprints of all cells that were read (its records mean nothing).
         changed: Bytes that differed from the parent.
+        stored: Bytes of these that were stored.
         scanned: Bytes read.
     """
 
     regions: list[Region]
     known: KnownCells
+    seen: KnownCells
     changed: int
+    stored: int
     scanned: int
 
 
@@ -74,53 +86,98 @@ def present_extents(pid: int, regions: list[Region]) -> npt.NDArray[np.void]:
     return out
 
 
+@dataclass(frozen=True)
+class _Look:
+    """How one process is scanned."""
+
+    stream: int
+    regions: list[Region]
+    reader: Source
+    pipeline: Pipeline
+    staging: Staging
+    seed: int
+    threads: int
+    stop: threading.Event
+
+    def scan(
+        self, plan: CellPlan, known: KnownCells, keep: Callable[[int, Slot], None], advance: Advance = unwatched
+    ) -> ScanResult:
+        """Read the cells of a plan."""
+        return scan(
+            plan,
+            self.reader,
+            known,
+            seed=self.seed,
+            staging=self.staging,
+            threads=self.threads,
+            keep=keep,
+            stop=self.stop,
+            advance=advance,
+        )
+
+    def sink(self, plan: CellPlan, known: KnownCells) -> SpaceSink:
+        """Where cells of a plan go to be stored."""
+        return self.pipeline.space(self.stream, plan, self.regions, known)
+
+    def drop(self, row: int, slot: Slot) -> None:
+        """Keep nothing."""
+        self.staging.release(slot)
+
+
 def pre_copy(
     pid: int,
     stream: int,
-    parent_regions: list[Region],
-    parent: KnownCells,
+    before: ParentSpace | None,
+    machinery: Machinery,
     *,
-    pipeline: Pipeline,
-    staging: Staging,
-    seed: int,
-    threads: int,
-    stop: threading.Event,
     advance: Advance = unwatched,
 ) -> PreCopied | None:
     """Scan one running process and store what its parent snapshot does not have. Waits until it is stored.
 
+    Cells that were restless the last time, so that storing them before the window was in vain, are looked at again after a while, and stored only if they
+    have come to rest.
+
     Returns:
         What the window can rely on; None when the process ended meanwhile or would not be read (the window will say why, if it matters).
     """
+    known = before.known if before else KnownCells.none()
     try:
         with RemoteReader(pid) as reader:
             regions = private_regions(pid)
-            regions = inherit_origins(cut(regions, allocations(reader, regions)), parent_regions)
+            regions = inherit_origins(cut(regions, allocations(reader, regions)), before.space.regions if before else [])
             plan = plan_cells(regions, present_extents(pid, regions))
-            sink = pipeline.space(stream, plan, regions, parent)
-            result = scan(
-                plan,
-                _Vanishing(reader),
-                parent,
-                seed=seed,
-                staging=staging,
-                threads=threads,
-                keep=sink.keep,
-                stop=stop,
-                advance=advance,
+            m = machinery
+            look = _Look(stream, regions, _Vanishing(reader), m.pipeline, m.staging, m.seed, m.threads, m.stop)
+            restless = np.isin(plan.key, before.restless) if before else np.zeros(len(plan), np.bool_)
+            if int(plan.length[restless].sum()) < _LEAST_RESTLESS:
+                restless[:] = False
+            sink = look.sink(plan, known)
+            began = time.monotonic()
+            result = look.scan(
+                plan, known, lambda row, slot: look.drop(row, slot) if restless[row] else sink.keep(row, slot), advance
             )
-        pipeline.drain()
+            machinery.pipeline.drain()
+            changed = result.changed
+            calm = changed[~restless[changed]]
+            stored = known.updated(plan.key[calm], result.fingerprint[calm], sink.records[calm])
+            kept = int(plan.length[calm].sum())
+            doubtful = changed[restless[changed]]
+            if len(doubtful):
+                machinery.stop.wait(max(0.0, began + _REST_SECONDS - time.monotonic()))
+                again = plan.take(doubtful)
+                same = KnownCells(again.key, result.fingerprint[doubtful], np.zeros(len(again), CELL))
+                rested = again.take(np.flatnonzero(look.scan(again, same, look.drop).row >= 0))
+                last = look.sink(rested, known)
+                found = look.scan(rested, known, last.keep)
+                machinery.pipeline.drain()
+                new = found.changed
+                stored = stored.updated(rested.key[new], found.fingerprint[new], last.records[new])
+                kept += int(rested.length[new].sum())
     except NotFound:
         return None
-    return PreCopied(
-        regions, known_after(plan, result, sink, parent), int(plan.length[result.changed].sum()), plan.bytes
-    )
-
-
-def known_after(plan: CellPlan, result: ScanResult, sink: SpaceSink, before: KnownCells) -> KnownCells:
-    """What is known once the cells that a scan handed on are stored."""
-    changed = result.changed
-    return before.updated(plan.key[changed], result.fingerprint[changed], sink.records[changed])
+    order = np.argsort(plan.key, kind="stable")
+    seen = KnownCells(plan.key[order], result.fingerprint[order], np.zeros(len(plan), CELL))
+    return PreCopied(regions, stored, seen, int(plan.length[changed].sum()), kept, plan.bytes)
 
 
 class _Vanishing:

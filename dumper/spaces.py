@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from icecore.dumper.cells import CellPlan, inherit_origins, plan_cells
-from icecore.dumper.fingerprints import FINGERPRINT, KnownCells
+from icecore.dumper.fingerprints import FINGERPRINT, NO_FINGERPRINTS, Fingerprints, KnownCells
 from icecore.dumper.pipeline import Pipeline, SpaceSink
 from icecore.dumper.scan import ScanResult, Source, scan
 from icecore.dumper.staging import Staging
@@ -36,11 +36,12 @@ class Machinery:
 
 @dataclass(frozen=True)
 class ParentSpace:
-    """A space as the parent snapshot has it."""
+    """A space as the parent snapshot has it; ``restless``: as in `Fingerprints`."""
 
     space: Space
     records: list[Records]
     known: KnownCells
+    restless: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class SpaceCapture:
         known: What the parent and pre-copy know of it.
         parent: The parent's space, whose nodes are reused where they are equal.
         stream: The shard stream that it goes to.
+        seen: What pre-copy saw of its cells: keys u8[n] and fingerprints V16[n], ascending.
     """
 
     kind: SpaceKind
@@ -88,6 +90,7 @@ class SpaceCapture:
     known: KnownCells
     parent: ParentSpace | None
     stream: int = 0
+    seen: KnownCells | None = None
     _parts: list[_Part] = field(default_factory=list)
 
     @classmethod
@@ -161,14 +164,19 @@ class SpaceCapture:
         """Bytes of cells that were handed to the pipeline."""
         return sum(int(p.plan.length[p.result.changed].sum()) for p in self._parts)
 
-    def fingerprints(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.void]]:
-        """Keys u8[n] and fingerprints V16[n] of all its cells."""
+    def fingerprints(self) -> Fingerprints:
+        """Those of all its cells."""
         if not self._parts:
-            return np.empty(0, np.uint64), np.empty(0, FINGERPRINT)
+            return NO_FINGERPRINTS
         keys = np.concatenate([part.plan.key for part in self._parts])
         fingerprints = np.concatenate([part.result.fingerprint for part in self._parts])
         order = np.argsort(keys, kind="stable")
-        return keys[order], fingerprints[order]
+        keys, fingerprints = keys[order], fingerprints[order]
+        if self.seen is None:
+            restless = self.parent.restless if self.parent else NO_FINGERPRINTS.restless
+        else:
+            restless = keys[self.seen.differ(keys, fingerprints) & (self.seen.find(keys) >= 0)]
+        return Fingerprints(keys, fingerprints, restless)
 
     def records(self) -> list[Records]:
         """CELL records by region, ascending by cell. To be called once the pipeline is drained."""
@@ -216,14 +224,14 @@ def cell_keys(regions: list[Region], records: list[Records]) -> npt.NDArray[np.u
 def known_from(
     regions: list[Region],
     records: list[Records],
-    fingerprints: tuple[npt.NDArray[np.uint64], npt.NDArray[np.void]] | None,
+    fingerprints: Fingerprints,
 ) -> KnownCells:
     """What a parent's space tells: its records, with the fingerprints that its hint has (a cell without one counts as changed)."""
     keys = cell_keys(regions, records)
     rows = np.concatenate(records) if records else np.empty(0, CELL)
     own = np.zeros(len(keys), FINGERPRINT)
-    if fingerprints is not None and len(keys) and len(fingerprints[0]):
-        stored_keys, stored = fingerprints
+    if len(keys) and len(fingerprints.key):
+        stored_keys, stored = fingerprints.key, fingerprints.fingerprint
         at = np.minimum(np.searchsorted(stored_keys, keys), len(stored_keys) - 1)
         there = stored_keys[at] == keys
         own[there] = stored[at[there]]

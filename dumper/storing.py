@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from icecore.dumper.parent import Parent, choose_parent, load_parent
+from icecore.dumper.fingerprints import Fingerprints, encode_fingerprints
+from icecore.dumper.parent import Parent, choose_parent, fingerprint_seed, load_parent
 from icecore.dumper.pipeline import Pipeline
 from icecore.dumper.spaces import Machinery, SpaceCapture
 from icecore.dumper.staging import Staging
 from icecore.events import Sink
 from icecore.host import limits
 from icecore.store.cell import PAGE, data_pages
-from icecore.store.fingerprints import encode_fingerprints, fingerprint_seed
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import Sizes, Space
 from icecore.store.repository import Repository
@@ -107,7 +107,7 @@ class Storing:
             assert before is not None
             spaces.append(space)
             logical += sum(int(data_pages(r).sum()) for r in before.records) * PAGE
-            fingerprints[f"{space.kind}:{space.key}"] = (before.known.key, before.known.fingerprint)
+            fingerprints[f"{space.kind}:{space.key}"] = Fingerprints(before.known.key, before.known.fingerprint)
         hints, digest = self.writer.put_hints(self.lineage, encode_fingerprints(fingerprints))
         statistics = self.writer.statistics
         sizes = Sizes(

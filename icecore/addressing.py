@@ -11,7 +11,13 @@ from icecore.store.state import SnapshotRecord
 LATEST = "latest"
 _PART = re.compile(r"(?P<name>.+?)(?:~(?P<back>\d+)|@(?P<number>\d+))?", re.DOTALL)
 _ID = re.compile(r"[0-9a-f]{1,32}")
+_ID_DIGITS = 32
 _CURE = "'icecore ls' lists them"
+
+
+def is_id(text: str) -> bool:
+    """Whether ``text`` may be a whole id."""
+    return len(text) == _ID_DIGITS and _ID.fullmatch(text) is not None
 
 
 def resolve(records: Sequence[SnapshotRecord], text: str) -> SnapshotRecord:

@@ -253,12 +253,11 @@ def restore(
     config = config or load()
     options = options or restore_options(config)
     with ExitStack() as stack:
-        opened = _opened(repository, config, emit, stack).holder(snapshot)
-        record = _whole(opened.find(snapshot))
+        opened, record = _opened(repository, config, emit, stack).locate(snapshot)
         restored = _restore(
             opened.core,
             opened.loop,
-            record.snapshot,
+            _whole(record),
             options,
             criu=criu_of(config),
             registry=registry(config),
@@ -307,9 +306,8 @@ def check_restore(
     """
     config = config or load()
     options = options or restore_options(config)
-    repository = repository.holder(snapshot)
-    record = _whole(repository.find(snapshot))
-    return _check(repository.core, repository.loop, record.snapshot, options, criu=criu_of(config))
+    repository, record = repository.locate(snapshot)
+    return _check(repository.core, repository.loop, _whole(record).snapshot, options, criu=criu_of(config))
 
 
 def find_target(jobs: Registry, target: int | str) -> tuple[Job | None, int]:

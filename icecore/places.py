@@ -16,7 +16,7 @@ _CURE = "name one with --repository PLACE (-r), ICECORE_REPOSITORY, or repositor
 
 
 def backend_at(location: str, *, create: bool = False, config: Config | None = None, emit: Sink = discard) -> Backend:
-    """The storage at ``location``: a directory, ``file://`` and its absolute path, or ``s3://BUCKET/PREFIX``.
+    """The storage at ``location``: a directory, ``file://`` and its absolute path, ``s3://BUCKET/PREFIX``, or ``s3://PROFILE@BUCKET/PREFIX``.
 
     Args:
         create: Make the directory where it is missing. Buckets are never made.
@@ -59,14 +59,16 @@ def _in_bucket(rest: str, config: Config, emit: Sink) -> Backend:
     from icecore.store.metrics import Metered
     from icecore.store.retry import Patience, Retrying
 
-    bucket, _, prefix = rest.partition("/")
+    whole, _, prefix = rest.partition("/")
+    profile, _, bucket = whole.rpartition("@")
     settings = config.s3
+    # What [s3] says of the way is meant for places that name no profile: another region has another endpoint.
     place = S3Place(
         bucket,
         prefix.rstrip("/"),
-        endpoint=settings.endpoint,
-        region=settings.region,
-        profile=settings.profile,
+        endpoint="" if profile else settings.endpoint,
+        region="" if profile else settings.region,
+        profile=profile or settings.profile,
         addressing=settings.addressing,
         patience=settings.patience,
     )

@@ -7,6 +7,8 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from blake3 import blake3
+
 from icecore import addressing, difference
 from icecore.config import Config
 from icecore.difference import Difference
@@ -14,7 +16,7 @@ from icecore.errors import IcecoreError, NotFound, StoreError, UsageError
 from icecore.events import Event, Sink, discard
 from icecore.passphrase import Passphrase, current
 from icecore.places import backend_at, state_directory
-from icecore.store import forget, keychain
+from icecore.store import forget, keychain, reconcile
 from icecore.store import slots as slot_changes
 from icecore.store.backend import Backend
 from icecore.store.check import Report, check
@@ -29,15 +31,16 @@ from icecore.store.log import Log
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import Manifest
 from icecore.store.reader import SnapshotReader
+from icecore.store.reconcile import Plan as SyncPlan
 from icecore.store.repair import Repairer
 from icecore.store.replicas import ReplicaBackend
-from icecore.store.replication import Synced, missing, sync
+from icecore.store.replication import Synced, sync
 from icecore.store.repository import Repository as Core
 from icecore.store.slots import Cost, Slot, Slots
 from icecore.store.state import SnapshotRecord
 from icecore.store.stats import Stats, stats
 from icecore.store.transfer import Copied, copy
-from icecore.store.watermark import FileWatermark
+from icecore.store.watermark import FileWatermark, Recollection
 
 T = TypeVar("T")
 
@@ -99,7 +102,9 @@ class Repository:
         """
         backend = _with_replicas(os.fspath(location), replicas, config, emit)
         given = passphrase or current(config)
-        return cls._make(backend, state, config, lambda: Core.open(backend, passphrase=given, emit=emit))
+        place = blake3(backend.where.encode()).hexdigest()[:32]
+        known = Recollection(state_directory(state) / "opened" / place)
+        return cls._make(backend, state, config, lambda: Core.open(backend, passphrase=given, recollection=known, emit=emit))
 
     @classmethod
     def create(
@@ -172,7 +177,14 @@ class Repository:
             NotFound: None is.
             UsageError: Several ids begin so.
         """
-        return addressing.resolve(self.snapshots(), snapshot)
+        # The usual words need a page of the list, or none; however many snapshots there are.
+        if addressing.is_id(snapshot):
+            try:
+                return self.loop.run(self.core.find(snapshot))
+            except NotFound:
+                pass  # it may yet be the name of a job
+        found = self.loop.run(self.core.newest_of(snapshot)) if snapshot else None
+        return found or addressing.resolve(self.snapshots(), snapshot)
 
     def manifest(self, snapshot: str | SnapshotRecord) -> Manifest:
         """All that is known of a snapshot: processes, regions, files, sizes in bytes, what a restore needs.
@@ -296,31 +308,71 @@ class Repository:
             lambda: Core.create(backend, parameters, passphrase=given, secret=secret, emit=emit),
         )
 
-    def sync_to(self, location: str | os.PathLike[str], snapshots: Iterable[str | SnapshotRecord] | None = None) -> Synced:
+    def plan_sync(
+        self,
+        location: str | os.PathLike[str],
+        snapshots: Iterable[str | SnapshotRecord] | None = None,
+        *,
+        job: str = "",
+        forget: bool = False,
+    ) -> SyncPlan:
+        """What `sync_to` would do; nothing is changed. Arguments and errors as there."""
+        wanted = self._meant(snapshots, forget)
+
+        async def look(target: Core) -> SyncPlan:
+            return await reconcile.plan(self.core, target, wanted, forget=forget, job=job)
+
+        return self._with_replica(location, look)
+
+    def sync_to(
+        self,
+        location: str | os.PathLike[str],
+        snapshots: Iterable[str | SnapshotRecord] | None = None,
+        *,
+        job: str = "",
+        forget: bool = False,
+    ) -> Synced:
         """Bring snapshots to a replica: only what is missing travels, as it is. Safe to interrupt, and goes on where it was.
+
+        Pins and tags travel too: of a snapshot that both have, the marks that were changed last count, and where both were changed it gets what both say.
 
         Args:
             location: The replica's.
-            snapshots: Which; None: all that it does not have.
+            snapshots: Which; None: all.
+            job: Only this job's, where ``snapshots`` names none.
+            forget: Also forget there what came from here and has been forgotten here since, unless it is pinned there.
 
         Returns:
-            What was done; snapshots that are damaged here are told of and left out.
+            What was done; snapshots that are damaged here are told of and left out, and then nothing is forgotten.
 
         Raises:
-            UsageError: It is no replica of this repository.
+            UsageError: It is no replica of this repository; or forgets are asked for of named snapshots, or of a repository that lists none.
             StoreError: Storage failed, or a collector is at work there for too long.
         """
+        wanted = self._meant(snapshots, forget)
 
-        async def run() -> Synced:
+        async def run(target: Core) -> Synced:
+            return await sync(self.core, target, await reconcile.plan(self.core, target, wanted, forget=forget, job=job))
+
+        return self._with_replica(location, run)
+
+    def _meant(self, snapshots: Iterable[str | SnapshotRecord] | None, forget: bool) -> list[SnapshotRecord] | None:
+        if snapshots is not None and forget:
+            raise UsageError(
+                "forgets are carried of all snapshots or of a job's, not of named ones",
+                cure="leave the names out, or name a job",
+            )
+        return None if snapshots is None else [self._record(snapshot) for snapshot in snapshots]
+
+    def _with_replica(self, location: str | os.PathLike[str], work: Callable[[Core], Coroutine[Any, Any, T]]) -> T:
+        async def run() -> T:
             backend = backend_at(os.fspath(location), config=self._config, emit=self.core.emit)
             try:
                 opened = await Core.open(backend, secret=self.core.keys.secret, emit=self.core.emit)
-                target = _remembering(opened, self._state)
-                return await sync(self.core, target, wanted if wanted is not None else await missing(self.core, target))
+                return await work(_remembering(opened, self._state))
             finally:
                 await backend.close()
 
-        wanted = None if snapshots is None else [self._record(snapshot) for snapshot in snapshots]
         return self.loop.run(run())
 
     def copy_to(
@@ -350,8 +402,12 @@ class Repository:
             self.loop.run(backend.close())
 
     def holder(self, snapshot: str) -> Repository:
-        """The repository that lists a snapshot: this one, or, if it does not (as while its replication goes on) or only in quarantine, the first
-        replica that lists it whole.
+        """The repository that lists a snapshot; see `locate`."""
+        return self.locate(snapshot)[0]
+
+    def locate(self, snapshot: str) -> tuple[Repository, SnapshotRecord]:
+        """The repository that lists a snapshot, and how: this one, or, if it does not (as while its replication goes on) or only in quarantine, the
+        first replica that lists it whole.
 
         It reads from all of them, and is closed with this one.
 
@@ -359,13 +415,13 @@ class Repository:
             NotFound: None lists it.
             UsageError: Several ids begin so.
         """
-        found: Repository | None = None
+        found: tuple[Repository, SnapshotRecord] | None = None
         missing: NotFound | None = None
         try:
             record = self.find(snapshot)
-            found, snapshot = self, record.snapshot
+            found, snapshot = (self, record), record.snapshot
             if not record.quarantined:
-                return self
+                return found
         except NotFound as error:
             missing = error
         for sibling in self._others():
@@ -374,8 +430,8 @@ class Repository:
             except NotFound:
                 continue
             if not record.quarantined:
-                return sibling
-            found = found or sibling
+                return sibling, record
+            found = found or (sibling, record)
         if found is None:
             assert missing is not None
             raise missing

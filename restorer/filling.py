@@ -81,7 +81,7 @@ class Filling:
         self._fetcher = Fetcher(
             backend, decoder, records, self._place, limits, loop, needed=self._needed, failed=failed
         )
-        if placers is not None:
+        if placers is not None and self._families:
             self._records = records
             shared = SharedLock(placers.lock, len(self._families))
             self.daemon.share(shared, {family.process: number for number, family in enumerate(self._families)})

@@ -31,7 +31,7 @@ from icecore.restorer.cells import FULL_CELL, SpaceCells, page_pieces, space_cel
 from icecore.restorer.fetch import Fetcher, Limits
 from icecore.restorer.gpus import GpuPlan
 from icecore.store.cell import CELL, CELL_BYTES, Records
-from icecore.store.fingerprints import decode_fingerprints, fingerprint_seed
+from icecore.store.fingerprints import Fingerprints, decode_fingerprints, fingerprint_seed
 from icecore.store.hints import HINTS_KIND, decode_hints
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import Manifest, Space
@@ -367,7 +367,7 @@ class Resident:
 
     # -- memory that is still held
 
-    def _fingerprints(self) -> tuple[int, dict[str, tuple[npt.NDArray[np.uint64], npt.NDArray[np.void]]]]:
+    def _fingerprints(self) -> tuple[int, dict[str, Fingerprints]]:
         """The lineage's seed and the snapshot's fingerprints; without these everything is fetched."""
         manifest, keys = self._reader.manifest, self._repository.keys
         seed = fingerprint_seed(keys, manifest.lineage)
@@ -384,13 +384,13 @@ class Resident:
         own: Mapping[int, _Piece],
         cells: SpaceCells,
         seed: int,
-        known: tuple[npt.NDArray[np.uint64], npt.NDArray[np.void]] | None,
+        known: Fingerprints | None,
     ) -> npt.NDArray[np.bool_]:
         """Which cells are not as the snapshot has them."""
         differing = np.ones(len(cells), np.bool_)
-        if known is None or len(known[0]) != len(cells) or (known[0] != cells.base).any():
+        if known is None or len(known.key) != len(cells) or (known.key != cells.base).any():
             return differing
-        there = known[1].view(np.uint64).reshape(-1, 2)
+        there = known.fingerprint.view(np.uint64).reshape(-1, 2)
         for piece in own.values():
             words = self._worker.fingerprints(piece.device, [piece.handle], seed)
             first = int(np.searchsorted(cells.base, np.uint64(piece.about.address)))

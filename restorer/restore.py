@@ -40,6 +40,7 @@ from icecore.store.manifest import Manifest
 from icecore.store.reader import SnapshotReader
 from icecore.store.repository import Repository
 from icecore.store.session import Session
+from icecore.store.state import SnapshotRecord
 
 _DEFAULT_WORKDIR = "/dev/shm"
 _GUARD_SECONDS = 60.0
@@ -94,7 +95,7 @@ class Restored:
 def restore(
     repository: Repository,
     loop: LoopThread,
-    snapshot: str,
+    snapshot: str | SnapshotRecord,
     options: RestoreOptions | None = None,
     *,
     criu: Criu | None = None,
@@ -105,7 +106,7 @@ def restore(
 
     Args:
         repository: Where the snapshot is; it lives in ``loop``.
-        snapshot: Its id.
+        snapshot: Its id, or its record: then its manifest is read while the session begins, which saves round trips to distant storage.
         options: See `RestoreOptions`; None: its defaults.
         criu: Which CRIU; None: the one that `find_criu` finds.
         registry: Where jobs of `icecore run` are noted down; None: the usual one.
@@ -179,7 +180,7 @@ class _Run:
         self,
         repository: Repository,
         loop: LoopThread,
-        snapshot: str,
+        snapshot: str | SnapshotRecord,
         options: RestoreOptions,
         criu: Criu | None,
         registry: Registry | None,
@@ -188,7 +189,8 @@ class _Run:
         self.began = time.perf_counter()
         self.repository = repository
         self.loop = loop
-        self.snapshot = snapshot
+        self.record = snapshot if isinstance(snapshot, SnapshotRecord) else None
+        self.snapshot = snapshot.snapshot if isinstance(snapshot, SnapshotRecord) else snapshot
         self.options = options
         self.wanted_criu = criu
         self.registry = registry
@@ -304,13 +306,21 @@ class _Run:
         return placers
 
     def _open(self) -> Manifest:
-        """The manifest; at the same time a session begins that keeps the snapshot from being deleted."""
-        session = self.loop.submit(self.repository.read_session(self.snapshot))
+        """The manifest that a session pins, which keeps all that it needs from being deleted."""
+        beginning = self.loop.submit(self.repository.read_session(self.snapshot))
+        early = self.loop.submit(self.repository.manifest(self.record)) if self.record is not None else None
         try:
-            manifest = self.loop.run(self.repository.manifest(self.snapshot))
-        finally:
-            opened: Session = session.result()
+            opened: Session = beginning.result()
             self.stack.callback(self._end_session, opened)
+            assert opened.base is not None
+            # Compaction may have given the snapshot another manifest since it was looked up.
+            if early is not None and self.record is not None and opened.base.manifest == self.record.manifest:
+                manifest = early.result()
+            else:
+                manifest = self.loop.run(self.repository.manifest(opened.base))
+        finally:
+            if early is not None:
+                early.cancel()
         self.reader = SnapshotReader(self.repository, manifest, self.loop.loop)
         return manifest
 

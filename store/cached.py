@@ -17,7 +17,7 @@ from icecore.errors import Damaged
 from icecore.events import Event, Sink, discard
 from icecore.store.backend import Backend, check_name
 from icecore.store.blocks import Blocks
-from icecore.store.names import HINTS, parse_name
+from icecore.store.names import FILTERS, HINTS, parse_name
 from icecore.store.parallel import each
 from icecore.store.wrapper import Wrapper
 
@@ -32,7 +32,7 @@ _THREADS = 4
 
 def never_changes(name: str) -> bool:
     """Whether the object's name is drawn at random for one content and never used again."""
-    return parse_name(name) is not None or name.startswith(HINTS)
+    return parse_name(name) is not None or name.startswith((HINTS, FILTERS))
 
 
 class Cached(Wrapper):

@@ -206,6 +206,17 @@ async def find(state: State, snapshot: str, pages: Pages) -> SnapshotRecord | No
     return None
 
 
+async def newest_of(state: State, job: str, pages: Pages) -> SnapshotRecord | None:
+    """The last listed snapshot of ``job``; reads pages from the newest on."""
+    records: Sequence[SnapshotRecord] = state.tail
+    for ref in [*reversed(state.pages), None]:
+        for record in reversed(records):
+            if record.job == job:
+                return record
+        records = await pages.read(ref) if ref is not None else []
+    return None
+
+
 async def everything(state: State, pages: Pages) -> list[SnapshotRecord]:
     """All listed snapshots in order of their commits."""
     records: list[SnapshotRecord] = []

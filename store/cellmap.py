@@ -34,6 +34,8 @@ PACK = Container("nodes", b"icnodes\n", 1, PACK_ENTRY, 1 << 26)
 _PLAIN, _ZSTD = b"\0", b"\1"
 _LEVEL = 1
 
+#: Whether there is a codec of a number.
+_KNOWN_CODECS = np.fromiter((codec.known(number) for number in range(256)), np.bool_, 256)
 #: Uncompressed and stored length of a node are at most these.
 MAX_NODE_BYTES = NODE_CELLS * CELL.itemsize
 MAX_STORED_NODE_BYTES = MAX_NODE_BYTES + 1 + TAG_BYTES
@@ -218,14 +220,13 @@ def _wrong(records: Records, groups: Indices, owner: Indices, tag: int) -> npt.N
     wrong |= (records["data"] & records["zero"]).any(axis=1)
     pages = np.bitwise_count(records["data"]).sum(axis=1, dtype=np.int64)
     numbers, length = records["place"]["codec"], records["place"]["length"].astype(np.int64)
-    known = np.fromiter((codec.known(n) for n in range(256)), np.bool_, 256)
     delta = numbers & codec.DELTA != 0
-    wrong |= ~known[numbers] | (length > pages * PAGE + tag) | ((numbers == codec.ZERO) != (length == 0))
+    wrong |= ~_KNOWN_CODECS[numbers] | (length > pages * PAGE + tag) | ((numbers == codec.ZERO) != (length == 0))
     wrong |= (numbers == codec.RAW) & (length != pages * PAGE + tag)
     base_numbers, base_length = records["base_place"]["codec"], records["base_place"]["length"]
     wrong |= delta != records["base"].any(axis=1)
     wrong |= (
-        ~known[base_numbers]
+        ~_KNOWN_CODECS[base_numbers]
         | (base_numbers & codec.DELTA != 0)
         | (base_length > CELL_BYTES + tag)
         | (delta != (base_length > 0))

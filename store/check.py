@@ -16,8 +16,9 @@ from icecore.events import Event, phase
 from icecore.store.cell import CELL, CELL_BYTES, Records
 from icecore.store.cellmap import PACK, parse_pack_footer
 from icecore.store.container import TAIL_BYTES, Container
+from icecore.store.filters import FILTER_KIND, FilterSet, decode_filter
 from icecore.store.hints import HINTS_KIND, decode_hints
-from icecore.store.index import read_segment
+from icecore.store.index import filtered, read_segment
 from icecore.store.keys import CONFIG_KIND, KEY_KIND, decode_config, open_slot
 from icecore.store.log import Entry
 from icecore.store.manifest import MANIFEST_KIND, Manifest
@@ -28,6 +29,7 @@ from icecore.store.names import (
     LOG,
     PREFIX,
     Kind,
+    filter_name,
     log_generation,
     log_name,
     object_name,
@@ -41,7 +43,7 @@ from icecore.store.segment import TITLE as SEGMENT_TITLE
 from icecore.store.session import Session
 from icecore.store.shard import SHARD, parse_footer
 from icecore.store.slots import decode_slots, verify
-from icecore.store.state import ENTRY_KIND, NAMES_KIND, PAGE_KIND, Condemned, SnapshotRecord, State
+from icecore.store.state import ENTRY_KIND, NAMES_KIND, PAGE_KIND, Condemned, SegmentRef, SnapshotRecord, State
 
 Name = tuple[Kind, bytes]
 _READ_BATCH = 64
@@ -448,6 +450,8 @@ class _Checker:
                 continue
             if len(entries) != ref.count:
                 self.damage(SEGMENT_TITLE, name, f"it has {len(entries)} entries instead of {ref.count}")
+            if filtered(ref):
+                await self._filter(ref, entries)
             for shard, which in _by_shard(entries["place"]):
                 if ("shard", shard) in condemned:
                     continue  # marked, so nobody uses what the index says of it
@@ -459,6 +463,22 @@ class _Checker:
                     self.damage(
                         SEGMENT_TITLE, name, f"it names chunks that {object_name('shard', shard)} does not have"
                     )
+
+    async def _filter(self, ref: SegmentRef, entries: Records) -> None:
+        """A segment's filter, if it has one: whole, and lets through what is in the segment."""
+        name = filter_name(ref.id)
+        try:
+            data = await self._backend.get(name, limit=FILTER_KIND.object_limit)
+            words = decode_filter(name, data, self._keys.segment, ref)
+        except ObjectMissing:
+            return
+        except IcecoreError as error:
+            self.note(error, FILTER_KIND.title, name)
+            return
+        alone = FilterSet([ref], words.nbytes + FILTER_KIND.limit)
+        alone.put(0, words)
+        if (alone.candidates(entries["chunk"]) < 0).any():
+            self.damage(FILTER_KIND.title, name, "it denies chunks of its segment")
 
     async def _names(self, batch: Condemned) -> list[Name]:
         try:

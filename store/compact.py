@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,16 +23,20 @@ from icecore.store.cell import Records
 from icecore.store.chunk import chunk_id
 from icecore.store.cipher import opened_piece
 from icecore.store.names import Kind, object_name
+from icecore.store.parallel import in_order
 from icecore.store.pieces import Seen
 from icecore.store.reach import NODES_AT_ONCE, Live, Reach, read_nodes, space_refs
 from icecore.store.rebase import Orphans, Rebaser
 from icecore.store.repository import Repository
-from icecore.store.rewrite import MapRewriter, NewManifest, ShardWriter, read_table
+from icecore.store.rewrite import MapRewriter, NewManifest, ShardWriter
 from icecore.store.rows import Place, Stored
 from icecore.store.state import SnapshotRecord, State
+from icecore.store.tables import read_table
 
 _GAP_BYTES = 256 << 10
 _READ_BYTES = 16 << 20
+#: Reads that are begun before the chunks of the one before are stored: they are verified by other threads.
+_AHEAD = 3
 
 
 @dataclass(frozen=True)
@@ -164,22 +169,35 @@ class _Copier:
             Damaged: One of them is not what was written; none of the shard's is then remembered.
         """
         backend, name = self._repository.backend, object_name("shard", item.shard)
-        table = await read_table(self._repository, item.shard, item.bytes)
+        table = await read_table(backend, self._repository.keys.shard, item.shard, item.bytes)
         wanted = table[np.isin(table["offset"].astype(np.int64), item.live.offsets)]
         if len(wanted) != len(item.live.offsets):
             raise Damaged("shard", name, "a chunk that a snapshot refers to is not in its footer")
-        moved: dict[tuple[bytes, int], Place | Stored] = {}
-        for first, last in _ranges(wanted):
-            start = int(wanted["offset"][first])
-            data = memoryview(bytearray(int(wanted["offset"][last - 1] + wanted["length"][last - 1]) - start))
+
+        async def read(run: tuple[int, int]) -> list[tuple[np.void, memoryview]]:
+            entries = wanted[slice(*run)]
+            start = int(entries["offset"][0])
+            data = np.empty(int(entries["offset"][-1] + entries["length"][-1]) - start, np.uint8).data
             await backend.get_into(name, start, data)
-            for entry in wanted[first:last]:
-                offset, length = int(entry["offset"]), int(entry["length"])
-                stored = data[offset - start : offset - start + length]
-                plain = await asyncio.to_thread(self._verify, name, entry, stored)
-                chunk, bitmap, base = (entry[field].tobytes() for field in ("chunk", "data", "base"))
-                moved[item.shard, offset] = await self._writer.put(chunk, bitmap, base, int(entry["codec"]), [plain])
+            return await asyncio.to_thread(self._verified, name, entries, start, data)
+
+        moved: dict[tuple[bytes, int], Place | Stored] = {}
+        # What lies behind each other is restored together, and stays so.
+        async with aclosing(in_order(_ranges(wanted), read, ahead=_AHEAD)) as runs:
+            async for pieces in runs:
+                for entry, plain in pieces:
+                    chunk, bitmap, base = (entry[field].tobytes() for field in ("chunk", "data", "base"))
+                    place = await self._writer.put(chunk, bitmap, base, int(entry["codec"]), [plain])
+                    moved[item.shard, int(entry["offset"])] = place
         self.moved.update(moved)
+
+    def _verified(self, name: str, entries: Records, start: int, data: memoryview) -> list[tuple[np.void, memoryview]]:
+        """Chunks that lie in ``data``, which is from offset ``start`` on, each with its stored form."""
+        found = []
+        for entry in entries:
+            at = int(entry["offset"]) - start
+            found.append((entry, self._verify(name, entry, data[at : at + int(entry["length"])])))
+        return found
 
     def _verify(self, name: str, entry: np.void, stored: memoryview) -> memoryview:
         """The chunk's stored form, decrypted."""

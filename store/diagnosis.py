@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -12,20 +13,22 @@ from icecore.errors import Damaged, FormatTooNew, ObjectMissing
 from icecore.store.cell import CELL, Records
 from icecore.store.check import Damage, Report
 from icecore.store.envelope import digest_of
+from icecore.store.filters import FILTER_KIND
 from icecore.store.hints import HINTS_KIND
-from icecore.store.index import Index, read_segment
+from icecore.store.index import read_segment
 from icecore.store.keys import CONFIG_KIND, KEY_KIND
+from icecore.store.lookup import Index
 from icecore.store.manifest import MANIFEST_KIND, Manifest, decode_manifest
 from icecore.store.names import PREFIX, log_generation, log_name, object_name, parse_name
 from icecore.store.reach import Refs, readable_nodes, space_refs
 from icecore.store.repository import Repository
-from icecore.store.rewrite import index_entries, read_table
 from icecore.store.rows import unpack
 from icecore.store.salvage import Key, Salvage, Salvager
 from icecore.store.segment import TITLE as SEGMENT_TITLE
 from icecore.store.segment import in_shards, of_shards
 from icecore.store.session import Session
 from icecore.store.state import ENTRY_KIND, PAGE_KIND, PageRef, SegmentRef, SnapshotRecord, decode_page, leading
+from icecore.store.tables import index_entries, read_table
 
 _UNREADABLE = (Damaged, ObjectMissing, FormatTooNew)
 
@@ -259,7 +262,7 @@ class Diagnosis:
         harmed = salvage.harmed
         for shard in doubtful - harmed:
             try:
-                await read_table(self._repository, shard, sizes.get(shard, 0))
+                await self._table(shard, sizes)
             except _UNREADABLE:
                 harmed.add(shard)
         for key in [key for key in salvage.saved if key[0] not in harmed]:
@@ -307,11 +310,14 @@ class Diagnosis:
             await index.load()
             for shard in _reached(self._nodes.values()) - harmed:
                 try:
-                    entries = index_entries(shard, await read_table(self._repository, shard, sizes.get(shard, 0)))
+                    entries = index_entries(shard, await self._table(shard, sizes))
                 except _UNREADABLE:
                     continue
-                found, _ = index.lookup(entries["chunk"])
+                found, _ = await asyncio.to_thread(index.lookup, entries["chunk"])
                 self._survey.reindex.append(entries[~found])
+
+    async def _table(self, shard: bytes, sizes: dict[bytes, int]) -> Records:
+        return await read_table(self._repository.backend, self._repository.keys.shard, shard, sizes.get(shard, 0))
 
     def _lose(self, snapshot: str, why: str) -> None:
         reasons = self._lost.setdefault(snapshot, [])
@@ -337,7 +343,7 @@ class Diagnosis:
         }
         if entries:
             old = [generation async for generation in self._repository.log.generations() if generation <= max(entries)]
-            self._survey.trim = [log_name(generation) for generation in reversed(old)]
+            self._survey.trim += [log_name(generation) for generation in reversed(old)]
             how = f"removed with all {len(old)} that are older: only people read those"
             self._fix(ENTRY_KIND.title, log_name(max(entries)), how)
         hints = {damage.name for damage in self._report.damages if damage.kind == HINTS_KIND.title}
@@ -346,6 +352,10 @@ class Diagnosis:
                 self._survey.manifests[snapshot] = msgspec.structs.replace(manifest, hints="", hints_digest="")
                 self._survey.restored.add(snapshot)
                 self._fix(HINTS_KIND.title, manifest.hints, "left out: they only save time")
+        for damage in self._report.damages:
+            if damage.kind == FILTER_KIND.title:
+                self._survey.trim.append(damage.name)
+                self._fix(FILTER_KIND.title, damage.name, "removed: it only saves time, and 'gc' makes it anew")
         self._plan.beyond += [d for d in self._report.damages if d.kind in (CONFIG_KIND.title, KEY_KIND.title)]
 
 

@@ -9,7 +9,7 @@ import blake3
 import zstandard
 
 from icecore.errors import Damaged, FormatTooNew
-from icecore.store.cipher import ENCRYPTED, encryption_of, flag, open_whole, seal_whole
+from icecore.store.cipher import ENCRYPTED, WHOLE_BYTES, encryption_of, flag, open_whole, seal_whole
 
 HEADER_BYTES = 56
 DIGEST_BYTES = 32
@@ -56,6 +56,11 @@ def _digest(header: bytes, payload: bytes | memoryview, key: bytes) -> bytes:
     hasher = blake3.blake3(header, key=key)
     hasher.update(payload)
     return hasher.digest()
+
+
+def sealed_bytes(length: int, key: bytes) -> int:
+    """Length of the object of a body of ``length`` bytes that is not compressed (``ObjectKind.level`` is None), sealed under ``key``."""
+    return HEADER_BYTES + length + (_INNER.size + WHOLE_BYTES if flag(key) else 0)
 
 
 def seal(kind: ObjectKind, body: bytes, key: bytes, name: str = "") -> Sealed:
@@ -136,6 +141,11 @@ def unseal(kind: ObjectKind, name: str, data: bytes, key: bytes, digest: bytes |
     if len(body) != length:
         raise Damaged(kind.title, name, f"it decompresses to {len(body)} bytes instead of {length}")
     return body
+
+
+def is_encrypted(data: bytes) -> bool:
+    """Whether the object says that it is encrypted; unverified."""
+    return len(data) >= HEADER_BYTES and bool(data[7] & ENCRYPTED)
 
 
 def digest_of(data: bytes | memoryview) -> bytes:

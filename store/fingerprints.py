@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import blake3
 import msgspec
 import numpy as np
@@ -15,21 +18,41 @@ FINGERPRINT = np.dtype("V16")
 _MAX_HINTS = 1 << 30  # of the whole object, before compression
 
 
+class Fingerprints(NamedTuple):
+    """What a snapshot remembers of one space's cells.
+
+    Attributes:
+        key: u8[n], as in `KnownCells`.
+        fingerprint: V16[n].
+        restless: u8[m], keys of cells that changed between pre-copy and window: to store them before the window was in vain.
+    """
+
+    key: npt.NDArray[np.uint64]
+    fingerprint: npt.NDArray[np.void]
+    restless: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
+
+
+NO_FINGERPRINTS = Fingerprints(np.empty(0, np.uint64), np.empty(0, FINGERPRINT))
+
+
 class _Stored(msgspec.Struct, frozen=True, array_like=True):
     key: bytes
     fingerprint: bytes
+    restless: bytes = b""
 
 
-def encode_fingerprints(spaces: dict[str, tuple[npt.NDArray[np.uint64], npt.NDArray[np.void]]]) -> bytes:
-    """Fingerprints of many spaces (``kind:key`` → addresses u8[n], fingerprints V16[n]) as one hint object."""
+def encode_fingerprints(spaces: Mapping[str, Fingerprints]) -> bytes:
+    """Fingerprints of many spaces (by ``kind:key``) as one hint object."""
     stored = {
-        space: _Stored(keys.astype("<u8").tobytes(), fingerprint.tobytes())
-        for space, (keys, fingerprint) in spaces.items()
+        space: _Stored(
+            known.key.astype("<u8").tobytes(), known.fingerprint.tobytes(), known.restless.astype("<u8").tobytes()
+        )
+        for space, known in spaces.items()
     }
     return zstandard.ZstdCompressor(level=1).compress(msgspec.msgpack.encode(stored))
 
 
-def decode_fingerprints(data: bytes) -> dict[str, tuple[npt.NDArray[np.uint64], npt.NDArray[np.void]]]:
+def decode_fingerprints(data: bytes) -> dict[str, Fingerprints]:
     """The reverse of ``encode_fingerprints``.
 
     Raises:
@@ -44,11 +67,11 @@ def decode_fingerprints(data: bytes) -> dict[str, tuple[npt.NDArray[np.uint64], 
         )
         out = {}
         for space, item in stored.items():
-            keys = np.frombuffer(item.key, "<u8").astype(np.uint64)
+            keys, restless = (np.frombuffer(part, "<u8").astype(np.uint64) for part in (item.key, item.restless))
             fingerprint = np.frombuffer(item.fingerprint, FINGERPRINT)
             if len(keys) != len(fingerprint):
                 raise ValueError(f"{space}: {len(keys)} addresses, {len(fingerprint)} fingerprints")
-            out[space] = (keys, fingerprint)
+            out[space] = Fingerprints(keys, fingerprint, restless)
         return out
     except (ValueError, msgspec.MsgspecError, zstandard.ZstdError, RecursionError) as error:
         raise Damaged("hint", "fingerprints", str(error)) from error

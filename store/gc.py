@@ -26,12 +26,14 @@ from icecore.store.compact import Compacted, Sparse, compact, find_sparse
 from icecore.store.hints import touched_lineage
 from icecore.store.log import KEPT_ENTRIES, Entry
 from icecore.store.names import (
+    FILTERS,
     HINTS,
     KINDS,
     LOG,
     PREFIX,
     SESSIONS,
     Kind,
+    filtered_segment,
     log_generation,
     object_name,
     parse_name,
@@ -97,7 +99,7 @@ class Plan:
         pardon: Objects that are condemned although a snapshot reaches them again.
         compact: Shards that are to be rewritten.
         rewrite: Number of index segments that are to be rewritten.
-        trim: Old log entries, stale heartbeats, hints that are of no use.
+        trim: Old log entries, stale heartbeats, filters of segments that are gone, hints that are of no use.
         kept_bytes: What stays, compaction apart.
     """
 
@@ -390,9 +392,16 @@ class Collector:
 
     async def _old(self) -> list[Item]:
         """What lies outside the state's reach and is known to be of no use: signs of sessions that are over, hints of nobody, probes."""
+        # A filter is stored after its segment: one that was there before a listing without its segment is that of a deleted one.
+        filters = [info async for info in self._backend.list(FILTERS)]
+        segments = {info.name async for info in self._backend.list(PREFIX["segment"])} if filters else set()
         beats = [info async for info in self._backend.list(SESSIONS)]
         hints = [info async for info in self._backend.list(HINTS)]
         old = [Item(*info) async for info in self._backend.list(_PROBE)]
+        for info in filters:
+            segment = filtered_segment(info.name)
+            if segment is not None and object_name("segment", segment) not in segments:
+                old.append(Item(*info))
         # Read after the listings: whoever stored what is listed has begun, so it is open in this state or over.
         state = await self._mark_newest()
         open_ = {record.id for record in state.sessions}

@@ -1,31 +1,29 @@
-"""The dedup index: which chunks are stored, asked of the live segments of one state; a miss costs space, never correctness."""
+"""The dedup index as a whole: which segments are merged and when, how they are cut and made; rule: their number grows with the logarithm of the chunks."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from icecore.errors import Damaged, ObjectMissing
+from icecore.errors import Damaged
+from icecore.store import filters
 from icecore.store.backend import Backend
-from icecore.store.cell import PLACE, Bytes, Records
-from icecore.store.names import object_name
-from icecore.store.parallel import each
+from icecore.store.cell import Records
+from icecore.store.names import filter_name, object_name
 from icecore.store.segment import (
+    ENTRY,
+    MAX_ENTRIES,
+    TITLE,
     Head,
-    Mask,
     encode_segment,
     head_bytes,
-    in_shards,
-    leading,
     merge,
     parse_head,
     parse_segment,
     partition,
-    search,
     segment_bytes,
     verify_block,
 )
@@ -35,7 +33,11 @@ from icecore.store.state import SegmentRef
 FAN_IN = 8
 #: A segment longer than this many entries is cut into ranges by the leading bits of its ids.
 SPLIT_ENTRIES = 1 << 20
+#: A segment of at least so many entries has a filter beside it; of part of the ids, an eighth of that. Shorter ones are few, and read as a whole.
+FILTER_ENTRIES = 8192
 _CLASS_ENTRIES = 1024
+#: Ranges are cut by so many bits, down to those of one byte.
+_FINER, _FINEST = 3, 8
 
 
 @dataclass(frozen=True)
@@ -86,18 +88,19 @@ def plan_merges(segments: Sequence[SegmentRef], *, entries: int) -> list[Merge]:
 
 @dataclass(frozen=True)
 class NewSegment:
-    """A segment that is ready to be stored."""
+    """A segment that is ready to be stored, and its filter if it is long enough to have one."""
 
     ref: SegmentRef
     parts: list[bytes | memoryview]
+    filter: bytes | None = None
 
 
 def build(
     entries: Records, key: bytes, identity: Callable[[], bytes], *, bits: int = 0, prefix: int = 0
 ) -> list[NewSegment]:
     """The segments that hold ``entries`` (sorted, all in the given range), cut into narrower ranges where they are many."""
-    if len(entries) > SPLIT_ENTRIES and bits < 8:
-        finer = min(8, bits + 3)
+    if len(entries) > SPLIT_ENTRIES and bits < _FINEST:
+        finer = min(_FINEST, bits + _FINER)
         return [
             segment
             for part, held in partition(entries, finer)
@@ -109,185 +112,18 @@ def build(
     name = bytes([prefix << (8 - bits) & 0xFF if bits else 0]) + identity()[1:]
     parts, digest = encode_segment(entries, key, bits=bits, prefix=prefix, name=object_name("segment", name))
     length = sum(memoryview(part).nbytes for part in parts)
-    return [NewSegment(SegmentRef(name, digest, length, len(entries), bits, prefix), parts)]
+    ref = SegmentRef(name, digest, length, len(entries), bits, prefix)
+    return [NewSegment(ref, parts, make_filter(ref, entries, key) if filtered(ref) else None)]
 
 
-class Index:
-    """The live segments of one state.
+def filtered(ref: SegmentRef) -> bool:
+    """Whether the segment is long enough to have a filter."""
+    return ref.count >= (FILTER_ENTRIES // 8 if ref.bits else FILTER_ENTRIES)
 
-    ``lookup`` is for threads; segments up to ``budget`` bytes in all, smallest first, are held in memory after ``load``, of the others single
-    blocks are read as they are asked for.
 
-    Args:
-        segments: The state's segments.
-        key: The repository's segment key.
-        avoid: Shards whose chunks are not to be found: condemned ones.
-        budget: Bytes of segments to hold.
-    """
-
-    def __init__(
-        self,
-        backend: Backend,
-        segments: Sequence[SegmentRef],
-        key: bytes,
-        *,
-        avoid: frozenset[bytes] = frozenset(),
-        budget: int = 256 << 20,
-    ) -> None:
-        self._backend = backend
-        self._key = key
-        self._avoid = avoid
-        self._budget = budget
-        self._refs = list(reversed(segments))  # the newest first: it is the likeliest to know
-        self._loaded: dict[bytes, Records] = {}
-        self._keys: dict[bytes, npt.NDArray[np.uint64]] = {}
-        self._heads: dict[bytes, Head] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self.damaged: list[tuple[SegmentRef, Damaged | ObjectMissing]] = []
-
-    @property
-    def entries(self) -> int:
-        """Entries in all segments."""
-        return sum(ref.count for ref in self._refs)
-
-    async def load(self) -> None:
-        """Read what fits the budget, and the heads of the rest.
-
-        A damaged or missing segment, or block of one, is passed over and listed in ``damaged``: it costs space, and no snapshot should fail for it.
-        """
-        self._loop = asyncio.get_running_loop()
-        left = self._budget
-        whole: list[SegmentRef] = []
-        large: list[SegmentRef] = []
-        for ref in sorted(self._refs, key=lambda ref: ref.length):
-            if ref.length <= left:
-                left -= ref.length
-                whole.append(ref)
-            else:
-                large.append(ref)
-        held = {ref.id for ref in whole}
-
-        async def read(ref: SegmentRef) -> None:
-            await self._load(ref, self._load_whole if ref.id in held else self._load_head)
-
-        await each([*whole, *large], read)
-
-    async def _load(self, ref: SegmentRef, how: Callable[[SegmentRef], Awaitable[None]]) -> None:
-        try:
-            await how(ref)
-        except (Damaged, ObjectMissing) as error:
-            self._refs.remove(ref)
-            self.damaged.append((ref, error))
-
-    async def _load_whole(self, ref: SegmentRef) -> None:
-        if ref.id not in self._loaded:
-            entries = await read_segment(self._backend, ref, self._key)
-            if self._avoid:
-                entries = entries[~in_shards(entries, self._avoid)]
-            self._keys[ref.id] = leading(entries["chunk"])
-            self._loaded[ref.id] = entries
-
-    async def _load_head(self, ref: SegmentRef) -> None:
-        if ref.id not in self._heads:
-            name = object_name("segment", ref.id)
-            data = bytearray(head_bytes(ref.count, self._key))
-            await self._backend.get_into(name, 0, memoryview(data))
-            self._heads[ref.id] = await asyncio.to_thread(parse_head, name, bytes(data), self._key, ref.digest)
-
-    def lookup(self, ids: Bytes) -> tuple[Mask, Records]:
-        """Where chunks are stored. To be called after ``load``, from any thread but the event loop's if segments exceed the budget.
-
-        Args:
-            ids: Chunk ids, n x 32 bytes.
-
-        Returns:
-            Which were found, and n ``PLACE`` records, zero where not found.
-        """
-        found = np.zeros(len(ids), np.bool_)
-        places = np.zeros(len(ids), PLACE)
-        if not len(ids):
-            return found, places
-        first = ids[:, 0]
-        for ref in self._refs:
-            missing = np.flatnonzero(~found & ((first >> (8 - ref.bits)) == ref.prefix) if ref.bits else ~found)
-            if not len(missing):
-                continue
-            entries = self._loaded.get(ref.id)
-            if entries is not None:
-                self._take(entries, self._keys[ref.id], ids, missing, found, places)
-            else:
-                self._search_blocks(ref, ids, missing, found, places)
-        return found, places
-
-    def find(self, chunk: bytes) -> np.void | None:
-        """The ``PLACE`` of one chunk, or None; as ``lookup``, at a tenth of its time for a single id."""
-        leads = np.uint64(int.from_bytes(chunk[:8], "big"))
-        for ref in self._refs:
-            if ref.bits and chunk[0] >> (8 - ref.bits) != ref.prefix:
-                continue
-            entries = self._loaded.get(ref.id)
-            if entries is None:
-                found, places = np.zeros(1, np.bool_), np.zeros(1, PLACE)
-                ids = np.frombuffer(chunk, np.uint8).reshape(1, 32)
-                self._search_blocks(ref, ids, np.zeros(1, np.int64), found, places)
-                if found[0]:
-                    place: np.void = places[0]
-                    return place
-                continue
-            keys = self._keys[ref.id]
-            at = int(keys.searchsorted(leads))
-            while at < len(keys) and keys[at] == leads:
-                entry = entries[at]
-                if entry["chunk"].tobytes() == chunk:
-                    place = entry["place"]
-                    return place
-                at += 1
-        return None
-
-    def _take(
-        self,
-        entries: Records,
-        keys: npt.NDArray[np.uint64],
-        ids: Bytes,
-        asked: npt.NDArray[np.int64],
-        found: Mask,
-        places: Records,
-    ) -> None:
-        if not len(entries):
-            return
-        hit, at = search(entries, keys, ids[asked])
-        places[asked[hit]] = np.take(entries, at[hit])["place"]
-        found[asked[hit]] = True
-
-    def _search_blocks(
-        self, ref: SegmentRef, ids: Bytes, missing: npt.NDArray[np.int64], found: Mask, places: Records
-    ) -> None:
-        head = self._heads[ref.id]
-        numbers = head.blocks_of(leading(ids[missing]))
-        for number in np.unique(numbers).tolist():
-            offset, length = head.block(number)
-            data = bytearray(length)
-            try:
-                self._read(head.name, offset, memoryview(data))
-                entries = verify_block(head, number, data, self._key)
-            except (Damaged, ObjectMissing) as error:
-                self.damaged.append((ref, error))  # what it holds is not found
-                continue
-            if self._avoid:
-                entries = entries[~in_shards(entries, self._avoid)]
-            self._take(entries, leading(entries["chunk"]), ids, missing[numbers == number], found, places)
-
-    def _read(self, name: str, offset: int, out: memoryview) -> None:
-        if self._backend.direct:
-            self._backend.read_into(name, offset, out)
-        else:
-            assert self._loop is not None
-            asyncio.run_coroutine_threadsafe(self._backend.get_into(name, offset, out), self._loop).result()
-
-    async def entries_of(self, ref: SegmentRef) -> Records:
-        """All entries of a live segment (but not those in condemned shards), from memory where they are held."""
-        loaded = self._loaded.get(ref.id)
-        return loaded if loaded is not None else await read_segment(self._backend, ref, self._key)
+def make_filter(ref: SegmentRef, entries: Records, key: bytes) -> bytes:
+    """The filter object of a segment with these entries."""
+    return filters.encode_filter(entries["chunk"], ref, key, filter_name(ref.id))
 
 
 async def read_segment(backend: Backend, ref: SegmentRef, key: bytes) -> Records:
@@ -315,6 +151,74 @@ async def merge_segments(
 
     def work() -> list[NewSegment]:
         return build(merge(runs, dead), key, identity, bits=first.bits, prefix=first.prefix)
+
+    return await asyncio.to_thread(work)
+
+
+async def merge_long(
+    backend: Backend,
+    planned: Merge,
+    key: bytes,
+    identity: Callable[[], bytes],
+    dead: frozenset[bytes] = frozenset(),
+) -> AsyncGenerator[NewSegment, None]:
+    """As ``merge_segments``, for segments of any length: one range after the other, so that no more than a range's entries are in memory.
+
+    Raises:
+        Damaged: An input is not what was written.
+    """
+    first = planned.inputs[0]
+    bits = first.bits
+    while planned.entries >> (bits - first.bits) > SPLIT_ENTRIES and bits < _FINEST:
+        bits = min(_FINEST, bits + _FINER)
+    if bits == first.bits:
+        for segment in await merge_segments(lambda ref: read_segment(backend, ref, key), planned, key, identity, dead):
+            yield segment
+        return
+    heads = [await read_head(backend, ref, key) for ref in reversed(planned.inputs)]
+    for prefix in range(first.prefix << (bits - first.bits), (first.prefix + 1) << (bits - first.bits)):
+        runs = [await _read_range(backend, head, key, bits, prefix) for head in heads]
+        for segment in await asyncio.to_thread(_built, runs, dead, key, identity, bits, prefix):
+            yield segment
+
+
+def _built(
+    runs: list[Records], dead: frozenset[bytes], key: bytes, identity: Callable[[], bytes], bits: int, prefix: int
+) -> list[NewSegment]:
+    return build(merge(runs, dead), key, identity, bits=bits, prefix=prefix)
+
+
+async def read_head(backend: Backend, ref: SegmentRef, key: bytes) -> Head:
+    """The head of a segment.
+
+    Raises:
+        Damaged: It is not what was written.
+    """
+    name = object_name("segment", ref.id)
+    if ref.count > MAX_ENTRIES:
+        raise Damaged(TITLE, name, f"it is to have {ref.count} entries, more than any segment")
+    data = bytearray(head_bytes(ref.count, key))
+    await backend.get_into(name, 0, memoryview(data))
+    return parse_head(name, bytes(data), key, ref.digest)
+
+
+async def _read_range(backend: Backend, head: Head, key: bytes, bits: int, prefix: int) -> Records:
+    """The entries of a segment whose ids begin with the ``bits`` bits ``prefix``."""
+    first, last = head.blocks_between(prefix << (64 - bits), (prefix + 1) << (64 - bits))
+    if first == last:
+        return np.empty(0, ENTRY)
+    start, (offset, length) = head.block(first)[0], head.block(last - 1)
+    data = memoryview(bytearray(offset + length - start))
+    await backend.get_into(head.name, start, data)
+
+    def work() -> Records:
+        blocks = []
+        for number in range(first, last):
+            at, size = head.block(number)
+            blocks.append(verify_block(head, number, data[at - start : at - start + size], key))
+        entries: Records = np.concatenate(blocks)
+        within: Records = entries[entries["chunk"][:, 0] >> (8 - bits) == prefix]
+        return within
 
     return await asyncio.to_thread(work)
 

@@ -6,7 +6,16 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from icecore.errors import Damaged, ObjectExists, ObjectMissing, StoreDenied, StoreError, UsageError, WrongPassphrase
+from icecore.errors import (
+    Damaged,
+    ObjectExists,
+    ObjectMissing,
+    StoreDenied,
+    StoreError,
+    StoreFull,
+    UsageError,
+    WrongPassphrase,
+)
 from icecore.store.backend import Backend
 from icecore.store.keys import KEY_KIND, Keys, open_slot
 from icecore.store.names import KEYS, key_name
@@ -54,10 +63,23 @@ async def newest(backend: Backend) -> Newest:
         return Newest(numbers[-1], data, decode_slots(name, data))
 
 
-async def read_keys(backend: Backend, passphrase: Passphrase | None, secret: bytes = b"") -> Keys:
+async def _first(backend: Backend) -> Newest | None:
+    """The key object of a repository that is not encrypted: the first, and nothing ever takes its place. None if it is not such a one."""
+    try:
+        data = await backend.get(key_name(0), limit=KEY_KIND.object_limit)
+    except ObjectMissing:
+        return None
+    slots = decode_slots(key_name(0), data)
+    return Newest(0, data, None) if slots is None else None
+
+
+async def read_keys(
+    backend: Backend, passphrase: Passphrase | None, secret: bytes = b"", *, encrypted: bool = True
+) -> Keys:
     """The keys of the repository in ``backend``.
 
     Args:
+        encrypted: Whether it seems to be; if not, one request is tried before the key objects are listed.
         passphrase: Gives it where the repository is encrypted.
         secret: The master secret, where it is known: that of a replica. No passphrase is needed then.
 
@@ -66,7 +88,7 @@ async def read_keys(backend: Backend, passphrase: Passphrase | None, secret: byt
         WrongPassphrase: It is encrypted, and there is no passphrase or a wrong one.
         Damaged, FormatTooNew: As `newest`.
     """
-    found = await newest(backend)
+    found = (None if encrypted else await _first(backend)) or await newest(backend)
     if found.slots is None:
         plain = open_slot(found.name, found.data)
         if secret and secret != plain:
@@ -143,7 +165,7 @@ async def _create(backend: Backend, name: str, data: bytes) -> bool:
                 return await backend.get(name, limit=KEY_KIND.object_limit) == data
             except ObjectMissing:
                 return False  # replaced already
-        except StoreDenied:
+        except (StoreDenied, StoreFull):
             raise
         except StoreError:
             tries += 1

@@ -169,7 +169,7 @@ class LocalBackend(Backend):
                 file.users += 1
                 return file
         try:
-            descriptor = os.open(self.root / check_name(name), os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(os.path.join(self.root, check_name(name)), os.O_RDONLY | os.O_CLOEXEC)
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 os.close(descriptor)
                 raise IsADirectoryError(errno.EISDIR, "is a folder", name)

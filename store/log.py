@@ -103,8 +103,12 @@ class Log:
             if generation is not None:
                 yield generation
 
-    async def newest(self) -> Entry:
+    async def newest(self, *, prove: bool = True) -> Entry:
         """The newest entry: a listing says where to begin, and the first generation that is absent says where to end.
+
+        Args:
+            prove: Look for that generation. Without, the entry is the newest that the listing showed: for whoever finds out by himself that there
+                is a newer one, because he creates the next, or because what he seeks is not in this one.
 
         Raises:
             RollbackDetected: It is older than, or another one than, what this client has already seen.
@@ -130,7 +134,7 @@ class Log:
                 raise
         if seen.generation:
             await self._follows(entry, seen)
-        while True:
+        while prove:
             try:
                 following = await self.read(entry.generation + 1)
             except ObjectMissing:
@@ -215,8 +219,8 @@ class Log:
                     pass  # housekeeping: the collector, or a later transaction, trims as well
 
     async def _carry(self, batch: list[_Waiting]) -> None:
-        fresh = self._known is None
-        entry = self._known or await self.newest()
+        # Not proven to be the newest: if it is not, the creation of the next one fails.
+        entry, fresh = self._known or await self.newest(prove=False), False
         attempt = 0
         while True:
             self.pages.attempt = attempt

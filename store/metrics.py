@@ -68,6 +68,9 @@ class Metered(Wrapper):
         except (ObjectExists, ObjectMissing):
             moved[0], failed = 0, False
             raise
+        except GeneratorExit:
+            failed = False  # whoever listed has seen enough
+            raise
         finally:
             seconds = time.perf_counter() - began
             with self._lock:

@@ -16,6 +16,7 @@ KEYS = "keys/"
 LOG = "log/"
 SESSIONS = "sessions/"
 HINTS = "hints/"
+FILTERS = "filters/"
 
 PREFIX: dict[Kind, str] = {
     "shard": "shards/",
@@ -51,6 +52,17 @@ def parse_name(name: str) -> tuple[Kind, bytes] | None:
             if _ID.match(text) and object_name(kind, bytes.fromhex(text)) == name:
                 return kind, bytes.fromhex(text)
     return None
+
+
+def filter_name(segment: bytes) -> str:
+    """The filter of the index segment whose random part is ``segment`` (16 bytes)."""
+    return FILTERS + segment.hex()
+
+
+def filtered_segment(name: str) -> bytes | None:
+    """The random part of the segment whose filter has this name, or None if it is not a filter's."""
+    text = name.removeprefix(FILTERS)
+    return bytes.fromhex(text) if name.startswith(FILTERS) and _ID.match(text) else None
 
 
 def log_name(generation: int) -> str:

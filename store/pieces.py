@@ -25,7 +25,7 @@ class Pieces:
         budget: Bytes that are held in memory; a few times as much while something is being sorted.
     """
 
-    def __init__(self, *, budget: int = 64 << 20) -> None:
+    def __init__(self, *, budget: int = 32 << 20) -> None:
         self._budget = budget
         self._held: list[npt.NDArray[np.void]] = []
         self._bytes = 0

@@ -25,6 +25,9 @@ _READ_BYTES = 16 << 20
 #: So many nodes have 12 MiB of records.
 NODES_AT_ONCE = 1024
 
+#: Less than so many are decoded at once: to hand them to a thread and to wait for the interpreter takes longer.
+_INLINE_NODES = 16
+
 Refs = npt.NDArray[np.void]
 
 
@@ -55,6 +58,7 @@ class Reach:
         self._at_once = at_once
         self._manifests: set[str] = set()
         self._nodes = Seen()
+        self._claimed: set[bytes] = set()
         self._numbers: dict[bytes, int] = {}
         self._pieces = Pieces()
 
@@ -88,30 +92,51 @@ class Reach:
         self.names.add(parsed)
 
     async def _space(self, refs: Refs, record: SnapshotRecord) -> None:
-        packs = np.unique(np.ascontiguousarray(refs["pack"]).view("S16")).astype("S16")
-        self.names.update(("nodes", bytes(pack).ljust(16, b"\0")) for pack in packs.tolist())
+        packs = refs["pack"].tobytes()
+        self.names.update(("nodes", pack) for pack in {packs[at : at + 16] for at in range(0, len(packs), 16)})
         if record.quarantined:
             for _, cells in await readable_nodes(self._repository, refs):
                 self._cells(cells)
                 for field in ("place", "base_place"):
                     self.held.update(_shards(cells[field]))
             return
-        fresh = refs[self._nodes.missing(refs["node"])]
-        for first in range(0, len(fresh), NODES_AT_ONCE):
-            some = fresh[first : first + NODES_AT_ONCE]
-            cells, _ = await read_nodes(self._repository, some)
-            self._cells(cells)
-            self._nodes.add(some["node"])
+        fresh = self._claim(refs[self._nodes.missing(refs["node"])])
+        try:
+            for first in range(0, len(fresh), NODES_AT_ONCE):
+                some = fresh[first : first + NODES_AT_ONCE]
+                cells, _ = await read_nodes(self._repository, some)
+                self._cells(cells)
+                self._nodes.add(some["node"])
+        finally:
+            self._claimed.difference_update(_ids(fresh))
+
+    def _claim(self, refs: Refs) -> Refs:
+        """Those of ``refs`` that nobody is reading.
+
+        Snapshots of a lineage are read at the same time, and have most nodes in common. Whoever leaves a node to another relies on him, so what
+        both reach counts as marked only when both are done: see ``add``.
+        """
+        ids = _ids(refs)
+        mine = [at for at, node in enumerate(ids) if node not in self._claimed]
+        self._claimed.update(ids)
+        return refs[mine]
 
     def _cells(self, cells: Records) -> None:
         for field in ("place", "base_place"):
             places = cells[field]
-            places = places[places["length"] > 0]
-            if not len(places):
+            stored = places["length"] > 0
+            if not stored.any():
                 continue
-            shards, inverse = np.unique(np.ascontiguousarray(places["shard"]).view("S16")[:, 0], return_inverse=True)
-            numbers = np.fromiter((self._number(bytes(shard).ljust(16, b"\0")) for shard in shards.tolist()), np.uint64)
-            self._pieces.add(numbers[inverse], places["offset"], places["length"])
+            if not stored.all():
+                places = places[stored]
+            shards = np.ascontiguousarray(places["shard"])
+            halves = shards.view(np.uint64)
+            # Chunks of one shard mostly follow each other: its name is only looked at where it begins.
+            starts = np.flatnonzero(np.concatenate(([True], (halves[1:] != halves[:-1]).any(axis=1))))
+            names = shards[starts].tobytes()
+            numbers = np.fromiter((self._number(names[at : at + 16]) for at in range(0, len(names), 16)), np.uint64)
+            runs = np.diff(starts, append=len(places))
+            self._pieces.add(np.repeat(numbers, runs), places["offset"], places["length"])
 
     def _number(self, shard: bytes) -> int:
         number = self._numbers.get(shard)
@@ -125,6 +150,11 @@ class Reach:
         names = list(self._numbers)
         for number, length, offsets in self._pieces.shards():
             yield names[number], Live(length, offsets)
+
+
+def _ids(refs: Refs) -> list[bytes]:
+    names = np.ascontiguousarray(refs["node"]).tobytes()
+    return [names[at : at + 32] for at in range(0, len(names), 32)]
 
 
 def space_refs(manifest: Manifest, name: str) -> list[Refs]:
@@ -187,4 +217,7 @@ async def read_nodes(repository: Repository, refs: Refs) -> tuple[Records, npt.N
         starts = (refs["offset"][read.refs].astype(np.int64) - read.offset).tolist()
         for at, start, length in zip(read.refs.tolist(), starts, refs["length"][read.refs].tolist(), strict=True):
             stored[at] = data[start : start + length]
-    return await asyncio.to_thread(NodeDecoder(repository.keys.node).decode, stored, refs)
+    decoder = NodeDecoder(repository.keys.node)
+    if len(refs) < _INLINE_NODES:
+        return decoder.decode(stored, refs)
+    return await asyncio.to_thread(decoder.decode, stored, refs)

@@ -1,22 +1,35 @@
-"""The collector's care for the index: drops entries of shards that are gone, merges what is many, then clears the marks that kept it safe."""
+"""The collector's care for the index: drops entries of shards that are gone, merges what is many, then clears the marks that kept it safe.
+
+Long segments that have no filter, because an earlier version wrote them or their writer's session broke off, are given one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from contextlib import aclosing
 
 import msgspec
 
-from icecore.errors import Damaged, ObjectMissing
+from icecore.errors import Damaged, ObjectExists, ObjectMissing
 from icecore.events import Event
 from icecore.store import catalog
 from icecore.store.catalog import Pages
 from icecore.store.cell import Records
-from icecore.store.index import Merge, merge_segments, plan_merges, read_segment, replaced
-from icecore.store.names import Kind, object_name, random_id
+from icecore.store.index import (
+    Merge,
+    filtered,
+    make_filter,
+    merge_long,
+    plan_merges,
+    read_segment,
+    replaced,
+)
+from icecore.store.names import FILTERS, Kind, filter_name, object_name, random_id
 from icecore.store.parallel import each
 from icecore.store.repository import Repository
 from icecore.store.segment import in_shards
+from icecore.store.session import Session
 from icecore.store.state import SegmentRef, State
 
 _ANY_SIZE = 1 << 62
@@ -52,17 +65,26 @@ class Reindexer:
             How many segments were rewritten.
         """
         repository = self._repository
-        if not self._gone and not plan_merges((await repository.log.newest()).state.segments, entries=_ANY_SIZE):
+        segments = (await repository.log.newest()).state.segments
+        idle = not self._gone and not plan_merges(segments, entries=_ANY_SIZE)
+        if idle and not await self._unfiltered(segments):
             return 0
         # Within a session, so that no other collector deletes the segments while they are read.
         async with await repository.begin(None, "index", load_index=False) as session:
             merges = await self.plan(session.state.segments)
             outputs: list[list[SegmentRef]] = []
             for merge in merges:
-                made = await merge_segments(self._read, merge, repository.keys.segment, random_id, self._shards)
-                for segment in made:
-                    await session.put_named("segment", segment.ref.id, segment.parts)
-                outputs.append([segment.ref for segment in made])
+                outputs.append([])
+                made = merge_long(repository.backend, merge, repository.keys.segment, random_id, self._shards)
+                async with aclosing(made) as segments_:
+                    async for segment in segments_:
+                        await session.put_segment(segment)
+                        outputs[-1].append(segment.ref)
+
+            rewritten = {ref.id for merge in merges for ref in merge.inputs}
+            for ref in await self._unfiltered(session.state.segments):
+                if ref.id not in rewritten | self._damaged:
+                    await self._filter(session, ref)
 
             async def change(state: State, pages: Pages) -> State:
                 segments = state.segments
@@ -75,6 +97,24 @@ class Reindexer:
 
             await session.transform(change, "index")
         return sum(len(merge.inputs) for merge in merges)
+
+    async def _unfiltered(self, segments: list[SegmentRef]) -> list[SegmentRef]:
+        long = [ref for ref in segments if filtered(ref)]
+        if not long:
+            return []
+        names = {info.name async for info in self._repository.backend.list(FILTERS)}
+        return [ref for ref in long if filter_name(ref.id) not in names]
+
+    async def _filter(self, session: Session, ref: SegmentRef) -> None:
+        try:
+            entries = await self._read(ref)
+        except (Damaged, ObjectMissing):
+            return  # a check's to report
+        made = await asyncio.to_thread(make_filter, ref, entries, self._repository.keys.segment)
+        try:
+            await session.create(filter_name(ref.id), [made])
+        except ObjectExists:
+            pass  # another collector did it
 
     async def _clear(self, state: State, pages: Pages) -> State:
         await self._look(state.segments)  # those that came since

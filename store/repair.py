@@ -197,5 +197,5 @@ class _Apply:
         entries = [*self._entries, *survey.reindex, *(kept for kept in survey.segments.values() if kept is not None)]
         made = build(sort_entries(np.concatenate(entries)), self._repository.keys.segment, random_id) if entries else []
         for segment in made:
-            await self._session.put_named("segment", segment.ref.id, segment.parts)
+            await self._session.put_segment(segment)
         return [segment.ref for segment in made]

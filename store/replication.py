@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
+from msgspec.structs import replace
 
 from icecore.errors import (
     Damaged,
@@ -28,30 +29,30 @@ from icecore.errors import (
     StoreDenied,
     StoreError,
     StoreFull,
-    UsageError,
 )
 from icecore.events import Event, phase
-from icecore.store import catalog, codec
+from icecore.store import catalog, codec, reconcile
 from icecore.store.backend import Backend
 from icecore.store.catalog import Pages
-from icecore.store.cell import PLACE, Records
+from icecore.store.cell import Records
 from icecore.store.cellmap import PACK, NodeDecoder, parse_pack_footer
 from icecore.store.chunk import chunk_id
 from icecore.store.cipher import opened_piece
 from icecore.store.container import TAIL_BYTES
 from icecore.store.gc import COLLECT, Collector
 from icecore.store.hints import decode_hints
-from icecore.store.index import Index
 from icecore.store.keys import Keys
+from icecore.store.lookup import Index
 from icecore.store.manifest import NODE_REF, decode_manifest
 from icecore.store.names import object_name, parse_name
 from icecore.store.parallel import each
 from icecore.store.reach import Reach
+from icecore.store.reconcile import Plan
 from icecore.store.repository import Repository
-from icecore.store.segment import make_entries
 from icecore.store.session import Session
 from icecore.store.shard import SHARD, parse_footer
 from icecore.store.state import SnapshotRecord, State
+from icecore.store.tables import index_entries, read_table
 
 PURPOSE = "sync"
 #: Objects that travel at once; each is held in memory as a whole.
@@ -79,6 +80,9 @@ class Synced:
         snapshots: Ids of those that were brought over.
         objects, bytes: What travelled.
         present: Objects that were there already.
+        marked: Ids of snapshots that were there, and got the source's pins or tags.
+        forgotten: Ids of snapshots that were forgotten in the target, because the source has forgotten them.
+        kept: Ids of those that were not, as they are pinned in the target.
         lost: Snapshots that were left out because the source has something damaged or missing of them.
     """
 
@@ -86,42 +90,40 @@ class Synced:
     objects: int = 0
     bytes: int = 0
     present: int = 0
+    marked: list[str] = field(default_factory=list)
+    forgotten: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
     lost: list[Lost] = field(default_factory=list)
 
 
-async def missing(source: Repository, target: Repository) -> list[SnapshotRecord]:
-    """Snapshots that ``target`` does not list, in order of their commits."""
-    there = {record.snapshot for record in await target.snapshots()}
-    return [record for record in await source.snapshots() if record.snapshot not in there]
-
-
-async def sync(
-    source: Repository, target: Repository, records: Sequence[SnapshotRecord], *, patience: float = 60.0
-) -> Synced:
-    """Bring snapshots to a replica, each with all that it reaches first and its place in the replica's log last. Safe to stop anywhere and to begin again.
+async def sync(source: Repository, target: Repository, todo: Plan, *, patience: float = 60.0) -> Synced:
+    """Do what `icecore.store.reconcile.plan` found: marks first, as a pin protects; then the snapshots, each with all that it reaches first and its
+    place in the replica's log last; then, if nothing had to be left out, the forgets. Safe to stop anywhere and to begin again with a new plan.
 
     Args:
-        source: Where they are; lives in the same event loop as ``target``. Reads from other replicas too, if its back end does.
-        records: Which; those that the target lists are passed over.
+        source: Where the snapshots are; lives in the same event loop as ``target``. Reads from other replicas too, if its back end does.
+        todo: What to do; what has been done meanwhile is passed over.
         patience: Seconds to wait for collectors that are at work in the target.
 
     Raises:
         UsageError: The two do not share a master secret.
         StoreError: Storage failed, or a collector of the target is at work for too long.
     """
-    if source.keys.secret != target.keys.secret or source.keys.encrypted != target.keys.encrypted:
-        raise UsageError(
-            f"{target.backend.where} is no replica of {source.backend.where}",
-            cure="'icecore copy' brings snapshots to any other repository; 'icecore init --replica-of' makes a replica",
-        )
+    reconcile.require_replica(source, target)
     run = _Sync(source, target, patience)
-    for record in records:
+    run.done.marked = await reconcile.carry_marks(target, todo.mark)
+    for record in todo.bring:
         try:
             reading = await source.read_session(record.snapshot, purpose=PURPOSE)
         except NotFound:
             continue  # forgotten meanwhile
         async with reading:
             await run.bring(reading.base or record)
+    # Who could not be brought over is a reason to be careful with what only the target has.
+    if todo.forget and not run.done.lost:
+        run.done.forgotten = [record.snapshot for record in await target.forget([one.snapshot for one in todo.forget])]
+        left = {record.snapshot for record in await target.snapshots()}
+        run.done.kept = [record.snapshot for record in todo.forget if record.snapshot in left]
     return run.done
 
 
@@ -154,7 +156,9 @@ class _Sync:
                 if await catalog.find(session.state, record.snapshot, self._target.log.pages) is not None:
                     return
                 entries = await self._objects(session, record, names, sorted(reach.hints))
-                await session.transform(partial(_list, record), f"sync {record.snapshot}", entries)
+                await session.transform(
+                    partial(_list, replace(record, origin=self._source.config.id)), f"sync {record.snapshot}", entries
+                )
                 self.done.snapshots.append(record.snapshot)
             except (Damaged, ObjectMissing) as error:
                 self._lose(record, error)
@@ -251,15 +255,9 @@ class _Sync:
         if parsed is None or parsed[0] != "shard" or parsed[1] in self._looked_at:
             return None
         self._looked_at.add(parsed[1])
-        backend = self._target.backend
-        size = await backend.size(name)
-        tail = bytearray(min(size, TAIL_BYTES))
-        await backend.get_into(name, size - len(tail), memoryview(tail))
-        where = SHARD.parse_tail(parsed[1], size, tail)
-        footer = bytearray(where.length)
-        await backend.get_into(name, where.offset, memoryview(footer))
-        entries = index_entries(parsed[1], parse_footer(self._target.keys.shard, parsed[1], size, bytes(footer)))
-        if entries is None or await self._knows(entries[:1]):
+        table = await read_table(self._target.backend, self._target.keys.shard, parsed[1])
+        entries = index_entries(parsed[1], table)
+        if not len(entries) or await self._knows(entries[:1]):
             return None
         return entries
 
@@ -308,7 +306,8 @@ def verify(keys: Keys, name: str, data: bytes, record: SnapshotRecord) -> Record
         return None
     for entry in table:
         _verify_chunk(keys, name, entry, view[int(entry["offset"]) : int(entry["offset"]) + int(entry["length"])])
-    return index_entries(identity, table)
+    entries = index_entries(identity, table)
+    return entries if len(entries) else None
 
 
 def _verify_nodes(keys: Keys, pack: bytes, table: Records, data: memoryview) -> None:
@@ -331,18 +330,6 @@ def _verify_chunk(keys: Keys, name: str, entry: np.void, stored: memoryview) -> 
             raise ValueError("its bytes do not have its id")
     except ValueError as error:
         raise Damaged("chunk", chunk.hex(), f"{error} (at {entry['offset']} of {name})") from error
-
-
-def index_entries(shard: bytes, table: Records) -> Records | None:
-    """Index entries of the full chunks in a shard's table; None if it has none."""
-    full = table[table["codec"] & codec.DELTA == 0]
-    if not len(full):
-        return None
-    places = np.zeros(len(full), PLACE)
-    places["shard"] = np.frombuffer(shard, np.uint8)
-    for name in ("offset", "length", "codec"):
-        places[name] = full[name]
-    return make_entries(full["chunk"], places)
 
 
 async def _exists(backend: Backend, name: str) -> bool:

@@ -8,14 +8,13 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TypeVar
 
-import msgspec
-
 from icecore.errors import Damaged, NotFound, ObjectExists, ObjectMissing, StoreError, UsageError
 from icecore.events import Sink, discard
-from icecore.store import catalog
+from icecore.store import catalog, marks
 from icecore.store import session as sessions
 from icecore.store.backend import Backend
 from icecore.store.catalog import Pages
+from icecore.store.envelope import is_encrypted
 from icecore.store.keychain import Passphrase, read_keys
 from icecore.store.keys import (
     CONFIG_KIND,
@@ -35,7 +34,7 @@ from icecore.store.names import CONFIG, key_name
 from icecore.store.session import Session
 from icecore.store.slots import Cost, new_slots
 from icecore.store.state import SnapshotRecord, State
-from icecore.store.watermark import Watermark
+from icecore.store.watermark import Recollection, Watermark
 
 T = TypeVar("T")
 
@@ -128,6 +127,7 @@ class Repository:
         passphrase: Passphrase | None = None,
         secret: bytes = b"",
         watermark: Watermark | None = None,
+        recollection: Recollection | None = None,
         emit: Sink = discard,
     ) -> Repository:
         """Open the repository that lies in ``backend``.
@@ -135,6 +135,7 @@ class Repository:
         Args:
             passphrase: Asked if it is encrypted.
             secret: The master secret of a repository whose replica it has to be; opens it without a passphrase.
+            recollection: Where its configuration is remembered.
 
         Raises:
             WrongPassphrase: It is encrypted, and there is no passphrase or a wrong one.
@@ -142,12 +143,21 @@ class Repository:
             FormatTooNew: It is a later version's.
             Damaged: Its configuration or key slot is.
         """
+        known = recollection.load() if recollection is not None else b""
+        if known:
+            try:
+                keys = await read_keys(backend, passphrase, secret, encrypted=is_encrypted(known))
+                return cls(backend, decode_config(CONFIG, known, keys), keys, Log(backend, keys.log, watermark=watermark), emit)
+            except Damaged:
+                pass  # another repository is in this place now, or none: what it says itself counts
         try:
             data = await backend.get(CONFIG, limit=CONFIG_KIND.object_limit)
         except ObjectMissing as error:
             raise NotFound(f"{backend.where} is no repository", cure="'icecore init' makes one") from error
-        keys = await read_keys(backend, passphrase, secret)
+        keys = await read_keys(backend, passphrase, secret, encrypted=is_encrypted(data))
         config = decode_config(CONFIG, data, keys)
+        if recollection is not None:
+            recollection.save(data)
         return cls(backend, config, keys, Log(backend, keys.log, watermark=watermark), emit)
 
     async def snapshots(self) -> list[SnapshotRecord]:
@@ -160,31 +170,17 @@ class Repository:
         Raises:
             NotFound: It is not listed.
         """
-        record = await self._current(lambda state: catalog.find(state, snapshot, self.log.pages))
+        return await self._current(lambda state: self._find(state, snapshot), prove=False)
+
+    async def _find(self, state: State, snapshot: str) -> SnapshotRecord:
+        record = await catalog.find(state, snapshot, self.log.pages)
         if record is None:
             raise NotFound(f"there is no snapshot {snapshot} in {self.backend.where}", cure="'icecore ls' lists them")
         return record
 
-    async def resolve(self, text: str) -> SnapshotRecord:
-        """The snapshot that ``text`` means: an id, the beginning of only one id, or a job's name for that job's newest.
-
-        Raises:
-            NotFound: None fits.
-            UsageError: Several ids begin so.
-        """
-        records = await self.snapshots()
-        matching = [record for record in records if text and record.snapshot.startswith(text)]
-        exact = [record for record in matching if record.snapshot == text]
-        named = [record for record in records if record.job == text]
-        if exact:
-            return exact[0]
-        if named:
-            return named[-1]
-        if len(matching) > 1:
-            raise UsageError(f"{len(matching)} snapshots begin with {text!r}", cure="give more digits")
-        if not matching:
-            raise NotFound(f"there is no snapshot {text!r} in {self.backend.where}", cure="'icecore ls' lists them")
-        return matching[0]
+    async def newest_of(self, job: str) -> SnapshotRecord | None:
+        """The newest snapshot of a job, if it has one; reads no more of the list than what came after it."""
+        return await self._current(lambda state: catalog.newest_of(state, job, self.log.pages))
 
     async def manifest(self, snapshot: str | SnapshotRecord) -> Manifest:
         """The manifest of a snapshot, given by id or by its record.
@@ -200,14 +196,9 @@ class Repository:
             return await self._manifest(snapshot)
 
         async def read(state: State) -> Manifest:
-            record = await catalog.find(state, snapshot, self.log.pages)
-            if record is None:
-                raise NotFound(
-                    f"there is no snapshot {snapshot} in {self.backend.where}", cure="'icecore ls' lists them"
-                )
-            return await self._manifest(record)
+            return await self._manifest(await self._find(state, snapshot))
 
-        return await self._current(read)
+        return await self._current(read, prove=False)
 
     async def _manifest(self, record: SnapshotRecord) -> Manifest:
         try:
@@ -230,13 +221,18 @@ class Repository:
             )
         return manifest
 
-    async def _current(self, read: Callable[[State], Awaitable[T]]) -> T:
-        """``read`` the newest state; again if an object went away because the state moved on."""
-        entry = await self.log.newest()
+    async def _current(self, read: Callable[[State], Awaitable[T]], *, prove: bool = True) -> T:
+        """``read`` the newest state; again if an object went away because the state moved on.
+
+        Args:
+            prove: As in ``Log.newest``. Where one snapshot is sought by its id it makes no difference: one that an entry lists was committed, and
+                where none is found, or its objects are gone, the newest state is asked.
+        """
+        entry = await self.log.newest(prove=prove)
         while True:
             try:
                 return await read(entry.state)
-            except ObjectMissing:
+            except (ObjectMissing, NotFound):
                 newer = await self.log.newest()
                 if newer.digest == entry.digest:
                     raise
@@ -314,11 +310,7 @@ class Repository:
         updated: list[SnapshotRecord] = []
 
         def set_fields(record: SnapshotRecord) -> SnapshotRecord:
-            record = msgspec.structs.replace(
-                record,
-                pinned=record.pinned if pinned is None else pinned,
-                tags=record.tags if tags is None else list(tags),
-            )
+            record = marks.marked(record, pinned=pinned, tags=tags)
             updated.append(record)
             return record
 

@@ -13,19 +13,20 @@ import numpy as np
 import numpy.typing as npt
 
 from icecore.store import codec
-from icecore.store.cell import PLACE, Records
+from icecore.store.cell import Records
 from icecore.store.cellmap import NodeEncoder, node_ids, pack_footer, place_node
 from icecore.store.cipher import overhead
-from icecore.store.container import TAIL_BYTES
 from icecore.store.manifest import Manifest, encode_manifest
 from icecore.store.names import object_name, random_id
+from icecore.store.pool import huge_buffer
 from icecore.store.reach import Refs, read_nodes, space_refs
 from icecore.store.repository import Repository
 from icecore.store.rows import Place, Stored
-from icecore.store.segment import make_entries, of_shards
+from icecore.store.segment import of_shards
 from icecore.store.session import Session
-from icecore.store.shard import SHARD, ShardBuilder, parse_footer, place_chunk
+from icecore.store.shard import ShardBuilder, place_chunk
 from icecore.store.state import SnapshotRecord
+from icecore.store.tables import index_entries
 
 _PACK_BYTES = 64 << 20
 
@@ -46,6 +47,8 @@ class ShardWriter:
         self._repository = repository
         self._session = session
         self._builder: ShardBuilder | None = None
+        #: Used again for each shard: the first touch of memory takes longer than copying.
+        self._buffer = memoryview(b"")
         self._tables: list[tuple[bytes, Records]] = []
 
     async def put(self, chunk: bytes, bitmap: bytes, base: bytes, number: int, parts: Sequence[codec.Buffer]) -> Place:
@@ -61,7 +64,9 @@ class ShardWriter:
         if self._builder is None or not self._builder.fits(length):
             await self.flush()
             room = max(self._repository.config.parameters.shard_bytes, length)
-            self._builder = ShardBuilder(random_id(), memoryview(bytearray(room)))
+            if len(self._buffer) < room:
+                self._buffer = huge_buffer(room)
+            self._builder = ShardBuilder(random_id(), self._buffer[:room])
         offset, room_ = self._builder.reserve(chunk, bitmap, base, number, length)
         place_chunk(key, self._builder.name, offset, chunk, parts, room_)
         self.bytes += length
@@ -79,31 +84,6 @@ class ShardWriter:
         """Index entries of the full chunks that were stored."""
         made = [index_entries(shard, table) for shard, table in self._tables]
         return np.concatenate(made) if made else None
-
-
-async def read_table(repository: Repository, shard: bytes, size: int) -> Records:
-    """The footer's table of a shard of ``size`` bytes.
-
-    Raises:
-        Damaged, ObjectMissing: It cannot be read.
-    """
-    name = object_name("shard", shard)
-    tail = bytearray(min(size, TAIL_BYTES))
-    await repository.backend.get_into(name, size - len(tail), memoryview(tail))
-    where = SHARD.parse_tail(shard, size, tail)
-    footer = bytearray(where.length)
-    await repository.backend.get_into(name, where.offset, memoryview(footer))
-    return parse_footer(repository.keys.shard, shard, size, footer)
-
-
-def index_entries(shard: bytes, table: Records) -> Records:
-    """Index entries of the full chunks in a shard's table."""
-    full = table[table["codec"] & codec.DELTA == 0]
-    places = np.zeros(len(full), PLACE)
-    places["shard"] = np.frombuffer(shard, np.uint8)
-    for field in ("offset", "length", "codec"):
-        places[field] = full[field]
-    return make_entries(full["chunk"], places)
 
 
 @dataclass(frozen=True)

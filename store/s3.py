@@ -55,7 +55,7 @@ class S3Place:
         prefix: What all keys begin with, without slashes at its ends; may be empty.
         endpoint: URL of the service; empty: AWS, or what boto3's configuration says.
         region: The bucket's.
-        profile: Section of ~/.aws/config and ~/.aws/credentials.
+        profile: Section of ~/.aws/config and ~/.aws/credentials. What it says of region and endpoint outranks the environment.
         addressing: Where the bucket's name goes: in the URL's path or host; ``auto``: in the host for AWS, else in the path.
         patience: Seconds without an answer after which a request has failed.
     """
@@ -80,8 +80,9 @@ class S3Place:
 
     @property
     def location(self) -> str:
-        """``s3://bucket/prefix``."""
-        return f"s3://{self.bucket}/{self.prefix}" if self.prefix else f"s3://{self.bucket}"
+        """``s3://bucket/prefix``, with ``profile@`` before the bucket if one is named."""
+        bucket = f"{self.profile}@{self.bucket}" if self.profile else self.bucket
+        return f"s3://{bucket}/{self.prefix}" if self.prefix else f"s3://{bucket}"
 
 
 class _Credentials:
@@ -103,11 +104,13 @@ class _Credentials:
 
 def _connect(place: S3Place) -> S3Store:
     try:
-        session = boto3.Session(profile_name=place.profile or None, region_name=place.region or None)
+        session = boto3.Session(profile_name=place.profile or None)
+        # A profile that was named outranks the environment, or of two regions one could not be reached.
+        said = session._session.get_scoped_config() if place.profile else {}
         client = session.client(
             "s3",
-            endpoint_url=place.endpoint or None,
-            region_name=session.region_name or _DEFAULT_REGION,
+            endpoint_url=place.endpoint or _endpoint_of(session, said),
+            region_name=place.region or said.get("region") or session.region_name or _DEFAULT_REGION,
             config=Config(s3={} if place.addressing == "auto" else {"addressing_style": place.addressing}),
         )
         credentials = session.get_credentials()
@@ -160,6 +163,13 @@ def _connect(place: S3Place) -> S3Store:
         retry_config={"max_retries": 0},
         credential_provider=_Credentials(credentials),
     )
+
+
+def _endpoint_of(session: boto3.Session, profile: dict[str, Any]) -> str | None:
+    """What a profile's own lines say of the endpoint: those of its services section, or the profile's."""
+    services = session._session.full_config.get("services", {}).get(profile.get("services", ""), {})
+    endpoint: str | None = services.get("s3", {}).get("endpoint_url") or profile.get("endpoint_url")
+    return endpoint
 
 
 class S3Backend(Backend):

@@ -13,7 +13,7 @@ from icecore.store import codec, delta
 from icecore.store.cell import CELL_BYTES, PAGE, Records
 from icecore.store.chunk import NO_CHUNK, chunk_id, pages_of
 from icecore.store.cipher import opened_piece
-from icecore.store.index import Index
+from icecore.store.lookup import Index
 from icecore.store.names import object_name
 from icecore.store.repository import Repository
 from icecore.store.rows import Place, Row, unpack

@@ -83,6 +83,13 @@ class Head:
         return np.maximum(np.searchsorted(self.first, keys, side="right").astype(np.int64) - 1, 0)
 
 
+    def blocks_between(self, low: int, high: int) -> tuple[int, int]:
+        """The blocks, as first and last + 1, in which ids can be whose leading numbers are at least ``low`` and less than ``high`` (at most 2^64)."""
+        last = int(np.searchsorted(self.first, np.uint64(high - 1), side="right"))
+        # The block before the first that begins with such an id may end with one.
+        return max(0, int(np.searchsorted(self.first, np.uint64(low))) - 1) if last else 0, last
+
+
 def head_bytes(count: int, key: bytes) -> int:
     """Length in bytes of the head of a segment with ``count`` entries that was written under ``key``."""
     return HEADER_BYTES + -(-count // BLOCK_ENTRIES) * FENCE.itemsize + overhead(key)
@@ -268,22 +275,52 @@ def partition(entries: Records, bits: int) -> Iterator[tuple[int, Records]]:
             yield prefix, entries[edges[prefix] : edges[prefix + 1]]
 
 
-def search(entries: Records, keys: npt.NDArray[np.uint64], ids: Bytes) -> tuple[Mask, npt.NDArray[np.int64]]:
-    """Look ``ids`` up in sorted ``entries`` whose leading numbers are ``keys``: which were found, and where (0 for those that were not)."""
+#: Fewer ids are looked up one by one: the calls that handle many take longer.
+_FEW = 3
+
+
+def search_block(entries: Records, ids: Bytes) -> tuple[Mask, npt.NDArray[np.int64]]:
+    """``search`` in the sorted entries of a block or a few."""
+    keys = leading(entries["chunk"])
+    if len(ids) >= _FEW:
+        return search(entries, keys, ids)
+    found, where = np.zeros(len(ids), np.bool_), np.zeros(len(ids), np.int64)
+    for number, wanted in enumerate(leading(ids)):
+        at = int(keys.searchsorted(wanted))
+        while at < len(keys) and keys[at] == wanted:
+            if (entries["chunk"][at] == ids[number]).all():
+                found[number], where[number] = True, at
+                break
+            at += 1
+    return found, where
+
+
+def search(
+    entries: Records, keys: npt.NDArray[np.uint64], ids: Bytes, order: npt.NDArray[np.int64] | None = None
+) -> tuple[Mask, npt.NDArray[np.int64]]:
+    """Look ``ids`` up in ``entries``: which were found, and where (0 for those that were not).
+
+    Args:
+        keys: The entries' leading numbers, ascending.
+        order: Which entry each of ``keys`` is of, if the entries are not in that order themselves.
+    """
     wanted = leading(ids)
     # Sorting what is asked for is cheaper than looking it up out of order; taking whole records, than gathering one field of them.
-    order = np.argsort(wanted)
+    ascending = np.argsort(wanted)
     at = np.empty(len(ids), np.int64)
-    at[order] = np.searchsorted(keys, wanted[order])
+    at[ascending] = np.searchsorted(keys, wanted[ascending])
     found = np.zeros(len(ids), np.bool_)
     open_ = np.flatnonzero(at < len(keys))
     open_ = open_[keys[at[open_]] == wanted[open_]]
     while len(open_):
-        match = (np.take(entries, at[open_])["chunk"] == ids[open_]).all(axis=1)
+        rows = at[open_] if order is None else order[at[open_]]
+        match = (np.take(entries, rows)["chunk"] == ids[open_]).all(axis=1)
         found[open_[match]] = True
         open_ = open_[~match]
         at[open_] += 1
         open_ = open_[at[open_] < len(keys)]
         open_ = open_[keys[at[open_]] == wanted[open_]]
     at[~found] = 0
+    if order is not None and len(order):
+        at = order[at]
     return found, at

@@ -29,10 +29,11 @@ from icecore.store.backend import Backend, Buffer, Draft
 from icecore.store.catalog import Pages
 from icecore.store.cell import Records
 from icecore.store.envelope import ObjectKind, seal, unseal
-from icecore.store.index import Index, NewSegment, build, merge_segments, plan_merges, replaced
+from icecore.store.index import NewSegment, build, merge_segments, plan_merges, replaced
 from icecore.store.keys import Keys
 from icecore.store.log import Entry, Log
-from icecore.store.names import Kind, heartbeat_name, object_name, parse_name, random_id
+from icecore.store.lookup import Index
+from icecore.store.names import Kind, filter_name, heartbeat_name, object_name, parse_name, random_id
 from icecore.store.presence import this_process
 from icecore.store.segment import sort_entries
 from icecore.store.state import SegmentRef, SessionRecord, SnapshotRecord, State
@@ -105,11 +106,16 @@ class Session:
         """Read what is condemned and, if asked, the index, and begin to beat; ``begin`` calls it."""
         condemned = await catalog.condemned_names(self.state, self._log.pages)
         self._condemned = frozenset(identity for kind, identity in condemned if kind == "shard")
-        self.index = Index(self._backend, self.state.segments, self._keys.segment, avoid=self._condemned)
+        self.index = Index(
+            self._backend,
+            self.state.segments,
+            self._keys.segment,
+            avoid=self._condemned,
+            shard_key=self._keys.shard,
+            emit=self._emit,
+        )
         if load_index:
             await self.index.load()
-            for ref, error in self.index.damaged:
-                self._emit(Event("index.damaged", {"segment": object_name("segment", ref.id), "error": str(error)}))
         if every_seconds is not None:
             self.keep_alive(every_seconds)
 
@@ -144,6 +150,12 @@ class Session:
         name = object_name(kind, identity)
         await self.create(name, parts)
         return name
+
+    async def put_segment(self, segment: NewSegment) -> None:
+        """Store an index segment, and then its filter: a filter without its segment is that of a segment that was deleted."""
+        await self.put_named("segment", segment.ref.id, segment.parts)
+        if segment.filter is not None:
+            await self.create(filter_name(segment.ref.id), [segment.filter])
 
     def adopt(self, name: str) -> None:
         """Make an object this session's that others may have come to use, too: its commit takes it from among the condemned, ``abort`` leaves it."""
@@ -298,7 +310,7 @@ class Session:
     async def _store(self, segments: Sequence[NewSegment], stored: set[bytes]) -> None:
         for segment in segments:
             if segment.ref.id not in stored:
-                await self.put_named("segment", segment.ref.id, segment.parts)
+                await self.put_segment(segment)
                 stored.add(segment.ref.id)
 
     async def abort(self) -> bool:

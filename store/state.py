@@ -21,6 +21,7 @@ NAME_BYTES = 17
 
 Id = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+MarkId = Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
 HexId = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Generation = Annotated[int, msgspec.Meta(ge=0)]
@@ -31,7 +32,8 @@ class SnapshotRecord(msgspec.Struct, frozen=True, array_like=True):
 
     ``manifest`` is the object's name; ``manifest_digest`` the digest in its header; ``logical``, ``stored``, ``changed`` and ``device`` are bytes as in
     ``manifest.Sizes``; ``parent`` is empty for the first of a lineage. ``quarantined`` says, if it is not empty, what of the snapshot is lost: it is
-    kept for what still reads, and nothing is built on it.
+    kept for what still reads, and nothing is built on it. ``marks`` are the ids of the last changes of ``tags`` and ``pinned``, newest last (see
+    ``marks``); ``origin`` is the id of the repository from which a sync brought the snapshot, empty where it was taken.
     """
 
     snapshot: HexId
@@ -50,6 +52,8 @@ class SnapshotRecord(msgspec.Struct, frozen=True, array_like=True):
     pinned: bool = False
     device: Count = 0
     quarantined: str = ""
+    marks: list[MarkId] = []
+    origin: str = ""
 
 
 class PageRef(msgspec.Struct, frozen=True, array_like=True):

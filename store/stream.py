@@ -21,6 +21,9 @@ from icecore.store.pool import BufferPool, huge_buffer
 from icecore.store.shard import ShardBuilder, ShardTable, place_chunk
 from icecore.store.uploads import Uploads
 
+#: Bytes of a shard that are worth a request of their own while there is none.
+_WORTH_SENDING = 4 << 20
+
 #: Told of every shard once no chunk is added to it any more.
 Closed = Callable[[ShardTable], None]
 
@@ -185,6 +188,7 @@ class BufferedStream(ShardStream):
         # Apart from the lock above, under which a thread may wait for a buffer: who finishes copying must never wait for that.
         self._count = threading.Lock()
         self._open: _OpenShard | None = None
+        self._begun = False
 
     def put(
         self, chunk: bytes, data: bytes, base: bytes, number: int, parts: Sequence[Buffer], length: int
@@ -192,7 +196,7 @@ class BufferedStream(ShardStream):
         stored = length + overhead(self._keys.chunk)
         with self._order:
             shard = self._open
-            if shard is not None and not shard.builder.fits(stored):
+            if shard is not None and (not shard.builder.fits(stored) or self._due(shard)):
                 self._open = None
                 self._close(shard)
                 shard = None
@@ -212,6 +216,10 @@ class BufferedStream(ShardStream):
             self._upload(shard)
         return shard.builder.name, offset, stored
 
+    def _due(self, shard: _OpenShard) -> bool:
+        """Whether it goes out although there is room: the first one, while nothing is on its way, or the link would wait until a shard is full."""
+        return not self._begun and shard.builder.used >= _WORTH_SENDING and self._uploads.idle
+
     def flush(self) -> None:
         with self._order:
             shard, self._open = self._open, None
@@ -222,6 +230,7 @@ class BufferedStream(ShardStream):
         self._open = None
 
     def _close(self, shard: _OpenShard) -> None:
+        self._begun = True
         with self._count:
             shard.closed = True
             ready = shard.filling == 0

@@ -104,6 +104,11 @@ class Uploads:
 
         future.add_done_callback(ended)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is being stored."""
+        return self._running == 0
+
     def stored(self, identity: bytes) -> bool:
         """Whether the object of that random name is certainly there."""
         return identity in self._stored

@@ -1,4 +1,4 @@
-"""What this client remembers of a repository between runs: the newest generation it saw, so that an older state shown later is an error."""
+"""What this client remembers of a repository between runs: the newest generation it saw, so that an older state shown later is an error; its configuration."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import secrets
 from pathlib import Path
 
 import msgspec
+
+from icecore.store.keys import CONFIG_KIND
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -57,7 +59,39 @@ class FileWatermark(Watermark):
         if seen.generation <= self.load().generation:
             return
         super().save(seen)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._path.with_name(f".{self._path.name}-{secrets.token_hex(4)}")
-        temporary.write_bytes(msgspec.json.encode(seen))
-        os.replace(temporary, self._path)
+        _replace(self._path, msgspec.json.encode(seen))
+
+
+class Recollection:
+    """The configuration object of the repository at one place, in a small file outside of it: it never changes, so it need not be read again.
+
+    It is used only where it verifies under the keys that the repository has now.
+
+    Args:
+        path: The file; its folder is made when needed. Use one per place.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+
+    def load(self) -> bytes:
+        """The object as it was read before; empty if it was not."""
+        try:
+            with open(self._path, "rb") as file:
+                return file.read(CONFIG_KIND.object_limit)
+        except OSError:
+            return b""
+
+    def save(self, config: bytes) -> None:
+        """Remember the object."""
+        try:
+            _replace(self._path, config)
+        except OSError:
+            pass  # it is read again next time
+
+
+def _replace(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)

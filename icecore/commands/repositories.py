@@ -6,6 +6,7 @@ import argparse
 import os
 from contextlib import ExitStack
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
 from icecore import passphrase, units
 from icecore.commands.context import Commands, Context, add_setting, overridden
@@ -13,6 +14,9 @@ from icecore.commands.snapshots import WHICH, snapshot_fields
 from icecore.config import SIZE, ForgetSettings, GcSettings
 from icecore.errors import Damaged, UsageError
 from icecore.events import Value
+
+if TYPE_CHECKING:
+    from icecore.store.gc import Options
 
 _READ_ONLY = "write nothing to the repository, not even that it is being looked at"
 
@@ -39,10 +43,11 @@ def add(commands: Commands) -> None:
         "forget",
         forget,
         "Take snapshots off the list, by name or by policy.",
-        more="Rules add up; pinned snapshots stay. 'gc' then frees the space.",
+        more="Rules add up; pinned snapshots stay. 'gc', or --gc, then frees the space.",
     )
     parser.add_argument("snapshot", nargs="*", help=WHICH)
     parser.add_argument("-n", "--dry-run", action="store_true", help="say what would be forgotten, change nothing")
+    parser.add_argument("--gc", action="store_true", help="free the space at once, as 'icecore gc' does")
     parser.add_argument("--job", default="", help="apply the policy to this job only")
     for rule, what in (
         ("last", "the newest N"),
@@ -162,6 +167,7 @@ def forget(arguments: argparse.Namespace, context: Context) -> int:
     """icecore forget."""
     from icecore.addressing import shortest
     from icecore.store.forget import Policy
+    from icecore.store.gc import Options
 
     settings = overridden(context.config.forget, arguments)
     given = [about.name for about in fields(settings) if getattr(arguments, about.name) is not None]
@@ -204,8 +210,10 @@ def forget(arguments: argparse.Namespace, context: Context) -> int:
         said += f" in {freed.objects} objects and {units.size(freed.compact_bytes)} by rewriting others"
     else:
         done["forgotten"] = len(removed)
-        said = f"forgot {len(removed)}, {len(decisions) - len(doomed)} kept; 'icecore gc' frees the space"
+        said = f"forgot {len(removed)}, {len(decisions) - len(doomed)} kept" + ("" if arguments.gc else "; 'icecore gc' frees the space")
     context.output.result("forget.done", done, said)
+    if arguments.gc and not arguments.dry_run:
+        _collect(context, Options(fence_seconds=context.config.gc.fence_seconds))
     return 0
 
 
@@ -252,7 +260,12 @@ def gc(arguments: argparse.Namespace, context: Context) -> int:
             + (f"; {len(plan.fence)} silent sessions would be ended" if plan.fence else ""),
         )
         return 0
-    result = repository.gc(options)
+    _collect(context, options)
+    return 0
+
+
+def _collect(context: Context, options: Options) -> None:
+    result = context.repository().gc(options)
     context.output.result(
         "gc.done",
         {
@@ -270,7 +283,6 @@ def gc(arguments: argparse.Namespace, context: Context) -> int:
         f"freed {units.size(result.deleted_bytes)} in {result.deleted} objects"
         + (f"; {result.waiting} wait for open sessions" if result.waiting else ""),
     )
-    return 0
 
 
 def check(arguments: argparse.Namespace, context: Context) -> int:

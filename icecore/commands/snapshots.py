@@ -241,8 +241,7 @@ def snapshot_fields(record: SnapshotRecord) -> dict[str, Value]:
 
 def show(arguments: argparse.Namespace, context: Context) -> int:
     """icecore show."""
-    repository = context.repository().holder(arguments.snapshot)
-    record = repository.find(arguments.snapshot)
+    repository, record = context.repository().locate(arguments.snapshot)
     manifest = repository.manifest(record)
     output, sizes = context.output, manifest.sizes
     output.result("snapshot", snapshot_fields(record))

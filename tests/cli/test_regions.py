@@ -40,6 +40,36 @@ def test_replicas_and_strangers_are_told_apart(cli: Cli, tmp_path: Path) -> None
     assert "no directory" in cli.run("sync", "nowhere", status=3, **SECRET).stderr
 
 
+def test_marks_travel_and_forgets_when_asked(cli: Cli, tmp_path: Path) -> None:
+    documented, state = documented_events(), str(tmp_path / "state")
+    with icecore.Repository.create(tmp_path / "repository", state=state) as repository:
+        kept, gone, pinned = (repository.loop.run(take(repository.core, {1: value})) for value in range(3))
+    cli.run("init", "--replica-of", "repository", "far")
+    cli.run("sync", "far")
+    cli.run("mark", kept, "--tag", "golden", "--pin")
+    cli.run("-r", "far", "mark", pinned, "--pin")
+    cli.run("forget", gone, pinned)
+
+    plan = cli.one("sync.plan", "sync", "far", "--forget", "-n")
+    check_event(plan, documented)
+    assert (plan["bring"], plan["mark"], plan["forget"], plan["keep"]) == ([], [kept], [gone], [pinned])
+    said = cli.run("sync", "far", "--forget", "-n").stdout
+    assert "would forget 1, and keep 1" in said and f"forget  {gone}" in said
+    assert cli.one("sync.plan", "sync", "far", "-n")["forget"] == []
+    assert len(cli.run("-r", "far", "ls").stdout.splitlines()) == 4, "a dry run changes nothing"
+
+    assert "named ones" in cli.run("sync", "far", kept, "--forget", status=2).stderr
+    marked = cli.one("sync.done", "sync", "far")
+    check_event(marked, documented)
+    assert (marked["marked"], marked["forgotten"], marked["snapshots"]) == ([kept], [], [])
+    done = cli.run("sync", "far", "--forget")
+    assert "forgot 1" in done.stdout and f"KEPT {pinned}" in done.stderr
+    listed = {event["snapshot"]: event for event in cli.events("-r", "far", "ls") if event["event"] == "snapshot"}
+    assert listed.keys() == {kept, pinned} and listed[kept]["tags"] == ["golden"] and listed[kept]["pinned"]
+    cli.run("-r", "far", "gc")
+    cli.run("-r", "far", "check", "--read-data")
+
+
 def test_a_region_that_lost_data(cli: Cli, tmp_path: Path) -> None:
     """Repair looks at the region itself, whatever others have; what is in quarantine there is taken from another, and comes back from it."""
     home, far, state = tmp_path / "repository", tmp_path / "far", str(tmp_path / "state")

@@ -127,6 +127,33 @@ def test_of_a_cell_with_one_changed_page_that_page_is_stored(pre_copy: str, star
     assert no_complaint(events)
 
 
+def test_what_is_written_to_all_the_time_is_not_stored_in_vain_twice(puppet: Puppet, store: Store) -> None:
+    """The first dump learns it; once it has come to rest it is stored before the window again."""
+    puppet.do("area = private(96 * MIB); put(area, os.urandom(MIB) * 96); going = True")
+    puppet.do(
+        "import threading\n"
+        "def write():\n"
+        "    number = 0\n"
+        "    while going:\n"
+        "        number += 1\n"
+        "        for cell in range(96): put(area + cell * MIB, number.to_bytes(8, 'little'))\n"
+        "        time.sleep(0.001)\n"
+        "writer = threading.Thread(target=write); writer.start()"
+    )
+    pre_copied = []
+    for number in range(4):
+        if number == 2:
+            puppet.do("going = False; writer.join()")
+        still, events = watching(puppet.pid)
+        result = store.dump(puppet.pid, DumpOptions(pre_copy="on"), events=events)
+        assert_same_memory(store.read(result.snapshot), still)
+        pre_copied.append(result.pre_copied)
+    assert pre_copied[0] >= 96 << 20
+    assert pre_copied[1] < 16 << 20
+    assert pre_copied[2] >= 96 << 20
+    assert pre_copied[3] < 16 << 20
+
+
 def test_memory_that_changes_between_pre_copy_and_window(start: Start, store: Store) -> None:
     """Each cell changes a little before pre-copy and again after it: the delta that pre-copy stored may still be on its way to the storage."""
     running = start("memory-pattern", "--mib", "32")

@@ -8,12 +8,14 @@ import os
 import threading
 import time
 
+import msgspec
 import numpy as np
 import pytest
 import xxhash
+import zstandard
 
 from icecore.dumper.cells import EXTENT, plan_cells
-from icecore.dumper.fingerprints import KnownCells
+from icecore.dumper.fingerprints import Fingerprints, KnownCells, decode_fingerprints, encode_fingerprints
 from icecore.dumper.pipeline import without_zero_pages
 from icecore.dumper.scan import ScanResult, scan
 from icecore.dumper.sources import FileSource, PagesImage
@@ -21,7 +23,6 @@ from icecore.dumper.staging import Slot, Staging
 from icecore.errors import Damaged, DumpFailed
 from icecore.host.memory import RemoteReader
 from icecore.store.cell import CELL, CELL_BYTES, PAGE
-from icecore.store.fingerprints import decode_fingerprints, encode_fingerprints
 from icecore.store.manifest import Region
 
 _SIZE = 9 * CELL_BYTES + 5 * PAGE
@@ -179,11 +180,15 @@ def test_a_pages_image_reads_by_address(tmp_path: object) -> None:
 
 
 def test_fingerprints_survive_storing_and_name_damage() -> None:
-    spaces = {"process:1": (np.arange(5, dtype=np.uint64) * 4096, np.frombuffer(os.urandom(80), "V16"))}
-    data = encode_fingerprints(spaces)
+    keys, fingerprints = np.arange(5, dtype=np.uint64) * 4096, np.frombuffer(os.urandom(80), "V16")
+    data = encode_fingerprints({"process:1": Fingerprints(keys, fingerprints, keys[1:3]), "file:a": Fingerprints(keys, fingerprints)})
     back = decode_fingerprints(data)
-    assert back["process:1"][0].tolist() == spaces["process:1"][0].tolist()
-    assert back["process:1"][1].tobytes() == spaces["process:1"][1].tobytes()
+    assert back["process:1"].key.tolist() == keys.tolist()
+    assert back["process:1"].fingerprint.tobytes() == fingerprints.tobytes()
+    assert back["process:1"].restless.tolist() == keys[1:3].tolist() and not len(back["file:a"].restless)
+    # As they were before there was a third part.
+    old = zstandard.compress(msgspec.msgpack.encode({"process:1": [keys.tobytes(), fingerprints.tobytes()]}))
+    assert decode_fingerprints(old)["process:1"].key.tolist() == keys.tolist()
     with pytest.raises(Damaged):
         decode_fingerprints(data[:-3])
     with pytest.raises(Damaged):

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import zstandard
 
+from icecore.dumper.fingerprints import Fingerprints, decode_fingerprints, encode_fingerprints
 from icecore.errors import Damaged, FormatTooNew
 from icecore.restorer import workingset
 from icecore.store import codec, delta
@@ -34,7 +35,7 @@ from icecore.store.chunk import pages_of
 from icecore.store.codec import Choice, Encoder
 from icecore.store.container import TAIL_BYTES, Container
 from icecore.store.envelope import ObjectKind, seal
-from icecore.store.fingerprints import decode_fingerprints, encode_fingerprints
+from icecore.store.filters import FILTER_KIND, decode_filter, encode_filter
 from icecore.store.hints import HINTS_KIND, decode_hints
 from icecore.store.keys import (
     CONFIG_KIND,
@@ -161,6 +162,13 @@ def _segment() -> bytes:
     return b"".join(encode_segment(entries, KEY)[0])
 
 
+def _filter() -> Target:
+    ids = np.random.default_rng(2).integers(0, 256, (100, 32), np.uint8)
+    ref = SegmentRef(NAME, KEY, 1, len(ids))
+    good = encode_filter(ids, ref, KEY, "n")
+    return _sealed(FILTER_KIND, good, good[56:], KEY, lambda data: decode_filter("n", data, KEY, ref))
+
+
 def _reseal_segment(data: bytes) -> bytes:
     if len(data) < 56 + 80:
         return data
@@ -255,7 +263,9 @@ def _fingerprints(data: bytes) -> object:
 
 def targets() -> dict[str, Target]:
     """Every parser of something that lies in a repository."""
-    fingerprints = encode_fingerprints({"process:1": (np.arange(9, dtype=np.uint64), np.zeros(9, "V16"))})
+    fingerprints = encode_fingerprints(
+        {"process:1": Fingerprints(np.arange(9, dtype=np.uint64), np.zeros(9, "V16"), np.arange(3, dtype=np.uint64))}
+    )
     working = workingset.encode(workingset.WorkingSet("a" * 32, [(1, 4096), (1, 8192)]))
     slot, config, state, manifest = new_slot(), Config(1, "c" * 32, 1, Parameters()), _state(), _manifest()
     beat = Heartbeat("d" * 32, 1, 2, "h", 3)
@@ -274,6 +284,7 @@ def targets() -> dict[str, Target]:
         "fingerprints": _sealed(HINTS_KIND, seal(HINTS_KIND, fingerprints, KEY).data, fingerprints, KEY, _fingerprints),
         "working set": _sealed(HINTS_KIND, seal(HINTS_KIND, working, KEY).data, working, KEY, _working_set),
         "index segment": Target(_segment(), lambda data: parse_segment("n", data, KEY), _segment(), _reseal_segment),
+        "index filter": _filter(),
         "shard": _container(SHARD, _shard(), parse_footer),
         "node pack": _container(PACK, footer, parse_pack_footer),
         "node": Target(node, _parse_node, node[:-8], lambda data: data + codec.seal(data)),

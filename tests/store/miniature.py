@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -28,6 +30,8 @@ from icecore.store.session import Session
 from icecore.store.shard import ShardBuilder, place_chunk
 from icecore.store.slots import Cost
 from icecore.store.state import SnapshotRecord
+
+T = TypeVar("T")
 
 #: Cell number -> one byte that fills its only data page; None for no page at all.
 Content = Mapping[int, int]
@@ -59,7 +63,8 @@ async def put(
     base = await repository.manifest(session.base) if session.base else None
     parent = base.spaces[0] if base else None
     if base is not None and parent is not None:
-        for records in SnapshotReader(repository, base).records(parent):
+        reader = SnapshotReader(repository, base, asyncio.get_running_loop())
+        for records in await _waiting(repository, lambda: reader.records(parent)):
             for record in records:
                 place = Place(
                     record["place"]["shard"].tobytes(),
@@ -135,14 +140,23 @@ async def take(repository: Repository, content: Content, base: str | None = None
 async def read(repository: Repository, snapshot: str | SnapshotRecord) -> dict[int, int]:
     """The content of a snapshot, every byte verified; raises what a restore would."""
     manifest = await repository.manifest(snapshot)
-    reader = SnapshotReader(repository, manifest)
-    content = {}
-    out = memoryview(bytearray(CELL_BYTES))
-    for records in reader.records(manifest.spaces[0]):
-        for record in records:
-            data = bytes(reader.read_cell(record, out))
-            content[int(record["cell"])] = _value(data)
-    return content
+    reader = SnapshotReader(repository, manifest, asyncio.get_running_loop())
+
+    def whole() -> dict[int, int]:
+        content = {}
+        out = memoryview(bytearray(CELL_BYTES))
+        for records in reader.records(manifest.spaces[0]):
+            for record in records:
+                data = bytes(reader.read_cell(record, out))
+                content[int(record["cell"])] = _value(data)
+        return content
+
+    return await _waiting(repository, whole)
+
+
+async def _waiting(repository: Repository, work: Callable[[], T]) -> T:
+    """Do ``work``, which reads: where reads go through this loop, another thread has to be the one that waits for them."""
+    return work() if repository.backend.direct else await asyncio.to_thread(work)
 
 
 _VALUES: dict[bytes, int] = {}

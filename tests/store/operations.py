@@ -1,20 +1,41 @@
-"""Everything that changes a repository, for the tests that break it off at every store call. What is new (copy, key change, …) is added to OPERATIONS."""
+"""Everything that changes a repository, for the tests that break it off at every store call. What is new is added to OPERATIONS."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
+from unittest import mock
 
-from icecore.errors import IcecoreError
+from icecore.errors import IcecoreError, WrongPassphrase
+from icecore.store import index, keychain, reconcile, replication, slots
+from icecore.store.backend import Backend
 from icecore.store.keys import Parameters
+from icecore.store.log import Log
+from icecore.store.loop import LoopThread
 from icecore.store.memory import MemoryBackend
+from icecore.store.names import filtered_segment, parse_name
 from icecore.store.repair import Repairer
 from icecore.store.repository import Repository
-from tests.store.miniature import collect, listed, read, sound, take
+from icecore.store.transfer import copy
+from tests.store.miniature import CHEAP, PASSPHRASE, collect, listed, read, sound, take
 
 A = {cell: cell for cell in range(12)}
 B = {**A, **{cell: 100 + cell for cell in range(10)}}
 C = {cell: 50 + cell for cell in range(5)}
+D = {cell: 150 + cell for cell in range(4)}
+#: Opens an encrypted repository after a change of keys.
+CHANGED = b"another that is long enough"
+TAGS = ["from afar"]
+
+
+async def unlocked(backend: Backend) -> Repository:
+    """The repository in ``backend``, whatever its passphrase is by now."""
+    try:
+        return await Repository.open(backend, passphrase=lambda: PASSPHRASE)
+    except WrongPassphrase:
+        return await Repository.open(backend, passphrase=lambda: CHANGED)
 
 
 class Scene:
@@ -25,6 +46,10 @@ class Scene:
         contents: What snapshots that must stay hold.
         forgettable: One that may go.
         whole: The objects before ``harm``.
+        far: The objects of a replica (`make_replica`).
+        strange: Those of a repository that has nothing in common with it (`make_stranger`).
+        arriving: What snapshots hold that only one of these has.
+        followed: One that came from the replica, which has forgotten it since.
     """
 
     def __init__(self) -> None:
@@ -32,11 +57,16 @@ class Scene:
         self.contents: dict[str, dict[int, int]] = {}
         self.forgettable = ""
         self.whole: dict[str, bytes] = {}
+        self.far: dict[str, bytes] = {}
+        self.strange: dict[str, bytes] = {}
+        self.arriving: dict[str, dict[int, int]] = {}
+        self.followed = ""
 
-    async def build(self) -> None:
+    async def build(self, encrypted: bool = False) -> None:
         """Make it."""
         backend = MemoryBackend(self.objects)
-        repository = await Repository.create(backend, Parameters(shard_bytes=1 << 18))
+        given = (lambda: PASSPHRASE) if encrypted else None
+        repository = await Repository.create(backend, Parameters(shard_bytes=1 << 18), passphrase=given, cost=CHEAP)
         old = await take(repository, A)
         self.contents[await take(repository, B, old)] = dict(B)
         self.contents[await take(repository, C)] = dict(C)
@@ -45,6 +75,13 @@ class Scene:
         await backend.create("hints/gone/touched-1-2", [b"advice"])
         self.whole = dict(self.objects)
 
+    def copy(self) -> Scene:
+        """The same, to be changed apart."""
+        other = Scene()
+        for name, value in vars(self).items():
+            setattr(other, name, dict(value) if isinstance(value, dict) else value)
+        return other
+
     @property
     def parent(self) -> str:
         """A snapshot to build on."""
@@ -52,11 +89,11 @@ class Scene:
 
     async def replica(self) -> Repository:
         """The repository as it was before harm."""
-        return await Repository.open(MemoryBackend(dict(self.whole)))
+        return await unlocked(MemoryBackend(dict(self.whole)))
 
     async def readable(self, backend: MemoryBackend) -> set[str]:
         """Snapshots that must stay and read back."""
-        repository, good = await Repository.open(backend), set()
+        repository, good = await unlocked(backend), set()
         for snapshot, content in self.contents.items():
             try:
                 if await read(repository, snapshot) == content:
@@ -78,18 +115,49 @@ async def harm(scene: Scene) -> None:
         scene.objects[name] = bytes(data)
 
 
+async def make_replica(scene: Scene) -> None:
+    """A replica with a snapshot of its own, other marks, and one less: what it brought here once and forgot."""
+    here = await unlocked(MemoryBackend(scene.objects))
+    there = await Repository.create(
+        MemoryBackend(scene.far),
+        here.config.parameters,
+        passphrase=(lambda: PASSPHRASE) if here.keys.encrypted else None,
+        cost=CHEAP,
+        secret=here.keys.secret,
+    )
+    scene.followed = await take(there, {5: 170, **C})
+    for source, target in ((there, here), (here, there)):
+        await replication.sync(source, target, await reconcile.plan(source, target))
+    await there.forget([scene.followed])
+    await collect(there)
+    scene.arriving[await take(there, {6: 160, **D}, scene.parent)] = {6: 160, **D}
+    await there.update(scene.parent, pinned=True, tags=TAGS)
+    scene.whole = dict(scene.objects)
+
+
+async def make_stranger(scene: Scene) -> None:
+    """A repository with keys of its own: a lineage of two."""
+    there = await Repository.create(MemoryBackend(scene.strange), Parameters(shard_bytes=1 << 18))
+    first = await take(there, A)
+    scene.arriving |= {first: dict(A), await take(there, {**A, 3: 130}, first): {**A, 3: 130}}
+
+
 @dataclass(frozen=True)
 class Operation:
     """One operation.
 
     Attributes:
         run: Does it.
+        before: Makes what it needs.
+        encrypted: Whether the scene is.
         harm: Done to the scene's objects before; then only what still reads afterwards has to go on reading.
         finish: What another process does after a crash, before all has to be sound.
         heals: Whether ``finish`` brings back everything that was harmed.
     """
 
     run: Callable[[Repository, Scene], Awaitable[object]]
+    before: Callable[[Scene], Awaitable[None]] | None = None
+    encrypted: bool = False
     harm: Callable[[Scene], Awaitable[None]] | None = None
     finish: Callable[[Repository, Scene], Awaitable[object]] | None = None
     heals: bool = False
@@ -105,29 +173,121 @@ async def repair_from_replica(repository: Repository, scene: Scene) -> object:
     return await Repairer(repository, await scene.replica()).apply()
 
 
+async def sync_from_replica(repository: Repository, scene: Scene) -> object:
+    """Snapshots, marks and forgets."""
+    source = await unlocked(MemoryBackend(scene.far))
+    todo = await reconcile.plan(source, repository, forget=True)
+    return await replication.sync(source, repository, todo, patience=0.2)
+
+
+async def synced(repository: Repository, scene: Scene) -> None:
+    """The next sync does the rest, once."""
+    await sync_from_replica(repository, scene)
+    there = await listed(await unlocked(MemoryBackend(scene.far)))
+    assert set(there) <= set(await listed(repository)) and scene.followed not in await listed(repository)
+    record = await repository.find(scene.parent)
+    assert record.pinned and record.tags == TAGS
+    assert await reconcile.plan(await unlocked(MemoryBackend(scene.far)), repository, forget=True) == reconcile.Plan()
+
+
+async def copy_from_stranger(repository: Repository, scene: Scene) -> object:
+    """All that it has, in an event loop of its own, as copies have."""
+
+    def body() -> object:
+        with LoopThread() as loop:
+            source = loop.run(Repository.open(MemoryBackend(scene.strange)))
+            log = Log(repository.backend, repository.keys.log)
+            target = Repository(repository.backend, repository.config, repository.keys, log, repository.emit)
+            return copy(source, target, loop, loop.run(source.snapshots()), threads=1)
+
+    return await asyncio.to_thread(body)
+
+
+async def copied(repository: Repository, scene: Scene) -> None:
+    """The next copy goes on where it was."""
+    await copy_from_stranger(repository, scene)
+    source = await Repository.open(MemoryBackend(scene.strange))
+    assert set(await listed(source)) <= set(await listed(repository))
+
+
+async def change_keys(repository: Repository, scene: Scene) -> object:
+    """Another passphrase in the place of the first."""
+    keys = repository.keys
+    edit = partial(slots.rotate, secret=keys.secret, which="first", passphrase=CHANGED, cost=CHEAP)
+    return await keychain.change(repository.backend, keys, edit)
+
+
+async def keys_changed(repository: Repository, scene: Scene) -> None:
+    """One of the two passphrases opens it, and so it stays when the next change comes and tidies up."""
+    keys, works = repository.keys, []
+    edit = partial(slots.add, secret=keys.secret, passphrase=b"the third of them", label="third", cost=CHEAP)
+    for again in (False, True):
+        if again:
+            await keychain.change(repository.backend, keys, edit)
+        for passphrase in (PASSPHRASE, CHANGED):
+            try:
+                await Repository.open(repository.backend, passphrase=lambda given=passphrase: given)  # type: ignore[misc]
+                works.append(passphrase)
+            except WrongPassphrase:
+                pass
+    assert len(works) == 2 and works[0] == works[1]
+    assert len([info async for info in repository.backend.list("keys/")]) == 1
+
+
+def with_filters(
+    run: Callable[[Repository, Scene], Awaitable[object]],
+) -> Callable[[Repository, Scene], Awaitable[object]]:
+    """The same where every index segment is long enough to have a filter."""
+
+    async def filtered(repository: Repository, scene: Scene) -> object:
+        with mock.patch.object(index, "FILTER_ENTRIES", 1):
+            return await run(repository, scene)
+
+    return filtered
+
+
+def commit(repository: Repository, scene: Scene) -> Awaitable[object]:
+    """A snapshot with a parent."""
+    return take(repository, {**B, 20: 60, 21: 61}, scene.parent)
+
+
 OPERATIONS: dict[str, Operation] = {
-    "commit": Operation(lambda repository, scene: take(repository, {**B, 20: 60, 21: 61}, scene.parent)),
+    "commit": Operation(commit),
+    "commit with filters": Operation(with_filters(commit)),
     "forget": Operation(lambda repository, scene: repository.forget([scene.forgettable])),
     "pin": Operation(lambda repository, scene: repository.update(scene.parent, pinned=True)),
     "gc": Operation(lambda repository, scene: collect(repository)),
+    "gc with filters": Operation(with_filters(lambda repository, scene: collect(repository))),
     "gc without compaction": Operation(lambda repository, scene: collect(repository, compact_below=0)),
-    "repair": Operation(repair, harm, repair),
-    "repair from a replica": Operation(repair_from_replica, harm, repair_from_replica, heals=True),
+    "repair": Operation(repair, harm=harm, finish=repair),
+    "repair from a replica": Operation(repair_from_replica, harm=harm, finish=repair_from_replica, heals=True),
+    "sync": Operation(sync_from_replica, before=make_replica, finish=synced),
+    "copy": Operation(copy_from_stranger, before=make_stranger, finish=copied),
+    "key change": Operation(change_keys, encrypted=True, finish=keys_changed),
 }
 
 
 async def quarantined(backend: MemoryBackend) -> set[str]:
     """Snapshots that are said to have lost data."""
-    return {record.snapshot for record in await (await Repository.open(backend)).snapshots() if record.quarantined}
+    return {record.snapshot for record in await (await unlocked(backend)).snapshots() if record.quarantined}
 
 
 async def prepared(name: str) -> Scene:
     """A scene, ready for the operation."""
+    scene, operation = Scene(), OPERATIONS[name]
+    await scene.build(operation.encrypted)
+    for work in (operation.before, operation.harm):
+        if work is not None:
+            await work(scene)
+    return scene
+
+
+async def prepared_for_all() -> Scene:
+    """An encrypted scene, sound, ready for every operation."""
     scene = Scene()
-    await scene.build()
-    wanted = OPERATIONS[name].harm
-    if wanted is not None:
-        await wanted(scene)
+    await scene.build(True)
+    await make_replica(scene)
+    await make_stranger(scene)
     return scene
 
 
@@ -139,7 +299,7 @@ async def aftermath(backend: MemoryBackend, scene: Scene, operation: Operation, 
     """
     assert before <= await scene.readable(backend)
     assert not before & await quarantined(backend), "what reads was given up"
-    repository = await Repository.open(backend)
+    repository = await unlocked(backend)
     assert set(scene.contents) <= set(await listed(repository))
     if operation.finish is not None:
         await operation.finish(repository, scene)
@@ -153,7 +313,9 @@ async def aftermath(backend: MemoryBackend, scene: Scene, operation: Operation, 
     assert report.snapshots >= 2 and await scene.readable(backend) == good
     for snapshot in set(await listed(repository)) - lost:
         content = await read(repository, snapshot)
-        assert content == scene.contents.get(snapshot, content)
+        assert content == (scene.contents | scene.arriving).get(snapshot, content)
     assert not [name for name in backend.objects if name.startswith(("hints/", "sessions/"))]
+    filters = {filtered_segment(name) for name in backend.objects if name.startswith("filters/")}
+    assert filters <= {named[1] for named in map(parse_name, backend.objects) if named is not None and named[0] == "segment"}
     # And it can be worked with.
     await take(repository, {1: 1}, next(iter(good), None))

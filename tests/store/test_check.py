@@ -10,7 +10,7 @@ import pytest
 
 from icecore.errors import Damaged, IcecoreError, ObjectMissing
 from icecore.store.check import check
-from icecore.store.index import Index
+from icecore.store.lookup import Index
 from icecore.store.memory import MemoryBackend
 from icecore.store.names import log_name
 from icecore.store.repository import Repository

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from icecore.store import catalog, index, log, segment
 from icecore.store.envelope import HEADER_BYTES, ObjectKind
+from icecore.store.filters import (
+    BITS,
+    FILTER_KIND,
+    LARGE_BITS,
+    LARGE_ENTRIES,
+    block_count,
+    decode_filter,
+    encode_filter,
+)
 from icecore.store.hints import HINTS_KIND
 from icecore.store.keys import CONFIG_KIND, ENCRYPTED_FORMAT, FORMAT, KEY_KIND, USES
 from icecore.store.manifest import MANIFEST_KIND, NODE_REF
-from icecore.store.names import KINDS, PREFIX, heartbeat_name, key_name, log_name, object_name
+from icecore.store.names import KINDS, PREFIX, filter_name, heartbeat_name, key_name, log_name, object_name
 from icecore.store.session import BEAT_KIND
 from icecore.store.state import (
     ENTRY_KIND,
@@ -20,13 +31,14 @@ from icecore.store.state import (
     NAMES_KIND,
     PAGE_KIND,
     REMEMBERED,
+    SegmentRef,
     SnapshotRecord,
     State,
     decode_entry,
 )
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
-ENVELOPES = [CONFIG_KIND, KEY_KIND, ENTRY_KIND, PAGE_KIND, NAMES_KIND, MANIFEST_KIND, HINTS_KIND, BEAT_KIND]
+ENVELOPES = [CONFIG_KIND, KEY_KIND, ENTRY_KIND, PAGE_KIND, NAMES_KIND, MANIFEST_KIND, FILTER_KIND, HINTS_KIND, BEAT_KIND]
 
 
 @pytest.mark.parametrize("kind", ENVELOPES, ids=lambda kind: kind.title)
@@ -52,6 +64,7 @@ def test_names_are_as_documented() -> None:
         assert name.startswith(PREFIX[kind])
     assert log_name(1) == "log/fffffffffffffffe" and key_name(0) == "keys/00000000"
     assert heartbeat_name("ab" * 16, 3) == f"sessions/{'ab' * 16}/0000000000000003"
+    assert filter_name(identity) == f"filters/{identity.hex()}"
     kinds = ", ".join(f"{number} {kind}" for number, kind in enumerate(KINDS))
     assert kinds in DOCUMENT and NAME_BYTES == 17
 
@@ -60,6 +73,10 @@ def test_numbers_are_as_documented() -> None:
     assert f"array of {NODE_REF.itemsize}-byte records" in DOCUMENT
     assert f"| | {segment.ENTRY.itemsize}·n |" in DOCUMENT and f"{segment.FENCE.itemsize}·⌈n/1024⌉" in DOCUMENT
     assert segment.BLOCK_ENTRIES == 1024 and segment.MAX_ENTRIES == 1 << 26 and index.SPLIT_ENTRIES == 1 << 20
+    assert f"of {index.FILTER_ENTRIES} entries or more ({index.FILTER_ENTRIES // 8} where" in DOCUMENT and f"⌈{BITS}·n/256⌉ blocks of" in DOCUMENT
+    assert f"(⌈{LARGE_BITS}·n/256⌉ where `bits` is 8 and they are {LARGE_ENTRIES} or more)" in DOCUMENT
+    counts = [block_count(SegmentRef(bytes(16), bytes(32), 1, count, bits)) for bits in (6, 8) for count in (1000, 131071, 131072, 1 << 20)]
+    assert counts == [63, 8192, 8192, 65536, 63, 8192, 6656, 53248]
     assert index.FAN_IN == 8 and catalog.TAIL_RECORDS == 32 and catalog.FAN_IN == 8 and catalog.PAGE_RECORDS == 2048
     assert (
         f"The newest {log.KEPT_ENTRIES} entries are kept" in DOCUMENT
@@ -87,6 +104,23 @@ ENTRY = (
     "1e860284695893a40d995fa85564dee959655724d617b2466e123823deb6ae7499036d32feebf6adacb487a3d42a9717668c"
     "0600460d25200eb95c2dac88051334200f"
 )
+
+
+#: The filter of 40 made ids, as the first version that had filters wrote it, with the same key.
+FILTER = (
+    "49434546494c5401000000000000000080000000000000001a4f640ea125ad54759273808bcefa574292ed53ebc8ed9e6947"
+    "16474239deea000000000000000000000000000000000000000000000000000000000000000083483b47458660bca64804e8"
+    "333830cc32b033b89fc064321ec0bd2055a316080016a02852048190014b0045184502005080994a09180681e24000006348"
+    "010a82cedd204120ca4da4484885b00eca8126b2a306066836534b81f083518ab290"
+)
+
+
+def test_bytes_of_the_first_filters_are_read() -> None:
+    ids = np.frombuffer(hashlib.shake_128(b"ids").digest(40 * 32), np.uint8).reshape(-1, 32)
+    key = bytes(range(32))
+    ref = SegmentRef(bytes(16), bytes(32), 1, 40)
+    assert encode_filter(ids, ref, key, "n").hex() == FILTER
+    assert len(decode_filter("n", bytes.fromhex(FILTER), key, ref)) == 3
 
 
 def test_bytes_of_version_1_are_read() -> None:

@@ -8,9 +8,10 @@ import pytest
 
 from icecore.errors import NotFound, ObjectMissing, SessionFenced, StoreError
 from icecore.store import catalog
-from icecore.store.faulty import Call, Outcome, always
+from icecore.store.faulty import Call, Outcome, always, far_away
 from icecore.store.gc import Collector, Options
 from icecore.store.memory import MemoryBackend
+from icecore.store.reach import Reach, space_refs
 from icecore.store.repository import Repository
 from tests.store.miniature import collect, listed, put, read, reopened, sound, state_of, take
 
@@ -41,6 +42,43 @@ def test_forgotten_snapshots_are_deleted_and_the_others_stay() -> None:
         await sound(repository, unreached=0)
         assert {name.split("/")[0] for name in backend.objects} == {"config", "keys", "log"}
         assert (await state_of(repository)).state.condemned == []
+
+    asyncio.run(body())
+
+
+def test_what_snapshots_have_in_common_is_read_once() -> None:
+    """Also by those that are marked at the same time; and if one of them cannot be read, nothing counts as marked."""
+
+    async def body() -> None:
+        backend = MemoryBackend()
+        repository = await Repository.create(backend)
+        parent = await take(repository, A)
+        for cell in range(40, 48):
+            await take(repository, {**A, cell: cell}, parent)
+        opened, faulty = await reopened(backend)
+        faulty._delay = far_away(0.002)
+        records = await opened.snapshots()
+        faulty.calls.clear()
+        reach = Reach(opened)
+        await reach.add(records)
+        reads = [call for call in faulty.calls if call.name.startswith("nodes/")]
+        assert len(reads) == len(records)  # one node each, all different
+        first = await opened.manifest(records[0])
+        (refs,) = space_refs(first, "")
+        again = Reach(opened)
+        faulty.calls.clear()
+        await asyncio.gather(*(again._space(refs, records[0]) for _ in range(4)))
+        assert len(faulty.calls) == 1
+
+        # A read that fails is nobody's any more.
+        failing = Reach(opened)
+        faulty.plan = lambda call: Outcome.FAIL if call.name.startswith("nodes/") else Outcome.PASS
+        with pytest.raises(StoreError):
+            await failing.add(records)
+        faulty.plan = always
+        await failing.add(records)
+        assert failing.names == reach.names
+        assert {shard: live.bytes for shard, live in failing.shards()} == {shard: live.bytes for shard, live in reach.shards()}
 
     asyncio.run(body())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,17 +15,20 @@ from icecore.errors import Damaged
 from icecore.store import index as index_module
 from icecore.store.backend import Backend
 from icecore.store.cell import PLACE, Bytes, Records
+from icecore.store.cipher import Key
+from icecore.store.faulty import FaultyBackend
 from icecore.store.index import (
     FAN_IN,
-    Index,
     Merge,
     build,
+    merge_long,
     merge_segments,
     plan_merges,
     read_segment,
     replaced,
     size_class,
 )
+from icecore.store.lookup import Index
 from icecore.store.memory import MemoryBackend
 from icecore.store.names import object_name, random_id
 from icecore.store.segment import (
@@ -200,6 +204,53 @@ def test_large_segments_are_cut_by_prefix(monkeypatch: pytest.MonkeyPatch) -> No
             )
         ]
         assert [(s.ref.bits, s.ref.prefix, s.ref.count) for s in merged] == [(r.bits, r.prefix, r.count) for r in refs]
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("key", [KEY, Key(KEY, b"e" * 32)], ids=["plain", "encrypted"])
+@pytest.mark.parametrize("bits", [0, 3, 7, 8])
+def test_long_segments_are_merged_range_by_range(key: bytes, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes of it is what merging all at once gives, and no read is as long as an input."""
+
+    async def body() -> None:
+        faulty, prefix = FaultyBackend(MemoryBackend()), 0b1010110 >> (7 - bits) if bits < 8 else 0b10101101
+        dice = np.random.default_rng(bits)
+        refs, runs = [], []
+        ids, _ = drawn(5000, 3)
+        ids[:, 0] = (prefix << (8 - bits)) + (ids[:, 0] >> bits) if bits else ids[:, 0]
+        for number in range(4):
+            some = ids[np.sort(dice.permutation(len(ids))[:3000])]
+            entries = sort_entries(make_entries(some, drawn(3000, 10 + number)[1]))
+            (segment,) = build(entries, key, random_id, bits=bits, prefix=prefix)
+            await faulty.create(object_name("segment", segment.ref.id), segment.parts)
+            refs.append(segment.ref)
+            runs.append(entries)
+        dead = frozenset([runs[0]["place"]["shard"][0].tobytes(), runs[3]["place"]["shard"][7].tobytes()])
+        monkeypatch.setattr(index_module, "SPLIT_ENTRIES", 1000)
+        faulty.calls.clear()
+        made = [segment async for segment in merge_long(faulty, Merge(tuple(refs)), key, random_id, dead)]
+        expected = merge(runs[::-1], dead)
+        assert sum(segment.ref.count for segment in made) == len(expected) < 5000
+        got = [parse_segment(object_name("segment", s.ref.id), b"".join(s.parts), key, s.ref.digest)[1] for s in made]
+        assert (sort_entries(np.concatenate(got)) == expected).all()
+        for segment, entries in zip(made, got, strict=True):
+            assert (entries["chunk"][:, 0] >> (8 - segment.ref.bits) == segment.ref.prefix).all() or not segment.ref.bits
+        if bits < 7:
+            assert max(call.bytes for call in faulty.calls) < refs[0].length and len(made) > 1
+
+    asyncio.run(body())
+
+
+def test_damage_to_an_input_stops_a_merge() -> None:
+    async def body() -> None:
+        backend = MemoryBackend()
+        refs = [ref for seed in (1, 2) for ref in await store(backend, make_entries(*drawn(3000, seed)))]
+        name = object_name("segment", refs[1].id)
+        backend.objects[name] = backend.objects[name][:-1] + bytes([backend.objects[name][-1] ^ 1])
+        with mock.patch.object(index_module, "SPLIT_ENTRIES", 1000), pytest.raises(Damaged):
+            async for _ in merge_long(backend, Merge(tuple(refs)), KEY, random_id):
+                pass
 
     asyncio.run(body())
 

@@ -11,7 +11,7 @@ import pytest
 
 from icecore.errors import Damaged, ObjectMissing, StoreError, UsageError
 from icecore.events import Event
-from icecore.store import replication
+from icecore.store import reconcile, replication
 from icecore.store.backend import Backend
 from icecore.store.faulty import Call, Crashed, FaultyBackend, Outcome, Plan, always, stop_at
 from icecore.store.gc import COLLECT
@@ -60,7 +60,7 @@ class World:
         self, here: Backend | None = None, there: Backend | None = None, patience: float = 0.2
     ) -> replication.Synced:
         source, target = await self.open(here or self.here), await self.open(there or self.there)
-        return await replication.sync(source, target, await replication.missing(source, target), patience=patience)
+        return await replication.sync(source, target, await reconcile.plan(source, target), patience=patience)
 
     async def complete(self, there: Backend | None = None) -> None:
         """The replica has everything, and nothing else."""
@@ -99,7 +99,7 @@ def test_only_what_is_missing_travels(encrypted: bool) -> None:
         world.contents[await take(target, {**new, 40: 40})] = {**new, 40: 40}
         assert len([name for name in common(world.there) - before if name.startswith("shards/")]) == 1
         source = await world.open(world.here)
-        back = await replication.sync(target, source, await replication.missing(target, source))
+        back = await replication.sync(target, source, await reconcile.plan(target, source))
         assert back.objects == 3
         await world.complete(world.here)
 
@@ -295,7 +295,7 @@ def test_repair_brings_back_what_a_replica_has(harm: Harm, encrypted: bool) -> N
             fresh = await Repository.create(
                 MemoryBackend(), passphrase=(lambda: PASSPHRASE) if encrypted else None, cost=CHEAP, secret=alone.keys.secret
             )
-            done = await replication.sync(alone, fresh, await replication.missing(alone, fresh))
+            done = await replication.sync(alone, fresh, await reconcile.plan(alone, fresh))
             assert {one.snapshot for one in done.lost} == quarantined
             assert set(await listed(fresh)) == world.contents.keys() - quarantined
             await sound(fresh, unreached=0)

@@ -158,12 +158,14 @@ class World:
     def act(self, kind: str, what: Callable[[Repository, Actor], Awaitable[object]]) -> Actor:
         """Start an actor; it stops before its first store call."""
         backend = GatedBackend(self.inner)
+        known = asyncio.Event()
 
         async def body() -> object:
             # What opening reads never changes: it is not worth a step.
             backend.open = True
             repository = await Repository.open(backend)
             backend.open = False
+            await known.wait()
             return await what(repository, actor)
 
         async def start() -> asyncio.Task[object]:
@@ -173,6 +175,7 @@ class World:
         fences = self.fences - any(other.fencing for other in self.actors)
         actor = Actor(kind, backend, self.run(start()), fences=fences)
         self.actors.append(actor)
+        known.set()
         self.run(self._settle(actor, backend.arrivals))
         return actor
 

@@ -446,3 +446,13 @@ def test_what_pre_copy_made_a_delta_of_can_change_again(here: Place) -> None:
         space = writer.put_map("process", "1", CELL_BYTES, [Region(0, CELL_BYTES, 0)], [np.array([record])], first.space)
         snapshot = writer.commit(here.manifest([space], first.snapshot))
     assert here.content(snapshot) == twice
+
+
+def test_the_first_shard_of_a_far_store_is_sent_before_it_is_full() -> None:
+    """So that the link does not wait; the others are as long as they may be, however quick the store is."""
+    backend = MemoryBackend()
+    with place(backend, 16 << 20) as here:
+        taken = here.take(image(40, "random", 1))
+        assert len(here.content(taken.snapshot)) == 40
+    sizes = sorted(len(data) >> 20 for name, data in backend.objects.items() if name.startswith("shards/"))
+    assert sizes == [4, 4, 16, 16]  # the first, what was left, and two full ones

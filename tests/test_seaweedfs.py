@@ -1,0 +1,23 @@
+"""The S3 servers of the tests leave nothing behind, wherever SeaweedFS would like to put it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from tests.seaweedfs import running, sockets
+
+
+def named_after(pid: int) -> list[Path]:
+    """Log files of a process in the machine's temporary directory, and links to them."""
+    names = [Path(tempfile.gettempdir()) / name for name in os.listdir(tempfile.gettempdir()) if name.startswith("weed")]
+    return [path for path in names if (os.readlink(path) if path.is_symlink() else path.name).endswith(f".{pid}")]
+
+
+def test_a_server_leaves_nothing_outside_of_its_folder(tmp_path: Path) -> None:
+    with running(tmp_path / "server") as server:
+        server.make_bucket("a-bucket")
+        assert not named_after(server.process.pid)
+        assert list((server.folder / "logs").glob("weed*"))
+    assert not named_after(server.process.pid) and not sockets(server.ports)
