@@ -40,7 +40,7 @@ def visible(new_machine: NewMachine, cli: Cli, tmp_path: Path) -> Machine:
 
 def start(cli: Cli, *words: str) -> Running:
     order = json.dumps({"out": "/dev/stdout", "gpus": [0], "mib": 4, "buffers": BUFFERS})
-    cli.run("run", "-d", "--gpu", *words, "--name", "gpu", "--", sys.executable, "-S", str(HERE / "job.py"), order)
+    cli.run("run", "-d", "--gpu", "--resident", *words, "--name", "gpu", "--", sys.executable, "-S", str(HERE / "job.py"), order)
     job = cli.job("gpu")
     goes_on(job, 10)
     return job
@@ -109,7 +109,7 @@ def test_a_job_and_its_instances(cli: Cli, visible: Machine, root: str) -> None:
 
 def test_without_the_preload(cli: Cli, visible: Machine) -> None:
     cli.run("init")
-    job = start(cli, "--no-resident")
+    job = start(cli, "--no-resident")  # as without a word: it is not the default yet
     environment = Path(f"/proc/{job.pid}/environ").read_bytes()
     assert b"LD_PRELOAD" not in environment and b"ICECORE_RESIDENT" not in environment
     goes_on(job)
@@ -122,7 +122,7 @@ def test_where_no_compiler_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(api, "preload_path", missing)
     events: list[Event] = []
     registry = Registry(tmp_path / "state")
-    job = api.start_gpu(registry, ["sleep", "60"], Isolation(), emit=events.append)
+    job = api.start_gpu(registry, ["sleep", "60"], Isolation(), resident=True, emit=events.append)
     job.kill(9)
     job.wait(10)
     [about] = [event.fields for event in events if event.name == "run.gpu"]
