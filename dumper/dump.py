@@ -336,6 +336,8 @@ class _Dump:
                 window.kill(list(captured.pids))
                 if devices is not None:
                     devices.gone(keep_resident=self.options.keep_resident)
+        # Before the guard is released, which removes them if this process is killed until then.
+        shutil.rmtree(images, ignore_errors=True)
         return snapshot, manifest, sum(c.stored for c in copied.values()), storing.pipeline.spilled
 
     def _preflight(self) -> Look:
