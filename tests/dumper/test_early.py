@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -18,9 +19,9 @@ from icecore.store.cell import PAGE
 from tests.programs import driving
 
 from .conftest import Start
-from .failing import Job, Witness, fails
+from .failing import Job, Witness
 from .puppet import Puppet
-from .world import Events, Stillness, Store, assert_same_memory, standing
+from .world import Events, Stillness, Store, assert_same_memory, leftovers, standing
 
 pytestmark = [pytest.mark.criu, pytest.mark.timeout(60)]
 
@@ -118,12 +119,26 @@ def test_threads_that_differ_at_the_end_have_everything_read_again(
     assert_same_memory(store.read(result.snapshot), still)
 
 
+def fails_early(job: Job, witness: Witness, act: Callable[[], object], error: type[BaseException]) -> BaseException:
+    """As `failing.fails`, once CRIU was found at work in time; dumps of which it was not are good ones."""
+    for _ in range(_TRIES):
+        try:
+            act()
+        except error as caught:
+            at = time.time_ns()
+            assert not standing(job.pid) and not leftovers(witness.store.workdir)
+            job.runs(at)
+            witness.verify(len(witness.store.snapshots()))
+            return caught
+    raise AssertionError(f"CRIU was done before it was noticed, {_TRIES} times")
+
+
 def test_an_early_scan_that_fails_fails_the_dump(job: Job, witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: EarlyScan, *about: object) -> None:
         raise DumpFailed("a page could not be read")
 
     monkeypatch.setattr(EarlyScan, "_process", broken)
-    error = fails(job, witness, lambda: dumped_early(witness.store, job.pid))
+    error = fails_early(job, witness, lambda: witness.store.dump(job.pid), DumpFailed)
     assert "a page could not be read" in str(error)
     monkeypatch.undo()
     witness.next_dump_is_good()
@@ -136,11 +151,9 @@ def test_a_window_that_is_abandoned_meanwhile(job: Job, witness: Witness) -> Non
         held.extend(standing(job.pid))
         time.sleep(1.0)
 
-    def dump() -> None:
-        events = Events({("dump.early", "begin"): dawdle})
-        for _ in range(_TRIES):
-            witness.store.dump(job.pid, DumpOptions(max_window=0.3), events=events)
-
-    fails(job, witness, dump, WindowExceeded)
+    events = Events({("dump.early", "begin"): dawdle})
+    fails_early(
+        job, witness, lambda: witness.store.dump(job.pid, DumpOptions(max_window=0.3), events=events), WindowExceeded
+    )
     assert held
     witness.next_dump_is_good()
