@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -145,8 +146,12 @@ class Filling:
         self._fetcher.stop()
 
     def stop(self) -> None:
-        """End all threads. The tree is dead, or complete."""
+        """End all threads and placers. The tree is dead, or complete."""
         self._fetcher.stop()
+        if self._placers is not None:
+            # Before the daemon is stopped: one that hangs holds the lock that the daemon may be waiting for.
+            with suppress(RestoreFailed):
+                self._placers.close()
 
     def fail(self, error: BaseException) -> None:
         """Stop filling because of an error from elsewhere."""
