@@ -35,7 +35,7 @@ from icecore.restorer.plan import Batch
 from icecore.store.cell import Records
 from icecore.store.cipher import encryption_of
 
-_END_SECONDS = 20.0
+_END_SECONDS = 5.0
 #: A placer has room for a batch as it is stored, its cells, and scratch.
 _BYTES = 32 << 20
 #: With fewer cores threads are as fast; with less memory the restore is over before a placer has begun.

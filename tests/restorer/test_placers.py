@@ -8,11 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from icecore.errors import Damaged, IcecoreError, ObjectMissing
+from icecore.errors import Damaged, IcecoreError, ObjectMissing, RestoreFailed
 from icecore.events import Event
 from icecore.restorer.guard_process import descendants
 from icecore.restorer.locks import SharedLock
@@ -143,6 +144,22 @@ def test_placers_that_are_killed(tmp_path: Path, cache: Path, who: str, options:
         verdict = it.verdict()
         assert verdict.passed, verdict.errors
         assert killed and int(str(memory_phase(it)["redone"])) > 0
+        assert processes(str(it.workdir)) == []
+
+
+def test_a_placer_that_hangs_ends_the_restore_and_is_killed(tmp_path: Path, cache: Path) -> None:
+    with dumped("memory-pattern", tmp_path, cache, ("--mib", "64")) as it:
+        driving.forget(tmp_path)
+
+        def emit(event: Event) -> None:
+            if event.name == "restore.criu" and event.fields["state"] == "begin":
+                while len(found := sorted(processes(str(it.workdir)))) < 4:
+                    time.sleep(0.01)
+                os.kill(found[-1], signal.SIGSTOP)
+
+        with pytest.raises(RestoreFailed, match="placer process"):
+            it.restore(replace(FULL, stall_seconds=2.0), emit=emit).wait_resident(60)
+        assert it.remains() == []
         assert processes(str(it.workdir)) == []
 
 
