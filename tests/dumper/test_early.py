@@ -152,8 +152,11 @@ def test_a_window_that_is_abandoned_meanwhile(job: Job, witness: Witness) -> Non
         time.sleep(1.0)
 
     events = Events({("dump.early", "begin"): dawdle})
-    fails_early(
-        job, witness, lambda: witness.store.dump(job.pid, DumpOptions(max_window=0.3), events=events), WindowExceeded
-    )
+    for _ in range(_TRIES):
+        fails_early(
+            job, witness, lambda: witness.store.dump(job.pid, DumpOptions(max_window=0.6), events=events), WindowExceeded
+        )
+        if held:  # else a busy machine took longer than that to begin
+            break
     assert held
     witness.next_dump_is_good()
