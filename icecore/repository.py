@@ -1,46 +1,48 @@
-"""The public Repository: opens, lists, compares and cleans, synchronously; everything that waits runs in one background event loop."""
+"""The public Repository: opens, lists, compares and cleans, synchronously; everything that waits runs in one background event loop.
+
+What few commands need is imported where it is used: to load all took as long as many a command.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from blake3 import blake3
 
-from icecore import addressing, difference
+from icecore import addressing
 from icecore.config import Config
-from icecore.difference import Difference
 from icecore.errors import IcecoreError, NotFound, StoreError, UsageError
 from icecore.events import Event, Sink, discard
 from icecore.passphrase import Passphrase, current
 from icecore.places import backend_at, state_directory
-from icecore.store import forget, keychain, reconcile
-from icecore.store import slots as slot_changes
 from icecore.store.backend import Backend
-from icecore.store.check import Report, check
-from icecore.store.diagnosis import Plan as RepairPlan
-from icecore.store.forget import Decision, Policy
-from icecore.store.gc import Collector, Freed
-from icecore.store.gc import Options as GcOptions
-from icecore.store.gc import Plan as GcPlan
-from icecore.store.gc import Result as GcResult
 from icecore.store.keys import Parameters
 from icecore.store.log import Log
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import Manifest
-from icecore.store.reader import SnapshotReader
-from icecore.store.reconcile import Plan as SyncPlan
-from icecore.store.repair import Repairer
-from icecore.store.replicas import ReplicaBackend
-from icecore.store.replication import Synced, sync
 from icecore.store.repository import Repository as Core
-from icecore.store.slots import Cost, Slot, Slots
 from icecore.store.state import SnapshotRecord
-from icecore.store.stats import Stats, stats
-from icecore.store.transfer import Copied, copy
 from icecore.store.watermark import FileWatermark, Recollection
+
+if TYPE_CHECKING:
+    from icecore.difference import Difference
+    from icecore.store.check import Report
+    from icecore.store.diagnosis import Plan as RepairPlan
+    from icecore.store.forget import Decision, Policy
+    from icecore.store.gc import Freed
+    from icecore.store.gc import Options as GcOptions
+    from icecore.store.gc import Plan as GcPlan
+    from icecore.store.gc import Result as GcResult
+    from icecore.store.reader import SnapshotReader
+    from icecore.store.reconcile import Plan as SyncPlan
+    from icecore.store.repair import Repairer
+    from icecore.store.replication import Synced
+    from icecore.store.slots import Slot, Slots
+    from icecore.store.stats import Stats
+    from icecore.store.transfer import Copied
 
 T = TypeVar("T")
 
@@ -200,6 +202,8 @@ class Repository:
         Raises:
             NotFound: There is no such snapshot.
         """
+        from icecore.store.reader import SnapshotReader
+
         return SnapshotReader(self.core, self.manifest(snapshot), self.loop.loop)
 
     def diff(self, older: str | SnapshotRecord, newer: str | SnapshotRecord) -> Difference:
@@ -208,6 +212,8 @@ class Repository:
         Raises:
             NotFound: There is no such snapshot.
         """
+        from icecore import difference
+
         return difference.compare(self.reader(older), self.reader(newer))
 
     def plan_forget(self, policy: Policy, *, job: str = "") -> list[Decision]:
@@ -219,6 +225,8 @@ class Repository:
         Raises:
             UsageError: The policy would keep nothing.
         """
+        from icecore.store import forget
+
         return forget.plan(self.snapshots(job=job), policy)
 
     def plan_free(self, snapshots: Iterable[str | SnapshotRecord]) -> Freed:
@@ -228,6 +236,8 @@ class Repository:
             NotFound: One of them does not exist.
             Damaged: A snapshot cannot be read, so what it needs is unknown.
         """
+        from icecore.store.gc import Collector
+
         names = [self._record(snapshot).snapshot for snapshot in snapshots]
         return self.loop.run(Collector(self.core).plan_forget(names))
 
@@ -259,6 +269,8 @@ class Repository:
         Raises:
             Damaged: A kept snapshot cannot be read, so what it needs is unknown.
         """
+        from icecore.store.gc import Collector
+
         return self.loop.run(Collector(self.core, options).plan())
 
     def gc(self, options: GcOptions | None = None) -> GcResult:
@@ -267,6 +279,8 @@ class Repository:
         Raises:
             Damaged: A kept snapshot cannot be read, so what it needs is unknown; nothing was deleted.
         """
+        from icecore.store.gc import Collector
+
         return self.loop.run(Collector(self.core, options).collect())
 
     def check(self, *, read_data: float = 0.0, register: bool = True) -> Report:
@@ -279,6 +293,8 @@ class Repository:
         Returns:
             What was found; damage is reported, not raised.
         """
+        from icecore.store.check import check
+
         return self.loop.run(check(self._itself(), read_data=read_data, register=register))
 
     def _itself(self) -> Core:
@@ -317,6 +333,8 @@ class Repository:
         forget: bool = False,
     ) -> SyncPlan:
         """What `sync_to` would do; nothing is changed. Arguments and errors as there."""
+        from icecore.store import reconcile
+
         wanted = self._meant(snapshots, forget)
 
         async def look(target: Core) -> SyncPlan:
@@ -349,6 +367,9 @@ class Repository:
             UsageError: It is no replica of this repository; or forgets are asked for of named snapshots, or of a repository that lists none.
             StoreError: Storage failed, or a collector is at work there for too long.
         """
+        from icecore.store import reconcile
+        from icecore.store.replication import sync
+
         wanted = self._meant(snapshots, forget)
 
         async def run(target: Core) -> Synced:
@@ -392,6 +413,8 @@ class Repository:
         Returns:
             What was done; snapshots that are damaged here are told of and left out.
         """
+        from icecore.store.transfer import copy
+
         wanted = self.snapshots() if snapshots is None else [self._record(snapshot) for snapshot in snapshots]
         backend = backend_at(os.fspath(location), config=self._config, emit=self.core.emit)
         given = passphrase or current(self._config)
@@ -439,6 +462,8 @@ class Repository:
 
     def _others(self) -> list[Repository]:
         """The replicas as repositories of their own."""
+        from icecore.store.replicas import ReplicaBackend
+
         if self._siblings is None:
             self._siblings = []
             core, places = self.core, self.core.backend.replicas
@@ -465,6 +490,9 @@ class Repository:
         Raises:
             UsageError: It is not encrypted.
         """
+        from icecore.store import keychain
+        from icecore.store import slots as slot_changes
+
         found = self.loop.run(keychain.newest(self.core.backend))
         if found.slots is None:
             raise UsageError(f"{self.location} is not encrypted", cure="'icecore init --encrypt' makes one that is")
@@ -477,7 +505,9 @@ class Repository:
         Raises:
             UsageError: The label is taken, the passphrase is too short, or the repository is not encrypted.
         """
-        return self._change_slots(lambda slots: slot_changes.add(slots, self.core.keys.secret, passphrase, label, Cost()))
+        from icecore.store import slots as slot_changes
+
+        return self._change_slots(lambda slots: slot_changes.add(slots, self.core.keys.secret, passphrase, label, slot_changes.Cost()))
 
     def remove_passphrase(self, which: str) -> list[Slot]:
         """Let a passphrase, given by its slot's label or id, open it no longer. Who has had it may have kept what it opens: the data is as before.
@@ -486,6 +516,8 @@ class Repository:
             NotFound: There is no such slot.
             UsageError: It is the only one, or the repository is not encrypted.
         """
+        from icecore.store import slots as slot_changes
+
         return self._change_slots(lambda slots: slot_changes.remove(slots, self.core.keys.secret, which))
 
     def change_passphrase(self, which: str, passphrase: bytes) -> list[Slot]:
@@ -496,14 +528,18 @@ class Repository:
             UsageError: There are several and none is named, the passphrase is too short, or the repository is not encrypted.
         """
 
+        from icecore.store import slots as slot_changes
+
         def edit(slots: Slots) -> Slots:
             if not which and len(slots.slots) > 1:
                 raise UsageError(f"there are {len(slots.slots)} slots", cure="name one; 'icecore key list' lists them")
-            return slot_changes.rotate(slots, self.core.keys.secret, which or slots.slots[0].id, passphrase, Cost())
+            return slot_changes.rotate(slots, self.core.keys.secret, which or slots.slots[0].id, passphrase, slot_changes.Cost())
 
         return self._change_slots(edit)
 
     def _change_slots(self, edit: Callable[[Slots], Slots]) -> list[Slot]:
+        from icecore.store import keychain
+
         return self.loop.run(keychain.change(self.core.backend, self.core.keys, edit)).slots
 
     def plan_repair(self, source: Repository | str | os.PathLike[str] | None = None, *, read_data: float = 1.0) -> RepairPlan:
@@ -532,6 +568,8 @@ class Repository:
         what: Callable[[Repairer], Coroutine[Any, Any, RepairPlan]],
         read_data: float,
     ) -> RepairPlan:
+        from icecore.store.repair import Repairer
+
         if source is None:
             return self.loop.run(what(Repairer(self._itself(), read_data=read_data)))
 
@@ -553,6 +591,8 @@ class Repository:
         Args:
             register: Keep what is read from being collected meanwhile; without, for places that cannot be written to.
         """
+        from icecore.store.stats import stats
+
         return self.loop.run(stats(self.core, register=register))
 
     def _record(self, snapshot: str | SnapshotRecord) -> SnapshotRecord:
@@ -578,6 +618,8 @@ def _with_replicas(location: str, replicas: Sequence[str], config: Config | None
     own = backend_at(location, config=config, emit=emit)
     if not replicas:
         return own
+    from icecore.store.replicas import ReplicaBackend
+
     nearest: list[Backend] = [] if location in replicas else [own]
     for place in replicas:
         try:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from icecore import passphrase, units
 from icecore.commands.context import Commands, Context
 from icecore.errors import UsageError
-from icecore.store.slots import Slot
+
+if TYPE_CHECKING:
+    from icecore.store.slots import Slot
 
 
 def add(commands: Commands) -> None:

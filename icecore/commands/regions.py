@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from icecore import passphrase, units
 from icecore.commands.context import Commands, Context
 from icecore.commands.snapshots import WHICH
 from icecore.errors import Damaged
-from icecore.store.reconcile import Plan
-from icecore.store.replication import Lost
-from icecore.store.state import SnapshotRecord
+
+if TYPE_CHECKING:
+    from icecore.store.reconcile import Plan
+    from icecore.store.replication import Lost
+    from icecore.store.state import SnapshotRecord
 
 
 def add(commands: Commands) -> None:
