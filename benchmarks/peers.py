@@ -28,7 +28,6 @@ from rich.console import Console
 from benchmarks.common import MIB, Result, Rounds, progress, scratch, show, tree_bytes
 from benchmarks.jobs import job, page_bytes, peers, plain_dump
 from benchmarks.reserve import Reserve
-from benchmarks.worker import Worker
 from icecore.host.criu import find_criu
 from tests.programs import driving
 from tests.programs.catalogue import BENCHMARK_ARGUMENTS
@@ -46,7 +45,7 @@ class Program(ABC):
 
     name = ""
 
-    def __init__(self, folder: Path, binary: Path | None) -> None:
+    def __init__(self, folder: Path, binary: Path) -> None:
         self.folder = folder
         self.binary = binary
         self.repository = folder / self.name
@@ -70,7 +69,6 @@ class Program(ABC):
         Raises:
             RuntimeError: It failed.
         """
-        assert self.binary is not None
         home = {"HOME": str(self.folder), "XDG_CACHE_HOME": str(self.folder / "cache"), "PATH": os.environ["PATH"]}
         done = subprocess.run(
             [self.binary, *arguments],
@@ -153,19 +151,16 @@ class Icecore(Program):
     name = "icecore"
 
     def prepare(self) -> None:
-        self.snapshots: list[str] = []
-        with Worker() as worker:
-            worker.ask("open", path=str(self.repository), create=True)
+        self._call("init")
 
     def store(self, directory: Path, number: int) -> None:
-        with Worker() as worker:
-            worker.ask("open", path=str(self.repository))
-            self.snapshots.append(worker.ask("import_directory", directory=str(directory), job="job")["snapshot"])
+        self._call("import", directory, "--job", "job")
 
     def restore(self, number: int, target: Path) -> None:
-        with Worker() as worker:
-            worker.ask("open", path=str(self.repository))
-            worker.ask("export", snapshot=self.snapshots[number], directory=str(target))
+        self._call("export", f"job@{number + 1}", target)
+
+    def _call(self, *arguments: str | Path) -> None:
+        self.call("-r", self.repository, *arguments, ICECORE_STATE=str(self.folder / "state"))
 
 
 PROGRAMS: tuple[type[Program], ...] = (Restic, Borg, Desync, Icecore)
@@ -184,8 +179,9 @@ def measure(name: str, arguments: Sequence[str], rounds: int, only: Sequence[str
         arguments: Its arguments.
         only: Names of programs, where not all are wanted.
     """
-    binaries, found = peers(PREFIX), Rounds()
-    wanted = [p for p in PROGRAMS if (p is Icecore or p.name in binaries) and (not only or p.name in only)]
+    # As installed beside the Python that runs this.
+    binaries, found = peers(PREFIX) | {Icecore.name: Path(sys.executable).with_name("icecore")}, Rounds()
+    wanted = [p for p in PROGRAMS if p.name in binaries and (not only or p.name in only)]
     with scratch(PART) as folder:
         directories = dump_three(name, arguments, folder)
         sizes = [tree_bytes(directory) for directory in directories]
@@ -194,7 +190,7 @@ def measure(name: str, arguments: Sequence[str], rounds: int, only: Sequence[str
             for turn in range(rounds):
                 progress(f"peers: {name}, round {turn + 1} of {rounds}")
                 for kind in wanted:
-                    _one(kind, binaries.get(kind.name), folder / "work", directories, sizes, reserve, found)
+                    _one(kind, binaries[kind.name], folder / "work", directories, sizes, reserve, found)
     return _results(name, sizes, [p.name for p in wanted], found)
 
 
@@ -223,7 +219,7 @@ def warm(directories: list[Path]) -> None:
 
 def _one(
     kind: type[Program],
-    binary: Path | None,
+    binary: Path,
     work: Path,
     directories: list[Path],
     sizes: list[int],

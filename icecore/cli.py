@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from icecore import config
 from icecore.commands import exchange, jobs, keys, node, regions, repositories, snapshots
-from icecore.commands.context import Commands, Context, Interrupted, Parser
+from icecore.commands.context import Commands, Context, Interrupted, Parser, load_numpy
 from icecore.errors import IcecoreError, StoreFull, UsageError
 from icecore.output import Output
 
@@ -105,6 +105,8 @@ def _run(words: list[str], rest: list[str] | None) -> int:
         raise UsageError(f"'--' and what follows it belong to 'run', not to '{arguments.command}'", cure="leave them out")
     arguments.job_command = rest or []
     settings = config.load(arguments.config)
+    if arguments.numpy:
+        load_numpy()
     with (
         Output(as_json=arguments.json, quiet=arguments.quiet) as output,
         Context(settings, output, arguments.repository or settings.repository) as context,

@@ -58,7 +58,6 @@ class Context:
             NotFound: There is none.
         """
         if self._repository is None:
-            load_numpy()
             from icecore.repository import Repository
 
             opened = Repository.open(
@@ -111,8 +110,8 @@ class Commands:
         self._parsers = parsers
         self._common = common
 
-    def add(self, name: str, run: Run, what: str, *, more: str = "", usage: str | None = None) -> Parser:
-        """A command: its name, what runs it, and what it does in one sentence."""
+    def add(self, name: str, run: Run, what: str, *, more: str = "", usage: str | None = None, numpy: bool = True) -> Parser:
+        """A command: its name, what runs it, what it does in one sentence, and whether numpy is loaded for it."""
         parser = self._parsers.add_parser(
             name,
             help=what[0].lower() + what[1:].rstrip("."),
@@ -121,7 +120,7 @@ class Commands:
             allow_abbrev=False,
         )
         self._common(parser)
-        parser.set_defaults(run=run)
+        parser.set_defaults(run=run, numpy=numpy)
         return parser
 
 

@@ -7,6 +7,7 @@ import codecs
 import os
 import signal
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from icecore import units
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 def add(commands: Commands) -> None:
     """Add the commands."""
-    parser = commands.add(
+    command = partial(commands.add, numpy=False)
+    parser = command(
         "run",
         run,
         "Start a command as a job that can be snapshotted and restored.",
@@ -44,28 +46,28 @@ def add(commands: Commands) -> None:
         add_setting(parser, RunSettings, key, what)
     add_setting(parser, RunSettings, "resident", "with --gpu: a preload keeps device memory in place in windows, which are much shorter then (default: no)")
 
-    parser = commands.add("ps", ps, "List the jobs of this node.")
+    parser = command("ps", ps, "List the jobs of this node.")
     parser.add_argument("-a", "--all", action="store_true", help="those that have ended, too")
 
-    parser = commands.add("logs", logs, "Show what a job has written.")
+    parser = command("logs", logs, "Show what a job has written.")
     parser.add_argument("job", help="name, instance or pid")
     parser.add_argument("-f", "--follow", action="store_true", help="and what it writes until it ends")
     parser.add_argument("--stream", choices=("both", "stdout", "stderr"), default="both", help="only this one")
 
-    parser = commands.add(
+    parser = command(
         "attach", attach, "Follow a job's output from now on and return its exit status; Ctrl-C leaves it running."
     )
     parser.add_argument("job", help="name, instance or pid")
 
-    parser = commands.add("wait", wait, "Wait until a job has ended and return its exit status, after a restore too.")
+    parser = command("wait", wait, "Wait until a job has ended and return its exit status, after a restore too.")
     parser.add_argument("job", help="name, instance or pid")
     parser.add_argument("--timeout", type=SECONDS, metavar="TIME", help="give up after this time (exit status 124)")
 
-    parser = commands.add("kill", kill, "Send a signal to a job; KILL ends all its processes at once.")
+    parser = command("kill", kill, "Send a signal to a job; KILL ends all its processes at once.")
     parser.add_argument("job", help="name, instance or pid")
     parser.add_argument("-s", "--signal", default="TERM", metavar="NAME", help="name or number (default: TERM)")
 
-    parser = commands.add("rm", remove, "Forget jobs that have ended, with their logs; snapshots are not touched.")
+    parser = command("rm", remove, "Forget jobs that have ended, with their logs; snapshots are not touched.")
     parser.add_argument("job", nargs="*", help="name or instance")
     parser.add_argument("--ended", type=SECONDS, metavar="TIME", help="all that ended and were started longer ago than this")
 

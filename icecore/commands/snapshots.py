@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from icecore import units
-from icecore.commands.context import Commands, Context, add_setting, load_numpy, overridden
+from icecore.commands.context import Commands, Context, add_setting, overridden
 from icecore.config import DumpSettings, RestoreSettings
 from icecore.errors import UsageError
 from icecore.events import Value
@@ -109,7 +109,6 @@ def add(commands: Commands) -> None:
 
 def dump(arguments: argparse.Namespace, context: Context) -> int:
     """icecore dump."""
-    load_numpy()
     from icecore import api
 
     settings = replace(context.config, dump=overridden(context.config.dump, arguments))
@@ -132,7 +131,6 @@ def dump(arguments: argparse.Namespace, context: Context) -> int:
 
 def restore(arguments: argparse.Namespace, context: Context) -> int:
     """icecore restore."""
-    load_numpy()
     from icecore import api
     from icecore.commands.jobs import follow
 
