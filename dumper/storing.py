@@ -66,7 +66,7 @@ class Storing:
     ) -> None:
         self.stop = threading.Event()
         record = choose_parent(loop.run(repository.snapshots()), job, parent)
-        session = loop.run(repository.begin(record.snapshot if record else None, purpose))
+        session = loop.run(repository.begin(record.snapshot if record else None, purpose, prove=False))
         objective = Objective(link_rate) if link_rate else None
         self.writer = stack.enter_context(
             SnapshotWriter(repository, session, loop.loop, streams=streams, objective=objective, emit=emit)

@@ -155,6 +155,15 @@ class Backend(ABC):
     async def delete(self, name: str) -> None:
         """Delete the object; it is no error if there is none."""
 
+    async def delete_many(self, names: Sequence[str]) -> None:
+        """Delete these objects, in any order, in as few requests as the storage takes.
+
+        Raises:
+            StoreError: Some could not be deleted; others may have been.
+        """
+        for name in names:
+            await self.delete(name)
+
     def read_into(self, name: str, offset: int, out: memoryview) -> None:
         """``get_into`` without an event loop, from any thread; only where ``direct`` is true."""
         raise UsageError(f"{self.where} has no direct reads")

@@ -6,7 +6,7 @@ Read-through: what is missing is read from the storage in as few ranges as possi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -189,6 +189,14 @@ class Cached(Wrapper):
 
     async def delete(self, name: str) -> None:
         await self.inner.delete(name)
+        await self._forget(name)
+
+    async def delete_many(self, names: Sequence[str]) -> None:
+        await self.inner.delete_many(names)
+        for name in names:
+            await self._forget(name)
+
+    async def _forget(self, name: str) -> None:
         if self._keep(name):
             key = self._key(name)
             self._sizes.pop(key, None)

@@ -20,7 +20,7 @@ from icecore.store.filters import FILTER_KIND, FilterSet, decode_filter
 from icecore.store.hints import HINTS_KIND, decode_hints
 from icecore.store.index import filtered, read_segment
 from icecore.store.keys import CONFIG_KIND, KEY_KIND, decode_config, open_slot
-from icecore.store.log import Entry
+from icecore.store.log import KEPT_ENTRIES, Entry, anchor_before
 from icecore.store.manifest import MANIFEST_KIND, Manifest
 from icecore.store.names import (
     CONFIG,
@@ -238,7 +238,7 @@ class _Checker:
             try:
                 before = await log.read(generation)
             except IcecoreError as error:
-                if isinstance(error, ObjectMissing) and await self._trimmed(generation):
+                if isinstance(error, ObjectMissing) and await self._trimmed(generation, newest.generation):
                     break
                 self.note(error, ENTRY_KIND.title, log_name(generation))
                 break  # what it would say of the one before is unknown
@@ -247,9 +247,10 @@ class _Checker:
             following = before
         return newest
 
-    async def _trimmed(self, generation: int) -> bool:
-        """Whether an entry is missing because everything older is, too."""
-        return min([older async for older in self._repository.log.generations()]) > generation
+    async def _trimmed(self, generation: int, newest: int) -> bool:
+        """Whether an entry is missing because everything older is, too; or it is no longer kept and its anchor is missing: a trim that is under way."""
+        left = {other async for other in self._repository.log.generations()}
+        return min(left) > generation or (generation <= newest - KEPT_ENTRIES and anchor_before(generation) not in left)
 
     async def _list(self) -> None:
         for kind in KINDS:

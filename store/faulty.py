@@ -23,7 +23,7 @@ class Outcome(Enum):
     """What becomes of a call."""
 
     PASS = "pass"
-    #: Fails and has no effect.
+    #: Fails and has no effect (but a part of it, where many objects are deleted at once; so with ``STOP_BEFORE``).
     FAIL = "fail"
     #: Takes effect, and fails.
     LOSE = "lose"
@@ -168,6 +168,18 @@ class FaultyBackend(Wrapper):
         await self.pause(call)
         with self.reply(call, outcome):
             await self.inner.delete(name)
+
+    async def delete_many(self, names: Sequence[str]) -> None:
+        ended = self._dead
+        try:
+            call, outcome = self.enter("delete_many", names[0] if names else "")
+        except (StoreError, Crashed):
+            if not ended:
+                await self.inner.delete_many(names[1::2])  # storage may have done a part, in any order
+            raise
+        await self.pause(call)
+        with self.reply(call, outcome):
+            await self.inner.delete_many(names)
 
     def draft(self, name: str) -> Draft:
         return FaultyDraft(self, name)

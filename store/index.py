@@ -88,10 +88,11 @@ def plan_merges(segments: Sequence[SegmentRef], *, entries: int) -> list[Merge]:
 
 @dataclass(frozen=True)
 class NewSegment:
-    """A segment that is ready to be stored, and its filter if it is long enough to have one."""
+    """A segment that is ready to be stored, its entries, and its filter if it is long enough to have one."""
 
     ref: SegmentRef
     parts: list[bytes | memoryview]
+    entries: Records
     filter: bytes | None = None
 
 
@@ -113,7 +114,7 @@ def build(
     parts, digest = encode_segment(entries, key, bits=bits, prefix=prefix, name=object_name("segment", name))
     length = sum(memoryview(part).nbytes for part in parts)
     ref = SegmentRef(name, digest, length, len(entries), bits, prefix)
-    return [NewSegment(ref, parts, make_filter(ref, entries, key) if filtered(ref) else None)]
+    return [NewSegment(ref, parts, entries, make_filter(ref, entries, key) if filtered(ref) else None)]
 
 
 def filtered(ref: SegmentRef) -> bool:

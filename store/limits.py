@@ -101,3 +101,7 @@ class Limited(Wrapper):
     async def delete(self, name: str) -> None:
         async with self._sending(0):
             await self.inner.delete(name)
+
+    async def delete_many(self, names: Sequence[str]) -> None:
+        async with self._sending(0):
+            await self.inner.delete_many(names)

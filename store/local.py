@@ -236,6 +236,13 @@ class LocalBackend(Backend):
     async def delete(self, name: str) -> None:
         await self.run(self._delete, name)
 
+    async def delete_many(self, names: Sequence[str]) -> None:
+        await self.run(self._delete_many, names)
+
+    def _delete_many(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._delete(name)
+
     def _delete(self, name: str) -> None:
         path = self.root / check_name(name)
         with self._lock:

@@ -16,7 +16,7 @@ from icecore.store.backend import Backend
 from icecore.store.catalog import Pages
 from icecore.store.envelope import HEADER_BYTES, Sealed
 from icecore.store.names import LOG, log_generation, log_name
-from icecore.store.state import ENTRY_KIND, REMEMBERED, State, Written, decode_entry, encode_entry, entry_digest
+from icecore.store.state import ENTRY_KIND, REMEMBERED, Anchor, State, Written, decode_entry, encode_entry, entry_digest
 from icecore.store.watermark import Seen, Watermark
 
 #: What a transaction does: from a state to the next. It may be called again with a newer state, so it must not remember what it saw;
@@ -26,6 +26,10 @@ Change = Callable[[State, Pages], Awaitable[State]]
 #: How many entries ``trim`` leaves; a listing may be this many generations old and still lead to the newest.
 KEPT_ENTRIES = 1024
 _TRIM_EVERY = KEPT_ENTRIES // 2
+#: Each so many generations is one that is trimmed before all that follow it.
+ANCHOR_EVERY = 512
+#: What was seen of the log so long ago may have been trimmed: it is looked at before anything is built on it. Costs requests, decides nothing.
+_RECENT_SECONDS = 60.0
 _TRIES = 5
 _BACKOFF_SECONDS = 0.005
 _BACKOFF_LIMIT_SECONDS = 0.5
@@ -43,6 +47,24 @@ class Entry:
         """The entry's generation."""
         return self.state.generation
 
+    @property
+    def anchor(self) -> Anchor | None:
+        """The anchor of whatever follows this entry, as far as this one knows."""
+        if not is_anchor(self.generation):
+            return self.state.anchor
+        before = self.state.anchor
+        return Anchor(self.generation, self.digest, before.since if before else self.generation + 1)
+
+
+def is_anchor(generation: int) -> bool:
+    """Whether the entry of this generation is trimmed before all that follow it."""
+    return generation % ANCHOR_EVERY == 1
+
+
+def anchor_before(generation: int) -> int:
+    """The generation of the anchor that is trimmed before the entry of this generation; less than 1 where there is none."""
+    return (generation - 2) // ANCHOR_EVERY * ANCHOR_EVERY + 1
+
 
 @dataclass(frozen=True)
 class _Waiting:
@@ -51,6 +73,7 @@ class _Waiting:
     change: Change
     words: str
     identity: bytes
+    prove: bool
     result: asyncio.Future[Entry]
 
 
@@ -69,6 +92,9 @@ class Log:
         self._key = key
         self._watermark = watermark or Watermark()
         self._known: Entry | None = None
+        #: The newest entry that is known to be part of the log: ``_known``, or the one before it. When that was found, on the clock that goes on in sleep.
+        self._proven: Entry | None = None
+        self._proven_at = 0.0
         self._waiting: list[_Waiting] = []
         self._worker: asyncio.Task[None] | None = None
 
@@ -178,15 +204,18 @@ class Log:
         return 0
 
     def _keep(self, entry: Entry) -> None:
-        self._known = entry
+        self._known = self._proven = entry
+        self._proven_at = _now()
         self._watermark.save(Seen(entry.generation, entry.digest.hex()))
 
-    async def transact(self, change: Change, words: str) -> Entry:
+    async def transact(self, change: Change, words: str, *, prove: bool = True) -> Entry:
         """Apply ``change`` to the newest state, again and again until it is the one that was changed.
 
         Args:
             change: Called with a state that already has its new generation; returning that very state changes nothing.
             words: What it does, for people, in a few words.
+            prove: Find out at once that the entry is part of the log. Without, that may be left to this object's next transaction, which builds on the
+                entry: if it is not, that transaction will not find what this one did. Saves a request.
 
         Returns:
             The entry that carries the change, or the newest one if there was none to make.
@@ -195,7 +224,7 @@ class Log:
             StoreError: The store failed; if the message says so, the outcome is unknown.
             Exception: What ``change`` raised on the newest state.
         """
-        waiting = _Waiting(change, words[:200], secrets.token_bytes(16), asyncio.get_running_loop().create_future())
+        waiting = _Waiting(change, words[:200], secrets.token_bytes(16), prove, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
@@ -219,8 +248,7 @@ class Log:
                     pass  # housekeeping: the collector, or a later transaction, trims as well
 
     async def _carry(self, batch: list[_Waiting]) -> None:
-        # Not proven to be the newest: if it is not, the creation of the next one fails.
-        entry, fresh = self._known or await self.newest(prove=False), False
+        entry, fresh = await self._begin(), False
         attempt = 0
         while True:
             self.pages.attempt = attempt
@@ -230,6 +258,7 @@ class Log:
                 predecessor=entry.digest,
                 created_ns=time.time_ns(),
                 changes=[],
+                anchor=entry.anchor,
             )
             carried: list[_Waiting] = []
             failed: list[tuple[_Waiting, Exception]] = []
@@ -266,8 +295,11 @@ class Log:
                     ],
                 )
                 sealed = encode_entry(state, self._key)
+                # One at most is left unproven, for a short time, and only where its anchor proves it together with the next.
+                assert self._proven is not None
+                prove = any(waiting.prove for waiting in carried) or entry is not self._proven or entry.anchor is None or not self._recent()
                 try:
-                    won = await self._won(state, sealed, entry)
+                    won = await self._won(state, sealed, self._proven, prove=prove)
                 except (StoreFull, StoreDenied):
                     raise
                 except StoreError as error:
@@ -277,7 +309,10 @@ class Log:
                     ) from error
                 if won:
                     entry = Entry(state, sealed.digest)
-                    self._keep(entry)
+                    if prove:
+                        self._keep(entry)
+                    else:
+                        self._known = entry
                 else:
                     batch = [*carried, *idle]
                     attempt += 1
@@ -289,8 +324,35 @@ class Log:
                 _deliver(waiting, entry)
             return
 
-    async def _won(self, state: State, sealed: Sealed, before: Entry) -> bool:
+    def _recent(self) -> bool:
+        return _now() - self._proven_at < _RECENT_SECONDS
+
+    async def _begin(self) -> Entry:
+        """The entry on which to build; not proven to be the newest: if it is not, the creation of the next one fails, or shows to have been in vain."""
+        if self._known is None or self._proven is None:
+            return await self.newest(prove=False)
+        if not self._recent():
+            # A log that moves on fast may have trimmed it: its next generation could then be created, in vain.
+            if not await self._untrimmed(self._proven):
+                return await self.newest(prove=False)
+            self._proven_at = _now()
+        return self._known
+
+    async def _untrimmed(self, entry: Entry) -> bool:
+        """Whether nothing that followed ``entry``, which is part of the log, has been trimmed; False may also mean that it is not known.
+
+        Anchors are trimmed before all that follows them. Entries without one are trimmed before all that follows them as well.
+        """
+        anchor = entry.anchor
+        generation, digest = (anchor.generation, anchor.digest) if anchor else (entry.generation, entry.digest)
+        return await self._digest(generation) == digest
+
+    async def _won(self, state: State, sealed: Sealed, proven: Entry, *, prove: bool) -> bool:
         """Create the entry; whether it is now part of the log, found out rather than believed.
+
+        Args:
+            proven: The newest entry before it that is known to be part of the log.
+            prove: Without, a name that was taken is all that counts as an answer.
 
         Raises:
             StoreError: The store could not be reached for long enough to find out.
@@ -310,10 +372,14 @@ class Log:
                 return await self._reached(state, sealed)
             if held != sealed.digest:
                 return False
-        if await self._digest(before.generation) == before.digest:
-            # Entries are trimmed oldest first: as the one before is there, this generation had never been taken.
+        if not prove or await self._untrimmed(proven):
+            # As nothing that followed had been trimmed, this generation had never been taken, nor the one before if that was left unproven.
             return True
-        return await self._reached(state, sealed)
+        if await self._reached(state, sealed):
+            return True
+        if self._known is not None and self._known is not proven and await self._digest(self._known.generation) == self._known.digest:
+            await self._backend.delete(log_name(self._known.generation))  # the unproven one: at best it was about to be trimmed
+        return False
 
     async def _digest(self, generation: int) -> bytes | None:
         """The digest that the entry of ``generation`` carries, or None if there is no such entry."""
@@ -369,18 +435,27 @@ class Log:
                 await asyncio.sleep(random.uniform(0, _BACKOFF_SECONDS * 2**tries))
 
     async def trim(self, keep: int = KEPT_ENTRIES) -> int:
-        """Delete entries that are more than ``keep`` generations older than the newest, oldest first and one after the other.
+        """Delete entries that are more than ``keep`` generations older than the newest: first the anchors and what has none, oldest first and one after the
+        other, then, all at once, the rest.
 
-        The order is what tells a writer that slept from one that won: see ``_won``.
+        The order is what tells a writer that slept from one that won: see ``_untrimmed``.
 
         Returns:
             How many were deleted.
         """
-        newest = (await self.newest()).generation
-        old = [generation async for generation in self.generations() if generation <= newest - keep]
-        for generation in reversed(old):
+        newest = await self.newest()
+        since = newest.anchor.since if newest.anchor else newest.generation
+        old = [generation async for generation in self.generations() if generation <= newest.generation - keep]
+        first = [generation for generation in reversed(old) if generation < since or is_anchor(generation)]
+        for generation in first:
             await self._backend.delete(log_name(generation))
+        await self._backend.delete_many([log_name(generation) for generation in sorted(set(old).difference(first))])
         return len(old)
+
+
+def _now() -> float:
+    """Seconds that have passed, those in which the machine slept included."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _deliver(waiting: _Waiting, outcome: Entry | Exception) -> None:

@@ -23,6 +23,7 @@ from icecore.store.index import filtered, read_segment
 from icecore.store.names import filter_name, object_name
 from icecore.store.neighbours import Neighbours
 from icecore.store.parallel import each
+from icecore.store.recent import RecentSegments
 from icecore.store.segment import (
     ENTRY,
     MAX_ENTRIES,
@@ -70,6 +71,7 @@ class Index:
         budget: Bytes of segments to hold.
         filters: Bytes of filters to hold.
         shard_key: The repository's shard key, to find what lies beside what was found, also if no live segment names it; None: only what one names.
+        recent: What this process read or wrote before.
         emit: Gets ``index.damaged`` events.
 
     Attributes:
@@ -86,9 +88,11 @@ class Index:
         budget: int = 32 << 20,
         filters: int = 176 << 20,
         shard_key: bytes | None = None,
+        recent: RecentSegments | None = None,
         emit: Sink = discard,
     ) -> None:
         self._backend = backend
+        self._recent = recent or RecentSegments(0)
         self._key = key
         self._shard_key = shard_key
         self._avoid = avoid
@@ -137,7 +141,7 @@ class Index:
         async def read(number: int) -> None:
             ref = self._whole[number]
             try:
-                entries = await read_segment(self._backend, ref, self._key)
+                entries = await self._whole_segment(ref)
             except (Damaged, ObjectMissing) as error:
                 self._damage(ref, error)
                 return
@@ -412,4 +416,11 @@ class Index:
     async def entries_of(self, ref: SegmentRef) -> Records:
         """All entries of a live segment, from memory where they are held, and then not those in condemned shards."""
         held = self._rows.get(ref.id)
-        return held if held is not None else await read_segment(self._backend, ref, self._key)
+        return held if held is not None else await self._whole_segment(ref)
+
+    async def _whole_segment(self, ref: SegmentRef) -> Records:
+        entries = self._recent.get(ref)
+        if entries is None:
+            entries = await read_segment(self._backend, ref, self._key)
+            self._recent.add(ref, entries)
+        return entries

@@ -67,6 +67,11 @@ class MemoryBackend(Backend):
         await asyncio.sleep(0)
         self.objects.pop(check_name(name), None)
 
+    async def delete_many(self, names: Sequence[str]) -> None:
+        await asyncio.sleep(0)
+        for name in names:
+            self.objects.pop(check_name(name), None)
+
     def read_into(self, name: str, offset: int, out: memoryview) -> None:
         data = memoryview(self._object(name))[offset : offset + out.nbytes]
         if len(data) != out.nbytes:

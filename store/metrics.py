@@ -108,6 +108,10 @@ class Metered(Wrapper):
         with self._counting("delete"):
             await self.inner.delete(name)
 
+    async def delete_many(self, names: Sequence[str]) -> None:
+        with self._counting("delete_many"):
+            await self.inner.delete_many(names)
+
     def read_into(self, name: str, offset: int, out: memoryview) -> None:
         with self._counting("read_into", out.nbytes):
             self.inner.read_into(name, offset, out)

@@ -160,6 +160,9 @@ class ReplicaBackend(Backend):
     async def delete(self, name: str) -> None:
         await self.own.delete(name)
 
+    async def delete_many(self, names: Sequence[str]) -> None:
+        await self.own.delete_many(names)
+
     def draft(self, name: str) -> Draft:
         return self.own.draft(name)
 

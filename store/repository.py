@@ -31,6 +31,7 @@ from icecore.store.keys import (
 from icecore.store.log import Log
 from icecore.store.manifest import MANIFEST_KIND, Manifest, decode_manifest
 from icecore.store.names import CONFIG, key_name
+from icecore.store.recent import RecentSegments
 from icecore.store.session import Session
 from icecore.store.slots import Cost, new_slots
 from icecore.store.state import SnapshotRecord, State
@@ -61,6 +62,7 @@ class Repository:
         self.keys = keys
         self.log = log
         self.emit = emit
+        self._recent = RecentSegments()
 
     @classmethod
     async def create(
@@ -239,7 +241,13 @@ class Repository:
                 entry = newer
 
     async def begin(
-        self, base: str | None, purpose: str, *, load_index: bool = True, beat_seconds: float | None = BEAT_SECONDS
+        self,
+        base: str | None,
+        purpose: str,
+        *,
+        load_index: bool = True,
+        beat_seconds: float | None = BEAT_SECONDS,
+        prove: bool = True,
     ) -> Session:
         """Begin a writer's session.
 
@@ -248,12 +256,14 @@ class Repository:
             purpose: For people: dump, import, copy.
             load_index: Read the dedup index.
             beat_seconds: How often the session says in the background of this event loop that it is alive; None: only when told.
+            prove: Find out at once that the session is registered for sure. Without, its commit does: for writers that only store under names of
+                their own, whose work is void if it is not. Saves a request.
 
         Raises:
             NotFound: ``base`` is not listed.
         """
         pins = [] if base is None else [base]
-        return await self._begin(pins, purpose, load_index, beat_seconds)
+        return await self._begin(pins, purpose, load_index, beat_seconds, prove)
 
     async def read_session(
         self, snapshot: str, *, purpose: str = "restore", beat_seconds: float | None = BEAT_SECONDS
@@ -263,18 +273,22 @@ class Repository:
         Raises:
             NotFound: ``snapshot`` is not listed.
         """
-        return await self._begin([snapshot], purpose, False, beat_seconds)
+        return await self._begin([snapshot], purpose, False, beat_seconds, True)
 
-    async def _begin(self, pins: Sequence[str], purpose: str, load_index: bool, beat_seconds: float | None) -> Session:
+    async def _begin(
+        self, pins: Sequence[str], purpose: str, load_index: bool, beat_seconds: float | None, prove: bool
+    ) -> Session:
         return await sessions.begin(
             self.backend,
             self.keys,
             self.log,
+            self._recent,
             self.emit,
             pins=pins,
             purpose=purpose,
             load_index=load_index,
             every_seconds=beat_seconds,
+            prove=prove,
         )
 
     async def forget(self, snapshots: Collection[str]) -> list[SnapshotRecord]:

@@ -115,6 +115,9 @@ class Retrying(Wrapper):
     async def delete(self, name: str) -> None:
         await self._again("delete", name, lambda: self.inner.delete(name))
 
+    async def delete_many(self, names: Sequence[str]) -> None:
+        await self._again("delete_many", names[0] if names else "", lambda: self.inner.delete_many(names))
+
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         pauses = self._patience.pauses()
         last = ""

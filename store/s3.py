@@ -41,6 +41,7 @@ _CREDENTIAL_SECONDS = 300
 #: Bytes of a reply that are handed over at once: memory of this size is recycled, that of whole replies would be touched for the first time.
 _PIECE_BYTES = 1 << 20
 _LISTED_AT_ONCE = 1000
+_DELETED_AT_ONCE = 1000
 #: A request may take this many seconds, and the time that its bytes need at this rate.
 _SLOWEST_BYTES_PER_SECOND = 1 << 20
 _LAST_THREADS_SECONDS = 0.05
@@ -273,6 +274,14 @@ class S3Backend(Backend):
                 await self._within(0, doing, self._store.delete_async(name))
         except ObjectMissing:
             return
+
+    async def delete_many(self, names: Sequence[str]) -> None:
+        # One DeleteObjects for so many; it knows no order, and what is not there counts as deleted.
+        for first in range(0, len(names), _DELETED_AT_ONCE):
+            some = [check_name(name) for name in names[first : first + _DELETED_AT_ONCE]]
+            doing = f"delete {len(some)} objects in"
+            with self._failing(doing):
+                await self._within(0, doing, self._store.delete_async(some))
 
     async def _within(self, size: int, doing: str, reply: Awaitable[T]) -> T:
         """The reply, if it comes in the time that a request of ``size`` bytes may take."""

@@ -35,6 +35,7 @@ from icecore.store.log import Entry, Log
 from icecore.store.lookup import Index
 from icecore.store.names import Kind, filter_name, heartbeat_name, object_name, parse_name, random_id
 from icecore.store.presence import this_process
+from icecore.store.recent import RecentSegments
 from icecore.store.segment import sort_entries
 from icecore.store.state import SegmentRef, SessionRecord, SnapshotRecord, State
 
@@ -84,15 +85,25 @@ class Session:
         index: The dedup index at BEGIN, loaded if ``begin`` was asked to.
     """
 
-    def __init__(self, backend: Backend, keys: Keys, log: Log, emit: Sink, record: SessionRecord, entry: Entry) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        keys: Keys,
+        log: Log,
+        recent: RecentSegments,
+        emit: Sink,
+        record: SessionRecord,
+        entry: Entry,
+    ) -> None:
         self.id = record.id
         self.generation = entry.generation
         self.base: SnapshotRecord | None = record.pins[0] if record.pins else None
         self.state = entry.state
-        self.index = Index(backend, entry.state.segments, keys.segment)
+        self.index = Index(backend, entry.state.segments, keys.segment, recent=recent)
         self._backend = backend
         self._keys = keys
         self._log = log
+        self._recent = recent
         self._emit = emit
         self._condemned: frozenset[bytes] = frozenset()
         self._created: set[str] = set()
@@ -112,6 +123,7 @@ class Session:
             self._keys.segment,
             avoid=self._condemned,
             shard_key=self._keys.shard,
+            recent=self._recent,
             emit=self._emit,
         )
         if load_index:
@@ -311,6 +323,7 @@ class Session:
         for segment in segments:
             if segment.ref.id not in stored:
                 await self.put_segment(segment)
+                self._recent.add(segment.ref, segment.entries)
                 stored.add(segment.ref.id)
 
     async def abort(self) -> bool:
@@ -373,14 +386,16 @@ async def begin(
     backend: Backend,
     keys: Keys,
     log: Log,
+    recent: RecentSegments,
     emit: Sink,
     *,
     pins: Sequence[str],
     purpose: str,
     load_index: bool,
     every_seconds: float | None,
+    prove: bool = True,
 ) -> Session:
-    """BEGIN: register a session that pins the snapshots ``pins``, the first of which is its base.
+    """BEGIN: register a session that pins the snapshots ``pins``, the first of which is its base; ``prove`` as in ``Log.transact``.
 
     Raises:
         NotFound: A snapshot is not in the repository.
@@ -400,9 +415,9 @@ async def begin(
         record = SessionRecord(identity, state.generation, purpose, host, time.time_ns(), found, this_process())
         return msgspec.structs.replace(state, sessions=[*state.sessions, record])
 
-    entry = await log.transact(change, f"begin {purpose} {identity}")
+    entry = await log.transact(change, f"begin {purpose} {identity}", prove=prove)
     assert record is not None
-    session = Session(backend, keys, log, emit, record, entry)
+    session = Session(backend, keys, log, recent, emit, record, entry)
     try:
         await session.prepare(load_index=load_index, every_seconds=every_seconds)
     except BaseException:

@@ -129,11 +129,21 @@ class Written(msgspec.Struct, frozen=True, array_like=True):
     ids: bytes
 
 
+class Anchor(msgspec.Struct, frozen=True, array_like=True):
+    """The entry before whose deletion nothing that follows it is deleted: its generation, its digest, and the first generation since which every
+    entry has had an anchor."""
+
+    generation: Annotated[int, msgspec.Meta(ge=1)]
+    digest: Digest
+    since: Annotated[int, msgspec.Meta(ge=1)]
+
+
 class State(msgspec.Struct, frozen=True):
     """All that a log entry says.
 
     ``predecessor`` is the digest of the entry before; ``transactions`` the last generations' transaction ids, oldest first, this entry's own last;
-    ``changes`` says in words what this entry did. Snapshots are those of ``pages``, then ``tail``, in order of their commits.
+    ``changes`` says in words what this entry did. Snapshots are those of ``pages``, then ``tail``, in order of their commits. ``anchor`` is the last entry
+    before this one that is trimmed by itself (see ``log``), where that is known.
     """
 
     generation: Annotated[int, msgspec.Meta(ge=1)]
@@ -146,6 +156,7 @@ class State(msgspec.Struct, frozen=True):
     sessions: list[SessionRecord] = []
     condemned: list[Condemned] = []
     segments: list[SegmentRef] = []
+    anchor: Anchor | None = None
 
     def session(self, identity: str) -> SessionRecord | None:
         """The open session with this id."""

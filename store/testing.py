@@ -257,6 +257,12 @@ class BackendConformance(ABC):
             await self._fails(ObjectMissing, backend.get("d/1"))
             await self._fails(ObjectMissing, backend.get_into("d/1", 0, memoryview(bytearray(1))))
             assert [info.name async for info in backend.list("d/")] == ["d/2"]
+            names = [f"d/many/{number}" for number in range(20)]
+            for name in names[::2]:
+                await backend.create(name, [b"x"])
+            await backend.delete_many(names)  # half of them are not there
+            await backend.delete_many([])
+            assert [info.name async for info in backend.list("d/")] == ["d/2"]
 
         self.run(work)
 
@@ -286,6 +292,7 @@ class BackendConformance(ABC):
                     backend.create(name, [b"x"]),
                     backend.get(name),
                     backend.delete(name),
+                    backend.delete_many(["fine", name]),
                     backend.size(name),
                 ):
                     await self._fails(UsageError, attempt)

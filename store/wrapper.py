@@ -37,6 +37,9 @@ class Wrapper(Backend):
     async def delete(self, name: str) -> None:
         await self.inner.delete(name)
 
+    async def delete_many(self, names: Sequence[str]) -> None:
+        await self.inner.delete_many(names)
+
     def read_into(self, name: str, offset: int, out: memoryview) -> None:
         if not self.direct:
             super().read_into(name, offset, out)

@@ -131,7 +131,7 @@ async def put(
 
 async def take(repository: Repository, content: Content, base: str | None = None, **more: object) -> str:
     """A whole snapshot; its id."""
-    async with await repository.begin(base, "test", beat_seconds=None) as session:
+    async with await repository.begin(base, "test", beat_seconds=None, prove=False) as session:
         record, entries = await put(repository, session, content, **more)  # type: ignore[arg-type]
         await session.commit(record, entries)
     return record.snapshot

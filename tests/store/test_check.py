@@ -10,11 +10,12 @@ import pytest
 
 from icecore.errors import Damaged, IcecoreError, ObjectMissing
 from icecore.store.check import check
+from icecore.store.faulty import Crashed, stop_at
 from icecore.store.lookup import Index
 from icecore.store.memory import MemoryBackend
 from icecore.store.names import log_name
 from icecore.store.repository import Repository
-from tests.store.miniature import collect, listed, read, sound, take
+from tests.store.miniature import collect, listed, read, reopened, sound, take
 
 A = {cell: cell for cell in range(6)}
 B = {**A, 3: 77, 9: 78}
@@ -65,6 +66,41 @@ async def build(backend: MemoryBackend) -> tuple[str, str, str]:
     log = [len(data) for name, data in backend.objects.items() if name.startswith("log/")]
     assert 0 < report.bytes["log"] <= sum(log) and report.objects["log"] == len(log) - 1  # the check ended its own session
     return first, second, third
+
+
+@pytest.mark.parametrize("effect", [False, True], ids=["before", "after"])
+def test_a_trim_that_broke_off_is_no_damage(effect: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("icecore.store.log.ANCHOR_EVERY", 4)
+    monkeypatch.setattr("icecore.store.check.KEPT_ENTRIES", 6)
+
+    async def body() -> None:
+        backend = MemoryBackend()
+        repository = await Repository.create(backend)
+        for number in range(10):
+            await take(repository, {1: number})
+        written, number = dict(backend.objects), 0
+        while True:
+            number += 1
+            inner = MemoryBackend(dict(written))
+            opened, faulty = await reopened(inner)
+            faulty.plan = stop_at(len(faulty.calls) + number, effect=effect)
+            try:
+                await opened.log.trim(6)
+            except Crashed:
+                left = [name for name in inner.objects if name.startswith("log/")]
+                await sound(await Repository.open(inner))
+                assert await (await Repository.open(inner)).log.trim(6)
+                continue
+            break
+        assert number > 6 and len(left) < 15  # it also broke off among those that are deleted at once
+        # One that is kept, or whose anchor is there, is missed.
+        for generation in ((await repository.log.newest()).generation - 3, 3):
+            backend.objects = dict(written)
+            del backend.objects[log_name(generation)]
+            report = await check(await Repository.open(backend))
+            assert [damage.name for damage in report.damages] == [log_name(generation)]
+
+    asyncio.run(body())
 
 
 @pytest.mark.parametrize("harm", [flip, truncate, empty, extend, remove, swap])

@@ -8,6 +8,8 @@ import multiprocessing
 import random
 import secrets
 import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,8 +23,8 @@ from icecore.store.faulty import Call, FaultyBackend, Outcome
 from icecore.store.local import LocalBackend
 from icecore.store.log import Log
 from icecore.store.memory import MemoryBackend
-from icecore.store.names import log_name
-from icecore.store.state import SessionRecord, State
+from icecore.store.names import log_generation, log_name
+from icecore.store.state import SegmentRef, SessionRecord, State, encode_entry
 from icecore.store.watermark import FileWatermark, Watermark
 
 KEY = b"k" * 32
@@ -220,6 +222,128 @@ def test_a_writer_that_slept_does_not_believe_that_it_won(others: int, trimmed: 
         await log.trim(keep=2)
         assert len([name for name in backend.objects if name.startswith("log/")]) == 2
         await write(Log(backend, KEY), drawn(1))
+
+    asyncio.run(body())
+
+
+class SlowlyTrimmed(MemoryBackend):
+    """Deletes many objects one by one, in a drawn order, and calls ``between`` after each deletion."""
+
+    def __init__(self, seed: int, between: Callable[[], Awaitable[None]]) -> None:
+        super().__init__()
+        self._dice = random.Random(seed)
+        self._between = between
+
+    async def delete(self, name: str) -> None:
+        await super().delete(name)
+        await self._between()
+
+    async def delete_many(self, names: Sequence[str]) -> None:
+        for name in self._dice.sample(names, len(names)):
+            await self.delete(name)
+
+
+@pytest.mark.parametrize("prove", [True, False], ids=["at once", "with the next"])
+@pytest.mark.parametrize("slept_at", [2, 3, 4, 5, 6, 7, 8, 9])
+def test_trimming_in_any_order_misleads_no_sleeper(slept_at: int, prove: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer wakes after each single deletion of a trim: what it then believes to have done is in the log."""
+    monkeypatch.setattr("icecore.store.log.ANCHOR_EVERY", 4)
+
+    async def run(woken_after: int) -> bool:
+        deleted, task = 0, None
+
+        async def between() -> None:
+            nonlocal deleted
+            deleted += 1
+            if deleted == woken_after:
+                sleepy.wake.set()
+                assert task is not None
+                await asyncio.wait([task])
+
+        backend = SlowlyTrimmed(slept_at, between)
+        log = await founded(backend)
+        sleepy = Sleeper(backend.objects, log_name(slept_at))
+        sleeper, mine, done = Log(sleepy, KEY), drawn(1)[0], False
+        await write(sleeper, drawn(slept_at - 2))
+
+        async def leave(state: State, pages: Pages) -> State:
+            if state.session(mine) is None:
+                raise NotFound("it never began")
+            left = [record for record in state.sessions if record.id != mine]
+            return msgspec.structs.replace(state, sessions=left, changes=[], segments=[SegmentRef(bytes(16), bytes(32), 1, 1)])
+
+        async def begin_and_commit() -> None:
+            nonlocal done
+            await sleeper.transact(enter(mine), "begin", prove=prove)  # type: ignore[arg-type]
+            await sleeper.transact(leave, "commit")
+            done = True
+
+        task = asyncio.create_task(begin_and_commit())
+        await sleepy.asleep.wait()
+        theirs = drawn(16)
+        await write(log, theirs)
+        await log.trim(keep=2)
+        sleepy.wake.set()
+        if prove:
+            await task  # it finds out, and begins anew
+        else:
+            try:
+                await task
+            except NotFound:
+                pass
+        state = (await Log(backend, KEY).newest()).state
+        assert bool(state.segments) == done and state.session(mine) is None
+        assert set(theirs) <= {record.id for record in state.sessions}
+        assert (await Log(backend, KEY).newest()).generation == slept_at - 1 + 16 + (2 if done else 0)
+        await Log(backend, KEY).trim(keep=2)
+        assert len([name for name in backend.objects if name.startswith("log/")]) == 2
+        return deleted >= woken_after
+
+    async def body() -> None:
+        woken_after = 1
+        while await run(woken_after):
+            woken_after += 1
+        assert woken_after > 14
+
+    asyncio.run(body())
+
+
+def test_what_an_older_writer_left_without_anchors_is_trimmed_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("icecore.store.log.ANCHOR_EVERY", 4)
+
+    async def body() -> None:
+        inner = MemoryBackend()
+        backend = FaultyBackend(inner)
+        log = await founded(backend)
+        for number in range(30):
+            await write(log, drawn(1))
+            if number < 12:  # what a writer would have left that knows no anchors
+                entry = await log.read((await log.newest()).generation)
+                bare = encode_entry(msgspec.structs.replace(entry.state, anchor=None), KEY)
+                inner.objects[log_name(entry.generation)] = bare.data
+                log = Log(backend, KEY)
+        backend.calls.clear()
+        assert await log.trim(keep=5) == 26
+        deleted = [(call.operation, log_generation(call.name)) for call in backend.calls if call.operation.startswith("delete")]
+        # Entry 13 is the first anchor that a writer of today names: by itself, like what is older, and those after it; the rest at once.
+        assert deleted == [*(("delete", generation) for generation in [*range(1, 14), 17, 21, 25]), ("delete_many", 14)]
+
+    asyncio.run(body())
+
+
+def test_a_log_that_moved_on_is_looked_at_before_anything_is_built_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By far more than entries repeat: nothing could tell afterwards whether what was created then is part of the log."""
+
+    async def body() -> None:
+        backend = MemoryBackend()
+        log, other = await founded(backend), Log(backend, KEY)
+        await write(other, drawn(1))
+        await write(log, drawn(100))
+        await log.trim(keep=2)
+        passed = time.clock_gettime(time.CLOCK_BOOTTIME) + 3600
+        monkeypatch.setattr("icecore.store.log._now", lambda: passed)
+        await write(other, drawn(1))
+        assert (await log.newest()).generation == 103
 
     asyncio.run(body())
 

@@ -45,6 +45,7 @@ CALLS: dict[str, Callable[[Backend], Awaitable[object]]] = {
     "get_into": lambda backend: backend.get_into("a/b", 0, memoryview(bytearray(10))),
     "list": _rows,
     "delete": lambda backend: backend.delete("a/b"),
+    "delete_many": lambda backend: backend.delete_many(["a/b", "a/c"]),
 }
 
 

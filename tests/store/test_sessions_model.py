@@ -107,6 +107,9 @@ class GatedBackend(Backend):
     async def delete(self, name: str) -> None:
         await self._reply(self.inner.delete(name))
 
+    async def delete_many(self, names: Sequence[str]) -> None:
+        await self._reply(self.inner.delete_many(names))
+
 
 @dataclass
 class Actor:
