@@ -83,14 +83,16 @@ async def compact(repository: Repository, sizes: Mapping[tuple[Kind, bytes], int
     Raises:
         Damaged, ObjectMissing: A snapshot cannot be read, so what it reaches is unknown.
     """
-    async with await repository.begin(None, "compact", load_index=False) as session:
+    async with (
+        await repository.begin(None, "compact", load_index=False) as session,
+        ShardWriter(repository, session) as writer,
+    ):
         records = await catalog.everything(session.state, repository.log.pages)
         reach = Reach(repository)
         await reach.add(records)
         sparse = find_sparse(reach, sizes, below)
         if not sparse:
             return Compacted()
-        writer = ShardWriter(repository, session)
         copier = _Copier(repository, writer)
         rebaser = await _rebase(repository, records, sparse, writer)
         copied = []

@@ -172,13 +172,13 @@ class _Apply:
     async def _pieces(self) -> dict[Key, Place | Stored]:
         """Store what was saved; where everything is now that was in damaged shards."""
         salvage = self._survey.salvage
-        writer = ShardWriter(self._repository, self._session)
         moved: dict[Key, Place | Stored] = {}
-        for key, saved in sorted(salvage.saved.items()):
-            piece = saved.piece
-            moved[key] = await writer.put(piece.chunk, saved.bitmap, piece.base, piece.place.codec, [saved.stored])
-        await writer.flush()
-        new = writer.entries()
+        async with ShardWriter(self._repository, self._session) as writer:
+            for key, saved in sorted(salvage.saved.items()):
+                piece = saved.piece
+                moved[key] = await writer.put(piece.chunk, saved.bitmap, piece.base, piece.place.codec, [saved.stored])
+            await writer.flush()
+            new = writer.entries()
         self._entries += [] if new is None else [new]
         for key, place in [*salvage.found.items(), *salvage.instead.items()]:
             moved[key] = Stored(place)

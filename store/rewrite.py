@@ -5,8 +5,11 @@ Nothing old is changed or deleted: the session that wrote the new objects swaps 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -36,7 +39,9 @@ ReadNodes = Callable[[Refs], Awaitable[tuple[Records, npt.NDArray[np.int64]]]]
 
 
 class ShardWriter:
-    """Lays stored chunks out in new shards of one session.
+    """Lays stored chunks out in new shards of one session. A shard is stored while the next is filled.
+
+    An async context manager: at its end nothing is under way any more, so that the session can delete what it stored.
 
     Attributes:
         bytes: Stored bytes so far.
@@ -47,8 +52,10 @@ class ShardWriter:
         self._repository = repository
         self._session = session
         self._builder: ShardBuilder | None = None
-        #: Used again for each shard: the first touch of memory takes longer than copying.
-        self._buffer = memoryview(b"")
+        #: Used again: the first touch of memory takes longer than copying.
+        self._spare: list[memoryview] = []
+        self._storing: asyncio.Task[str] | None = None
+        self._filled = memoryview(b"")
         self._tables: list[tuple[bytes, Records]] = []
 
     async def put(self, chunk: bytes, bitmap: bytes, base: bytes, number: int, parts: Sequence[codec.Buffer]) -> Place:
@@ -62,23 +69,45 @@ class ShardWriter:
         key = self._repository.keys.chunk
         length = sum(len(part) for part in parts) + overhead(key)
         if self._builder is None or not self._builder.fits(length):
-            await self.flush()
+            await self._close()
             room = max(self._repository.config.parameters.shard_bytes, length)
-            if len(self._buffer) < room:
-                self._buffer = huge_buffer(room)
-            self._builder = ShardBuilder(random_id(), self._buffer[:room])
+            buffer = self._spare.pop() if self._spare else memoryview(b"")
+            self._builder = ShardBuilder(random_id(), (buffer if len(buffer) >= room else huge_buffer(room))[:room])
         offset, room_ = self._builder.reserve(chunk, bitmap, base, number, length)
         place_chunk(key, self._builder.name, offset, chunk, parts, room_)
         self.bytes += length
         return Place(self._builder.name, offset, length, number)
 
     async def flush(self) -> None:
-        """Store the shard that is being filled."""
-        if self._builder is not None and len(self._builder):
-            parts = self._builder.finish(self._repository.keys.shard)
-            await self._session.put_named("shard", self._builder.name, parts)
-            self._tables.append((self._builder.name, self._builder.entries()))
-        self._builder = None
+        """Store the shard that is being filled, and wait until all are stored."""
+        await self._close()
+        await self._settle()
+
+    async def _close(self) -> None:
+        """Begin to store the shard that is being filled, once the one before it is stored."""
+        await self._settle()
+        builder, self._builder = self._builder, None
+        if builder is not None and len(builder):
+            parts = builder.finish(self._repository.keys.shard)
+            self._storing = asyncio.create_task(self._session.put_named("shard", builder.name, parts))
+            self._tables.append((builder.name, builder.entries()))
+            self._filled = builder.buffer
+
+    async def _settle(self) -> None:
+        """Wait until what was begun is stored; raises what that did."""
+        storing, self._storing = self._storing, None
+        if storing is not None:
+            await storing
+            self._spare.append(self._filled)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._storing is not None:
+            await asyncio.gather(self._storing, return_exceptions=True)
 
     def entries(self) -> Records | None:
         """Index entries of the full chunks that were stored."""
