@@ -3,7 +3,8 @@
 
 *Scattered*: of the files of the first snapshot every tenth is in the second, which stays; so each shard, or pack, is live to a tenth and has to be
 rewritten. *Whole*: ten snapshots have nothing in common, and the last stays. restic looks at what it removes with its own rules (it tolerates 5 % of
-unused data, icecore shards of which less than half is dead): here both rewrite or delete everything. The repositories lie on tmpfs.
+unused data, icecore shards of which less than half is dead): here both rewrite or delete everything. The repositories lie on tmpfs. Beside them the
+floor: ``rm`` of as many bytes, in files as large as shards, which is the kernel freeing their pages.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ PASSPHRASE = b"only for a benchmark"
 _FULL = b"\xff" * 32
 _THREADS = 2
 _SECONDS = 600.0
+_SHARD_MIB = 64
 #: The files of each snapshot, by their numbers; the last snapshot stays.
 _LAYOUTS = {
     "scattered": lambda count: [range(count), range(5, count, 10)],
@@ -142,6 +144,18 @@ def _run(command: Sequence[str], environment: dict[str, str], folder: Path | Non
     return done.stdout
 
 
+def _rm(folder: Path, mib: int) -> float:
+    """Seconds that ``rm`` takes for as many MiB in files as large as shards."""
+    folder.mkdir()
+    for first in range(0, mib, _SHARD_MIB):
+        with open(folder / str(first), "wb") as file:
+            for _ in range(min(_SHARD_MIB, mib - first)):
+                file.write(bytes(MIB))
+    started = time.perf_counter()
+    subprocess.run(["rm", "-r", str(folder)], check=True, timeout=_SECONDS)
+    return time.perf_counter() - started
+
+
 def measure(mib: int, rounds: int) -> list[Result]:
     """Ratios, round by round."""
     restic = peers(PREFIX).get("restic")
@@ -154,6 +168,7 @@ def measure(mib: int, rounds: int) -> list[Result]:
         for turn in range(rounds):
             progress(f"prune: {layout}, round {turn + 1} of {rounds}")
             with scratch(PART) as folder, tempfile.TemporaryDirectory(prefix="icecore-bench-files-") as elsewhere:
+                got.add(f"{layout} rm", _rm(folder / "rm", mib if layout == "scattered" else mib - len(snapshots[-1])))
                 source = Path(elsewhere) / "files"
                 _files(source, mib)
                 places: dict[str, Ours | Restic] = {
@@ -182,7 +197,8 @@ def measure(mib: int, rounds: int) -> list[Result]:
 
         ours, theirs = f"{layout} {name}", f"{layout} restic"
         what = f"{words}, {mib} MiB, nine tenths dead, {layout}: speed of forget --gc / that of restic forget --prune"
-        return Result(PART, what, got.ratio(theirs, ours), 3.0, "higher", note=f"{name} {took(ours)}; restic {took(theirs)}")
+        note = f"{name} {took(ours)}; restic {took(theirs)}; rm of as many bytes {got.median(f'{layout} rm'):.2f} s"
+        return Result(PART, what, got.ratio(theirs, ours), 3.0, "higher", note=note)
 
     return [result(layout, name, words) for layout in _LAYOUTS for name, words in (("icecore", "as it is"), ("encrypted", "encrypted"))]
 

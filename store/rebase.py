@@ -20,9 +20,9 @@ from icecore.store.decoder import ChunkDecoder
 from icecore.store.names import object_name
 from icecore.store.pool import Scratch
 from icecore.store.repository import Repository
-from icecore.store.rewrite import ShardWriter
 from icecore.store.rows import Place, Row, Stored, unpack
 from icecore.store.segment import of_shards
+from icecore.store.shard_writer import ShardWriter
 from icecore.store.trial import Objective
 
 Key = tuple[bytes, int]
@@ -136,7 +136,7 @@ class Rebaser:
         self.moved[row.stored.place.shard, row.stored.place.offset] = stored
 
     async def _put(self, form: _Form, base: bytes) -> Place:
-        return await self._writer.put(form.row.chunk, form.row.data, base, form.number, form.parts)
+        return await self._writer.put(form.row.chunk, form.row.data, base, form.number, [bytes(part) for part in form.parts])
 
     async def _read(self, place: Place) -> memoryview:
         out = memoryview(bytearray(place.length))

@@ -22,11 +22,12 @@ from icecore.store.keys import Keys
 from icecore.store.names import random_id
 from icecore.store.reach import Refs
 from icecore.store.repository import Repository
-from icecore.store.rewrite import MapRewriter, NewManifest, ShardWriter
+from icecore.store.rewrite import MapRewriter, NewManifest
 from icecore.store.rows import Place, Stored
 from icecore.store.salvage import Key
 from icecore.store.segment import sort_entries
 from icecore.store.session import Session
+from icecore.store.shard_writer import ShardWriter
 from icecore.store.state import PageRef, SegmentRef, SnapshotRecord, State
 
 _ROUNDS = 4

@@ -1,118 +1,34 @@
-"""Chunks copied into new shards, and maps that name their new places in new nodes and manifests: what compaction and repair share.
+"""Maps that name the new places of moved chunks (`shard_writer`) in new nodes and manifests: what compaction and repair share.
 
 Nothing old is changed or deleted: the session that wrote the new objects swaps the manifests in, and the collector takes what is unreached then.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from icecore.store import codec
 from icecore.store.cell import Records
 from icecore.store.cellmap import NodeEncoder, node_ids, pack_footer, place_node
 from icecore.store.cipher import overhead
 from icecore.store.manifest import Manifest, encode_manifest
 from icecore.store.names import object_name, random_id
-from icecore.store.pool import huge_buffer
 from icecore.store.reach import Refs, read_nodes, space_refs
 from icecore.store.repository import Repository
 from icecore.store.rows import Place, Stored
 from icecore.store.segment import of_shards
 from icecore.store.session import Session
-from icecore.store.shard import ShardBuilder, place_chunk
 from icecore.store.state import SnapshotRecord
-from icecore.store.tables import index_entries
 
 _PACK_BYTES = 64 << 20
 
 #: Where a stored chunk lay (shard, offset) -> where its bytes lie now; or how else it is stored now, its base included.
 Moved = Mapping[tuple[bytes, int], Place | Stored]
 ReadNodes = Callable[[Refs], Awaitable[tuple[Records, npt.NDArray[np.int64]]]]
-
-
-class ShardWriter:
-    """Lays stored chunks out in new shards of one session. A shard is stored while the next is filled.
-
-    An async context manager: at its end nothing is under way any more, so that the session can delete what it stored.
-
-    Attributes:
-        bytes: Stored bytes so far.
-    """
-
-    def __init__(self, repository: Repository, session: Session) -> None:
-        self.bytes = 0
-        self._repository = repository
-        self._session = session
-        self._builder: ShardBuilder | None = None
-        #: Used again: the first touch of memory takes longer than copying.
-        self._spare: list[memoryview] = []
-        self._storing: asyncio.Task[str] | None = None
-        self._filled = memoryview(b"")
-        self._tables: list[tuple[bytes, Records]] = []
-
-    async def put(self, chunk: bytes, bitmap: bytes, base: bytes, number: int, parts: Sequence[codec.Buffer]) -> Place:
-        """Store a chunk's stored form (decrypted: in its new place it is another ciphertext).
-
-        Args:
-            chunk: Its id.
-            bitmap: Its data bitmap.
-            base: Its base's id, if ``number`` is a delta's codec.
-        """
-        key = self._repository.keys.chunk
-        length = sum(len(part) for part in parts) + overhead(key)
-        if self._builder is None or not self._builder.fits(length):
-            await self._close()
-            room = max(self._repository.config.parameters.shard_bytes, length)
-            buffer = self._spare.pop() if self._spare else memoryview(b"")
-            self._builder = ShardBuilder(random_id(), (buffer if len(buffer) >= room else huge_buffer(room))[:room])
-        offset, room_ = self._builder.reserve(chunk, bitmap, base, number, length)
-        place_chunk(key, self._builder.name, offset, chunk, parts, room_)
-        self.bytes += length
-        return Place(self._builder.name, offset, length, number)
-
-    async def flush(self) -> None:
-        """Store the shard that is being filled, and wait until all are stored."""
-        await self._close()
-        await self._settle()
-
-    async def _close(self) -> None:
-        """Begin to store the shard that is being filled, once the one before it is stored."""
-        await self._settle()
-        builder, self._builder = self._builder, None
-        if builder is not None and len(builder):
-            parts = builder.finish(self._repository.keys.shard)
-            self._storing = asyncio.create_task(self._session.put_named("shard", builder.name, parts))
-            self._tables.append((builder.name, builder.entries()))
-            self._filled = builder.buffer
-
-    async def _settle(self) -> None:
-        """Wait until what was begun is stored; raises what that did."""
-        storing, self._storing = self._storing, None
-        if storing is not None:
-            await storing
-            self._spare.append(self._filled)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._storing is not None:
-            await asyncio.gather(self._storing, return_exceptions=True)
-
-    def entries(self) -> Records | None:
-        """Index entries of the full chunks that were stored."""
-        made = [index_entries(shard, table) for shard, table in self._tables]
-        return np.concatenate(made) if made else None
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from icecore.errors import StoreError
+from icecore.events import discard
 from icecore.store import codec
 from icecore.store.check import check
 from icecore.store.compact import compact
+from icecore.store.faulty import Call, FaultyBackend, Outcome
 from icecore.store.gc import Collector, Options
+from icecore.store.log import Log
+from icecore.store.names import Kind, parse_name
+from icecore.store.repository import Repository
 from icecore.store.trial import Objective
 from tests.store.images import Place, image, local_place, touch
 
@@ -102,6 +108,48 @@ def test_a_shard_with_a_damaged_chunk_stays_as_it_is(here: Place, tmp_path: Path
     report = here.loop.run(check(here.repository, read_data=1.0))
     assert {damage.kind for damage in report.damages} == {"chunk"}
     assert [damage.snapshots for damage in report.damages] == [(second.snapshot,)]
+
+
+def test_a_compaction_that_cannot_write_leaves_nothing(here: Place, tmp_path: Path) -> None:
+    """Each time it writes to a shard, or publishes one, that fails: what was there stays, and nothing is left of what was begun."""
+    content = image(12, "random", seed=1)
+    first = here.take(content | image(20, "random", seed=2) | content)
+    second = here.take(content, first)
+    here.loop.run(here.repository.forget([first.snapshot]))
+    shards = tmp_path / "repository" / "shards"
+    before = sorted(path for path in shards.rglob("*") if path.is_file())
+    failed = 0
+    while True:
+        writes: list[Call] = []
+
+        def plan(call: Call, writes: list[Call] = writes, passed: int = failed) -> Outcome:
+            if call.operation == "append" or (call.operation, call.name[:7]) == ("create", "shards/"):
+                writes.append(call)
+                if len(writes) > passed:
+                    return Outcome.FAIL
+            return Outcome.PASS
+
+        faulty = FaultyBackend(here.repository.backend, plan)
+        keys = here.repository.keys
+        opened = Repository(faulty, here.repository.config, keys, Log(faulty, keys.log), discard)
+        try:
+            done = here.loop.run(compact(opened, here.loop.run(_sizes(opened)), 0.9))
+        except StoreError:
+            assert sorted(path for path in shards.rglob("*") if path.is_file()) == before
+            assert here.loop.run(check(opened)).sound
+            failed += 1
+            continue
+        break
+    assert done.shards == 1 and failed > 3
+    here.loop.run(Collector(here.repository).collect())
+    assert here.content(second.snapshot) == content
+    report = here.loop.run(check(here.repository, read_data=1.0))
+    assert report.sound and report.unreached == 0
+
+
+async def _sizes(repository: Repository) -> dict[tuple[Kind, bytes], int]:
+    rows = [(parse_name(info.name), info.size) async for info in repository.backend.list("shards/")]
+    return {parsed: size for parsed, size in rows if parsed is not None}
 
 
 def test_deltas_whose_base_has_gone_are_stored_anew(here: Place, tmp_path: Path) -> None:
