@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from icecore.dumper.fingerprints import NO_FINGERPRINTS, Fingerprints, decode_fingerprints
 from icecore.dumper.spaces import ParentSpace, known_from
-from icecore.errors import Damaged, FormatTooNew, ObjectMissing, StoreError
+from icecore.errors import Damaged, FormatTooNew, NotFound, ObjectMissing, StoreError
 from icecore.events import Event, Sink
 from icecore.store.fingerprints import fingerprint_seed as fingerprint_seed
 from icecore.store.hints import HINTS_KIND, decode_hints
@@ -90,11 +91,15 @@ def load_parent(repository: Repository, loop: LoopThread, record: SnapshotRecord
     )
 
 
-def choose_parent(records: list[SnapshotRecord], job: str, wanted: str) -> SnapshotRecord | None:
+async def choose_parent(repository: Repository, job: str, wanted: str) -> SnapshotRecord | None:
     """The snapshot to build on: the one wanted, if it is still listed, else the job's newest. None that lost data: its chunks may be the damaged ones."""
-    records = [record for record in records if not record.quarantined]
-    for record in records:
-        if wanted and record.snapshot == wanted:
-            return record
-    own = [record for record in records if record.job == job]
+    if wanted:
+        with suppress(NotFound):
+            record = await repository.find(wanted)
+            if not record.quarantined:
+                return record
+    newest = await repository.newest_of(job)  # a page of the list, or none
+    if newest is None or not newest.quarantined:
+        return newest
+    own = [record for record in await repository.snapshots() if record.job == job and not record.quarantined]
     return own[-1] if own else None

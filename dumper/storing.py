@@ -65,7 +65,7 @@ class Storing:
         emit: Sink,
     ) -> None:
         self.stop = threading.Event()
-        record = choose_parent(loop.run(repository.snapshots()), job, parent)
+        record = loop.run(choose_parent(repository, job, parent))
         session = loop.run(repository.begin(record.snapshot if record else None, purpose, prove=False))
         objective = Objective(link_rate) if link_rate else None
         self.writer = stack.enter_context(

@@ -280,8 +280,13 @@ class S3Backend(Backend):
         for first in range(0, len(names), _DELETED_AT_ONCE):
             some = [check_name(name) for name in names[first : first + _DELETED_AT_ONCE]]
             doing = f"delete {len(some)} objects in"
-            with self._failing(doing):
-                await self._within(0, doing, self._store.delete_async(some))
+            try:
+                with self._failing(doing):
+                    await self._within(0, doing, self._store.delete_async(some))
+            except StoreError:
+                # Not all that speak S3 have that request. Where it was something else, the first of these fails as well.
+                for name in some:
+                    await self.delete(name)
 
     async def _within(self, size: int, doing: str, reply: Awaitable[T]) -> T:
         """The reply, if it comes in the time that a request of ``size`` bytes may take."""

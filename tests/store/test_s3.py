@@ -140,6 +140,23 @@ def test_replies(
     )
 
 
+@pytest.mark.parametrize("refusal", [Reply(501, "NotImplemented"), Reply(400, "MalformedXML"), Reply(405, "MethodNotAllowed")])
+def test_many_are_deleted_one_by_one_where_they_cannot_be_at_once(refusal: Reply, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "y")
+    deleted = []
+
+    def answer(method: str, path: str) -> Reply:
+        if method == "POST":
+            return refusal
+        deleted.append((method, path))
+        return Reply(204)
+
+    with canned(answer) as endpoint:
+        run(lambda backend: backend.delete_many(["a/1", "a/2"]), S3Place("bucket", endpoint=endpoint))
+    assert deleted == [("DELETE", "/bucket/a/1"), ("DELETE", "/bucket/a/2")]
+
+
 def test_nobody_there_and_nobody_answering(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "y")
