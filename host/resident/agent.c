@@ -320,7 +320,7 @@ void agent_start(void)
 	pthread_mutex_lock(&start_lock);
 	if (!started) {
 		if (!prepared)
-			pthread_atfork(NULL, NULL, in_child);
+			pthread_atfork(NULL, allocations_forked, in_child);
 		prepared = true;
 		pthread_attr_init(&attributes);
 		pthread_attr_setstacksize(&attributes, STACK);

@@ -290,6 +290,26 @@ def test_memory_outlives_a_process_only_where_it_was_taken_away(
     assert (machine.used(), machine.keeper.processes()) == (0, [])
 
 
+def test_what_is_freed_can_be_had_again_although_a_child_was_forked(machine: Machine, target: Target) -> None:
+    """After a window the process has descriptors of its memory: a child inherits them, and closes them once it has come to run."""
+    source, library = machine.root / "slow.c", machine.root / "slow.so"
+    source.write_text(
+        "#include <pthread.h>\n#include <unistd.h>\nstatic void slow(void) { usleep(50000); }\n"
+        "__attribute__((constructor)) static void load(void) { pthread_atfork(NULL, NULL, slow); }\n"
+    )
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
+    target(f"[ctypes.CDLL({str(library)!r})] and 0")
+    address = target("alloc(40 * MIB)")[1]
+    take(target)
+    give_back(target.agent)
+    child = target("(lambda child: child or __import__('signal').pause())(os.fork())")
+    try:
+        assert target(f"[free({address}), alloc(50 * MIB)[0]]") == [0, 0]
+    finally:
+        os.kill(child, signal.SIGKILL)
+        target(f"os.waitpid({child}, 0)[0]")
+
+
 def test_a_running_process_that_dies_frees_its_memory(machine: Machine, loaded: tuple[Target, int, str]) -> None:
     loaded[0].end()
     until(lambda: machine.used() == 0)
