@@ -462,17 +462,21 @@ static unsigned let_busy_go(void)
 	return busy;
 }
 
-static bool all_here_or_inside(void)
+/* Whether it lives, and is to be parked. */
+static bool counts_still(struct seat *seat)
 {
 	bool pending;
+	int what = look_at(atomic_load(&seat->thread), &pending);
 
+	return what != GONE && what != NOT_OURS;
+}
+
+static bool all_here_or_inside(void)
+{
 	for (unsigned at = 0; at < seated; at++) {
 		unsigned state = state_of(&seats[taken[at]]);
-		if (state != PARKED && state != INSIDE) {
-			int what = look_at(atomic_load(&seats[taken[at]].thread), &pending);
-			if (what != GONE && what != NOT_OURS)
-				return false;
-		}
+		if (state != PARKED && state != INSIDE && counts_still(&seats[taken[at]]))
+			return false;
 	}
 	return true;
 }
@@ -480,14 +484,11 @@ static bool all_here_or_inside(void)
 /* Whether somebody was asked, or let go, and has not come, or gone, yet, and will. */
 static bool on_their_way(void)
 {
-	bool pending;
-
 	for (unsigned at = 0; at < seated; at++) {
 		struct seat *seat = &seats[taken[at]];
 		unsigned state = state_of(seat);
-		if (state == LEAVING || (state == ASKED && !blocks_for_long(seat, now())))
-			if (look_at(atomic_load(&seat->thread), &pending) != GONE)
-				return true;
+		if ((state == LEAVING || (state == ASKED && !blocks_for_long(seat, now()))) && counts_still(seat))
+			return true;
 	}
 	return false;
 }
@@ -503,12 +504,12 @@ static void forget_blocked(void)
 static void name_missing(char *text, size_t room)
 {
 	size_t written = 0;
-	bool pending;
 
 	for (unsigned at = 0; at < seated && room - written > 12; at++) {
-		int thread = atomic_load(&seats[taken[at]].thread), state = (int)state_of(&seats[taken[at]]);
-		if (state != PARKED && state != INSIDE && look_at(thread, &pending) != GONE)
-			written += (size_t)snprintf(text + written, room - written, "%d ", thread);
+		struct seat *seat = &seats[taken[at]];
+		unsigned state = state_of(seat);
+		if (state != PARKED && state != INSIDE && counts_still(seat))
+			written += (size_t)snprintf(text + written, room - written, "%d ", atomic_load(&seat->thread));
 	}
 }
 

@@ -153,3 +153,13 @@ def test_a_thread_that_cannot_be_stopped_is_let_go(
     assert resident.read() is True
     assert resident.agent.park() == 1
     resident.agent.go()
+
+
+def test_a_process_whose_first_thread_has_ended_is_parked(resident: Target) -> None:
+    """It stays in the list of threads."""
+    leave = {"x86_64": 60, "aarch64": 93}[os.uname().machine]
+    resident(f"[threading.Thread(target=main).start(), ctypes.CDLL(None).syscall({leave}, 0)]")
+    until(lambda: "zombie" in Path(f"/proc/{resident.pid}/status").read_text())
+    assert resident.agent.park() == 1
+    resident.agent.go()
+    assert resident("1 + 1") == 2
