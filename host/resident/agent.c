@@ -22,7 +22,7 @@
 #define TICK_MILLISECONDS 1000
 #define TICK_PARKED_MILLISECONDS 50
 #define FROZEN_NANOSECONDS 500000000ll
-#define START_MILLISECONDS 1000
+#define START_NANOSECONDS 5000000000ll /* on a machine that is busy */
 #define STACK ((size_t)1 << 20)
 
 static pthread_mutex_t start_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -274,19 +274,22 @@ static void *agent(void *unused)
 		}
 		struct pollfd ready[2] = {{.fd = listener, .events = POLLIN}, {.fd = keeper, .events = 0}};
 		poll(ready, 2, state == RESIDENT_RUNNING ? TICK_MILLISECONDS : TICK_PARKED_MILLISECONDS);
-		if (state != RESIDENT_RUNNING && (now() - last > FROZEN_NANOSECONDS || now() < last))
-			lease_end = now() + lease; /* it was frozen, or is another instance */
+		int64_t before = last; /* what is served below renews the lease by itself: a freeze right after that counts as one */
+		last = now();
+		if (state != RESIDENT_RUNNING && (last - before > FROZEN_NANOSECONDS || last < before))
+			lease_end = last + lease; /* it was frozen, or is another instance */
 		if (ready[0].revents) {
 			int client = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
 			if (client >= 0) {
 				serve(client);
 				close(client);
 			}
-		} else if (state != RESIDENT_RUNNING && now() > lease_end)
+		} else if (state != RESIDENT_RUNNING && now() > lease_end) {
 			go_back();
+			last = now();
+		}
 		if (state == RESIDENT_RUNNING)
 			tend_keeper();
-		last = now();
 	}
 	return NULL;
 }
@@ -320,7 +323,7 @@ void agent_start(void)
 	pthread_mutex_lock(&start_lock);
 	if (!started) {
 		if (!prepared)
-			pthread_atfork(NULL, NULL, in_child);
+			pthread_atfork(NULL, allocations_forked, in_child);
 		prepared = true;
 		pthread_attr_init(&attributes);
 		pthread_attr_setstacksize(&attributes, STACK);
@@ -333,7 +336,7 @@ void agent_start(void)
 		pthread_sigmask(SIG_SETMASK, &before, NULL);
 		pthread_attr_destroy(&attributes);
 		/* Whoever has resident memory has an agent: a dump could begin with this call's return. */
-		for (int i = 0; i < START_MILLISECONDS && started && __atomic_load_n(&listener, __ATOMIC_ACQUIRE) < 0; i++)
+		for (int64_t until = now() + START_NANOSECONDS; started && __atomic_load_n(&listener, __ATOMIC_ACQUIRE) < 0 && now() < until;)
 			poll(NULL, 0, 1);
 	}
 	pthread_mutex_unlock(&start_lock);

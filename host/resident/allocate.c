@@ -2,11 +2,14 @@
  * is left to the driver, whose answer the application gets, and every other answer is what the driver would have given. */
 #define _GNU_SOURCE
 #include <string.h>
+#include <time.h>
 
 #include "capture.h"
 #include "contexts.h"
 #include "hooks.h"
 #include "resident.h"
+
+#define CHILD_NANOSECONDS 200000000ll /* within which one that was forked has begun to run */
 
 static struct device {
 	bool known, usable, rdma;
@@ -15,6 +18,7 @@ static struct device {
 } devices[DEVICES]; /* under table_lock */
 
 static uint64_t next_identity = 1;
+static int64_t last_fork = -CHILD_NANOSECONDS;
 static uint64_t free_clock; /* under table_lock; orders what is deferred by when its wait can have begun */
 
 static struct allocation_properties properties_of(CUdevice device, bool rdma)
@@ -132,6 +136,17 @@ static bool release_all_deferred(CUcontext context)
 	return true;
 }
 
+void allocations_forked(void)
+{
+	__atomic_store_n(&last_fork, now(), __ATOMIC_RELAXED);
+}
+
+/* It has the descriptors that are kept since a window until it has begun to run: what was freed meanwhile is not free yet. */
+static bool child_may_hold_memory(void)
+{
+	return __atomic_load_n(&counts.windows, __ATOMIC_RELAXED) && now() - __atomic_load_n(&last_fork, __ATOMIC_RELAXED) < CHILD_NANOSECONDS;
+}
+
 /* CUDA_SUCCESS, CUDA_ERROR_OUT_OF_MEMORY, or -1: it is the driver's. */
 static CUresult allocate(CUdeviceptr *out, size_t bytes)
 {
@@ -152,6 +167,10 @@ static CUresult allocate(CUdeviceptr *out, size_t bytes)
 	result = d->cuMemCreate(&made.handle, made.size, &properties, 0);
 	if (result == CUDA_ERROR_OUT_OF_MEMORY && release_all_deferred(made.context))
 		result = d->cuMemCreate(&made.handle, made.size, &properties, 0);
+	while (result == CUDA_ERROR_OUT_OF_MEMORY && child_may_hold_memory()) {
+		nanosleep(&(struct timespec){0, 1000000}, NULL);
+		result = d->cuMemCreate(&made.handle, made.size, &properties, 0);
+	}
 	if (result) {
 		pthread_mutex_lock(&table_lock);
 		counts.out_of_memory += result == CUDA_ERROR_OUT_OF_MEMORY;

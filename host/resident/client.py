@@ -110,9 +110,10 @@ class Agent:
             answer = self._ask(message, seconds)
             if answer.result == 0:
                 return answer.count
-            if answer.result != EAGAIN:
-                raise ResidentFailed(f"the threads of process {self.pid} could not be parked", answer.result)
             threads = [int(word) for word in answer.text.partition(b"\0")[0].split()]
+            if answer.result != EAGAIN:
+                which = f"threads {threads}" if threads else "the threads"
+                raise ResidentFailed(f"{which} of process {self.pid} could not be parked", answer.result)
             unreached = signals.reach(self._tracee, self._as_seen_here(threads), answer.ordinal)
             if unreached or time.monotonic() > until:
                 self.go()

@@ -55,6 +55,13 @@ static bool still(int descriptor, ino_t inode)
 	return descriptor >= 0 && fstat(descriptor, &found) == 0 && found.st_ino == inode;
 }
 
+void holding_close_kept(struct allocation *what)
+{
+	if (still(what->descriptor, what->inode))
+		close(what->descriptor);
+	what->descriptor = -1;
+}
+
 int holding_socket(void)
 {
 	return still(link_socket, link_inode) ? link_socket : -1;
@@ -288,8 +295,11 @@ lost:
 	return ENOTCONN;
 }
 
+/* What a child kept open, its parent could not free. */
 void holding_of_child(void)
 {
+	for (struct allocation *at = NULL; (at = table_next(at, KIND_RESIDENT));)
+		holding_close_kept(at);
 	if (holding_socket() >= 0)
 		close(link_socket);
 	link_socket = -1;

@@ -53,6 +53,7 @@ void devices_again(void); /* after a restore, which may have been onto other GPU
 CUresult set_access(const struct allocation *what);
 void defer(struct allocation *what); /* under table_lock, as the next */
 void release_deferred(CUcontext context, uint64_t until); /* of what was deferred until then; the context has been synchronised since */
+void allocations_forked(void); /* in the parent */
 void allocations_of_child(void);
 
 /* holding.c: the connection to the keeper; all under table_lock */
@@ -66,6 +67,7 @@ bool holding_park(void);      /* the same, and the keeper keeps them whatever be
 bool holding_renew(void);     /* every descriptor exported anew and handed over */
 int holding_socket(void);     /* -1: not connected */
 void holding_close(void);
+void holding_close_kept(struct allocation *what); /* its descriptor, where it has one */
 void holding_of_child(void);
 int holding_take(int (*each)(uint64_t identity, int descriptor)); /* 0, or an errno; `each` takes over the descriptor */
 int high_descriptor(int descriptor); /* the same file under a number that applications do not expect to close */

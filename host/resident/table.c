@@ -13,9 +13,9 @@ struct resident_counts counts;
 static struct allocation *places;
 static size_t room, used; /* used: with the vacated ones */
 
-static size_t start(CUdeviceptr address)
+static size_t start(CUdeviceptr address, size_t size)
 {
-	return (size_t)((address >> 9) * 0x9E3779B97F4A7C15ull >> 20) & (room - 1);
+	return (size_t)((address >> 9) * 0x9E3779B97F4A7C15ull >> 20) & (size - 1);
 }
 
 static void count(enum kind kind, uint64_t bytes, int by)
@@ -30,16 +30,16 @@ static void count(enum kind kind, uint64_t bytes, int by)
 	*of[kind][1] += (uint64_t)by * bytes;
 }
 
-static struct allocation *insert(const struct allocation *what)
+static struct allocation *insert(struct allocation *into, size_t size, const struct allocation *what)
 {
-	size_t at = start(what->address);
+	size_t at = start(what->address, size);
 
-	while (places[at].address > VACATED)
-		at = (at + 1) & (room - 1);
-	if (places[at].address == 0)
+	while (into[at].address > VACATED)
+		at = (at + 1) & (size - 1);
+	if (into[at].address == 0)
 		used++;
-	places[at] = *what;
-	return &places[at];
+	into[at] = *what;
+	return &into[at];
 }
 
 static bool grow(void)
@@ -55,12 +55,14 @@ static bool grow(void)
 	fresh = mmap(NULL, wanted * sizeof *fresh, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	if (fresh == MAP_FAILED)
 		return false;
-	places = fresh;
-	room = wanted;
 	used = 0;
 	for (size_t i = 0; i < before; i++)
 		if (old[i].address > VACATED)
-			insert(&old[i]);
+			insert(fresh, wanted, &old[i]);
+	/* In this order: a child that is forked meanwhile finds the old ones, none, or the fresh. */
+	__atomic_store_n(&room, 0, __ATOMIC_SEQ_CST);
+	__atomic_store_n(&places, fresh, __ATOMIC_SEQ_CST);
+	__atomic_store_n(&room, wanted, __ATOMIC_SEQ_CST);
 	if (old)
 		munmap(old, before * sizeof *old);
 	return true;
@@ -70,7 +72,7 @@ struct allocation *table_find(CUdeviceptr address)
 {
 	if (!room || address <= VACATED)
 		return NULL;
-	for (size_t at = start(address); places[at].address; at = (at + 1) & (room - 1))
+	for (size_t at = start(address, room); places[at].address; at = (at + 1) & (room - 1))
 		if (places[at].address == address)
 			return &places[at];
 	return NULL;
@@ -81,7 +83,7 @@ struct allocation *table_add(const struct allocation *what)
 	if (2 * (used + 1) > room && !grow())
 		return NULL;
 	count(what->kind, what->kind == KIND_RESIDENT ? what->size : what->requested, 1);
-	return insert(what);
+	return insert(places, room, what);
 }
 
 void table_remove(struct allocation *what)

@@ -8,7 +8,12 @@
  *
  * The signal is the one with which the C library has every thread change its user id: applications cannot block it, nor wait for it, because the library
  * takes it out of their sets. Any other would be returned by a sigwait for all signals, and nothing tells from outside that a thread is in one. Ours come
- * with a value; what comes without is the library's, and passed on. Who blocks it all the same (not through the library) is helped from outside, by ptrace.
+ * with a value; what comes without is the library's, and passed on. Who blocks it all the same (not through the library, or within it for longer than a
+ * moment) is helped from outside, by ptrace: the signal that is sent then brings the mask that the thread had, and the handler puts that back, whenever it
+ * comes to run and whatever has become of the round in which it was sent.
+ *
+ * Whoever was asked is looked at until it has come: it may have blocked the signal right then, which stays pending; it may have ended, and its number be
+ * another's. A signal too many does no harm: it parks whoever gets it while all are parked, and else does nothing.
  *
  * What a parked thread may hold is the C library's: the allocator's lock, or the loader's. The driver would wait for it without end. So a thread of ours
  * takes each of these once everybody is parked; where it does not get them, everybody is let go, and another moment is tried.
@@ -25,6 +30,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <ucontext.h>
@@ -40,21 +46,29 @@
 #define PROBE_NANOSECONDS 300000000ll
 #define SETTLE_NANOSECONDS 50000000ll
 #define BLOCKED_NANOSECONDS 20000000ll /* the C library blocks signals for shorter than that */
+#define ASK_AGAIN_NANOSECONDS 20000000ll
 #define AGAIN_NANOSECONDS 100000 /* between two looks at a thread that was in the driver, at most */
 
-/* REPORTED: whoever was told of it sends the signal. LEAVING: parked in the driver, and let go. */
-enum { ASKED = 1, BLOCKED, REPORTED, PARKED, INSIDE, LEAVING };
+/* ASKED: it was sent the signal. LEAVING: parked in the driver, and let go. */
+enum { SEATED, ASKED, PARKED, INSIDE, LEAVING };
+
+/* A state is that of one round, so that a thread that is late from another changes nothing. */
+#define IN_ROUND(round, state) ((round) << 3 | (state))
+#define ROUND(value) ((value) >> 3)
 
 static struct seat {
-	atomic_int thread, state;
+	atomic_uint state;
+	atomic_int thread;
 	_Atomic(const ucontext_t *) interrupted; /* where it was, while that is of interest */
+	int64_t asked, blocked_since; /* the agent's own */
 } seats[SEATS];
 
-static atomic_int gate;     /* odd: closed */
+static atomic_uint gate;    /* the round; odd: closed */
 static atomic_int arrivals; /* changes whenever somebody has parked, or is found inside */
 static pid_t agent_thread, probe_thread;
 static atomic_int probes_wanted, probes_done;
 static unsigned seated, taken[SEATS / 2]; /* places taken in `seats` */
+static bool inherited; /* `seats` are those of a process that forked, in whatever state they were */
 
 struct kernel_sigaction { /* the C library's own sigaction refuses this signal */
 	union {
@@ -79,14 +93,19 @@ int64_t now(void)
 	return at.tv_sec * 1000000000ll + at.tv_nsec;
 }
 
-static void sleep_until_changed(atomic_int *word, int value, int64_t nanoseconds)
+static unsigned round_now(void)
+{
+	return ROUND(IN_ROUND(atomic_load(&gate), 0u)); /* as many bits of it as a state has */
+}
+
+static void sleep_until_changed(const void *word, unsigned value, int64_t nanoseconds)
 {
 	struct timespec limit = {nanoseconds / 1000000000ll, nanoseconds % 1000000000ll};
 
 	syscall(SYS_futex, word, FUTEX_WAIT, value, nanoseconds < 0 ? NULL : &limit, NULL, 0);
 }
 
-static void wake(atomic_int *word)
+static void wake(void *word)
 {
 	syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
@@ -117,53 +136,90 @@ static struct seat *take_seat(int thread)
 	while (atomic_load(&seats[at].thread))
 		at = (at + 1) % SEATS;
 	taken[seated++] = at;
+	atomic_store(&seats[at].state, IN_ROUND(round_now(), SEATED));
 	atomic_store(&seats[at].thread, thread);
 	return &seats[at];
 }
 
-static void arrive(struct seat *seat, int state)
+static void clear_seats(void)
 {
-	atomic_store(&seat->state, state);
+	if (inherited)
+		memset(seats, 0, sizeof seats);
+	for (unsigned at = 0; !inherited && at < seated; at++) {
+		struct seat *seat = &seats[taken[at]];
+		atomic_store(&seat->thread, 0);
+		atomic_store(&seat->state, 0);
+		atomic_store(&seat->interrupted, NULL);
+		seat->asked = seat->blocked_since = 0;
+	}
+	inherited = false;
+	seated = 0;
+}
+
+static unsigned state_of(struct seat *seat)
+{
+	return atomic_load(&seat->state) & 7;
+}
+
+/* Whether it still was in `from`, and of this round. */
+static bool change(struct seat *seat, unsigned from, unsigned to)
+{
+	unsigned expected = IN_ROUND(round_now(), from);
+
+	return atomic_compare_exchange_strong(&seat->state, &expected, IN_ROUND(round_now(), to));
+}
+
+/* By the thread itself; false: this round is over. */
+static bool arrive(struct seat *seat, unsigned round, unsigned state)
+{
+	unsigned found = atomic_load(&seat->state);
+
+	do
+		if (ROUND(found) != round)
+			return false;
+	while (!atomic_compare_exchange_strong(&seat->state, &found, IN_ROUND(round, state)));
 	atomic_fetch_add(&arrivals, 1);
 	wake(&arrivals);
+	return true;
 }
 
 static void sit(const ucontext_t *interrupted)
 {
-	int closed = atomic_load(&gate);
-	struct seat *seat = closed & 1 ? find_seat(self()) : NULL;
+	unsigned round = round_now(), parked = IN_ROUND(round, PARKED), let_go = IN_ROUND(round, LEAVING);
+	struct seat *seat = round & 1 ? find_seat(self()) : NULL;
 
-	if (!seat)
+	if (!seat || ROUND(atomic_load(&seat->state)) != round)
 		return; /* too late: the gate is open again, or closed anew and we are asked once more */
 	atomic_store(&seat->interrupted, interrupted);
-	arrive(seat, PARKED);
-	while (atomic_load(&gate) == closed && atomic_load(&seat->state) == PARKED)
-		sleep_until_changed(&seat->state, PARKED, -1);
-	int let_go = LEAVING;
-	atomic_compare_exchange_strong(&seat->state, &let_go, 0);
+	if (!arrive(seat, round, PARKED))
+		return;
+	while (round_now() == round && atomic_load(&seat->state) == parked)
+		sleep_until_changed(&seat->state, parked, -1);
+	atomic_compare_exchange_strong(&seat->state, &let_go, IN_ROUND(round, SEATED));
 }
 
 static void on_signal(int number, siginfo_t *info, void *context)
 {
+	const bool queued = info->si_code == SI_QUEUE, helped = queued && info->si_errno == PARK_VALUE;
+	const unsigned round = round_now();
 	int error = errno;
-	struct seat *seat;
 
-	if (info->si_code != SI_QUEUE || info->si_value.sival_int != PARK_VALUE) {
+	if (!helped && (!queued || info->si_value.sival_int != PARK_VALUE)) {
 		if (librarys.plain && librarys.plain != SIG_IGN)
 			librarys.handler(number, info, context);
 		errno = error;
 		return;
 	}
-	seat = find_seat(self());
-	/* One that had blocked the signal was helped from outside; it finds its mask as it was. */
-	if (seat && atomic_load(&seat->state) == REPORTED)
-		*(unsigned long *)&((ucontext_t *)context)->uc_sigmask |= 1ul << (number - 1);
-	if (seat && atomic_load(&gate) & 1) {
-		if (inside) {
-			asked_inside = 1;
-			arrive(seat, INSIDE);
-		} else
-			sit(context);
+	/* All signals but this one were blocked when it was sent, so this is where the mask was changed. */
+	if (helped)
+		*(unsigned long *)&((ucontext_t *)context)->uc_sigmask = (unsigned long)info->si_value.sival_ptr;
+	if (!inside)
+		sit(context);
+	else if (round & 1) {
+		struct seat *seat = find_seat(self());
+		asked_inside = 1;
+		if (seat)
+			arrive(seat, round, INSIDE);
 	}
 	errno = error;
 }
@@ -217,11 +273,19 @@ static bool drivers_name(int thread, const char *name)
 	return read_small("/proc/self/comm", leader, sizeof leader) || strncmp(name, leader, strlen(leader));
 }
 
-/* What is to be made of a thread that is not parked. */
-static int look_at(int thread)
+static bool has_signal(const char *text, const char *line)
+{
+	const char *found = strstr(text, line);
+
+	return found && strtoull(found + strlen(line), NULL, 16) >> (PARK_SIGNAL - 1) & 1;
+}
+
+/* What is to be made of a thread that is not parked, and whether it has the signal pending. */
+static int look_at(int thread, bool *pending)
 {
 	char path[64], text[2048], *found;
 
+	*pending = false;
 	snprintf(path, sizeof path, "/proc/self/task/%d/status", thread);
 	if (read_small(path, text, sizeof text))
 		return errno == ENOENT || errno == ESRCH ? GONE : WATCHED;
@@ -231,8 +295,8 @@ static int look_at(int thread)
 		return GONE;
 	if (drivers_name(thread, text + 6) || !strncmp(text, "Name:\tiou-", 10))
 		return NOT_OURS;
-	found = strstr(text, "\nSigBlk:\t");
-	return found && (strtoull(found + 9, NULL, 16) >> (PARK_SIGNAL - 1) & 1) ? BLOCKS : WATCHED;
+	*pending = has_signal(text, "\nSigPnd:\t");
+	return has_signal(text, "\nSigBlk:\t") ? BLOCKS : WATCHED;
 }
 
 struct directory_entry {
@@ -264,11 +328,10 @@ static int claim_signal(void)
 	librarys = found;
 	struct kernel_sigaction ours = {
 		.handler = on_signal,
-		/* Not blocked in its own handler: who is on the way out of it would look like one that blocks it, and be helped, and then block it for good.
-		 * One that is asked again right there parks within the handler, which is as good as anywhere. */
-		.flags = SA_SIGINFO | SA_RESTART | SA_ONSTACK | SA_NODEFER | RESTORER_FLAG,
+		/* Blocked in its own handler: of two that are pending the second then comes once the first has returned, to the same place. */
+		.flags = SA_SIGINFO | SA_RESTART | SA_ONSTACK | RESTORER_FLAG,
 		.restorer = resident_return_from_signal,
-		.mask = ~(1ul << (PARK_SIGNAL - 1)),
+		.mask = ~0ul,
 	};
 	return syscall(SYS_rt_sigaction, PARK_SIGNAL, &ours, NULL, 8) ? errno : 0;
 }
@@ -285,12 +348,42 @@ static long ask_to_park(int thread)
 	return syscall(SYS_rt_tgsigqueueinfo, getpid(), thread, PARK_SIGNAL, &info);
 }
 
-/* One pass over all threads; the number of those that are not parked yet, or -1. `blocked` receives those that block the signal. */
-static int pass(char *blocked, size_t room, bool ask)
+static bool blocks_for_long(const struct seat *seat, int64_t at)
+{
+	return seat->blocked_since && at - seat->blocked_since > BLOCKED_NANOSECONDS;
+}
+
+/* Sees to one that is not parked: asks it, with `ask` also where it was not asked before. Whether it has to be helped for that. */
+static bool see_to(struct seat *seat, int what, bool pending, bool ask)
+{
+	const unsigned state = state_of(seat);
+	const int64_t at = now();
+
+	if (what == BLOCKS && state != LEAVING && state != INSIDE) { /* in the handler it is blocked, too */
+		if (!seat->blocked_since)
+			seat->blocked_since = at;
+		return ask && blocks_for_long(seat, at);
+	}
+	seat->blocked_since = 0;
+	if (state == ASKED ? pending || at - seat->asked < ASK_AGAIN_NANOSECONDS : state != SEATED || !ask)
+		return false;
+	if (change(seat, state, ASKED)) {
+		seat->asked = at;
+		if (ask_to_park(atomic_load(&seat->thread)) && errno == EAGAIN)
+			change(seat, ASKED, SEATED); /* too many signals pending: asked again in the next pass */
+	}
+	return false;
+}
+
+/* One pass over all threads. `blocked` receives those that have blocked the signal for a while.
+ * The number of those that are not parked yet, or -1; `complete`: and there are no others. */
+static int pass(char *blocked, size_t room, bool ask, bool *complete)
 {
 	char entries[8192];
 	int waiting = 0, tasks = open("/proc/self/task", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+	unsigned living = 0;
 	size_t written = 0;
+	struct stat all;
 	long got;
 
 	if (tasks < 0)
@@ -300,36 +393,25 @@ static int pass(char *blocked, size_t room, bool ask)
 	while ((got = syscall(SYS_getdents64, tasks, entries, sizeof entries)) > 0) {
 		for (long at = 0; at < got; at += ((struct directory_entry *)(entries + at))->length) {
 			int thread = atoi(((struct directory_entry *)(entries + at))->name);
-			if (thread <= 0 || thread == agent_thread || thread == probe_thread)
+			if (thread <= 0)
 				continue;
 			struct seat *seat = find_seat(thread);
-			int state = seat ? atomic_load(&seat->state) : 0;
-			if (state == PARKED)
-				continue;
-			int what = look_at(thread);
+			bool pending = false, settled = thread == agent_thread || thread == probe_thread || (seat && state_of(seat) == PARKED);
+			int what = settled ? NOT_OURS : look_at(thread, &pending);
+			living += what != GONE || thread == getpid(); /* the first of a process is counted although it has ended */
 			if (what == GONE || what == NOT_OURS)
 				continue;
 			waiting++;
-			if (state == LEAVING || state == ASKED || state == INSIDE || !ask || (state == REPORTED && what != BLOCKS))
-				continue;
-			if (!seat && !(seat = take_seat(thread))) {
-				waiting = -1;
-				goto out;
+			if (!seat && ask && !(seat = take_seat(thread))) {
+				close(tasks);
+				return -1;
 			}
-			if (what == BLOCKS) {
-				if (room - written <= 12)
-					continue; /* told of with the next answer */
-				if (state != REPORTED)
-					atomic_store(&seat->state, BLOCKED);
+			if (seat && see_to(seat, what, pending, ask) && room - written > 12) /* else told of with the next answer */
 				written += (size_t)snprintf(blocked + written, room - written, "%d ", thread);
-				continue;
-			}
-			atomic_store(&seat->state, ASKED);
-			if (ask_to_park(thread) && errno == EAGAIN)
-				atomic_store(&seat->state, 0); /* too many signals pending: asked again in the next pass */
 		}
 	}
-out:
+	/* Where one ends while it is being listed, the kernel leaves others out; the directory's links are the threads and two more. */
+	*complete = fstat(tasks, &all) == 0 && living + 2 >= all.st_nlink;
 	close(tasks);
 	return waiting;
 }
@@ -339,19 +421,21 @@ unsigned park_count(void)
 	unsigned parked = 0;
 
 	for (unsigned at = 0; at < seated; at++)
-		parked += atomic_load(&seats[taken[at]].state) == PARKED;
+		parked += state_of(&seats[taken[at]]) == PARKED;
 	return parked;
 }
 
 void park_end(void)
 {
-	if (!(atomic_load(&gate) & 1))
+	const unsigned round = round_now();
+
+	if (!(round & 1))
 		return;
 	atomic_fetch_add(&gate, 1);
 	for (unsigned at = 0; at < seated; at++) {
 		struct seat *seat = &seats[taken[at]];
-		int parked = PARKED;
-		if (atomic_compare_exchange_strong(&seat->state, &parked, 0))
+		unsigned parked = IN_ROUND(round, PARKED);
+		if (atomic_compare_exchange_strong(&seat->state, &parked, IN_ROUND(round, SEATED)))
 			wake(&seat->state);
 	}
 }
@@ -364,7 +448,7 @@ static unsigned let_busy_go(void)
 	for (unsigned at = 0; at < seated; at++) {
 		struct seat *seat = &seats[taken[at]];
 		const ucontext_t *interrupted = atomic_load(&seat->interrupted);
-		if (!interrupted || atomic_load(&seat->state) != PARKED)
+		if (!interrupted || state_of(seat) != PARKED)
 			continue;
 		if (!in_driver(interrupted)) {
 			atomic_store(&seat->interrupted, NULL);
@@ -372,66 +456,87 @@ static unsigned let_busy_go(void)
 		}
 		busy++;
 		atomic_store(&seat->interrupted, NULL);
-		atomic_store(&seat->state, LEAVING);
+		change(seat, PARKED, LEAVING);
 		wake(&seat->state);
 	}
 	return busy;
 }
 
+/* Whether it lives, and is to be parked. */
+static bool counts_still(struct seat *seat)
+{
+	bool pending;
+	int what = look_at(atomic_load(&seat->thread), &pending);
+
+	return what != GONE && what != NOT_OURS;
+}
+
 static bool all_here_or_inside(void)
 {
 	for (unsigned at = 0; at < seated; at++) {
-		int thread = atomic_load(&seats[taken[at]].thread), state = atomic_load(&seats[taken[at]].state);
-		if (state != PARKED && state != INSIDE) {
-			int what = look_at(thread);
-			if (what != GONE && what != NOT_OURS)
-				return false;
-		}
+		unsigned state = state_of(&seats[taken[at]]);
+		if (state != PARKED && state != INSIDE && counts_still(&seats[taken[at]]))
+			return false;
 	}
 	return true;
 }
 
-/* Whether somebody was asked, or let go, and has not come, or gone, yet. */
+/* Whether somebody was asked, or let go, and has not come, or gone, yet, and will. */
 static bool on_their_way(void)
 {
 	for (unsigned at = 0; at < seated; at++) {
-		int state = atomic_load(&seats[taken[at]].state);
-		if ((state == ASKED || state == LEAVING) && look_at(atomic_load(&seats[taken[at]].thread)) != GONE)
+		struct seat *seat = &seats[taken[at]];
+		unsigned state = state_of(seat);
+		if ((state == LEAVING || (state == ASKED && !blocks_for_long(seat, now()))) && counts_still(seat))
 			return true;
 	}
 	return false;
 }
 
-static void report(void)
+/* Those who blocked the signal have been told of, and are helped now, or give up by themselves: the next time they are given a moment again. */
+static void forget_blocked(void)
 {
-	for (unsigned at = 0; at < seated; at++) {
-		int blocked = BLOCKED;
-		atomic_compare_exchange_strong(&seats[taken[at]].state, &blocked, REPORTED);
+	for (unsigned at = 0; at < seated; at++)
+		seats[taken[at]].blocked_since = 0;
+}
+
+/* Who did not come, for an error's message. */
+static void name_missing(char *text, size_t room)
+{
+	size_t written = 0;
+
+	for (unsigned at = 0; at < seated && room - written > 12; at++) {
+		struct seat *seat = &seats[taken[at]];
+		unsigned state = state_of(seat);
+		if (state != PARKED && state != INSIDE && counts_still(seat))
+			written += (size_t)snprintf(text + written, room - written, "%d ", atomic_load(&seat->thread));
 	}
 }
 
 int park_begin(int64_t until, int64_t patience_for_busy, struct resident_message *answer)
 {
 	bool begun = atomic_load(&gate) & 1;
-	int64_t patience = now() + BLOCKED_NANOSECONDS, brake_until = now() + patience_for_busy;
+	int64_t brake_until = now() + patience_for_busy;
 	uint64_t random_state = (uint64_t)now();
 	int calm = 0, error = begun ? 0 : claim_signal();
 
 	if (error)
 		return error;
 	if (!begun) {
-		memset(seats, 0, sizeof seats);
-		seated = 0;
+		clear_seats();
 		atomic_fetch_add(&gate, 1);
 	}
+	forget_blocked();
 	answer->ordinal = PARK_SIGNAL;
 	for (;;) {
-		bool asking = !patience_for_busy || now() < brake_until;
-		int seen = atomic_load(&arrivals), waiting = pass(answer->text, sizeof answer->text, asking);
+		bool asking = !patience_for_busy || now() < brake_until, complete;
+		int seen = atomic_load(&arrivals), waiting = pass(answer->text, sizeof answer->text, asking, &complete);
 		if (waiting < 0) {
 			park_end();
 			return ENOSPC;
 		}
+		if (answer->text[0])
+			return EAGAIN; /* whoever asked can help them, and goes on */
 		if (patience_for_busy) {
 			unsigned busy = let_busy_go();
 			if (!asking && !busy && !on_their_way()) {
@@ -439,7 +544,7 @@ int park_begin(int64_t until, int64_t patience_for_busy, struct resident_message
 				answer->count = park_count();
 				return 0;
 			}
-			if (busy && !answer->text[0] && now() < until) {
+			if (busy && now() < until) {
 				/* Not woken by others' arrivals: those that were let go are to get out of the driver meanwhile. Each time another pause: at equal
 				 * ones a thread that goes round with them is met at the same point for ever. */
 				random_state = random_state * 6364136223846793005u + 1442695040888963407u;
@@ -448,16 +553,13 @@ int park_begin(int64_t until, int64_t patience_for_busy, struct resident_message
 				continue;
 			}
 		}
-		calm = waiting == 0 || all_here_or_inside() ? calm + 1 : 0;
+		calm = complete && (waiting == 0 || all_here_or_inside()) ? calm + 1 : 0;
 		if (calm == 2) {
 			answer->count = park_count();
 			return 0;
 		}
-		if (answer->text[0] && now() > patience) {
-			report();
-			return EAGAIN; /* whoever asked can help them, and goes on */
-		}
 		if (now() > until) {
+			name_missing(answer->text, sizeof answer->text);
 			park_end();
 			return ETIMEDOUT;
 		}
@@ -496,8 +598,9 @@ int park_settle(int64_t until)
 	if (!(atomic_load(&gate) & 1))
 		return EINVAL;
 	for (;;) {
-		int seen = atomic_load(&arrivals), waiting = pass(NULL, 0, false);
-		calm = waiting == 0 ? calm + 1 : 0;
+		bool complete;
+		int seen = atomic_load(&arrivals), waiting = pass(NULL, 0, false, &complete);
+		calm = waiting == 0 && complete ? calm + 1 : 0;
 		/* One that does not arrive may be waiting for what somebody who is parked holds. */
 		if (calm == 2 || (!is_free && now() > suspicious)) {
 			is_free = allocator_is_free();
@@ -588,5 +691,6 @@ void threads_of_child(void)
 {
 	atomic_store(&gate, 0);
 	inside = asked_inside = 0;
+	inherited = true;
 	agent_thread = probe_thread = 0;
 }

@@ -81,15 +81,6 @@ static int synchronise_all(void)
 	return 0;
 }
 
-static void close_kept(struct allocation *what)
-{
-	struct stat found;
-
-	if (what->descriptor >= 0 && fstat(what->descriptor, &found) == 0 && found.st_ino == what->inode)
-		close(what->descriptor);
-	what->descriptor = -1;
-}
-
 int window_unmap(int64_t until, struct resident_message *answer)
 {
 	const struct driver *d = driver();
@@ -119,7 +110,7 @@ int window_unmap(int64_t until, struct resident_message *answer)
 	if (!error) {
 		/* No descriptor stays here: a checkpoint of this process could not restore it. */
 		for (at = NULL; (at = table_next(at, KIND_RESIDENT));)
-			close_kept(at);
+			holding_close_kept(at);
 		holding_close();
 	}
 	d->cuCtxSetCurrent(NULL);

@@ -101,6 +101,14 @@ static void pass_door(void)
 static _Noreturn void *driver_thread(void *unused);
 static void begin_to_use(int device);
 
+/* Device memory is its process's alone: here it is files, which a child would have too. */
+static void in_child(void)
+{
+	for (struct block *at = blocks; at; at = at->next)
+		if (at->kind == 3)
+			close(at->mapped->descriptor);
+}
+
 EXPORT int cuInit(unsigned flags)
 {
 	char path[256];
@@ -128,6 +136,7 @@ EXPORT int cuInit(unsigned flags)
 	}
 	pthread_t made;
 	sigset_t all, before;
+	pthread_atfork(NULL, NULL, in_child);
 	sigfillset(&all);
 	pthread_sigmask(SIG_BLOCK, &all, &before);
 	pthread_create(&made, NULL, driver_thread, NULL);
@@ -407,6 +416,7 @@ EXPORT int cuMemMap(ptr address, size_t size, size_t offset, struct physical *wh
 		LEAVE(INVALID);
 	if (mmap((void *)address, size, PROT_NONE, MAP_SHARED | MAP_FIXED, what->descriptor, 0) == MAP_FAILED)
 		LEAVE(INVALID);
+	madvise((void *)address, size, MADV_DONTFORK);
 	found->kind = 3;
 	found->access = 0;
 	found->mapped = what;
@@ -472,6 +482,7 @@ static int plain(ptr *out, size_t size, int kind)
 	if (file < 0)
 		return NO_MEMORY;
 	*out = (ptr)mmap(NULL, whole, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+	madvise((void *)*out, whole, MADV_DONTFORK);
 	close(file);
 	add(*out, whole, kind);
 	return 0;
@@ -677,6 +688,7 @@ static int load(void)
 		if (file < 0)
 			return NO_MEMORY;
 		mmap((void *)at->address, at->size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, 0);
+		madvise((void *)at->address, at->size, MADV_DONTFORK);
 		memcpy((void *)at->address, IMAGE + done, at->size);
 		done += at->size;
 		if (at->kind == 3)
