@@ -30,7 +30,6 @@ from icecore.store.rebase import Orphans, Rebaser
 from icecore.store.repository import Repository
 from icecore.store.rewrite import MapRewriter, NewManifest
 from icecore.store.rows import Place, Stored
-from icecore.store.sets import among
 from icecore.store.shard_writer import ShardWriter
 from icecore.store.state import SnapshotRecord, State
 from icecore.store.tables import read_table
@@ -154,7 +153,7 @@ async def _rebase(
 def _left(item: Sparse, rebaser: Rebaser) -> Sparse:
     """What is to be copied of a shard: not what was stored anew in another form, nor what nobody needs any more."""
     done = {offset for shard, offset in rebaser.gone | rebaser.moved.keys() if shard == item.shard}
-    offsets = item.live.offsets[~among(item.live.offsets, np.array(list(done), np.int64))] if done else item.live.offsets
+    offsets = item.live.offsets[~np.isin(item.live.offsets, list(done))] if done else item.live.offsets
     return Sparse(item.shard, item.bytes, Live(item.live.bytes, offsets))
 
 
@@ -174,7 +173,7 @@ class _Copier:
         """
         backend, name = self._repository.backend, object_name("shard", item.shard)
         table = await read_table(backend, self._repository.keys.shard, item.shard, item.bytes)
-        wanted = table[among(table["offset"].astype(np.int64), item.live.offsets)]
+        wanted = table[np.isin(table["offset"].astype(np.int64), item.live.offsets)]
         if len(wanted) != len(item.live.offsets):
             raise Damaged("shard", name, "a chunk that a snapshot refers to is not in its footer")
 

@@ -16,7 +16,6 @@ import numpy.typing as npt
 from icecore.errors import Damaged
 from icecore.store.cell import Bytes
 from icecore.store.envelope import DIGEST_BYTES, ObjectKind, seal, sealed_bytes, unseal
-from icecore.store.sets import distinct
 from icecore.store.state import SegmentRef
 
 #: Bits for each entry: of the ids that are not in the segment, 0.1 % are taken for such that may be. In the long segments of a large index, which
@@ -118,8 +117,8 @@ class FilterSet:
         """Numbers of the segments in whose range an id lies and whose filter is neither here nor known not to be."""
         if not self._unknown.any():
             return []
-        here = self._layers[:, distinct(ids[:, 0])]
-        numbers = distinct(here[here >= 0])
+        here = self._layers[:, np.unique(ids[:, 0])]
+        numbers = np.unique(here[here >= 0])
         found: list[int] = numbers[self._unknown[numbers]].tolist()
         return found
 

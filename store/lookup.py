@@ -38,7 +38,6 @@ from icecore.store.segment import (
     segment_bytes,
     verify_block,
 )
-from icecore.store.sets import among, distinct
 from icecore.store.state import SegmentRef
 from icecore.store.tables import index_entries, read_table
 
@@ -273,7 +272,7 @@ class Index:
         """Seek every ``step``-th id, and what else must be in the same blocks, in its first candidate; what is not there loses that candidate."""
         layer = (candidates >= 0).argmax(axis=0)
         segment = candidates[layer, np.arange(len(left))]
-        asked = among(segment, segment[::step])
+        asked = np.isin(segment, segment[::step])
         order = np.flatnonzero(asked)
         order = order[np.argsort(segment[order], kind="stable")]
         numbers, edges = np.unique(segment[order], return_index=True)
@@ -284,9 +283,9 @@ class Index:
             if head is not None:
                 block[members] = head.blocks_of(leading(ids[left[members]]))
         keys = segment << 32 | block
-        asked &= among(keys, keys[::step])
+        asked &= np.isin(keys, keys[::step])
         hit = np.zeros(len(left), np.bool_)
-        wanted = distinct(keys[asked])
+        wanted = np.unique(keys[asked])
         for first in range(0, len(wanted), _BLOCKS):
             blocks = self._read_blocks([(int(key) >> 32, int(key) & 0xFFFFFFFF) for key in wanted[first : first + _BLOCKS]])
             for number, entries in blocks.items():

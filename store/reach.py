@@ -18,7 +18,6 @@ from icecore.store.parallel import each
 from icecore.store.pieces import Pieces, Seen
 from icecore.store.reader import plan_nodes
 from icecore.store.repository import Repository
-from icecore.store.sets import distinct
 from icecore.store.state import SnapshotRecord
 
 _GAP_BYTES = 256 << 10
@@ -171,7 +170,7 @@ def space_refs(manifest: Manifest, name: str) -> list[Refs]:
 
 
 def _shards(places: Records) -> Iterator[bytes]:
-    shards = distinct(np.ascontiguousarray(places["shard"][places["length"] > 0]).view("S16"))
+    shards = np.unique(np.ascontiguousarray(places["shard"][places["length"] > 0]).view("S16"))
     return (bytes(shard).ljust(16, b"\0") for shard in shards.tolist())
 
 

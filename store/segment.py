@@ -13,7 +13,6 @@ import numpy.typing as npt
 from icecore.errors import Damaged, FormatTooNew
 from icecore.store.cell import PLACE, Bytes, Records
 from icecore.store.cipher import ENCRYPTED, Buffer, flag, opened_piece, overhead, sealed_piece
-from icecore.store.sets import among
 
 #: One row of a segment, 61 bytes: a chunk's id and where its stored bytes lie.
 ENTRY = np.dtype([("chunk", "u1", 32), ("place", PLACE)])
@@ -261,9 +260,9 @@ def of_shards(held: Bytes, shards: Sequence[bytes] | frozenset[bytes]) -> Mask:
     wanted = np.frombuffer(b"".join(shards), np.uint8).reshape(-1, 16)
     held = np.ascontiguousarray(held)
     # The leading 8 bytes decide nearly all; fixed-width byte strings compare exactly but slowly.
-    mask = among(leading(held), leading(wanted))
+    mask = np.isin(leading(held), leading(wanted))
     candidates = np.flatnonzero(mask)
-    mask[candidates] = among(held[candidates].view("S16")[:, 0], wanted.view("S16")[:, 0])
+    mask[candidates] = np.isin(held[candidates].view("S16")[:, 0], wanted.view("S16")[:, 0])
     return mask
 
 

@@ -14,7 +14,6 @@ from icecore.store.cipher import overhead, seal_piece
 from icecore.store.codec import Buffer
 from icecore.store.container import NAME_BYTES, Container
 from icecore.store.names import object_name
-from icecore.store.sets import distinct
 
 #: One stored chunk: its id, data bitmap, base (a delta's, else zero), and where its bytes are. 109 bytes, little-endian, unpadded.
 ENTRY = np.dtype(
@@ -146,7 +145,7 @@ def parse_footer(key: bytes, name: bytes, size: int, footer: Buffer) -> Records:
         or (lengths[raw] != pages[raw] * PAGE + tag).any()
     ):
         raise SHARD.damaged(name, "a chunk's length does not fit its pages")
-    for number in distinct(codecs).tolist():
+    for number in np.unique(codecs).tolist():
         if number == codec.ZERO or not codec.known(number):
             raise SHARD.damaged(name, f"a chunk has the unknown codec {number}")
     based = (entries["base"] != np.frombuffer(NO_CHUNK, np.uint8)).any(axis=1)
