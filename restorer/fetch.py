@@ -166,6 +166,7 @@ class Fetcher:
         self._threads: list[threading.Thread] = []
         self._placers: Sequence[Placer] = ()
         self._through: Through | None = None
+        self._batch_cells = ROOM_CELLS
         self._buffers: asyncio.Queue[HugeBuffer] | None = None
         self._fetching: set[concurrent.futures.Future[None]] = set()
         self.spent = Spent()
@@ -174,14 +175,18 @@ class Fetcher:
         self._bytes = int(data_pages(records).sum()) * PAGE
         self._delivered = 0
 
-    def hand_out(self, placers: Sequence[Placer], through: Through) -> None:
-        """Have processes do what the workers would, one for each worker; for storage with direct reads, before `start`."""
-        self._placers, self._through = placers, through
+    def hand_out(self, placers: Sequence[Placer], through: Through, cells: int = ROOM_CELLS) -> None:
+        """Have processes do what the workers would, one for each worker; for storage with direct reads, before `start`.
+
+        Args:
+            cells: Of a batch at most.
+        """
+        self._placers, self._through, self._batch_cells = placers, through, cells
 
     def start(self, order: Sequence[int], *, opened: bool = True) -> None:
         """Begin. Until `open` only urgent rows are delivered (and ranges fetched ahead, as far as the budget goes)."""
         gap = min(_MAX_GAP, self._read_size // _GAP_SHARE)
-        read_size, cells = (PLACER_BYTES, ROOM_CELLS) if self._placers else (self._read_size, MAX_CELLS)
+        read_size, cells = (PLACER_BYTES, self._batch_cells) if self._placers else (self._read_size, MAX_CELLS)
         self._planned = plan_batches(self._records, order, gap=gap, read_size=read_size, cells=cells)
         self._open = opened
         if not self._backend.direct:

@@ -7,6 +7,7 @@ it has any thread. Arguments: a word to know it by, and the number of each place
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import signal
 import socket
@@ -19,12 +20,13 @@ import numpy as np
 from icecore.errors import IcecoreError
 from icecore.host import userfaultfd
 from icecore.host.memory import HugeBuffer
-from icecore.restorer.cells import page_pieces
+from icecore.restorer.cells import FULL_CELL, page_pieces
 from icecore.restorer.locks import SharedLock
 from icecore.restorer.placing import (
     MESSAGE,
     ROOM_CELLS,
     Answer,
+    Bounds,
     Deliver,
     Delivered,
     Done,
@@ -32,7 +34,10 @@ from icecore.restorer.placing import (
     Open,
     Place,
     Ready,
+    Region,
     Request,
+    Stage,
+    Staged,
     State,
     Target,
     Wanted,
@@ -52,7 +57,7 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 class _Reading:
     """Reads the ranges of a batch as they are needed: what is decoded at once is still in the processor's cache."""
 
-    def __init__(self, backend: LocalBackend, request: Deliver, stored: memoryview) -> None:
+    def __init__(self, backend: LocalBackend, request: Deliver | Stage, stored: memoryview) -> None:
         self._backend = backend
         self._left = iter(request.reads)
         self._stored = stored
@@ -85,8 +90,9 @@ class Placer:
         self._stored = HugeBuffer(order.room, prefault=False)
         self._rooms = HugeBuffer(ROOM_CELLS * CELL_BYTES, prefault=False)
         self._scratch = Scratch()
-        self._lock = SharedLock(order.lock)
+        self._lock = SharedLock(order.lock) if order.lock else None
         self._targets: dict[int, int] = {}
+        self._region: mmap.mmap | None = None
 
     def answer(self, request: Request, descriptors: list[int]) -> Answer | None:
         """Do what a message says."""
@@ -95,6 +101,11 @@ class Placer:
                 return self._deliver(request)
             case Place():
                 return self._place(request)
+            case Stage():
+                return self._stage(request)
+            case Region(size):
+                self._region = mmap.mmap(descriptors[0], size)
+                os.close(descriptors[0])
             case Target(number):
                 self._targets[number] = descriptors[0]
             case Forget(number):
@@ -111,21 +122,50 @@ class Placer:
         for number, cell in enumerate(request.cells):
             room = self._rooms.view(number * CELL_BYTES, (number + 1) * CELL_BYTES)
             try:
-                stored = reading.until(max(cell.stop, cell.base_stop))
-                base = stored[cell.base_start : cell.base_stop] if cell.base_stop > cell.base_start else None
-                data = self._decoder.decode(records[number], stored[cell.start : cell.stop], base, room, self._scratch)
+                data = self._decoded(reading, cell, records[number], room)
             except IcecoreError as error:
                 why = str(error)
                 continue
-            address = addresses[number] = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
+            address = addresses[number] = _address(data)
             pages = request.pages[BITMAP_BYTES * number : BITMAP_BYTES * (number + 1)]
             pieces = page_pieces(records[number]["data"].tobytes(), pages)
             states[number] = self._put(cell, address, pieces)
         return Delivered(states, addresses, why)
 
+    def _stage(self, request: Stage) -> Staged:
+        assert self._region is not None
+        there, why = [False] * len(request.cells), ""
+        records = np.frombuffer(request.records, CELL)
+        reading = _Reading(self._backend, request, self._stored.view(0, request.size))
+        region = memoryview(self._region)
+        for number, cell in enumerate(request.cells):
+            to = region[cell.place : cell.place + CELL_BYTES]
+            bitmap = records[number]["data"].tobytes()
+            whole = bitmap == FULL_CELL
+            try:
+                data = self._decoded(reading, cell, records[number], to if whole else self._rooms.view(0, CELL_BYTES))
+            except IcecoreError as error:
+                why = str(error)
+                continue
+            if not whole:
+                ctypes.memset(_address(to), 0, CELL_BYTES)
+                for at, position, length in page_pieces(bitmap, bitmap):
+                    to[at : at + length] = data[position : position + length]
+            elif _address(data) != _address(to):  # it was stored raw
+                to[:] = data
+            there[number] = True
+        return Staged(there, why)
+
+    def _decoded(self, reading: _Reading, cell: Wanted | Bounds, record: np.void, room: memoryview) -> memoryview:
+        """Its verified bytes, in ``room`` or where they were read to."""
+        stored = reading.until(max(cell.stop, cell.base_stop))
+        base = stored[cell.base_start : cell.base_stop] if cell.base_stop > cell.base_start else None
+        return self._decoder.decode(record, stored[cell.start : cell.stop], base, room, self._scratch)
+
     def _put(self, cell: Wanted, source: int, pieces: list[tuple[int, int, int]]) -> State:
         """Place a cell where it was in the snapshot, if its process still has that as it was."""
         target = self._targets[cell.target]
+        assert self._lock is not None
         with self._lock.reading():
             if self._lock.changed(cell.family):
                 return State.HELD
@@ -147,6 +187,11 @@ class Placer:
         except OSError as error:
             return Done(outcomes, error.errno or 1, str(error))
         return Done(outcomes)
+
+
+def _address(data: memoryview) -> int:
+    address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
+    return address
 
 
 def serve(control: socket.socket) -> None:

@@ -20,6 +20,7 @@ from icecore.restorer.members import Member, Outcome
 from icecore.restorer.placing import (
     MESSAGE,
     Answer,
+    Bounds,
     Deliver,
     Delivered,
     Done,
@@ -27,7 +28,10 @@ from icecore.restorer.placing import (
     Move,
     Open,
     Place,
+    Region,
     Request,
+    Stage,
+    Staged,
     Target,
     Wanted,
 )
@@ -128,6 +132,25 @@ class Placer:
             raise OSError(answer.error, answer.why)
         return [Outcome(Stop(stop), unmapped) for stop, unmapped in answer.outcomes]
 
+    def share(self, descriptor: int, size: int) -> None:
+        """Where `stage` is to put cells: a memfd."""
+        self._send(Region(size), [descriptor])
+
+    def stage(self, batch: Batch, places: Sequence[int], records: Records) -> Staged:
+        """Have cells of a batch read, decoded, verified, and put into the region that it shares.
+
+        Args:
+            places: Of each cell, in the region.
+            records: CELL[n], of these cells.
+
+        Raises:
+            PlacerLost: It has ended.
+        """
+        cells = [Bounds(*cell[1:], place) for cell, place in zip(batch.cells, places, strict=True)]
+        answer = self._ask(Stage(list(batch.reads), cells, records.tobytes(), batch.size))
+        assert isinstance(answer, Staged)
+        return answer
+
     def close(self) -> None:
         """Let it end."""
         self._control.close()
@@ -170,15 +193,16 @@ class Placers:
         key: Its chunk key.
         room: Stored bytes of a batch at most.
         patience: Seconds that one may take to answer.
-        lock: Directory of the shared lock, which shows in their command line.
+        word: Shows in their command line.
+        lock: Directory of the shared lock; empty: they only stage cells.
     """
 
-    def __init__(self, count: int, folder: str, key: bytes, *, room: int, patience: float, lock: str) -> None:
+    def __init__(self, count: int, folder: str, key: bytes, *, room: int, patience: float, word: str, lock: str) -> None:
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(count)]
         theirs = [pair[1].fileno() for pair in pairs]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "icecore.restorer.placer_process", lock, *map(str, theirs)],
+                [sys.executable, "-P", "-m", "icecore.restorer.placer_process", word, *map(str, theirs)],
                 pass_fds=theirs,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -4,6 +4,8 @@ One message a packet, in msgpack. A placer reads, decodes and verifies cells int
 long as their process is not known to have changed its address space. Otherwise it says where it holds them, and the restorer, which knows and keeps its own
 locks meanwhile, tells it where they belong now (`Place`). Between the two, and among the placers, `icecore.restorer.locks.SharedLock` stands: whoever places
 holds it for reading, whoever reads a process's events for writing.
+
+Device memory goes another way: a placer puts cells into a region of host memory that it shares with the restorer and the GPU worker (`Region`, `Stage`).
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class Move(NamedTuple):
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The first message. ``folder``: where the objects are; ``key``, ``encryption``: the repository's chunk key; ``room``: stored bytes of a batch at most;
-    ``lock``: the directory of the shared lock."""
+    ``lock``: the directory of the shared lock, or empty: nothing is to be placed in a process."""
 
     folder: str
     key: bytes
@@ -113,5 +115,37 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
     why: str = ""
 
 
-Request = Open | Deliver | Target | Forget | Place
-Answer = Ready | Delivered | Done
+class Region(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The memfd that comes with this message, of ``size`` bytes, is where `Stage` puts cells; no answer."""
+
+    size: int
+
+
+class Bounds(NamedTuple):
+    """A cell to stage: the bounds of its stored bytes, and of its base's, in the buffer; its place in the region."""
+
+    start: int
+    stop: int
+    base_start: int
+    base_stop: int
+    place: int
+
+
+class Stage(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """As `Deliver`, but whole cells, zeros included, go to the region."""
+
+    reads: list[Read]
+    cells: list[Bounds]
+    records: bytes
+    size: int
+
+
+class Staged(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """For each cell whether it is in its place, verified; ``why``: of one that could not be had."""
+
+    there: list[bool]
+    why: str = ""
+
+
+Request = Open | Deliver | Target | Forget | Place | Region | Stage
+Answer = Ready | Delivered | Done | Staged

@@ -1,6 +1,9 @@
 """Resident device memory of a restore: filled from the store by a GPU worker while CRIU brings the processes up, then mapped by them; the rule: a process
 runs once all of its memory is there and verified, or it does not run.
 
+Where the repository is a directory and there are cores for it, placers (`icecore.restorer.placer_process`) read, decode and verify cells
+into their own parts of pinned memory, from which the worker copies them to the GPU; elsewhere the fetcher's threads do.
+
 With ``from_resident`` the memory is the keeper's, still held on the GPUs since the processes were ended: its fingerprints are compared with the snapshot's,
 and only cells that differ are fetched.
 """
@@ -17,19 +20,22 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from icecore.errors import Damaged, FormatTooNew, IcecoreError, RestoreFailed, RestoreRefused, StoreError
-from icecore.events import Sink, phase
+from icecore.events import Progress, Sink, phase
 from icecore.host.resident.client import Agent, Keeper
 from icecore.host.resident.keeper import start_keeper
 from icecore.host.resident.working import HostRegion, Worker, WorkerFailed
 from icecore.restorer.cells import FULL_CELL, SpaceCells, page_pieces, space_cells
 from icecore.restorer.fetch import Fetcher, Limits
 from icecore.restorer.gpus import GpuPlan
+from icecore.restorer.placers import Placer, PlacerLost, Placers
+from icecore.restorer.placing import ROOM_CELLS
+from icecore.restorer.plan import Batch
 from icecore.store.cell import CELL, CELL_BYTES, Records
 from icecore.store.fingerprints import Fingerprints, decode_fingerprints, fingerprint_seed
 from icecore.store.hints import HINTS_KIND, decode_hints
@@ -38,7 +44,11 @@ from icecore.store.manifest import Manifest, Space
 from icecore.store.reader import SnapshotReader
 from icecore.store.repository import Repository
 
+#: Cells of pinned memory for the fetcher's threads.
 _SLOTS = 64
+#: Cells that a placer stages at once: half of its part, while the worker copies the other half.
+_STAGED = ROOM_CELLS // 2
+_COPY_SECONDS = 300.0
 _POLL_SECONDS = 0.2
 
 
@@ -113,6 +123,38 @@ class _Piece:
     descriptor: int = -1
 
 
+class _Wanted(NamedTuple):
+    """CELL[n] to fetch, and where each goes: the allocation, and the offset in it."""
+
+    records: Records
+    targets: Sequence[tuple[_Piece, int]]
+
+
+class _Part:
+    """A placer's own part of the pinned memory: two halves, used in turn."""
+
+    def __init__(self, at: int) -> None:
+        self._halves = (at, at + _STAGED * CELL_BYTES)
+        self._copies: tuple[list[Future[Any]], list[Future[Any]]] = ([], [])
+        self._turn = 0
+
+    def next(self) -> tuple[int, list[Future[Any]]]:
+        """The half whose copies are done, and the list that those of its next cells go into."""
+        turn, self._turn = self._turn, 1 - self._turn
+        self._settle(turn)
+        return self._halves[turn], self._copies[turn]
+
+    def finish(self) -> None:
+        """Wait for all copies."""
+        self._settle(0)
+        self._settle(1)
+
+    def _settle(self, turn: int) -> None:
+        for copy in self._copies[turn]:
+            copy.result(_COPY_SECONDS)
+        self._copies[turn].clear()
+
+
 class Resident:
     """The resident memory of one restore; it begins to come when this is made. Close it in the end, once `map` is done or the tree is dead.
 
@@ -122,6 +164,7 @@ class Resident:
         gpus: Which GPU each process gets.
         place: The directory of keeper and agents, as this machine sees it; made where it is missing.
         held: The directory of the keeper that has the memory; None: nobody has.
+        placers: Starts processes that place so many bytes, if they pay.
         word: Shows in the worker's command line.
         emit: Gets the ``restore.resident.…`` phases.
     """
@@ -136,6 +179,7 @@ class Resident:
         place: Path,
         *,
         held: Path | None,
+        placers: Callable[[int], Placers | None],
         word: str,
         emit: Sink,
     ) -> None:
@@ -149,6 +193,9 @@ class Resident:
         self._pieces = self._assign(gpus)
         self._have_keeper()
         self._worker = Worker(word)
+        self._start_placers = placers
+        self._placers: Placers | None = None
+        self._parts: dict[int, _Part] = {}
         self._region: HostRegion | None = None
         self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._fetcher: Fetcher | None = None
@@ -166,6 +213,8 @@ class Resident:
         self._thread.join()
         if self._fetcher is not None:
             self._fetcher.stop()
+        if self._placers is not None:
+            self._placers.close()
         for piece in self._pieces:
             if piece.descriptor >= 0:
                 os.close(piece.descriptor)
@@ -266,20 +315,32 @@ class Resident:
             by_device = self._by_device()
             if not by_device:
                 return
+            if not self._held:
+                self._placers = self._start_placers(sum(piece.about.size for piece in self._pieces))
             with phase(self._emit, "restore.resident.prepare"):
-                self._worker.begin(list(by_device))
-                self._region = HostRegion(_SLOTS * CELL_BYTES)
-                self._region.prefault()
-                self._worker.take_host(self._region, next(iter(by_device)))
+                self._worker.begin(list(by_device), fingerprints=self._held)
                 for device, pieces in by_device.items():
                     self._have(device, pieces)
-            spaces = [space for space in self._reader.manifest.spaces if space.kind == "device" and int(space.key) in self._processes]
-            parts = [(space, self._cells(space)) for space in spaces]
+                wanted = self._wanted()
+                if self._held:
+                    self._placers = self._start_placers(len(wanted.records) * CELL_BYTES)
+                staged = len(self._placers.all) * ROOM_CELLS if self._placers is not None else 0
+                self._region = HostRegion((_SLOTS + staged) * CELL_BYTES)
+                self._region.prefault()
+                self._worker.take_host(self._region, next(iter(by_device)))
             with phase(self._emit, "restore.resident.memory") as running:
-                self._fill(parts)
+                self._fill(wanted, running.progress)
                 if self._fetcher is not None:
-                    running.bytes = self._fetcher.spent.produced
-                    running.fields["fetched"] = self._fetcher.spent.cells
+                    spent = self._fetcher.spent
+                    running.bytes = spent.produced
+                    running.fields.update(
+                        fetched=spent.cells,
+                        redone=spent.redone,
+                        placers=len(self._parts),
+                        read_thread_seconds=spent.read,
+                        decode_thread_seconds=spent.decode,
+                        sink_thread_seconds=spent.sink,
+                    )
         except BaseException as error:  # noqa: BLE001 - raised by whoever waits
             self._failure = error
 
@@ -294,12 +355,12 @@ class Resident:
     def _cells(self, space: Space) -> SpaceCells:
         return space_cells(space.regions, self._reader.records(space))
 
-    def _fill(self, parts: Sequence[tuple[Space, SpaceCells]]) -> None:
-        """Fetch what is not there."""
+    def _wanted(self) -> _Wanted:
+        """What is not there."""
         tables, targets = [], []
         seed, known = self._fingerprints() if self._held else (0, {})
-        for space, cells in parts:
-            image = int(space.key)
+        for space in (s for s in self._reader.manifest.spaces if s.kind == "device" and int(s.key) in self._processes):
+            image, cells = int(space.key), self._cells(space)
             own = {piece.about.address: piece for piece in self._pieces if piece.process == image}
             starts = np.array(sorted(own), np.uint64)
             complete = len(cells) == sum(piece.about.size for piece in own.values()) // CELL_BYTES
@@ -312,7 +373,11 @@ class Resident:
                 piece = own[int(starts[number])]
                 targets.append((piece, int(cells.base[row]) - piece.about.address))
             tables.append(cells.records[rows])
-        records: Records = np.concatenate(tables) if tables else np.empty(0, CELL)
+        return _Wanted(np.concatenate(tables) if tables else np.empty(0, CELL), targets)
+
+    def _fill(self, wanted: _Wanted, progress: Progress) -> None:
+        """Fetch what is not there."""
+        records, targets = wanted
         for slot in range(_SLOTS):
             self._slots.put(slot)
         empty = ~records["data"].any(axis=1) if len(records) else np.empty(0, np.bool_)
@@ -326,13 +391,46 @@ class Resident:
         self._fetcher = Fetcher(
             self._repository.backend, self._reader, records, place, self._limits, self._loop, failed=lambda _: None
         )
+        self._fetcher.progress = progress
+        if self._placers is not None:
+            self._hand_out(self._placers, wanted)
         self._fetcher.start(np.flatnonzero(~empty).tolist())
         self._fetcher.wait()
+        for part in self._parts.values():
+            part.finish()
         for _ in range(_SLOTS):  # all have come back: everything is where it belongs
             self._slot()
         if self._failure is not None:
             raise self._failure
         self._fetcher.stop()
+        if self._placers is not None:
+            self._placers.close()
+
+    def _hand_out(self, placers: Placers, wanted: _Wanted) -> None:
+        """Have placers stage cells, and the worker copy them from there."""
+        assert self._region is not None and self._fetcher is not None
+        records, targets = wanted
+        placers.begin()
+        for number, placer in enumerate(placers.all):
+            self._parts[id(placer)] = _Part((_SLOTS + number * ROOM_CELLS) * CELL_BYTES)
+            with suppress(PlacerLost):  # who asks it first is told
+                placer.share(self._region.descriptor, self._region.size)
+
+        def through(placer: Placer, batch: Batch) -> list[int]:
+            start, copies = self._parts[id(placer)].next()
+            places = [start + CELL_BYTES * number for number in range(len(batch.cells))]
+            rows = [cell.row for cell in batch.cells]
+            staged = placer.stage(batch, places, records[rows])
+            by_device: dict[str, list[tuple[tuple[int, int], int]]] = {}
+            for row, place, there in zip(rows, places, staged.there, strict=True):
+                if there:
+                    piece, offset = targets[row]
+                    by_device.setdefault(piece.device, []).append(((piece.handle, offset), place))
+            for device, some in by_device.items():
+                copies.append(self._worker.place(device, [cell for cell, _ in some], [place for _, place in some]))
+            return [row for row, there in zip(rows, staged.there, strict=True) if not there]
+
+        self._fetcher.hand_out(placers.all, through, _STAGED)
 
     def _slot(self) -> int:
         while True:

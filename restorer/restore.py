@@ -237,7 +237,9 @@ class _Run:
                 registry.restoring(record, snapshot=self.snapshot, lineage=manifest.lineage, name=options.instance)
             )
         self._begin_resident(manifest, record, str(work))
-        placers = self._placers(manifest.sizes.logical - resident_bytes(manifest), str(work))
+        placers = self._placers(manifest.sizes.logical - resident_bytes(manifest), str(work), str(work))
+        if placers is not None:
+            self.stack.callback(placers.close)
         with phase(self.emit, "restore.images", snapshot=self.snapshot) as running:
             memory = self._write_files(manifest, images, criu, requirements, running)
         what = f"the restore of snapshot {self.snapshot}"
@@ -277,6 +279,7 @@ class _Run:
             self.devices.plan,
             place,
             held=self._held_at(processes, place) if self.options.from_resident else None,
+            placers=lambda size: self._placers(size, word),
             word=word,
             emit=self.emit,
         )
@@ -294,16 +297,14 @@ class _Run:
             cure="restore without --from-resident: all is fetched then",
         )
 
-    def _placers(self, size: int, lock: str) -> Placers | None:
-        """Processes that place, if they pay; they start while CRIU's images are written."""
+    def _placers(self, size: int, word: str, lock: str = "") -> Placers | None:
+        """Processes that place, if they pay; they start while CRIU's images are written. To be closed."""
         options, backend = self.options, self.repository.backend
         count = options.placers or (0 if options.threads else placers_for(size, options.budget_bytes))
         if not count or not backend.direct or not backend.folder:
             return None
         room, key = room_for(PLACER_BYTES), self.repository.keys.chunk
-        placers = Placers(count, backend.folder, key, room=room, patience=options.stall_seconds, lock=lock)
-        self.stack.callback(placers.close)
-        return placers
+        return Placers(count, backend.folder, key, room=room, patience=options.stall_seconds, word=word, lock=lock)
 
     def _open(self) -> Manifest:
         """The manifest that a session pins, which keeps all that it needs from being deleted."""

@@ -91,13 +91,7 @@ class CudaMemory:
         self._context = call("cuDevicePrimaryCtxRetain", self._number)
         call("cuCtxSetCurrent", self._context)
         attribute = cu.CUdevice_attribute
-        major, minor = (
-            call("cuDeviceGetAttribute", getattr(attribute, f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{part}"), self._number)
-            for part in ("MAJOR", "MINOR")
-        )
-        self._cubin = np.frombuffer(cuda.kernel(f"sm_{major}{minor}"), np.uint8)
-        module = call("cuModuleLoadData", self._cubin.ctypes.data)
-        self._kernel = call("cuModuleGetFunction", module, b"fingerprint")
+        self._function: Any = None
         non_blocking = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
         self._streams = [call("cuStreamCreate", non_blocking) for _ in range(STREAMS)]
         self._mapped: dict[int, tuple[int, Any]] = {}
@@ -174,8 +168,22 @@ class CudaMemory:
         """See `DeviceMemory`."""
         self._cuda.call("cuMemHostUnregister", address)
 
+    def prepare(self) -> None:
+        """See `DeviceMemory`."""
+        if self._function is not None:
+            return
+        attribute, call = self._cuda.cu.CUdevice_attribute, self._cuda.call
+        major, minor = (
+            call("cuDeviceGetAttribute", getattr(attribute, f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{part}"), self._number)
+            for part in ("MAJOR", "MINOR")
+        )
+        self._cubin = np.frombuffer(self._cuda.kernel(f"sm_{major}{minor}"), np.uint8)
+        module = call("cuModuleLoadData", self._cubin.ctypes.data)
+        self._function = call("cuModuleGetFunction", module, b"fingerprint")
+
     def fingerprints(self, cells: Addresses, seed: int) -> Words:
         """See `DeviceMemory`."""
+        self.prepare()
         call, stream = self._cuda.call, self._streams[0]
         found = np.zeros((len(cells), 2), np.uint64)
         for first in range(0, len(cells), _LARGEST_LAUNCH):
@@ -187,7 +195,7 @@ class CudaMemory:
                 call("cuMemsetD8Async", out, 0, 16 * len(some), stream)
                 values = (ctypes.c_uint64(places), ctypes.c_uint64(seed), ctypes.c_uint64(out))
                 pointers = (ctypes.c_void_p * 3)(*(ctypes.addressof(value) for value in values))
-                call("cuLaunchKernel", self._kernel, len(some), 1, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(pointers), 0)
+                call("cuLaunchKernel", self._function, len(some), 1, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(pointers), 0)
                 call("cuMemcpyDtoHAsync", found[first:].ctypes.data, out, 16 * len(some), stream)
                 call("cuStreamSynchronize", stream)
             finally:

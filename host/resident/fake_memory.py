@@ -82,6 +82,9 @@ class FakeMemory:
     def unpin(self, address: int) -> None:
         """See `DeviceMemory`."""
 
+    def prepare(self) -> None:
+        """See `DeviceMemory`."""
+
     def fingerprints(self, cells: Addresses, seed: int) -> Words:
         """See `DeviceMemory`."""
         self._fault("fingerprints")

@@ -57,6 +57,9 @@ class DeviceMemory(Protocol):
     def unpin(self, address: int) -> None:
         """The reverse of `pin`."""
 
+    def prepare(self) -> None:
+        """Have all ready that `fingerprints` needs: it is quick then."""
+
     def fingerprints(self, cells: Addresses, seed: int) -> Words:
         """u64[n, 2]: of the cells at these addresses (`icecore.host.resident.fingerprint`)."""
 

@@ -61,8 +61,10 @@ class Gpu:
             self._memory = self._connect()
         return self._memory
 
-    def begin(self) -> int:
+    def begin(self, fingerprints: bool) -> int:
         """Free bytes."""
+        if fingerprints:
+            self.memory.prepare()
         return self.memory.room()
 
     def pin(self, size: int) -> None:
@@ -134,21 +136,13 @@ class Gpu:
 
     def fetch(self, cells: Sequence[tuple[int, int]], places: Sequence[int]) -> None:
         """Copy cells to places of the host region: (number or -1 for the spare memory, offset) each."""
-        self.memory.copy(
-            [
-                Piece(self._host() + place, self._base(handle) + offset, CELL, i % _STREAMS)
-                for i, ((handle, offset), place) in enumerate(zip(cells, places, strict=True))
-            ]
-        )
+        host = self._host()
+        self.memory.copy(_joined([(host + place, self._base(handle) + offset) for (handle, offset), place in zip(cells, places, strict=True)]))
 
     def place(self, cells: Sequence[tuple[int, int]], places: Sequence[int]) -> None:
         """The reverse of `fetch`."""
-        self.memory.copy(
-            [
-                Piece(self._base(handle) + offset, self._host() + place, CELL, i % _STREAMS)
-                for i, ((handle, offset), place) in enumerate(zip(cells, places, strict=True))
-            ]
-        )
+        host = self._host()
+        self.memory.copy(_joined([(self._base(handle) + offset, host + place) for (handle, offset), place in zip(cells, places, strict=True)]))
 
     def _base(self, handle: int) -> int:
         if handle >= 0:
@@ -165,6 +159,17 @@ class Gpu:
                 self.memory.unmap(found[0])
         if spare:
             self._give()
+
+
+def _joined(cells: Sequence[tuple[int, int]]) -> list[Piece]:
+    """Copies of cells, (to, from) each: neighbours in one piece, pieces over the streams."""
+    runs: list[tuple[int, int, int]] = []
+    for to, source in cells:
+        if runs and (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]) == (to, source):
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + CELL)
+        else:
+            runs.append((to, source, CELL))
+    return [Piece(*run, number % _STREAMS) for number, run in enumerate(runs)]
 
 
 class _Server:
@@ -213,8 +218,13 @@ class _Server:
         return self._queues[device]
 
     def _work(self, gpu: Gpu, requests: queue.SimpleQueue[tuple[dict[str, Any], list[int]] | None]) -> None:
-        while (item := requests.get()) is not None:
+        following: tuple[dict[str, Any], list[int]] | None = None
+        while (item := following or requests.get()) is not None:
+            following = None
             request, descriptors = item
+            if request["call"] == "place":
+                following = self._place(gpu, request, requests)
+                continue
             given: list[int] = []
             try:
                 value = _make(gpu, request, descriptors, given)
@@ -226,11 +236,32 @@ class _Server:
                     os.close(descriptor)
 
 
+    def _place(
+        self, gpu: Gpu, request: dict[str, Any], requests: queue.SimpleQueue[tuple[dict[str, Any], list[int]] | None]
+    ) -> tuple[dict[str, Any], list[int]] | None:
+        """Make this and all that wait behind it, up to one of another kind, which is returned: so that the bus does not rest between them."""
+        together, following = [request], None
+        with suppress(queue.Empty):
+            while (item := requests.get_nowait()) is not None:
+                if item[0]["call"] != "place":
+                    following = item
+                    break
+                together.append(item[0])
+        answer: dict[str, Any] = {"value": None}
+        try:
+            gpu.place([c for one in together for c in one["cells"]], [p for one in together for p in one["places"]])
+        except Exception as error:  # noqa: BLE001 - told to the client, which waits for an answer
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        for one in together:
+            self._say({"id": one["id"], **answer})
+        return following
+
+
 def _make(gpu: Gpu, request: dict[str, Any], descriptors: list[int], given: list[int]) -> object:
     """Carry a request out; descriptors for the answer go into ``given``."""
     match request["call"]:
         case "begin":
-            return gpu.begin()
+            return gpu.begin(request["fingerprints"])
         case "pin":
             gpu.pin(request["size"])
         case "map":
@@ -244,8 +275,6 @@ def _make(gpu: Gpu, request: dict[str, Any], descriptors: list[int], given: list
             given.append(as_memory(gpu.stage(request["handles"], mask, request["host_at"], request["host_size"])))
         case "fetch":
             gpu.fetch(request["cells"], request["places"])
-        case "place":
-            gpu.place(request["cells"], request["places"])
         case "release":
             gpu.release(request["handles"], request["spare"])
         case unknown:

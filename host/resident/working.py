@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from types import TracebackType
@@ -30,6 +30,7 @@ _CALL_SECONDS = 300.0
 _END_SECONDS = 30.0
 _POPULATE_WRITE = 23
 _PREFAULT = 64 << 20
+_PREFAULT_THREADS = 8
 
 
 class WorkerFailed(IcecoreError):
@@ -59,10 +60,14 @@ class HostRegion:
     def prefault(self) -> None:
         """Have its memory now rather than in a window."""
         libc = ctypes.CDLL(None)
-        for at in range(0, self.size, _PREFAULT):
+
+        def some(at: int) -> None:
             libc.madvise(
                 ctypes.c_void_p(self.address + at), ctypes.c_size_t(min(_PREFAULT, self.size - at)), _POPULATE_WRITE
             )
+
+        with ThreadPoolExecutor(min(_PREFAULT_THREADS, os.cpu_count() or 1), "prefault") as pool:
+            list(pool.map(some, range(0, self.size, _PREFAULT)))
 
     def close(self) -> None:
         """Let go of it. Nothing may use `address` any more."""
@@ -118,9 +123,9 @@ class Worker:
 
     # -- calls; all raise WorkerFailed
 
-    def begin(self, devices: Sequence[str]) -> dict[str, int]:
-        """Have everything ready on these GPUs; their free bytes."""
-        futures = {device: self._send("begin", device) for device in devices}
+    def begin(self, devices: Sequence[str], *, fingerprints: bool = True) -> dict[str, int]:
+        """Have everything ready on these GPUs, `fingerprints` too if they will be wanted; their free bytes."""
+        futures = {device: self._send("begin", device, fingerprints=fingerprints) for device in devices}
         return {device: int(self._result(future, "begin")[0]) for device, future in futures.items()}
 
     def take_host(self, region: HostRegion, device: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 from icecore.dumper.options import DumpOptions
 from icecore.errors import IcecoreError, RestoreFailed, RestoreRefused, StoreError
 from icecore.events import Event
+from icecore.host import procfs
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import Restored, restore
 from icecore.store.faulty import Call, FaultyBackend, Outcome
@@ -29,9 +30,13 @@ Launch = Callable[..., Job]
 
 
 def bring_back(store: Store, snapshot: str, events: Events | None = None, **options: Any) -> Restored:
-    restored = restore(store.repository, store.loop, snapshot, RestoreOptions(**options), emit=events or Events())
+    restored = restore(store.repository, store.loop, snapshot, RestoreOptions(workdir=str(store.workdir), **options), emit=events or Events())
     restored.wait_resident(30)
     return restored
+
+
+#: Mode, and how many processes bring the memory.
+ways = pytest.mark.parametrize(("mode", "placers"), [("full", 0), ("lazy", 0), ("full", 3), ("lazy", 2)])
 
 
 def ended(job: Job) -> None:
@@ -40,18 +45,19 @@ def ended(job: Job) -> None:
     until(lambda: sum(job.machine.used(gpu) for gpu in range(2)) == 0, 10)
 
 
-@pytest.mark.parametrize("mode", ["full", "lazy"])
-def test_a_lineage(mode: str, store: Store, launch: Launch, joined: Machine) -> None:
+@ways
+def test_a_lineage(mode: str, placers: int, store: Store, launch: Launch, joined: Machine) -> None:
     job = launch(gpus=(0, 1), children=1)
     snapshots = [store.dump(job.pid, DumpOptions(stop=number == 2)).snapshot for number in range(3)]
     job.reap()
     for snapshot in (snapshots[2], snapshots[0], snapshots[1]):
         events = Events()
-        bring_back(store, snapshot, events, mode=mode)
+        bring_back(store, snapshot, events, mode=mode, placers=placers)
         job.goes_on()
         assert sum(joined.used(gpu) for gpu in range(2)) == job.resident + len(job.pids) * MIB // 2
         [end] = [event.fields for event in events.named("restore.resident.memory") if event.fields["state"] == "end"]
         assert 3 * job.resident // 4 <= end["bytes"] < job.resident
+        assert (end["placers"], end["redone"]) == (placers, 0)
         job.kill()
         ended(job)
     # What is restored can be dumped again, and only what changed is stored.
@@ -80,8 +86,8 @@ def test_other_gpus(store: Store, launch: Launch, joined: Machine) -> None:
 
 
 @pytest.mark.parametrize("changed", [False, True])
-@pytest.mark.parametrize("mode", ["full", "lazy"])
-def test_memory_that_is_still_there(mode: str, changed: bool, store: Store, launch: Launch, joined: Machine) -> None:
+@ways
+def test_memory_that_is_still_there(mode: str, placers: int, changed: bool, store: Store, launch: Launch, joined: Machine) -> None:
     job = launch(gpus=(0, 1), children=1)
     first = store.dump(job.pid).snapshot
     job.wait_steps(40)
@@ -89,7 +95,7 @@ def test_memory_that_is_still_there(mode: str, changed: bool, store: Store, laun
     job.reap()
     assert sum(joined.used(gpu) for gpu in range(2)) == job.resident
     events = Events()
-    bring_back(store, first if changed else last, events, mode=mode, from_resident=True)
+    bring_back(store, first if changed else last, events, mode=mode, placers=placers, from_resident=True)
     job.goes_on()
     [end] = [event.fields for event in events.named("restore.resident.memory") if event.fields["state"] == "end"]
     # Only the first cell of each buffer changes.
@@ -113,9 +119,9 @@ def test_memory_that_was_kept_is_let_go_of_by_another_restore(store: Store, laun
     assert joined.used(0) == job.resident + MIB // 2
 
 
-@pytest.mark.parametrize("mode", ["full", "lazy"])
+@pytest.mark.parametrize(("mode", "placers"), [("full", 2), ("lazy", 0)])
 @pytest.mark.parametrize("fault", ["restore", "allocate", "copy", "worker dies", "store", "helper"])
-def test_a_restore_that_fails(fault: str, mode: str, store: Store, launch: Launch, joined: Machine) -> None:
+def test_a_restore_that_fails(fault: str, mode: str, placers: int, store: Store, launch: Launch, joined: Machine) -> None:
     job = launch(gpus=(0, 1), children=1)
     snapshot = store.dump(job.pid, DumpOptions(stop=True)).snapshot
     job.reap()
@@ -136,11 +142,37 @@ def test_a_restore_that_fails(fault: str, mode: str, store: Store, launch: Launc
         name, how = ("copy", "die") if fault == "worker dies" else (fault, "fails")
         (joined.cuda / "worker-faults" / name).write_text(how)
     with pytest.raises(StoreError if fault == "store" else RestoreFailed):
-        bring_back(through, snapshot, mode=mode, attempts=1)
+        bring_back(through, snapshot, mode=mode, placers=placers, attempts=1)
     ended(job)
-    until(lambda: not members(store.workdir, "icecore.host.resident.worker"))
+    for name in ("host.resident.worker", "restorer.placer_process"):
+        until(lambda: not members(store.workdir, f"icecore.{name}"))  # noqa: B023
     bring_back(store, snapshot, mode=mode)
     job.goes_on()
+
+
+@pytest.mark.parametrize("who", ["one", "all"])
+def test_placers_that_are_killed(who: str, store: Store, launch: Launch) -> None:
+    job = launch(gpus=(0, 1), children=1)
+    snapshot = store.dump(job.pid, DumpOptions(stop=True)).snapshot
+    job.reap()
+
+    def kill(_: Event) -> None:
+        # Host memory may still have placers of its own; those of each kind are children of their first.
+        def firsts() -> list[list[int]]:
+            found = members(store.workdir, "icecore.restorer.placer_process")
+            below = {pid: [one for one in procfs.children(pid) if one in found] for pid in found}
+            return [[pid, *below[pid]] for pid in found if not any(pid in others for others in below.values())]
+
+        until(lambda: firsts() and all(len(group) == 4 for group in firsts()))
+        for group in firsts():
+            os.kill(group[-1 if who == "one" else 0], signal.SIGKILL)  # all end with the first
+
+    events = Events({("restore.resident.memory", "begin"): kill})
+    bring_back(store, snapshot, events, placers=3)
+    job.goes_on()
+    [end] = [event.fields for event in events.named("restore.resident.memory") if event.fields["state"] == "end"]
+    assert end["redone"] > 0
+    assert not members(store.workdir, "icecore.restorer.placer_process")
 
 
 @pytest.mark.parametrize("joined", [900 * MIB], indirect=True)

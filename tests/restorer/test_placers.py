@@ -214,7 +214,7 @@ def test_cells_of_all_kinds(encrypted: bool, tmp_path: Path) -> None:
         cells = [(_WHOLE, os.urandom(1 << 20)), (_WHOLE, b"icecore!" * (1 << 17)), (half, os.urandom(1 << 19))]
         _, records = store_cells(place, cells)
         keys = place.repository.keys
-        with Placers(1, str(place.root), keys.chunk, room=16 << 20, patience=20, lock=str(folder)) as placers:
+        with Placers(1, str(place.root), keys.chunk, room=16 << 20, patience=20, word="test", lock=str(folder)) as placers:
             (placer,) = placers.all
             (batch,) = plan_batches(records, range(3), gap=0, read_size=8 << 20)
             shared = SharedLock(str(folder), 1)
