@@ -33,25 +33,21 @@ def lineage(lab: Lab, wanted: list[str], mode: str = "full") -> None:
     """Three snapshots while it runs on; killed; brought back from the third, the first and the second."""
     out = lab.folder / f"losses-{mode}"
     pid = lab.plain(TRAIN, "--out", str(out), "--pause", "0.02")
-
-    def log() -> str:
-        return "\n".join(path.read_text(errors="replace")[-2000:] for path in lab.folder.glob("log*"))
-
-    wait_lines(out, 20, log)
+    wait_lines(out, 20, lab.logs)
     taken: list[tuple[str, int]] = []
     for _ in range(3):
         before = len(lines(out))
         result = lab.dump(pid)
         taken.append((result.snapshot, before))
         assert result.sizes.device > 50 << 20, f"only {result.sizes.device} bytes of device memory were found"
-        wait_lines(out, len(lines(out)) + 20, log)
+        wait_lines(out, len(lines(out)) + 20, lab.logs)
         same(lines(out), wanted)
     lab.kill(pid)
     for snapshot, before in (taken[2], taken[0], taken[1]):
         restored = lab.restore(snapshot, mode=mode)
         at = len(lines(out))
         began = time.monotonic()
-        found = wait_lines(out, max(at, before) + AFTER, log)
+        found = wait_lines(out, max(at, before) + AFTER, lab.logs)
         same(found, wanted)
         print(
             f"{snapshot}: {len(found) - at} losses after the restore are right, in {time.monotonic() - began:.1f} s",

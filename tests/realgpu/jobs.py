@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from icecore.errors import NotFound
 from icecore.events import Event
 from icecore.host import procfs
 from icecore.host.namespaces import Isolation
+from icecore.host.resident.client import Keeper
+from icecore.host.resident.keeper import environment, start_keeper
 
 HERE = Path(__file__).resolve().parent
 WINDOW_SECONDS = 240.0
@@ -64,6 +67,8 @@ class Lab:
         # Restored trees become children of this process once nobody else is their parent: their pids are then free again.
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
         self._started: list[subprocess.Popen[bytes]] = []
+        self._place = Path(f"/run/icecore/resident/test-{os.getpid()}-{folder.name}")
+        self.keeper: Keeper | None = None
 
     def close(self) -> None:
         """End every job."""
@@ -72,9 +77,20 @@ class Lab:
                 job.kill(signal.SIGKILL)
         for process in self._started:
             self.kill(process.pid)
+        if self.keeper is not None:
+            for held in self.keeper.processes():
+                self.keeper.forget(held.token)
+            shutil.rmtree(self._place)
         self.repository.close()
 
     # -- jobs
+
+    def resident(self) -> dict[str, str]:
+        """What a process has in its environment whose device memory is to stay where it is."""
+        if self.keeper is None:
+            self._place.mkdir(parents=True)
+            self.keeper = start_keeper(self._place)
+        return environment(str(self._place), {})
 
     def plain(
         self, *words: str, environment: Mapping[str, str] | None = None, program: str | Path = sys.executable
@@ -95,7 +111,12 @@ class Lab:
         return process.pid
 
     def run(
-        self, name: str, *words: str, network: bool = False, environment: Mapping[str, str] | None = None
+        self,
+        name: str,
+        *words: str,
+        network: bool = False,
+        resident: bool = True,
+        environment: Mapping[str, str] | None = None,
     ) -> icecore.Job:
         """A job of `icecore run --gpu`."""
         isolation = None if not network else Isolation(network=True, root=True)
@@ -106,7 +127,7 @@ class Lab:
             cwd=self.folder,
             environment={**os.environ, **(environment or {})},
             gpu=True,
-            config=self.config,
+            config=replace(self.config, run=replace(self.config.run, resident=resident)),
             emit=self.tell,
         )
 
@@ -159,6 +180,10 @@ class Lab:
         row = {"what": what, "seconds": round(seconds, 3), **more, "phases": phases}
         self.rows.append(row)
         print(json.dumps(row), flush=True)
+
+    def logs(self) -> str:
+        """What the plain processes said last."""
+        return "\n".join(path.read_text(errors="replace")[-2000:] for path in self.folder.glob("log*"))
 
     @staticmethod
     def tell(event: Event) -> None:

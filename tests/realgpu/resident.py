@@ -3,37 +3,22 @@
     python -m tests.realgpu.resident FOLDER [--gib 16] [--part PART ...]
 
 Parts: ``lineage`` (three snapshots, two restores), ``held`` (stopped, and brought back from memory that stayed on the GPU), ``driver`` (the same
-training without the preload, for comparison).
+training without the preload, for comparison). Preload and keeper must have been built (``tools/test-gpu --build``).
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from icecore.host import resident
-from icecore.host.resident.keeper import environment, start_keeper
 from tests.realgpu.first import reference
 from tests.realgpu.jobs import HERE, Lab, lack, lines, same, wait_lines
 
 TRAIN = str(HERE / "train.py")
 STEPS = 2000
-PLACE = Path("/run/icecore/resident/test")
-
-
-def build() -> None:
-    """Preload and keeper, where this tree was not installed (tests/resident/gpu_probe.py does the same)."""
-    here = Path(resident.__file__).parent
-    sources = [str(path) for path in sorted(here.glob("*.c")) if path.name != "keeper.c"]
-    flags = ["gcc", "-std=gnu11", "-O2"]
-    library = ["-fPIC", "-shared", "-fvisibility=hidden", "-o", str(here / "libicecore-resident.so"), *sources]
-    for command in ([*library, "-lpthread", "-ldl"], ["-o", str(here / "icecore-keeper"), str(here / "keeper.c")]):
-        subprocess.run([*flags, *command], check=True, timeout=120)
 
 
 class Resident:
@@ -46,9 +31,6 @@ class Resident:
     def __init__(self, folder: Path, gib: float) -> None:
         self.lab = Lab(folder)
         self.words = (TRAIN, "--ballast", str(gib), "--width", "2048")
-        build()
-        PLACE.mkdir(parents=True, exist_ok=True)
-        self.keeper = start_keeper(PLACE)
         # The same memory as the others, for the random numbers' sake; on the CPU its reference would not be bit for bit the same.
         self.wanted = reference(folder, *self.words[1:], steps=STEPS)
         print(f"reference: {len(self.wanted)} steps", flush=True)
@@ -56,26 +38,19 @@ class Resident:
     def close(self) -> None:
         """End all."""
         self.lab.close()
-        for held in self.keeper.processes():
-            self.keeper.forget(held.token)
-        shutil.rmtree(PLACE, ignore_errors=True)
 
     def start(self, name: str, *, resident: bool = True) -> tuple[int, Path]:
         """A training that has begun."""
         out = self.lab.folder / f"losses-{name}"
-        own = environment(str(PLACE), {}) if resident else {}
+        own = self.lab.resident() if resident else {}
         pid = self.lab.plain(*self.words, "--out", str(out), "--pause", "0.02", environment=own)
-        wait_lines(out, 20, self.log)
+        wait_lines(out, 20, self.lab.logs)
         return pid, out
-
-    def log(self) -> str:
-        """What the programs said."""
-        return "\n".join(path.read_text(errors="replace")[-2000:] for path in self.lab.folder.glob("log*"))
 
     def goes_on(self, out: Path, some: int = 30) -> None:
         """It makes so many steps more, and all losses are the wanted ones."""
         began = time.monotonic()
-        found = wait_lines(out, len(lines(out)) + some, self.log)
+        found = wait_lines(out, len(lines(out)) + some, self.lab.logs)
         same(found, self.wanted)
         print(f"  {len(found)} losses are right, {some} more in {time.monotonic() - began:.1f} s", flush=True)
 
@@ -101,7 +76,8 @@ def held(lab: Resident) -> None:
     lab.goes_on(out)
     last = lab.lab.dump(pid, stop=True, keep_resident=True).snapshot
     lab.lab.kill(pid)
-    print("held:", lab.keeper.processes(), flush=True)
+    assert lab.lab.keeper is not None
+    print("held:", lab.lab.keeper.processes(), flush=True)
     restored = lab.lab.restore(last, from_resident=True)
     lab.goes_on(out)
     lab.lab.dump(restored.pid, stop=True, keep_resident=True)
@@ -142,7 +118,7 @@ def main() -> int:
             print(f"== {name}", flush=True)
             {"lineage": lineage, "held": held, "driver": driver}[name](lab)
     except BaseException:
-        print(lab.log(), flush=True)
+        print(lab.lab.logs(), flush=True)
         raise
     finally:
         lab.close()

@@ -1,6 +1,9 @@
 """An inference server: a transformer of random weights that continues a sequence token by token, with a KV cache on the GPU; a line ``STEP TOKEN`` for each.
 
-python serve.py --socket PATH [--layers N] [--width N]     A client connects, sends lines ``N``, and is answered with the next N tokens.
+python serve.py --socket PATH [--layers N] [--width N] [--load FILE]
+
+A client connects, sends lines ``N``, and is answered with the next N tokens. With --load a child is such a client, which asks for one token after the other,
+and writes a line ``NUMBER TOKEN`` for each.
 """
 
 from __future__ import annotations
@@ -8,8 +11,22 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import time
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def ask(path: str, out: str) -> None:
+    """Without end, and without a pause."""
+    with socket.socket(socket.AF_UNIX) as connection, open(out, "a", encoding="ascii") as file:
+        while connection.connect_ex(path):
+            time.sleep(0.05)
+        with connection.makefile("rw") as stream:
+            number = 0
+            while True:
+                number += 1
+                print(1, file=stream, flush=True)
+                print(number, stream.readline().strip(), file=file, flush=True)
 
 
 def main() -> None:
@@ -18,7 +35,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--load", default="")
     arguments = parser.parse_args()
+    if arguments.load and os.fork() == 0:  # before there is CUDA
+        ask(arguments.socket, arguments.load)
     import torch
     from torch.nn import functional
 

@@ -15,16 +15,17 @@ from .jobs import HERE, Lab, lines, same, wait_lines
 pytestmark = pytest.mark.timeout(900)
 
 
+@pytest.mark.parametrize("resident", [False, True])
 @pytest.mark.parametrize("world", [2, 4, 8])
-def test_ddp_goes_on_bit_for_bit(world: int, lab: Lab) -> None:
+def test_ddp_goes_on_bit_for_bit(world: int, resident: bool, lab: Lab) -> None:
     needs(world, "torch")
     # The order in which NCCL adds up must be the same in both runs: the same settings in both.
     out, ranks = lab.folder / "losses", ("--world", str(world))
     unbroken = lab.folder / "unbroken"
-    first = lab.run("reference", TRAIN, "--out", str(unbroken), "--steps", "600", *ranks, network=True)
+    first = lab.run("reference", TRAIN, "--out", str(unbroken), "--steps", "600", *ranks, network=True, resident=resident)
     assert first.wait(600).exit_code == 0, first.log_path("stderr").read_text()[-3000:]
     wanted = lines(unbroken)
-    job = lab.run("ddp", TRAIN, "--out", str(out), "--pause", "0.02", *ranks, network=True)
+    job = lab.run("ddp", TRAIN, "--out", str(out), "--pause", "0.02", *ranks, network=True, resident=resident)
 
     def log() -> str:
         return job.log_path("stderr").read_text()[-3000:]

@@ -33,7 +33,7 @@ def test_training_under_run_gpu(lab: Lab) -> None:
     needs(1, "torch")
     wanted = reference(lab.folder)
     out = lab.folder / "losses"
-    job = lab.run("train", TRAIN, "--out", str(out), "--pause", "0.02")
+    job = lab.run("train", TRAIN, "--out", str(out), "--pause", "0.02", resident=False)
     wait_lines(out, 20, lambda: job.log_path("stderr").read_text())
     snapshot = lab.dump("train").snapshot
     lab.kill(job.pid)

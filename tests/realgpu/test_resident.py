@@ -1,7 +1,11 @@
-"""Resident device memory on a real GPU: training goes on bit for bit through windows, kills and restores, and from memory that stayed on the GPU."""
+"""Resident device memory on a real GPU: whatever the program is, it goes on bit for bit through windows, kills and restores."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,18 +14,74 @@ from icecore.host.resident.client import Keeper
 
 from .conftest import needs
 from .first import TRAIN, reference
-from .jobs import Lab, lines, same, wait_lines
-from .resident import Resident, held, lineage
+from .jobs import HERE, Lab, lines, same, wait_lines
+from .resident import Resident, held
 
 pytestmark = pytest.mark.timeout(900)
 
+_NVCC = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+_PAUSE = ("--pause", "0.02")
+#: What writes lines to the file that is named in the end, the same in every run; the modules that it needs; the MiB that are resident at the least.
+PROGRAMS = {
+    "eager": ((sys.executable, TRAIN, *_PAUSE, "--out"), ("torch",), 30),
+    "graph": ((sys.executable, TRAIN, *_PAUSE, "--how", "graph", "--out"), ("torch",), 30),
+    "compile": ((sys.executable, TRAIN, *_PAUSE, "--how", "compile", "--out"), ("torch",), 30),
+    "serve": ((sys.executable, str(HERE / "serve.py"), "--socket", "{folder}/{name}.socket", "--load"), ("torch",), 2000),
+    "nvcc": (("{folder}/others",), (), 256),
+    "cupy": ((sys.executable, str(HERE / "others.py"), "cupy"), ("cupy",), 128),
+    "jax": ((sys.executable, str(HERE / "others.py"), "jax"), ("jax",), 128),
+}
 
-@pytest.mark.parametrize("part", [lineage, held])
-def test_training(part: object, tmp_path: Path) -> None:
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_goes_on(program: str, lab: Lab) -> None:
+    """Beside it run, undisturbed, the same without the preload, and with it; all three do the same."""
+    command, modules, resident = PROGRAMS[program]
+    needs(1, *modules)
+    if program == "nvcc":
+        if not os.path.exists(_NVCC):
+            pytest.skip("there is no nvcc")
+        subprocess.run([_NVCC, "-O2", "-o", lab.folder / "others", HERE / "others.cu"], check=True, timeout=120)
+
+    def start(name: str, environment: dict[str, str]) -> tuple[int, Path]:
+        words = [word.format(folder=lab.folder, name=name) for word in (*command, f"{{folder}}/{name}")]
+        return lab.plain(*words[1:], program=words[0], environment=environment), lab.folder / name
+
+    without, unmarked = start("without", {}), start("with", lab.resident())
+    pid, out = start("lines", lab.resident())
+    wait_lines(out, 20, lab.logs)
+    assert lab.keeper is not None
+    [sizes] = [one.size for one in lab.keeper.processes() if one.pid in (pid, *_children(pid))]
+    assert sizes >= resident << 20
+    snapshots = []
+    for _ in range(2):
+        snapshots.append(lab.dump(pid).snapshot)
+        wait_lines(out, len(lines(out)) + 20, lab.logs)
+    lab.kill(pid)
+    found = lines(out)
+    for number, snapshot in enumerate(reversed(snapshots)):
+        (lab.folder / "lines.socket").unlink(missing_ok=True)
+        restored = lab.restore(snapshot, mode=("full", "lazy")[number])
+        wait_lines(out, len(lines(out)) + 50, lab.logs)
+        lab.kill(restored.pid)
+        found = max(found, lines(out), key=len)
+        same(lines(out), found)
+    for other, about in (without, unmarked):
+        same(found, wait_lines(about, len(found), lab.logs))
+        lab.kill(other)
+
+
+def _children(pid: int) -> list[int]:
+    from icecore.host import procfs
+
+    return procfs.children(pid)
+
+
+def test_memory_that_stayed(tmp_path: Path) -> None:
     needs(1, "torch")
     made = Resident(tmp_path, 2.0)
     try:
-        part(made)  # type: ignore[operator]
+        held(made)
     finally:
         made.close()
 
