@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -53,8 +54,8 @@ class Decoder(Protocol):
 
 #: Takes the verified bytes of a row; they are valid during the call only. Called by the workers.
 Sink = Callable[[int, memoryview], None]
-#: Has a placer deliver the cells of a batch, and returns those that it could not have.
-Through = Callable[[Placer, Batch], Sequence[int]]
+#: Has a placer deliver the cells of batches, and returns those that it could not have.
+Through = Callable[[Placer, Sequence[Batch]], Sequence[int]]
 
 
 @dataclass
@@ -166,7 +167,7 @@ class Fetcher:
         self._threads: list[threading.Thread] = []
         self._placers: Sequence[Placer] = ()
         self._through: Through | None = None
-        self._batch_cells = ROOM_CELLS
+        self._batch_cells, self._batches = ROOM_CELLS, 1
         self._buffers: asyncio.Queue[HugeBuffer] | None = None
         self._fetching: set[concurrent.futures.Future[None]] = set()
         self.spent = Spent()
@@ -175,13 +176,14 @@ class Fetcher:
         self._bytes = int(data_pages(records).sum()) * PAGE
         self._delivered = 0
 
-    def hand_out(self, placers: Sequence[Placer], through: Through, cells: int = ROOM_CELLS) -> None:
+    def hand_out(self, placers: Sequence[Placer], through: Through, *, cells: int = ROOM_CELLS, batches: int = 1) -> None:
         """Have processes do what the workers would, one for each worker; for storage with direct reads, before `start`.
 
         Args:
             cells: Of a batch at most.
+            batches: That a placer gets at once.
         """
-        self._placers, self._through, self._batch_cells = placers, through, cells
+        self._placers, self._through, self._batch_cells, self._batches = placers, through, cells, batches
 
     def start(self, order: Sequence[int], *, opened: bool = True) -> None:
         """Begin. Until `open` only urgent rows are delivered (and ranges fetched ahead, as far as the budget goes)."""
@@ -275,17 +277,17 @@ class Fetcher:
         try:
             scratch = shelf.take(room_for(self._read_size) if self._backend.direct else 2 * STORED_LIMIT)
             while (item := self._take(only_urgent)) is not None:
-                batch, buffer, urgent = item
+                batches, buffer, urgent = item
                 before = spent.produced
                 try:
                     if not self._placers or urgent:
-                        self._deliver(batch, buffer, scratch, spent)
+                        self._deliver(batches[0], buffer, scratch, spent)
                     else:
                         loading = placer is not None and meanwhile and not placer.ready
-                        if not self._deliver_through(None if loading else placer, batch, scratch, spent) and not loading:
+                        if not self._deliver_through(None if loading else placer, batches, scratch, spent) and not loading:
                             placer = None
                 finally:
-                    self._finished(batch, buffer, urgent, spent.produced - before)
+                    self._finished(batches[0], buffer, urgent, spent.produced - before)
             shelf.give(scratch)
         except BaseException as error:  # noqa: BLE001 - whoever waits for the rows raises it
             self.fail(_named(error))
@@ -293,8 +295,8 @@ class Fetcher:
             with self._change:
                 self.spent.add(spent)
 
-    def _take(self, only_urgent: bool) -> tuple[Batch, HugeBuffer | memoryview | None, bool] | None:
-        """The next work: urgent rows first; None: no more."""
+    def _take(self, only_urgent: bool) -> tuple[Sequence[Batch], HugeBuffer | memoryview | None, bool] | None:
+        """The next work: urgent rows first; None: no more. Several batches only for placers."""
         with self._change:
             while True:
                 if self._stopped:
@@ -302,15 +304,15 @@ class Fetcher:
                 if self._urgent:
                     row, data = self._urgent.popleft()
                     self._running += 1
-                    return plan_one(self._records, row), data, True
+                    return [plan_one(self._records, row)], data, True
                 if self._open and not only_urgent:
                     if self._ready:
                         self._running += 1
                         batch, buffer = self._ready.popleft()
-                        return batch, buffer, False
+                        return [batch], buffer, False
                     if self._backend.direct and not self._exhausted:
-                        planned = next(self._planned, None)
-                        if planned is not None:
+                        planned = list(islice(self._planned, self._batches if self._placers else 1))
+                        if planned:
                             self._running += 1
                             return planned, None, False
                         self._exhausted = True
@@ -359,30 +361,32 @@ class Fetcher:
             spent.produced += len(data)
             spent.cells += 1
 
-    def _deliver_through(self, placer: Placer | None, batch: Batch, scratch: _Buffers, spent: Spent) -> bool:
-        """Have a placer deliver a batch. What it cannot have is delivered from here, where there are other replicas, and errors with a name.
+    def _deliver_through(self, placer: Placer | None, batches: Sequence[Batch], scratch: _Buffers, spent: Spent) -> bool:
+        """Have a placer deliver batches. What it cannot have is delivered from here, where there are other replicas, and errors with a name.
 
         Returns:
             Whether the placer lives.
         """
         assert self._through is not None
-        cells = tuple(c for c in batch.cells if self._needed is None or self._needed(c.row))
-        if not cells or self._stopped:
+        wanted = [b._replace(cells=tuple(c for c in b.cells if self._needed is None or self._needed(c.row))) for b in batches]
+        wanted = [batch for batch in wanted if batch.cells]
+        if not wanted or self._stopped:
             return placer is not None
-        missing: Sequence[int] = [cell.row for cell in cells]
+        rows = [cell.row for batch in wanted for cell in batch.cells]
+        missing: Sequence[int] = rows
         if placer is not None:
             began = time.perf_counter()
             try:
-                missing = self._through(placer, batch._replace(cells=cells))
+                missing = self._through(placer, wanted)
             except PlacerLost:
                 placer = None
                 spent.redone += len(missing)
             else:
                 left = set(missing)
                 spent.redone += len(left)
-                had = [cell.row for cell in cells if cell.row not in left]
+                had = [row for row in rows if row not in left]
                 spent.sink += time.perf_counter() - began
-                spent.stored += batch.size
+                spent.stored += sum(batch.size for batch in wanted)
                 spent.cells += len(had)
                 spent.produced += int(data_pages(self._records[had]).sum()) * PAGE
         for row in missing:

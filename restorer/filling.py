@@ -194,8 +194,9 @@ class Filling:
         self._families[number].fill(row - self._rows[number][0], address)
         self._count(row)
 
-    def _through(self, placer: Placer, batch: Batch) -> list[int]:
-        """Have a placer deliver a batch; the rows that it could not have."""
+    def _through(self, placer: Placer, batches: Sequence[Batch]) -> list[int]:
+        """Have a placer deliver a batch, the only one; the rows that it could not have."""
+        (batch,) = batches
         rows = [cell.row for cell in batch.cells]
         owners = [(number, row - self._rows[number][0]) for row in rows for number in (self._family_of[row],)]
         wanted, pages = [], []

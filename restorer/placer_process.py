@@ -7,7 +7,6 @@ it has any thread. Arguments: a word to know it by, and the number of each place
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import signal
 import socket
@@ -20,13 +19,12 @@ import numpy as np
 from icecore.errors import IcecoreError
 from icecore.host import userfaultfd
 from icecore.host.memory import HugeBuffer
-from icecore.restorer.cells import FULL_CELL, page_pieces
+from icecore.restorer.cells import page_pieces
 from icecore.restorer.locks import SharedLock
 from icecore.restorer.placing import (
     MESSAGE,
     ROOM_CELLS,
     Answer,
-    Bounds,
     Deliver,
     Delivered,
     Done,
@@ -37,44 +35,20 @@ from icecore.restorer.placing import (
     Region,
     Request,
     Stage,
-    Staged,
     State,
     Target,
     Wanted,
 )
-from icecore.restorer.plan import Read
+from icecore.restorer.reading import Reading
+from icecore.restorer.stager import Stager
 from icecore.store.cell import BITMAP_BYTES, CELL, CELL_BYTES
 from icecore.store.cipher import Key
 from icecore.store.decoder import ChunkDecoder
 from icecore.store.local import LocalBackend
-from icecore.store.names import object_name
 from icecore.store.pool import Scratch
 
 _PR_SET_PDEATHSIG = 1
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-
-
-class _Reading:
-    """Reads the ranges of a batch as they are needed: what is decoded at once is still in the processor's cache."""
-
-    def __init__(self, backend: LocalBackend, request: Deliver | Stage, stored: memoryview) -> None:
-        self._backend = backend
-        self._left = iter(request.reads)
-        self._stored = stored
-        self._read: Read | None = next(self._left, None)
-        self._there = 0
-
-    def until(self, position: int) -> memoryview:
-        """The buffer, read up to ``position`` at least."""
-        while self._read is not None and self._there < position:
-            shard, offset, length, at = self._read
-            stop = min(position, at + length)
-            name = object_name("shard", shard)
-            self._backend.read_into(name, offset + self._there - at, self._stored[self._there : stop])
-            self._there = stop
-            if stop == at + length:
-                self._read = next(self._left, None)
-        return self._stored
 
 
 class Placer:
@@ -92,7 +66,7 @@ class Placer:
         self._scratch = Scratch()
         self._lock = SharedLock(order.lock) if order.lock else None
         self._targets: dict[int, int] = {}
-        self._region: mmap.mmap | None = None
+        self._stager: Stager | None = None
 
     def answer(self, request: Request, descriptors: list[int]) -> Answer | None:
         """Do what a message says."""
@@ -102,10 +76,11 @@ class Placer:
             case Place():
                 return self._place(request)
             case Stage():
-                return self._stage(request)
-            case Region(size):
-                self._region = mmap.mmap(descriptors[0], size)
-                os.close(descriptors[0])
+                assert self._stager is not None
+                return self._stager.stage(request)
+            case Region():
+                memory, control = descriptors
+                self._stager = Stager(request, memory, control, self._backend, self._decoder, self._stored)
             case Target(number):
                 self._targets[number] = descriptors[0]
             case Forget(number):
@@ -118,49 +93,21 @@ class Placer:
         count = len(request.cells)
         states, addresses, why = [State.MISSING] * count, [0] * count, ""
         records = np.frombuffer(request.records, CELL)
-        reading = _Reading(self._backend, request, self._stored.view(0, request.size))
+        reading = Reading(self._backend, request.reads, self._stored.view(0, request.size))
         for number, cell in enumerate(request.cells):
             room = self._rooms.view(number * CELL_BYTES, (number + 1) * CELL_BYTES)
             try:
-                data = self._decoded(reading, cell, records[number], room)
+                stored = reading.until(max(cell.stop, cell.base_stop))
+                base = stored[cell.base_start : cell.base_stop] if cell.base_stop > cell.base_start else None
+                data = self._decoder.decode(records[number], stored[cell.start : cell.stop], base, room, self._scratch)
             except IcecoreError as error:
                 why = str(error)
                 continue
-            address = addresses[number] = _address(data)
+            address = addresses[number] = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
             pages = request.pages[BITMAP_BYTES * number : BITMAP_BYTES * (number + 1)]
             pieces = page_pieces(records[number]["data"].tobytes(), pages)
             states[number] = self._put(cell, address, pieces)
         return Delivered(states, addresses, why)
-
-    def _stage(self, request: Stage) -> Staged:
-        assert self._region is not None
-        there, why = [False] * len(request.cells), ""
-        records = np.frombuffer(request.records, CELL)
-        reading = _Reading(self._backend, request, self._stored.view(0, request.size))
-        region = memoryview(self._region)
-        for number, cell in enumerate(request.cells):
-            to = region[cell.place : cell.place + CELL_BYTES]
-            bitmap = records[number]["data"].tobytes()
-            whole = bitmap == FULL_CELL
-            try:
-                data = self._decoded(reading, cell, records[number], to if whole else self._rooms.view(0, CELL_BYTES))
-            except IcecoreError as error:
-                why = str(error)
-                continue
-            if not whole:
-                ctypes.memset(_address(to), 0, CELL_BYTES)
-                for at, position, length in page_pieces(bitmap, bitmap):
-                    to[at : at + length] = data[position : position + length]
-            elif _address(data) != _address(to):  # it was stored raw
-                to[:] = data
-            there[number] = True
-        return Staged(there, why)
-
-    def _decoded(self, reading: _Reading, cell: Wanted | Bounds, record: np.void, room: memoryview) -> memoryview:
-        """Its verified bytes, in ``room`` or where they were read to."""
-        stored = reading.until(max(cell.stop, cell.base_stop))
-        base = stored[cell.base_start : cell.base_stop] if cell.base_stop > cell.base_start else None
-        return self._decoder.decode(record, stored[cell.start : cell.stop], base, room, self._scratch)
 
     def _put(self, cell: Wanted, source: int, pieces: list[tuple[int, int, int]]) -> State:
         """Place a cell where it was in the snapshot, if its process still has that as it was."""
@@ -189,11 +136,6 @@ class Placer:
         return Done(outcomes)
 
 
-def _address(data: memoryview) -> int:
-    address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
-    return address
-
-
 def serve(control: socket.socket) -> None:
     """Answer until the other end is closed."""
     decode = msgspec.msgpack.Decoder(Request).decode
@@ -201,7 +143,7 @@ def serve(control: socket.socket) -> None:
     placer: Placer | None = None
     control.sendall(encode(Ready()))
     while True:
-        data, descriptors, _, _ = socket.recv_fds(control, MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
+        data, descriptors, _, _ = socket.recv_fds(control, MESSAGE, 2, socket.MSG_CMSG_CLOEXEC)
         if not data:
             return
         request = decode(data)

@@ -20,13 +20,13 @@ from icecore.restorer.members import Member, Outcome
 from icecore.restorer.placing import (
     MESSAGE,
     Answer,
-    Bounds,
     Deliver,
     Delivered,
     Done,
     Forget,
     Move,
     Open,
+    Part,
     Place,
     Region,
     Request,
@@ -132,22 +132,17 @@ class Placer:
             raise OSError(answer.error, answer.why)
         return [Outcome(Stop(stop), unmapped) for stop, unmapped in answer.outcomes]
 
-    def share(self, descriptor: int, size: int) -> None:
-        """Where `stage` is to put cells: a memfd."""
-        self._send(Region(size), [descriptor])
+    def share(self, region: Region, memory: int, worker: int) -> None:
+        """Where `stage` is to put cells, a memfd, and a socket to the worker."""
+        self._send(region, [memory, worker])
 
-    def stage(self, batch: Batch, places: Sequence[int], records: Records) -> Staged:
-        """Have cells of a batch read, decoded, verified, and put into the region that it shares.
-
-        Args:
-            places: Of each cell, in the region.
-            records: CELL[n], of these cells.
+    def stage(self, parts: Sequence[Part]) -> Staged:
+        """Have cells read, decoded, verified, and copied to their GPUs.
 
         Raises:
             PlacerLost: It has ended.
         """
-        cells = [Bounds(*cell[1:], place) for cell, place in zip(batch.cells, places, strict=True)]
-        answer = self._ask(Stage(list(batch.reads), cells, records.tobytes(), batch.size))
+        answer = self._ask(Stage(list(parts)))
         assert isinstance(answer, Staged)
         return answer
 

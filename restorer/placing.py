@@ -5,7 +5,7 @@ long as their process is not known to have changed its address space. Otherwise 
 locks meanwhile, tells it where they belong now (`Place`). Between the two, and among the placers, `icecore.restorer.locks.SharedLock` stands: whoever places
 holds it for reading, whoever reads a process's events for writing.
 
-Device memory goes another way: a placer puts cells into a region of host memory that it shares with the restorer and the GPU worker (`Region`, `Stage`).
+Resident device memory goes another way: a placer puts cells into its own part of pinned memory, and has the GPU worker copy them (`Region`, `Stage`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from icecore.restorer.plan import Read
 
 #: Cells that a placer has room for.
 ROOM_CELLS = 16
+#: Cells that are staged at once: half of a placer's part of the region, while the worker copies the other half.
+STAGED_CELLS = 8
+#: Parts of one `Stage` at most.
+STAGED_PARTS = 8
 #: Bytes of a message at most.
 MESSAGE = 1 << 17
 
@@ -116,23 +120,29 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The memfd that comes with this message, of ``size`` bytes, is where `Stage` puts cells; no answer."""
+    """The memfd that comes with this message, of ``size`` bytes, is where `Stage` puts cells, from ``at`` on, and the socket that comes with it leads to
+    the GPU worker, which has the memfd mapped too. ``devices``: the GPUs. No answer."""
 
     size: int
+    at: int
+    devices: list[str]
 
 
 class Bounds(NamedTuple):
-    """A cell to stage: the bounds of its stored bytes, and of its base's, in the buffer; its place in the region."""
+    """A cell to stage: the bounds of its stored bytes, and of its base's, in the buffer; the number of its GPU, the worker's for its allocation, the offset
+    in that."""
 
     start: int
     stop: int
     base_start: int
     base_stop: int
-    place: int
+    device: int
+    handle: int
+    offset: int
 
 
-class Stage(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """As `Deliver`, but whole cells, zeros included, go to the region."""
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """Ranges to read into a buffer of ``size`` bytes, and `STAGED_CELLS` cells at most. ``records``: their CELL records."""
 
     reads: list[Read]
     cells: list[Bounds]
@@ -140,11 +150,19 @@ class Stage(msgspec.Struct, frozen=True, array_like=True, tag=True):
     size: int
 
 
+class Stage(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Read, decode and verify whole cells, zeros included, and have the worker copy them to their GPUs."""
+
+    parts: list[Part]
+
+
 class Staged(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """For each cell whether it is in its place, verified; ``why``: of one that could not be had."""
+    """For each cell of each part whether it is on its GPU, verified; ``why``: of one that could not be had. ``broken``: why the worker could not copy; then
+    it is over."""
 
     there: list[bool]
     why: str = ""
+    broken: str = ""
 
 
 Request = Open | Deliver | Target | Forget | Place | Region | Stage

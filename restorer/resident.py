@@ -34,8 +34,8 @@ from icecore.restorer.cells import FULL_CELL, SpaceCells, page_pieces, space_cel
 from icecore.restorer.fetch import Fetcher, Limits
 from icecore.restorer.gpus import GpuPlan
 from icecore.restorer.placers import Placer, PlacerLost, Placers
-from icecore.restorer.placing import ROOM_CELLS
-from icecore.restorer.plan import Batch
+from icecore.restorer.placing import STAGED_CELLS, STAGED_PARTS, Bounds, Part, Region
+from icecore.restorer.plan import Batch, Cell
 from icecore.store.cell import CELL, CELL_BYTES, Records
 from icecore.store.fingerprints import Fingerprints, decode_fingerprints, fingerprint_seed
 from icecore.store.hints import HINTS_KIND, decode_hints
@@ -46,9 +46,8 @@ from icecore.store.repository import Repository
 
 #: Cells of pinned memory for the fetcher's threads.
 _SLOTS = 64
-#: Cells that a placer stages at once: half of its part, while the worker copies the other half.
-_STAGED = ROOM_CELLS // 2
-_COPY_SECONDS = 300.0
+#: Requests that each placer gets at the least.
+_TURNS = 4
 _POLL_SECONDS = 0.2
 
 
@@ -130,31 +129,6 @@ class _Wanted(NamedTuple):
     targets: Sequence[tuple[_Piece, int]]
 
 
-class _Part:
-    """A placer's own part of the pinned memory: two halves, used in turn."""
-
-    def __init__(self, at: int) -> None:
-        self._halves = (at, at + _STAGED * CELL_BYTES)
-        self._copies: tuple[list[Future[Any]], list[Future[Any]]] = ([], [])
-        self._turn = 0
-
-    def next(self) -> tuple[int, list[Future[Any]]]:
-        """The half whose copies are done, and the list that those of its next cells go into."""
-        turn, self._turn = self._turn, 1 - self._turn
-        self._settle(turn)
-        return self._halves[turn], self._copies[turn]
-
-    def finish(self) -> None:
-        """Wait for all copies."""
-        self._settle(0)
-        self._settle(1)
-
-    def _settle(self, turn: int) -> None:
-        for copy in self._copies[turn]:
-            copy.result(_COPY_SECONDS)
-        self._copies[turn].clear()
-
-
 class Resident:
     """The resident memory of one restore; it begins to come when this is made. Close it in the end, once `map` is done or the tree is dead.
 
@@ -195,7 +169,7 @@ class Resident:
         self._worker = Worker(word)
         self._start_placers = placers
         self._placers: Placers | None = None
-        self._parts: dict[int, _Part] = {}
+        self._staging = 0
         self._region: HostRegion | None = None
         self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._fetcher: Fetcher | None = None
@@ -324,7 +298,7 @@ class Resident:
                 wanted = self._wanted()
                 if self._held:
                     self._placers = self._start_placers(len(wanted.records) * CELL_BYTES)
-                staged = len(self._placers.all) * ROOM_CELLS if self._placers is not None else 0
+                staged = len(self._placers.all) * 2 * STAGED_CELLS if self._placers is not None else 0
                 self._region = HostRegion((_SLOTS + staged) * CELL_BYTES)
                 self._region.prefault()
                 self._worker.take_host(self._region, next(iter(by_device)))
@@ -336,7 +310,7 @@ class Resident:
                     running.fields.update(
                         fetched=spent.cells,
                         redone=spent.redone,
-                        placers=len(self._parts),
+                        placers=self._staging,
                         read_thread_seconds=spent.read,
                         decode_thread_seconds=spent.decode,
                         sink_thread_seconds=spent.sink,
@@ -396,8 +370,6 @@ class Resident:
             self._hand_out(self._placers, wanted)
         self._fetcher.start(np.flatnonzero(~empty).tolist())
         self._fetcher.wait()
-        for part in self._parts.values():
-            part.finish()
         for _ in range(_SLOTS):  # all have come back: everything is where it belongs
             self._slot()
         if self._failure is not None:
@@ -410,27 +382,35 @@ class Resident:
         """Have placers stage cells, and the worker copy them from there."""
         assert self._region is not None and self._fetcher is not None
         records, targets = wanted
+        devices = sorted({piece.device for piece in self._pieces})
+        numbers = {device: number for number, device in enumerate(devices)}
         placers.begin()
         for number, placer in enumerate(placers.all):
-            self._parts[id(placer)] = _Part((_SLOTS + number * ROOM_CELLS) * CELL_BYTES)
-            with suppress(PlacerLost):  # who asks it first is told
-                placer.share(self._region.descriptor, self._region.size)
+            region = Region(self._region.size, (_SLOTS + number * 2 * STAGED_CELLS) * CELL_BYTES, devices)
+            with suppress(PlacerLost), self._worker.connect() as theirs:  # who asks one that is lost first is told
+                placer.share(region, self._region.descriptor, theirs.fileno())
 
-        def through(placer: Placer, batch: Batch) -> list[int]:
-            start, copies = self._parts[id(placer)].next()
-            places = [start + CELL_BYTES * number for number in range(len(batch.cells))]
-            rows = [cell.row for cell in batch.cells]
-            staged = placer.stage(batch, places, records[rows])
-            by_device: dict[str, list[tuple[tuple[int, int], int]]] = {}
-            for row, place, there in zip(rows, places, staged.there, strict=True):
-                if there:
-                    piece, offset = targets[row]
-                    by_device.setdefault(piece.device, []).append(((piece.handle, offset), place))
-            for device, some in by_device.items():
-                copies.append(self._worker.place(device, [cell for cell, _ in some], [place for _, place in some]))
+        def bounds(cell: Cell) -> Bounds:
+            piece, offset = targets[cell.row]
+            return Bounds(*cell[1:], numbers[piece.device], piece.handle, offset)
+
+        def through(placer: Placer, batches: Sequence[Batch]) -> list[int]:
+            rows = [cell.row for batch in batches for cell in batch.cells]
+            table = records[rows]
+            parts, at = [], 0
+            for batch in batches:
+                own = table[at : at + len(batch.cells)].tobytes()
+                parts.append(Part(list(batch.reads), list(map(bounds, batch.cells)), own, batch.size))
+                at += len(batch.cells)
+            staged = placer.stage(parts)
+            if staged.broken:
+                raise WorkerFailed(staged.broken)
             return [row for row, there in zip(rows, staged.there, strict=True) if not there]
 
-        self._fetcher.hand_out(placers.all, through, _STAGED)
+        # Few large requests: this process does little then. Not so large that one placer works while the others have no more.
+        share = len(records) // (len(placers.all) * _TURNS * STAGED_CELLS)
+        self._fetcher.hand_out(placers.all, through, cells=STAGED_CELLS, batches=max(1, min(STAGED_PARTS, share)))
+        self._staging = len(placers.all)
 
     def _slot(self) -> int:
         while True:

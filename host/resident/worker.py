@@ -7,6 +7,8 @@ Over a SOCK_SEQPACKET socket it gets one JSON object a message, ``{"id": 1, "cal
 them, and answers ``{"id": 1, "value": …}``, with descriptors where there are some, or ``{"id": 1, "error": TEXT}``. What is long travels in a memfd. The
 *host region* is a memfd of its client's: both have it mapped, and it is pinned here.
 
+Its client can connect others (`icecore.restorer.stager`), whose requests are answered alike until they are gone.
+
 Arguments: as of `icecore.host.cuda.helper`.
 """
 
@@ -17,13 +19,14 @@ import json
 import mmap
 import os
 import queue
+import selectors
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -172,89 +175,119 @@ def _joined(cells: Sequence[tuple[int, int]]) -> list[Piece]:
     return [Piece(*run, number % _STREAMS) for number, run in enumerate(runs)]
 
 
+class _Item(NamedTuple):
+    """A request, the descriptors that came with it, and where its answer goes."""
+
+    request: dict[str, Any]
+    descriptors: list[int]
+    control: socket.socket
+
+
+_Queue: TypeAlias = "queue.SimpleQueue[_Item]"
+
+
 class _Server:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._backend = find_backend()
-        self._queues: dict[str, queue.SimpleQueue[tuple[dict[str, Any], list[int]] | None]] = {}
+        self._queues: dict[str, _Queue] = {}
         self._threads: list[threading.Thread] = []
         self._host: mmap.mmap | None = None
         self._host_address = 0
 
     def serve(self) -> None:
-        self._say({"id": 0, "value": os.getpid()})
-        while True:
-            try:
-                data, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE, MOST_DESCRIPTORS)
-            except OSError:
-                break
-            if not data:
-                break
-            request: dict[str, Any] = json.loads(data)
-            if request["call"] == "host":
-                self._take_host(request, descriptors)
-            else:
-                self._queue(request["device"]).put((request, descriptors))
-        # What is mapped and pinned goes with the process: the driver takes as long as it needs.
-        os._exit(0)
+        _say(self._control, {"id": 0, "value": os.getpid()})
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._control, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    assert isinstance(key.fileobj, socket.socket)
+                    if not self._receive(key.fileobj, selector):
+                        # What is mapped and pinned goes with the process: the driver takes as long as it needs.
+                        os._exit(0)
 
-    def _say(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-        with suppress(OSError):  # nobody is there any more
-            socket.send_fds(self._control, [json.dumps(message).encode()], list(descriptors))
+    def _receive(self, control: socket.socket, selector: selectors.BaseSelector) -> bool:
+        """Take a request; False: the client is gone."""
+        try:
+            data, descriptors, _, _ = socket.recv_fds(control, MESSAGE, MOST_DESCRIPTORS)
+        except OSError:
+            data, descriptors = b"", []
+        if not data:
+            if control is self._control:
+                return False
+            selector.unregister(control)
+            control.close()
+            return True
+        item = _Item(json.loads(data), descriptors, control)
+        match item.request["call"]:
+            case "host":
+                self._take_host(item)
+            case "connect":
+                selector.register(socket.socket(fileno=descriptors[0]), selectors.EVENT_READ)
+                _say(control, {"id": item.request["id"], "value": None})
+            case _:
+                self._queue(item.request["device"]).put(item)
+        return True
 
-    def _take_host(self, request: dict[str, Any], descriptors: Sequence[int]) -> None:
-        self._host = mmap.mmap(descriptors[0], request["size"])
+    def _take_host(self, item: _Item) -> None:
+        self._host = mmap.mmap(item.descriptors[0], item.request["size"])
         self._host_address = ctypes.addressof(ctypes.c_char.from_buffer(self._host))
-        os.close(descriptors[0])
-        self._say({"id": request["id"], "value": None})
+        os.close(item.descriptors[0])
+        _say(item.control, {"id": item.request["id"], "value": None})
 
-    def _queue(self, device: str) -> queue.SimpleQueue[tuple[dict[str, Any], list[int]] | None]:
+    def _queue(self, device: str) -> _Queue:
         if device not in self._queues:
             self._queues[device] = queue.SimpleQueue()
             gpu = Gpu(lambda: self._backend.memory(device), lambda: self._host_address)
-            thread = threading.Thread(target=self._work, args=(gpu, self._queues[device]), daemon=True)
+            thread = threading.Thread(target=_work, args=(gpu, self._queues[device]), daemon=True)
             self._threads.append(thread)
             thread.start()
         return self._queues[device]
 
-    def _work(self, gpu: Gpu, requests: queue.SimpleQueue[tuple[dict[str, Any], list[int]] | None]) -> None:
-        following: tuple[dict[str, Any], list[int]] | None = None
-        while (item := following or requests.get()) is not None:
-            following = None
-            request, descriptors = item
-            if request["call"] == "place":
-                following = self._place(gpu, request, requests)
-                continue
-            given: list[int] = []
-            try:
-                value = _make(gpu, request, descriptors, given)
-                self._say({"id": request["id"], "value": value}, given)
-            except Exception as error:  # noqa: BLE001 - told to the client, which waits for an answer
-                self._say({"id": request["id"], "error": f"{type(error).__name__}: {error}"})
-            finally:
-                for descriptor in (*descriptors, *given):
-                    os.close(descriptor)
+
+def _say(control: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+    with suppress(OSError):  # nobody is there any more
+        socket.send_fds(control, [json.dumps(message).encode()], list(descriptors))
 
 
-    def _place(
-        self, gpu: Gpu, request: dict[str, Any], requests: queue.SimpleQueue[tuple[dict[str, Any], list[int]] | None]
-    ) -> tuple[dict[str, Any], list[int]] | None:
-        """Make this and all that wait behind it, up to one of another kind, which is returned: so that the bus does not rest between them."""
-        together, following = [request], None
-        with suppress(queue.Empty):
-            while (item := requests.get_nowait()) is not None:
-                if item[0]["call"] != "place":
-                    following = item
-                    break
-                together.append(item[0])
-        answer: dict[str, Any] = {"value": None}
+def _work(gpu: Gpu, requests: _Queue) -> None:
+    """A GPU's thread."""
+    following: _Item | None = None
+    while True:
+        item = following or requests.get()
+        following = None
+        if item.request["call"] == "place":
+            following = _place(gpu, item, requests)
+            continue
+        given: list[int] = []
         try:
-            gpu.place([c for one in together for c in one["cells"]], [p for one in together for p in one["places"]])
+            value = _make(gpu, item.request, item.descriptors, given)
+            _say(item.control, {"id": item.request["id"], "value": value}, given)
         except Exception as error:  # noqa: BLE001 - told to the client, which waits for an answer
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        for one in together:
-            self._say({"id": one["id"], **answer})
-        return following
+            _say(item.control, {"id": item.request["id"], "error": f"{type(error).__name__}: {error}"})
+        finally:
+            for descriptor in (*item.descriptors, *given):
+                os.close(descriptor)
+
+
+def _place(gpu: Gpu, item: _Item, requests: _Queue) -> _Item | None:
+    """Make this and all that wait behind it, up to one of another kind, which is returned: so that the bus does not rest between them."""
+    together, following = [item], None
+    with suppress(queue.Empty):
+        while following is None:
+            other = requests.get_nowait()
+            if other.request["call"] == "place":
+                together.append(other)
+            else:
+                following = other
+    answer: dict[str, Any] = {"value": None}
+    try:
+        gpu.place(*([value for one in together for value in one.request[name]] for name in ("cells", "places")))
+    except Exception as error:  # noqa: BLE001 - told to the clients, which wait for an answer
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    for one in together:
+        _say(one.control, {"id": one.request["id"], **answer})
+    return following
 
 
 def _make(gpu: Gpu, request: dict[str, Any], descriptors: list[int], given: list[int]) -> object:

@@ -10,10 +10,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -132,6 +132,14 @@ class Worker:
         """Share and pin a region, through one GPU for all. It must outlive the worker."""
         self._result(self._send("host", device, [region.descriptor], size=region.size), "host")
         self._result(self._send("pin", device, size=region.size), "pin")
+
+    @contextmanager
+    def connect(self) -> Iterator[socket.socket]:
+        """A socket to the worker for somebody else, who gets it within the context; on it `place` is answered."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, theirs:
+            self._result(self._send("connect", "", [theirs.fileno()]), "connect")
+            yield ours
 
     def map(self, device: str, handles: Sequence[int], sizes: Sequence[int], descriptors: Sequence[int]) -> None:
         """Map what descriptors hold."""

@@ -1,0 +1,146 @@
+"""The part of a placer that brings cells to GPUs: decoded and verified into its own part of pinned memory, copied from there by the GPU worker.
+
+Its rule: a half of that part is written to again once the worker has copied all of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import socket
+from collections.abc import Sequence
+
+import numpy as np
+
+from icecore.errors import IcecoreError
+from icecore.host.memory import HugeBuffer
+from icecore.host.resident.worker import MESSAGE
+from icecore.restorer.cells import FULL_CELL, page_pieces
+from icecore.restorer.placing import STAGED_CELLS, Bounds, Part, Region, Stage, Staged
+from icecore.restorer.reading import Reading
+from icecore.store.cell import CELL, CELL_BYTES
+from icecore.store.decoder import ChunkDecoder
+from icecore.store.local import LocalBackend
+from icecore.store.pool import Scratch
+
+_COPY_SECONDS = 300.0
+
+
+class CopyFailed(IcecoreError):
+    """The worker is gone, or could not copy."""
+
+
+class _Copies:
+    """The worker's copies of the two halves."""
+
+    def __init__(self, control: socket.socket) -> None:
+        control.settimeout(_COPY_SECONDS)
+        self._control = control
+        self._number = 0
+        self._under_way: tuple[set[int], set[int]] = (set(), set())
+
+    def begin(self, half: int, device: str, cells: Sequence[tuple[int, int]], places: Sequence[int]) -> None:
+        """Have cells, (allocation, offset) each, copied from places of the region."""
+        self._number += 1
+        request = {"id": self._number, "call": "place", "device": device, "cells": cells, "places": places}
+        try:
+            self._control.sendall(json.dumps(request).encode())
+        except OSError as error:
+            raise CopyFailed(f"the GPU worker ended: {error}") from error
+        self._under_way[half].add(self._number)
+
+    def finish(self, half: int) -> None:
+        """Wait for those of a half."""
+        while self._under_way[half]:
+            try:
+                data = self._control.recv(MESSAGE)
+            except OSError as error:
+                raise CopyFailed(f"the GPU worker does not answer: {error}") from error
+            if not data:
+                raise CopyFailed("the GPU worker ended")
+            answer = json.loads(data)
+            for numbers in self._under_way:
+                numbers.discard(answer["id"])
+            if "error" in answer:
+                raise CopyFailed(f"the GPU worker failed: {answer['error']}")
+
+
+class Stager:
+    """See the module.
+
+    Args:
+        region: Of the message.
+        memory, control: Descriptors that came with it, and are this object's now.
+        stored: Room for what is read.
+    """
+
+    def __init__(
+        self, region: Region, memory: int, control: int, backend: LocalBackend, decoder: ChunkDecoder, stored: HugeBuffer
+    ) -> None:
+        self._region = memoryview(mmap.mmap(memory, region.size))
+        os.close(memory)
+        self._at, self._devices = region.at, region.devices
+        self._copies = _Copies(socket.socket(fileno=control))
+        self._backend, self._decoder, self._stored = backend, decoder, stored
+        self._room = HugeBuffer(CELL_BYTES, prefault=False)
+        self._scratch = Scratch()
+        self._half = 0
+
+    def stage(self, request: Stage) -> Staged:
+        """Do what a message says."""
+        there: list[bool] = []
+        why = ""
+        try:
+            for part in request.parts:
+                self._half = 1 - self._half
+                self._copies.finish(self._half)
+                here, wrong = self._part(part, self._at + self._half * STAGED_CELLS * CELL_BYTES)
+                there.extend(here)
+                why = wrong or why
+            for half in (0, 1):
+                self._copies.finish(half)
+        except CopyFailed as error:
+            return Staged([], broken=error.message)
+        return Staged(there, why)
+
+    def _part(self, part: Part, at: int) -> tuple[list[bool], str]:
+        """Stage the cells of a part from ``at`` on; which are there, and why one is not."""
+        there, why = [False] * len(part.cells), ""
+        records = np.frombuffer(part.records, CELL)
+        reading = Reading(self._backend, part.reads, self._stored.view(0, part.size))
+        for number, cell in enumerate(part.cells):
+            place = at + number * CELL_BYTES
+            try:
+                self._cell(cell, records[number], reading, self._region[place : place + CELL_BYTES])
+            except IcecoreError as error:
+                why = str(error)
+                continue
+            there[number] = True
+        for device, name in enumerate(self._devices):
+            own = [n for n, cell in enumerate(part.cells) if there[n] and cell.device == device]
+            if own:
+                cells = [(part.cells[n].handle, part.cells[n].offset) for n in own]
+                self._copies.begin(self._half, name, cells, [at + n * CELL_BYTES for n in own])
+        return there, why
+
+    def _cell(self, cell: Bounds, record: np.void, reading: Reading, to: memoryview) -> None:
+        """Put a verified cell where it is to be copied from."""
+        bitmap = record["data"].tobytes()
+        whole = bitmap == FULL_CELL
+        stored = reading.until(max(cell.stop, cell.base_stop))
+        base = stored[cell.base_start : cell.base_stop] if cell.base_stop > cell.base_start else None
+        room = to if whole else self._room.view()
+        data = self._decoder.decode(record, stored[cell.start : cell.stop], base, room, self._scratch)
+        if not whole:
+            ctypes.memset(_address(to), 0, CELL_BYTES)
+            for offset, position, length in page_pieces(bitmap, bitmap):
+                to[offset : offset + length] = data[position : position + length]
+        elif _address(data) != _address(to):  # it was stored raw
+            to[:] = data
+
+
+def _address(data: memoryview) -> int:
+    address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
+    return address
