@@ -24,6 +24,7 @@ from benchmarks.gpu_tree import SECONDS, Calls, Job, gone, kill, workers_of
 from benchmarks.jobs import criu_run
 from benchmarks.reserve import Reserve
 from benchmarks.worker import Worker
+from icecore.host import procfs
 from icecore.host.criu import Criu, find_criu
 from tests.programs import plain_criu
 
@@ -42,7 +43,10 @@ def measure(gib: float, gpus: int, rounds: int) -> list[Result]:
         limits = floors.measure(folder, devices=True)
     # The largest step takes the driver's copy in the host's memory, as much staging, and as much in the repository.
     size = int(gib * gpus * GIB)
-    with scratch(PART) as folder, Job(folder, gib, gpus) as job, Reserve(2 * size + 4 * GIB) as reserve, Worker() as worker:
+    with (
+        plain_criu.adopting(), scratch(PART) as folder, Job(folder, gib, gpus) as job, Reserve(2 * size + 4 * GIB) as reserve,
+        Worker() as worker,
+    ):  # fmt: skip
         job.wait_step(0)
         worker.ask("open", path=str(folder / "repository"), create=True)
         progress("gpu: the first dump")
@@ -64,14 +68,15 @@ def measure(gib: float, gpus: int, rounds: int) -> list[Result]:
                 job.change(number, share)
                 _dump(worker, job, reserve, found, phases, case)
         progress("gpu: restores")
+        pids = procfs.tree(job.pid)
         with reserve.lent():
             snapshot = worker.ask("dump", pid=job.pid, job="gpu", stop=True)["snapshot"]
         job.process.wait(60)
+        gone(pids)  # a restore would wait until nobody has them any more
         for _ in range(rounds):
             for mode in ("full", "lazy"):
                 _restore(worker, job, reserve, snapshot, mode, found, phases)
-        with plain_criu.adopting():
-            _criugpu_restore(criu, calls, job, reserve, folder, found)
+        _criugpu_restore(criu, calls, job, reserve, folder, found)
     return [*_results(found, gib, gpus), *phases.results(PART, f"{gpus} × {gib:g} GiB", limits, gpus)]
 
 

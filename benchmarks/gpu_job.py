@@ -1,7 +1,7 @@
 """The job of benchmarks/gpu.py: device memory that cannot be compressed, changes only on request, and a clock that ticks with every step on the GPU.
 
-python gpu_job.py STATE GIB DEVICE [--distinct GIB] [--memory torch|driver] [--block MIB]. STATE/progress: two 64-bit numbers, steps and the
-time of the last (ns since the epoch). STATE/order holds "NUMBER SHARE": that share of the memory, in each block, is drawn anew, and NUMBER is then written to STATE/done.
+python gpu_job.py STATE GIB DEVICE [--distinct GIB] [--memory torch|driver] [--block MIB]. STATE/progress: two 64-bit numbers, steps and the time of the last
+(ns since the epoch). STATE/order holds "NUMBER SHARE": that share of the memory, in each block, is drawn anew, and NUMBER is then written to STATE/done.
 
 With ``--distinct`` only the first blocks are drawn, so much in all, and the others are copies of them, also when they change: every cell differs from what it
 was, and has to be read, compared, fetched and placed as any other, but a repository holds it once.
@@ -91,8 +91,8 @@ def main() -> None:
     state, size = options.state, options.block * MIB
     blocks = max(1, int(options.gib * 1024 * MIB) // size)
     distinct = min(blocks, max(1, int(options.distinct * 1024 * MIB) // size)) if options.distinct else blocks
-    kind = {"torch": Torch, "driver": Driver}[options.memory]
-    memory: Torch | Driver = kind(options.device, blocks, distinct, size)
+    kind: type[Torch | Driver] = Torch if options.memory == "torch" else Driver
+    memory = kind(options.device, blocks, distinct, size)
     (state / "progress").write_bytes(bytes(4096))
     with open(state / "progress", "r+b") as file:
         page = mmap.mmap(file.fileno(), 4096)
