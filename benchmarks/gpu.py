@@ -20,7 +20,7 @@ from rich.console import Console
 from benchmarks import floors, gpu_resident
 from benchmarks.common import Result, Rounds, progress, scratch, show, write
 from benchmarks.gpu_phases import Phases
-from benchmarks.gpu_tree import SECONDS, Calls, Job, gone, kill, workers_of
+from benchmarks.gpu_tree import SECONDS, Calls, Job, gone, huge_pages, kill, workers_of
 from benchmarks.jobs import criu_run
 from benchmarks.reserve import Reserve
 from benchmarks.worker import Worker
@@ -32,6 +32,7 @@ PART = "gpu"
 GIB = 1 << 30
 #: Share of the device memory that changes before a dump.
 CASES = {"nothing changed": 0.0, "2 % changed": 0.02, "all changed": 1.0}
+_HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _CRIU = ("--network-lock", "skip", "--manage-cgroups=ignore", "--file-locks", "--link-remap")
 
 
@@ -57,6 +58,7 @@ def measure(gib: float, gpus: int, rounds: int) -> list[Result]:
             pids = workers_of(job.pid)
             with reserve.lent():
                 found.add("driver out", calls.stop(pids))
+            found.add("huge pages", huge_pages(pids))
             found.add("driver back", calls.go(pids))
             _criugpu_dump(criu, calls, job, reserve, folder, found)
             if turn < rounds - 1:
@@ -145,9 +147,11 @@ def _results(found: Rounds, gib: float, gpus: int) -> list[Result]:
     size = gib * GIB
     where = f"{gpus} × {gib:g} GiB"
     floor = tuple(a + b for a, b in zip(found.of("driver out"), found.of("driver back"), strict=True))
+    pages = f"transparent_hugepage: {_HUGE.read_text().split('[')[-1].split(']')[0].strip()}"
     results = [
         Result(PART, f"{where}: driver alone, out", tuple(size / s / 1e9 for s in found.of("driver out")), None, "higher", "GB/s a GPU"),
         Result(PART, f"{where}: driver alone, back", tuple(size / s / 1e9 for s in found.of("driver back")), None, "higher", "GB/s a GPU"),
+        Result(PART, f"{where}: memory in huge pages, checkpointed", found.of("huge pages"), None, "higher", note=pages),
         Result(
             PART,
             f"{where}: CRIUgpu's way: (window - driver) / driver",

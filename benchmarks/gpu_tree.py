@@ -118,6 +118,17 @@ def workers_of(root: int) -> list[int]:
     return procfs.children(root) or [root]
 
 
+def huge_pages(pids: Sequence[int]) -> float:
+    """Which share of the private memory of processes lies in huge pages: of checkpointed ones, of what the driver has mapped there above all."""
+    found = {"Anonymous": 0, "AnonHugePages": 0}
+    for pid in pids:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
+            name, size = line.split(":")
+            if name in found:
+                found[name] += int(size.split()[0])
+    return found["AnonHugePages"] / max(1, found["Anonymous"])
+
+
 def kill(pid: int) -> list[int]:
     """Ends a tree; returns its pids."""
     pids = procfs.tree(pid)
