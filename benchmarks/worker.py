@@ -220,7 +220,13 @@ class _Serving:
         options = RestoreOptions(mode="lazy" if mode == "lazy" else "full", threads=threads, detach=False, **more)
         self.restored = restore(self.repository, self.loop, snapshot, options, emit=emit)
         seconds = time.perf_counter() - called
-        return {"called_ns": called_ns, "seconds": seconds, "pid": self.restored.pid, "at": phases, "events": dict(events)}
+        return {
+            "called_ns": called_ns,
+            "seconds": seconds,
+            "pid": self.restored.pid,
+            "at": phases,
+            "events": dict(events),
+        }
 
     def resident(self) -> dict[str, Any]:
         """Seconds from the call of `restore` until all memory was there."""

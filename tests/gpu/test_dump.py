@@ -199,7 +199,9 @@ def test_a_criu_that_fails(store: Store, launch: Launch) -> None:
 
 
 @pytest.mark.parametrize("status", [0, 3])
-def test_the_driver_does_not_wait_for_the_end_of_criu(status: int, store: Store, launch: Launch, tmp_path: Path) -> None:
+def test_the_driver_does_not_wait_for_the_end_of_criu(
+    status: int, store: Store, launch: Launch, tmp_path: Path
+) -> None:
     """What CRIU says in the end still decides."""
     target = launch(GPUS[:2])
     found, slow, seconds = find_criu(), tmp_path / "criu", 3.0
