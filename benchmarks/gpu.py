@@ -8,142 +8,57 @@ Needs NVIDIA GPUs, PyTorch and cuda.bindings. One job for each GPU that is asked
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import shutil
-import signal
-import struct
-import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 
+from benchmarks import floors, gpu_resident
 from benchmarks.common import Result, Rounds, progress, scratch, show, write
+from benchmarks.gpu_phases import Phases
+from benchmarks.gpu_tree import SECONDS, Calls, Job, gone, huge_pages, kill, workers_of
 from benchmarks.jobs import criu_run
 from benchmarks.reserve import Reserve
 from benchmarks.worker import Worker
 from icecore.host import procfs
 from icecore.host.criu import Criu, find_criu
-from icecore.host.cuda.driver import Driver
 from tests.programs import plain_criu
 
 PART = "gpu"
 GIB = 1 << 30
-_JOB = Path(__file__).with_name("gpu_job.py")
-_SECONDS = 180.0
 #: Share of the device memory that changes before a dump.
 CASES = {"nothing changed": 0.0, "2 % changed": 0.02, "all changed": 1.0}
+_HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _CRIU = ("--network-lock", "skip", "--manage-cgroups=ignore", "--file-locks", "--link-remap")
-
-
-class Job:
-    """A root process with one child for each GPU; a context manager that ends them."""
-
-    def __init__(self, folder: Path, gib: float, gpus: int) -> None:
-        self.states = [folder / f"state{number}" for number in range(gpus)]
-        for state in self.states:
-            state.mkdir()
-        self._log = open(folder / "job.log", "wb")  # noqa: SIM115 - closed on leaving
-        work = [[sys.executable, str(_JOB), str(state), str(gib), str(n)] for n, state in enumerate(self.states)]
-        if gpus == 1:
-            command = work[0]
-        else:
-            run = "import subprocess, sys; [p.wait() for p in [subprocess.Popen(a) for a in eval(sys.argv[1])]]"
-            command = [sys.executable, "-c", run, repr(work)]
-        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, start_new_session=True, env=environment
-        )
-        self.pid = self.process.pid
-
-    def wait_step(self, since_ns: int) -> int:
-        """When all have made a step after that time (ns since the epoch)."""
-        end = time.monotonic() + _SECONDS
-        while (at := min(map(self._last, self.states))) <= since_ns:
-            if time.monotonic() > end:
-                raise RuntimeError(f"no step: {Path(self._log.name).read_text(errors='replace')[-1500:]}")
-            time.sleep(0.0005)
-        return at
-
-    @staticmethod
-    def _last(state: Path) -> int:
-        try:
-            data = (state / "progress").read_bytes()[:16]
-        except FileNotFoundError:
-            return 0
-        return int(struct.unpack("<QQ", data)[1]) if len(data) == 16 else 0
-
-    def change(self, number: int, share: float) -> None:
-        """Have every process draw a share of its memory anew."""
-        for state in self.states:
-            (state / "order").write_text(f"{number} {share}")
-        end = time.monotonic() + _SECONDS
-        for state in self.states:
-            while not (state / "done").exists() or (state / "done").read_text() != str(number):
-                if time.monotonic() > end:
-                    raise RuntimeError("the job did not change its memory")
-                time.sleep(0.005)
-
-    def __enter__(self) -> Job:
-        return self
-
-    def __exit__(self, *about: object) -> None:
-        for pid in procfs.tree(self.pid) if procfs.exists(self.pid) else []:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait(60)
-        self._log.close()
-
-
-class Calls:
-    """The driver's own calls for several processes at once, with their seconds."""
-
-    def __init__(self) -> None:
-        self._driver = Driver()
-
-    def stop(self, pids: list[int]) -> float:
-        """Lock and checkpoint."""
-        return self._all(pids, lambda pid: self._driver.lock(pid, 10.0)) + self._all(pids, self._driver.checkpoint)
-
-    def go(self, pids: list[int]) -> float:
-        """Restore and unlock."""
-        return self._all(pids, lambda pid: self._driver.restore(pid, {})) + self._all(pids, self._driver.unlock)
-
-    @staticmethod
-    def _all(pids: list[int], call: Any) -> float:
-        began = time.perf_counter()
-        with ThreadPoolExecutor(len(pids)) as pool:
-            list(pool.map(call, pids))
-        return time.perf_counter() - began
-
-
-def workers_of(root: int) -> list[int]:
-    """The GPU processes of the job: the root itself, or its children."""
-    return procfs.children(root) or [root]
 
 
 def measure(gib: float, gpus: int, rounds: int) -> list[Result]:
     """All figures; ``gib`` of device memory on each of ``gpus``."""
-    criu, calls, found = find_criu(), Calls(), Rounds()
+    criu, calls, found, phases = find_criu(), Calls(), Rounds(), Phases()
+    progress("gpu: floors")
+    with scratch(PART) as folder:
+        limits = floors.measure(folder, devices=True)
     # The largest step takes the driver's copy in the host's memory, as much staging, and as much in the repository.
     size = int(gib * gpus * GIB)
-    with scratch(PART) as folder, Job(folder, gib, gpus) as job, Reserve(2 * size + 4 * GIB) as reserve, Worker() as worker:
+    with (
+        plain_criu.adopting(), scratch(PART) as folder, Job(folder, gib, gpus) as job, Reserve(2 * size + 4 * GIB) as reserve,
+        Worker() as worker,
+    ):  # fmt: skip
         job.wait_step(0)
         worker.ask("open", path=str(folder / "repository"), create=True)
         progress("gpu: the first dump")
-        _dump(worker, job, reserve, found, "first")
+        _dump(worker, job, reserve, found, phases, "first")
         number = 0
         for turn in range(rounds):
             progress(f"gpu: round {turn + 1} of {rounds}")
             pids = workers_of(job.pid)
             with reserve.lent():
                 found.add("driver out", calls.stop(pids))
+            found.add("huge pages", huge_pages(pids))
             found.add("driver back", calls.go(pids))
             _criugpu_dump(criu, calls, job, reserve, folder, found)
             if turn < rounds - 1:
@@ -153,20 +68,21 @@ def measure(gib: float, gpus: int, rounds: int) -> list[Result]:
                     continue  # once: each takes as much room in the repository
                 number += 1
                 job.change(number, share)
-                _dump(worker, job, reserve, found, case)
+                _dump(worker, job, reserve, found, phases, case)
         progress("gpu: restores")
+        pids = procfs.tree(job.pid)
         with reserve.lent():
             snapshot = worker.ask("dump", pid=job.pid, job="gpu", stop=True)["snapshot"]
         job.process.wait(60)
+        gone(pids)  # a restore would wait until nobody has them any more
         for _ in range(rounds):
             for mode in ("full", "lazy"):
-                _restore(worker, job, reserve, snapshot, mode, found)
-        with plain_criu.adopting():
-            _criugpu_restore(criu, calls, job, reserve, folder, found)
-    return _results(found, gib, gpus)
+                _restore(worker, job, reserve, snapshot, mode, found, phases)
+        _criugpu_restore(criu, calls, job, reserve, folder, found)
+    return [*_results(found, gib, gpus), *phases.results(PART, f"{gpus} × {gib:g} GiB", limits, gpus)]
 
 
-def _dump(worker: Worker, job: Job, reserve: Reserve, found: Rounds, name: str) -> None:
+def _dump(worker: Worker, job: Job, reserve: Reserve, found: Rounds, seen: Phases, name: str) -> None:
     with reserve.lent():
         done = worker.ask("dump", pid=job.pid, job="gpu", max_window=600.0)
     phases: dict[str, float] = {k.removeprefix("dump.gpu."): v for k, v in done["phases"].items() if "gpu" in k}
@@ -175,7 +91,8 @@ def _dump(worker: Worker, job: Job, reserve: Reserve, found: Rounds, name: str) 
     found.add(f"freeze of {name}", done["freeze"])
     found.add(f"stored {name}", done["stored"])
     found.add(f"seconds {name}", done["seconds"])
-    progress(f"gpu: {name}: window {done['window']:.2f} s, {phases}, {done}")
+    seen.add(name, done["events"])
+    progress(f"gpu: {name}: window {done['window']:.2f} s, {phases}, {({k: v for k, v in done.items() if k != 'events'})}")
 
 
 def _criugpu_dump(
@@ -196,38 +113,20 @@ def _criugpu_dump(
         found.add("criugpu window", time.perf_counter() - began)
 
 
-def _kill(pid: int) -> list[int]:
-    """Ends a tree; returns its pids."""
-    pids = procfs.tree(pid)
-    for one in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(one, signal.SIGKILL)
-    return pids
-
-
-def _gone(pids: list[int]) -> None:
-    """Wait until the pids are free."""
-    end = time.monotonic() + _SECONDS
-    while any(procfs.exists(one) for one in pids):
-        for one in pids:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(one, os.WNOHANG)
-        if time.monotonic() > end:
-            raise RuntimeError(f"processes {pids} do not go away")
-        time.sleep(0.01)
-
-
-def _restore(worker: Worker, job: Job, reserve: Reserve, snapshot: str, mode: str, found: Rounds) -> None:
+def _restore(
+    worker: Worker, job: Job, reserve: Reserve, snapshot: str, mode: str, found: Rounds, phases: Phases
+) -> None:
     with reserve.lent():
         done = worker.ask("restore", snapshot=snapshot, mode=mode)
         step = job.wait_step(done["called_ns"])
     found.add(f"{mode} step", (step - done["called_ns"]) / 1e9)
+    phases.add(f"restore {mode}", done["events"])
     at = {name: round(seconds / 1e9, 3) for name, seconds in done["at"].items()}
     progress(f"gpu: restore {mode}: progress after {(step - done['called_ns']) / 1e9:.2f} s, {at}")
     worker.ask("resident")
-    pids = _kill(done["pid"])
+    pids = kill(done["pid"])
     worker.ask("ended")
-    _gone(pids)
+    gone(pids)
 
 
 def _criugpu_restore(
@@ -236,21 +135,23 @@ def _criugpu_restore(
     images = folder / "images"
     with reserve.lent():
         called = time.time_ns()
-        pid = plain_criu.restore(criu.path, images, _CRIU, _SECONDS)
+        pid = plain_criu.restore(criu.path, images, _CRIU, SECONDS)
         built = time.time_ns()
         found.add("driver restore", calls.go(workers_of(pid)))
         found.add("criugpu step", (job.wait_step(called) - called) / 1e9)
     progress(f"gpu: CRIUgpu: built after {(built - called) / 1e9:.2f} s")
-    _gone(_kill(pid))
+    gone(kill(pid))
 
 
 def _results(found: Rounds, gib: float, gpus: int) -> list[Result]:
     size = gib * GIB
     where = f"{gpus} × {gib:g} GiB"
     floor = tuple(a + b for a, b in zip(found.of("driver out"), found.of("driver back"), strict=True))
+    pages = f"transparent_hugepage: {_HUGE.read_text().split('[')[-1].split(']')[0].strip()}"
     results = [
         Result(PART, f"{where}: driver alone, out", tuple(size / s / 1e9 for s in found.of("driver out")), None, "higher", "GB/s a GPU"),
         Result(PART, f"{where}: driver alone, back", tuple(size / s / 1e9 for s in found.of("driver back")), None, "higher", "GB/s a GPU"),
+        Result(PART, f"{where}: memory in huge pages, checkpointed", found.of("huge pages"), None, "higher", note=pages),
         Result(
             PART,
             f"{where}: CRIUgpu's way: (window - driver) / driver",
@@ -281,8 +182,20 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--save", type=Path, help="write JSON into this folder")
+    resident = parser.add_argument_group("memory that stays where it is", "the job runs under the preload, on one GPU")
+    resident.add_argument("--resident", action="store_true", help="measure this instead")
+    resident.add_argument("--parts", default=",".join(gpu_resident.PARTS), help="of it, by commas (default: %(default)s)")
+    resident.add_argument("--distinct", type=float, default=4.0, help="GiB of memory that is not a copy of other memory")
+    resident.add_argument("--figures", type=Path, help="file that keeps the figures, so that parts can be measured one by one")
     options = parser.parse_args()
-    results = measure(options.gib, options.gpus, options.rounds)
+    if options.resident:
+        parts = options.parts.split(",")
+        if unknown := set(parts) - set(gpu_resident.PARTS):
+            parser.error(f"--parts: there is no {', '.join(sorted(unknown))}")
+        setting = gpu_resident.Setting(options.gib, parts, options.rounds, options.distinct)
+        results = gpu_resident.measure(setting, options.figures)
+    else:
+        results = measure(options.gib, options.gpus, options.rounds)
     show(results, Console(width=180))
     if options.save:
         write(results, options.save)

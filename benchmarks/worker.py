@@ -148,6 +148,7 @@ class _Serving:
             "spilled": done.spilled,
             "grown": _kib("VmHWM") - before,
             "phases": {name: fields.get("seconds") for name, fields in events.items()},
+            "events": events,
         }
 
     def scan(self, pid: int, rounds: int, threads: int) -> dict[str, Any]:
@@ -201,22 +202,31 @@ class _Serving:
                 scans.append(plan.bytes / (time.perf_counter() - started))
         return {"bytes": plan.bytes, "floors": floors, "scans": scans}
 
-    def restore(self, snapshot: str, mode: str, threads: int = 0) -> dict[str, Any]:
-        """Restore; the wall clock at the call, and seconds until it returned."""
+    def restore(self, snapshot: str, mode: str, threads: int = 0, **more: Any) -> dict[str, Any]:
+        """Restore; the wall clock at the call, seconds until it returned, and the fields of what had ended by then."""
         from icecore.restorer.options import RestoreOptions
         from icecore.restorer.restore import restore
 
         phases: dict[str, Any] = {}
+        events: dict[str, dict[str, Any]] = {}
 
         def emit(event: Any) -> None:
+            if event.fields.get("state") == "end":
+                events[event.name] = event.fields
             phases[f"{event.name}{'+' if event.fields.get('state') == 'begin' else ''}"] = time.time_ns() - called_ns
 
         called_ns, called = time.time_ns(), time.perf_counter()
         assert mode in ("full", "lazy")
-        options = RestoreOptions(mode="lazy" if mode == "lazy" else "full", threads=threads, detach=False)
+        options = RestoreOptions(mode="lazy" if mode == "lazy" else "full", threads=threads, detach=False, **more)
         self.restored = restore(self.repository, self.loop, snapshot, options, emit=emit)
         seconds = time.perf_counter() - called
-        return {"called_ns": called_ns, "seconds": seconds, "pid": self.restored.pid, "at": phases}
+        return {
+            "called_ns": called_ns,
+            "seconds": seconds,
+            "pid": self.restored.pid,
+            "at": phases,
+            "events": dict(events),
+        }
 
     def resident(self) -> dict[str, Any]:
         """Seconds from the call of `restore` until all memory was there."""

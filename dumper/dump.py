@@ -321,10 +321,11 @@ class _Dump:
                 if devices is not None:
                     devices.wait_copied(window.check)
                 if not self.options.stop:
-                    window.thaw()
+                    window.thaw(list(captured.pids))
                     if devices is not None:
                         devices.go()
                         window.over()
+                    window.end()
                     running.fields["window_seconds"] = window.seconds
                 else:
                     window.seconds = time.monotonic() - window.started

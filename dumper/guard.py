@@ -4,7 +4,8 @@ It runs in a session of its own, so that no terminal signal meant for the dumper
 socket pair, one JSON object a message. The socket to CRIU's page server passes through the guard to CRIU and is held by the dumper alone: CRIU keeps the
 tree frozen until that socket closes, so that a dumper that dies, however it dies, thaws the tree by dying (CRIU closes on a hang-up at any time, also
 on one that came before it served). What is left for the guard is to wait for CRIU's end, to remove the working directory, and to hang up by itself when a
-dumper that lives but does not run (stopped by a terminal, say) holds the tree for too long. CRIU and the guard both hold the writing end of a pipe, so
+dumper that lives but does not run (stopped by a terminal, say) holds the tree for too long. It also holds CRIU's pipes, so that CRIU need not free their pages
+before it lets the tree go. CRIU and the guard both hold the writing end of a pipe, so
 that the dumper knows when neither is left, even if the guard was killed.
 
 With GPU processes the guard also starts the helper that makes the driver's calls (`icecore.host.cuda.helper`): as its child, so that it outlives a dumper that
@@ -30,6 +31,7 @@ from collections.abc import Sequence
 from icecore.dumper.hold import wait_for_stream
 from icecore.errors import DumpFailed
 from icecore.host.page_server import Connection
+from icecore.host.pipes import HeldPipes, make_room
 
 #: Nice value of CRIU and of the scan in the window.
 WINDOW_PRIORITY = -15
@@ -68,6 +70,8 @@ class Guard:
         os.close(life)
         self._pages: socket.socket | None = None
         self._streamed = False
+        #: CRIU's, once it has ended.
+        self._status: int | None = 0
         #: How long `release` waits; moving device memory back takes longer than anything of CRIU's.
         self.end_seconds = _END_SECONDS
         self._lock = threading.Lock()
@@ -132,12 +136,14 @@ class Guard:
         self._streamed = streamed
         try:
             if streamed and wait_for_stream(ours, self._socket, timeout):
+                self._status = None
                 return None
             reply = self._receive(timeout)
         except BaseException:
             self.hang_up()
             raise
         if reply.get("event") == "serving":
+            self._status = None
             return None
         self.hang_up()
         if "error" in reply:
@@ -154,6 +160,8 @@ class Guard:
         Raises:
             DumpFailed: It cannot be started.
         """
+        if self._pages is None:
+            self.ended(_START_SECONDS)  # until then the guard would not answer
         try:
             socket.send_fds(self._socket, [json.dumps({"start": list(command)}).encode()], [control.fileno()])
         except OSError as error:
@@ -204,7 +212,17 @@ class Guard:
             CRIU's exit status.
         """
         self.hang_up()
-        return int(str(self._expect("ended", timeout)["status"]))
+        return self.ended(timeout)
+
+    def ended(self, timeout: float) -> int:
+        """Wait for the end of the CRIU that was hung up on last.
+
+        Returns:
+            Its exit status.
+        """
+        if self._status is None:
+            self._status = int(str(self._expect("ended", timeout)["status"]))
+        return self._status
 
     def release(self) -> None:
         """End the guard, and wait until CRIU has ended too. The working directory is left to the caller. May be called twice."""
@@ -311,13 +329,17 @@ class _Server:
         watch.wait(status)
         served = os.read(status, 1) == b"\0"
         os.close(status)
+        held = None
         if served:
             self.say(event="serving")
+            held = HeldPipes(criu.pid)
         # There is no time-out for CRIU itself: killing it while the parasite is in the job would lose the job.
         ended = os.pidfd_open(criu.pid)
         watch.wait(ended)
         os.close(ended)
         self.say(event="ended", status=criu.wait())
+        if held is not None:
+            held.release()
 
 
 class _Watch:
@@ -348,6 +370,7 @@ def main() -> None:
     # CRIU holds references to all private memory in pipes: it inherits as many descriptors as it may have.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    make_room()
     # Nor may the OOM killer choose it while the parasite is in the job; for who lacks CAP_SYS_RESOURCE this stays a wish.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("-900")

@@ -20,6 +20,7 @@ from icecore.host import procfs
 
 _THAW_SECONDS = 30.0
 _POLL_SECONDS = 0.002
+_LET_GO_SECONDS = 0.0005
 
 
 class Window:
@@ -54,6 +55,7 @@ class Window:
         self._exceeded: WindowExceeded | None = None
         self._watchdog: threading.Timer | None = None
         self._frozen = False
+        self._ending = False
         self.started = 0.0
         self.seconds = 0.0
 
@@ -65,6 +67,9 @@ class Window:
     ) -> None:
         if not self._frozen:
             self._end_watch()
+            if self._ending:
+                with suppress(DumpFailed):  # what failed first is to be told
+                    self._guard.ended(_THAW_SECONDS)
         else:
             self._end_watch()
             self._frozen = False
@@ -119,24 +124,40 @@ class Window:
         if self._exceeded is not None:
             raise self._exceeded
 
-    def thaw(self) -> None:
-        """Let the tree run again; returns when it does.
+    def thaw(self, pids: Sequence[int]) -> None:
+        """Let the tree run again; returns when CRIU has let go of these processes. It has not ended yet: `end` follows.
 
         Raises:
             WindowExceeded: The limit passed first, so that what was read may not belong together.
-            DumpFailed: CRIU reports that its part of the snapshot failed.
+            DumpFailed: CRIU did not hold the tree until now, or does not let go.
         """
         self._end_watch()
         self.check()
         self._guard.confirm(self._version, _THAW_SECONDS)
         self._frozen = False
-        status = self._guard.thaw(_THAW_SECONDS)
-        self.seconds = time.monotonic() - self.started
+        self._ending = True
+        self._guard.hang_up()
+        held = wait_untraced(pids, _THAW_SECONDS)
+        self.over()
+        if held:
+            raise DumpFailed(
+                f"CRIU does not let go of {len(held)} processes: {held[:5]}",
+                cure="look for what traces them ('grep TracerPid /proc/PID/status')",
+            )
+
+    def end(self) -> None:
+        """Wait for CRIU's end, after `thaw`.
+
+        Raises:
+            DumpFailed: CRIU reports that its part of the snapshot failed.
+        """
+        self._ending = False
+        status = self._guard.ended(_THAW_SECONDS)
         if status != 0:
             raise self._explain(status)
 
     def over(self) -> None:
-        """The job runs again, its GPU processes too."""
+        """The job runs again as of now."""
         self.seconds = time.monotonic() - self.started
 
     def kill(self, pids: Sequence[int]) -> None:
@@ -204,6 +225,40 @@ def wait_running(pids: Sequence[int], timeout: float) -> list[int]:
             break
         time.sleep(_POLL_SECONDS)
     return left
+
+
+def wait_untraced(pids: Sequence[int], timeout: float) -> list[int]:
+    """Wait until nobody traces any thread of the processes: one that is let go runs before its tracer has ended.
+
+    Returns:
+        Processes of which one still was after ``timeout`` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    left = list(pids)
+    while left:
+        left = [pid for pid in left if _has_tracer(pid)]
+        if not left or time.monotonic() > deadline:
+            break
+        time.sleep(_LET_GO_SECONDS)
+    return left
+
+
+def _has_tracer(pid: int) -> bool:
+    return _is_traced(pid) or any(_is_traced(thread) for thread in _threads(pid) if thread != pid)
+
+
+def _is_traced(thread: int) -> bool:
+    try:
+        return procfs.status(thread).tracer != 0
+    except NotFound:
+        return False
+
+
+def _threads(pid: int) -> list[int]:
+    try:
+        return procfs.threads(pid)
+    except NotFound:
+        return []
 
 
 def _traced(pid: int) -> bool:

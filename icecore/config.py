@@ -188,7 +188,7 @@ class RestoreSettings:
     files: Literal["restore", "truncate", "leave"] = _setting("restore", choice("restore", "truncate", "leave"))
     verify_files: bool = _setting(False, SWITCH)
     tcp: Literal["keep", "close"] = _setting("keep", choice("keep", "close"))
-    budget_bytes: int = _setting(512 << 20, SIZE)
+    budget_bytes: int = _setting(0, SIZE)
     threads: int = _setting(0, COUNT)
     placers: int = _setting(0, COUNT)
     workdir: str = _setting("", TEXT)

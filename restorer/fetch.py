@@ -40,6 +40,8 @@ _MAX_IN_FLIGHT = 32
 PLACER_BYTES = 16 << 20
 #: Threads at most, where nothing else is asked for: with more it takes longer (measured on 16 cores).
 PLACE_THREADS = 6
+#: Threads for faults alone, at most.
+_FAULT_THREADS = 4
 _FIRST_PAUSE = 0.05
 
 
@@ -185,8 +187,12 @@ class Fetcher:
         """
         self._placers, self._through, self._batch_cells, self._batches = placers, through, cells, batches
 
-    def start(self, order: Sequence[int], *, opened: bool = True) -> None:
-        """Begin. Until `open` only urgent rows are delivered (and ranges fetched ahead, as far as the budget goes)."""
+    def start(self, order: Sequence[int], *, opened: bool = True, faulting: int = 1) -> None:
+        """Begin. Until `open` only urgent rows are delivered (and ranges fetched ahead, as far as the budget goes).
+
+        Args:
+            faulting: Processes that wait for urgent rows.
+        """
         gap = min(_MAX_GAP, self._read_size // _GAP_SHARE)
         read_size, cells = (PLACER_BYTES, self._batch_cells) if self._placers else (self._read_size, MAX_CELLS)
         self._planned = plan_batches(self._records, order, gap=gap, read_size=read_size, cells=cells)
@@ -198,7 +204,8 @@ class Fetcher:
         # While its placer loads, a worker does its work itself, as far as more threads help.
         workers = [(f"place-{number}", False, placer, number < PLACE_THREADS) for number, placer in enumerate(placers)]
         if not opened:
-            workers.append(("faults", True, None, True))  # a fault need not wait until a worker has placed what it is at
+            # A fault need not wait until a worker has placed what it is at, nor for another process's.
+            workers += [(f"faults-{number}", True, None, True) for number in range(min(faulting, _FAULT_THREADS))]
         for name, *arguments in workers:
             thread = threading.Thread(target=self._work, args=arguments, name=name, daemon=True)
             self._threads.append(thread)

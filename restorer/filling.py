@@ -106,7 +106,7 @@ class Filling:
             first: (process, cell of it) that are wanted before the others, in that order.
         """
         self.daemon.start()
-        self._fetcher.start(self._order(first), opened=False)
+        self._fetcher.start(self._order(first), opened=False, faulting=len(self._families))
 
     def open(self) -> None:
         """Everything is registered with userfaultfd: place what the plan says.

@@ -18,9 +18,10 @@ class RestoreOptions:
             that grew to the recorded size, ``leave`` does nothing.
         verify_files: Compare the content of read-only open files with the recorded hash, not only size and mtime.
         workdir: Directory on tmpfs for CRIU's image files while the restore runs. Empty: /dev/shm.
-        budget_bytes: Bound on the memory that holds fetched and not yet placed bytes.
+        budget_bytes: Bound on the memory that holds fetched and not yet placed bytes; 0: 512 MiB, and as much for every further process with device memory.
         threads: Threads that decode, verify and place; 0: one per core, six at most, or placers.
-        placers: Processes that do that instead, where the repository is a directory; 0: one per core if there are many cores, and much memory to restore.
+        placers: Processes that do that instead, where the repository is a directory; 0: one per core if there are many cores, and much
+            memory to restore; 16 at most for each process with device memory, or the job.
         instance: Name of the restored instance. Empty: the job's name.
         detach: Leave the tree to itself once it is resident; otherwise `Restored.wait` gives its exit status.
         tcp: TCP connections that were open: ``keep`` them or let them be found closed (``close``).
@@ -37,7 +38,7 @@ class RestoreOptions:
     files: Literal["restore", "truncate", "leave"] = "restore"
     verify_files: bool = False
     workdir: str = ""
-    budget_bytes: int = 512 << 20
+    budget_bytes: int = 0
     threads: int = 0
     placers: int = 0
     instance: str = ""

@@ -48,16 +48,17 @@ _LEAST_BYTES = 512 << 20
 _MOST = 16
 
 
-def placers_for(size: int, budget: int, cores: int | None = None) -> int:
+def placers_for(size: int, budget: int, cores: int | None = None, *, processes: int = 1) -> int:
     """How many placers pay.
 
     Args:
         size: Bytes to place.
         budget: Bytes that all together may hold.
         cores: Of this machine.
+        processes: How many wait for their memory at once: the driver moves each one's on by itself.
     """
     cores = cores or os.cpu_count() or 1
-    return 0 if cores < _LEAST_CORES or size < _LEAST_BYTES else min(cores, _MOST, budget // _BYTES)
+    return 0 if cores < _LEAST_CORES or size < _LEAST_BYTES else min(cores, _MOST * processes, budget // _BYTES)
 
 
 class PlacerLost(RestoreFailed):

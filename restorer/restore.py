@@ -44,6 +44,8 @@ from icecore.store.state import SnapshotRecord
 
 _DEFAULT_WORKDIR = "/dev/shm"
 _GUARD_SECONDS = 60.0
+#: Bytes fetched and not yet placed, for each process with device memory.
+_BUDGET = 512 << 20
 #: File systems that a job with a private root has for itself: their files come with CRIU's images.
 _OWN_FOLDERS = ("/dev/shm/", "/proc/", "/dev/pts/", "/dev/mqueue/")
 
@@ -173,6 +175,12 @@ def _own_files(manifest: Manifest, record: RunRecord | None) -> frozenset[str]:
     return frozenset(own)
 
 
+def _with_device_memory(manifest: Manifest) -> int:
+    """How many processes have device memory among their own, which as many threads of the driver wait for; at least 1."""
+    spaces = spaces_of(manifest, "process")
+    return max(1, sum(any(region.kind == "device" for region in space.regions) for space in spaces))
+
+
 class _Run:
     """One restore. ``stack`` undoes, in reverse, everything that was begun and is not part of the tree."""
 
@@ -197,7 +205,6 @@ class _Run:
         self.emit = emit
         self.stack = ExitStack()
         self.threads = options.threads or threads_for(PLACE_THREADS)
-        self.limits = Limits(self.threads, options.budget_bytes, max(1, options.attempts), options.stall_seconds)
         self.guard: Guard | None = None
         self.tree: Tree | None = None
         self.put_back: PutBack | None = None
@@ -222,6 +229,9 @@ class _Run:
         work.mkdir(mode=0o700)
         self.guard = Guard(str(work), str(top))
         manifest = self._open()
+        self.drivers = _with_device_memory(manifest)
+        budget = options.budget_bytes or _BUDGET * self.drivers
+        self.limits = Limits(self.threads, budget, max(1, options.attempts), options.stall_seconds)
         criu = self.wanted_criu or find_criu()
         record = _run_record(manifest)
         requirements = check_requirements(manifest, options, criu, str(top), _own_files(manifest, record))
@@ -300,7 +310,7 @@ class _Run:
     def _placers(self, size: int, word: str, lock: str = "") -> Placers | None:
         """Processes that place, if they pay; they start while CRIU's images are written. To be closed."""
         options, backend = self.options, self.repository.backend
-        count = options.placers or (0 if options.threads else placers_for(size, options.budget_bytes))
+        count = options.placers or (0 if options.threads else placers_for(size, self.limits.budget, processes=self.drivers))
         if not count or not backend.direct or not backend.folder:
             return None
         room, key = room_for(PLACER_BYTES), self.repository.keys.chunk

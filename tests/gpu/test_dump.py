@@ -19,6 +19,7 @@ from icecore.dumper.guard import GuardLost
 from icecore.dumper.options import DumpOptions
 from icecore.errors import DumpFailed, IcecoreError, PreflightRefused, StoreError, WindowExceeded
 from icecore.events import Event
+from icecore.host.criu import find_criu
 from icecore.store.faulty import FaultyBackend, Outcome
 from tests.dumper.failing import members
 from tests.dumper.world import Events, Store, leftovers, standing, until_clean
@@ -194,6 +195,26 @@ def test_a_criu_that_fails(store: Store, launch: Launch) -> None:
     options = replace(DumpOptions(), criu_plugins="/no/such/folder")
     with pytest.raises(DumpFailed):
         store.dump(target.pid, options)
+    runs_on(target, store.workdir)
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_the_driver_does_not_wait_for_the_end_of_criu(
+    status: int, store: Store, launch: Launch, tmp_path: Path
+) -> None:
+    """What CRIU says in the end still decides."""
+    target = launch(GPUS[:2])
+    found, slow, seconds = find_criu(), tmp_path / "criu", 3.0
+    slow.write_text(f'#!/bin/sh\n{found.path} "$@"\n[ "$1" = dump ] && sleep {seconds} && exit {status}\n')
+    slow.chmod(0o755)
+    running: list[float] = []
+    events = Events({("dump.gpu.unlock", "end"): lambda _: running.append(time.monotonic())})
+    try:
+        result = store.dump(target.pid, events=events, criu=replace(found, path=slow))
+        assert not status and store.snapshots() == [result.snapshot] and result.window_seconds < seconds
+    except DumpFailed as error:
+        assert f"status {status}" in error.message and status and not store.snapshots()
+    assert time.monotonic() - running[0] > seconds - 0.5
     runs_on(target, store.workdir)
 
 

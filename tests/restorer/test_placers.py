@@ -243,3 +243,5 @@ def test_how_many_pay() -> None:
     assert placers_for(8 << 30, 512 << 20, cores=16) == 16
     assert placers_for(8 << 30, 128 << 20, cores=16) == 4
     assert placers_for(8 << 30, 512 << 20, cores=128) == 16
+    assert placers_for(32 << 30, 2 << 30, cores=48, processes=4) == 48
+    assert placers_for(16 << 30, 1 << 30, cores=48, processes=2) == 32
