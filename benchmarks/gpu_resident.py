@@ -20,9 +20,8 @@ from benchmarks.gpu_phases import Phases
 from benchmarks.gpu_tree import Job, gone, kill
 from benchmarks.reserve import Reserve
 from benchmarks.worker import Worker
-from icecore.errors import MissingTool
 from icecore.host.limits import memory_available
-from icecore.host.resident.keeper import environment, preload_path, start_keeper
+from icecore.host.resident.keeper import environment, start_keeper
 
 PART = "gpu resident"
 PARTS = ("window", "all-changed", "from-resident", "restore", "driver")
@@ -104,7 +103,6 @@ class Bench:
         setting = self.setting
         place = setting.place or self.folder / "keeper"
         place.mkdir(exist_ok=True)
-        built()
         keeper = start_keeper(place)
         more = {**setting.environment, **environment(str(place), setting.environment)}
         try:
@@ -191,16 +189,6 @@ class Bench:
         pids = kill(done["pid"])
         worker.ask("ended")
         gone(pids)
-
-
-def built() -> None:
-    """Have preload and keeper, also where this tree was not installed."""
-    try:
-        preload_path()
-    except MissingTool:
-        from tests.realgpu.resident import build
-
-        build()
 
 
 def lacking(setting: Setting) -> str:
