@@ -164,8 +164,8 @@ class Bench:
         self.found.add(f"window {case}", done["window"])
         self.found.add(f"stored {case}", done["stored"])
         self.phases.add(case, done["events"])
-        seconds = {name: round(fields["seconds"], 3) for name, fields in done["events"].items() if "seconds" in fields}
-        progress(f"gpu: {case}: window {done['window']:.2f} s, {done['stored'] / 1e6:.0f} MB stored, {seconds}")
+        at = {name: round(seconds, 3) for name, seconds in done["at"].items()}
+        progress(f"gpu: {case}: window {done['window']:.2f} s, standing after {done['freeze']:.3f} s, {done['stored'] / 1e6:.0f} MB stored, {at}")
         return done
 
     def _stop(self, worker: Worker, job: Job, reserve: Reserve | None, *, keep: bool) -> str:

@@ -127,9 +127,13 @@ class _Serving:
         from icecore.events import Event
 
         events: dict[str, dict[str, Any]] = {}
+        at: dict[str, float] = {}
 
         def emit(event: Event) -> None:
-            if event.fields.get("state") == "end" or event.name == "dump.done":
+            state = event.fields.get("state")
+            if state in ("begin", "end"):
+                at[event.name + ("+" if state == "begin" else "")] = time.monotonic()
+            if state == "end" or event.name == "dump.done":
                 events[event.name] = event.fields
 
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
@@ -147,6 +151,7 @@ class _Serving:
             "stored": done.sizes.stored,
             "spilled": done.spilled,
             "grown": _kib("VmHWM") - before,
+            "at": {name: seconds - at["dump.window+"] for name, seconds in at.items() if seconds >= at["dump.window+"]},
             "phases": {name: fields.get("seconds") for name, fields in events.items()},
             "events": events,
         }
