@@ -31,10 +31,28 @@ class Reading:
             StoreError, Damaged: It cannot be read.
         """
         while self._read is not None and self._there < position:
-            shard, offset, length, at = self._read
-            stop = min(position, at + length)
-            self._backend.read_into(object_name("shard", shard), offset + self._there - at, self._stored[self._there : stop])
-            self._there = stop
-            if stop == at + length:
-                self._read = next(self._left, None)
+            stop = min(position, self._read.at + self._read.length)
+            self._next(self._stored[self._there : stop])
         return self._stored
+
+    def straight(self, start: int, to: memoryview) -> bool:
+        """Read what comes next to where it belongs instead; it is missing in the buffer then.
+
+        Returns:
+            Whether that was possible: it begins at ``start``, and lies in one range.
+
+        Raises:
+            As `until`.
+        """
+        if self._read is None or start != self._there or start + len(to) > self._read.at + self._read.length:
+            return False
+        self._next(to)
+        return True
+
+    def _next(self, to: memoryview) -> None:
+        assert self._read is not None
+        shard, offset, length, at = self._read
+        self._backend.read_into(object_name("shard", shard), offset + self._there - at, to)
+        self._there += len(to)
+        if self._there == at + length:
+            self._read = next(self._left, None)

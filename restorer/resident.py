@@ -49,6 +49,8 @@ _SLOTS = 64
 #: Requests that each placer gets at the least.
 _TURNS = 4
 _POLL_SECONDS = 0.2
+#: That the worker is there once its work is done.
+_LINGER_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -221,6 +223,7 @@ class Resident:
                     agent.map({piece.about.identity: piece.descriptor for piece in self._pieces if piece.process == image})
                 for agent in agents.values():
                     agent.go()
+                self._worker.linger(_LINGER_SECONDS)
                 if self._holder is not None and self._elsewhere:
                     for process in self._processes.values():  # the instance's own keeper has it now
                         self._holder.forget(process.token)

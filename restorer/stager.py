@@ -10,6 +10,7 @@ import json
 import mmap
 import os
 import socket
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,6 +21,7 @@ from icecore.host.resident.worker import MESSAGE
 from icecore.restorer.cells import FULL_CELL, page_pieces
 from icecore.restorer.placing import STAGED_CELLS, Bounds, Part, Region, Stage, Staged
 from icecore.restorer.reading import Reading
+from icecore.store import codec
 from icecore.store.cell import CELL, CELL_BYTES
 from icecore.store.decoder import ChunkDecoder
 from icecore.store.local import LocalBackend
@@ -110,10 +112,12 @@ class Stager:
         there, why = [False] * len(part.cells), ""
         records = np.frombuffer(part.records, CELL)
         reading = Reading(self._backend, part.reads, self._stored.view(0, part.size))
-        for number, cell in enumerate(part.cells):
+        needed = Counter(cell.start for cell in part.cells)
+        needed.update(cell.base_start for cell in part.cells if cell.base_stop > cell.base_start)
+        for number, cell in sorted(enumerate(part.cells), key=lambda item: item[1].start):
             place = at + number * CELL_BYTES
             try:
-                self._cell(cell, records[number], reading, self._region[place : place + CELL_BYTES])
+                self._cell(cell, records[number], reading, self._region[place : place + CELL_BYTES], alone=needed[cell.start] == 1)
             except IcecoreError as error:
                 why = str(error)
                 continue
@@ -125,10 +129,14 @@ class Stager:
                 self._copies.begin(self._half, name, cells, [at + n * CELL_BYTES for n in own])
         return there, why
 
-    def _cell(self, cell: Bounds, record: np.void, reading: Reading, to: memoryview) -> None:
-        """Put a verified cell where it is to be copied from."""
+    def _cell(self, cell: Bounds, record: np.void, reading: Reading, to: memoryview, *, alone: bool) -> None:
+        """Put a verified cell where it is to be copied from. ``alone``: no other one needs its stored bytes."""
         bitmap = record["data"].tobytes()
         whole = bitmap == FULL_CELL
+        raw = int(record["place"]["codec"]) == codec.RAW and not self._decoder.encrypted
+        if whole and raw and alone and reading.straight(cell.start, to):
+            self._decoder.decode(record, to, None, self._room.view(), self._scratch)
+            return
         stored = reading.until(max(cell.stop, cell.base_stop))
         base = stored[cell.base_start : cell.base_stop] if cell.base_stop > cell.base_start else None
         room = to if whole else self._room.view()

@@ -19,11 +19,14 @@ class ChunkDecoder:
 
     Args:
         key: The repository's chunk key.
+
+    Attributes:
+        encrypted: Whether stored bytes are.
     """
 
     def __init__(self, key: bytes) -> None:
         self._key = key
-        self._encrypted = encryption_of(key) is not None
+        self.encrypted = encryption_of(key) is not None
 
     def decode(
         self,
@@ -53,11 +56,11 @@ class ChunkDecoder:
         number = row.stored.place.codec
         if not size:
             return out[:0]
-        if self._encrypted and number != codec.ZERO:
+        if self.encrypted and number != codec.ZERO:
             # Raw bytes are decrypted to where they are wanted.
             stored = self._open(row.chunk, row.stored.place, stored, out[:size] if number == codec.RAW else scratch.plain)
         if number & codec.DELTA:
-            if self._encrypted and base_stored is not None:
+            if self.encrypted and base_stored is not None:
                 base_stored = self._open(row.stored.base, row.stored.base_place, base_stored, scratch.own)
             return self._decode_delta(row, size, stored, base_stored, out, scratch)
         if number == codec.RAW:

@@ -24,6 +24,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
@@ -194,6 +195,7 @@ class _Server:
         self._threads: list[threading.Thread] = []
         self._host: mmap.mmap | None = None
         self._host_address = 0
+        self._linger = 0.0
 
     def serve(self) -> None:
         _say(self._control, {"id": 0, "value": os.getpid()})
@@ -203,6 +205,7 @@ class _Server:
                 for key, _ in selector.select():
                     assert isinstance(key.fileobj, socket.socket)
                     if not self._receive(key.fileobj, selector):
+                        time.sleep(self._linger)
                         # What is mapped and pinned goes with the process: the driver takes as long as it needs.
                         os._exit(0)
 
@@ -222,6 +225,9 @@ class _Server:
         match item.request["call"]:
             case "host":
                 self._take_host(item)
+            case "linger":
+                self._linger = float(item.request["seconds"])
+                _say(control, {"id": item.request["id"], "value": None})
             case "connect":
                 selector.register(socket.socket(fileno=descriptors[0]), selectors.EVENT_READ)
                 _say(control, {"id": item.request["id"], "value": None})

@@ -102,6 +102,7 @@ class Worker:
             self._socket.close()
             raise
         self._handles = 0
+        self._lingers = False
         self._thread = threading.Thread(target=self._receive, name="worker", daemon=True)
         self._thread.start()
 
@@ -202,6 +203,12 @@ class Worker:
         """Let go of what was mapped or allocated, and of the spare memory."""
         self._result(self._send("release", device, handles=list(handles), spare=spare), "release")
 
+    def linger(self, seconds: float) -> None:
+        """Have it end only so long after `close`, which does not wait for it then: the driver takes 0.15 s to let go of its memory, and holds
+        up all other processes' calls meanwhile (H200)."""
+        self._result(self._send("linger", "", seconds=seconds), "linger")
+        self._lingers = True
+
     def close(self) -> None:
         """End it. May be called twice."""
         with suppress(OSError):
@@ -209,7 +216,9 @@ class Worker:
         if self._thread is not threading.current_thread():
             self._thread.join()
         self._socket.close()
-        if self._process is not None:
+        if self._process is not None and self._lingers:
+            threading.Thread(target=self._process.wait, name="worker's end", daemon=True).start()
+        elif self._process is not None:
             try:
                 self._process.wait(_END_SECONDS)
             except subprocess.TimeoutExpired:  # the driver hangs in it; nobody depends on it

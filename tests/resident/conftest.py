@@ -12,7 +12,7 @@ import pytest
 
 from icecore.host.cuda.backend import VARIABLE
 from icecore.store.loop import LoopThread
-from tests.dumper.world import Store, leftovers
+from tests.dumper.world import Store, until_clean
 from tests.programs import plain_criu
 
 from .joined import Job
@@ -93,4 +93,4 @@ def store(tmp_path: Path, loop: LoopThread, joined: Machine) -> Iterator[Store]:
     workdir = joined.root / "work"
     workdir.mkdir()
     yield Store.make(loop, tmp_path / "repository", workdir)
-    assert not leftovers(workdir)
+    until_clean(workdir)
