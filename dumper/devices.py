@@ -80,11 +80,12 @@ class Devices:
         if self._resident is not None:
             self._resident.close()
 
-    def require(self, staging_bytes: int) -> None:
+    def require(self, staging_bytes: int, changing: int | None) -> None:
         """Wait until CUDA is initialised in the helper, and ask for the processes' states.
 
         Args:
-            staging_bytes: Bound on pinned host memory for copies of resident memory.
+            staging_bytes: Bound on pinned host memory for copies of resident memory; what of that is likely to change and has no room on its GPU comes on top.
+            changing: Bytes that are likely to have changed since the parent; None: there is none.
 
         Raises:
             MissingTool: The driver's calls cannot be made.
@@ -107,7 +108,7 @@ class Devices:
         self.pids = list(states)
         if self._resident is not None:
             with phase(self._emit, "dump.resident.prepare"):
-                self._resident.prepare(staging_bytes)
+                self._resident.prepare(staging_bytes, changing)
 
     # -- in the window
 

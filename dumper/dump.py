@@ -286,7 +286,7 @@ class _Dump:
 
         storing.pipeline.close_gate()
         if devices is not None:
-            devices.require(self.options.staging_bytes)
+            devices.require(self.options.staging_bytes, storing.parent.manifest.sizes.changed if storing.parent else None)
         window = Window(
             guard,
             self.criu.version,

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ from icecore.host.resident.client import Agent
 from icecore.host.resident.keeper import start_keeper
 from icecore.host.resident.protocol import Allocation
 from icecore.host.resident.tree import LockAll, ResidentTree, UnlockAll
-from icecore.host.resident.worker import NOWHERE, ON_DEVICE
+from icecore.host.resident.worker import NOWHERE, ON_DEVICE, spare_room
 from icecore.host.resident.working import HostRegion, Worker, copy_cell
 from icecore.store.cell import CELL_BYTES, PAGE
 from icecore.store.manifest import Region
@@ -113,11 +114,12 @@ class Resident:
         """(directory, pid as it sees itself, pid here) of each process, for whoever brings them back when this process is gone."""
         return [(str(self.look.seen_from(pid)), own, pid) for pid, own in self.look.pids.items()]
 
-    def prepare(self, staging_bytes: int) -> None:
+    def prepare(self, staging_bytes: int, changing: int | None) -> None:
         """Have the worker ready on all GPUs, and host memory for copies, before anything is stopped.
 
         Args:
-            staging_bytes: Bound on that memory.
+            staging_bytes: Bound on that memory, but for what is likely to change and has no room on its GPU: that comes on top.
+            changing: Bytes that are likely to have changed since the parent; None: there is none.
 
         Raises:
             WorkerFailed, ResidentFailed: It cannot be had.
@@ -125,11 +127,15 @@ class Resident:
         agents = [Agent(self._place, own, tracee=pid) for pid, own in self.look.pids.items()]
         self._have_keeper(agents)
         self._tree = ResidentTree(self._place, self.look.pids)
-        devices = sorted({one.device for agent in agents for one in agent.allocations()})
-        if not devices:
+        sizes: Counter[str] = Counter()
+        for one in (one for agent in agents for one in agent.allocations()):
+            sizes[one.device] += one.size
+        if not sizes:
             return
-        self._worker.begin(devices)
-        most = min(staging_bytes, self._tree.resident_bytes, limits.memory_available() // 4)
+        devices = sorted(sizes)
+        free = self._worker.begin(devices)
+        short = sum(max(0, min(size, changing if changing is not None else size) - spare_room(free[device])) for device, size in sizes.items())
+        most = max(min(staging_bytes, sizes.total(), limits.memory_available() // 4), min(short, limits.memory_available() // 2))
         self._region = HostRegion((_RING + most // CELL_BYTES) * CELL_BYTES)
         self._region.prefault()
         self._worker.take_host(self._region, devices[0])

@@ -43,8 +43,13 @@ MOST_DESCRIPTORS = 200
 #: What `stage` answers for a cell for which there was no room; else the place in the host region, or, from here on, in spare device memory.
 NOWHERE, ON_DEVICE = -1, 1 << 62
 _STREAMS = 4
-#: Of the device's free memory what copies may take, and what is left in any case: the job goes on while they are there.
+#: Of the device's free memory what copies may take, and what is left in any case.
 _SHARE, _LEFT = 0.5, 256 << 20
+
+
+def spare_room(free: int) -> int:
+    """Bytes of device memory that copies may take where so much is free: the job goes on while they are there."""
+    return max(0, int(free * _SHARE) - _LEFT) // CELL * CELL
 
 
 class Gpu:
@@ -106,7 +111,7 @@ class Gpu:
         counts = [self._held[handle][1] // CELL for handle in handles]
         bounds = np.cumsum([0, *counts])
         wanted = int(mask.sum()) * CELL
-        room = min(wanted, max(0, int(self.memory.room() * _SHARE) - _LEFT) // CELL * CELL)
+        room = min(wanted, spare_room(self.memory.room()))
         spare = self._take(room)
         masks = {handle: mask[bounds[i] : bounds[i + 1]] for i, handle in enumerate(handles)}
         plan = plan_copies(masks, device_room=spare[1], host_room=host_size, streams=_STREAMS)
