@@ -266,6 +266,7 @@ class Keeper:
                 device=bytes.fromhex(allocation.device.removeprefix("GPU-").replace("-", "")),
                 ordinal=allocation.ordinal,
                 token=allocation.token,
+                flags=allocation.flags,
             ),
             descriptor,
         )

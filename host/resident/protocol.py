@@ -9,13 +9,14 @@ import uuid
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 
-VERSION = 1
+VERSION = 2
 #: In the environment of a process: the directory in which ``keeper`` is the keeper's socket and ``agent-PID`` a process's own.
 VARIABLE = "ICECORE_RESIDENT"
 
 _LAYOUT = struct.Struct("<IIiIQQQQQQ16s16siiII400s")
-_COUNTS = 20
+_COUNTS = 25
 _CUDA_ERROR = 10000
+_IMPORTED, _EXPORTED = 16, 32
 
 
 class Operation(IntEnum):
@@ -129,6 +130,10 @@ class Counts:
         unheld: Resident ones that the keeper does not hold now.
         windows, cancelled: How often the memory was taken away; how often that was given up.
         captured: Allocations left to the driver because a stream was being captured.
+        handles, imported: What the application manages itself: made by cuMemCreate (also among the resident), imported from another process; live ones.
+        exports: How often it was exported.
+        unparkable: What was shared with other processes in a way that no window can take away; what was once stays counted.
+        multicast: Multicast objects, which no window can take away either; likewise.
     """
 
     resident: int = 0
@@ -151,6 +156,11 @@ class Counts:
     windows: int = 0
     cancelled: int = 0
     captured: int = 0
+    handles: int = 0
+    imported: int = 0
+    exports: int = 0
+    unparkable: int = 0
+    multicast: int = 0
 
     @classmethod
     def unpack(cls, text: bytes) -> Counts:
@@ -169,12 +179,14 @@ class Allocation:
 
     Attributes:
         identity: Names it within its process.
-        address: The device address that it keeps.
+        address: The device address that it keeps; of what the application manages itself, the handle as it knows it (no address: above 2^60).
         size: Bytes that are mapped; a multiple of the granularity.
         requested: Bytes that the application asked for.
         device: The UUID of its GPU, ``GPU-…``.
         ordinal: Its GPU as the process counts them.
         token: Its process's.
+        imported: Its process has it from another one, which allocated it: both descriptors are one open file. ``size`` is what is mapped of it.
+        exported: Others may have it from this one.
     """
 
     identity: int
@@ -184,6 +196,13 @@ class Allocation:
     device: str
     ordinal: int
     token: bytes = field(repr=False)
+    imported: bool = False
+    exported: bool = False
+
+    @property
+    def flags(self) -> int:
+        """As a packet has them."""
+        return _IMPORTED * self.imported | _EXPORTED * self.exported
 
     @classmethod
     def of(cls, message: Message) -> Allocation:
@@ -191,6 +210,7 @@ class Allocation:
         return cls(
             message.identity, message.address, message.size, message.requested,
             f"GPU-{uuid.UUID(bytes=message.device)}", message.ordinal, message.token,
+            bool(message.flags & _IMPORTED), bool(message.flags & _EXPORTED),
         )  # fmt: skip
 
 
