@@ -9,10 +9,11 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from tests.programs import driving
 
-from . import job
+from . import job, ring
 from .machine import HERE, Machine
 
 MIB = 1 << 20
@@ -32,10 +33,13 @@ class Job:
         self.machine, self.folder = machine, folder
         self.mib, self.buffers = mib, buffers
         self.outs = [folder / "lines", *(folder / f"lines.{number}" for number in range(1, children + 1))]
-        order = {"out": str(self.outs[0]), "gpus": gpus, "mib": mib, "buffers": buffers, "children": children}
+        self._start("job.py", {"gpus": gpus, "mib": mib, "buffers": buffers, "children": children})
+
+    def _start(self, program: str, order: dict[str, Any]) -> None:
+        machine, folder = self.machine, self.folder
         with open(folder / "log", "wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-S", str(HERE / "job.py"), json.dumps(order)],
+                [sys.executable, "-S", str(HERE / program), json.dumps({"out": str(self.outs[0]), **order})],
                 env=machine.environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=folder,
             )  # fmt: skip
         self.pid = self.process.pid
@@ -83,3 +87,27 @@ class Job:
         for pid in driving.members(self.folder):
             driving.kill_tree(pid)
         self.reap()
+
+
+class Ring(Job):
+    """Ranks of `tests.resident.ring`, which share memory: each has a buffer that the one before writes, and 2 MiB of its own."""
+
+    def __init__(self, machine: Machine, folder: Path, *, ranks: int = 2, mib: int = 4, let_go: bool = False) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.machine, self.folder = machine, folder
+        self.mib, self.ranks, self.buffers = mib, ranks, 2
+        self.outs = [folder / "lines", *(folder / f"lines.{number}" for number in range(1, ranks))]
+        self._start("ring.py", {"ranks": ranks, "mib": mib, "let_go": let_go})
+
+    @property
+    def resident(self) -> int:
+        """Bytes, each counted once."""
+        return self.ranks * (self.mib + 2) * MIB
+
+    def goes_on(self) -> None:
+        """Every rank makes steps, for which it needs all others' memory, and every line is right."""
+        self.wait_steps(6)
+        found = [self.lines(number) for number in range(self.ranks)]
+        wanted = ring.expected(max(map(len, found)), self.ranks, self.mib)
+        for lines, right in zip(found, wanted, strict=True):
+            assert lines == right[: len(lines)]
