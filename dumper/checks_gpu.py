@@ -109,17 +109,61 @@ mig = _each(
 
 
 def transports(found: Look) -> list[Refusal]:
-    """NCCL between processes, or between GPUs of one process."""
+    """NCCL between processes, or between GPUs of one process. Where all are under the preload, what they share through cuMem is taken away before."""
     if found.gpus is None:
         return []
     ranks = [p for p in found.gpus.processes if p.communicates]
     if len(ranks) < 2 and not any(len(p.contexts) > 1 for p in ranks):
         return []
-    return [refusal for process in ranks for refusal in _unsafe(process)]
+    known = found.resident.reports if found.resident is not None else {}
+    parked = all(p.pid in known for p in ranks)
+    refusals = [refusal for process in ranks for refusal in _unsafe(process, parked)]
+    return refusals + [
+        Refusal(
+            "gpu-nccl",
+            f"process {p.pid} has a communicator whose device memory did not come through the preload: it would stay mapped",
+            "start the job with 'icecore run --gpu', or with NCCL_P2P_DISABLE=1 in its environment",
+        )
+        for p in ranks
+        if parked and p.passes_descriptors and not nccl.without_peers(p.settings) and not known[p.pid].counts.handles
+    ]
 
 
-def _unsafe(process: GpuProcess) -> Iterator[Refusal]:
-    wrong = nccl.lacking(process.settings)
+def sharing(found: Look) -> list[Refusal]:
+    """Memory that processes share although no window can take it away, or with somebody who is not in the tree."""
+    if found.resident is None:
+        return []
+    refusals = []
+    for pid, report in found.resident.reports.items():
+        if report.counts.multicast:
+            refusals.append(
+                Refusal(
+                    "gpu-multicast",
+                    f"process {pid} has had a multicast object (NVLS), which no window can take away and the driver does not restore",
+                    "start the job with 'icecore run --gpu', or with NCCL_NVLS_ENABLE=0 in its environment",
+                )
+            )
+        if report.counts.unparkable:
+            refusals.append(
+                Refusal(
+                    "gpu-sharing",
+                    f"process {pid} has shared host memory of the driver's, or fabric memory, which no window can take away and the driver does not restore",
+                    "start the job with 'icecore run --gpu', or with NCCL_CUMEM_HOST_ENABLE=0 and NCCL_MNNVL_ENABLE=0 in its environment",
+                )
+            )
+    if found.resident.outsiders:
+        refusals.append(
+            Refusal(
+                "gpu-outside",
+                f"processes outside of the tree have device memory of it: {', '.join(map(str, found.resident.outsiders))}",
+                "take the snapshot of the tree that holds all ranks",
+            )
+        )
+    return refusals
+
+
+def _unsafe(process: GpuProcess, parked: bool) -> Iterator[Refusal]:
+    wrong = nccl.lacking(process.settings, parked=parked)
     if wrong:
         yield Refusal(
             "gpu-nccl",

@@ -159,11 +159,11 @@ static CUresult import(CUhandle *out, void *shared, int type)
 
 	if (result || !resident_directory())
 		goto unchanged;
-	if (type == HANDLE_POSIX_DESCRIPTOR && d->usable)
+	bool described = d->cuMemGetAllocationPropertiesFromHandle && !d->cuMemGetAllocationPropertiesFromHandle(&properties, made.handle);
+	if (type == HANDLE_POSIX_DESCRIPTOR && d->usable && (!described || properties.location.type == LOCATION_DEVICE))
 		descriptor = fcntl((int)(intptr_t)shared, F_DUPFD_CLOEXEC, HIGH_DESCRIPTOR);
-	/* Whose memory it is, is the allocating process's affair; here it is for people who look. */
-	if (d->cuMemGetAllocationPropertiesFromHandle && !d->cuMemGetAllocationPropertiesFromHandle(&properties, made.handle) &&
-	    properties.location.type == LOCATION_DEVICE && device_usable(properties.location.id))
+	/* On which GPU it is, whoever allocated it tells a dump; this counts only when that process has let go of it. */
+	if (described && device_usable(properties.location.id))
 		made.device = properties.location.id;
 	else if (d->cuCtxGetDevice(&made.device) || !device_usable(made.device))
 		made.device = 0;
@@ -173,6 +173,8 @@ static CUresult import(CUhandle *out, void *shared, int type)
 		if (descriptor >= 0)
 			close(descriptor);
 		count_unparkable();
+		if (d->usable)
+			agent_start(); /* which tells */
 		goto unchanged;
 	}
 	agent_start();

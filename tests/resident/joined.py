@@ -35,12 +35,12 @@ class Job:
         self.outs = [folder / "lines", *(folder / f"lines.{number}" for number in range(1, children + 1))]
         self._start("job.py", {"gpus": gpus, "mib": mib, "buffers": buffers, "children": children})
 
-    def _start(self, program: str, order: dict[str, Any]) -> None:
+    def _start(self, program: str, order: dict[str, Any], **more: str) -> None:
         machine, folder = self.machine, self.folder
         with open(folder / "log", "wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-S", str(HERE / program), json.dumps({"out": str(self.outs[0]), **order})],
-                env=machine.environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=folder,
+                env={**machine.environment(), **more}, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=folder,
             )  # fmt: skip
         self.pid = self.process.pid
         self.wait_steps(3)
@@ -90,14 +90,21 @@ class Job:
 
 
 class Ring(Job):
-    """Ranks of `tests.resident.ring`, which share memory: each has a buffer that the one before writes, and 2 MiB of its own."""
+    """Ranks of `tests.resident.ring`, which share memory: each has a buffer that the one before writes, and 2 MiB of its own.
 
-    def __init__(self, machine: Machine, folder: Path, *, ranks: int = 2, mib: int = 4, let_go: bool = False) -> None:
+    Args:
+        let_go: They release the handles of what they have mapped.
+        nccl: They look as if they used NCCL, and were started with these settings.
+    """
+
+    def __init__(
+        self, machine: Machine, folder: Path, *, ranks: int = 2, mib: int = 4, let_go: bool = False, nccl: dict[str, str] | None = None
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.machine, self.folder = machine, folder
         self.mib, self.ranks, self.buffers = mib, ranks, 2
         self.outs = [folder / "lines", *(folder / f"lines.{number}" for number in range(1, ranks))]
-        self._start("ring.py", {"ranks": ranks, "mib": mib, "let_go": let_go})
+        self._start("ring.py", {"ranks": ranks, "mib": mib, "let_go": let_go, "nccl": nccl is not None}, **(nccl or {}))
 
     @property
     def resident(self) -> int:

@@ -5,11 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
+from icecore.dumper import resident_look
+from icecore.dumper.look import look
 from icecore.dumper.options import DumpOptions
+from icecore.dumper.preflight import refuse
 from icecore.errors import Damaged, IcecoreError, RestoreFailed
+from icecore.host.criu import find_criu
+from icecore.host.cuda import nccl
+from icecore.host.cuda.fake import FakeDriver
 from icecore.host.resident.client import Agent
+from icecore.host.resident.protocol import Counts
 from icecore.restorer.resident import recorded
 from tests.dumper.world import Events, Store
 from tests.programs import driving
@@ -131,8 +139,6 @@ def test_through_the_driver_alone_it_would_be_lost(joined: Machine) -> None:
     handle = one("create(2 * MIB)[1]")
     assert one(f"send({path!r}, {handle})") == 0
     two("mapped(received(), 2 * MIB, 1)")
-    from icecore.host.cuda.fake import FakeDriver
-
     driver = FakeDriver(joined.cuda)
     driver.lock(two.pid, 5)
     driver.checkpoint(two.pid)
@@ -146,10 +152,64 @@ def test_a_damaged_account_of_it(store: Store, launch: Launch) -> None:
     known = json.loads(manifest.extra["resident"])
     for about in known["processes"].values():
         about["imports"] = [[identity, owner, 99] for identity, owner, _ in about["imports"]]
-    import msgspec
-
     with pytest.raises(Damaged):
         recorded(msgspec.structs.replace(manifest, extra={**manifest.extra, "resident": json.dumps(known)}))
+
+
+def refusals(pid: int) -> dict[str, str]:
+    return {one.name: f"{one.message} {one.cure}" for one in refuse(look(pid, find_criu(), "/dev/shm", DumpOptions())) if one.name.startswith("gpu")}
+
+
+SETTINGS: dict[str, tuple[dict[str, str], str]] = {
+    "what run --gpu --resident sets": (dict(nccl.PARKED), ""),
+    "no peers": (dict(nccl.SNAPSHOTABLE), ""),
+    "nobody knows whether by cuMem": ({**nccl.PARKED, "NCCL_CUMEM_ENABLE": "-2"}, "NCCL_CUMEM_ENABLE=1"),
+    "multicast": ({**nccl.PARKED, "NCCL_NVLS_ENABLE": "1"}, "NCCL_NVLS_ENABLE=0"),
+    "shared host memory": ({**nccl.PARKED, "NCCL_CUMEM_HOST_ENABLE": "1"}, "NCCL_CUMEM_HOST_ENABLE=0"),
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_nccl_between_ranks(launch: Launch, settings: str) -> None:
+    environment, cure = SETTINGS[settings]
+    job = launch(Ring, nccl=environment)
+    found = refusals(job.pid)
+    assert list(found) == (["gpu-nccl"] if cure else []) and cure in found.get("gpu-nccl", "")
+
+
+def test_nccl_with_a_rank_that_is_not_under_the_preload(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = launch(Ring, nccl=dict(nccl.PARKED))
+    assert refusals(job.pid) == {}
+    other = next(pid for pid in job.pids if pid != job.pid)
+    with monkeypatch.context() as patch:
+        patch.setattr(resident_look, "resident_directory", lambda pid: "" if pid == other else str(job.machine.directory))
+        assert "NCCL_P2P_DISABLE=1" in refusals(job.pid)["gpu-nccl"]
+    with monkeypatch.context() as patch:  # as if it had found the driver's calls in another way
+        patch.setattr(Counts, "unpack", lambda _: Counts(resident=1))
+        assert "did not come through the preload" in refusals(job.pid)["gpu-nccl"]
+
+
+@pytest.mark.parametrize("what", ["multicast", "host memory", "an outsider"])
+def test_sharing_that_is_refused(joined: Machine, what: str) -> None:
+    one, two = joined.target(), joined.target()
+    one("start(0)")
+    two("start(1)")
+    path = str(joined.root / "two")
+    two(f"listen({path!r})")
+    handle = one(f"create(2 * MIB, 0, 1, {3 if what == 'host memory' else 1})[1]")
+    assert one("alloc(2 * MIB)[0]") == 0
+    until(lambda: one.agent.exists)
+    assert refusals(one.pid) == {}
+    if what == "multicast":
+        assert one("vm('cuMulticastCreate', ctypes.byref(ctypes.c_ulonglong()), None)") == 0
+        assert "NCCL_NVLS_ENABLE=0" in refusals(one.pid)["gpu-multicast"]
+        return
+    assert one(f"send({path!r}, {handle})") == 0
+    assert two("mapped(received(), 2 * MIB, 1)")
+    if what == "host memory":
+        assert "NCCL_CUMEM_HOST_ENABLE=0" in refusals(one.pid)["gpu-sharing"] and "gpu-sharing" in refusals(two.pid)
+    else:
+        assert str(two.pid) in refusals(one.pid)["gpu-outside"] and str(one.pid) in refusals(two.pid)["gpu-outside"]
 
 
 def test_a_rank_that_died(store: Store, launch: Launch, joined: Machine) -> None:
