@@ -72,10 +72,13 @@ ipc = _each(
 
 
 def shared(found: Look) -> list[Refusal]:
-    """Several processes on one GPU may have memory of each other's through CUDA IPC. The importer shows no sign of that, and is lost."""
+    """Several processes on one GPU may have memory of each other's through CUDA IPC. The importer shows no sign of that, and is lost. Of those under the preload
+    it is known that none exported any."""
     gpus = found.gpus
     if gpus is None or gpus.inventory is None or gpus.inventory.branch >= _IPC_DRIVER or found.options.gpu_shared:
         return []
+    reports = found.resident.reports if found.resident is not None else {}
+    open_books = {pid for pid, report in reports.items() if not report.counts.ipc_exports}
     users: dict[str, list[int]] = {}
     for process in gpus.processes:
         for uuid in process.contexts:
@@ -88,7 +91,7 @@ def shared(found: Look) -> list[Refusal]:
             f"if they share none, say so with --gpu-shared; else give each a GPU of its own, or install driver {_IPC_DRIVER} or newer",
         )
         for uuid, pids in users.items()
-        if len(pids) > 1
+        if len(pids) > 1 and not open_books.issuperset(pids)
     ]
 
 

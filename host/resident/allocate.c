@@ -422,11 +422,9 @@ CUresult resident_cuIpcGetMemHandle(void *out, CUdeviceptr address)
 		return CUDA_ERROR_NOT_INITIALIZED;
 	enter();
 	CUresult result = driver()->cuIpcGetMemHandle(out, address);
-	if (result) {
-		pthread_mutex_lock(&table_lock);
-		counts.ipc_refused++;
-		pthread_mutex_unlock(&table_lock);
-	}
+	pthread_mutex_lock(&table_lock);
+	*(result ? &counts.ipc_refused : &counts.ipc_exports) += 1;
+	pthread_mutex_unlock(&table_lock);
 	leave();
 	return result;
 }

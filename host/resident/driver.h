@@ -99,6 +99,8 @@ _Static_assert(sizeof(struct allocation_properties) == 32 && sizeof(struct acces
 	HOOKED(cuStreamDestroy_v2, (CUstream)) \
 	HOOKED(cuMemRetainAllocationHandle, (CUhandle *, CUdeviceptr)) \
 	HOOKED(cuMemGetAllocationPropertiesFromHandle, (struct allocation_properties *, CUhandle)) \
+	HOOKED(cuMemPoolExportToShareableHandle, (void *, CUpool, int, unsigned long long)) \
+	HOOKED(cuMemPoolImportFromShareableHandle, (CUpool *, void *, int, unsigned long long)) \
 	HOOKED(cuMulticastCreate, (CUhandle *, const void *)) \
 	HOOKED(cuMulticastAddDevice, (CUhandle, CUdevice)) \
 	HOOKED(cuMulticastBindMem, (CUhandle, size_t, CUhandle, size_t, size_t, unsigned long long)) \

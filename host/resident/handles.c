@@ -471,9 +471,9 @@ CUresult resident_cuMemRetainAllocationHandle(CUhandle *out, CUdeviceptr address
 	return result;
 }
 
-/* -- multicast objects, which no window can take away: whoever has had one is not snapshotable */
+/* -- multicast objects and shared pools, which no window can take away: whoever has had one is not snapshotable */
 
-#define MULTICAST(name, parameters, arguments) \
+#define COUNTED(name, counter, parameters, arguments) \
 	CUresult resident_##name parameters \
 	{ \
 		if (!driver() || !driver()->name) \
@@ -482,13 +482,15 @@ CUresult resident_cuMemRetainAllocationHandle(CUhandle *out, CUdeviceptr address
 		CUresult result = driver()->name arguments; \
 		if (!result) { \
 			pthread_mutex_lock(&table_lock); \
-			counts.multicast++; \
+			counts.counter++; \
 			pthread_mutex_unlock(&table_lock); \
 		} \
 		leave(); \
 		return result; \
 	}
-MULTICAST(cuMulticastCreate, (CUhandle * out, const void *properties), (out, properties))
+COUNTED(cuMemPoolExportToShareableHandle, unparkable, (void *out, CUpool pool, int type, unsigned long long flags), (out, pool, type, flags))
+COUNTED(cuMemPoolImportFromShareableHandle, unparkable, (CUpool * out, void *shared, int type, unsigned long long flags), (out, shared, type, flags))
+COUNTED(cuMulticastCreate, multicast, (CUhandle * out, const void *properties), (out, properties))
 
 static CUhandle present(CUhandle value)
 {
@@ -497,10 +499,10 @@ static CUhandle present(CUhandle value)
 	return translate(value, &handle) ? handle : 0;
 }
 
-MULTICAST(cuMulticastAddDevice, (CUhandle object, CUdevice device), (present(object), device))
-MULTICAST(cuMulticastBindMem, (CUhandle object, size_t at, CUhandle memory, size_t offset, size_t size, unsigned long long flags),
+COUNTED(cuMulticastAddDevice, multicast, (CUhandle object, CUdevice device), (present(object), device))
+COUNTED(cuMulticastBindMem, multicast, (CUhandle object, size_t at, CUhandle memory, size_t offset, size_t size, unsigned long long flags),
 	  (present(object), at, present(memory), offset, size, flags))
-MULTICAST(cuMulticastBindMem_v2, (CUhandle object, CUdevice device, size_t at, CUhandle memory, size_t offset, size_t size, unsigned long long flags),
+COUNTED(cuMulticastBindMem_v2, multicast, (CUhandle object, CUdevice device, size_t at, CUhandle memory, size_t offset, size_t size, unsigned long long flags),
 	  (present(object), device, at, present(memory), offset, size, flags))
 
 void handles_of_child(void)

@@ -52,6 +52,8 @@ static const struct hook {
 	{"cuMemImportFromShareableHandle", "cuMemImportFromShareableHandle", 10020, resident_cuMemImportFromShareableHandle, NULL},
 	{"cuMemRetainAllocationHandle", "cuMemRetainAllocationHandle", 11000, resident_cuMemRetainAllocationHandle, NULL},
 	{"cuMemGetAllocationPropertiesFromHandle", "cuMemGetAllocationPropertiesFromHandle", 10020, resident_cuMemGetAllocationPropertiesFromHandle, NULL},
+	{"cuMemPoolExportToShareableHandle", "cuMemPoolExportToShareableHandle", 11020, resident_cuMemPoolExportToShareableHandle, NULL},
+	{"cuMemPoolImportFromShareableHandle", "cuMemPoolImportFromShareableHandle", 11020, resident_cuMemPoolImportFromShareableHandle, NULL},
 	{"cuMulticastCreate", "cuMulticastCreate", 12010, resident_cuMulticastCreate, NULL},
 	{"cuMulticastAddDevice", "cuMulticastAddDevice", 12010, resident_cuMulticastAddDevice, NULL},
 	{"cuMulticastBindMem_v2", "cuMulticastBindMem", 13010, resident_cuMulticastBindMem_v2, NULL},
@@ -208,6 +210,8 @@ LINKED(cuMemExportToShareableHandle, (void *a, CUhandle b, int c, unsigned long 
 LINKED(cuMemImportFromShareableHandle, (CUhandle * a, void *b, int c), (a, b, c))
 LINKED(cuMemRetainAllocationHandle, (CUhandle * a, CUdeviceptr b), (a, b))
 LINKED(cuMemGetAllocationPropertiesFromHandle, (struct allocation_properties * a, CUhandle b), (a, b))
+LINKED(cuMemPoolExportToShareableHandle, (void *a, CUpool b, int c, unsigned long long d), (a, b, c, d))
+LINKED(cuMemPoolImportFromShareableHandle, (CUpool * a, void *b, int c, unsigned long long d), (a, b, c, d))
 LINKED(cuMulticastCreate, (CUhandle * a, const void *b), (a, b))
 LINKED(cuMulticastAddDevice, (CUhandle a, CUdevice b), (a, b))
 LINKED(cuMulticastBindMem, (CUhandle a, size_t b, CUhandle c, size_t d, size_t e, unsigned long long f), (a, b, c, d, e, f))

@@ -14,7 +14,7 @@ VERSION = 2
 VARIABLE = "ICECORE_RESIDENT"
 
 _LAYOUT = struct.Struct("<IIiIQQQQQQ16s16siiII400s")
-_COUNTS = 25
+_COUNTS = 26
 _CUDA_ERROR = 10000
 _IMPORTED, _EXPORTED = 16, 32
 
@@ -134,6 +134,7 @@ class Counts:
         exports: How often it was exported.
         unparkable: What was shared with other processes in a way that no window can take away; what was once stays counted.
         multicast: Multicast objects, which no window can take away either; likewise.
+        ipc_exports: How often memory that stayed with the driver was exported by CUDA's legacy IPC.
     """
 
     resident: int = 0
@@ -161,6 +162,7 @@ class Counts:
     exports: int = 0
     unparkable: int = 0
     multicast: int = 0
+    ipc_exports: int = 0
 
     @classmethod
     def unpack(cls, text: bytes) -> Counts:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 import pytest
 
-from icecore.dumper import resident_look
+from icecore.dumper import checks_gpu, resident_look
 from icecore.dumper.look import look
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.preflight import refuse
@@ -189,7 +190,7 @@ def test_nccl_with_a_rank_that_is_not_under_the_preload(launch: Launch, monkeypa
         assert "did not come through the preload" in refusals(job.pid)["gpu-nccl"]
 
 
-@pytest.mark.parametrize("what", ["multicast", "host memory", "an outsider"])
+@pytest.mark.parametrize("what", ["multicast", "a pool", "host memory", "an outsider"])
 def test_sharing_that_is_refused(joined: Machine, what: str) -> None:
     one, two = joined.target(), joined.target()
     one("start(0)")
@@ -204,12 +205,37 @@ def test_sharing_that_is_refused(joined: Machine, what: str) -> None:
         assert one("vm('cuMulticastCreate', ctypes.byref(ctypes.c_ulonglong()), None)") == 0
         assert "NCCL_NVLS_ENABLE=0" in refusals(one.pid)["gpu-multicast"]
         return
+    if what == "a pool":
+        assert one("vm('cuMemPoolExportToShareableHandle', ctypes.byref(ctypes.c_int()), None, 1, 0)") == 0
+        assert "gpu-sharing" in refusals(one.pid)
+        return
     assert one(f"send({path!r}, {handle})") == 0
     assert two("mapped(received(), 2 * MIB, 1)")
     if what == "host memory":
         assert "NCCL_CUMEM_HOST_ENABLE=0" in refusals(one.pid)["gpu-sharing"] and "gpu-sharing" in refusals(two.pid)
     else:
         assert str(two.pid) in refusals(one.pid)["gpu-outside"] and str(one.pid) in refusals(two.pid)["gpu-outside"]
+
+
+def test_ranks_on_one_gpu(joined: Machine) -> None:
+    """They may share by CUDA IPC what the driver has; that they do not, the preload knows."""
+    parent = joined.target()
+    parent("start(0)")
+    found = look(parent.pid, find_criu(), "/dev/shm", DumpOptions())
+    for exports, refused in ((0, False), (1, True)):
+        if exports:
+            assert parent("alloc(MIB)[0]") == parent("cuda.cuIpcGetMemHandle((ctypes.c_char * 64)(), ctypes.c_ulonglong(alloc(4096)[1]))") == 0
+        assert parent("alloc(2 * MIB)[0]") == 0
+        found = look(parent.pid, find_criu(), "/dev/shm", DumpOptions())
+        assert found.gpus is not None and found.resident is not None
+        [process] = found.gpus.processes
+        assert found.resident.reports[parent.pid].counts.ipc_exports == exports
+        twin = replace(process, pid=parent.pid + 1, contexts={uuid_of(0): 1})
+        here = replace(process, contexts={uuid_of(0): 1})
+        reports = dict.fromkeys((parent.pid, parent.pid + 1), found.resident.reports[parent.pid])
+        both = replace(found, gpus=replace(found.gpus, processes=[here, twin]), resident=replace(found.resident, reports=reports))
+        assert bool(checks_gpu.shared(both)) == refused
+        assert checks_gpu.shared(replace(both, resident=found.resident)), "one of them is not under the preload"
 
 
 def test_a_rank_that_died(store: Store, launch: Launch, joined: Machine) -> None:
