@@ -62,8 +62,13 @@ class Job:
         before = [len(self.lines(n)) for n in range(len(self.outs))]
         end = time.monotonic() + seconds
         while any(len(self.lines(n)) < before[n] + more for n in range(len(self.outs))):
-            assert time.monotonic() < end, f"no steps: {(self.folder / 'log').read_text()[-2000:]}"
+            assert time.monotonic() < end, f"no steps: {self._log()}"
             time.sleep(0.005)
+
+    def _log(self) -> str:
+        with suppress(FileNotFoundError):
+            return (self.folder / "log").read_text()[-2000:]
+        return ""
 
     def goes_on(self) -> None:
         """It makes steps, and every line is what an undisturbed process would have written."""
@@ -101,10 +106,20 @@ class Ring(Job):
         self, machine: Machine, folder: Path, *, ranks: int = 2, mib: int = 4, let_go: bool = False, nccl: dict[str, str] | None = None
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self._look(machine, folder, ranks, mib)
+        self._start("ring.py", {"ranks": ranks, "mib": mib, "let_go": let_go, "nccl": nccl is not None}, **(nccl or {}))
+
+    @classmethod
+    def at(cls, machine: Machine, folder: Path, ranks: int = 2, mib: int = 4) -> Ring:
+        """Of one that somebody else started."""
+        found = cls.__new__(cls)
+        found._look(machine, folder, ranks, mib)
+        return found
+
+    def _look(self, machine: Machine, folder: Path, ranks: int, mib: int) -> None:
         self.machine, self.folder = machine, folder
         self.mib, self.ranks, self.buffers = mib, ranks, 2
         self.outs = [folder / "lines", *(folder / f"lines.{number}" for number in range(1, ranks))]
-        self._start("ring.py", {"ranks": ranks, "mib": mib, "let_go": let_go, "nccl": nccl is not None}, **(nccl or {}))
 
     @property
     def resident(self) -> int:

@@ -78,11 +78,11 @@ def view(address: int, size: int) -> Any:
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
 
-def looks_like_nccl(rank: int) -> list[Any]:
+def looks_like_nccl(folder: str, rank: int) -> list[Any]:
     """What tells from outside that a process has a communicator."""
-    with open(f"libnccl.so.{rank}", "wb") as made:
+    with open(f"{folder}/libnccl.so.{rank}", "wb") as made:
         made.truncate(4096)
-    with open(f"libnccl.so.{rank}", "rb") as library:
+    with open(f"{folder}/libnccl.so.{rank}", "rb") as library:
         mapping = mmap.mmap(library.fileno(), 4096, prot=mmap.PROT_READ)
     passing = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     passing.bind(f"\0/tmp/nccl-socket-{rank}-{os.getpid():x}")
@@ -124,7 +124,7 @@ def main(order: dict[str, Any]) -> None:
     own = view(address, 2 * MIB)
     own[:] = bytes(2 * MIB)
     if order.get("nccl"):
-        signs = looks_like_nccl(rank)  # noqa: F841 - open as long as it runs
+        signs = looks_like_nccl(os.path.dirname(order["out"]), rank)  # noqa: F841 - open as long as it runs
     with open(order["out"] + (f".{rank}" if rank else ""), "a", encoding="ascii") as lines:
         for line in steps(rank, mine, next_one, own):
             print(line, file=lines, flush=True)
