@@ -198,34 +198,62 @@ CUresult resident_cuMemImportFromShareableHandle(CUhandle *out, void *shared, in
 	return result;
 }
 
-/* A duplicate of the one descriptor of what this process made. Under table_lock. */
-static CUresult give_descriptor(int *out, struct allocation *what)
+/* Under table_lock, which it lets go of for the driver's call: has the one descriptor of what this process made ready to be duplicated. Another export would not be
+ * known to be the same memory: once one was given away, it stays that, and where the application closed it the keeper still has it. */
+static struct allocation *with_descriptor(CUhandle value, CUresult *result)
 {
+	struct allocation *found = find(value);
 	int made = -1;
 
-	if (!holding_keeps(what)) {
-		holding_close_kept(what);
-		CUresult result = driver()->cuMemExportToShareableHandle(&made, what->handle, HANDLE_POSIX_DESCRIPTOR, 0);
-		if (result)
-			return result;
-		keep_descriptor(what, high_descriptor(made));
-		what->exported = true;
-		holding_add(what, what->descriptor); /* instead of another export, which cannot be told to be of the same memory */
-	} else if (!what->exported) {
-		what->exported = true;
-		holding_add(what, what->descriptor);
+	if (!found || holding_keeps(found))
+		return found;
+	if (!found->exported) {
+		CUhandle handle = found->handle;
+		pthread_mutex_unlock(&table_lock);
+		*result = driver()->cuMemExportToShareableHandle(&made, handle, HANDLE_POSIX_DESCRIPTOR, 0);
+		pthread_mutex_lock(&table_lock);
+		found = find(value);
 	}
-	made = fcntl(what->descriptor, F_DUPFD_CLOEXEC, 0);
-	if (made < 0)
-		return CUDA_ERROR_OPERATING_SYSTEM;
-	*out = made;
-	counts.exports++;
-	return CUDA_SUCCESS;
+	if (found && !holding_keeps(found)) {
+		bool fresh = made >= 0 && !found->exported;
+		int descriptor = fresh ? made : holding_fetch(found);
+		if (descriptor >= 0) {
+			keep_descriptor(found, high_descriptor(descriptor));
+			made = fresh ? -1 : made;
+		}
+	}
+	if (made >= 0)
+		close(made); /* another thread was faster */
+	return found;
+}
+
+static CUresult give_descriptor(int *out, CUhandle value)
+{
+	CUresult result = CUDA_ERROR_OPERATING_SYSTEM;
+
+	pthread_mutex_lock(&table_lock);
+	struct allocation *found = with_descriptor(value, &result);
+	if (!found)
+		result = CUDA_ERROR_INVALID_VALUE;
+	else if (holding_keeps(found)) {
+		int made = fcntl(found->descriptor, F_DUPFD_CLOEXEC, 0);
+		if (!found->exported) {
+			found->exported = true;
+			holding_add(found, found->descriptor);
+		}
+		counts.exports++;
+		*out = made;
+		result = made < 0 ? CUDA_ERROR_OPERATING_SYSTEM : CUDA_SUCCESS;
+	} else
+		result = result ? result : CUDA_ERROR_OPERATING_SYSTEM;
+	pthread_mutex_unlock(&table_lock);
+	return result;
 }
 
 CUresult resident_cuMemExportToShareableHandle(void *out, CUhandle value, int type, unsigned long long flags)
 {
 	const struct driver *d = driver();
+	CUhandle handle = value;
 	CUresult result;
 
 	if (!d || !d->cuMemExportToShareableHandle)
@@ -233,19 +261,20 @@ CUresult resident_cuMemExportToShareableHandle(void *out, CUhandle value, int ty
 	enter();
 	pthread_mutex_lock(&table_lock);
 	struct allocation *found = find(value);
-	if (is_ours(value) && !found)
-		result = CUDA_ERROR_INVALID_VALUE;
-	else if (found && (!out || flags || !(found->handle_types & type))) {
-		/* As the driver would refuse it, which now may be asked for a descriptor in any case. */
-		result = CUDA_ERROR_INVALID_VALUE;
-	} else if (found && type == HANDLE_POSIX_DESCRIPTOR && !found->imported)
-		result = give_descriptor(out, found);
-	else {
-		result = d->cuMemExportToShareableHandle(out, found ? found->handle : value, type, flags);
-		if (!result && resident_directory())
-			counts.unparkable++;
-	}
+	bool refused = is_ours(value) && (!found || !out || flags || !(found->handle_types & type)); /* as the driver would, which now may be asked for it in any case */
+	bool own = found && type == HANDLE_POSIX_DESCRIPTOR && !found->imported;
+	if (found)
+		handle = found->handle;
 	pthread_mutex_unlock(&table_lock);
+	if (refused)
+		result = CUDA_ERROR_INVALID_VALUE;
+	else if (own)
+		result = give_descriptor(out, value);
+	else {
+		result = d->cuMemExportToShareableHandle(out, handle, type, flags);
+		if (!result && resident_directory())
+			count_unparkable();
+	}
 	leave();
 	return result;
 }

@@ -154,14 +154,17 @@ static bool open_link(void)
 	return true;
 }
 
+/* Without a descriptor, what the keeper holds of it is described anew. */
 static bool hand_over(struct allocation *what, int descriptor)
 {
 	struct resident_message message = about(what, KEEPER_HOLD);
 
-	what->held = packet_send(link_socket, &message, descriptor) == 0;
-	if (!what->held)
+	if (packet_send(link_socket, &message, descriptor)) {
 		holding_close();
-	return what->held;
+		return false;
+	}
+	what->held = what->held || descriptor >= 0;
+	return true;
 }
 
 /* A descriptor of one allocation: exported, or the one that was kept. The caller closes it. */
@@ -197,23 +200,26 @@ static bool resync(void)
 		return false;
 	}
 	for (struct allocation *at = NULL; (at = table_next_held(at));) {
-		int descriptor = descriptor_of(at);
-		if (descriptor < 0)
-			continue; /* shows in the confirmation */
+		int descriptor = descriptor_of(at); /* none: one that the application closed; if the keeper lacks it, that shows in the confirmation */
 		bool handed = hand_over(at, descriptor);
-		close(descriptor);
+		if (descriptor >= 0)
+			close(descriptor);
 		if (!handed)
 			return false;
 	}
 	message.operation = KEEPER_RESYNCED;
-	return ask(&message) && confirmed(&message);
+	if (!ask(&message) || !confirmed(&message))
+		return false;
+	for (struct allocation *at = NULL; (at = table_next_held(at));)
+		at->held = true;
+	return true;
 }
 
 void holding_add(struct allocation *what, int descriptor)
 {
 	bool connected = holding_socket() >= 0;
 
-	if (connected && descriptor >= 0)
+	if (connected)
 		hand_over(what, descriptor);
 	else if (!connected && open_link())
 		resync(); /* the new one with all others */
@@ -300,6 +306,26 @@ int holding_take(int (*each)(uint64_t identity, int descriptor))
 lost:
 	holding_close();
 	return ENOTCONN;
+}
+
+static uint64_t wanted;
+static int fetched;
+
+static int fetch(uint64_t identity, int descriptor)
+{
+	if (identity == wanted)
+		fetched = descriptor;
+	else
+		close(descriptor);
+	return 0;
+}
+
+int holding_fetch(const struct allocation *what)
+{
+	wanted = what->identity;
+	fetched = -1;
+	holding_take(fetch);
+	return fetched;
 }
 
 /* What a child kept open, its parent could not free. */

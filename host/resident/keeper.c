@@ -107,14 +107,16 @@ static size_t place(const struct process *process, uint64_t identity)
 	return index;
 }
 
-/* Takes the descriptor over. */
+/* Takes the descriptor over. Without one: what is held stays, and is described anew. */
 static int hold(struct process *process, const struct resident_message *what, int descriptor)
 {
 	size_t index = place(process, what->identity);
 
-	if (descriptor < 0)
-		return EINVAL;
-	if (index == process->count) {
+	if (descriptor < 0) {
+		if (index == process->count)
+			return ENOENT;
+		descriptor = process->held[index].descriptor;
+	} else if (index == process->count) {
 		if (process->count == process->room) {
 			size_t room = process->room ? 2 * process->room : 64;
 			struct held *more = realloc(process->held, room * sizeof *more);

@@ -9,7 +9,7 @@
 
 enum keeper_operation {
 	KEEPER_HELLO = 1,   /* token, pid -> result: these descriptors are mine */
-	KEEPER_HOLD = 2,    /* one allocation and its descriptor; no answer */
+	KEEPER_HOLD = 2,    /* one allocation and its descriptor (none: the one that is held); no answer */
 	KEEPER_FREE = 3,    /* identity -> result, once the descriptor is closed */
 	KEEPER_CONFIRM = 4, /* -> count, identity (sum of those held) */
 	KEEPER_RESYNC = 5,  /* what is not held again before KEEPER_RESYNCED is let go of; no answer */

@@ -97,6 +97,7 @@ bool holding_keeps(const struct allocation *what); /* whether it has a descripto
 void holding_close_kept(struct allocation *what); /* its descriptor, where it has one */
 void holding_of_child(void);
 int holding_take(int (*each)(uint64_t identity, int descriptor)); /* 0, or an errno; `each` takes over the descriptor */
+int holding_fetch(const struct allocation *what); /* its descriptor, the caller's; -1: the keeper does not have it */
 int high_descriptor(int descriptor); /* the same file under a number that applications do not expect to close */
 
 /* threads.c */

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from errno import EOPNOTSUPP
 from pathlib import Path
 
 import pytest
 
+from icecore.errors import IcecoreError
 from icecore.host.resident.client import ResidentFailed
 from icecore.host.resident.protocol import Allocation
 from icecore.host.resident.sharing import Shares, find_shares
@@ -165,6 +167,31 @@ def test_a_keeper_that_dies(ranks: Ranks, when: str) -> None:
     ranks.window(lambda tree: shares.append(find_shares(tree.taken)))
     assert [len(own) for own in shares[0].owned.values()] == [1, 0]
     seen(one, address, two, there, 1)
+
+
+@pytest.mark.parametrize("window", [False, True])
+def test_an_application_that_closes_all_it_finds(ranks: Ranks, window: bool) -> None:
+    """Memory that it gives away afterwards is known to be the same."""
+    one, two = ranks.all
+    handle, address, _, there = ranks.share()
+    other = one(f"create({SIZE})")[1]
+    if window:
+        ranks.window()
+    assert one("os.closerange(500, 4096)") is None  # ours; the fake's own are below
+
+    def settled() -> bool:
+        with suppress(IcecoreError):
+            return one.agent.report().counts.unheld == 0
+        return False
+
+    until(settled)
+    assert [one(f"send({ranks.path(1)!r}, {which})") for which in (handle, other)] == [0, 0]
+    copies = [two("received()"), two("received()")]
+    shares: list[Shares] = []
+    ranks.window(lambda tree: shares.append(find_shares(tree.taken)))
+    assert len(shares[0].owned[one.pid]) == 2 and not shares[0].owned[two.pid] and len(shares[0].imports[two.pid]) == 3
+    seen(one, address, two, two(f"mapped({copies[0]}, {SIZE}, 1)"), 1)
+    seen(two, there, one, address, 2)
 
 
 def test_a_rank_that_dies(ranks: Ranks) -> None:
