@@ -162,7 +162,7 @@ if role == "taker":
     link.bind(path)
 def send():
     descriptor = int(ck(cu.cuMemExportToShareableHandle(handle, FD, 0)))
-    socket.send_fds(link, [b"x"], [descriptor], 0, path)
+    socket.send_fds(link, [b"x"], [descriptor])
     os.close(descriptor)
 def receive():
     _, [descriptor], _, _ = socket.recv_fds(link, 1, 1)
@@ -177,6 +177,7 @@ if role == "maker":
     p.location.id = device
     handle = ck(cu.cuMemCreate(SIZE, p, 0))
     address = mapped(handle)
+    link.connect(path)
 else:
     print("listening", flush=True)
     handle = receive()
