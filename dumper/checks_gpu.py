@@ -119,7 +119,7 @@ def transports(found: Look) -> list[Refusal]:
     if len(ranks) < 2 and not any(len(p.contexts) > 1 for p in ranks):
         return []
     known = found.resident.reports if found.resident is not None else {}
-    parked = all(p.pid in known for p in ranks)
+    parked = all(p.pid in known and known[p.pid].version >= nccl.PARKED_SINCE for p in ranks)
     refusals = [refusal for process in ranks for refusal in _unsafe(process, parked)]
     return refusals + [
         Refusal(
@@ -143,7 +143,8 @@ def sharing(found: Look) -> list[Refusal]:
                 Refusal(
                     "gpu-multicast",
                     f"process {pid} has had a multicast object (NVLS), which no window can take away and the driver does not restore",
-                    "start the job with 'icecore run --gpu', or with NCCL_NVLS_ENABLE=0 in its environment",
+                    "start the job with 'icecore run --gpu', or with NCCL_NVLS_ENABLE=0; "
+                    "PyTorch's symmetric memory wants TORCH_SYMM_MEM_DISABLE_MULTICAST=1",
                 )
             )
         if report.counts.unparkable:

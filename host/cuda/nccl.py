@@ -29,6 +29,8 @@ PARKED: Mapping[str, str] = {
 #: Where the job has a network of its own, which has loopback only.
 LOOPBACK: Mapping[str, str] = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
 COST = "NCCL moves data between GPUs through host memory instead of NVLink or PCIe peer access: collectives are slower"
+#: The version that a preload speaks which parks it (`icecore.host.resident.client.Report`).
+PARKED_SINCE = 2
 PARKED_COST = "NCCL keeps peer access (NVLink), but not multicast (NVLS), with which large collectives are faster on machines that have it"
 _LIBRARY = "libnccl.so"
 #: The abstract socket of a communicator through which descriptors of cuMem memory pass.

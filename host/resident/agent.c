@@ -173,8 +173,8 @@ static void serve(int from)
 	packet_limit(from, LIMIT_SECONDS);
 	if (getsockopt(from, SOL_SOCKET, SO_PEERCRED, &peer, &length) || (peer.uid != 0 && peer.uid != geteuid()))
 		return;
-	if (packet_receive(from, &wanted, NULL, 0) != 1)
-		return;
+	if (packet_receive(from, &wanted, NULL, 0) != 1 || wanted.version != RESIDENT_VERSION)
+		return; /* an older client would store shared memory once for each process */
 	answer.operation = wanted.operation;
 	if (wanted.lease)
 		lease = (int64_t)wanted.lease;

@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #define RESIDENT_VERSION 2
+#define RESIDENT_OLDEST 1 /* that a keeper serves: processes come out of snapshots with the preload that they had. It knew nothing of shared memory */
 #define RESIDENT_VARIABLE "ICECORE_RESIDENT" /* a directory: "keeper" in it is the keeper's socket, "agent-PID" a process's */
 
 enum keeper_operation {

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, fields
 from enum import IntEnum
 
 VERSION = 2
+#: What older processes speak (out of older snapshots), and their keepers: they know nothing of shared memory, else it is the same.
+OLDEST_VERSION = 1
 #: In the environment of a process: the directory in which ``keeper`` is the keeper's socket and ``agent-PID`` a process's own.
 VARIABLE = "ICECORE_RESIDENT"
 
@@ -75,29 +77,29 @@ class Message:
     state: int = 0
     text: bytes = b""
 
-    def pack(self) -> bytes:
+    def pack(self, version: int = VERSION) -> bytes:
         """As bytes."""
-        return _LAYOUT.pack(VERSION, *(getattr(self, one.name) for one in fields(self)))
+        return _LAYOUT.pack(version, *(getattr(self, one.name) for one in fields(self)))
 
     @classmethod
     def unpack(cls, data: bytes) -> Message:
         """From bytes.
 
         Raises:
-            ValueError: They are no packet of this version.
+            ValueError: They are no packet of a known version.
         """
         if len(data) != _LAYOUT.size:
             raise ValueError(f"a packet of {len(data)} bytes, not {_LAYOUT.size}")
         version, *values = _LAYOUT.unpack(data)
-        if version != VERSION:
+        if not OLDEST_VERSION <= version <= VERSION:
             raise ValueError(f"a packet of version {version}, not {VERSION}")
         return cls(*values)
 
 
-def send(to: socket.socket, message: Message, descriptor: int = -1) -> None:
+def send(to: socket.socket, message: Message, descriptor: int = -1, version: int = VERSION) -> None:
     """Send one, with a descriptor where it is not negative."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))] if descriptor >= 0 else []
-    to.sendmsg([message.pack()], rights)
+    to.sendmsg([message.pack(version)], rights)
 
 
 def receive(source: socket.socket) -> tuple[Message, int]:

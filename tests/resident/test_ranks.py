@@ -188,6 +188,10 @@ def test_nccl_with_a_rank_that_is_not_under_the_preload(launch: Launch, monkeypa
     with monkeypatch.context() as patch:  # as if it had found the driver's calls in another way
         patch.setattr(Counts, "unpack", lambda _: Counts(resident=1))
         assert "did not come through the preload" in refusals(job.pid)["gpu-nccl"]
+    ask = Agent.report
+    with monkeypatch.context() as patch:  # out of an older snapshot, with an older preload
+        patch.setattr(Agent, "report", lambda agent: replace(ask(agent), version=1))
+        assert "NCCL_P2P_DISABLE=1" in refusals(job.pid)["gpu-nccl"]
 
 
 @pytest.mark.parametrize("what", ["multicast", "a pool", "host memory", "an outsider"])
