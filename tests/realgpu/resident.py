@@ -3,7 +3,8 @@
     python -m tests.realgpu.resident FOLDER [--gib 16] [--part PART ...] [--gpus 2]
 
 Parts: ``lineage`` (three snapshots, two restores), ``held`` (stopped, and brought back from memory that stayed on the GPU), ``driver`` (the same
-training without the preload, for comparison); and, only if named, ``ranks``: DDP on so many GPUs, whose ranks have each other's memory (NCCL's P2P). Preload and keeper must have been built (``tools/test-gpu --build``).
+training without the preload, for comparison); and, only by itself, ``ranks``: DDP on so many GPUs, whose ranks have each other's memory (NCCL's P2P).
+Preload and keeper must have been built (``tools/test-gpu --build``).
 """
 
 from __future__ import annotations
