@@ -11,6 +11,7 @@ import json
 import os
 import threading
 import time
+import uuid
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,6 +47,8 @@ _POLL_SECONDS = 0.2
 _UNLIMITED_LEASE = 3600.0
 _LEASE_GRACE = 30.0
 _KEEPER_SECONDS = 5.0
+#: Of imported memory, where its process cannot tell.
+_NO_DEVICE = f"GPU-{uuid.UUID(int=0)}"
 
 
 @dataclass
@@ -126,7 +129,7 @@ class Resident:
         agents = [Agent(self._place, own, tracee=pid) for pid, own in self.look.pids.items()]
         self._have_keeper(agents)
         self._tree = ResidentTree(self._place, self.look.pids)
-        devices = sorted({one.device for agent in agents for one in agent.allocations()})
+        devices = sorted({one.device for agent in agents for one in agent.allocations()} - {_NO_DEVICE})
         if not devices:
             return
         self._worker.begin(devices)

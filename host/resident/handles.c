@@ -374,10 +374,12 @@ static CUresult note_mapping(struct allocation *made, CUhandle value)
 	CUresult result = CUDA_SUCCESS;
 
 	pthread_mutex_lock(&table_lock);
-	if (!table_add(made))
+	if (!find(value)) /* released by another thread meanwhile */
+		result = CUDA_ERROR_INVALID_VALUE;
+	else if (!table_add(made))
 		result = CUDA_ERROR_OUT_OF_MEMORY;
 	struct allocation *of = find(value);
-	if (of && !result) {
+	if (!result) {
 		of->mappings++;
 		if (of->imported && made->offset + made->size > of->size) {
 			of->size = of->requested = made->offset + made->size;

@@ -163,6 +163,8 @@ static int map_one(struct allocation *what)
 
 	if (what->mapped)
 		return 0;
+	if (!of)
+		return ENOENT;
 	result = d->cuMemMap(what->address, what->size, what->offset, of->handle, 0);
 	if (result)
 		return failed(result);

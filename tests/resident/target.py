@@ -18,6 +18,8 @@ cuda = ctypes.CDLL("libcuda.so.1")
 MIB = 1 << 20
 _stop = threading.Event()
 _socket: socket.socket
+_rounds: list[int] = []
+_errors: list[str] = []
 
 
 def entry(name: str, version: int = 13000, flags: int = 0, older: bool = False) -> ctypes._CFuncPtr:
@@ -169,6 +171,51 @@ def received() -> int:
     code, handle = imported(descriptors[0])
     assert code == 0, code
     return handle
+
+
+def churn(threads: int) -> int:
+    """Threads that create, map, export, import, check and let go of memory until `churned`."""
+
+    def run(seed: int) -> None:
+        held: list[tuple[int, int, int, int]] = []
+        while not _stop.is_set():
+            code, handle = create(2 * MIB)
+            assert code == 0, code
+            address = mapped(handle, 2 * MIB)
+            value = len(_rounds) & 0xFF
+            ctypes.memset(address, value, 4096)
+            code, descriptor = export(handle)
+            assert code == 0, code
+            code, other = imported(descriptor)
+            assert code == 0, code
+            held.append((handle, other, mapped(other, 2 * MIB), value))
+            assert unmapped(address, 2 * MIB) == [0, 0]
+            if len(held) > 3:
+                handle, other, address, value = held.pop(0)
+                assert ctypes.string_at(address, 4096) == bytes([value]) * 4096, (seed, value)
+                assert [vm("cuMemRelease", handle), vm("cuMemRelease", other), *unmapped(address, 2 * MIB)] == [0] * 4
+            _rounds.append(seed)
+
+    def recorded(seed: int) -> None:
+        try:
+            run(seed)
+        except BaseException as error:  # noqa: BLE001 - told to the test
+            _errors.append(repr(error))
+
+    def begin(seed: int) -> None:
+        cuda.cuCtxSetCurrent(ctypes.c_void_p(_context.value))
+        recorded(seed)
+
+    _context = ctypes.c_void_p()
+    cuda.cuCtxGetCurrent(ctypes.byref(_context))
+    for seed in range(threads):
+        threading.Thread(target=begin, args=(seed,), daemon=True).start()
+    return threads
+
+
+def churned() -> tuple[int, list[str]]:
+    """How often they did so, and what went wrong."""
+    return len(_rounds), _errors
 
 
 def fill(address: int, size: int, seed: int) -> str:

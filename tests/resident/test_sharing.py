@@ -266,6 +266,22 @@ def test_what_no_window_can_take_away(ranks: Ranks, what: str) -> None:
     seen(one, address, one, address, 1)
 
 
+def test_windows_under_load(ranks: Ranks) -> None:
+    """Threads in the middle of creating, exporting, importing and letting go, at any moment."""
+    one, two = ranks.all
+    _, address, _, there = ranks.share()
+    one("churn(3)")
+    digest = two(f"fill({there}, {SIZE}, 1)")
+    rounds = 0
+    for _ in range(25):
+        ranks.window()
+        before, rounds = rounds, one("churned()")[0]
+        assert one("churned()")[1] == [] and one(f"hashed({address}, {SIZE})") == digest
+        until(lambda: one("churned()")[0] > rounds + 5)  # noqa: B023
+        assert rounds > before
+    assert one.agent.report().counts.windows >= 25
+
+
 def test_many_at_once(ranks: Ranks) -> None:
     """The groups of a job with many buffers, as the kernel tells them."""
     one = ranks.all[0]
