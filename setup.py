@@ -29,7 +29,7 @@ PRELOAD_FLAGS = [
 ]
 PRELOAD_SOURCES = [
     f"{RESIDENT}{name}.c"
-    for name in ("interpose", "allocate", "contexts", "table", "holding", "threads", "stack", "capture", "window", "agent")
+    for name in ("interpose", "allocate", "handles", "contexts", "table", "holding", "threads", "stack", "capture", "window", "agent")
 ]
 
 

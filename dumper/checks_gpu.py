@@ -72,10 +72,13 @@ ipc = _each(
 
 
 def shared(found: Look) -> list[Refusal]:
-    """Several processes on one GPU may have memory of each other's through CUDA IPC. The importer shows no sign of that, and is lost."""
+    """Several processes on one GPU may have memory of each other's through CUDA IPC. The importer shows no sign of that, and is lost. Of those under the
+    preload it is known that none exported any."""
     gpus = found.gpus
     if gpus is None or gpus.inventory is None or gpus.inventory.branch >= _IPC_DRIVER or found.options.gpu_shared:
         return []
+    reports = found.resident.reports if found.resident is not None else {}
+    open_books = {pid for pid, report in reports.items() if not report.counts.ipc_exports}
     users: dict[str, list[int]] = {}
     for process in gpus.processes:
         for uuid in process.contexts:
@@ -88,7 +91,7 @@ def shared(found: Look) -> list[Refusal]:
             f"if they share none, say so with --gpu-shared; else give each a GPU of its own, or install driver {_IPC_DRIVER} or newer",
         )
         for uuid, pids in users.items()
-        if len(pids) > 1
+        if len(pids) > 1 and not open_books.issuperset(pids)
     ]
 
 
@@ -109,17 +112,62 @@ mig = _each(
 
 
 def transports(found: Look) -> list[Refusal]:
-    """NCCL between processes, or between GPUs of one process."""
+    """NCCL between processes, or between GPUs of one process. Where all are under the preload, what they share through cuMem is taken away before."""
     if found.gpus is None:
         return []
     ranks = [p for p in found.gpus.processes if p.communicates]
     if len(ranks) < 2 and not any(len(p.contexts) > 1 for p in ranks):
         return []
-    return [refusal for process in ranks for refusal in _unsafe(process)]
+    known = found.resident.reports if found.resident is not None else {}
+    parked = all(p.pid in known and known[p.pid].version >= nccl.PARKED_SINCE for p in ranks)
+    refusals = [refusal for process in ranks for refusal in _unsafe(process, parked)]
+    return refusals + [
+        Refusal(
+            "gpu-nccl",
+            f"process {p.pid} has a communicator whose device memory did not come through the preload: it would stay mapped",
+            "start the job with 'icecore run --gpu', or with NCCL_P2P_DISABLE=1 in its environment",
+        )
+        for p in ranks
+        if parked and p.passes_descriptors and not nccl.without_peers(p.settings) and not known[p.pid].counts.handles
+    ]
 
 
-def _unsafe(process: GpuProcess) -> Iterator[Refusal]:
-    wrong = nccl.lacking(process.settings)
+def sharing(found: Look) -> list[Refusal]:
+    """Memory that processes share although no window can take it away, or with somebody who is not in the tree."""
+    if found.resident is None:
+        return []
+    refusals = []
+    for pid, report in found.resident.reports.items():
+        if report.counts.multicast:
+            refusals.append(
+                Refusal(
+                    "gpu-multicast",
+                    f"process {pid} has had a multicast object (NVLS), which no window can take away and the driver does not restore",
+                    "start the job with 'icecore run --gpu', or with NCCL_NVLS_ENABLE=0; "
+                    "PyTorch's symmetric memory wants TORCH_SYMM_MEM_DISABLE_MULTICAST=1",
+                )
+            )
+        if report.counts.unparkable:
+            refusals.append(
+                Refusal(
+                    "gpu-sharing",
+                    f"process {pid} has shared host memory of the driver's, or fabric memory, which no window can take away and the driver does not restore",
+                    "start the job with 'icecore run --gpu', or with NCCL_CUMEM_HOST_ENABLE=0 and NCCL_MNNVL_ENABLE=0 in its environment",
+                )
+            )
+    if found.resident.outsiders:
+        refusals.append(
+            Refusal(
+                "gpu-outside",
+                f"processes outside of the tree have device memory of it: {', '.join(map(str, found.resident.outsiders))}",
+                "take the snapshot of the tree that holds all ranks",
+            )
+        )
+    return refusals
+
+
+def _unsafe(process: GpuProcess, parked: bool) -> Iterator[Refusal]:
+    wrong = nccl.lacking(process.settings, parked=parked)
     if wrong:
         yield Refusal(
             "gpu-nccl",

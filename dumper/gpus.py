@@ -27,6 +27,7 @@ class GpuProcess:
         contexts: Those on which it has a context, as far as NVML knows → bytes that it uses there.
         settings: ``NCCL_…`` as it was started with.
         communicates: NCCL is loaded and it has TCP sockets, as every NCCL communicator has.
+        passes_descriptors: A communicator of NCCL's in it shares device memory through cuMem.
         managed: Bytes of managed memory (UVM) that it has mapped.
         ipc: It shares memory or events through CUDA's legacy IPC.
         mps: It reaches its GPU through MPS.
@@ -38,6 +39,7 @@ class GpuProcess:
     contexts: Mapping[str, int] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
     communicates: bool = False
+    passes_descriptors: bool = False
     managed: int = 0
     ipc: bool = False
     mps: bool = False
@@ -115,6 +117,7 @@ def look_at_gpus(
                 settings=settings,
                 communicates=any(nccl.is_library(m.path) for m in mappings)
                 and any(s.protocol in ("TCP", "TCPv6") for s in sockets),
+                passes_descriptors=nccl.passes_descriptors(pid, {s.inode for s in sockets if s.unix}),
                 managed=sum(m.length for m in mappings if _is_managed(m, backend)),
                 ipc=any(m.path.startswith(_IPC) for m in mappings)
                 or any(d.target.startswith(_IPC) for d in descriptors),

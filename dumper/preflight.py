@@ -41,6 +41,7 @@ CHECKS: tuple[Check, ...] = (
     checks_gpu.mps,
     checks_gpu.mig,
     checks_gpu.transports,
+    checks_gpu.sharing,
     checks_gpu.memory,
     checks_gpu.window,
 )

@@ -11,6 +11,7 @@ import json
 import os
 import threading
 import time
+import uuid
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,7 @@ from icecore.host import limits
 from icecore.host.resident.client import Agent
 from icecore.host.resident.keeper import start_keeper
 from icecore.host.resident.protocol import Allocation
+from icecore.host.resident.sharing import Shares, find_shares
 from icecore.host.resident.tree import LockAll, ResidentTree, UnlockAll
 from icecore.host.resident.worker import NOWHERE, ON_DEVICE, spare_room
 from icecore.host.resident.working import HostRegion, Worker, copy_cell
@@ -46,6 +48,8 @@ _POLL_SECONDS = 0.2
 _UNLIMITED_LEASE = 3600.0
 _LEASE_GRACE = 30.0
 _KEEPER_SECONDS = 5.0
+#: Of imported memory, where its process cannot tell.
+_NO_DEVICE = f"GPU-{uuid.UUID(int=0)}"
 
 
 @dataclass
@@ -95,7 +99,7 @@ class Resident:
         self._copying: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._processes: list[_Process] = []
-        self._described: dict[int, list[Allocation]] = {}
+        self._sharing = Shares({}, {})
 
     def close(self) -> None:
         """End the worker. May be called twice."""
@@ -128,8 +132,9 @@ class Resident:
         self._have_keeper(agents)
         self._tree = ResidentTree(self._place, self.look.pids)
         sizes: Counter[str] = Counter()
-        for one in (one for agent in agents for one in agent.allocations()):
+        for one in (one for agent in agents for one in agent.allocations() if not one.imported):
             sizes[one.device] += one.size
+        del sizes[_NO_DEVICE]
         if not sizes:
             return
         devices = sorted(sizes)
@@ -159,7 +164,7 @@ class Resident:
         with phase(self._emit, "dump.resident.unmap", processes=len(self._tree.pids)) as running:
             lease = _UNLIMITED_LEASE if limit is None else limit + _LEASE_GRACE
             running.bytes = self._tree.take_away(lock, unlock, seconds=min(60.0, limit or 60.0), lease=lease)
-        self._described = {pid: [one for one, _ in pairs] for pid, pairs in self._tree.taken.items()}
+        self._sharing = find_shares(self._tree.taken)
 
     def begin_copy(self, machinery: Machinery, parent: Parent | None) -> None:
         """Begin to copy what changed; `wait_copied` waits for it."""
@@ -206,7 +211,7 @@ class Resident:
     def _copy(self, machinery: Machinery, parent: Parent | None) -> None:
         try:
             assert self._tree is not None
-            pairs = dict(self._tree.taken)
+            pairs = self._sharing.owned  # what several have is stored once
             self._processes = [
                 self._plan(pid, number, pairs[pid], machinery, parent) for number, pid in enumerate(sorted(pairs))
             ]
@@ -366,9 +371,12 @@ class Resident:
             str(images[pid]): {
                 "token": self.look.reports[pid].token.hex(),
                 "allocations": [
-                    [one.identity, one.address, one.size, one.requested, one.device, one.ordinal] for one in allocations
+                    [one.identity, one.address, one.size, one.requested, one.device, one.ordinal] for one, _ in pairs
+                ],
+                "imports": [
+                    [one.allocation.identity, images[one.owner[0]], one.owner[1]] for one in self._sharing.imports[pid]
                 ],
             }
-            for pid, allocations in self._described.items()
+            for pid, pairs in self._sharing.owned.items()
         }
         return {"resident": json.dumps({"directory": self.look.directory, "processes": processes})}

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from icecore.dumper.gpus import GpuLook
 from icecore.errors import NotFound
 from icecore.host import procfs
-from icecore.host.resident.client import Agent, Report, ResidentFailed
+from icecore.host.resident.client import Agent, Keeper, Report, ResidentFailed
 from icecore.host.resident.protocol import VARIABLE
+from icecore.host.resident.sharing import Taken, share_any
 
 #: What a window takes beside the copies of what changed: parking, the driver's checkpoint and restore of what is left, CRIU (docs/resident.md).
 WINDOW_SECONDS = 1.0
@@ -28,11 +29,13 @@ class ResidentLook:
         directory: ``ICECORE_RESIDENT`` as they have it.
         pids: Each, as this machine sees it → as it sees itself.
         reports: How each is.
+        outsiders: Processes that are not in the tree, as the keeper sees them, and have memory of it.
     """
 
     directory: str
     pids: Mapping[int, int]
     reports: Mapping[int, Report]
+    outsiders: Sequence[int] = ()
 
     @property
     def bytes(self) -> int:
@@ -66,7 +69,25 @@ def look_at_resident(gpus: GpuLook) -> tuple[GpuLook, ResidentLook | None]:
         replace(process, resident=reports[process.pid].counts.resident_bytes) if process.pid in reports else process
         for process in gpus.processes
     ]
-    return replace(gpus, processes=less), ResidentLook(directory, pids, reports)
+    return replace(gpus, processes=less), ResidentLook(directory, pids, reports, _outsiders(directory, reports))
+
+
+def _outsiders(directory: str, reports: Mapping[int, Report]) -> list[int]:
+    """Of the processes with the same keeper, those that have memory of the tree's and are not in it."""
+    tokens = {report.token for report in reports.values()}
+    keeper, found = Keeper(Path(f"/proc/{next(iter(reports))}/root{directory}")), []
+    with suppress(NotFound, ResidentFailed), ExitStack() as stack:
+
+        def take(token: bytes) -> list[Taken]:
+            pairs = keeper.take(token)
+            for _, descriptor in pairs:
+                stack.callback(os.close, descriptor)
+            return pairs
+
+        others = [one for one in keeper.processes() if one.alive and one.allocations and one.token not in tokens]
+        own = [pair for token in tokens for pair in take(token)] if others else []
+        found = [one.pid for one in others if share_any(own, take(one.token))]
+    return found
 
 
 def resident_directory(pid: int) -> str:

@@ -21,7 +21,6 @@ from icecore.hooks import run_hook
 from icecore.host import procfs
 from icecore.host.criu import Criu, find_criu
 from icecore.host.cuda.job import gpu_run
-from icecore.host.cuda.nccl import COST
 from icecore.host.job import Job
 from icecore.host.jobs import Registry
 from icecore.host.namespaces import Isolation
@@ -147,14 +146,15 @@ def start_gpu(
 ) -> Job:
     """Start a GPU job in ``jobs``; see `run` and `icecore.host.cuda.job.gpu_run`."""
     variables = dict(passphrase.without_secrets(os.environ) if environment is None else environment)
-    how = gpu_run(isolation, variables, pid=pid, root=root)
-    notes = list(how.notes)
+    missing: list[str] = []
     if resident:
         try:
             preload_path()
         except MissingTool as error:
             resident = False
-            notes.append(f"{error.message} ({error.cure})")
+            missing.append(f"{error.message} ({error.cure})")
+    how = gpu_run(isolation, variables, pid=pid, root=root, resident=resident)
+    notes = [*how.notes, *missing]
     job = jobs.start(
         command,
         name=name,
@@ -167,7 +167,15 @@ def start_gpu(
     emit(
         Event(
             "run.gpu",
-            {"job": job.name, "added": dict(how.added), "kept": dict(how.kept), "cost": COST, "root": how.isolation.root, "resident": resident, "notes": notes},
+            {
+                "job": job.name,
+                "added": dict(how.added),
+                "kept": dict(how.kept),
+                "cost": how.cost,
+                "root": how.isolation.root,
+                "resident": resident,
+                "notes": notes,
+            },
         )
     )
     return job

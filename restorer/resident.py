@@ -67,10 +67,16 @@ class Recorded:
 
 @dataclass(frozen=True)
 class RecordedProcess:
-    """One process's. ``token``: names it through checkpoint and restore."""
+    """One process's.
+
+    Attributes:
+        token: Names it through checkpoint and restore.
+        imports: Allocations that are the memory of others: its identity for each → (image id, identity there).
+    """
 
     token: bytes
     allocations: list[Recorded]
+    imports: dict[int, tuple[int, int]]
 
 
 def recorded(manifest: Manifest) -> tuple[str, dict[int, RecordedProcess]]:
@@ -87,7 +93,9 @@ def recorded(manifest: Manifest) -> tuple[str, dict[int, RecordedProcess]]:
         directory = str(known["directory"])
         processes = {
             int(image): RecordedProcess(
-                bytes.fromhex(about["token"]), [Recorded(*(of(one) for of, one in zip(_FIELDS, row, strict=True))) for row in about["allocations"]]
+                bytes.fromhex(about["token"]),
+                [Recorded(*(of(one) for of, one in zip(_FIELDS, row, strict=True))) for row in about["allocations"]],
+                {int(identity): (int(owner), int(there)) for identity, owner, there in about.get("imports", [])},
             )
             for image, about in known["processes"].items()
         }
@@ -100,6 +108,9 @@ def recorded(manifest: Manifest) -> tuple[str, dict[int, RecordedProcess]]:
                 raise ValueError(f"the allocations of process {image} are not its regions")
             if any(one.size % CELL_BYTES or one.address % CELL_BYTES for one in process.allocations):
                 raise ValueError("an allocation does not consist of whole cells")
+        there = {(image, one.identity) for image, process in processes.items() for one in process.allocations}
+        if not there.issuperset(owner for process in processes.values() for owner in process.imports.values()):
+            raise ValueError("a process has memory of another that is not there")
         return directory, processes
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged("manifest", manifest.snapshot, f"what it says of resident memory: {error}") from error
@@ -220,7 +231,7 @@ class Resident:
             agents = {image: Agent(self._place, image, tracee=pids[image]) for image in self._processes}
             try:
                 for image, agent in agents.items():
-                    agent.map({piece.about.identity: piece.descriptor for piece in self._pieces if piece.process == image})
+                    agent.map(self._descriptors(image))
                 for agent in agents.values():
                     agent.go()
                 self._worker.linger(_LINGER_SECONDS)
@@ -231,6 +242,12 @@ class Resident:
                 raise RestoreFailed(f"resident memory could not be mapped: {error.message}", cure=error.cure) from error
 
     # -- within
+
+    def _descriptors(self, image: int) -> dict[int, int]:
+        """What a process maps, by its identities: of memory that several have, each gets a duplicate of one descriptor, as it was."""
+        found = {(piece.process, piece.about.identity): piece.descriptor for piece in self._pieces}
+        own = {identity: descriptor for (process, identity), descriptor in found.items() if process == image}
+        return own | {identity: found[owner] for identity, owner in self._processes[image].imports.items()}
 
     def _assign(self, gpus: GpuPlan) -> list[_Piece]:
         pieces: list[_Piece] = []

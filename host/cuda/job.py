@@ -24,16 +24,23 @@ class GpuRun:
         added: Variables that are set for it.
         kept: ``NCCL_…`` variables that the caller has set otherwise, and that keep it from being snapshotted where ranks use them.
         notes: What else there is to say, in sentences.
+        cost: What it costs.
     """
 
     isolation: Isolation
     added: Mapping[str, str]
     kept: Mapping[str, str]
     notes: list[str]
+    cost: str
 
 
 def gpu_run(
-    wanted: Isolation, environment: Mapping[str, str], *, pid: Literal["", "host", "private"] = "", root: Literal["", "host", "private"] = ""
+    wanted: Isolation,
+    environment: Mapping[str, str],
+    *,
+    pid: Literal["", "host", "private"] = "",
+    root: Literal["", "host", "private"] = "",
+    resident: bool = False,
 ) -> GpuRun:
     """Namespaces and variables for a GPU job.
 
@@ -44,6 +51,7 @@ def gpu_run(
         wanted: The namespaces without that.
         environment: The job's.
         pid, root: What the caller asked for in so many words; "": nothing.
+        resident: It runs under the preload, which parks what NCCL's ranks share.
 
     Raises:
         UsageError: What was asked for cannot work.
@@ -68,14 +76,15 @@ def gpu_run(
         notes.append(f"it runs in the host's pid namespace, {why}: a snapshot of it can run once at a time on one host")
     if not isolation.network:
         notes.append("jobs whose ranks talk over TCP can be restored right after they were killed only with --network private")
-    asked = {**nccl.SNAPSHOTABLE, **(nccl.LOOPBACK if isolation.network else {})}
+    settings, cost = (nccl.PARKED, nccl.PARKED_COST) if resident else (nccl.SNAPSHOTABLE, nccl.COST)
+    asked = {**settings, **(nccl.LOOPBACK if isolation.network else {})}
     kept = {
         one: environment[one]
-        for requirement in nccl.lacking({**asked, **environment})
-        for one in nccl.SNAPSHOTABLE
+        for requirement in nccl.lacking({**asked, **environment}, parked=resident)
+        for one in settings
         if one in requirement.cure and one in environment
     }
-    return GpuRun(isolation, {key: value for key, value in asked.items() if key not in environment}, kept, notes)
+    return GpuRun(isolation, {key: value for key, value in asked.items() if key not in environment}, kept, notes, cost)
 
 
 def private_root_lack() -> str:

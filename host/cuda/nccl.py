@@ -1,12 +1,12 @@
 """How NCCL must be set for its jobs to be snapshotable, and how a process has set it; its rule: what can be checkpointed but not restored is a lost job.
 
 Measured with two ranks on driver 580 (docs/gpu.md): device memory or pinned host memory that ranks share lets the driver's checkpoint succeed and its
-restore fail.
+restore fail. Under the preload (docs/resident.md) what ranks share through cuMem is taken away before, and P2P may stay on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +19,22 @@ SNAPSHOTABLE: Mapping[str, str] = {
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_RAS_ENABLE": "0",
 }
+#: The same under the preload: peer access over NVLink or PCIe, in memory that windows take away.
+PARKED: Mapping[str, str] = {
+    "NCCL_CUMEM_ENABLE": "1",
+    "NCCL_CUMEM_HOST_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_RAS_ENABLE": "0",
+}
 #: Where the job has a network of its own, which has loopback only.
 LOOPBACK: Mapping[str, str] = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
 COST = "NCCL moves data between GPUs through host memory instead of NVLink or PCIe peer access: collectives are slower"
+#: The version that a preload speaks which parks it (`icecore.host.resident.client.Report`).
+PARKED_SINCE = 2
+PARKED_COST = "NCCL keeps peer access (NVLink), but not multicast (NVLS), with which large collectives are faster on machines that have it"
 _LIBRARY = "libnccl.so"
+#: The abstract socket of a communicator through which descriptors of cuMem memory pass.
+_SOCKET = "@/tmp/nccl-socket-"
 
 
 @dataclass(frozen=True)
@@ -34,12 +46,18 @@ class Requirement:
     met: Callable[[Mapping[str, str]], bool]
 
 
+def without_peers(own: Mapping[str, str]) -> bool:
+    """Whether settings keep ranks from each other's device memory."""
+    return own.get("NCCL_P2P_DISABLE") == "1" or own.get("NCCL_P2P_LEVEL", "").upper() in ("LOC", "0")
+
+
+_NO_PEERS = Requirement("P2P transport", "NCCL_P2P_DISABLE=1", without_peers)
+_PEERS_BY_CUMEM = Requirement(
+    "P2P transport that may be CUDA IPC",
+    "NCCL_CUMEM_ENABLE=1 or NCCL_P2P_DISABLE=1",
+    lambda own: own.get("NCCL_CUMEM_ENABLE") == "1" or without_peers(own),
+)
 REQUIREMENTS = (
-    Requirement(
-        "P2P transport",
-        "NCCL_P2P_DISABLE=1",
-        lambda own: own.get("NCCL_P2P_DISABLE") == "1" or own.get("NCCL_P2P_LEVEL", "").upper() in ("LOC", "0"),
-    ),
     Requirement(
         "SHM transport over the driver's shared host memory",
         "NCCL_CUMEM_HOST_ENABLE=0 (SHM over /dev/shm) or NCCL_SHM_DISABLE=1 (sockets)",
@@ -50,9 +68,23 @@ REQUIREMENTS = (
 )
 
 
-def lacking(settings: Mapping[str, str]) -> list[Requirement]:
-    """What is not met by a process's settings."""
-    return [one for one in REQUIREMENTS if not one.met(settings)]
+def lacking(settings: Mapping[str, str], *, parked: bool = False) -> list[Requirement]:
+    """What is not met by a process's settings. ``parked``: windows take away what all ranks share through cuMem."""
+    return [one for one in (_PEERS_BY_CUMEM if parked else _NO_PEERS, *REQUIREMENTS) if not one.met(settings)]
+
+
+def passes_descriptors(pid: int, sockets: Collection[int]) -> bool:
+    """Whether a process has a communicator whose ranks give each other descriptors of device memory.
+
+    Args:
+        sockets: Inodes of its unix sockets.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/net/unix").read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    words = [line.split() for line in lines if _SOCKET in line]
+    return any(int(word[6]) in sockets for word in words if len(word) > 7)
 
 
 def is_library(path: str) -> bool:

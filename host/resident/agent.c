@@ -142,11 +142,11 @@ static int list(int to)
 
 	if (!lock_for_a_while())
 		return -1;
-	for (struct allocation *at = NULL; !result && (at = table_next(at, KIND_RESIDENT));) {
+	for (struct allocation *at = NULL; !result && (at = table_next_held(at));) {
 		struct resident_message one = {
 			.version = RESIDENT_VERSION, .operation = AGENT_LIST,    .identity = at->identity, .address = at->address,
 			.size = at->size,            .requested = at->requested, .ordinal = at->device,    .pid = getpid(),
-			.flags = at->held,           .state = at->mapped};
+			.state = at->mapped,         .flags = (at->held ? RESIDENT_HELD : 0) | (at->imported ? RESIDENT_IMPORTED : at->exported ? RESIDENT_EXPORTED : 0)};
 		memcpy(one.device, device_uuid(at->device), 16);
 		memcpy(one.token, process_token, 16);
 		result = packet_send(to, &one, -1);
@@ -159,7 +159,7 @@ static uint64_t count_unheld(void)
 {
 	uint64_t some = 0;
 
-	for (struct allocation *at = NULL; (at = table_next(at, KIND_RESIDENT));)
+	for (struct allocation *at = NULL; (at = table_next_held(at));)
 		some += !at->held;
 	return some;
 }
@@ -173,8 +173,8 @@ static void serve(int from)
 	packet_limit(from, LIMIT_SECONDS);
 	if (getsockopt(from, SOL_SOCKET, SO_PEERCRED, &peer, &length) || (peer.uid != 0 && peer.uid != geteuid()))
 		return;
-	if (packet_receive(from, &wanted, NULL, 0) != 1)
-		return;
+	if (packet_receive(from, &wanted, NULL, 0) != 1 || wanted.version != RESIDENT_VERSION)
+		return; /* an older client would store shared memory once for each process */
 	answer.operation = wanted.operation;
 	if (wanted.lease)
 		lease = (int64_t)wanted.lease;
@@ -241,7 +241,7 @@ static void go_back(void)
 static void tend_keeper(void)
 {
 	pthread_mutex_lock(&table_lock);
-	if (counts.resident && (holding_socket() < 0 || count_unheld()))
+	if ((counts.resident || counts.imported) && (holding_socket() < 0 || count_unheld()))
 		holding_complete();
 	pthread_mutex_unlock(&table_lock);
 }
@@ -307,6 +307,7 @@ static void in_child(void)
 	state = RESIDENT_RUNNING;
 	started = false;
 	allocations_of_child();
+	handles_of_child();
 	peers_of_child();
 	captures_of_child();
 	threads_of_child();

@@ -60,6 +60,16 @@ const uint8_t *device_uuid(CUdevice device)
 	return devices[device].uuid;
 }
 
+bool device_usable(CUdevice device)
+{
+	return device >= 0 && device < DEVICES && device_of(device).usable;
+}
+
+uint64_t new_identity(void)
+{
+	return next_identity++;
+}
+
 void devices_again(void)
 {
 	for (CUdevice number = 0; number < DEVICES; number++)
@@ -147,6 +157,21 @@ static bool child_may_hold_memory(void)
 	return __atomic_load_n(&counts.windows, __ATOMIC_RELAXED) && now() - __atomic_load_n(&last_fork, __ATOMIC_RELAXED) < CHILD_NANOSECONDS;
 }
 
+CUresult create_physical(CUhandle *out, size_t size, const struct allocation_properties *properties)
+{
+	const struct driver *d = driver();
+	CUresult result = d->cuMemCreate(out, size, properties, 0);
+	CUcontext context;
+
+	if (result == CUDA_ERROR_OUT_OF_MEMORY && !d->cuCtxGetCurrent(&context) && context && release_all_deferred(context))
+		result = d->cuMemCreate(out, size, properties, 0);
+	while (result == CUDA_ERROR_OUT_OF_MEMORY && child_may_hold_memory()) {
+		nanosleep(&(struct timespec){0, 1000000}, NULL);
+		result = d->cuMemCreate(out, size, properties, 0);
+	}
+	return result;
+}
+
 /* CUDA_SUCCESS, CUDA_ERROR_OUT_OF_MEMORY, or -1: it is the driver's. */
 static CUresult allocate(CUdeviceptr *out, size_t bytes)
 {
@@ -164,13 +189,7 @@ static CUresult allocate(CUdeviceptr *out, size_t bytes)
 		return -1;
 	made.size = (bytes + device.granularity - 1) / device.granularity * device.granularity;
 	struct allocation_properties properties = properties_of(made.device, device.rdma);
-	result = d->cuMemCreate(&made.handle, made.size, &properties, 0);
-	if (result == CUDA_ERROR_OUT_OF_MEMORY && release_all_deferred(made.context))
-		result = d->cuMemCreate(&made.handle, made.size, &properties, 0);
-	while (result == CUDA_ERROR_OUT_OF_MEMORY && child_may_hold_memory()) {
-		nanosleep(&(struct timespec){0, 1000000}, NULL);
-		result = d->cuMemCreate(&made.handle, made.size, &properties, 0);
-	}
+	result = create_physical(&made.handle, made.size, &properties);
 	if (result) {
 		pthread_mutex_lock(&table_lock);
 		counts.out_of_memory += result == CUDA_ERROR_OUT_OF_MEMORY;
@@ -186,7 +205,7 @@ static CUresult allocate(CUdeviceptr *out, size_t bytes)
 	if (d->cuMemExportToShareableHandle(&descriptor, made.handle, HANDLE_POSIX_DESCRIPTOR, 0))
 		descriptor = -1; /* none left in this process: handed over later */
 	pthread_mutex_lock(&table_lock);
-	made.identity = next_identity++;
+	made.identity = new_identity();
 	struct allocation *added = table_add(&made);
 	if (added) {
 		counts.allocations++;
@@ -403,11 +422,9 @@ CUresult resident_cuIpcGetMemHandle(void *out, CUdeviceptr address)
 		return CUDA_ERROR_NOT_INITIALIZED;
 	enter();
 	CUresult result = driver()->cuIpcGetMemHandle(out, address);
-	if (result) {
-		pthread_mutex_lock(&table_lock);
-		counts.ipc_refused++;
-		pthread_mutex_unlock(&table_lock);
-	}
+	pthread_mutex_lock(&table_lock);
+	*(result ? &counts.ipc_refused : &counts.ipc_exports) += 1;
+	pthread_mutex_unlock(&table_lock);
 	leave();
 	return result;
 }

@@ -9,20 +9,34 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from errno import EAGAIN, ENOENT
+from errno import EAGAIN, ECONNRESET, EIO, ENOENT, EPIPE, EPROTO
 from pathlib import Path
+from typing import TypeVar
 
 from icecore.errors import IcecoreError, NotFound
 from icecore.host.resident import signals
-from icecore.host.resident.protocol import Allocation, Counts, Message, Operation, explain, receive, send
+from icecore.host.resident.protocol import (
+    OLDEST_VERSION,
+    VERSION,
+    Allocation,
+    Counts,
+    Message,
+    Operation,
+    explain,
+    receive,
+    send,
+)
+
+T = TypeVar("T")
 
 _ANSWER_SECONDS = 10.0
 _LEASE_SECONDS = 30.0
 _LONGEST_ADDRESS = 108
+_HUNG_UP = (EPROTO, ECONNRESET, EPIPE)
 
 
 class ResidentFailed(IcecoreError):
@@ -51,14 +65,36 @@ class Report:
 
     Attributes:
         token: Names it through checkpoint and restore.
+        version: What it speaks; from 2 on it knows what it shares.
     """
 
     state: State
     token: bytes
     counts: Counts
+    version: int = VERSION
 
 
-class Agent:
+class _Speaker:
+    """Whoever asks somebody who may be older: who hangs up at once is asked in the older way."""
+
+    version = VERSION
+
+    def _spoken(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except ResidentFailed as error:
+            if self.version != VERSION or error.code not in _HUNG_UP:
+                raise
+            first = error
+        self.version = OLDEST_VERSION
+        try:
+            return call()
+        except ResidentFailed:
+            self.version = VERSION
+            raise first from None
+
+
+class Agent(_Speaker):
     """The agent of one process. Each call is a connection of its own, so that none is open when the process is checkpointed.
 
     Args:
@@ -82,14 +118,17 @@ class Agent:
         answer = self._ask(Message(Operation.AGENT_STATUS))
         if answer.result:  # EBUSY, between park and unmap: who has the table's lock waits for somebody that is parked
             raise ResidentFailed(f"process {self.pid} cannot be asked now", answer.result)
-        return Report(State(answer.state), answer.token, Counts.unpack(answer.text))
+        return Report(State(answer.state), answer.token, Counts.unpack(answer.text), self.version)
 
     def allocations(self) -> list[Allocation]:
         """Its resident allocations, by address."""
-        with _connected(self._path, _ANSWER_SECONDS) as connection:
-            send(connection, Message(Operation.AGENT_LIST))
-            found = [Allocation.of(one) for one, _ in _until(connection, Operation.AGENT_END)]
-        return sorted(found, key=lambda one: one.address)
+
+        def ask() -> list[Allocation]:
+            with _connected(self._path, _ANSWER_SECONDS) as connection:
+                send(connection, Message(Operation.AGENT_LIST), version=self.version)
+                return [Allocation.of(one) for one, _ in _until(connection, Operation.AGENT_END)]
+
+        return sorted(self._spoken(ask), key=lambda one: one.address)
 
     def park(self, seconds: float = 10.0, lease: float = _LEASE_SECONDS, patience: float = 0.0) -> int:
         """Make every thread but the agent's and the driver's stand still; their number.
@@ -141,11 +180,15 @@ class Agent:
             descriptors: A descriptor by the identity of each allocation; None: the process gets them from its keeper.
         """
         given = descriptors or {}
-        with _connected(self._path, seconds) as connection:
-            send(connection, Message(Operation.AGENT_MAP, count=len(given)))
-            for identity, descriptor in given.items():
-                send(connection, Message(Operation.AGENT_MAP, identity=identity), descriptor)
-            answer = _last_answer(connection, self._path)
+
+        def ask() -> Message:
+            with _connected(self._path, seconds) as connection:
+                send(connection, Message(Operation.AGENT_MAP, count=len(given)), version=self.version)
+                for identity, descriptor in given.items():
+                    send(connection, Message(Operation.AGENT_MAP, identity=identity), descriptor, self.version)
+                return _last_answer(connection, self._path)
+
+        answer = self._spoken(ask)
         if answer.result:
             raise ResidentFailed(f"the device memory of process {self.pid} could not be mapped", answer.result)
 
@@ -171,9 +214,12 @@ class Agent:
         return self.directory / f"agent-{self.pid}"
 
     def _ask(self, message: Message, seconds: float = 0.0) -> Message:
-        with _connected(self._path, seconds + _ANSWER_SECONDS) as connection:
-            send(connection, message)
-            return _last_answer(connection, self._path)
+        def ask() -> Message:
+            with _connected(self._path, seconds + _ANSWER_SECONDS) as connection:
+                send(connection, message, version=self.version)
+                return _last_answer(connection, self._path)
+
+        return self._spoken(ask)
 
     def _as_seen_here(self, threads: Sequence[int]) -> list[int]:
         """Thread ids of the process's own namespace as ids of this one."""
@@ -210,7 +256,7 @@ class HeldProcess:
     size: int
 
 
-class Keeper:
+class Keeper(_Speaker):
     """The keeper of a directory.
 
     Args:
@@ -226,33 +272,44 @@ class Keeper:
 
     def processes(self) -> list[HeldProcess]:
         """All that it holds something of, or is connected to. Raises as all calls here: ``NotFound`` (no keeper), `ResidentFailed`."""
-        with _connected(self._path, _ANSWER_SECONDS) as connection:
-            send(connection, Message(Operation.KEEPER_PROCESSES))
-            return [
-                HeldProcess(one.token, one.pid, bool(one.flags & 1), bool(one.flags & 2), one.count, one.size)
-                for one, _ in _until(connection, Operation.KEEPER_END)
-            ]
+
+        def ask() -> list[HeldProcess]:
+            with _connected(self._path, _ANSWER_SECONDS) as connection:
+                send(connection, Message(Operation.KEEPER_PROCESSES), version=self.version)
+                return [
+                    HeldProcess(one.token, one.pid, bool(one.flags & 1), bool(one.flags & 2), one.count, one.size)
+                    for one, _ in _until(connection, Operation.KEEPER_END)
+                ]
+
+        return self._spoken(ask)
 
     def allocations(self, token: bytes) -> list[Allocation]:
         """What it holds of a process, by address."""
-        with _connected(self._path, _ANSWER_SECONDS) as connection:
-            send(connection, Message(Operation.KEEPER_LIST, token=token))
-            found = [Allocation.of(one) for one, _ in _until(connection, Operation.KEEPER_END)]
-        return sorted(found, key=lambda one: one.address)
+
+        def ask() -> list[Allocation]:
+            with _connected(self._path, _ANSWER_SECONDS) as connection:
+                send(connection, Message(Operation.KEEPER_LIST, token=token), version=self.version)
+                return [Allocation.of(one) for one, _ in _until(connection, Operation.KEEPER_END)]
+
+        return sorted(self._spoken(ask), key=lambda one: one.address)
 
     def take(self, token: bytes) -> list[tuple[Allocation, int]]:
         """The same with a duplicate of each descriptor, the caller's to close."""
-        found: list[tuple[Allocation, int]] = []
-        try:
-            with _connected(self._path, _ANSWER_SECONDS) as connection:
-                send(connection, Message(Operation.KEEPER_TAKE, token=token))
-                for one, descriptor in _until(connection, Operation.KEEPER_END):
-                    found.append((Allocation.of(one), descriptor))
-        except BaseException:
-            for _, descriptor in found:
-                os.close(descriptor)
-            raise
-        return sorted(found, key=lambda pair: pair[0].address)
+
+        def ask() -> list[tuple[Allocation, int]]:
+            found: list[tuple[Allocation, int]] = []
+            try:
+                with _connected(self._path, _ANSWER_SECONDS) as connection:
+                    send(connection, Message(Operation.KEEPER_TAKE, token=token), version=self.version)
+                    for one, descriptor in _until(connection, Operation.KEEPER_END):
+                        found.append((Allocation.of(one), descriptor))
+            except BaseException:
+                for _, descriptor in found:
+                    os.close(descriptor)
+                raise
+            return found
+
+        return sorted(self._spoken(ask), key=lambda pair: pair[0].address)
 
     def put(self, allocation: Allocation, descriptor: int) -> None:
         """Have it hold a descriptor (of which the caller keeps its own) for a process that will come back."""
@@ -266,6 +323,7 @@ class Keeper:
                 device=bytes.fromhex(allocation.device.removeprefix("GPU-").replace("-", "")),
                 ordinal=allocation.ordinal,
                 token=allocation.token,
+                flags=allocation.flags,
             ),
             descriptor,
         )
@@ -279,9 +337,12 @@ class Keeper:
         self._ask(Message(Operation.KEEPER_FORGET, token=token), good=(0, ENOENT))
 
     def _ask(self, message: Message, descriptor: int = -1, good: tuple[int, ...] = (0,)) -> None:
-        with _connected(self._path, _ANSWER_SECONDS) as connection:
-            send(connection, message, descriptor)
-            answer = _answer(connection, self._path)
+        def ask() -> Message:
+            with _connected(self._path, _ANSWER_SECONDS) as connection:
+                send(connection, message, descriptor, self.version)
+                return _answer(connection, self._path)
+
+        answer = self._spoken(ask)
         if answer.result not in good:
             raise ResidentFailed(f"the keeper {self._path} refused", answer.result)
 
@@ -299,10 +360,10 @@ def _connected(path: Path, seconds: float) -> Iterator[socket.socket]:
             yield connection
         except (FileNotFoundError, ConnectionRefusedError) as error:
             raise NotFound(f"nobody answers at {path}") from error
-        except (EOFError, ValueError, OSError) as error:
-            raise ResidentFailed(
-                f"{path} did not answer ({error or 'it hung up'})", getattr(error, "errno", None) or 5
-            ) from error
+        except EOFError as error:
+            raise ResidentFailed(f"{path} hung up", EPROTO) from error
+        except (ValueError, OSError) as error:
+            raise ResidentFailed(f"{path} did not answer ({error})", getattr(error, "errno", None) or EIO) from error
 
 
 def _connect(connection: socket.socket, path: Path) -> None:

@@ -85,6 +85,9 @@ static void release_of(CUcontext context)
 		if (at->context == context && !at->freed)
 			defer(at);
 	release_deferred(context, BEING_FREED - 1);
+	for (struct allocation *at = NULL; (at = table_next(at, KIND_MAPPING));)
+		if (at->context == context)
+			at->context = NULL; /* what the application maps itself outlives contexts */
 	pthread_mutex_unlock(&table_lock);
 }
 

@@ -15,6 +15,7 @@ enum {
 	CUDA_ERROR_INVALID_VALUE = 1,
 	CUDA_ERROR_OUT_OF_MEMORY = 2,
 	CUDA_ERROR_NOT_INITIALIZED = 3,
+	CUDA_ERROR_OPERATING_SYSTEM = 304,
 	CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704,
 	CUDA_ERROR_NOT_SUPPORTED = 801,
 	CUDA_ERROR_CAPTURE_FIRST = 900,
@@ -28,6 +29,7 @@ enum {
 	LOCATION_DEVICE = 1,
 	ALLOCATION_PINNED = 1,
 	HANDLE_POSIX_DESCRIPTOR = 1,
+	ACCESS_READ = 1,
 	ACCESS_READ_WRITE = 3,
 	GRANULARITY_MINIMUM = 0,
 	PER_THREAD_DEFAULT_STREAM = 2,
@@ -53,17 +55,17 @@ struct access {
 };
 _Static_assert(sizeof(struct allocation_properties) == 32 && sizeof(struct access) == 12, "as cuda.h has them");
 
-/* CALL(name, arguments): what the preload cannot do without. HOOKED(name, arguments): also what applications meet in our form; may be missing. */
-#define DRIVER_CALLS(CALL, HOOKED) \
-	CALL(cuMemCreate, (CUhandle *, size_t, const struct allocation_properties *, unsigned long long)) \
-	CALL(cuMemRelease, (CUhandle)) \
-	CALL(cuMemMap, (CUdeviceptr, size_t, size_t, CUhandle, unsigned long long)) \
-	CALL(cuMemUnmap, (CUdeviceptr, size_t)) \
-	CALL(cuMemSetAccess, (CUdeviceptr, size_t, const struct access *, size_t)) \
+/* CALL(name, arguments): what the preload cannot do without; BOTH: that, and what applications meet in our form; HOOKED: the latter alone, may be missing. */
+#define DRIVER_CALLS(CALL, BOTH, HOOKED) \
+	BOTH(cuMemCreate, (CUhandle *, size_t, const struct allocation_properties *, unsigned long long)) \
+	BOTH(cuMemRelease, (CUhandle)) \
+	BOTH(cuMemMap, (CUdeviceptr, size_t, size_t, CUhandle, unsigned long long)) \
+	BOTH(cuMemUnmap, (CUdeviceptr, size_t)) \
+	BOTH(cuMemSetAccess, (CUdeviceptr, size_t, const struct access *, size_t)) \
 	CALL(cuMemAddressReserve, (CUdeviceptr *, size_t, size_t, CUdeviceptr, unsigned long long)) \
 	CALL(cuMemAddressFree, (CUdeviceptr, size_t)) \
-	CALL(cuMemExportToShareableHandle, (void *, CUhandle, int, unsigned long long)) \
-	CALL(cuMemImportFromShareableHandle, (CUhandle *, void *, int)) \
+	BOTH(cuMemExportToShareableHandle, (void *, CUhandle, int, unsigned long long)) \
+	BOTH(cuMemImportFromShareableHandle, (CUhandle *, void *, int)) \
 	CALL(cuMemGetAllocationGranularity, (size_t *, const struct allocation_properties *, int)) \
 	CALL(cuDeviceGetAttribute, (int *, int, CUdevice)) \
 	CALL(cuDeviceGetUuid, (void *, CUdevice)) \
@@ -95,6 +97,14 @@ _Static_assert(sizeof(struct allocation_properties) == 32 && sizeof(struct acces
 	HOOKED(cuStreamEndCapture, (CUstream, void **)) \
 	HOOKED(cuStreamEndCapture_ptsz, (CUstream, void **)) \
 	HOOKED(cuStreamDestroy_v2, (CUstream)) \
+	HOOKED(cuMemRetainAllocationHandle, (CUhandle *, CUdeviceptr)) \
+	HOOKED(cuMemGetAllocationPropertiesFromHandle, (struct allocation_properties *, CUhandle)) \
+	HOOKED(cuMemPoolExportToShareableHandle, (void *, CUpool, int, unsigned long long)) \
+	HOOKED(cuMemPoolImportFromShareableHandle, (CUpool *, void *, int, unsigned long long)) \
+	HOOKED(cuMulticastCreate, (CUhandle *, const void *)) \
+	HOOKED(cuMulticastAddDevice, (CUhandle, CUdevice)) \
+	HOOKED(cuMulticastBindMem, (CUhandle, size_t, CUhandle, size_t, size_t, unsigned long long)) \
+	HOOKED(cuMulticastBindMem_v2, (CUhandle, CUdevice, size_t, CUhandle, size_t, size_t, unsigned long long)) \
 	HOOKED(cuIpcGetMemHandle, (void *, CUdeviceptr)) \
 	HOOKED(cuCtxEnablePeerAccess, (CUcontext, unsigned)) \
 	HOOKED(cuCtxDisablePeerAccess, (CUcontext)) \
@@ -106,7 +116,7 @@ _Static_assert(sizeof(struct allocation_properties) == 32 && sizeof(struct acces
 
 struct driver {
 #define MEMBER(name, arguments) CUresult (*name) arguments;
-	DRIVER_CALLS(MEMBER, MEMBER)
+	DRIVER_CALLS(MEMBER, MEMBER, MEMBER)
 #undef MEMBER
 	CUresult (*cuThreadExchangeStreamCaptureMode)(int *); /* may be missing */
 	int usable; /* every CALL was found */

@@ -16,7 +16,6 @@
 
 #define LIMIT_SECONDS 2
 #define RETRY_NANOSECONDS 500000000ll
-#define HIGH 500
 
 uint8_t process_token[16];
 
@@ -40,7 +39,7 @@ const char *resident_directory(void)
 
 int high_descriptor(int descriptor)
 {
-	int high = fcntl(descriptor, F_DUPFD_CLOEXEC, HIGH);
+	int high = fcntl(descriptor, F_DUPFD_CLOEXEC, HIGH_DESCRIPTOR);
 
 	if (high < 0)
 		return descriptor;
@@ -53,6 +52,11 @@ static bool still(int descriptor, ino_t inode)
 	struct stat found;
 
 	return descriptor >= 0 && fstat(descriptor, &found) == 0 && found.st_ino == inode;
+}
+
+bool holding_keeps(const struct allocation *what)
+{
+	return still(what->descriptor, what->inode);
 }
 
 void holding_close_kept(struct allocation *what)
@@ -69,7 +73,7 @@ int holding_socket(void)
 
 static void unheld(void)
 {
-	for (struct allocation *at = NULL; (at = table_next(at, KIND_RESIDENT));)
+	for (struct allocation *at = NULL; (at = table_next_held(at));)
 		at->held = false;
 }
 
@@ -91,6 +95,7 @@ static struct resident_message about(const struct allocation *what, uint32_t ope
 		.size = what->size,
 		.requested = what->requested,
 		.ordinal = what->device,
+		.flags = what->imported ? RESIDENT_IMPORTED : what->exported ? RESIDENT_EXPORTED : 0,
 		.pid = getpid(),
 	};
 
@@ -149,14 +154,17 @@ static bool open_link(void)
 	return true;
 }
 
+/* Without a descriptor, what the keeper holds of it is described anew. */
 static bool hand_over(struct allocation *what, int descriptor)
 {
 	struct resident_message message = about(what, KEEPER_HOLD);
 
-	what->held = packet_send(link_socket, &message, descriptor) == 0;
-	if (!what->held)
+	if (packet_send(link_socket, &message, descriptor)) {
 		holding_close();
-	return what->held;
+		return false;
+	}
+	what->held = what->held || descriptor >= 0;
+	return true;
 }
 
 /* A descriptor of one allocation: exported, or the one that was kept. The caller closes it. */
@@ -165,7 +173,7 @@ static int descriptor_of(const struct allocation *what)
 	int made = -1;
 
 	if (what->descriptor >= 0)
-		return still(what->descriptor, what->inode) ? fcntl(what->descriptor, F_DUPFD_CLOEXEC, HIGH) : -1;
+		return still(what->descriptor, what->inode) ? fcntl(what->descriptor, F_DUPFD_CLOEXEC, HIGH_DESCRIPTOR) : -1;
 	if (!what->has_handle || driver()->cuMemExportToShareableHandle(&made, what->handle, HANDLE_POSIX_DESCRIPTOR, 0))
 		return -1;
 	return made;
@@ -176,7 +184,7 @@ static bool confirmed(struct resident_message *answer)
 	uint64_t sum = 0;
 	uint32_t count = 0;
 
-	for (struct allocation *at = NULL; (at = table_next(at, KIND_RESIDENT));) {
+	for (struct allocation *at = NULL; (at = table_next_held(at));) {
 		count++;
 		sum += at->identity;
 	}
@@ -191,24 +199,27 @@ static bool resync(void)
 		holding_close();
 		return false;
 	}
-	for (struct allocation *at = NULL; (at = table_next(at, KIND_RESIDENT));) {
-		int descriptor = descriptor_of(at);
-		if (descriptor < 0)
-			continue; /* shows in the confirmation */
+	for (struct allocation *at = NULL; (at = table_next_held(at));) {
+		int descriptor = descriptor_of(at); /* none: one that the application closed; if the keeper lacks it, that shows in the confirmation */
 		bool handed = hand_over(at, descriptor);
-		close(descriptor);
+		if (descriptor >= 0)
+			close(descriptor);
 		if (!handed)
 			return false;
 	}
 	message.operation = KEEPER_RESYNCED;
-	return ask(&message) && confirmed(&message);
+	if (!ask(&message) || !confirmed(&message))
+		return false;
+	for (struct allocation *at = NULL; (at = table_next_held(at));)
+		at->held = true;
+	return true;
 }
 
 void holding_add(struct allocation *what, int descriptor)
 {
 	bool connected = holding_socket() >= 0;
 
-	if (connected && descriptor >= 0)
+	if (connected)
 		hand_over(what, descriptor);
 	else if (!connected && open_link())
 		resync(); /* the new one with all others */
@@ -233,7 +244,7 @@ bool holding_complete(void)
 	if (!open_link())
 		return false;
 	if (ask(&message) && confirmed(&message)) {
-		for (struct allocation *at = NULL; (at = table_next(at, KIND_RESIDENT));)
+		for (struct allocation *at = NULL; (at = table_next_held(at));)
 			at->held = true;
 		return true;
 	}
@@ -250,8 +261,10 @@ bool holding_replace(void)
 bool holding_renew(void)
 {
 	not_before = 0;
-	for (struct allocation *at = NULL; (at = table_next(at, KIND_RESIDENT));) {
+	for (struct allocation *at = NULL; (at = table_next_held(at));) {
 		int made = -1;
+		if (at->imported || at->exported)
+			continue; /* another would be of the same memory, and not be known to be */
 		if (at->has_handle && !driver()->cuMemExportToShareableHandle(&made, at->handle, HANDLE_POSIX_DESCRIPTOR, 0)) {
 			if (still(at->descriptor, at->inode))
 				close(at->descriptor);
@@ -295,10 +308,30 @@ lost:
 	return ENOTCONN;
 }
 
+static uint64_t wanted;
+static int fetched;
+
+static int fetch(uint64_t identity, int descriptor)
+{
+	if (identity == wanted)
+		fetched = descriptor;
+	else
+		close(descriptor);
+	return 0;
+}
+
+int holding_fetch(const struct allocation *what)
+{
+	wanted = what->identity;
+	fetched = -1;
+	holding_take(fetch);
+	return fetched;
+}
+
 /* What a child kept open, its parent could not free. */
 void holding_of_child(void)
 {
-	for (struct allocation *at = NULL; (at = table_next(at, KIND_RESIDENT));)
+	for (struct allocation *at = NULL; (at = table_next_held(at));)
 		holding_close_kept(at);
 	if (holding_socket() >= 0)
 		close(link_socket);

@@ -1,4 +1,4 @@
-/* Our forms of the driver's calls (allocate.c, contexts.c, interpose.c); rule: each answers as the driver's own would. */
+/* Our forms of the driver's calls (allocate.c, handles.c, contexts.c, interpose.c); rule: each answers as the driver's own would. */
 #ifndef ICECORE_RESIDENT_HOOKS_H
 #define ICECORE_RESIDENT_HOOKS_H
 
@@ -6,7 +6,7 @@
 
 #define OURS(name, arguments) CUresult resident_##name arguments;
 #define NOT_OURS(name, arguments)
-DRIVER_CALLS(NOT_OURS, OURS)
+DRIVER_CALLS(NOT_OURS, OURS, OURS)
 #undef OURS
 #undef NOT_OURS
 

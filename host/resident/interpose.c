@@ -43,6 +43,21 @@ static const struct hook {
 	{"cuStreamEndCapture", "cuStreamEndCapture", 10000, resident_cuStreamEndCapture, resident_cuStreamEndCapture_ptsz},
 	{"cuStreamEndCapture_ptsz", NULL, 0, resident_cuStreamEndCapture_ptsz, NULL},
 	{"cuStreamDestroy_v2", "cuStreamDestroy", 4000, resident_cuStreamDestroy_v2, NULL},
+	{"cuMemCreate", "cuMemCreate", 10020, resident_cuMemCreate, NULL},
+	{"cuMemRelease", "cuMemRelease", 10020, resident_cuMemRelease, NULL},
+	{"cuMemMap", "cuMemMap", 10020, resident_cuMemMap, NULL},
+	{"cuMemUnmap", "cuMemUnmap", 10020, resident_cuMemUnmap, NULL},
+	{"cuMemSetAccess", "cuMemSetAccess", 10020, resident_cuMemSetAccess, NULL},
+	{"cuMemExportToShareableHandle", "cuMemExportToShareableHandle", 10020, resident_cuMemExportToShareableHandle, NULL},
+	{"cuMemImportFromShareableHandle", "cuMemImportFromShareableHandle", 10020, resident_cuMemImportFromShareableHandle, NULL},
+	{"cuMemRetainAllocationHandle", "cuMemRetainAllocationHandle", 11000, resident_cuMemRetainAllocationHandle, NULL},
+	{"cuMemGetAllocationPropertiesFromHandle", "cuMemGetAllocationPropertiesFromHandle", 10020, resident_cuMemGetAllocationPropertiesFromHandle, NULL},
+	{"cuMemPoolExportToShareableHandle", "cuMemPoolExportToShareableHandle", 11020, resident_cuMemPoolExportToShareableHandle, NULL},
+	{"cuMemPoolImportFromShareableHandle", "cuMemPoolImportFromShareableHandle", 11020, resident_cuMemPoolImportFromShareableHandle, NULL},
+	{"cuMulticastCreate", "cuMulticastCreate", 12010, resident_cuMulticastCreate, NULL},
+	{"cuMulticastAddDevice", "cuMulticastAddDevice", 12010, resident_cuMulticastAddDevice, NULL},
+	{"cuMulticastBindMem_v2", "cuMulticastBindMem", 13010, resident_cuMulticastBindMem_v2, NULL},
+	{"cuMulticastBindMem", "cuMulticastBindMem", 12010, resident_cuMulticastBindMem, NULL},
 	{"cuIpcGetMemHandle", "cuIpcGetMemHandle", 4010, resident_cuIpcGetMemHandle, NULL},
 	{"cuCtxEnablePeerAccess", "cuCtxEnablePeerAccess", 4000, resident_cuCtxEnablePeerAccess, NULL},
 	{"cuCtxDisablePeerAccess", "cuCtxDisablePeerAccess", 4000, resident_cuCtxDisablePeerAccess, NULL},
@@ -78,7 +93,7 @@ const struct driver *driver(void)
 	calls.call = (CUresult(*) arguments)real_dlsym(library, #call); \
 	calls.usable = calls.usable && calls.call;
 #define HOOKED(call, arguments) calls.call = (CUresult(*) arguments)real_dlsym(library, #call);
-			DRIVER_CALLS(CALL, HOOKED)
+			DRIVER_CALLS(CALL, CALL, HOOKED)
 #undef CALL
 #undef HOOKED
 			calls.cuThreadExchangeStreamCaptureMode = (CUresult(*)(int *))real_dlsym(library, "cuThreadExchangeStreamCaptureMode");
@@ -186,6 +201,21 @@ LINKED(cuStreamBeginCaptureToGraph_ptsz, (CUstream a, void *b, const void *c, co
 LINKED(cuStreamEndCapture, (CUstream a, void **b), (a, b))
 LINKED(cuStreamEndCapture_ptsz, (CUstream a, void **b), (a, b))
 LINKED(cuStreamDestroy_v2, (CUstream a), (a))
+LINKED(cuMemCreate, (CUhandle * a, size_t b, const struct allocation_properties *c, unsigned long long d), (a, b, c, d))
+LINKED(cuMemRelease, (CUhandle a), (a))
+LINKED(cuMemMap, (CUdeviceptr a, size_t b, size_t c, CUhandle d, unsigned long long e), (a, b, c, d, e))
+LINKED(cuMemUnmap, (CUdeviceptr a, size_t b), (a, b))
+LINKED(cuMemSetAccess, (CUdeviceptr a, size_t b, const struct access *c, size_t d), (a, b, c, d))
+LINKED(cuMemExportToShareableHandle, (void *a, CUhandle b, int c, unsigned long long d), (a, b, c, d))
+LINKED(cuMemImportFromShareableHandle, (CUhandle * a, void *b, int c), (a, b, c))
+LINKED(cuMemRetainAllocationHandle, (CUhandle * a, CUdeviceptr b), (a, b))
+LINKED(cuMemGetAllocationPropertiesFromHandle, (struct allocation_properties * a, CUhandle b), (a, b))
+LINKED(cuMemPoolExportToShareableHandle, (void *a, CUpool b, int c, unsigned long long d), (a, b, c, d))
+LINKED(cuMemPoolImportFromShareableHandle, (CUpool * a, void *b, int c, unsigned long long d), (a, b, c, d))
+LINKED(cuMulticastCreate, (CUhandle * a, const void *b), (a, b))
+LINKED(cuMulticastAddDevice, (CUhandle a, CUdevice b), (a, b))
+LINKED(cuMulticastBindMem, (CUhandle a, size_t b, CUhandle c, size_t d, size_t e, unsigned long long f), (a, b, c, d, e, f))
+LINKED(cuMulticastBindMem_v2, (CUhandle a, CUdevice b, size_t c, CUhandle d, size_t e, size_t f, unsigned long long g), (a, b, c, d, e, f, g))
 LINKED(cuIpcGetMemHandle, (void *a, CUdeviceptr b), (a, b))
 LINKED(cuCtxEnablePeerAccess, (CUcontext a, unsigned b), (a, b))
 LINKED(cuCtxDisablePeerAccess, (CUcontext a), (a))

@@ -107,14 +107,16 @@ static size_t place(const struct process *process, uint64_t identity)
 	return index;
 }
 
-/* Takes the descriptor over. */
+/* Takes the descriptor over. Without one: what is held stays, and is described anew. */
 static int hold(struct process *process, const struct resident_message *what, int descriptor)
 {
 	size_t index = place(process, what->identity);
 
-	if (descriptor < 0)
-		return EINVAL;
-	if (index == process->count) {
+	if (descriptor < 0) {
+		if (index == process->count)
+			return ENOENT;
+		descriptor = process->held[index].descriptor;
+	} else if (index == process->count) {
 		if (process->count == process->room) {
 			size_t room = process->room ? 2 * process->room : 64;
 			struct held *more = realloc(process->held, room * sizeof *more);
@@ -197,10 +199,10 @@ static void sum(const struct process *process, struct resident_message *answer)
 }
 
 /* -1: the connection is to be closed. */
-static int list_processes(int to)
+static int list_processes(int to, uint32_t version)
 {
 	for (struct process *process = processes; process; process = process->next) {
-		struct resident_message one = {.version = RESIDENT_VERSION, .operation = KEEPER_PROCESSES, .pid = process->pid};
+		struct resident_message one = {.version = version, .operation = KEEPER_PROCESSES, .pid = process->pid};
 		memcpy(one.token, process->token, 16);
 		one.flags = (process->alive ? KEEPER_ALIVE : 0) | (process->retained ? KEEPER_RETAINED : 0);
 		sum(process, &one);
@@ -217,6 +219,7 @@ static int list(int to, const struct resident_message *message)
 	for (size_t i = 0; process && i < process->count; i++) {
 		struct resident_message one = process->held[i].what;
 		one.operation = message->operation;
+		one.version = message->version;
 		one.pid = process->pid;
 		if (packet_send(to, &one, message->operation == KEEPER_TAKE ? process->held[i].descriptor : -1))
 			return -1;
@@ -227,7 +230,7 @@ static int list(int to, const struct resident_message *message)
 /* One message; -1: the connection is to be closed. */
 static int serve(struct connection *connection)
 {
-	struct resident_message message, answer = {.version = RESIDENT_VERSION};
+	struct resident_message message, answer = {0};
 	struct process *process = connection->process;
 	int descriptor, got = packet_receive(connection->socket, &message, &descriptor, MSG_DONTWAIT);
 	size_t index;
@@ -236,6 +239,7 @@ static int serve(struct connection *connection)
 		return 0;
 	if (got <= 0)
 		return -1;
+	answer.version = message.version;
 	answer.operation = message.operation;
 	if (message.operation > KEEPER_HELLO && message.operation <= KEEPER_PARKED && !process) {
 		if (descriptor >= 0)
@@ -273,7 +277,7 @@ static int serve(struct connection *connection)
 		process->retained = true;
 		break;
 	case KEEPER_PROCESSES:
-		if (list_processes(connection->socket))
+		if (list_processes(connection->socket, message.version))
 			return -1;
 		answer.operation = KEEPER_END;
 		break;

@@ -52,7 +52,7 @@ static inline int packet_receive(int from, struct resident_message *message, int
 	struct cmsghdr *ancillary = CMSG_FIRSTHDR(&header);
 	if (ancillary && ancillary->cmsg_level == SOL_SOCKET && ancillary->cmsg_type == SCM_RIGHTS)
 		memcpy(&found, CMSG_DATA(ancillary), sizeof found);
-	if (got != (ssize_t)sizeof *message || message->version != RESIDENT_VERSION) {
+	if (got != (ssize_t)sizeof *message || message->version < RESIDENT_OLDEST || message->version > RESIDENT_VERSION) {
 		if (found >= 0)
 			close(found);
 		errno = EPROTO;

@@ -4,12 +4,13 @@
 
 #include <stdint.h>
 
-#define RESIDENT_VERSION 1
+#define RESIDENT_VERSION 2
+#define RESIDENT_OLDEST 1 /* that a keeper serves: processes come out of snapshots with the preload that they had. It knew nothing of shared memory */
 #define RESIDENT_VARIABLE "ICECORE_RESIDENT" /* a directory: "keeper" in it is the keeper's socket, "agent-PID" a process's */
 
 enum keeper_operation {
 	KEEPER_HELLO = 1,   /* token, pid -> result: these descriptors are mine */
-	KEEPER_HOLD = 2,    /* one allocation and its descriptor; no answer */
+	KEEPER_HOLD = 2,    /* one allocation and its descriptor (none: the one that is held); no answer */
 	KEEPER_FREE = 3,    /* identity -> result, once the descriptor is closed */
 	KEEPER_CONFIRM = 4, /* -> count, identity (sum of those held) */
 	KEEPER_RESYNC = 5,  /* what is not held again before KEEPER_RESYNCED is let go of; no answer */
@@ -42,6 +43,11 @@ enum resident_state { RESIDENT_RUNNING = 0, RESIDENT_PARKED = 1, RESIDENT_UNMAPP
 #define KEEPER_ALIVE 1u
 #define KEEPER_RETAINED 2u
 
+/* Flags of an allocation. */
+#define RESIDENT_HELD 1u      /* AGENT_LIST: the keeper has it */
+#define RESIDENT_IMPORTED 16u /* its process imported it: somebody else allocated the memory, whose descriptor is the same open file */
+#define RESIDENT_EXPORTED 32u /* its process made its descriptor for others */
+
 struct resident_message {
 	uint32_t version, operation;
 	int32_t result; /* 0, an errno, or 10000 + a CUresult */
@@ -66,6 +72,11 @@ struct resident_counts {
 	uint64_t allocations, frees, out_of_memory, ipc_refused, unheld; /* unheld: not at the keeper now */
 	uint64_t windows, cancelled;
 	uint64_t captured; /* left to the driver because a stream was being captured */
+	uint64_t handles, imported; /* live: made by cuMemCreate (also among the resident), imported from others */
+	uint64_t exports;           /* by the application */
+	uint64_t unparkable;        /* what was shared with other processes in a way that no window can take away: ever */
+	uint64_t multicast;         /* multicast objects: ever */
+	uint64_t ipc_exports;       /* by CUDA's legacy IPC, of what stayed with the driver: ever */
 };
 
 #define RESIDENT_CUDA_ERROR 10000

@@ -9,13 +9,16 @@ import uuid
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 
-VERSION = 1
+VERSION = 2
+#: What older processes speak (out of older snapshots), and their keepers: they know nothing of shared memory, else it is the same.
+OLDEST_VERSION = 1
 #: In the environment of a process: the directory in which ``keeper`` is the keeper's socket and ``agent-PID`` a process's own.
 VARIABLE = "ICECORE_RESIDENT"
 
 _LAYOUT = struct.Struct("<IIiIQQQQQQ16s16siiII400s")
-_COUNTS = 20
+_COUNTS = 26
 _CUDA_ERROR = 10000
+_IMPORTED, _EXPORTED = 16, 32
 
 
 class Operation(IntEnum):
@@ -74,29 +77,29 @@ class Message:
     state: int = 0
     text: bytes = b""
 
-    def pack(self) -> bytes:
+    def pack(self, version: int = VERSION) -> bytes:
         """As bytes."""
-        return _LAYOUT.pack(VERSION, *(getattr(self, one.name) for one in fields(self)))
+        return _LAYOUT.pack(version, *(getattr(self, one.name) for one in fields(self)))
 
     @classmethod
     def unpack(cls, data: bytes) -> Message:
         """From bytes.
 
         Raises:
-            ValueError: They are no packet of this version.
+            ValueError: They are no packet of a known version.
         """
         if len(data) != _LAYOUT.size:
             raise ValueError(f"a packet of {len(data)} bytes, not {_LAYOUT.size}")
         version, *values = _LAYOUT.unpack(data)
-        if version != VERSION:
+        if not OLDEST_VERSION <= version <= VERSION:
             raise ValueError(f"a packet of version {version}, not {VERSION}")
         return cls(*values)
 
 
-def send(to: socket.socket, message: Message, descriptor: int = -1) -> None:
+def send(to: socket.socket, message: Message, descriptor: int = -1, version: int = VERSION) -> None:
     """Send one, with a descriptor where it is not negative."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))] if descriptor >= 0 else []
-    to.sendmsg([message.pack()], rights)
+    to.sendmsg([message.pack(version)], rights)
 
 
 def receive(source: socket.socket) -> tuple[Message, int]:
@@ -129,6 +132,11 @@ class Counts:
         unheld: Resident ones that the keeper does not hold now.
         windows, cancelled: How often the memory was taken away; how often that was given up.
         captured: Allocations left to the driver because a stream was being captured.
+        handles, imported: What the application manages itself: made by cuMemCreate (also among the resident), imported from another process; live ones.
+        exports: How often it was exported.
+        unparkable: What was shared with other processes in a way that no window can take away; what was once stays counted.
+        multicast: Multicast objects, which no window can take away either; likewise.
+        ipc_exports: How often memory that stayed with the driver was exported by CUDA's legacy IPC.
     """
 
     resident: int = 0
@@ -151,6 +159,12 @@ class Counts:
     windows: int = 0
     cancelled: int = 0
     captured: int = 0
+    handles: int = 0
+    imported: int = 0
+    exports: int = 0
+    unparkable: int = 0
+    multicast: int = 0
+    ipc_exports: int = 0
 
     @classmethod
     def unpack(cls, text: bytes) -> Counts:
@@ -169,12 +183,14 @@ class Allocation:
 
     Attributes:
         identity: Names it within its process.
-        address: The device address that it keeps.
+        address: The device address that it keeps; of what the application manages itself, the handle as it knows it (no address: above 2^60).
         size: Bytes that are mapped; a multiple of the granularity.
         requested: Bytes that the application asked for.
         device: The UUID of its GPU, ``GPU-…``.
         ordinal: Its GPU as the process counts them.
         token: Its process's.
+        imported: Its process has it from another one, which allocated it: both descriptors are one open file. ``size`` is what is mapped of it.
+        exported: Others may have it from this one.
     """
 
     identity: int
@@ -184,6 +200,13 @@ class Allocation:
     device: str
     ordinal: int
     token: bytes = field(repr=False)
+    imported: bool = False
+    exported: bool = False
+
+    @property
+    def flags(self) -> int:
+        """As a packet has them."""
+        return _IMPORTED * self.imported | _EXPORTED * self.exported
 
     @classmethod
     def of(cls, message: Message) -> Allocation:
@@ -191,6 +214,7 @@ class Allocation:
         return cls(
             message.identity, message.address, message.size, message.requested,
             f"GPU-{uuid.UUID(bytes=message.device)}", message.ordinal, message.token,
+            bool(message.flags & _IMPORTED), bool(message.flags & _EXPORTED),
         )  # fmt: skip
 
 

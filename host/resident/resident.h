@@ -14,25 +14,43 @@
 #define EXPORTED __attribute__((visibility("default")))
 #define LEAST_SIZE ((size_t)2 << 20) /* bytes; smaller allocations stay with the driver */
 #define DEVICES 64
+#define HIGH_DESCRIPTOR 500 /* from here on numbers that applications do not expect to close */
 
 #define BEING_FREED UINT64_MAX
 
-enum kind { KIND_RESIDENT, KIND_SMALL, KIND_POOL, KIND_MANAGED, KIND_FOREIGN, KINDS };
+enum kind {
+	KIND_RESIDENT, /* cuMemAlloc's, made by us */
+	KIND_SMALL,
+	KIND_POOL,
+	KIND_MANAGED,
+	KIND_FOREIGN,
+	KIND_HANDLE,  /* what the application made by cuMemCreate or imported (handles.c) */
+	KIND_MAPPING, /* where it mapped that */
+};
 
 struct allocation {
-	CUdeviceptr address; /* 0: an empty place in the table, 1: one that was vacated */
+	CUdeviceptr address; /* 0: an empty place in the table, 1: one that was vacated; of KIND_HANDLE, the handle that the application has */
 	size_t size, requested;
 	enum kind kind;
-	/* only of resident ones */
+	/* only of resident ones, handles and (context, mapped) mappings */
 	uint64_t identity;
 	CUhandle handle;
 	CUcontext context;
 	CUdevice device;
-	int descriptor; /* kept open where the handle was imported, which cannot be exported again; else -1 */
+	int descriptor; /* kept open where the handle was imported, which cannot be exported again, or where others have it; else -1 */
 	ino_t inode;    /* of that descriptor */
 	bool held;      /* by the keeper */
 	uint64_t freed; /* by the application: BEING_FREED, or when it was deferred, because nothing can be waited for in a stream capture */
 	bool mapped, has_handle;
+	/* only of handles */
+	uint32_t references, mappings; /* the application's */
+	int handle_types;              /* as it asked for them */
+	bool imported, exported;
+	/* only of mappings */
+	CUhandle of; /* as the application has it */
+	size_t offset;
+	uint64_t reads, writes; /* a bit for each device */
+	struct access host;     /* flags 0: none */
 };
 
 /* table.c */
@@ -42,6 +60,7 @@ struct allocation *table_find(CUdeviceptr address);
 struct allocation *table_add(const struct allocation *what); /* NULL: no memory */
 void table_remove(struct allocation *what);
 struct allocation *table_next(struct allocation *after, enum kind kind); /* from NULL on; until NULL */
+struct allocation *table_next_held(struct allocation *after);            /* the same of all that the keeper has: resident ones and handles */
 void table_clear(void);
 
 /* interpose.c */
@@ -49,12 +68,19 @@ void interposition_of_child(void);
 
 /* allocate.c */
 const uint8_t *device_uuid(CUdevice device);
+bool device_usable(CUdevice device); /* not under table_lock, as the next */
+CUresult create_physical(CUhandle *out, size_t size, const struct allocation_properties *properties); /* waits for what a child still holds */
+uint64_t new_identity(void);                                                                        /* under table_lock */
 void devices_again(void); /* after a restore, which may have been onto other GPUs */
 CUresult set_access(const struct allocation *what);
 void defer(struct allocation *what); /* under table_lock, as the next */
 void release_deferred(CUcontext context, uint64_t until); /* of what was deferred until then; the context has been synchronised since */
 void allocations_forked(void); /* in the parent */
 void allocations_of_child(void);
+
+/* handles.c */
+CUresult set_access_again(const struct allocation *mapping);
+void handles_of_child(void);
 
 /* holding.c: the connection to the keeper; all under table_lock */
 extern uint8_t process_token[16];
@@ -67,9 +93,11 @@ bool holding_park(void);      /* the same, and the keeper keeps them whatever be
 bool holding_renew(void);     /* every descriptor exported anew and handed over */
 int holding_socket(void);     /* -1: not connected */
 void holding_close(void);
+bool holding_keeps(const struct allocation *what); /* whether it has a descriptor of its own that is still what it was */
 void holding_close_kept(struct allocation *what); /* its descriptor, where it has one */
 void holding_of_child(void);
 int holding_take(int (*each)(uint64_t identity, int descriptor)); /* 0, or an errno; `each` takes over the descriptor */
+int holding_fetch(const struct allocation *what); /* its descriptor, the caller's; -1: the keeper does not have it */
 int high_descriptor(int descriptor); /* the same file under a number that applications do not expect to close */
 
 /* threads.c */

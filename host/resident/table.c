@@ -1,4 +1,4 @@
-/* Every live allocation by its address: open addressing in memory of its own; rule: no call of the C library's allocator, which a parked thread may hold. */
+/* Every live allocation and mapping by its address: open addressing in memory of its own; rule: no call of the C library's allocator, which a parked thread may hold. */
 #define _GNU_SOURCE
 #include <string.h>
 #include <sys/mman.h>
@@ -18,16 +18,25 @@ static size_t start(CUdeviceptr address, size_t size)
 	return (size_t)((address >> 9) * 0x9E3779B97F4A7C15ull >> 20) & (size - 1);
 }
 
-static void count(enum kind kind, uint64_t bytes, int by)
+static void count(const struct allocation *what, int by)
 {
-	uint64_t *const of[KINDS][2] = {
+	static uint64_t *const of[][2] = {
 		[KIND_RESIDENT] = {&counts.resident, &counts.resident_bytes}, [KIND_SMALL] = {&counts.small, &counts.small_bytes},
 		[KIND_POOL] = {&counts.pool, &counts.pool_bytes},             [KIND_MANAGED] = {&counts.managed, &counts.managed_bytes},
 		[KIND_FOREIGN] = {&counts.foreign, &counts.foreign_bytes},
 	};
+	enum kind kind = what->kind;
 
+	if (kind == KIND_MAPPING)
+		return;
+	if (kind == KIND_HANDLE) {
+		*(what->imported ? &counts.imported : &counts.handles) += (uint64_t)by;
+		if (what->imported)
+			return; /* whoever allocated it counts it */
+		kind = KIND_RESIDENT;
+	}
 	*of[kind][0] += (uint64_t)by;
-	*of[kind][1] += (uint64_t)by * bytes;
+	*of[kind][1] += (uint64_t)by * (kind == KIND_RESIDENT ? what->size : what->requested);
 }
 
 static struct allocation *insert(struct allocation *into, size_t size, const struct allocation *what)
@@ -82,13 +91,13 @@ struct allocation *table_add(const struct allocation *what)
 {
 	if (2 * (used + 1) > room && !grow())
 		return NULL;
-	count(what->kind, what->kind == KIND_RESIDENT ? what->size : what->requested, 1);
+	count(what, 1);
 	return insert(places, room, what);
 }
 
 void table_remove(struct allocation *what)
 {
-	count(what->kind, what->kind == KIND_RESIDENT ? what->size : what->requested, -1);
+	count(what, -1);
 	what->address = VACATED;
 }
 
@@ -96,6 +105,14 @@ struct allocation *table_next(struct allocation *after, enum kind kind)
 {
 	for (size_t at = after ? (size_t)(after - places) + 1 : 0; at < room; at++)
 		if (places[at].address > VACATED && places[at].kind == kind)
+			return &places[at];
+	return NULL;
+}
+
+struct allocation *table_next_held(struct allocation *after)
+{
+	for (size_t at = after ? (size_t)(after - places) + 1 : 0; at < room; at++)
+		if (places[at].address > VACATED && (places[at].kind == KIND_RESIDENT || places[at].kind == KIND_HANDLE))
 			return &places[at];
 	return NULL;
 }

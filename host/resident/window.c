@@ -58,6 +58,8 @@ static int take_given(uint64_t identity)
 	return -1;
 }
 
+static const enum kind mapped_kinds[] = {KIND_RESIDENT, KIND_MAPPING};
+
 static int failed(CUresult result)
 {
 	return result ? RESIDENT_CUDA_ERROR + result : 0;
@@ -68,17 +70,30 @@ static int synchronise_all(void)
 	const struct driver *d = driver();
 	CUcontext last = NULL;
 
-	for (struct allocation *at = NULL; (at = table_next(at, KIND_RESIDENT));) {
-		if (at->context == last)
-			continue;
-		last = at->context;
-		CUresult result = d->cuCtxSetCurrent(last);
-		if (!result)
-			result = d->cuCtxSynchronize();
-		if (result)
-			return failed(result);
-	}
+	for (size_t i = 0; i < sizeof mapped_kinds / sizeof *mapped_kinds; i++)
+		for (struct allocation *at = NULL; (at = table_next(at, mapped_kinds[i]));) {
+			if (!at->context || at->context == last)
+				continue;
+			last = at->context;
+			CUresult result = d->cuCtxSetCurrent(last);
+			if (!result)
+				result = d->cuCtxSynchronize();
+			if (result)
+				return failed(result);
+		}
 	return 0;
+}
+
+static int unmap_all(enum kind kind)
+{
+	int error = 0;
+
+	for (struct allocation *at = NULL; !error && (at = table_next(at, kind));)
+		if (at->mapped) {
+			error = failed(driver()->cuMemUnmap(at->address, at->size));
+			at->mapped = error != 0;
+		}
+	return error;
 }
 
 int window_unmap(int64_t until, struct resident_message *answer)
@@ -91,25 +106,25 @@ int window_unmap(int64_t until, struct resident_message *answer)
 		return error;
 	if (capture_active())
 		return EAGAIN; /* it would fail when its context is synchronised; captures are short */
+	if (counts.multicast || counts.unparkable)
+		return EOPNOTSUPP; /* something shared would stay mapped: the driver's restore would fail */
 	pthread_mutex_lock(&table_lock);
 	error = synchronise_all();
 	if (!error && !holding_park())
 		error = ENOTCONN; /* nobody would have the memory when it is released here */
-	for (at = NULL; !error && (at = table_next(at, KIND_RESIDENT));) {
-		error = failed(d->cuMemUnmap(at->address, at->size));
-		at->mapped = error != 0;
-	}
+	for (size_t i = 0; !error && i < sizeof mapped_kinds / sizeof *mapped_kinds; i++)
+		error = unmap_all(mapped_kinds[i]);
 	if (!error && now() > until)
 		error = ETIMEDOUT;
-	for (at = NULL; !error && (at = table_next(at, KIND_RESIDENT));) {
+	for (at = NULL; !error && (at = table_next_held(at));) {
 		error = failed(d->cuMemRelease(at->handle));
 		at->has_handle = error != 0;
 		answer->count++;
-		answer->size += at->size;
+		answer->size += at->imported ? 0 : at->size;
 	}
 	if (!error) {
 		/* No descriptor stays here: a checkpoint of this process could not restore it. */
-		for (at = NULL; (at = table_next(at, KIND_RESIDENT));)
+		for (at = NULL; (at = table_next_held(at));)
 			holding_close_kept(at);
 		holding_close();
 	}
@@ -118,32 +133,42 @@ int window_unmap(int64_t until, struct resident_message *answer)
 	return error;
 }
 
+static int import_one(struct allocation *what)
+{
+	struct stat found;
+	int descriptor;
+
+	if (what->has_handle)
+		return 0;
+	descriptor = take_given(what->identity);
+	if (descriptor < 0)
+		return ENOENT;
+	CUresult result = driver()->cuMemImportFromShareableHandle(&what->handle, (void *)(intptr_t)descriptor, HANDLE_POSIX_DESCRIPTOR);
+	if (result || fstat(descriptor, &found)) {
+		close(descriptor);
+		return result ? failed(result) : errno;
+	}
+	what->has_handle = true;
+	what->descriptor = descriptor; /* an imported handle cannot be exported: what the next keeper gets */
+	what->inode = found.st_ino;
+	return 0;
+}
+
 /* 0, or why this one is not as the application knows it. */
 static int map_one(struct allocation *what)
 {
 	const struct driver *d = driver();
-	struct stat found;
+	const struct allocation *of = what->kind == KIND_MAPPING ? table_find(what->of) : what;
 	CUresult result;
 
 	if (what->mapped)
 		return 0;
-	if (!what->has_handle) {
-		int descriptor = take_given(what->identity);
-		if (descriptor < 0)
-			return ENOENT;
-		result = d->cuMemImportFromShareableHandle(&what->handle, (void *)(intptr_t)descriptor, HANDLE_POSIX_DESCRIPTOR);
-		if (result || fstat(descriptor, &found)) {
-			close(descriptor);
-			return result ? failed(result) : errno;
-		}
-		what->has_handle = true;
-		what->descriptor = descriptor; /* an imported handle cannot be exported: what the next keeper gets */
-		what->inode = found.st_ino;
-	}
-	result = d->cuMemMap(what->address, what->size, 0, what->handle, 0);
+	if (!of)
+		return ENOENT;
+	result = d->cuMemMap(what->address, what->size, what->offset, of->handle, 0);
 	if (result)
 		return failed(result);
-	result = set_access(what);
+	result = what->kind == KIND_MAPPING ? set_access_again(what) : set_access(what);
 	if (result) {
 		d->cuMemUnmap(what->address, what->size);
 		return failed(result);
@@ -160,15 +185,21 @@ int window_map(void)
 
 	pthread_mutex_lock(&table_lock);
 	devices_again();
-	for (struct allocation *at = NULL; (at = table_next(at, KIND_RESIDENT));)
+	for (struct allocation *at = NULL; (at = table_next_held(at));)
 		lacking = lacking || !at->has_handle;
 	if (lacking && !given_count)
 		error = holding_take(window_give);
-	for (struct allocation *at = NULL; !error && (at = table_next(at, KIND_RESIDENT));) {
-		error = failed(d->cuCtxSetCurrent(at->context));
+	for (struct allocation *at = NULL; !error && (at = table_next_held(at));) {
+		error = at->context ? failed(d->cuCtxSetCurrent(at->context)) : 0;
 		if (!error)
-			error = map_one(at);
+			error = import_one(at);
 	}
+	for (size_t i = 0; !error && i < sizeof mapped_kinds / sizeof *mapped_kinds; i++)
+		for (struct allocation *at = NULL; !error && (at = table_next(at, mapped_kinds[i]));) {
+			error = at->context ? failed(d->cuCtxSetCurrent(at->context)) : 0;
+			if (!error)
+				error = map_one(at);
+		}
 	window_drop_given();
 	d->cuCtxSetCurrent(NULL);
 	/* A new connection says that the process lives. A keeper that is not there now gets them later. */

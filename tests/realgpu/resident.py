@@ -1,19 +1,23 @@
 """Resident device memory through whole dumps and restores: a deterministic training goes on bit for bit, and what each phase took.
 
-    python -m tests.realgpu.resident FOLDER [--gib 16] [--part PART ...]
+    python -m tests.realgpu.resident FOLDER [--gib 16] [--part PART ...] [--gpus 2]
 
 Parts: ``lineage`` (three snapshots, two restores), ``held`` (stopped, and brought back from memory that stayed on the GPU), ``driver`` (the same
-training without the preload, for comparison). Preload and keeper must have been built (``tools/test-gpu --build``).
+training without the preload, for comparison); and, only by itself, ``ranks``: DDP on so many GPUs, whose ranks have each other's memory (NCCL's P2P).
+Preload and keeper must have been built (``tools/test-gpu --build``).
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+import icecore
+from icecore.host.resident.client import Agent
 from tests.realgpu.first import reference
 from tests.realgpu.jobs import HERE, Lab, lack, lines, same, wait_lines
 
@@ -99,12 +103,103 @@ def driver(lab: Resident) -> None:
     lab.lab.kill(restored.pid)
 
 
+RANK_STEPS = 2500
+
+
+def ranks(lab: Lab, gpus: int, gib: float) -> None:
+    """DDP with peer access: three snapshots while it runs on, killed and brought back from two of them; then from memory that stayed on the GPUs.
+
+    The order in which NCCL adds up must be the same in both runs: the same settings in both.
+    """
+    out, unbroken, words = lab.folder / "losses", lab.folder / "unbroken", (TRAIN, "--world", str(gpus), "--width", "2048", "--ballast", str(gib))
+    debug = {"NCCL_DEBUG": "INFO"}
+    first = lab.run("reference", *words, "--out", str(unbroken), "--steps", str(RANK_STEPS), network=True, environment=debug)
+    assert first.wait(500).exit_code == 0, first.log_path("stderr").read_text()[-3000:]
+    wanted = lines(unbroken)
+    print(f"reference: {len(wanted)} steps, by {transports(first)}", flush=True)
+    job = lab.run("ddp", *words, "--out", str(out), "--pause", "0.02", network=True, environment=debug)
+
+    def log() -> str:
+        return job.log_path("stderr").read_text()[-3000:]
+
+    def goes_on(some: int = 30) -> None:
+        began = time.monotonic()
+        same(found := wait_lines(out, len(lines(out)) + some, log), wanted)
+        print(f"  {len(found)} losses are right, {some} more in {time.monotonic() - began:.1f} s", flush=True)
+
+    wait_lines(out, 20, log)
+    used = transports(job)
+    print(f"the job: by {used}", flush=True)
+    assert used and all(one.startswith("P2P") for one in used), "this machine's GPUs reach each other in another way"
+    shared(job, gpus)
+    taken = []
+    for _ in range(3):
+        taken.append(lab.dump("ddp").snapshot)
+        goes_on()
+    lab.kill(job.pid)
+    restored = lab.restore(taken[2])
+    goes_on()
+    lab.kill(restored.pid)
+    restored = lab.restore(taken[0], mode="lazy")
+    goes_on()
+    # A restored job is a job like any other.
+    assert restored.job is not None
+    shared(restored.job, gpus)
+    last = lab.dump(restored.job.name, stop=True, keep_resident=True).snapshot
+    lab.kill(restored.pid)
+    restored = lab.restore(last, from_resident=True)
+    goes_on()
+    lab.kill(restored.pid)
+
+
+def transports(job: icecore.Job) -> list[str]:
+    """How NCCL says that its channels go ("P2P/CUMEM")."""
+    logs = [job.log_path("stdout"), job.log_path("stderr")]
+    text = "".join(log.read_text(errors="replace") for log in logs)
+    return sorted({found.partition("/read")[0] for found in re.findall(r"Channel .* via (\S+)", text)})
+
+
+def shared(job: icecore.Job, gpus: int) -> None:
+    """Every rank has memory of another's, and nothing that no window could take away."""
+    place = job.directory / "resident"
+    if not place.exists():  # no private root
+        place = Path("/run/icecore/resident") / job.instance
+    having = 0
+    for path in sorted(place.glob("agent-*")):
+        counts = Agent(place, int(path.name.partition("-")[2])).report().counts
+        print(f"  {path.name}: {counts}", flush=True)
+        assert not counts.multicast and not counts.unparkable and not counts.unheld
+        having += counts.imported > 0 and counts.exports > 0
+    assert having == gpus
+
+
+def of_ranks(folder: Path, gpus: int, gib: float) -> int:
+    """That part by itself."""
+    why = lack(gpus, "torch")
+    if why:
+        print(f"skipped: {why}")
+        return 0
+    lab = Lab(folder)
+    try:
+        print("== ranks", flush=True)
+        ranks(lab, gpus, gib)
+    except BaseException:
+        for path in sorted((folder / "state").glob("**/std*.log")):
+            print(f"-- {path}\n{path.read_text(errors='replace')[-4000:]}", flush=True)
+        raise
+    finally:
+        lab.close()
+    print("passed")
+    return 0
+
+
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("folder", nargs="?", default="")
     parser.add_argument("--gib", type=float, default=16.0)
-    parser.add_argument("--part", action="append", default=[])
+    parser.add_argument("--part", action="append", default=[], help="lineage, held, driver; or ranks, by itself")
     arguments = parser.parse_args()
     why = lack(1, "torch")
     if why:
@@ -112,6 +207,8 @@ def main() -> int:
         return 0
     folder = Path(arguments.folder or tempfile.mkdtemp(prefix="icecore-gpu-"))
     folder.mkdir(parents=True, exist_ok=True)
+    if arguments.part == ["ranks"]:
+        return of_ranks(folder, arguments.gpus, arguments.gib)
     lab = Resident(folder, arguments.gib)
     try:
         for name in arguments.part or ("lineage", "held", "driver"):

@@ -15,7 +15,7 @@ from icecore.host.resident.client import Keeper
 from .conftest import needs
 from .first import TRAIN, reference
 from .jobs import HERE, Lab, lines, same, wait_lines
-from .resident import Resident, held
+from .resident import Resident, held, ranks
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -84,6 +84,12 @@ def test_memory_that_stayed(tmp_path: Path) -> None:
         held(made)
     finally:
         made.close()
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_ranks_that_have_each_others_memory(gpus: int, lab: Lab) -> None:
+    needs(gpus, "torch")
+    ranks(lab, gpus, 1.0)
 
 
 def test_training_under_run_gpu(lab: Lab) -> None:

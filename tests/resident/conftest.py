@@ -72,8 +72,8 @@ def launch(joined: Machine, tmp_path: Path) -> Iterator[Callable[..., Job]]:
     """Starts jobs, and ends them after the test."""
     started: list[Job] = []
 
-    def start(**how: Any) -> Job:
-        started.append(Job(joined, tmp_path / f"job-{len(started)}", **how))
+    def start(kind: type[Job] = Job, **how: Any) -> Job:
+        started.append(kind(joined, tmp_path / f"job-{len(started)}", **how))
         return started[-1]
 
     with plain_criu.adopting():

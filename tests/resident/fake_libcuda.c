@@ -5,6 +5,8 @@
  * cuCheckpointProcessLock), the second counts calls under way. Host code stands for kernels: it reads and writes at device addresses.
  *
  * FAKE_CUDA_WORLD=DIR: the driver's thread also does what the fake driver of icecore.host.cuda.fake asks for: lock, checkpoint, restore, unlock.
+ * What processes share is as with the real driver: each export is another open file, what was imported cannot be exported, physical memory lives as long as a
+ * handle, a mapping or a descriptor of it, and a checkpoint with something imported still mapped succeeds, but cannot be restored (801).
  * FAKE_CUDA_UNFAIR: its lock is had only in a moment in which nobody is in a call, as the real one seems to be.
  */
 #define _GNU_SOURCE
@@ -39,9 +41,12 @@ struct context {
 	unsigned references;
 };
 struct physical { /* what a CUhandle is */
-	int descriptor, device;
+	struct physical *next;
+	int descriptor, device; /* device -1: the host */
 	size_t size;
-	unsigned references; /* the handle and its mappings */
+	unsigned references; /* the handles and the mappings */
+	unsigned handles;
+	int types; /* that were asked for */
 	bool imported;
 	char weight[6000];   /* so large that its release takes the lock of the arena that it came from, as the driver's own blocks do */
 };
@@ -52,10 +57,14 @@ struct block { /* cuMemAlloc's, and what is mapped */
 	struct physical *mapped;
 	struct context *context;
 	unsigned access; /* bit per device */
-	int kind;        /* 0 plain, 1 managed, 2 pool, 3 mapped, 4 reserved */
+	int kind;        /* 0 plain, 1 managed, 2 pool, 3 mapped, 4 reserved: with what is mapped in it */
+	unsigned readers;
+	size_t offset;
 };
 
 static struct block *blocks;
+static struct physical *physicals;
+static bool spoiled; /* by a checkpoint that cannot be restored */
 static struct context primaries[8];
 static int devices = -1, calls_of_context_synchronize;
 static int gpu_of[8] = {0, 1, 2, 3, 4, 5, 6, 7}; /* other than itself after a restore onto another GPU */
@@ -104,9 +113,8 @@ static void begin_to_use(int device);
 /* Device memory is its process's alone: here it is files, which a child would have too. */
 static void in_child(void)
 {
-	for (struct block *at = blocks; at; at = at->next)
-		if (at->kind == 3)
-			close(at->mapped->descriptor);
+	for (struct physical *at = physicals; at; at = at->next)
+		close(at->descriptor);
 }
 
 EXPORT int cuInit(unsigned flags)
@@ -319,54 +327,106 @@ static int make_file(int device, size_t size)
 struct properties { int type, handles, location_type, device; void *windows; char flags[8]; };
 struct access { int location_type, device, flags; };
 
+static struct physical *new_physical(int file, int device, size_t size, int types)
+{
+	struct physical *made = malloc(sizeof *made);
+	*made = (struct physical){.next = physicals, .descriptor = file, .device = device, .size = size, .references = 1, .handles = 1, .types = types};
+	return physicals = made;
+}
+static bool known(struct physical *what)
+{
+	struct physical *at = physicals;
+	while (at && at != what)
+		at = at->next;
+	return at && at->handles;
+}
+static void unreference(struct physical *what)
+{
+	if (--what->references)
+		return;
+	struct physical **at = &physicals;
+	while (*at != what)
+		at = &(*at)->next;
+	*at = what->next;
+	close(what->descriptor);
+	free(what);
+}
 EXPORT int cuMemGetAllocationGranularity(size_t *out, const struct properties *what, int option) { ENTER; (void)what; (void)option; *out = GRANULE; LEAVE(0); }
 EXPORT int cuMemCreate(struct physical **out, size_t size, const struct properties *what, unsigned long long flags)
 {
 	ENTER;
 	if (forbidden())
 		LEAVE(CAPTURING);
-	if (!size || size % GRANULE || what->type != 1 || what->location_type != 1 || flags)
+	bool host = what->location_type == 3;
+	if (!size || size % GRANULE || what->type != 1 || (what->location_type != 1 && !host) || flags)
 		LEAVE(INVALID);
-	int file = make_file(what->device, size);
-	if (file < 0)
+	int file = host ? memfd_create("host", MFD_CLOEXEC) : make_file(what->device, size);
+	if (file < 0 || (host && ftruncate(file, (off_t)size)))
 		LEAVE(NO_MEMORY);
-	struct physical *made = malloc(sizeof *made);
-	*made = (struct physical){.descriptor = file, .device = what->device, .size = size, .references = 1};
-	*out = made;
+	*out = new_physical(file, host ? -1 : what->device, size, what->handles);
 	LEAVE(0);
 }
-static void unreference(struct physical *what)
-{
-	if (--what->references == 0) {
-		close(what->descriptor);
-		free(what);
-	}
-}
-EXPORT int cuMemRelease(struct physical *what) { ENTER; unreference(what); LEAVE(0); }
-EXPORT int cuMemExportToShareableHandle(int *out, struct physical *what, int type, unsigned long long flags)
+EXPORT int cuMemRelease(struct physical *what)
 {
 	ENTER;
-	if (type != 1 || flags || what->imported)
+	if (!known(what))
 		LEAVE(INVALID);
-	*out = fcntl(what->descriptor, F_DUPFD_CLOEXEC, 3);
+	what->handles--;
+	unreference(what);
+	LEAVE(0);
+}
+EXPORT int cuMemExportToShareableHandle(int *out, struct physical *what, int type, unsigned long long flags)
+{
+	char path[64];
+	ENTER;
+	if (!known(what) || type != 1 || flags || what->imported || !(what->types & type))
+		LEAVE(INVALID);
+	snprintf(path, sizeof path, "/proc/self/fd/%d", what->descriptor);
+	*out = open(path, O_RDWR | O_CLOEXEC); /* another open file */
 	LEAVE(*out < 0 ? 304 : 0);
+}
+/* Whose memory a file is. */
+static int device_of(int file)
+{
+	struct stat found, directory;
+	char path[256];
+	for (int device = 0; device < devices; device++) {
+		snprintf(path, sizeof path, "%s/gpu%d", root(), gpu_of[device]);
+		if (fstat(file, &found) == 0 && stat(path, &directory) == 0 && found.st_dev == directory.st_dev)
+			return device;
+	}
+	return -1;
 }
 EXPORT int cuMemImportFromShareableHandle(struct physical **out, void *descriptor, int type)
 {
 	struct stat found;
 	ENTER;
-	int file = fcntl((int)(intptr_t)descriptor, F_DUPFD_CLOEXEC, 3);
-	if (type != 1 || file < 0 || fstat(file, &found))
+	int file = type == 1 ? fcntl((int)(intptr_t)descriptor, F_DUPFD_CLOEXEC, 3) : -1;
+	if (file < 0 || fstat(file, &found) || !S_ISREG(found.st_mode))
 		LEAVE(INVALID);
-	struct physical *made = malloc(sizeof *made);
-	*made = (struct physical){.descriptor = file, .size = (size_t)found.st_size, .references = 1, .imported = true};
-	*out = made;
+	*out = new_physical(file, device_of(file), (size_t)found.st_size, 1);
+	(*out)->imported = true;
 	LEAVE(0);
 }
-static struct block *find(ptr address)
+EXPORT int cuMemGetAllocationPropertiesFromHandle(struct properties *out, struct physical *what)
+{
+	ENTER;
+	if (!known(what))
+		LEAVE(INVALID);
+	*out = (struct properties){.type = 1, .handles = what->types, .location_type = what->device < 0 ? 3 : 1, .device = what->device < 0 ? 0 : what->device};
+	LEAVE(0);
+}
+static struct block *find_kind(ptr address, int kind)
 {
 	struct block *at = blocks;
-	while (at && at->address != address)
+	while (at && (at->address != address || at->kind != kind))
+		at = at->next;
+	return at;
+}
+static struct block *find(ptr address) /* of cuMemAlloc's */
+{
+	struct block *at = blocks;
+	while (at && (at->address != address || at->kind > 2))
 		at = at->next;
 	return at;
 }
@@ -383,6 +443,14 @@ static void drop(struct block *what)
 		at = &(*at)->next;
 	*at = what->next;
 	free(what);
+}
+/* One that has a byte of a range. */
+static struct block *meets(ptr address, size_t size, int kind)
+{
+	struct block *at = blocks;
+	while (at && (at->kind != kind || at->address >= address + size || address >= at->address + at->size))
+		at = at->next;
+	return at;
 }
 EXPORT int cuMemAddressReserve(ptr *out, size_t size, size_t alignment, ptr hint, unsigned long long flags)
 {
@@ -401,72 +469,103 @@ EXPORT int cuMemAddressReserve(ptr *out, size_t size, size_t alignment, ptr hint
 EXPORT int cuMemAddressFree(ptr address, size_t size)
 {
 	ENTER;
-	struct block *found = find(address);
-	if (!found || found->kind != 4 || found->size != size)
+	struct block *found = find_kind(address, 4);
+	if (!found || found->size != size || meets(address, size, 3))
 		LEAVE(INVALID);
 	munmap((void *)address, size);
 	drop(found);
 	LEAVE(0);
 }
+static int place(struct block *what)
+{
+	int protection = what->access ? PROT_READ | PROT_WRITE : what->readers ? PROT_READ : PROT_NONE;
+
+	if (mmap((void *)what->address, what->size, protection, MAP_SHARED | MAP_FIXED, what->mapped->descriptor, (off_t)what->offset) == MAP_FAILED)
+		return INVALID;
+	madvise((void *)what->address, what->size, MADV_DONTFORK);
+	return 0;
+}
 EXPORT int cuMemMap(ptr address, size_t size, size_t offset, struct physical *what, unsigned long long flags)
 {
 	ENTER;
-	struct block *found = find(address);
-	if (!found || found->kind != 4 || found->size != size || offset || flags || what->size != size)
+	struct block *in = meets(address, 1, 4);
+	if (!in || address + size > in->address + in->size || !size || address % GRANULE || size % GRANULE || offset % GRANULE || flags || !known(what) ||
+	    offset + size > what->size || meets(address, size, 3))
 		LEAVE(INVALID);
-	if (mmap((void *)address, size, PROT_NONE, MAP_SHARED | MAP_FIXED, what->descriptor, 0) == MAP_FAILED)
-		LEAVE(INVALID);
-	madvise((void *)address, size, MADV_DONTFORK);
-	found->kind = 3;
-	found->access = 0;
-	found->mapped = what;
+	struct block *made = add(address, size, 3);
+	made->mapped = what;
+	made->offset = offset;
 	what->references++;
-	LEAVE(0);
+	LEAVE(place(made));
+}
+/* Whether a range consists of whole mappings. */
+static bool whole(ptr address, size_t size)
+{
+	ptr end = address + size;
+	while (address < end) {
+		struct block *at = find_kind(address, 3);
+		if (!at || at->address + at->size > end)
+			return false;
+		address += at->size;
+	}
+	return size > 0;
 }
 EXPORT int cuMemSetAccess(ptr address, size_t size, const struct access *access, size_t some)
 {
 	ENTER;
-	struct block *found = find(address);
-	if (!found || found->kind != 3 || found->size != size)
+	if (!whole(address, size))
 		LEAVE(INVALID);
-	for (size_t i = 0; i < some; i++)
-		if (access[i].flags == 3)
-			found->access |= 1u << access[i].device;
-		else
-			found->access &= ~(1u << access[i].device);
-	mprotect((void *)address, size, PROT_READ | PROT_WRITE);
+	for (ptr end = address + size; address < end;) {
+		struct block *found = find_kind(address, 3);
+		for (size_t i = 0; i < some; i++) {
+			unsigned bit = access[i].location_type == 1 ? 1u << access[i].device : 1u << 31;
+			found->access = access[i].flags == 3 ? found->access | bit : found->access & ~bit;
+			found->readers = access[i].flags ? found->readers | bit : found->readers & ~bit;
+		}
+		if (place(found))
+			LEAVE(INVALID);
+		address += found->size;
+	}
 	LEAVE(0);
 }
 EXPORT int cuMemUnmap(ptr address, size_t size)
 {
 	ENTER;
-	struct block *found = find(address);
 	char path[256];
 	snprintf(path, sizeof path, "%s/fail-unmap", root()); /* a test's: fails as long as it is there, from the second on */
 	static int unmapped;
 	if (!access(path, F_OK) && unmapped++ % 2)
 		LEAVE(999);
-	if (!found || found->kind != 3 || found->size != size)
+	if (!whole(address, size))
 		LEAVE(INVALID);
 	mmap((void *)address, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-	found->kind = 4;
-	unreference(found->mapped);
+	for (ptr end = address + size; address < end;) {
+		struct block *found = find_kind(address, 3);
+		address += found->size;
+		unreference(found->mapped);
+		drop(found);
+	}
 	LEAVE(0);
 }
+EXPORT int cuMemRetainAllocationHandle(struct physical **out, ptr address)
+{
+	ENTER;
+	struct block *found = meets(address, 1, 3);
+	if (!found)
+		LEAVE(INVALID);
+	*out = found->mapped;
+	found->mapped->references++;
+	found->mapped->handles++;
+	LEAVE(0);
+}
+EXPORT int cuMemPoolExportToShareableHandle(int *out, void *pool, int type, unsigned long long flags) { ENTER; (void)pool, (void)type, (void)flags; *out = memfd_create("pool", 0); LEAVE(0); }
+EXPORT int cuMulticastCreate(void **out, const void *properties) { ENTER; (void)properties; *out = (void *)0x4D43; LEAVE(0); }
 /* For tests: the devices that reach an address, as bits; 0 where nothing is mapped. */
 EXPORT unsigned fake_access(ptr address)
 {
-	struct block *found = find(address);
-	return found && found->kind == 3 ? found->access : 0;
+	struct block *found = find_kind(address, 3);
+	return found ? found->access : 0;
 }
-EXPORT int fake_blocks(int kind)
-{
-	int some = 0;
-	for (struct block *at = blocks; at; at = at->next)
-		some += at->kind == kind;
-	return some;
-}
-
 /* -- the driver's own allocations */
 
 static int plain(ptr *out, size_t size, int kind)
@@ -615,11 +714,14 @@ static void begin_to_use(int device)
 		memset(control->uuid, 0xA0 + gpu_of[device], 16);
 }
 
+/* What the driver moves: imported memory is somebody else's. */
 static size_t device_bytes(void)
 {
 	size_t all = 0;
 	for (struct block *at = blocks; at; at = at->next)
-		all += at->kind == 4 ? 0 : at->size;
+		all += at->kind <= 2 ? at->size : 0;
+	for (struct physical *at = physicals; at; at = at->next)
+		all += at->imported ? 0 : at->size;
 	return all;
 }
 
@@ -642,23 +744,29 @@ static int lock_calls(unsigned milliseconds)
 	return NOT_READY;
 }
 
-/* What is mapped moves into memory of the process; what is exported is left to whoever has it, and so is what is written there from then on. */
+/* What is there moves into memory of the process; what is exported is left to whoever has it, and so is what is written there from then on. */
 static int save(void)
 {
 	size_t all = device_bytes(), done = 0;
 
 	if (all && mmap(IMAGE, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0) != IMAGE)
 		return NO_MEMORY;
+	for (struct physical *at = physicals; at; at = at->next) {
+		if (at->imported)
+			spoiled = true;
+		else if (pread(at->descriptor, IMAGE + done, at->size, 0) == (ssize_t)at->size)
+			done += at->size;
+		close(at->descriptor);
+		at->descriptor = -1;
+	}
 	for (struct block *at = blocks; at; at = at->next) {
 		if (at->kind == 4)
 			continue;
-		memcpy(IMAGE + done, (void *)at->address, at->size);
-		done += at->size;
-		mmap((void *)at->address, at->size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-		if (at->kind == 3) {
-			close(at->mapped->descriptor);
-			at->mapped->descriptor = -1;
+		if (at->kind <= 2) {
+			memcpy(IMAGE + done, (void *)at->address, at->size);
+			done += at->size;
 		}
+		mmap((void *)at->address, at->size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
 	}
 	close_nodes();
 	return 0;
@@ -670,6 +778,8 @@ static int load(void)
 	char path[256];
 	struct stat found;
 
+	if (spoiled)
+		return 801;
 	for (unsigned i = 0; i < control->pairs; i++)
 		for (int device = 0; device < devices; device++)
 			if (used[device] && control->pair[i][0][0] == 0xA0 + gpu_of[device] && control->pair[i][1][0] >= 0xA0) {
@@ -681,20 +791,25 @@ static int load(void)
 		if (used[device] && stat(path, &found))
 			return NO_GPU;
 	}
+	for (struct physical *at = physicals; at; at = at->next) {
+		at->descriptor = at->device < 0 ? memfd_create("host", MFD_CLOEXEC) : make_file(at->device, at->size);
+		if (at->descriptor < 0 || pwrite(at->descriptor, IMAGE + done, at->size, 0) != (ssize_t)at->size)
+			return NO_MEMORY;
+		done += at->size;
+	}
 	for (struct block *at = blocks; at; at = at->next) {
-		if (at->kind == 4)
+		if (at->kind == 3 && place(at))
+			return NO_MEMORY;
+		if (at->kind > 2)
 			continue;
-		int file = make_file(at->kind == 3 ? at->mapped->device : at->context->device, at->size);
+		int file = make_file(at->context->device, at->size);
 		if (file < 0)
 			return NO_MEMORY;
 		mmap((void *)at->address, at->size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, 0);
 		madvise((void *)at->address, at->size, MADV_DONTFORK);
 		memcpy((void *)at->address, IMAGE + done, at->size);
 		done += at->size;
-		if (at->kind == 3)
-			at->mapped->descriptor = file;
-		else
-			close(file);
+		close(file);
 	}
 	if (done)
 		munmap(IMAGE, done);

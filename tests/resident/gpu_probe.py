@@ -2,8 +2,8 @@
 
     python3 tests/resident/gpu_probe.py [--gb 8] [--steps 60] [--criu PATH] [--seconds 540] [PART ...]
 
-As root, with torch, cuda.bindings and gcc. Parts, in this order unless named: doors, answers, overhead, fingerprint, window, worker, stress, driver, kill. Each
-prints as it goes and `OK` or `FAILED` at its end; no process is left behind; the last lines sum up. The status is 1 where a part failed.
+As root, with torch, cuda.bindings and gcc. Parts, in this order unless named: doors, answers, overhead, fingerprint, window, share, worker, stress, driver,
+kill. Each prints as it goes and `OK` or `FAILED` at its end; no process is left behind; the last lines sum up. The status is 1 where a part failed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("doors", "answers", "overhead", "fingerprint", "window", "worker", "stress", "driver", "kill")
+PARTS = ("doors", "answers", "overhead", "fingerprint", "window", "share", "worker", "stress", "driver", "kill")
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -138,6 +138,79 @@ print("ready", flush=True)
 sys.stdin.readline()
 """
 
+SHARE = """
+import os, socket, sys
+from cuda.bindings import driver as cu
+role, path, device = sys.argv[1], sys.argv[2], int(sys.argv[3])
+SIZE = 64 << 20
+def ck(r):
+    assert int(r[0]) == 0, r[0]
+    return None if len(r) == 1 else r[1] if len(r) == 2 else r[1:]
+ck(cu.cuInit(0)); ck(cu.cuCtxSetCurrent(ck(cu.cuDevicePrimaryCtxRetain(device))))
+FD = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+def mapped(handle):
+    address = ck(cu.cuMemAddressReserve(SIZE, 0, cu.CUdeviceptr(0), 0))
+    ck(cu.cuMemMap(address, SIZE, 0, handle, 0))
+    access = cu.CUmemAccessDesc()
+    access.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = device
+    access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    ck(cu.cuMemSetAccess(address, SIZE, [access], 1))
+    return int(address)
+link = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+if role == "taker":
+    link.bind(path)
+def send():
+    descriptor = int(ck(cu.cuMemExportToShareableHandle(handle, FD, 0)))
+    socket.send_fds(link, [b"x"], [descriptor])
+    os.close(descriptor)
+def receive():
+    _, [descriptor], _, _ = socket.recv_fds(link, 1, 1)
+    found = ck(cu.cuMemImportFromShareableHandle(descriptor, FD))
+    os.close(descriptor)
+    return found
+if role == "maker":
+    p = cu.CUmemAllocationProp()
+    p.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    p.requestedHandleTypes = FD
+    p.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    p.location.id = device
+    handle = ck(cu.cuMemCreate(SIZE, p, 0))
+    address = mapped(handle)
+    link.connect(path)
+else:
+    print("listening", flush=True)
+    handle = receive()
+    address = mapped(handle)
+print("ready", flush=True)
+import numpy as np
+host = np.zeros(SIZE // 4, np.uint32)
+for line in sys.stdin:
+    word, *rest = line.split()
+    if word == "write":
+        ck(cu.cuMemsetD32(address, int(rest[0]), SIZE // 4)); ck(cu.cuCtxSynchronize())
+        print("wrote", rest[0], flush=True)
+    elif word == "read":
+        ck(cu.cuMemcpyDtoH(host.ctypes.data, address, SIZE))
+        print("read", int(host[0]) if (host == host[0]).all() else "uneven", flush=True)
+    elif word == "send":
+        send(); print("sent", flush=True)
+    elif word == "again":
+        other = receive(); there = mapped(other)
+        ck(cu.cuMemcpyDtoH(host.ctypes.data, there, SIZE))
+        ck(cu.cuMemUnmap(there, SIZE)); ck(cu.cuMemRelease(other)); ck(cu.cuMemAddressFree(there, SIZE))
+        print("again", int(host[0]), flush=True)
+    elif word == "handles":
+        same = ck(cu.cuMemRetainAllocationHandle(address)); ck(cu.cuMemRelease(same))
+        q = ck(cu.cuMemGetAllocationPropertiesFromHandle(handle))
+        again = cu.cuMemExportToShareableHandle(handle, FD, 0)
+        if int(again[0]) == 0: os.close(int(again[1]))
+        print("handles", int(same) == int(handle), int(q.location.id), int(again[0]), flush=True)
+    elif word == "free":
+        ck(cu.cuMemUnmap(address, SIZE)); ck(cu.cuMemRelease(handle)); ck(cu.cuMemAddressFree(address, SIZE))
+        print("freed", flush=True)
+"""
+
 ANSWERS = """
 import sys, torch
 def out_of_memory():
@@ -186,11 +259,11 @@ def bootstrap() -> Path:
     (package / "host").symlink_to(ROOT / "host")
     sys.path.insert(0, str(folder))
     here = ROOT / "host/resident"
-    names = ("interpose", "allocate", "contexts", "table", "holding", "threads", "stack", "capture", "window", "agent")
+    sources = sorted(str(path) for path in here.glob("*.c") if path.name != "keeper.c")
     flags = ["gcc", "-std=gnu11", "-O2", "-Wall", "-Wextra"]
     subprocess.run(
         [*flags, "-fPIC", "-shared", "-fvisibility=hidden", "-o", str(here / "libicecore-resident.so"),
-         *(str(here / f"{name}.c") for name in names), "-lpthread", "-ldl"],
+         *sources, "-lpthread", "-ldl"],
         check=True, timeout=120,
     )  # fmt: skip
     subprocess.run([*flags, "-o", str(here / "icecore-keeper"), str(here / "keeper.c")], check=True, timeout=120)
@@ -530,6 +603,64 @@ def window(probe: Probe) -> None:
     compare(probe, out, steps)
 
 
+def share(probe: Probe) -> None:
+    """Two processes with one memory, as NCCL's ranks have it: three windows of both, with the driver's checkpoint."""
+    from icecore.host.resident.client import Agent
+    from icecore.host.resident.sharing import find_shares
+    from icecore.host.resident.tree import ResidentTree
+
+    second = 1 if probe.check(probe.driver().cuDeviceGetCount()) > 1 else 0
+    path, logs, processes = str(probe.folder / "link"), {}, {}
+    for role, device in (("taker", second), ("maker", 0)):
+        logs[role] = probe.folder / f"share-{role}.log"
+        processes[role] = probe.start(SHARE, role, path, device, resident=True, log=logs[role], talk=True)
+        sign = "listening" if role == "taker" else "ready"
+        wait(lambda: sign in logs[role].read_text() or processes[role].poll() is not None, 60, logs[role].read_text)  # noqa: B023
+
+    def say(role: str, line: str, sign: str) -> str:
+        some = len(logs[role].read_text().splitlines())
+        stdin = processes[role].stdin
+        assert stdin is not None
+        if line:
+            stdin.write(line.encode() + b"\n")
+            stdin.flush()
+
+        def new() -> list[str]:
+            return [one for one in logs[role].read_text().splitlines()[some if line else 0 :] if one.startswith(sign)]
+
+        wait(lambda: new() or processes[role].poll() is not None, 60, logs[role].read_text)
+        assert new(), logs[role].read_text()[-2000:]
+        return new()[0]
+
+    say("maker", "send", "sent")
+    say("taker", "", "ready")
+    pids = [processes[role].pid for role in ("maker", "taker")]
+    for number in range(3):
+        say("maker", f"write {10 + number}", "wrote")
+        assert say("taker", "read", "read") == f"read {10 + number}"
+        say("taker", f"write {20 + number}", "wrote")
+        print(f"  window {number}", flush=True)
+        tree = ResidentTree(probe.directory, {pid: pid for pid in pids})
+        with tree, timed("in all"):
+            tree.take_away(lambda who, seconds: [probe.lock(pid, seconds) for pid in who] and None, lambda who: [probe.unlock(pid) for pid in who] and None)
+            found = find_shares(tree.taken)
+            assert [len(found.owned[pid]) for pid in pids] == [1, 0] and len(found.imports[pids[1]]) == 1, found
+            for call in (probe.lock, probe.checkpoint, probe.restore, probe.unlock):
+                for pid in pids:
+                    with timed(call.__name__):
+                        call(pid)
+            tree.give_back()
+        assert say("maker", "read", "read") == f"read {20 + number}"
+        print("    maker:", say("maker", "handles", "handles"), "taker:", say("taker", "handles", "handles"), flush=True)
+        say("maker", "send", "sent")
+        assert say("taker", "again", "again") == f"again {20 + number}"
+    for role in ("maker", "taker"):
+        print("   ", role, Agent(probe.directory, processes[role].pid).report().counts)
+        say(role, "free", "freed")
+        processes[role].kill()
+        processes[role].wait(10)
+
+
 def worker(probe: Probe) -> None:
     """The GPU worker on a training process's memory, in a window: fingerprints, copies, and memory that it makes itself."""
     import numpy as np
@@ -730,7 +861,7 @@ def main() -> int:
         parser.error(f"there is no part {unknown}")
     parts: dict[str, Callable[[Probe], None]] = {
         "doors": doors, "answers": answers, "overhead": overhead, "fingerprint": fingerprint,
-        "window": window, "worker": worker, "stress": stress, "driver": driver, "kill": kill,
+        "window": window, "share": share, "worker": worker, "stress": stress, "driver": driver, "kill": kill,
     }  # fmt: skip
     probe = Probe(arguments, bootstrap())
 

@@ -9,10 +9,11 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from tests.programs import driving
 
-from . import job
+from . import job, ring
 from .machine import HERE, Machine
 
 MIB = 1 << 20
@@ -32,11 +33,14 @@ class Job:
         self.machine, self.folder = machine, folder
         self.mib, self.buffers = mib, buffers
         self.outs = [folder / "lines", *(folder / f"lines.{number}" for number in range(1, children + 1))]
-        order = {"out": str(self.outs[0]), "gpus": gpus, "mib": mib, "buffers": buffers, "children": children}
+        self._start("job.py", {"gpus": gpus, "mib": mib, "buffers": buffers, "children": children})
+
+    def _start(self, program: str, order: dict[str, Any], **more: str) -> None:
+        machine, folder = self.machine, self.folder
         with open(folder / "log", "wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-S", str(HERE / "job.py"), json.dumps(order)],
-                env=machine.environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=folder,
+                [sys.executable, "-S", str(HERE / program), json.dumps({"out": str(self.outs[0]), **order})],
+                env={**machine.environment(), **more}, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=folder,
             )  # fmt: skip
         self.pid = self.process.pid
         self.wait_steps(3)
@@ -58,8 +62,13 @@ class Job:
         before = [len(self.lines(n)) for n in range(len(self.outs))]
         end = time.monotonic() + seconds
         while any(len(self.lines(n)) < before[n] + more for n in range(len(self.outs))):
-            assert time.monotonic() < end, f"no steps: {(self.folder / 'log').read_text()[-2000:]}"
+            assert time.monotonic() < end, f"no steps: {self._log()}"
             time.sleep(0.005)
+
+    def _log(self) -> str:
+        with suppress(FileNotFoundError):
+            return (self.folder / "log").read_text()[-2000:]
+        return ""
 
     def goes_on(self) -> None:
         """It makes steps, and every line is what an undisturbed process would have written."""
@@ -83,3 +92,44 @@ class Job:
         for pid in driving.members(self.folder):
             driving.kill_tree(pid)
         self.reap()
+
+
+class Ring(Job):
+    """Ranks of `tests.resident.ring`, which share memory: each has a buffer that the one before writes, and 2 MiB of its own.
+
+    Args:
+        let_go: They release the handles of what they have mapped.
+        nccl: They look as if they used NCCL, and were started with these settings.
+    """
+
+    def __init__(
+        self, machine: Machine, folder: Path, *, ranks: int = 2, mib: int = 4, let_go: bool = False, nccl: dict[str, str] | None = None
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._look(machine, folder, ranks, mib)
+        self._start("ring.py", {"ranks": ranks, "mib": mib, "let_go": let_go, "nccl": nccl is not None}, **(nccl or {}))
+
+    @classmethod
+    def at(cls, machine: Machine, folder: Path, ranks: int = 2, mib: int = 4) -> Ring:
+        """Of one that somebody else started."""
+        found = cls.__new__(cls)
+        found._look(machine, folder, ranks, mib)
+        return found
+
+    def _look(self, machine: Machine, folder: Path, ranks: int, mib: int) -> None:
+        self.machine, self.folder = machine, folder
+        self.mib, self.ranks, self.buffers = mib, ranks, 2
+        self.outs = [folder / "lines", *(folder / f"lines.{number}" for number in range(1, ranks))]
+
+    @property
+    def resident(self) -> int:
+        """Bytes, each counted once."""
+        return self.ranks * (self.mib + 2) * MIB
+
+    def goes_on(self) -> None:
+        """Every rank makes steps, for which it needs all others' memory, and every line is right."""
+        self.wait_steps(6)
+        found = [self.lines(number) for number in range(self.ranks)]
+        wanted = ring.expected(max(map(len, found)), self.ranks, self.mib)
+        for lines, right in zip(found, wanted, strict=True):
+            assert lines == right[: len(lines)]

@@ -10,12 +10,16 @@ import ctypes
 import hashlib
 import json
 import os
+import socket
 import sys
 import threading
 
 cuda = ctypes.CDLL("libcuda.so.1")
 MIB = 1 << 20
 _stop = threading.Event()
+_socket: socket.socket
+_rounds: list[int] = []
+_errors: list[str] = []
 
 
 def entry(name: str, version: int = 13000, flags: int = 0, older: bool = False) -> ctypes._CFuncPtr:
@@ -73,6 +77,145 @@ def pitched(width: int, height: int, element: int = 4) -> tuple[int, int, int]:
 def free(address: int, call: object = None) -> int:
     """cuMemFree."""
     return int((call or cuda.cuMemFree_v2)(ctypes.c_ulonglong(address)))  # type: ignore[operator]
+
+
+def vm(name: str, *arguments: object) -> int:
+    """A call of the driver's virtual memory management, found as NCCL finds it."""
+    found = ctypes.cast(entry(name), ctypes.c_void_p).value
+    assert found is not None
+    return int(ctypes.CFUNCTYPE(ctypes.c_int)(found)(*(ctypes.c_ulonglong(a) if isinstance(a, int) else a for a in arguments)))
+
+
+def _numbers(*values: int) -> ctypes.Array[ctypes.c_int]:
+    return (ctypes.c_int * 12)(*values)
+
+
+def create(size: int, device: int = 0, types: int = 1, place: int = 1) -> tuple[int, int]:
+    """(result, handle) of cuMemCreate; ``place`` 3: host memory."""
+    out = ctypes.c_ulonglong()
+    return vm("cuMemCreate", ctypes.byref(out), size, _numbers(1, types, place, device), 0), out.value
+
+
+def reserve(size: int) -> int:
+    """An address range."""
+    out = ctypes.c_ulonglong()
+    assert vm("cuMemAddressReserve", ctypes.byref(out), size, 0, 0, 0) == 0
+    return out.value
+
+
+def access(address: int, size: int, device: int = 0, flags: int = 3) -> int:
+    """cuMemSetAccess."""
+    return vm("cuMemSetAccess", address, size, _numbers(1, device, flags), 1)
+
+
+def mapped(handle: int, size: int, device: int = 0) -> int:
+    """The address at which memory is mapped, as NCCL does it."""
+    address = reserve(size)
+    assert (vm("cuMemMap", address, size, 0, handle, 0), access(address, size, device)) == (0, 0)
+    return address
+
+
+def unmapped(address: int, size: int) -> list[int]:
+    """The reverse."""
+    return [vm("cuMemUnmap", address, size), vm("cuMemAddressFree", address, size)]
+
+
+def export(handle: int) -> tuple[int, int]:
+    """(result, descriptor)."""
+    out = ctypes.c_int(-1)
+    return vm("cuMemExportToShareableHandle", ctypes.byref(out), handle, 1, 0), out.value
+
+
+def imported(descriptor: int) -> tuple[int, int]:
+    """(result, handle) of a descriptor, which is closed."""
+    out = ctypes.c_ulonglong()
+    code = vm("cuMemImportFromShareableHandle", ctypes.byref(out), descriptor, 1)
+    os.close(descriptor)
+    return code, out.value
+
+
+def retained(address: int) -> tuple[int, int]:
+    """(result, handle) of cuMemRetainAllocationHandle."""
+    out = ctypes.c_ulonglong()
+    return vm("cuMemRetainAllocationHandle", ctypes.byref(out), address), out.value
+
+
+def properties(handle: int) -> list[int]:
+    """Result, type, handle types, kind of place, device."""
+    out = _numbers()
+    return [vm("cuMemGetAllocationPropertiesFromHandle", out, handle), *out[:4]]
+
+
+def listen(path: str) -> bool:
+    """Be there for `send`."""
+    global _socket
+    _socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    _socket.bind(path)
+    return True
+
+
+def send(path: str, handle: int) -> int:
+    """Give memory to another process, as NCCL does: a descriptor that is closed at once; the export's result."""
+    code, descriptor = export(handle)
+    if code == 0:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.connect(path)
+            socket.send_fds(sender, [b"x"], [descriptor])
+        os.close(descriptor)
+    return code
+
+
+def received() -> int:
+    """The handle of what was sent."""
+    _, descriptors, _, _ = socket.recv_fds(_socket, 1, 1)
+    code, handle = imported(descriptors[0])
+    assert code == 0, code
+    return handle
+
+
+def churn(threads: int) -> int:
+    """Threads that create, map, export, import, check and let go of memory until `churned`."""
+
+    def run(seed: int) -> None:
+        held: list[tuple[int, int, int, int]] = []
+        while not _stop.is_set():
+            code, handle = create(2 * MIB)
+            assert code == 0, code
+            address = mapped(handle, 2 * MIB)
+            value = len(_rounds) & 0xFF
+            ctypes.memset(address, value, 4096)
+            code, descriptor = export(handle)
+            assert code == 0, code
+            code, other = imported(descriptor)
+            assert code == 0, code
+            held.append((handle, other, mapped(other, 2 * MIB), value))
+            assert unmapped(address, 2 * MIB) == [0, 0]
+            if len(held) > 3:
+                handle, other, address, value = held.pop(0)
+                assert ctypes.string_at(address, 4096) == bytes([value]) * 4096, (seed, value)
+                assert [vm("cuMemRelease", handle), vm("cuMemRelease", other), *unmapped(address, 2 * MIB)] == [0] * 4
+            _rounds.append(seed)
+
+    def recorded(seed: int) -> None:
+        try:
+            run(seed)
+        except BaseException as error:  # noqa: BLE001 - told to the test
+            _errors.append(repr(error))
+
+    def begin(seed: int) -> None:
+        cuda.cuCtxSetCurrent(ctypes.c_void_p(_context.value))
+        recorded(seed)
+
+    _context = ctypes.c_void_p()
+    cuda.cuCtxGetCurrent(ctypes.byref(_context))
+    for seed in range(threads):
+        threading.Thread(target=begin, args=(seed,), daemon=True).start()
+    return threads
+
+
+def churned() -> tuple[int, list[str]]:
+    """How often they did so, and what went wrong."""
+    return len(_rounds), _errors
 
 
 def fill(address: int, size: int, seed: int) -> str:

@@ -12,6 +12,7 @@ import pytest
 from icecore import api
 from icecore.errors import MissingTool
 from icecore.events import Event
+from icecore.host.cuda import nccl
 from icecore.host.cuda.backend import VARIABLE
 from icecore.host.job import Job as Running
 from icecore.host.jobs import Registry
@@ -23,6 +24,7 @@ from tests.cli.documents import check_event, documented_events
 
 from . import job as program
 from .conftest import NewMachine
+from .joined import Ring
 from .machine import HERE, MIB, Machine, until, uuid_of
 
 pytestmark = [pytest.mark.criu, pytest.mark.timeout(180)]
@@ -105,6 +107,33 @@ def test_a_job_and_its_instances(cli: Cli, visible: Machine, root: str) -> None:
     if root == "host":
         cli.run("rm", "gpu")  # the first one's keeper is the third's
     until(lambda: visible.used(0) == 0)
+
+
+def test_ranks(cli: Cli, visible: Machine, tmp_path: Path) -> None:
+    """They have each other's memory, and so do two instances of them at the same time, each its own."""
+    cli.run("init")
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    order = json.dumps({"out": str(folder / "lines"), "ranks": 2, "mib": 4, "nccl": True})
+    how = ("--gpu", "--resident", "--network", "private", "--root", "private", "--name", "gpu")
+    done = cli.run("run", "-d", *how, "--", sys.executable, "-S", str(HERE / "ring.py"), order)
+    assert "NCCL_CUMEM_ENABLE=1" in done.stderr and "NCCL_P2P" not in done.stderr and nccl.PARKED_COST in done.stderr
+    job = Ring.at(visible, folder)
+    job.goes_on()
+    for _ in range(2):
+        cli.run("dump", "gpu")
+        job.goes_on()
+    assert sum(visible.used(gpu) for gpu in range(2)) == job.resident + MIB
+    cli.run("kill", "gpu", "-s", "KILL")
+    until(lambda: sum(visible.used(gpu) for gpu in range(2)) == 0)
+    cli.run("restore", "gpu", "--name", "again", "--gpu-map", "0=1", "--gpu-map", "1=0")
+    job.goes_on()
+    cli.run("dump", "again", "--stop", "--keep-resident")
+    until(lambda: not cli.job("again").alive)
+    assert sum(visible.used(gpu) for gpu in range(2)) == job.resident
+    cli.run("restore", "again", "--name", "third", "--from-resident")
+    job.goes_on()
+    assert sum(visible.used(gpu) for gpu in range(2)) == job.resident + MIB
 
 
 def test_without_the_preload(cli: Cli, visible: Machine) -> None:

@@ -1,0 +1,543 @@
+/* Memory that the application manages itself: physical allocations by cuMemCreate or from another process, and where it maps them (NCCL's buffers, PyTorch's
+ * expandable segments); rule: handles that it has stay valid whatever the driver calls them now, and memory is free when the driver would have freed it.
+ *
+ * A handle that passes through here is given to the application as a number of ours, above all addresses: after a window the driver's own is another one. An
+ * allocation and its mappings are entries of the table, by that number and by address. The driver's handle is kept until the application has let go of
+ * all of its own and of all mappings, because a window needs it. What cannot be taken over (other kinds of handles, memory of the host, multicast
+ * objects) passes unchanged; where such memory is shared, it is counted, and no window is begun.
+ *
+ * Ranks share memory by descriptors. One that an application asks for is a duplicate of one that is kept and that the keeper has: every process that imports
+ * it has the same open file, which tells that the memory is the same (kcmp), and after a restore all get duplicates of one again.
+ */
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "contexts.h"
+#include "hooks.h"
+#include "resident.h"
+
+/* Numbers never come again, and those of two allocations are further apart than their sizes: a snapshot has each as a region of this address. */
+#define FIRST_CREATED (1ull << 60)
+#define FIRST_IMPORTED (1ull << 61)
+#define END (1ull << 62)
+#define IMPORTED_STEP (1ull << 40)
+#define APART ((uint64_t)2 << 20)
+
+static uint64_t next_created = FIRST_CREATED, next_imported = FIRST_IMPORTED; /* under table_lock */
+
+static bool is_ours(CUhandle value)
+{
+	return value >= FIRST_CREATED && value < END;
+}
+
+static struct allocation *find(CUhandle value)
+{
+	struct allocation *found = is_ours(value) ? table_find(value) : NULL;
+
+	return found && found->kind == KIND_HANDLE ? found : NULL;
+}
+
+/* The driver's handle for one of the application's; false: it is one of ours that was released. */
+static bool translate(CUhandle value, CUhandle *handle)
+{
+	*handle = value;
+	if (!is_ours(value))
+		return true;
+	pthread_mutex_lock(&table_lock);
+	struct allocation *found = find(value);
+	if (found)
+		*handle = found->handle;
+	pthread_mutex_unlock(&table_lock);
+	return found != NULL;
+}
+
+static void keep_descriptor(struct allocation *what, int descriptor)
+{
+	struct stat about;
+
+	if (descriptor >= 0 && fstat(descriptor, &about) == 0) {
+		what->descriptor = descriptor;
+		what->inode = about.st_ino;
+	}
+}
+
+/* Whether it is in the table now; the handle that the application gets is *out. */
+static bool add(struct allocation *made, CUhandle *out, int descriptor)
+{
+	bool added = false;
+
+	pthread_mutex_lock(&table_lock);
+	uint64_t *next = made->imported ? &next_imported : &next_created, room = made->imported ? IMPORTED_STEP : made->size + APART;
+	if (*next + room < (made->imported ? END : FIRST_IMPORTED)) {
+		made->address = *next;
+		made->identity = new_identity();
+		struct allocation *place = table_add(made);
+		if (place) {
+			*out = made->address;
+			*next += room;
+			holding_add(place, descriptor);
+			added = true;
+		}
+	}
+	pthread_mutex_unlock(&table_lock);
+	return added;
+}
+
+/* Under table_lock, which it lets go of for a while: takes one that nobody refers to off the table, the driver and the keeper. */
+static void destroy(struct allocation *at)
+{
+	struct allocation what = *at;
+
+	table_remove(at);
+	pthread_mutex_unlock(&table_lock);
+	driver()->cuMemRelease(what.handle);
+	pthread_mutex_lock(&table_lock);
+	holding_free(&what);
+}
+
+/* -- handles */
+
+/* -1: not possible here. */
+static CUresult create(CUhandle *out, size_t size, const struct allocation_properties *wanted, unsigned long long flags)
+{
+	const struct driver *d = driver();
+	struct allocation made = {.kind = KIND_HANDLE, .size = size, .requested = size, .descriptor = -1, .has_handle = true, .references = 1};
+	int descriptor = -1;
+
+	if (!out || !wanted || !size || flags || !resident_directory() || !d->usable || wanted->type != ALLOCATION_PINNED ||
+	    wanted->location.type != LOCATION_DEVICE || !device_usable(wanted->location.id) || wanted->windows || wanted->flags.compression ||
+	    wanted->flags.usage)
+		return -1;
+	made.device = wanted->location.id;
+	made.handle_types = wanted->handle_types;
+	struct allocation_properties properties = *wanted;
+	properties.handle_types |= HANDLE_POSIX_DESCRIPTOR;
+	if (create_physical(&made.handle, size, &properties))
+		return -1; /* the answer to what was asked for is the driver's */
+	if (d->cuMemExportToShareableHandle(&descriptor, made.handle, HANDLE_POSIX_DESCRIPTOR, 0))
+		descriptor = -1; /* none left in this process: handed over later */
+	bool added = add(&made, out, descriptor);
+	if (descriptor >= 0)
+		close(descriptor);
+	if (!added) {
+		d->cuMemRelease(made.handle);
+		return -1;
+	}
+	agent_start();
+	return CUDA_SUCCESS;
+}
+
+CUresult resident_cuMemCreate(CUhandle *out, size_t size, const struct allocation_properties *properties, unsigned long long flags)
+{
+	if (!driver() || !driver()->cuMemCreate)
+		return CUDA_ERROR_NOT_INITIALIZED;
+	enter();
+	CUresult result = create(out, size, properties, flags);
+	if (result < 0)
+		result = driver()->cuMemCreate(out, size, properties, flags);
+	leave();
+	return result;
+}
+
+static void count_unparkable(void)
+{
+	pthread_mutex_lock(&table_lock);
+	counts.unparkable++;
+	pthread_mutex_unlock(&table_lock);
+}
+
+static CUresult import(CUhandle *out, void *shared, int type)
+{
+	const struct driver *d = driver();
+	struct allocation made = {.kind = KIND_HANDLE, .descriptor = -1, .has_handle = true, .references = 1, .imported = true};
+	struct allocation_properties properties = {0};
+	CUresult result = d->cuMemImportFromShareableHandle(&made.handle, shared, type);
+	int descriptor = -1;
+
+	if (result || !resident_directory())
+		goto unchanged;
+	bool described = d->cuMemGetAllocationPropertiesFromHandle && !d->cuMemGetAllocationPropertiesFromHandle(&properties, made.handle);
+	if (type == HANDLE_POSIX_DESCRIPTOR && d->usable && (!described || properties.location.type == LOCATION_DEVICE))
+		descriptor = fcntl((int)(intptr_t)shared, F_DUPFD_CLOEXEC, HIGH_DESCRIPTOR);
+	/* On which GPU it is, whoever allocated it tells a dump; this counts only when that process has let go of it. */
+	if (described && device_usable(properties.location.id))
+		made.device = properties.location.id;
+	else if (d->cuCtxGetDevice(&made.device) || !device_usable(made.device))
+		made.device = 0;
+	made.handle_types = properties.handle_types;
+	keep_descriptor(&made, descriptor);
+	if (made.descriptor < 0 || !add(&made, out, made.descriptor)) {
+		if (descriptor >= 0)
+			close(descriptor);
+		count_unparkable();
+		if (d->usable)
+			agent_start(); /* which tells */
+		goto unchanged;
+	}
+	agent_start();
+	return CUDA_SUCCESS;
+
+unchanged:
+	if (!result)
+		*out = made.handle;
+	return result;
+}
+
+CUresult resident_cuMemImportFromShareableHandle(CUhandle *out, void *shared, int type)
+{
+	if (!driver() || !driver()->cuMemImportFromShareableHandle)
+		return CUDA_ERROR_NOT_INITIALIZED;
+	if (!out)
+		return CUDA_ERROR_INVALID_VALUE;
+	enter();
+	CUresult result = import(out, shared, type);
+	leave();
+	return result;
+}
+
+/* Under table_lock, which it lets go of for the driver's call: has the one descriptor of what this process made ready to be duplicated. Another export would not be
+ * known to be the same memory: once one was given away, it stays that, and where the application closed it the keeper still has it. */
+static struct allocation *with_descriptor(CUhandle value, CUresult *result)
+{
+	struct allocation *found = find(value);
+	int made = -1;
+
+	if (!found || holding_keeps(found))
+		return found;
+	if (!found->exported) {
+		CUhandle handle = found->handle;
+		pthread_mutex_unlock(&table_lock);
+		*result = driver()->cuMemExportToShareableHandle(&made, handle, HANDLE_POSIX_DESCRIPTOR, 0);
+		pthread_mutex_lock(&table_lock);
+		found = find(value);
+	}
+	if (found && !holding_keeps(found)) {
+		bool fresh = made >= 0 && !found->exported;
+		int descriptor = fresh ? made : holding_fetch(found);
+		if (descriptor >= 0) {
+			keep_descriptor(found, high_descriptor(descriptor));
+			made = fresh ? -1 : made;
+		}
+	}
+	if (made >= 0)
+		close(made); /* another thread was faster */
+	return found;
+}
+
+static CUresult give_descriptor(int *out, CUhandle value)
+{
+	CUresult result = CUDA_ERROR_OPERATING_SYSTEM;
+
+	pthread_mutex_lock(&table_lock);
+	struct allocation *found = with_descriptor(value, &result);
+	if (!found)
+		result = CUDA_ERROR_INVALID_VALUE;
+	else if (holding_keeps(found)) {
+		int made = fcntl(found->descriptor, F_DUPFD_CLOEXEC, 0);
+		if (!found->exported) {
+			found->exported = true;
+			holding_add(found, found->descriptor);
+		}
+		counts.exports++;
+		*out = made;
+		result = made < 0 ? CUDA_ERROR_OPERATING_SYSTEM : CUDA_SUCCESS;
+	} else
+		result = result ? result : CUDA_ERROR_OPERATING_SYSTEM;
+	pthread_mutex_unlock(&table_lock);
+	return result;
+}
+
+CUresult resident_cuMemExportToShareableHandle(void *out, CUhandle value, int type, unsigned long long flags)
+{
+	const struct driver *d = driver();
+	CUhandle handle = value;
+	CUresult result;
+
+	if (!d || !d->cuMemExportToShareableHandle)
+		return CUDA_ERROR_NOT_INITIALIZED;
+	enter();
+	pthread_mutex_lock(&table_lock);
+	struct allocation *found = find(value);
+	bool refused = is_ours(value) && (!found || !out || flags || !(found->handle_types & type)); /* as the driver would, which now may be asked for it in any case */
+	bool own = found && type == HANDLE_POSIX_DESCRIPTOR && !found->imported;
+	if (found)
+		handle = found->handle;
+	pthread_mutex_unlock(&table_lock);
+	if (refused)
+		result = CUDA_ERROR_INVALID_VALUE;
+	else if (own)
+		result = give_descriptor(out, value);
+	else {
+		result = d->cuMemExportToShareableHandle(out, handle, type, flags);
+		if (!result && resident_directory())
+			count_unparkable();
+	}
+	leave();
+	return result;
+}
+
+CUresult resident_cuMemRelease(CUhandle value)
+{
+	CUresult result = CUDA_SUCCESS;
+
+	if (!driver() || !driver()->cuMemRelease)
+		return CUDA_ERROR_NOT_INITIALIZED;
+	enter();
+	if (!is_ours(value))
+		result = driver()->cuMemRelease(value);
+	else {
+		pthread_mutex_lock(&table_lock);
+		struct allocation *found = find(value);
+		if (!found || !found->references)
+			result = CUDA_ERROR_INVALID_VALUE;
+		else if (--found->references == 0 && !found->mappings)
+			destroy(found);
+		pthread_mutex_unlock(&table_lock);
+	}
+	leave();
+	return result;
+}
+
+CUresult resident_cuMemGetAllocationPropertiesFromHandle(struct allocation_properties *out, CUhandle value)
+{
+	const struct driver *d = driver();
+	CUhandle handle;
+
+	if (!d || !d->cuMemGetAllocationPropertiesFromHandle)
+		return CUDA_ERROR_NOT_INITIALIZED;
+	enter();
+	CUresult result = translate(value, &handle) ? d->cuMemGetAllocationPropertiesFromHandle(out, handle) : CUDA_ERROR_INVALID_VALUE;
+	if (!result && out && is_ours(value)) {
+		pthread_mutex_lock(&table_lock);
+		struct allocation *found = find(value);
+		if (found)
+			out->handle_types = found->handle_types;
+		pthread_mutex_unlock(&table_lock);
+	}
+	leave();
+	return result;
+}
+
+/* -- mappings; all under table_lock */
+
+static bool lies_in(const struct allocation *what, CUdeviceptr address, size_t size)
+{
+	return what->address >= address && what->address + what->size <= address + size;
+}
+
+/* The mappings of a range, from NULL on until NULL: ranges consist of whole mappings, mostly of one. */
+static struct allocation *next_in(struct allocation *after, CUdeviceptr address, size_t size)
+{
+	struct allocation *at;
+
+	if (!after) {
+		at = table_find(address);
+		if (at && at->kind == KIND_MAPPING && at->size <= size)
+			return at;
+	} else {
+		at = table_find(after->address + after->size);
+		if (at && at->kind == KIND_MAPPING && lies_in(at, address, size))
+			return at;
+	}
+	return NULL;
+}
+
+/* What was mapped at an address, or has it within. */
+static struct allocation *containing(CUdeviceptr address)
+{
+	static const enum kind kinds[] = {KIND_MAPPING, KIND_RESIDENT};
+	struct allocation *at = table_find(address);
+
+	if (at && at->kind != KIND_HANDLE)
+		return at;
+	for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
+		for (at = NULL; (at = table_next(at, kinds[i]));)
+			if (address >= at->address && address - at->address < at->size)
+				return at;
+	return NULL;
+}
+
+static bool is_cuda_malloc(CUdeviceptr address)
+{
+	pthread_mutex_lock(&table_lock);
+	struct allocation *found = table_find(address);
+	bool is = found && found->kind == KIND_RESIDENT;
+	pthread_mutex_unlock(&table_lock);
+	return is;
+}
+
+static CUresult note_mapping(struct allocation *made, CUhandle value)
+{
+	CUresult result = CUDA_SUCCESS;
+
+	pthread_mutex_lock(&table_lock);
+	if (!find(value)) /* released by another thread meanwhile */
+		result = CUDA_ERROR_INVALID_VALUE;
+	else if (!table_add(made))
+		result = CUDA_ERROR_OUT_OF_MEMORY;
+	struct allocation *of = find(value);
+	if (!result) {
+		of->mappings++;
+		if (of->imported && made->offset + made->size > of->size) {
+			of->size = of->requested = made->offset + made->size;
+			holding_add(of, holding_keeps(of) ? of->descriptor : -1);
+		}
+	}
+	pthread_mutex_unlock(&table_lock);
+	return result;
+}
+
+CUresult resident_cuMemMap(CUdeviceptr address, size_t size, size_t offset, CUhandle value, unsigned long long flags)
+{
+	const struct driver *d = driver();
+	struct allocation made = {.address = address, .size = size, .offset = offset, .kind = KIND_MAPPING, .descriptor = -1, .of = value, .mapped = true};
+	CUhandle handle;
+
+	if (!d || !d->cuMemMap)
+		return CUDA_ERROR_NOT_INITIALIZED;
+	enter();
+	CUresult result = translate(value, &handle) ? d->cuMemMap(address, size, offset, handle, flags) : CUDA_ERROR_INVALID_VALUE;
+	if (!result && is_ours(value)) {
+		d->cuCtxGetCurrent(&made.context); /* to be waited for before it is unmapped */
+		result = note_mapping(&made, value);
+		if (result)
+			d->cuMemUnmap(address, size);
+	}
+	leave();
+	return result;
+}
+
+static void forget_mappings(CUdeviceptr address, size_t size)
+{
+	struct allocation *at, *of;
+
+	pthread_mutex_lock(&table_lock);
+	for (CUdeviceptr end = address + size; (at = next_in(NULL, address, size));) {
+		CUhandle value = at->of;
+		address += at->size;
+		size = (size_t)(end - address);
+		table_remove(at);
+		of = find(value);
+		if (of && --of->mappings == 0 && !of->references)
+			destroy(of);
+	}
+	pthread_mutex_unlock(&table_lock);
+}
+
+CUresult resident_cuMemUnmap(CUdeviceptr address, size_t size)
+{
+	if (!driver() || !driver()->cuMemUnmap)
+		return CUDA_ERROR_NOT_INITIALIZED;
+	enter();
+	CUresult result = is_cuda_malloc(address) ? CUDA_ERROR_INVALID_VALUE : driver()->cuMemUnmap(address, size);
+	if (!result)
+		forget_mappings(address, size);
+	leave();
+	return result;
+}
+
+static void note_access(struct allocation *what, const struct access *access)
+{
+	if (access->location.type == LOCATION_DEVICE && access->location.id >= 0 && access->location.id < DEVICES) {
+		uint64_t bit = 1ull << access->location.id;
+		what->reads = access->flags ? what->reads | bit : what->reads & ~bit;
+		what->writes = access->flags == ACCESS_READ_WRITE ? what->writes | bit : what->writes & ~bit;
+	} else
+		what->host = *access; /* device memory that a processor reaches: one place is all that there is of it */
+}
+
+CUresult resident_cuMemSetAccess(CUdeviceptr address, size_t size, const struct access *access, size_t some)
+{
+	if (!driver() || !driver()->cuMemSetAccess)
+		return CUDA_ERROR_NOT_INITIALIZED;
+	enter();
+	CUresult result = is_cuda_malloc(address) ? CUDA_ERROR_INVALID_VALUE : driver()->cuMemSetAccess(address, size, access, some);
+	if (!result) {
+		pthread_mutex_lock(&table_lock);
+		for (struct allocation *at = NULL; (at = next_in(at, address, size));)
+			for (size_t i = 0; i < some; i++)
+				note_access(at, &access[i]);
+		pthread_mutex_unlock(&table_lock);
+	}
+	leave();
+	return result;
+}
+
+CUresult set_access_again(const struct allocation *mapping)
+{
+	struct access access[DEVICES + 1];
+	size_t some = 0;
+
+	for (CUdevice device = 0; device < DEVICES; device++)
+		if (mapping->reads >> device & 1)
+			access[some++] = (struct access){{LOCATION_DEVICE, device}, mapping->writes >> device & 1 ? ACCESS_READ_WRITE : ACCESS_READ};
+	if (mapping->host.flags)
+		access[some++] = mapping->host;
+	return some ? driver()->cuMemSetAccess(mapping->address, mapping->size, access, some) : CUDA_SUCCESS;
+}
+
+CUresult resident_cuMemRetainAllocationHandle(CUhandle *out, CUdeviceptr address)
+{
+	const struct driver *d = driver();
+	CUresult result = -1;
+
+	if (!d || !d->cuMemRetainAllocationHandle)
+		return CUDA_ERROR_NOT_INITIALIZED;
+	enter();
+	pthread_mutex_lock(&table_lock);
+	struct allocation *at = out ? containing(address) : NULL, *of = at && at->kind == KIND_MAPPING ? find(at->of) : NULL;
+	if (of) {
+		of->references++;
+		*out = of->address;
+		result = CUDA_SUCCESS;
+	} else if (at && at->kind == KIND_RESIDENT)
+		result = CUDA_ERROR_INVALID_VALUE; /* as of cuMemAlloc's own */
+	pthread_mutex_unlock(&table_lock);
+	if (result < 0)
+		result = d->cuMemRetainAllocationHandle(out, address);
+	leave();
+	return result;
+}
+
+/* -- multicast objects and shared pools, which no window can take away: whoever has had one is not snapshotable */
+
+#define COUNTED(name, counter, parameters, arguments) \
+	CUresult resident_##name parameters \
+	{ \
+		if (!driver() || !driver()->name) \
+			return CUDA_ERROR_NOT_INITIALIZED; \
+		enter(); \
+		CUresult result = driver()->name arguments; \
+		if (!result) { \
+			pthread_mutex_lock(&table_lock); \
+			counts.counter++; \
+			pthread_mutex_unlock(&table_lock); \
+		} \
+		leave(); \
+		return result; \
+	}
+COUNTED(cuMemPoolExportToShareableHandle, unparkable, (void *out, CUpool pool, int type, unsigned long long flags), (out, pool, type, flags))
+COUNTED(cuMemPoolImportFromShareableHandle, unparkable, (CUpool * out, void *shared, int type, unsigned long long flags), (out, shared, type, flags))
+COUNTED(cuMulticastCreate, multicast, (CUhandle * out, const void *properties), (out, properties))
+
+static CUhandle present(CUhandle value)
+{
+	CUhandle handle;
+
+	return translate(value, &handle) ? handle : 0;
+}
+
+COUNTED(cuMulticastAddDevice, multicast, (CUhandle object, CUdevice device), (present(object), device))
+COUNTED(cuMulticastBindMem, multicast, (CUhandle object, size_t at, CUhandle memory, size_t offset, size_t size, unsigned long long flags),
+	  (present(object), at, present(memory), offset, size, flags))
+COUNTED(cuMulticastBindMem_v2, multicast, (CUhandle object, CUdevice device, size_t at, CUhandle memory, size_t offset, size_t size, unsigned long long flags),
+	  (present(object), device, at, present(memory), offset, size, flags))
+
+void handles_of_child(void)
+{
+	next_created = FIRST_CREATED;
+	next_imported = FIRST_IMPORTED;
+}

@@ -1,0 +1,121 @@
+"""Which of several processes' resident allocations are one memory; rule: it is one memory where its descriptors are one open file, which the kernel tells.
+
+A descriptor says nothing else: all of the driver's are of one device file. Whoever exports memory gives away duplicates of one descriptor, and whoever imports
+it keeps that (``handles.c``), so that all that come from the keeper of one memory are duplicates of each other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cmp_to_key
+
+from icecore.errors import IcecoreError
+from icecore.host.resident.protocol import Allocation
+
+Taken = tuple[Allocation, int]
+_KCMP = {"x86_64": 312, "aarch64": 272}
+_KCMP_FILE = 0
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class SharingUnclear(IcecoreError):
+    """What is shared cannot be told, or has nobody whose memory it is."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """An allocation that is the memory of another one.
+
+    Attributes:
+        allocation: As its process has it.
+        owner: The process (as in what was asked) that has it first-hand, and its identity there.
+    """
+
+    allocation: Allocation
+    owner: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Who has which memory.
+
+    Attributes:
+        owned: By process: each memory once.
+        imports: By process: what it has of others', or once more of its own.
+    """
+
+    owned: dict[int, list[Taken]]
+    imports: dict[int, list[Import]]
+
+
+def find_shares(taken: Mapping[int, Sequence[Taken]]) -> Shares:
+    """Sort out what processes have.
+
+    Memory is its creator's. Where that has let go of it, it is that importer's who has most of it mapped.
+
+    Args:
+        taken: By process: its allocations, with a descriptor of each in this process.
+
+    Raises:
+        SharingUnclear: The kernel does not tell, or memory has neither a creator nor a mapping.
+    """
+    owned: dict[int, list[Taken]] = {key: [] for key in taken}
+    imports: dict[int, list[Import]] = {key: [] for key in taken}
+    shared: list[tuple[int, Taken]] = []
+    for key, pairs in taken.items():
+        for pair in pairs:
+            if pair[0].imported or pair[0].exported:
+                shared.append((key, pair))
+            else:
+                owned[key].append(pair)
+    for group in _groups(shared):
+        owner, (first, descriptor) = min(group, key=lambda one: (one[1][0].imported, -one[1][0].size, one[0]))
+        if not first.size:
+            raise SharingUnclear(
+                "a process has imported device memory whose creator is gone, and has not mapped it: its size cannot be told",
+                cure="take the snapshot when it has mapped it, or let go of it",
+            )
+        owned[owner].append((first, descriptor))
+        for key, (other, _) in group:
+            if other is not first:
+                imports[key].append(Import(other, (owner, first.identity)))
+    for pairs in owned.values():
+        pairs.sort(key=lambda pair: pair[0].address)
+    return Shares(owned, imports)
+
+
+def share_any(some: Sequence[Taken], others: Sequence[Taken]) -> bool:
+    """Whether any of these is the memory of any of the others."""
+    marked = [(0, one) for one in some if one[0].imported or one[0].exported]
+    marked += [(1, one) for one in others if one[0].imported or one[0].exported]
+    return any(len({side for side, _ in group}) == 2 for group in _groups(marked))
+
+
+def _groups(shared: Sequence[tuple[int, Taken]]) -> Iterator[list[tuple[int, Taken]]]:
+    group: list[tuple[int, Taken]] = []
+
+    def order(a: tuple[int, Taken], b: tuple[int, Taken]) -> int:
+        return _compare(a[1][1], b[1][1])
+
+    for one in sorted(shared, key=cmp_to_key(order)):
+        if group and _compare(group[-1][1][1], one[1][1]):
+            yield group
+            group = []
+        group.append(one)
+    if group:
+        yield group
+
+
+def _compare(one: int, other: int) -> int:
+    """By open file (kcmp(2)): 0 is the same."""
+    pid = os.getpid()
+    result = int(_libc.syscall(_KCMP[os.uname().machine], pid, pid, _KCMP_FILE, ctypes.c_ulong(one), ctypes.c_ulong(other)))
+    if result < 0:
+        raise SharingUnclear(
+            f"which processes share device memory cannot be told: kcmp: {os.strerror(ctypes.get_errno())}",
+            cure="a kernel with CONFIG_KCMP, which CRIU needs, too",
+        )
+    return {0: 0, 1: -1, 2: 1}.get(result, 0)
