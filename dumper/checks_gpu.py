@@ -226,7 +226,8 @@ def inherited(gpus: GpuLook, pids: list[int]) -> list[Refusal]:
         Refusal(
             "gpu-descriptor",
             f"process {p.pid} has the GPU's device files open but no CUDA of its own, so that nothing closes them for the dump",
-            "start workers by spawn or forkserver instead of fork, or before CUDA is initialised (DataLoader: multiprocessing_context='spawn')",
+            "start workers by spawn or forkserver instead of fork, or before CUDA is initialised (DataLoader: multiprocessing_context='spawn'; "
+            "torch.compile: TORCHINDUCTOR_COMPILE_THREADS=1, as 'icecore run --gpu' sets it)",
         )
         for p in gpus.processes
         if p.pid in pids
