@@ -141,7 +141,7 @@ def start_gpu(
     environment: Mapping[str, str] | None = None,
     pid: Word = "",
     root: Word = "",
-    resident: bool = False,
+    resident: bool = True,
     emit: Sink = discard,
 ) -> Job:
     """Start a GPU job in ``jobs``; see `run` and `icecore.host.cuda.job.gpu_run`."""

@@ -163,7 +163,7 @@ def _gpus() -> Iterator[Finding]:
     try:
         preload_path()
         keeper_path()
-        yield Finding("resident memory", "good", "GPU jobs can keep their device memory in place (run --gpu --resident)")
+        yield Finding("resident memory", "good", "GPU jobs keep their device memory in place (run --gpu)")
     except MissingTool as error:
         yield Finding("resident memory", "warning", error.message, error.cure)
     lack = private_root_lack()

@@ -44,7 +44,8 @@ def add(commands: Commands) -> None:
         ("root", "file system: the host's mounts as they are, or bound into a root of its own, with its own /proc and /dev/shm"),
     ):
         add_setting(parser, RunSettings, key, what)
-    add_setting(parser, RunSettings, "resident", "with --gpu: a preload keeps device memory in place in windows, which are much shorter then (default: no)")
+    about = "with --gpu: a preload keeps device memory in place in windows, which are much shorter then (default: yes, where it was built)"
+    add_setting(parser, RunSettings, "resident", about)
 
     parser = command("ps", ps, "List the jobs of this node.")
     parser.add_argument("-a", "--all", action="store_true", help="those that have ended, too")

@@ -30,7 +30,7 @@ _ENV = "import os; print(*sorted(f'{k}={v}' for k, v in os.environ.items() if k.
 
 
 def test_what_it_sets_and_says(cli: Cli) -> None:
-    done = cli.run("run", "--gpu", "--network", "private", "--", sys.executable, "-c", _ENV, NCCL_RAS_ENABLE="1")
+    done = cli.run("run", "--gpu", "--no-resident", "--network", "private", "--", sys.executable, "-c", _ENV, NCCL_RAS_ENABLE="1")
     words = done.stdout.split()
     assert words[:5] == [
         "GLOO_SOCKET_IFNAME=lo",
@@ -40,7 +40,7 @@ def test_what_it_sets_and_says(cli: Cli) -> None:
         "NCCL_RAS_ENABLE=1",
     ]
     assert words[6] == "2", "its own pids, and /proc is theirs"
-    assert "--gpu set NCCL_P2P_DISABLE=1" in done.stderr and nccl.COST in done.stderr
+    assert "NCCL_P2P_DISABLE=1" in done.stderr and nccl.COST in done.stderr
     assert "warning: you set NCCL_RAS_ENABLE=1" in done.stderr
 
 
@@ -52,8 +52,8 @@ def test_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="304"):
         gpu_run(Isolation(), {}, pid="private", root="host")
     under = gpu_run(Isolation(), {"NCCL_NVLS_ENABLE": "1"}, resident=True)
-    assert dict(under.added) == {"NCCL_CUMEM_ENABLE": "1", "NCCL_CUMEM_HOST_ENABLE": "0", "NCCL_RAS_ENABLE": "0"}
-    assert dict(under.kept) == {"NCCL_NVLS_ENABLE": "1"} and under.cost == nccl.PARKED_COST
+    assert dict(under.added) == {"NCCL_CUMEM_ENABLE": "1", "NCCL_CUMEM_HOST_ENABLE": "0", "NCCL_RAS_ENABLE": "0", **gpu_job.COMPILE}
+    assert dict(under.kept) == {"NCCL_NVLS_ENABLE": "1"} and under.cost == f"{nccl.PARKED_COST}; {gpu_job.COMPILE_COST}"
     monkeypatch.setattr(gpu_job, "private_root_lack", lambda: "mount: denied")  # where no container allows it
     chosen = gpu_run(Isolation(network=True), {})
     assert chosen.isolation == Isolation(pid=False, network=True) and "mount: denied" in chosen.notes[0]
@@ -124,7 +124,7 @@ def start(cli: Cli, world: World, folder: Path, gpus: tuple[str, ...], *, also: 
         Target(world, folder / "target", gpus, also=also or (), out="/dev/stdout" if len(gpus) == 1 else "").order
     )
     code = f"import sys; sys.argv[1:] = [{order!r}]; exec(open({str(Path(fake_cuda.__file__))!r}).read())"
-    cli.run("run", "-d", "--gpu", "--name", "gpu", "--", sys.executable, "-S", "-c", code)
+    cli.run("run", "-d", "--gpu", "--no-resident", "--name", "gpu", "--", sys.executable, "-S", "-c", code)
     until = time.monotonic() + 20
     place = cli.job("gpu").log_path("stdout") if len(gpus) == 1 else folder / "target" / "lines.1"
     while not place.exists() or len(place.read_text()) < 100:

@@ -42,7 +42,7 @@ def visible(new_machine: NewMachine, cli: Cli, tmp_path: Path) -> Machine:
 
 def start(cli: Cli, *words: str) -> Running:
     order = json.dumps({"out": "/dev/stdout", "gpus": [0], "mib": 4, "buffers": BUFFERS})
-    cli.run("run", "-d", "--gpu", "--resident", *words, "--name", "gpu", "--", sys.executable, "-S", str(HERE / "job.py"), order)
+    cli.run("run", "-d", "--gpu", *words, "--name", "gpu", "--", sys.executable, "-S", str(HERE / "job.py"), order)
     job = cli.job("gpu")
     goes_on(job, 10)
     return job
@@ -115,7 +115,7 @@ def test_ranks(cli: Cli, visible: Machine, tmp_path: Path) -> None:
     folder = tmp_path / "ranks"
     folder.mkdir()
     order = json.dumps({"out": str(folder / "lines"), "ranks": 2, "mib": 4, "nccl": True})
-    how = ("--gpu", "--resident", "--network", "private", "--root", "private", "--name", "gpu")
+    how = ("--gpu", "--network", "private", "--root", "private", "--name", "gpu")
     done = cli.run("run", "-d", *how, "--", sys.executable, "-S", str(HERE / "ring.py"), order)
     assert "NCCL_CUMEM_ENABLE=1" in done.stderr and "NCCL_P2P" not in done.stderr and nccl.PARKED_COST in done.stderr
     job = Ring.at(visible, folder)
@@ -138,7 +138,7 @@ def test_ranks(cli: Cli, visible: Machine, tmp_path: Path) -> None:
 
 def test_without_the_preload(cli: Cli, visible: Machine) -> None:
     cli.run("init")
-    job = start(cli, "--no-resident")  # as without a word: it is not the default yet
+    job = start(cli, "--no-resident")
     environment = Path(f"/proc/{job.pid}/environ").read_bytes()
     assert b"LD_PRELOAD" not in environment and b"ICECORE_RESIDENT" not in environment
     goes_on(job)
@@ -151,7 +151,7 @@ def test_where_no_compiler_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(api, "preload_path", missing)
     events: list[Event] = []
     registry = Registry(tmp_path / "state")
-    job = api.start_gpu(registry, ["sleep", "60"], Isolation(), resident=True, emit=events.append)
+    job = api.start_gpu(registry, ["sleep", "60"], Isolation(), emit=events.append)
     job.kill(9)
     job.wait(10)
     [about] = [event.fields for event in events if event.name == "run.gpu"]
