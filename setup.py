@@ -22,11 +22,10 @@ INIT_FLAGS = [
 
 RESIDENT = "host/resident/"
 COMMON_FLAGS = ["-std=gnu11", "-O2", "-Wall", "-Wextra"]
-PRELOAD_FLAGS = [
-    *COMMON_FLAGS,
-    *("-fPIC", "-shared", "-fvisibility=hidden", "-Wl,-z,defs"),
-    "-Wl,-soname,libicecore-resident.so",
-]
+LIBRARY_FLAGS = [*COMMON_FLAGS, "-fPIC", "-shared", "-fvisibility=hidden", "-Wl,-z,defs"]
+PRELOAD_FLAGS = [*LIBRARY_FLAGS, "-Wl,-soname,libicecore-resident.so"]
+# It is a memcpy: the compiler must not make a call of itself out of it.
+CRIU_FLAGS = [*LIBRARY_FLAGS, "-fno-builtin", "-Wl,-soname,libicecore-criu.so"]
 PRELOAD_SOURCES = [
     f"{RESIDENT}{name}.c"
     for name in ("interpose", "allocate", "handles", "contexts", "table", "holding", "threads", "stack", "capture", "window", "agent")
@@ -78,6 +77,13 @@ class BuildPrograms(build_ext):
 setup(
     ext_modules=[
         Program("icecore.host/icecore-init", ["host/init.c"], INIT_FLAGS, "'icecore run' will not work", []),
+        Program(
+            "icecore.host/libicecore-criu.so",
+            ["host/criu_memcpy.c"],
+            CRIU_FLAGS,
+            "windows of processes that reserve many addresses (with CUDA, say) are longer",
+            [],
+        ),
         Program(
             "icecore.host.resident/libicecore-resident.so",
             PRELOAD_SOURCES,

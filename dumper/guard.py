@@ -30,6 +30,7 @@ from collections.abc import Sequence
 
 from icecore.dumper.hold import wait_for_stream
 from icecore.errors import DumpFailed
+from icecore.host.criu import dump_environment
 from icecore.host.page_server import Connection
 from icecore.host.pipes import HeldPipes, make_room
 
@@ -254,6 +255,7 @@ def _run(command: list[str], inherited: Sequence[int]) -> tuple[subprocess.Popen
     try:
         criu = subprocess.Popen(
             argv,
+            env=dump_environment(),
             pass_fds=[*inherited, status_write],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

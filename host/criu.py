@@ -232,6 +232,17 @@ class RestoreArguments:
         ]
 
 
+def dump_environment() -> dict[str, str]:
+    """The environment in which CRIU dumps: with a memcpy that leaves out what was never touched (host/criu_memcpy.c), where it was built.
+
+    Without it a window is longer by some 7 ms for each GiB of addresses that its processes have reserved.
+    """
+    library = Path(__file__).with_name("libicecore-criu.so")
+    if not library.exists():
+        return dict(os.environ)
+    return {**os.environ, "LD_PRELOAD": " ".join(filter(None, (str(library), os.environ.get("LD_PRELOAD"))))}
+
+
 def lazy_dump_command(
     criu: Criu, pid: int, images: Path, arguments: DumpArguments, *, pages: int | str, status: int | str
 ) -> list[str]:
