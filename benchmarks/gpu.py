@@ -11,6 +11,7 @@ import argparse
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -175,6 +176,39 @@ def _results(found: Rounds, gib: float, gpus: int) -> list[Result]:
     return results
 
 
+def scaling(gib: float, counts: Sequence[int], rounds: int) -> list[Result]:
+    """Windows and restores with the same device memory on each of more and more GPUs, against the first of the numbers."""
+    found = {count: Rounds() for count in counts}
+    for count, own in found.items():
+        size, phases = int(gib * count * GIB), Phases()
+        with (
+            plain_criu.adopting(), scratch(PART) as folder, Job(folder, gib, count) as job, Reserve(2 * size + 4 * GIB) as reserve,
+            Worker() as worker,
+        ):  # fmt: skip
+            job.wait_step(0)
+            worker.ask("open", path=str(folder / "repository"), create=True)
+            for turn in range(rounds + 1):
+                _dump(worker, job, reserve, own if turn else Rounds(), phases, "nothing changed")
+            pids = procfs.tree(job.pid)
+            with reserve.lent():
+                snapshot = worker.ask("dump", pid=job.pid, job="gpu", stop=True)["snapshot"]
+            job.process.wait(60)
+            gone(pids)
+            for _ in range(rounds):
+                for mode in ("full", "lazy"):
+                    _restore(worker, job, reserve, snapshot, mode, own, phases)
+    first, results = found[counts[0]], []
+    for count, own in found.items():
+        where = f"{gib:g} GiB each, {count} by {counts[0]} GPUs"
+        for name, what in (("window nothing changed", "window"), ("full step", "restore, full"), ("lazy step", "restore, lazy")):
+            base = first.median(name)
+            note = f"{own.median(name):.2f} s"
+            results.append(Result(PART, f"{where}: {what}", tuple(s / base for s in own.of(name)), 1.3 if count > counts[0] else None, note=note))
+        pairs = zip(own.of("window nothing changed"), own.of("driver of nothing changed"), strict=True)
+        results.append(Result(PART, f"{where}: (window - driver) / driver", tuple((w - d) / d for w, d in pairs), 0.15))
+    return results
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -182,6 +216,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--save", type=Path, help="write JSON into this folder")
+    parser.add_argument("--scaling", metavar="N,N", help="with so many GPUs in turn, the window and the restores only (--gib for each)")
     resident = parser.add_argument_group("memory that stays where it is", "the job runs under the preload, on one GPU")
     resident.add_argument("--resident", action="store_true", help="measure this instead")
     resident.add_argument("--parts", default=",".join(gpu_resident.PARTS), help="of it, by commas (default: %(default)s)")
@@ -194,6 +229,8 @@ def main() -> None:
             parser.error(f"--parts: there is no {', '.join(sorted(unknown))}")
         setting = gpu_resident.Setting(options.gib, parts, options.rounds, options.distinct)
         results = gpu_resident.measure(setting, options.figures)
+    elif options.scaling:
+        results = scaling(options.gib, [int(word) for word in options.scaling.split(",")], options.rounds)
     else:
         results = measure(options.gib, options.gpus, options.rounds)
     show(results, Console(width=180))

@@ -17,14 +17,15 @@ from typing import Any
 from benchmarks import floors
 from benchmarks.common import Result, Rounds, progress, scratch
 from benchmarks.gpu_phases import Phases
-from benchmarks.gpu_tree import Job, gone, kill
+from benchmarks.gpu_tree import Calls, Job, gone, kill, workers_of
 from benchmarks.reserve import Reserve
 from benchmarks.worker import Worker
 from icecore.host.limits import memory_available
 from icecore.host.resident.keeper import environment, start_keeper
 
 PART = "gpu resident"
-PARTS = ("window", "all-changed", "from-resident", "restore", "driver")
+PARTS = ("window", "all-changed", "from-resident", "restore", "driver-calls", "driver")
+_DRIVERS = {"driver-calls", "driver"}
 GIB = 1 << 30
 #: Share of the device memory that changes before a dump.
 CASES = {"nothing changed": 0.0, "5 % changed": 0.05, "all changed": 1.0}
@@ -92,12 +93,13 @@ class Bench:
 
     def run(self) -> None:
         """All parts that are asked for and fit."""
-        if set(PARTS[:-1]) & set(self.setting.parts):
+        if set(self.setting.parts) - _DRIVERS:
             self._resident()
-        if "driver" in self.setting.parts and not (why := lacking(self.setting)):
-            self._driver()
-        elif "driver" in self.setting.parts:
+        asked = _DRIVERS & set(self.setting.parts)
+        if asked and (why := lacking(self.setting)):
             progress(f"gpu: the driver's way is left out: {why}")
+        elif asked:
+            self._driver(asked)
 
     def _resident(self) -> None:
         setting = self.setting
@@ -136,18 +138,26 @@ class Bench:
                     job.change(number, share)
                 self._dump(worker, job, reserve, case)
 
-    def _driver(self) -> None:
+    def _driver(self, asked: set[str]) -> None:
         setting = self.setting
         with ExitStack() as stack:
             job = stack.enter_context(
                 Job(self.folder / "driver", setting.gib, 1, environment=setting.environment, more=setting.job)
             )
-            worker = self._worker(stack, "driver")
             job.wait_step(0)
+            if "driver-calls" in asked:
+                calls, pids = Calls(), workers_of(job.pid)
+                out, back = calls.stop(pids), calls.go(pids)
+                self.found.add("driver's calls", out + back)
+                self.found.add("driver's restore", back)
+                progress(f"gpu: the driver's own calls: {out:.2f} s and {back:.2f} s")
+            if "driver" not in asked:
+                return
+            worker = self._worker(stack, "driver")
             # Without a reserve: to warm so much memory takes longer than what is measured, and the driver is the slower one.
             done = self._dump(worker, job, None, "driver's way")
-            calls = sum(fields["seconds"] for name, fields in done["events"].items() if name.startswith("dump.gpu."))
-            self.found.add("driver's calls", calls)
+            taken = sum(fields["seconds"] for name, fields in done["events"].items() if name.startswith("dump.gpu."))
+            self.found.add("driver's calls", taken)
             gone(kill(job.pid))
             self._bring_back(worker, job, None, done["snapshot"], "driver's way: restore")
 
@@ -243,6 +253,7 @@ def results(found: Rounds, setting: Setting, where: str) -> list[Result]:
     for what, over, under, target in (
         ("the driver's calls / window, nothing changed", "driver's calls", "window nothing changed", 20.0),
         ("the driver's way / restore", "driver's way: restore", "restore", 4.0),
+        ("the driver's own restore and unlock / restore", "driver's restore", "restore", None),
     ):
         if over in found.figures and under in found.figures:
             ratio = found.median(over) / found.median(under)

@@ -22,15 +22,16 @@ def test_all_parts(joined: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(gpu_phases, "LEAST_BYTES", MIB)
     environment = joined.environment(resident=False)
     setting = Setting(
-        24 * MIB / GIB, PARTS[:-1], distinct=8 * MIB / GIB, memory="driver", block=4,
+        24 * MIB / GIB, PARTS[:-2], distinct=8 * MIB / GIB, memory="driver", block=4,
         environment=environment, place=joined.directory, reserve=False,
     )  # fmt: skip
     measure(setting, tmp_path / "figures")
     # What was measured before is told together with what is measured now.
-    found = {r.what.split(": ", 1)[1]: r for r in measure(replace(setting, parts=("driver",)), tmp_path / "figures")}
+    found = {r.what.split(": ", 1)[1]: r for r in measure(replace(setting, parts=PARTS[-2:]), tmp_path / "figures")}
     for name in (
         "window, nothing changed", "window, 5 % changed", "window, all changed",
         "restore from what stayed on the GPU, until progress", "the driver's way / restore", "the driver's calls / window, nothing changed",
+        "the driver's own restore and unlock / restore",
         "driver's way: scan / memory, huge pages", "driver's way: driver out",
     ):  # fmt: skip
         assert found[name].median > 0
