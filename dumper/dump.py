@@ -296,6 +296,8 @@ class _Dump:
         )
         capture = Capture(self.options, images, storing.parent, copied, storing.machinery, self.emit)
         with devices or nullcontext(), window:
+            with phase(self.emit, "dump.criu"):
+                window.prepare(self._criu_command(images, devices is not None))
             with phase(self.emit, "dump.window") as running, _undisturbed():
                 streamed = self.options.memory == "streamed"
                 window.begin()
@@ -304,16 +306,15 @@ class _Dump:
                     with storing.staging.growing(found.gpus.most_bytes >> 20 if found.gpus else 0):
                         devices.stop(window.left, storing.machinery, storing.parent)
                 device = devices.ranges if devices is not None else {}
-                command = self._criu_command(images, devices is not None)
                 if streamed:
-                    window.freeze(command, streamed=True)
+                    window.freeze(streamed=True)
                     running.fields["streamed"] = receive(guard.pages(), self.criu.version, images, _STREAM_SECONDS)
                     before = None
                 else:
                     with EarlyScan(
                         self.target.pid, images, storing.parent, copied, device, storing.machinery, self.emit
                     ) as early:
-                        window.freeze(command)
+                        window.freeze()
                         running.fields["freeze_seconds"] = time.monotonic() - window.started
                         before = early.finish()
                 captured = capture.in_window(self.target.pid, device, before)
@@ -426,7 +427,7 @@ class _Dump:
         return ["--libdir", folder] if folder else []
 
     def _criu_command(self, images: Path, devices: bool) -> list[str]:
-        """CRIU's arguments; the guard fills in the descriptors."""
+        """CRIU's arguments; the guard fills in what is in braces."""
         own = dump_options(self.target.pid, self.target.record) if self.target.record else []
         arguments = DumpArguments(
             connections=self.options.tcp,
@@ -439,6 +440,7 @@ class _Dump:
             # Connections that nobody has accepted yet are not there after a restore; with ``close`` none is.
             extra=(
                 "--link-remap",
+                *("--action-script", "{hold}"),
                 *(["--skip-in-flight"] if self.options.tcp == "close" else []),
                 *self._plugins(images, devices),
                 *own,

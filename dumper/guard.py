@@ -1,11 +1,11 @@
 """The guard: a small process that runs CRIU for the dumper and cleans up when that dies. Its one rule: it outlives the window.
 
 It runs in a session of its own, so that no terminal signal meant for the dumper reaches CRIU in the middle of a dump. The dumper talks to it over a
-socket pair, one JSON object a message. The socket to CRIU's page server passes through the guard to CRIU and is held by the dumper alone: CRIU keeps the
-tree frozen until that socket closes, so that a dumper that dies, however it dies, thaws the tree by dying (CRIU closes on a hang-up at any time, also
-on one that came before it served). What is left for the guard is to wait for CRIU's end, to remove the working directory, and to hang up by itself when a
-dumper that lives but does not run (stopped by a terminal, say) holds the tree for too long. It also holds CRIU's pipes, so that CRIU need not free their pages
-before it lets the tree go. CRIU and the guard both hold the writing end of a pipe, so
+socket pair, one JSON object a message. It starts CRIU before the window and lets it go on in it (`prepared.py`). The socket to CRIU's page server passes
+through the guard to CRIU and is held by the dumper alone: CRIU keeps the tree frozen until that socket closes, so that a dumper that dies, however it dies,
+thaws the tree by dying (CRIU closes on a hang-up at any time, also on one that came before it served). What is left for the guard is to wait for CRIU's end,
+to remove the working directory, and to hang up by itself when a dumper that lives but does not run (stopped by a terminal, say) holds the tree for too long.
+It also holds CRIU's pipes, so that CRIU need not free their pages before it lets the tree go. CRIU and the guard both hold the writing end of a pipe, so
 that the dumper knows when neither is left, even if the guard was killed.
 
 With GPU processes the guard also starts the helper that makes the driver's calls (`icecore.host.cuda.helper`): as its child, so that it outlives a dumper that
@@ -29,8 +29,8 @@ import time
 from collections.abc import Sequence
 
 from icecore.dumper.hold import wait_for_stream
+from icecore.dumper.prepared import Prepared
 from icecore.errors import DumpFailed
-from icecore.host.criu import dump_environment
 from icecore.host.page_server import Connection
 from icecore.host.pipes import HeldPipes, make_room
 
@@ -106,13 +106,45 @@ class Guard:
             raise DumpFailed(f"CRIU ended early with status {reply.get('status')}")
         return reply
 
-    def freeze(
-        self, command: Sequence[str], timeout: float, limit: float | None, *, streamed: bool = False
-    ) -> int | None:
-        """Run ``command`` (``criu dump --lazy-pages …``) and return once it serves; the tree then stands still until ``thaw``.
+    def prepare(self, command: Sequence[str], timeout: float) -> int | None:
+        """Start ``command`` (``criu dump …``); returns once it waits, nothing of the tree touched, for `freeze`. Without that it ends with the guard.
 
         Args:
-            command: Argument vector; ``{pages}`` and ``{status}`` are replaced by descriptor numbers.
+            command: Argument vector; ``{pages}`` and ``{status}`` are replaced by descriptor numbers, ``{hold}`` by the path of CRIU's action script.
+            timeout: Seconds until the attempt is given up.
+
+        Returns:
+            None when it waits; its exit status when it ended before.
+
+        Raises:
+            DumpFailed: No answer in time, or it cannot be started.
+        """
+        ours, theirs = socket.socketpair()
+        with self._lock:
+            self._pages = ours
+        try:
+            socket.send_fds(self._socket, [json.dumps({"prepare": list(command)}).encode()], [theirs.fileno()])
+        except OSError as error:
+            self.hang_up()
+            raise GuardLost(f"the dump's guard process ended unexpectedly: {error}") from error
+        finally:
+            theirs.close()
+        try:
+            reply = self._receive(timeout)
+        except BaseException:
+            self.hang_up()
+            raise
+        if reply.get("event") == "prepared":
+            return None
+        self.hang_up()
+        if "error" in reply:
+            raise DumpFailed(f"CRIU cannot be started: {reply['error']}", cure="run tools/install-criu")
+        return int(str(reply.get("status", -1)))
+
+    def freeze(self, timeout: float, limit: float | None, *, streamed: bool = False) -> int | None:
+        """Let the CRIU that `prepare` started go on, and return once it serves; the tree then stands still until ``thaw``.
+
+        Args:
             timeout: Seconds until the attempt is given up: the page socket closes, and CRIU thaws the tree as soon as it gets there.
             limit: Seconds from now after which the tree shall run again whatever this process does; None: no limit.
             streamed: CRIU does not serve but streams: the tree is frozen once the first of it can be read.
@@ -123,20 +155,16 @@ class Guard:
         Raises:
             DumpFailed: No answer in time.
         """
-        ours, theirs = socket.socketpair()
-        with self._lock:
-            self._pages = ours
+        pages = self.pages()
+        order = {"go": True, "limit": None if limit is None else limit + _GRACE_SECONDS}
         try:
-            order = {"run": list(command), "limit": None if limit is None else limit + _GRACE_SECONDS}
-            socket.send_fds(self._socket, [json.dumps(order).encode()], [theirs.fileno()])
+            self._socket.send(json.dumps(order).encode())
         except OSError as error:
             self.hang_up()
             raise GuardLost(f"the dump's guard process ended unexpectedly: {error}") from error
-        finally:
-            theirs.close()
         self._streamed = streamed
         try:
-            if streamed and wait_for_stream(ours, self._socket, timeout):
+            if streamed and wait_for_stream(pages, self._socket, timeout):
                 self._status = None
                 return None
             reply = self._receive(timeout)
@@ -147,8 +175,6 @@ class Guard:
             self._status = None
             return None
         self.hang_up()
-        if "error" in reply:
-            raise DumpFailed(f"CRIU cannot be started: {reply['error']}", cure="run tools/install-criu")
         return int(str(reply.get("status", -1)))
 
     def start(self, command: Sequence[str], control: socket.socket) -> None:
@@ -248,24 +274,6 @@ class Guard:
         self._process.wait(_END_SECONDS)
 
 
-def _run(command: list[str], inherited: Sequence[int]) -> tuple[subprocess.Popen[bytes], int]:
-    """Start CRIU with descriptors (the page socket first) and a status pipe; returns it and the pipe's reading end."""
-    status_read, status_write = os.pipe()
-    argv = [word.replace("{pages}", str(inherited[0])).replace("{status}", str(status_write)) for word in command]
-    try:
-        criu = subprocess.Popen(
-            argv,
-            env=dump_environment(),
-            pass_fds=[*inherited, status_write],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-    finally:
-        os.close(status_write)
-    return criu, status_read
-
-
 class _Server:
     """The guard's own loop: one CRIU at a time, until the dumper releases it or dies."""
 
@@ -274,6 +282,7 @@ class _Server:
         self.life = life
         self.workdir = workdir
         self.dumper_alive = True
+        self.prepared: Prepared | None = None
         self.started: list[subprocess.Popen[bytes]] = []
 
     def say(self, **message: object) -> None:
@@ -296,12 +305,14 @@ class _Server:
             request = json.loads(message)
             if request.get("release"):
                 released = True
-            elif "run" in request:
-                with socket.socket(fileno=descriptors[0]) as pages:
-                    self.run(request["run"], pages, request["limit"])
+            elif "prepare" in request:
+                self.prepare(request["prepare"], socket.socket(fileno=descriptors[0]))
+            elif "go" in request:
+                self.go(request["limit"])
             elif "start" in request:
                 with socket.socket(fileno=descriptors[0]) as control:
                     self.start(request["start"], control)
+        self.drop()
         if not released:
             shutil.rmtree(self.workdir, ignore_errors=True)
 
@@ -320,26 +331,39 @@ class _Server:
         self.started.append(started)
         self.say(event="started", pid=started.pid)
 
-    def run(self, command: list[str], pages: socket.socket, limit: float | None) -> None:
+    def prepare(self, command: list[str], pages: socket.socket) -> None:
         try:
-            criu, status = _run(command, [pages.fileno(), self.life])
+            self.prepared = Prepared(command, pages, self.life)
         except OSError as error:
             self.say(event="ended", status=-1, error=f"{command[0]}: {error.strerror}")
             return
-        # This end of the page socket is CRIU's too: shutting it down is a hang-up.
-        watch = _Watch(pages, limit)
-        watch.wait(status)
-        served = os.read(status, 1) == b"\0"
-        os.close(status)
+        if self.prepared.arrives(self.control):
+            self.say(event="prepared")
+        else:
+            self.say(event="ended", status=self.drop())
+
+    def drop(self) -> int:
+        """Nobody will let go on what waits, if anything does."""
+        prepared, self.prepared = self.prepared, None
+        return -1 if prepared is None else prepared.drop()
+
+    def go(self, limit: float | None) -> None:
+        prepared, self.prepared = self.prepared, None
+        if prepared is None:
+            self.say(event="ended", status=-1)
+            return
+        watch = _Watch(prepared, limit)
+        prepared.go()
+        watch.wait(prepared.status)
+        served = os.read(prepared.status, 1) == b"\0"
         held = None
         if served:
             self.say(event="serving")
-            held = HeldPipes(criu.pid)
-        # There is no time-out for CRIU itself: killing it while the parasite is in the job would lose the job.
-        ended = os.pidfd_open(criu.pid)
+            held = HeldPipes(prepared.criu.pid)
+        ended = os.pidfd_open(prepared.criu.pid)
         watch.wait(ended)
         os.close(ended)
-        self.say(event="ended", status=criu.wait())
+        self.say(event="ended", status=prepared.end())
         if held is not None:
             held.release()
 
@@ -347,8 +371,8 @@ class _Server:
 class _Watch:
     """Waits for descriptors, and hangs up once ``limit`` seconds have passed."""
 
-    def __init__(self, pages: socket.socket, limit: float | None) -> None:
-        self._pages = pages
+    def __init__(self, prepared: Prepared, limit: float | None) -> None:
+        self._prepared = prepared
         self._end = None if limit is None else time.monotonic() + limit
 
     def wait(self, descriptor: int) -> None:
@@ -358,8 +382,7 @@ class _Watch:
             if select.select([descriptor], [], [], left)[0]:
                 return
             self._end = None
-            with contextlib.suppress(OSError):  # CRIU may be gone already
-                self._pages.shutdown(socket.SHUT_RDWR)
+            self._prepared.hang_up()
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from icecore.dumper.guard import Guard
 from icecore.errors import DumpFailed, NotFound, WindowExceeded
 from icecore.host import procfs
 
+_PREPARE_SECONDS = 60.0
 _THAW_SECONDS = 30.0
 _POLL_SECONDS = 0.002
 _LET_GO_SECONDS = 0.0005
@@ -83,6 +84,16 @@ class Window:
         if self._exceeded is not None and error is not None and error is not self._exceeded:
             raise self._exceeded from error
 
+    def prepare(self, command: Sequence[str]) -> None:
+        """Start CRIU as far as it gets without looking at the tree. `begin` and `freeze` come later, if at all.
+
+        Raises:
+            DumpFailed: It failed.
+        """
+        ended = self._guard.prepare(command, _PREPARE_SECONDS)
+        if ended is not None:
+            raise self._explain(ended)
+
     def begin(self) -> None:
         """From now on the job stands still, or will: the limit counts."""
         self.started = time.monotonic()
@@ -96,10 +107,10 @@ class Window:
         """Seconds until the limit; None: there is none."""
         return None if self._limit is None else max(0.0, self.started + self._limit - time.monotonic())
 
-    def freeze(self, command: Sequence[str], *, streamed: bool = False) -> None:
-        """Freeze the tree: returns when it stands still and CRIU has written all but the memory that is read in place.
+    def freeze(self, *, streamed: bool = False) -> None:
+        """Have the CRIU that was prepared freeze the tree: returns when it stands still and CRIU has written all but the memory that is read in place.
 
-        With ``streamed`` it returns when CRIU begins to send that memory; the rest is written once all is received. `begin` came before.
+        With ``streamed`` it returns when CRIU begins to send that memory; the rest is written once all is received. `prepare` and `begin` came before.
 
         Raises:
             WindowExceeded: It took longer than the limit.
@@ -108,7 +119,7 @@ class Window:
         self.check()
         self._frozen = True
         try:
-            served = self._guard.freeze(command, (self._limit or 600.0) + _THAW_SECONDS, self.left, streamed=streamed)
+            served = self._guard.freeze((self._limit or 600.0) + _THAW_SECONDS, self.left, streamed=streamed)
         except BaseException:
             self._frozen = False
             self._end_watch()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 #: What long work is called while it goes on; other phases go by their event's name.
 TITLES: Mapping[str, str] = {
     "check": "checking",
+    "dump.criu": "starting CRIU",
     "dump.gpu.checkpoint": "device memory out",
     "dump.resident.unmap": "taking resident memory away",
     "dump.resident.fingerprint": "comparing resident memory",

@@ -18,7 +18,7 @@ from icecore.store.check import check
 from icecore.store.local import LocalBackend
 from tests.programs import driving
 
-from .world import Events, Stillness, Store, assert_same_memory, leftovers, standing
+from .world import Events, Stillness, Store, assert_same_memory, leftovers, standing, words_of
 
 SECONDS = 1.0
 _DRIVER = Path(__file__).with_name("driver.py")
@@ -105,12 +105,12 @@ def fails(
 
 
 def members(workdir: Path, word: str) -> list[int]:
-    """Processes whose command line has both."""
+    """Processes whose command line, with the directory that they work in, has both."""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdecimal() and int(entry) != os.getpid():
             try:
-                words = Path("/proc", entry, "cmdline").read_bytes()
+                words = words_of(entry)
             except (FileNotFoundError, ProcessLookupError):
                 continue
             if str(workdir).encode() in words and word.encode() in words:

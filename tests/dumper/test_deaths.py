@@ -34,6 +34,9 @@ def dumpers() -> Iterator[list[Dumper]]:
 
 
 KILLED = [
+    (("dump.criu", "begin"), 0.01, False),
+    (("dump.criu", "end"), 0.0, False),
+    (("dump.criu", "end"), 0.0, True),
     (("dump.window", "begin"), 0.0, False),
     (("dump.window", "begin"), 0.02, False),
     (("dump.window", "begin"), 0.04, False),
@@ -55,7 +58,7 @@ def test_a_dumper_that_is_killed(
     moment: tuple[str, str], delay: float, stop: bool, job: Job, witness: Witness, dumpers: list[Dumper]
 ) -> None:
     # It pauses at the moment unless it is to be met on the way.
-    dumper = Dumper(witness.store, job, None if moment == ("dump.window", "begin") else moment, stop=stop)
+    dumper = Dumper(witness.store, job, None if delay and moment[0] != "dump.files" else moment, stop=stop)
     dumpers.append(dumper)
     dumper.until(*moment)
     time.sleep(delay)
@@ -73,12 +76,13 @@ def test_a_dumper_that_is_killed(
     ("moment", "stop"),
     [
         (("dump.precopy", "begin"), False),
+        (("dump.criu", "end"), False),
         (("dump.window", "begin"), False),
         (("dump.files", "begin"), False),
         (("dump.store", "begin"), False),
         (("dump.store", "begin"), True),
     ],
-    ids=["precopy", "before the window", "window", "store", "store stop"],
+    ids=["precopy", "criu waits", "before the window", "window", "store", "store stop"],
 )
 def test_a_dumper_that_is_interrupted(
     moment: tuple[str, str], stop: bool, job: Job, witness: Witness, dumpers: list[Dumper]
@@ -138,7 +142,7 @@ def kill_guard(workdir: Path) -> Callable[[Event], None]:
 
 @pytest.mark.parametrize(
     "moment",
-    [("dump.precopy", "begin"), ("dump.window", "begin"), ("dump.files", "begin")],
+    [("dump.precopy", "begin"), ("dump.criu", "end"), ("dump.window", "begin"), ("dump.files", "begin")],
     ids=lambda moment: moment[0],
 )
 def test_a_guard_that_is_killed(moment: tuple[str, str], job: Job, witness: Witness) -> None:
@@ -149,15 +153,18 @@ def test_a_guard_that_is_killed(moment: tuple[str, str], job: Job, witness: Witn
 
 
 def test_a_guard_that_is_killed_while_criu_freezes(job: Job, witness: Witness) -> None:
-    kill = kill_guard(witness.store.workdir)
+    guards: list[int] = []
 
     def later() -> None:
         job.stopped_since(time.time_ns())
-        kill(Event("now"))
+        os.kill(guards[0], signal.SIGKILL)
+
+    def look(_: Event) -> None:
+        guards.extend(members(witness.store.workdir, "icecore.dumper.guard"))
 
     killer = threading.Thread(target=later)
     killer.start()
-    fails(job, witness, lambda: witness.store.dump(job.pid), GuardLost)
+    fails(job, witness, lambda: witness.store.dump(job.pid, events=Events({("dump.criu", "end"): look})), GuardLost)
     killer.join(20)
     witness.next_dump_is_good()
 

@@ -89,6 +89,29 @@ def test_criu_killed_while_it_holds_the_tree(job: Job, witness: Witness) -> None
     job.is_well()
 
 
+@pytest.mark.parametrize("word", ["dump.log", "/bin/sh"], ids=["criu", "script"])
+def test_criu_or_its_script_killed_while_it_waits(word: str, job: Job, witness: Witness) -> None:
+    def kill(_: Event) -> None:
+        assert not standing(job.pid)
+        (pid,) = members(witness.store.workdir, word)
+        os.kill(pid, signal.SIGKILL)
+
+    fails(job, witness, lambda: witness.store.dump(job.pid, events=Events({("dump.criu", "end"): kill})))
+    witness.next_dump_is_good()
+    job.is_well()
+
+
+def test_nothing_stands_still_before_the_window(job: Job, witness: Witness) -> None:
+    """However long it takes until then, CRIU waits, and it counts for nothing."""
+
+    def watch(_: Event) -> None:
+        time.sleep(1.0)
+        job.runs(time.time_ns())
+
+    result = witness.store.dump(job.pid, DumpOptions(max_window=0.9), events=Events({("dump.criu", "end"): watch}))
+    assert witness.store.snapshots() == [witness.first, result.snapshot]
+
+
 # -- the store
 
 
@@ -183,10 +206,9 @@ def test_a_full_working_directory(job: Job, witness: Witness, tmp_path: Path) ->
     try:
 
         def fill(_: Event) -> None:
-            with open(place / "ballast", "wb") as file, suppress(OSError):
+            with open(place / "ballast", "wb", buffering=0) as file, suppress(OSError):
                 while True:
                     file.write(bytes(1 << 16))
-                    file.flush()
 
         small = replace(witness.store, workdir=place)
         fails(job, witness, lambda: small.dump(job.pid, events=Events({("dump.window", "begin"): fill})))
@@ -249,7 +271,7 @@ def test_a_target_that_is_killed_while_it_is_read(job: Job, store: Store) -> Non
 # -- limits
 
 
-@pytest.mark.parametrize("limit", [0.001, 0.02])
+@pytest.mark.parametrize("limit", [0.001, 0.005])
 def test_a_window_that_is_over_before_criu_serves(limit: float, job: Job, witness: Witness) -> None:
     error = fails(job, witness, lambda: witness.store.dump(job.pid, DumpOptions(max_window=limit)), WindowExceeded)
     assert "--max-window" in str(error)

@@ -245,24 +245,53 @@ def test_a_guard_outlives_signals_of_the_terminal(tmp_path: Path) -> None:
             os.kill(guard.pid, number)
         time.sleep(0.05)
         assert os.getsid(guard.pid) == guard.pid
-        assert guard.freeze(["false"], 10, None) == 1
+        assert guard.prepare(["false"], 10) == 1
         with pytest.raises(DumpFailed, match="cannot be started"):
-            guard.freeze(["/no/such/program"], 10, None)
+            guard.prepare(["/no/such/program"], 10)
     finally:
         guard.release()
 
 
+#: What a guard runs here: it waits as CRIU does, serves, and waits for the hang-up.
+_SERVES = """
+import os, socket, subprocess, sys
+pages, status, hold = sys.argv[1:]
+if subprocess.run([hold], env={"CRTOOLS_SCRIPT_ACTION": "pre-dump"}).returncode:
+    sys.exit(7)
+for stage in ("post-dump", "status-ready"):
+    subprocess.run([hold], env={"CRTOOLS_SCRIPT_ACTION": stage}, check=True)
+os.write(int(status), b"\\0")
+socket.socket(fileno=int(pages)).recv(1)
+"""
+_SERVER = ["python3", "-c", _SERVES, "{pages}", "{status}", "{hold}"]
+
+
 def test_a_guard_hangs_up_when_the_limit_has_passed(tmp_path: Path) -> None:
-    """What it runs here only waits for the hang-up, as CRIU does."""
     guard = Guard(str(tmp_path))
     try:
-        waits = (
-            "import os, socket, sys; os.write(int(sys.argv[2]), b'\\0'); socket.socket(fileno=int(sys.argv[1])).recv(1)"
-        )
+        assert guard.prepare(_SERVER, 20) is None
+        time.sleep(1.5)  # the limit counts from later on
         began = time.monotonic()
-        assert guard.freeze(["python3", "-c", waits, "{pages}", "{status}"], 20, 0.2) is None
+        assert guard.freeze(20, 0.2) is None
         assert guard._expect("ended", 20)["status"] == 0
         assert time.monotonic() - began > 1.0
+    finally:
+        guard.release()
+
+
+def test_a_guard_that_is_stopped_while_criu_waits(tmp_path: Path) -> None:
+    """The attempt is given up; what it started ends by itself, as it does when it goes on without being told to."""
+    guard = Guard(str(tmp_path))
+    try:
+        os.kill(guard.pid, signal.SIGSTOP)
+        with pytest.raises(DumpFailed, match="no answer"):
+            guard.prepare(_SERVER, 0.2)
+        os.kill(guard.pid, signal.SIGCONT)
+    finally:
+        guard.release()
+    guard = Guard(str(tmp_path))
+    try:
+        assert guard.prepare([*_SERVER[:-1], "true"], 20) == 0
     finally:
         guard.release()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -257,14 +257,22 @@ def assert_same_memory(recorded: Recorded, still: Stillness) -> int:
     return compared
 
 
+def words_of(pid: int | str) -> bytes:
+    """The command line of a process, and where it works if that may be seen."""
+    words = Path("/proc", str(pid), "cmdline").read_bytes()
+    with suppress(OSError):
+        words += os.fsencode(os.readlink(f"/proc/{pid}/cwd"))
+    return words
+
+
 def leftovers(workdir: Path) -> list[str]:
-    """Processes that have ``workdir`` in their command line (CRIU, guards), and what lies in it."""
+    """Processes that have ``workdir`` in their command line (CRIU, guards) or work in it (CRIU's script), and what lies in it."""
     found = [entry.name for entry in workdir.iterdir()]
     for entry in os.listdir("/proc"):
         if not entry.isdecimal() or int(entry) == os.getpid():
             continue
         try:
-            words = Path("/proc", entry, "cmdline").read_bytes()
+            words = words_of(entry)
             state = Path("/proc", entry, "stat").read_text().rsplit(")", 1)[1].split()[0]
         except (FileNotFoundError, ProcessLookupError):
             continue

@@ -112,16 +112,16 @@ def test_a_lock_that_never_comes(store: Store, launch: Launch, world: World) -> 
     runs_on(target, store.workdir)
 
 
-@pytest.mark.parametrize("moment", ["dump.gpu.lock", "dump.gpu.checkpoint", "dump.files"])
-@pytest.mark.parametrize("who", ["interrupted", "guard", "helper", "guard and helper"])
+@pytest.mark.parametrize("moment", ["dump.criu", "dump.gpu.lock", "dump.gpu.checkpoint", "dump.files"])
+@pytest.mark.parametrize("who", ["interrupted", "guard", "helper", "guard and helper", "criu"])
 def test_a_window_that_breaks_off(who: str, moment: str, store: Store, launch: Launch) -> None:
     target = launch(GPUS[:2])
 
     def hook(event: Event) -> None:
         if who == "interrupted":
             raise KeyboardInterrupt
-        for word in ("icecore.dumper.guard", "icecore.host.cuda.helper"):
-            if word.rsplit(".", 1)[1] in who:
+        for name, word in {"guard": "icecore.dumper.guard", "helper": "icecore.host.cuda.helper", "criu": "dump.log"}.items():
+            if name in who:
                 for pid in members(store.workdir, word):
                     os.kill(pid, signal.SIGKILL)
 
@@ -143,7 +143,7 @@ def test_a_window_that_is_too_long(store: Store, launch: Launch, world: World) -
 
 
 @pytest.mark.parametrize(
-    "moment", ["dump.gpu.lock", "dump.gpu.checkpoint", "dump.files", "dump.gpu.restore", "dump.store"]
+    "moment", ["dump.criu", "dump.gpu.lock", "dump.gpu.checkpoint", "dump.files", "dump.gpu.restore", "dump.store"]
 )
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_dumper_that_is_killed_or_stopped(how: signal.Signals, moment: str, store: Store, launch: Launch) -> None:

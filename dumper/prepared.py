@@ -1,0 +1,131 @@
+"""A CRIU that has started but waits; its one rule: nothing of the tree is touched before `go`, and never if that does not come.
+
+CRIU's start (its loader, the vdso, probing what the kernel can do) takes 30 to 100 ms. It then runs its action script for the stage ``pre-dump``, before it
+collects the tree or stops anything (cr-dump.c: cr_dump_tasks); the script waits for a word through a pipe of this process. Where that ends without the word,
+the script fails, and CRIU ends. The script lies in memory, because directories on tmpfs often forbid that anything of theirs is executed, and it finds
+everything through this process's /proc, so that CRIU inherits nothing for it. CRIU runs it twice more in the window, ``post-dump`` and ``status-ready``, and
+in a network namespace for its lock: then it ends at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import socket
+import subprocess
+from collections.abc import Sequence
+
+from icecore.host.criu import dump_environment
+
+# Whoever waits for the end of CRIU through the pipe `life` waits for the script's too.
+_SCRIPT = """#!/bin/sh
+case $CRTOOLS_SCRIPT_ACTION in pre-dump) ;; *) exit 0 ;; esac
+exec 9> {life} && echo > {arrived} && read -r word < {go} && [ "$word" = go ]
+"""
+#: memfd_create(2): from Linux 6.3 on an executable file is to be asked for as one.
+_MFD_EXEC = 0x10
+
+
+class Prepared:
+    """Starts CRIU; `arrives` says whether it waits.
+
+    Args:
+        command: ``{pages}``, ``{status}`` and ``{hold}`` (CRIU's action script) are replaced.
+        pages: CRIU's end of the page-server connection; from now on this object's.
+        life: Writing end of a pipe, which CRIU and the script inherit.
+
+    Raises:
+        OSError: It cannot be started.
+    """
+
+    def __init__(self, command: Sequence[str], pages: socket.socket, life: int) -> None:
+        self.pages = pages
+        self._open: set[int] = set()
+        try:
+            self._arrived, arrived = self._pipe()
+            go, self._go = self._pipe()
+            #: One zero byte comes through it once the tree stands still and CRIU serves; it ends with CRIU.
+            self.status, status = self._pipe()
+            script = _executable(_SCRIPT.format(life=_path(life), arrived=_path(arrived), go=_path(go)))
+            self._open.add(script)
+            numbers = {"{pages}": str(pages.fileno()), "{status}": str(status), "{hold}": _path(script)}
+            self.criu = subprocess.Popen(
+                [numbers.get(word, word) for word in command],
+                env=dump_environment(),
+                pass_fds=[pages.fileno(), life, status],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        except BaseException:
+            self._close()
+            raise
+        self._close(status)
+
+    def _pipe(self) -> tuple[int, int]:
+        ends = os.pipe()
+        self._open.update(ends)
+        return ends
+
+    def _close(self, *which: int) -> None:
+        for descriptor in which or tuple(self._open):
+            os.close(descriptor)
+            self._open.remove(descriptor)
+        if not which:
+            self.pages.close()
+
+    def arrives(self, control: socket.socket) -> bool:
+        """Wait until CRIU waits. False: it ended, or went on unasked, or nobody is at the other end of ``control``."""
+        poll = select.poll()
+        poll.register(self._arrived, select.POLLIN)
+        poll.register(self.status, select.POLLIN)
+        poll.register(control, select.POLLRDHUP)
+        return self._arrived in {number for number, _ in poll.poll()}
+
+    def go(self) -> None:
+        """Let it go on: it stops the tree."""
+        os.write(self._go, b"go\n")
+
+    def hang_up(self) -> None:
+        """Shut down the page-server connection, of which this end is CRIU's too: a tree that it has stopped, or will, it lets go."""
+        with contextlib.suppress(OSError):  # CRIU may be gone already
+            self.pages.shutdown(socket.SHUT_RDWR)
+
+    def end(self) -> int:
+        """Wait for CRIU's end. There is no time-out: killing it while the parasite is in the job would lose the job.
+
+        Returns:
+            Its exit status.
+        """
+        status = self.criu.wait()
+        self._close()
+        return status
+
+    def drop(self) -> int:
+        """Not let it go: it ends without having touched anything.
+
+        Returns:
+            Its exit status.
+        """
+        self._close(self._go)
+        self.hang_up()
+        return self.end()
+
+
+def _path(descriptor: int) -> str:
+    """Where others find a descriptor of this process."""
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def _executable(text: str) -> int:
+    """A script in memory, as a descriptor."""
+    try:
+        descriptor = os.memfd_create("icecore-hold", os.MFD_CLOEXEC | _MFD_EXEC)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        descriptor = os.memfd_create("icecore-hold", os.MFD_CLOEXEC)
+    os.write(descriptor, text.encode())
+    return descriptor
