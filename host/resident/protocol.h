@@ -23,6 +23,7 @@ enum keeper_operation {
 	KEEPER_PUT = 19,       /* token and an allocation with its descriptor -> result */
 	KEEPER_RETAIN = 20,    /* token, count (0 or 1) -> result: kept although the process ends, as after KEEPER_PARKED */
 	KEEPER_FORGET = 21,    /* token -> result: let go of all of it */
+	KEEPER_FETCH = 22, /* token, identity -> result, and that allocation with its descriptor */
 	KEEPER_END = 31,
 };
 
