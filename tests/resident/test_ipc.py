@@ -118,6 +118,16 @@ def test_a_context_takes_along_what_it_opened(ranks: Ranks) -> None:
     seen(one, address, two, there, 1)
 
 
+def test_opened_by_two_devices(ranks: Ranks) -> None:
+    one, two = ranks.all
+    _, handle, there = share(one, two)
+    reach = f"cuda.fake_access(ctypes.c_ulonglong({there}))"
+    assert two(reach) == 2, "the current context's device"
+    assert two(f"[start(0), ipc_open({handle!r})][1]") == [0, there]
+    ranks.window()
+    assert two(reach) == 3 and two(f"[ipc_close({there}), ipc_close({there}), {reach}]") == [0, 0, 0]
+
+
 def test_closed_in_a_stream_capture(ranks: Ranks) -> None:
     """It must not fail, and nothing can be waited for: the next that is closed takes it along."""
     one, two = ranks.all
