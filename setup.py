@@ -28,7 +28,7 @@ PRELOAD_FLAGS = [*LIBRARY_FLAGS, "-Wl,-soname,libicecore-resident.so"]
 CRIU_FLAGS = [*LIBRARY_FLAGS, "-fno-builtin", "-Wl,-soname,libicecore-criu.so"]
 PRELOAD_SOURCES = [
     f"{RESIDENT}{name}.c"
-    for name in ("interpose", "allocate", "handles", "contexts", "table", "holding", "threads", "stack", "capture", "window", "agent")
+    for name in ("interpose", "allocate", "handles", "contexts", "table", "holding", "ipc", "threads", "stack", "capture", "window", "agent")
 ]
 
 

@@ -73,7 +73,7 @@ ipc = _each(
 
 def shared(found: Look) -> list[Refusal]:
     """Several processes on one GPU may have memory of each other's through CUDA IPC. The importer shows no sign of that, and is lost. Of those under the
-    preload it is known that none exported any."""
+    preload it is known that none exported or opened any that the driver has; what else they share by it, windows take away."""
     gpus = found.gpus
     if gpus is None or gpus.inventory is None or gpus.inventory.branch >= _IPC_DRIVER or found.options.gpu_shared:
         return []

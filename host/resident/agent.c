@@ -238,9 +238,11 @@ static void go_back(void)
 	run_on();
 }
 
-static void tend_keeper(void)
+static void tend_keeper(bool lost)
 {
 	pthread_mutex_lock(&table_lock);
+	if (lost)
+		holding_close();
 	if ((counts.resident || counts.imported) && (holding_socket() < 0 || count_unheld()))
 		holding_complete();
 	pthread_mutex_unlock(&table_lock);
@@ -289,7 +291,7 @@ static void *agent(void *unused)
 			last = now();
 		}
 		if (state == RESIDENT_RUNNING)
-			tend_keeper();
+			tend_keeper(keeper >= 0 && ready[1].revents); /* it died: another one gets everything */
 	}
 	return NULL;
 }
@@ -308,6 +310,7 @@ static void in_child(void)
 	started = false;
 	allocations_of_child();
 	handles_of_child();
+	ipc_of_child();
 	peers_of_child();
 	captures_of_child();
 	threads_of_child();

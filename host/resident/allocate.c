@@ -416,19 +416,6 @@ NOTED(cuMemAllocAsync_ptsz, KIND_POOL, (CUdeviceptr * out, size_t bytes, CUstrea
 NOTED(cuMemAllocFromPoolAsync, KIND_POOL, (CUdeviceptr * out, size_t bytes, CUpool pool, CUstream stream), (out, bytes, pool, stream))
 NOTED(cuMemAllocFromPoolAsync_ptsz, KIND_POOL, (CUdeviceptr * out, size_t bytes, CUpool pool, CUstream stream), (out, bytes, pool, stream))
 
-CUresult resident_cuIpcGetMemHandle(void *out, CUdeviceptr address)
-{
-	if (!driver() || !driver()->cuIpcGetMemHandle)
-		return CUDA_ERROR_NOT_INITIALIZED;
-	enter();
-	CUresult result = driver()->cuIpcGetMemHandle(out, address);
-	pthread_mutex_lock(&table_lock);
-	*(result ? &counts.ipc_refused : &counts.ipc_exports) += 1;
-	pthread_mutex_unlock(&table_lock);
-	leave();
-	return result;
-}
-
 void allocations_of_child(void)
 {
 	next_identity = 1;

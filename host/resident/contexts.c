@@ -80,6 +80,7 @@ CUresult resident_cuCtxDisablePeerAccess(CUcontext peer)
 /* After the context is gone, and with it whatever used the memory. */
 static void release_of(CUcontext context)
 {
+	ipc_forget_context(context);
 	pthread_mutex_lock(&table_lock);
 	for (struct allocation *at = NULL; (at = table_next(at, KIND_RESIDENT));)
 		if (at->context == context && !at->freed)
@@ -121,7 +122,7 @@ CUresult resident_cuDevicePrimaryCtxReset_v2(CUdevice device)
 	if (!driver() || !driver()->cuDevicePrimaryCtxReset_v2)
 		return CUDA_ERROR_NOT_INITIALIZED;
 	enter();
-	CUcontext context = counts.resident ? primary(device) : NULL;
+	CUcontext context = counts.resident || counts.imported ? primary(device) : NULL;
 	CUresult result = driver()->cuDevicePrimaryCtxReset_v2(device);
 	if (result == CUDA_SUCCESS && context)
 		release_of(context);
@@ -137,7 +138,7 @@ CUresult resident_cuDevicePrimaryCtxRelease_v2(CUdevice device)
 	if (!driver() || !driver()->cuDevicePrimaryCtxRelease_v2)
 		return CUDA_ERROR_NOT_INITIALIZED;
 	enter();
-	CUcontext context = counts.resident ? primary(device) : NULL;
+	CUcontext context = counts.resident || counts.imported ? primary(device) : NULL;
 	CUresult result = driver()->cuDevicePrimaryCtxRelease_v2(device);
 	if (result == CUDA_SUCCESS && context && !driver()->cuDevicePrimaryCtxGetState(device, &flags, &active) && !active)
 		release_of(context);

@@ -15,7 +15,10 @@ enum {
 	CUDA_ERROR_INVALID_VALUE = 1,
 	CUDA_ERROR_OUT_OF_MEMORY = 2,
 	CUDA_ERROR_NOT_INITIALIZED = 3,
+	CUDA_ERROR_INVALID_CONTEXT = 201,
+	CUDA_ERROR_MAP_FAILED = 205,
 	CUDA_ERROR_OPERATING_SYSTEM = 304,
+	CUDA_ERROR_INVALID_HANDLE = 400,
 	CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704,
 	CUDA_ERROR_NOT_SUPPORTED = 801,
 	CUDA_ERROR_CAPTURE_FIRST = 900,
@@ -52,6 +55,9 @@ struct allocation_properties {
 struct access {
 	struct location location;
 	int flags;
+};
+struct ipc_handle {
+	char bytes[64];
 };
 _Static_assert(sizeof(struct allocation_properties) == 32 && sizeof(struct access) == 12, "as cuda.h has them");
 
@@ -105,7 +111,10 @@ _Static_assert(sizeof(struct allocation_properties) == 32 && sizeof(struct acces
 	HOOKED(cuMulticastAddDevice, (CUhandle, CUdevice)) \
 	HOOKED(cuMulticastBindMem, (CUhandle, size_t, CUhandle, size_t, size_t, unsigned long long)) \
 	HOOKED(cuMulticastBindMem_v2, (CUhandle, CUdevice, size_t, CUhandle, size_t, size_t, unsigned long long)) \
-	HOOKED(cuIpcGetMemHandle, (void *, CUdeviceptr)) \
+	HOOKED(cuIpcGetMemHandle, (struct ipc_handle *, CUdeviceptr)) \
+	HOOKED(cuIpcOpenMemHandle, (CUdeviceptr *, struct ipc_handle, unsigned)) \
+	HOOKED(cuIpcOpenMemHandle_v2, (CUdeviceptr *, struct ipc_handle, unsigned)) \
+	HOOKED(cuIpcCloseMemHandle, (CUdeviceptr)) \
 	HOOKED(cuCtxEnablePeerAccess, (CUcontext, unsigned)) \
 	HOOKED(cuCtxDisablePeerAccess, (CUcontext)) \
 	HOOKED(cuCtxDestroy_v2, (CUcontext)) \

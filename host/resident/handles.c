@@ -149,25 +149,33 @@ static void count_unparkable(void)
 	pthread_mutex_unlock(&table_lock);
 }
 
+/* Whether it is memory of a device, as far as the driver tells. */
+static bool describe_import(struct allocation *made)
+{
+	const struct driver *d = driver();
+	struct allocation_properties properties = {0};
+	bool described = d->cuMemGetAllocationPropertiesFromHandle && !d->cuMemGetAllocationPropertiesFromHandle(&properties, made->handle);
+
+	/* On which GPU it is, whoever allocated it tells a dump; this counts only when that process has let go of it. */
+	if (described && device_usable(properties.location.id))
+		made->device = properties.location.id;
+	else if (d->cuCtxGetDevice(&made->device) || !device_usable(made->device))
+		made->device = 0;
+	made->handle_types = properties.handle_types;
+	return !described || properties.location.type == LOCATION_DEVICE;
+}
+
 static CUresult import(CUhandle *out, void *shared, int type)
 {
 	const struct driver *d = driver();
 	struct allocation made = {.kind = KIND_HANDLE, .descriptor = -1, .has_handle = true, .references = 1, .imported = true};
-	struct allocation_properties properties = {0};
 	CUresult result = d->cuMemImportFromShareableHandle(&made.handle, shared, type);
 	int descriptor = -1;
 
 	if (result || !resident_directory())
 		goto unchanged;
-	bool described = d->cuMemGetAllocationPropertiesFromHandle && !d->cuMemGetAllocationPropertiesFromHandle(&properties, made.handle);
-	if (type == HANDLE_POSIX_DESCRIPTOR && d->usable && (!described || properties.location.type == LOCATION_DEVICE))
+	if (d->usable && describe_import(&made) && type == HANDLE_POSIX_DESCRIPTOR)
 		descriptor = fcntl((int)(intptr_t)shared, F_DUPFD_CLOEXEC, HIGH_DESCRIPTOR);
-	/* On which GPU it is, whoever allocated it tells a dump; this counts only when that process has let go of it. */
-	if (described && device_usable(properties.location.id))
-		made.device = properties.location.id;
-	else if (d->cuCtxGetDevice(&made.device) || !device_usable(made.device))
-		made.device = 0;
-	made.handle_types = properties.handle_types;
 	keep_descriptor(&made, descriptor);
 	if (made.descriptor < 0 || !add(&made, out, made.descriptor)) {
 		if (descriptor >= 0)
@@ -186,6 +194,26 @@ unchanged:
 	return result;
 }
 
+CUresult import_descriptor(CUhandle *out, int descriptor, size_t size)
+{
+	struct allocation made = {.kind = KIND_HANDLE, .size = size, .requested = size, .descriptor = -1, .has_handle = true, .references = 1, .imported = true};
+	CUresult result = driver()->cuMemImportFromShareableHandle(&made.handle, (void *)(intptr_t)descriptor, HANDLE_POSIX_DESCRIPTOR);
+
+	if (result) {
+		close(descriptor);
+		return result;
+	}
+	describe_import(&made);
+	descriptor = high_descriptor(descriptor);
+	keep_descriptor(&made, descriptor);
+	if (made.descriptor < 0 || !add(&made, out, descriptor)) {
+		close(descriptor);
+		driver()->cuMemRelease(made.handle);
+		result = CUDA_ERROR_OUT_OF_MEMORY;
+	}
+	return result;
+}
+
 CUresult resident_cuMemImportFromShareableHandle(CUhandle *out, void *shared, int type)
 {
 	if (!driver() || !driver()->cuMemImportFromShareableHandle)
@@ -198,11 +226,19 @@ CUresult resident_cuMemImportFromShareableHandle(CUhandle *out, void *shared, in
 	return result;
 }
 
+/* One that this process made, by cuMemCreate or cuMemAlloc. */
+static struct allocation *find_made(CUdeviceptr address)
+{
+	struct allocation *found = table_find(address);
+
+	return found && ((found->kind == KIND_HANDLE && !found->imported) || (found->kind == KIND_RESIDENT && !found->freed)) ? found : NULL;
+}
+
 /* Under table_lock, which it lets go of for the driver's call: has the one descriptor of what this process made ready to be duplicated. Another export would not be
  * known to be the same memory: once one was given away, it stays that, and where the application closed it the keeper still has it. */
-static struct allocation *with_descriptor(CUhandle value, CUresult *result)
+static struct allocation *with_descriptor(CUdeviceptr address, CUresult *result)
 {
-	struct allocation *found = find(value);
+	struct allocation *found = find_made(address);
 	int made = -1;
 
 	if (!found || holding_keeps(found))
@@ -212,7 +248,7 @@ static struct allocation *with_descriptor(CUhandle value, CUresult *result)
 		pthread_mutex_unlock(&table_lock);
 		*result = driver()->cuMemExportToShareableHandle(&made, handle, HANDLE_POSIX_DESCRIPTOR, 0);
 		pthread_mutex_lock(&table_lock);
-		found = find(value);
+		found = find_made(address);
 	}
 	if (found && !holding_keeps(found)) {
 		bool fresh = made >= 0 && !found->exported;
@@ -227,25 +263,33 @@ static struct allocation *with_descriptor(CUhandle value, CUresult *result)
 	return found;
 }
 
+struct allocation *share(CUdeviceptr address, CUresult *result)
+{
+	struct allocation *found = with_descriptor(address, result);
+
+	if (!found)
+		*result = CUDA_ERROR_INVALID_VALUE;
+	else if (!holding_keeps(found)) {
+		*result = *result ? *result : CUDA_ERROR_OPERATING_SYSTEM;
+		found = NULL;
+	} else if (!found->exported) {
+		found->exported = true;
+		holding_add(found, found->descriptor);
+	}
+	return found;
+}
+
 static CUresult give_descriptor(int *out, CUhandle value)
 {
 	CUresult result = CUDA_ERROR_OPERATING_SYSTEM;
 
 	pthread_mutex_lock(&table_lock);
-	struct allocation *found = with_descriptor(value, &result);
-	if (!found)
-		result = CUDA_ERROR_INVALID_VALUE;
-	else if (holding_keeps(found)) {
-		int made = fcntl(found->descriptor, F_DUPFD_CLOEXEC, 0);
-		if (!found->exported) {
-			found->exported = true;
-			holding_add(found, found->descriptor);
-		}
+	struct allocation *found = share(value, &result);
+	if (found) {
+		*out = fcntl(found->descriptor, F_DUPFD_CLOEXEC, 0);
 		counts.exports++;
-		*out = made;
-		result = made < 0 ? CUDA_ERROR_OPERATING_SYSTEM : CUDA_SUCCESS;
-	} else
-		result = result ? result : CUDA_ERROR_OPERATING_SYSTEM;
+		result = *out < 0 ? CUDA_ERROR_OPERATING_SYSTEM : CUDA_SUCCESS;
+	}
 	pthread_mutex_unlock(&table_lock);
 	return result;
 }
@@ -279,24 +323,26 @@ CUresult resident_cuMemExportToShareableHandle(void *out, CUhandle value, int ty
 	return result;
 }
 
-CUresult resident_cuMemRelease(CUhandle value)
+CUresult release_handle(CUhandle value)
 {
 	CUresult result = CUDA_SUCCESS;
 
+	pthread_mutex_lock(&table_lock);
+	struct allocation *found = find(value);
+	if (!found || !found->references)
+		result = CUDA_ERROR_INVALID_VALUE;
+	else if (--found->references == 0 && !found->mappings)
+		destroy(found);
+	pthread_mutex_unlock(&table_lock);
+	return result;
+}
+
+CUresult resident_cuMemRelease(CUhandle value)
+{
 	if (!driver() || !driver()->cuMemRelease)
 		return CUDA_ERROR_NOT_INITIALIZED;
 	enter();
-	if (!is_ours(value))
-		result = driver()->cuMemRelease(value);
-	else {
-		pthread_mutex_lock(&table_lock);
-		struct allocation *found = find(value);
-		if (!found || !found->references)
-			result = CUDA_ERROR_INVALID_VALUE;
-		else if (--found->references == 0 && !found->mappings)
-			destroy(found);
-		pthread_mutex_unlock(&table_lock);
-	}
+	CUresult result = is_ours(value) ? release_handle(value) : driver()->cuMemRelease(value);
 	leave();
 	return result;
 }
@@ -345,8 +391,7 @@ static struct allocation *next_in(struct allocation *after, CUdeviceptr address,
 	return NULL;
 }
 
-/* What was mapped at an address, or has it within. */
-static struct allocation *containing(CUdeviceptr address)
+struct allocation *containing(CUdeviceptr address)
 {
 	static const enum kind kinds[] = {KIND_MAPPING, KIND_RESIDENT};
 	struct allocation *at = table_find(address);
@@ -360,16 +405,17 @@ static struct allocation *containing(CUdeviceptr address)
 	return NULL;
 }
 
-static bool is_cuda_malloc(CUdeviceptr address)
+/* By cuMemAlloc or cuIpcOpenMemHandle, as the application knows it. */
+static bool mapped_by_us(CUdeviceptr address)
 {
 	pthread_mutex_lock(&table_lock);
 	struct allocation *found = table_find(address);
-	bool is = found && found->kind == KIND_RESIDENT;
+	bool is = found && (found->kind == KIND_RESIDENT || (found->kind == KIND_MAPPING && found->opened));
 	pthread_mutex_unlock(&table_lock);
 	return is;
 }
 
-static CUresult note_mapping(struct allocation *made, CUhandle value)
+CUresult note_mapping(struct allocation *made, CUhandle value)
 {
 	CUresult result = CUDA_SUCCESS;
 
@@ -410,7 +456,7 @@ CUresult resident_cuMemMap(CUdeviceptr address, size_t size, size_t offset, CUha
 	return result;
 }
 
-static void forget_mappings(CUdeviceptr address, size_t size)
+void forget_mappings(CUdeviceptr address, size_t size)
 {
 	struct allocation *at, *of;
 
@@ -432,7 +478,7 @@ CUresult resident_cuMemUnmap(CUdeviceptr address, size_t size)
 	if (!driver() || !driver()->cuMemUnmap)
 		return CUDA_ERROR_NOT_INITIALIZED;
 	enter();
-	CUresult result = is_cuda_malloc(address) ? CUDA_ERROR_INVALID_VALUE : driver()->cuMemUnmap(address, size);
+	CUresult result = mapped_by_us(address) ? CUDA_ERROR_INVALID_VALUE : driver()->cuMemUnmap(address, size);
 	if (!result)
 		forget_mappings(address, size);
 	leave();
@@ -454,7 +500,7 @@ CUresult resident_cuMemSetAccess(CUdeviceptr address, size_t size, const struct 
 	if (!driver() || !driver()->cuMemSetAccess)
 		return CUDA_ERROR_NOT_INITIALIZED;
 	enter();
-	CUresult result = is_cuda_malloc(address) ? CUDA_ERROR_INVALID_VALUE : driver()->cuMemSetAccess(address, size, access, some);
+	CUresult result = mapped_by_us(address) ? CUDA_ERROR_INVALID_VALUE : driver()->cuMemSetAccess(address, size, access, some);
 	if (!result) {
 		pthread_mutex_lock(&table_lock);
 		for (struct allocation *at = NULL; (at = next_in(at, address, size));)
@@ -488,12 +534,12 @@ CUresult resident_cuMemRetainAllocationHandle(CUhandle *out, CUdeviceptr address
 		return CUDA_ERROR_NOT_INITIALIZED;
 	enter();
 	pthread_mutex_lock(&table_lock);
-	struct allocation *at = out ? containing(address) : NULL, *of = at && at->kind == KIND_MAPPING ? find(at->of) : NULL;
+	struct allocation *at = out ? containing(address) : NULL, *of = at && at->kind == KIND_MAPPING && !at->opened ? find(at->of) : NULL;
 	if (of) {
 		of->references++;
 		*out = of->address;
 		result = CUDA_SUCCESS;
-	} else if (at && at->kind == KIND_RESIDENT)
+	} else if (at && (at->kind == KIND_RESIDENT || (at->kind == KIND_MAPPING && at->opened)))
 		result = CUDA_ERROR_INVALID_VALUE; /* as of cuMemAlloc's own */
 	pthread_mutex_unlock(&table_lock);
 	if (result < 0)
@@ -523,7 +569,7 @@ COUNTED(cuMemPoolExportToShareableHandle, unparkable, (void *out, CUpool pool, i
 COUNTED(cuMemPoolImportFromShareableHandle, unparkable, (CUpool * out, void *shared, int type, unsigned long long flags), (out, shared, type, flags))
 COUNTED(cuMulticastCreate, multicast, (CUhandle * out, const void *properties), (out, properties))
 
-static CUhandle present(CUhandle value)
+CUhandle present(CUhandle value)
 {
 	CUhandle handle;
 

@@ -1,6 +1,6 @@
 /* The connection to the keeper; rule: whatever becomes of the keeper, allocation and release go on, and what it lacks is handed over once it answers again.
  *
- * Everything here is called under table_lock. A descriptor of ours may have been closed by an application that closes all it finds, and its number may be
+ * Everything here but holding_fetch_of is called under table_lock. A descriptor of ours may have been closed by an application that closes all it finds, and its number may be
  * the application's by now: each is compared with what we opened before it is used.
  */
 #define _GNU_SOURCE
@@ -112,29 +112,43 @@ static bool ask(struct resident_message *message)
 	return false;
 }
 
-static bool open_link(void)
+bool holding_token(void)
+{
+	if (!has_token)
+		has_token = getrandom(process_token, sizeof process_token, 0) == (ssize_t)sizeof process_token;
+	return has_token;
+}
+
+/* A connection, or -1. */
+static int call_keeper(void)
 {
 	struct sockaddr_un address = {.sun_family = AF_UNIX};
+	int made = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+
+	if (made < 0)
+		return -1;
+	packet_limit(made, LIMIT_SECONDS);
+	snprintf(address.sun_path, sizeof address.sun_path, "%s/keeper", resident_directory());
+	if (connect(made, (void *)&address, sizeof address) == 0)
+		return made;
+	close(made);
+	return -1;
+}
+
+static bool open_link(void)
+{
 	struct stat found;
 	int made;
 
 	if (holding_socket() >= 0)
 		return true;
 	holding_close();
-	if (now() < not_before || !resident_directory())
+	if (now() < not_before || !resident_directory() || !holding_token())
 		return false;
-	if (!has_token)
-		has_token = getrandom(process_token, sizeof process_token, 0) == (ssize_t)sizeof process_token;
 	not_before = now() + RETRY_NANOSECONDS;
-	snprintf(address.sun_path, sizeof address.sun_path, "%s/keeper", resident_directory());
-	made = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+	made = call_keeper();
 	if (made < 0)
 		return false;
-	packet_limit(made, LIMIT_SECONDS);
-	if (connect(made, (void *)&address, sizeof address)) {
-		close(made);
-		return false;
-	}
 	made = high_descriptor(made);
 	if (fstat(made, &found)) {
 		close(made);
@@ -326,6 +340,24 @@ int holding_fetch(const struct allocation *what)
 	fetched = -1;
 	holding_take(fetch);
 	return fetched;
+}
+
+/* By a connection of its own: only what has memory says hello. */
+int holding_fetch_of(const uint8_t *token, uint64_t identity, size_t *size, int *descriptor)
+{
+	struct resident_message message = {.version = RESIDENT_VERSION, .operation = KEEPER_FETCH, .identity = identity};
+	int keeper = call_keeper(), error = ENOTCONN;
+
+	*descriptor = -1;
+	memcpy(message.token, token, sizeof message.token);
+	if (keeper >= 0 && packet_send(keeper, &message, -1) == 0 && packet_receive(keeper, &message, descriptor, 0) == 1)
+		error = message.result ? message.result : *descriptor < 0 ? EBADF : 0;
+	if (keeper >= 0)
+		close(keeper);
+	if (error && *descriptor >= 0)
+		close(*descriptor);
+	*size = (size_t)message.size;
+	return error;
 }
 
 /* What a child kept open, its parent could not free. */

@@ -59,6 +59,9 @@ static const struct hook {
 	{"cuMulticastBindMem_v2", "cuMulticastBindMem", 13010, resident_cuMulticastBindMem_v2, NULL},
 	{"cuMulticastBindMem", "cuMulticastBindMem", 12010, resident_cuMulticastBindMem, NULL},
 	{"cuIpcGetMemHandle", "cuIpcGetMemHandle", 4010, resident_cuIpcGetMemHandle, NULL},
+	{"cuIpcOpenMemHandle_v2", "cuIpcOpenMemHandle", 11000, resident_cuIpcOpenMemHandle_v2, NULL},
+	{"cuIpcOpenMemHandle", "cuIpcOpenMemHandle", 4010, resident_cuIpcOpenMemHandle, NULL},
+	{"cuIpcCloseMemHandle", "cuIpcCloseMemHandle", 4010, resident_cuIpcCloseMemHandle, NULL},
 	{"cuCtxEnablePeerAccess", "cuCtxEnablePeerAccess", 4000, resident_cuCtxEnablePeerAccess, NULL},
 	{"cuCtxDisablePeerAccess", "cuCtxDisablePeerAccess", 4000, resident_cuCtxDisablePeerAccess, NULL},
 	{"cuCtxDestroy_v2", "cuCtxDestroy", 4000, resident_cuCtxDestroy_v2, NULL},
@@ -216,7 +219,10 @@ LINKED(cuMulticastCreate, (CUhandle * a, const void *b), (a, b))
 LINKED(cuMulticastAddDevice, (CUhandle a, CUdevice b), (a, b))
 LINKED(cuMulticastBindMem, (CUhandle a, size_t b, CUhandle c, size_t d, size_t e, unsigned long long f), (a, b, c, d, e, f))
 LINKED(cuMulticastBindMem_v2, (CUhandle a, CUdevice b, size_t c, CUhandle d, size_t e, size_t f, unsigned long long g), (a, b, c, d, e, f, g))
-LINKED(cuIpcGetMemHandle, (void *a, CUdeviceptr b), (a, b))
+LINKED(cuIpcGetMemHandle, (struct ipc_handle * a, CUdeviceptr b), (a, b))
+LINKED(cuIpcOpenMemHandle, (CUdeviceptr * a, struct ipc_handle b, unsigned c), (a, b, c))
+LINKED(cuIpcOpenMemHandle_v2, (CUdeviceptr * a, struct ipc_handle b, unsigned c), (a, b, c))
+LINKED(cuIpcCloseMemHandle, (CUdeviceptr a), (a))
 LINKED(cuCtxEnablePeerAccess, (CUcontext a, unsigned b), (a, b))
 LINKED(cuCtxDisablePeerAccess, (CUcontext a), (a))
 LINKED(cuCtxDestroy_v2, (CUcontext a), (a))

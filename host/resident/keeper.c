@@ -287,6 +287,20 @@ static int serve(struct connection *connection)
 			return -1;
 		answer.operation = KEEPER_END;
 		break;
+	case KEEPER_FETCH:
+		process = find(message.token);
+		index = process ? place(process, message.identity) : 0;
+		if (process && index < process->count) {
+			answer = process->held[index].what;
+			answer.version = message.version;
+			answer.operation = message.operation;
+			answer.result = packet_send(connection->socket, &answer, process->held[index].descriptor);
+			if (descriptor >= 0)
+				close(descriptor);
+			return answer.result;
+		}
+		answer.result = ENOENT;
+		break;
 	case KEEPER_PUT:
 		process = make(message.token);
 		if (process && descriptor >= 0) {

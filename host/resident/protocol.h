@@ -23,6 +23,7 @@ enum keeper_operation {
 	KEEPER_PUT = 19,       /* token and an allocation with its descriptor -> result */
 	KEEPER_RETAIN = 20,    /* token, count (0 or 1) -> result: kept although the process ends, as after KEEPER_PARKED */
 	KEEPER_FORGET = 21,    /* token -> result: let go of all of it */
+	KEEPER_FETCH = 22, /* token, identity -> result, and that allocation with its descriptor */
 	KEEPER_END = 31,
 };
 
@@ -76,7 +77,7 @@ struct resident_counts {
 	uint64_t exports;           /* by the application */
 	uint64_t unparkable;        /* what was shared with other processes in a way that no window can take away: ever */
 	uint64_t multicast;         /* multicast objects: ever */
-	uint64_t ipc_exports;       /* by CUDA's legacy IPC, of what stayed with the driver: ever */
+	uint64_t ipc_exports;       /* by CUDA's legacy IPC, exported or opened, of what stayed with the driver: ever */
 };
 
 #define RESIDENT_CUDA_ERROR 10000

@@ -37,6 +37,7 @@ class Operation(IntEnum):
     KEEPER_PUT = 19
     KEEPER_RETAIN = 20
     KEEPER_FORGET = 21
+    KEEPER_FETCH = 22
     KEEPER_END = 31
     AGENT_STATUS = 64
     AGENT_LIST = 65
@@ -136,7 +137,7 @@ class Counts:
         exports: How often it was exported.
         unparkable: What was shared with other processes in a way that no window can take away; what was once stays counted.
         multicast: Multicast objects, which no window can take away either; likewise.
-        ipc_exports: How often memory that stayed with the driver was exported by CUDA's legacy IPC.
+        ipc_exports: How often memory that stayed with the driver was exported or opened by CUDA's legacy IPC; of resident memory that is among `exports`.
     """
 
     resident: int = 0

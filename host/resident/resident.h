@@ -51,6 +51,11 @@ struct allocation {
 	size_t offset;
 	uint64_t reads, writes; /* a bit for each device */
 	struct access host;     /* flags 0: none */
+	/* only of mappings that cuIpcOpenMemHandle made (ipc.c) */
+	bool opened;
+	uint32_t opens;           /* less those that were closed; 0: to be unmapped after a stream capture */
+	uint8_t source_token[16]; /* whose allocation it is */
+	uint64_t source;          /* that one's identity there */
 };
 
 /* table.c */
@@ -80,7 +85,18 @@ void allocations_of_child(void);
 
 /* handles.c */
 CUresult set_access_again(const struct allocation *mapping);
+struct allocation *containing(CUdeviceptr address);                         /* under table_lock: what was mapped at an address, or has it within */
+struct allocation *share(CUdeviceptr address, CUresult *result);            /* under table_lock, which it lets go of: has its descriptor ready for others; NULL: *result */
+CUresult import_descriptor(CUhandle *out, int descriptor, size_t size);     /* takes it over; the handle is ours, with one reference */
+CUhandle present(CUhandle value);                                           /* the driver's for one of ours; 0: released */
+CUresult note_mapping(struct allocation *made, CUhandle value);
+void forget_mappings(CUdeviceptr address, size_t size);
+CUresult release_handle(CUhandle value);
 void handles_of_child(void);
+
+/* ipc.c */
+void ipc_forget_context(CUcontext context); /* which is gone; not under table_lock */
+void ipc_of_child(void);
 
 /* holding.c: the connection to the keeper; all under table_lock */
 extern uint8_t process_token[16];
@@ -97,6 +113,8 @@ bool holding_keeps(const struct allocation *what); /* whether it has a descripto
 void holding_close_kept(struct allocation *what); /* its descriptor, where it has one */
 void holding_of_child(void);
 int holding_take(int (*each)(uint64_t identity, int descriptor)); /* 0, or an errno; `each` takes over the descriptor */
+bool holding_token(void); /* draws process_token, where that was not done yet; false: not possible */
+int holding_fetch_of(const uint8_t *token, uint64_t identity, size_t *size, int *descriptor); /* another process's, not under table_lock: 0, or an errno, ENOENT: it is gone */
 int holding_fetch(const struct allocation *what); /* its descriptor, the caller's; -1: the keeper does not have it */
 int high_descriptor(int descriptor); /* the same file under a number that applications do not expect to close */
 

@@ -57,7 +57,7 @@ struct block { /* cuMemAlloc's, and what is mapped */
 	struct physical *mapped;
 	struct context *context;
 	unsigned access; /* bit per device */
-	int kind;        /* 0 plain, 1 managed, 2 pool, 3 mapped, 4 reserved: with what is mapped in it */
+	int kind;        /* 0 plain, 1 managed, 2 pool, 3 mapped, 4 reserved: with what is mapped in it, 5 another process's by legacy IPC */
 	unsigned readers;
 	size_t offset;
 };
@@ -613,12 +613,47 @@ static int free_plain(ptr address)
 EXPORT int cuMemFree_v2(ptr address) { ENTER; LEAVE(address && forbidden() ? CAPTURING : free_plain(address)); }
 EXPORT int cuMemFreeAsync(ptr address, void *stream) { ENTER; (void)stream; LEAVE(free_plain(address)); }
 EXPORT int cuMemFreeAsync_ptsz(ptr address, void *stream) { ENTER; (void)stream; LEAVE(free_plain(address)); }
-EXPORT int cuIpcGetMemHandle(void *out, ptr address)
+/* Legacy IPC of such memory: by the exporter's own mapping of it, whose file the importer opens. */
+struct ipc_handle { int pid, reserved; ptr address; size_t size; char rest[40]; };
+EXPORT int cuIpcGetMemHandle(struct ipc_handle *out, ptr address)
 {
 	ENTER;
-	struct block *found = find(address);
-	memset(out, 0, 64);
-	LEAVE(found && found->kind == 0 ? 0 : INVALID);
+	struct block *found = blocks;
+	while (found && (found->kind || address < found->address || address >= found->address + found->size))
+		found = found->next;
+	if (!out || !found)
+		LEAVE(INVALID);
+	*out = (struct ipc_handle){.pid = getpid(), .address = found->address, .size = found->size};
+	LEAVE(0);
+}
+static int open_ipc(ptr *out, const struct ipc_handle *what, unsigned flags)
+{
+	char path[96];
+	if (flags != 1 || !what->pid || !what->size)
+		return INVALID;
+	if (!usable() || what->pid == getpid())
+		return NO_CONTEXT;
+	snprintf(path, sizeof path, "/proc/%d/map_files/%llx-%llx", what->pid, what->address, what->address + what->size);
+	int file = open(path, O_RDWR | O_CLOEXEC);
+	if (file < 0)
+		return 400;
+	*out = (ptr)mmap(NULL, what->size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+	madvise((void *)*out, what->size, MADV_DONTFORK);
+	close(file);
+	add(*out, what->size, 5);
+	return 0;
+}
+EXPORT int cuIpcOpenMemHandle(ptr *out, struct ipc_handle what, unsigned flags) { ENTER; LEAVE(open_ipc(out, &what, flags)); }
+EXPORT int cuIpcOpenMemHandle_v2(ptr *out, struct ipc_handle what, unsigned flags) { ENTER; LEAVE(open_ipc(out, &what, flags)); }
+EXPORT int cuIpcCloseMemHandle(ptr address)
+{
+	ENTER;
+	struct block *found = find_kind(address, 5);
+	if (!found)
+		LEAVE(INVALID);
+	munmap((void *)address, found->size);
+	drop(found);
+	LEAVE(0);
 }
 EXPORT int cuMemGetInfo_v2(size_t *unused, size_t *total)
 {
@@ -760,8 +795,10 @@ static int save(void)
 		at->descriptor = -1;
 	}
 	for (struct block *at = blocks; at; at = at->next) {
-		if (at->kind == 4)
+		if (at->kind >= 4) {
+			spoiled |= at->kind == 5;
 			continue;
+		}
 		if (at->kind <= 2) {
 			memcpy(IMAGE + done, (void *)at->address, at->size);
 			done += at->size;

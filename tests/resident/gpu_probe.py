@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("doors", "answers", "overhead", "fingerprint", "window", "share", "worker", "stress", "driver", "kill")
+PARTS = ("doors", "answers", "overhead", "fingerprint", "window", "share", "ipc", "worker", "stress", "driver", "kill")
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -182,6 +182,9 @@ else:
     print("listening", flush=True)
     handle = receive()
     address = mapped(handle)
+"""
+
+TALK = """
 print("ready", flush=True)
 import numpy as np
 host = np.zeros(SIZE // 4, np.uint32)
@@ -193,6 +196,9 @@ for line in sys.stdin:
     elif word == "read":
         ck(cu.cuMemcpyDtoH(host.ctypes.data, address, SIZE))
         print("read", int(host[0]) if (host == host[0]).all() else "uneven", flush=True)
+"""
+
+SHARE += TALK + """\
     elif word == "send":
         send(); print("sent", flush=True)
     elif word == "again":
@@ -208,6 +214,55 @@ for line in sys.stdin:
         print("handles", int(same) == int(handle), int(q.location.id), int(again[0]), flush=True)
     elif word == "free":
         ck(cu.cuMemUnmap(address, SIZE)); ck(cu.cuMemRelease(handle)); ck(cu.cuMemAddressFree(address, SIZE))
+        print("freed", flush=True)
+"""
+
+IPC = """
+import ctypes, socket, sys, torch
+from cuda.bindings import driver as cu
+role, path, device = sys.argv[1], sys.argv[2], int(sys.argv[3])
+SIZE = 64 << 20
+def ck(r):
+    assert int(r[0]) == 0, r[0]
+    return None if len(r) == 1 else r[1] if len(r) == 2 else r[1:]
+torch.cuda.set_device(device); torch.cuda.synchronize()
+runtime = ctypes.CDLL([l.split()[-1] for l in open("/proc/self/maps") if "libcudart.so" in l][0])
+ck(cu.cuInit(0)); ck(cu.cuCtxSetCurrent(ck(cu.cuDevicePrimaryCtxRetain(device))))
+class Handle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_char * 64)]
+def reference():
+    out = Handle(); code = runtime.cudaIpcGetMemHandle(ctypes.byref(out), ctypes.c_void_p(address)); assert code == 0, code
+    return bytes(out)
+def opened(reference):
+    out = ctypes.c_void_p(); code = runtime.cudaIpcOpenMemHandle(ctypes.byref(out), Handle.from_buffer_copy(reference), 1)
+    return code, out.value
+def closed(address):
+    return runtime.cudaIpcCloseMemHandle(ctypes.c_void_p(address))
+link = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+if role == "taker":
+    link.bind(path)
+    print("listening", flush=True)
+    theirs = link.recv(64)
+    code, address = opened(theirs); assert code == 0, code
+else:
+    tensor = torch.zeros(SIZE // 4, dtype=torch.int32, device="cuda"); address = tensor.data_ptr()
+    torch.cuda.synchronize()
+    theirs = reference()
+    link.connect(path)
+""" + TALK + """\
+    elif word == "send":
+        assert reference() == theirs
+        link.send(theirs); print("sent", flush=True)
+    elif word == "again":
+        code, there = opened(link.recv(64)); assert (code, there) == (0, address), (code, there)
+        ck(cu.cuMemcpyDtoH(host.ctypes.data, there, SIZE))
+        assert closed(there) == 0
+        print("again", int(host[0]), flush=True)
+    elif word == "handles": # 0 and 0 in the taker, 201 and 1 in the maker
+        code, _ = opened(theirs); print("handles", code, closed(address), flush=True)
+    elif word == "free":
+        if role == "taker": assert closed(address) == 0
+        else: del tensor; torch.cuda.empty_cache()
         print("freed", flush=True)
 """
 
@@ -605,15 +660,25 @@ def window(probe: Probe) -> None:
 
 def share(probe: Probe) -> None:
     """Two processes with one memory, as NCCL's ranks have it: three windows of both, with the driver's checkpoint."""
+    two_with_one_memory(probe, SHARE)
+
+
+def ipc(probe: Probe) -> None:
+    """The same of a PyTorch tensor, shared by the CUDA runtime's legacy IPC."""
+    two_with_one_memory(probe, IPC)
+
+
+def two_with_one_memory(probe: Probe, script: str) -> None:
+    """`share` and `ipc`."""
     from icecore.host.resident.client import Agent
     from icecore.host.resident.sharing import find_shares
     from icecore.host.resident.tree import ResidentTree
 
     second = 1 if probe.check(probe.driver().cuDeviceGetCount()) > 1 else 0
-    path, logs, processes = str(probe.folder / "link"), {}, {}
+    path, logs, processes = str(probe.folder / f"link-{len(probe.processes)}"), {}, {}
     for role, device in (("taker", second), ("maker", 0)):
         logs[role] = probe.folder / f"share-{role}.log"
-        processes[role] = probe.start(SHARE, role, path, device, resident=True, log=logs[role], talk=True)
+        processes[role] = probe.start(script, role, path, device, resident=True, log=logs[role], talk=True)
         sign = "listening" if role == "taker" else "ready"
         wait(lambda: sign in logs[role].read_text() or processes[role].poll() is not None, 60, logs[role].read_text)  # noqa: B023
 
@@ -861,7 +926,7 @@ def main() -> int:
         parser.error(f"there is no part {unknown}")
     parts: dict[str, Callable[[Probe], None]] = {
         "doors": doors, "answers": answers, "overhead": overhead, "fingerprint": fingerprint,
-        "window": window, "share": share, "worker": worker, "stress": stress, "driver": driver, "kill": kill,
+        "window": window, "share": share, "ipc": ipc, "worker": worker, "stress": stress, "driver": driver, "kill": kill,
     }  # fmt: skip
     probe = Probe(arguments, bootstrap())
 

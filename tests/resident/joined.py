@@ -99,15 +99,18 @@ class Ring(Job):
 
     Args:
         let_go: They release the handles of what they have mapped.
+        ipc: The buffers are cudaMalloc's, and shared by CUDA's legacy IPC.
         nccl: They look as if they used NCCL, and were started with these settings.
     """
 
     def __init__(
-        self, machine: Machine, folder: Path, *, ranks: int = 2, mib: int = 4, let_go: bool = False, nccl: dict[str, str] | None = None
-    ) -> None:
+        self, machine: Machine, folder: Path, *, ranks: int = 2, mib: int = 4, let_go: bool = False, ipc: bool = False,
+        nccl: dict[str, str] | None = None,
+    ) -> None:  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         self._look(machine, folder, ranks, mib)
-        self._start("ring.py", {"ranks": ranks, "mib": mib, "let_go": let_go, "nccl": nccl is not None}, **(nccl or {}))
+        order = {"ranks": ranks, "mib": mib, "let_go": let_go, "ipc": ipc, "nccl": nccl is not None}
+        self._start("ring.py", order, **(nccl or {}))
 
     @classmethod
     def at(cls, machine: Machine, folder: Path, ranks: int = 2, mib: int = 4) -> Ring:

@@ -4,7 +4,8 @@
 
 Each rank appends ``STEP DIGEST`` to its output (others than the first to ``FILE.1``, …). The memory that a rank made is written by the one before it, which
 imported it; a word in it says how far that is, and is waited for by looking at it again and again, as kernels do. Beside that each has memory of its own
-(cudaMalloc) and something small that the driver moves.
+(cudaMalloc) and something small that the driver moves. With ``"ipc": true`` the memory is cudaMalloc's and shared by CUDA's legacy IPC, and every few steps
+it is closed and opened again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 MIB = 1 << 20
@@ -52,12 +53,14 @@ def expected(some: int, ranks: int, mib: int) -> list[list[str]]:
     return lines
 
 
-def steps(rank: int, mine: Any, next_one: Any, own: Any) -> Iterator[str]:
+def steps(rank: int, mine: Any, next_one: Any, own: Any, open_again: Callable[[], Any] | None = None) -> Iterator[str]:
     """Lines, each after its step."""
     state, step = first(rank), 0
-    word, word_there = (ctypes.c_uint64.from_buffer(memory) for memory in (mine, next_one))
-    acknowledged, acknowledged_there = (ctypes.c_uint64.from_buffer(memory, 64) for memory in (mine, next_one))
+    word, acknowledged = (ctypes.c_uint64.from_buffer(mine, at) for at in (0, 64))
     while True:
+        if open_again is not None and step % 5 == 4:
+            next_one = open_again()
+        word_there, acknowledged_there = (ctypes.c_uint64.from_buffer(next_one, at) for at in (0, 64))
         step += 1
         there, at = places(step, len(mine))
         while acknowledged_there.value != step - 1:  # what was sent before has been read
@@ -92,7 +95,7 @@ def looks_like_nccl(folder: str, rank: int) -> list[Any]:
 def main(order: dict[str, Any]) -> None:
     """Entry."""
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-    from target import alloc, create, export, imported, mapped, start, vm
+    from target import alloc, create, export, imported, ipc_close, ipc_handle, ipc_open, mapped, start, vm
 
     ranks, size, rank = order["ranks"], order["mib"] * MIB, 0
     pairs: Sequence[tuple[socket.socket, socket.socket]] = [socket.socketpair() for _ in range(ranks)]
@@ -101,19 +104,38 @@ def main(order: dict[str, Any]) -> None:
             rank = number
             break
     start(rank)
-    code, handle = create(size, rank)
+    ipc = bool(order.get("ipc"))
+    code, handle = alloc(size) if ipc else create(size, rank)
     assert code == 0, code
-    mine = view(mapped(handle, size, rank), size)
+    mine = view(handle if ipc else mapped(handle, size, rank), size)
     mine[:] = hashlib.shake_128(b"buffer %d" % rank).digest(size)
     mine[:4096] = bytes(4096)
-    code, descriptor = export(handle)
-    assert code == 0, code
-    socket.send_fds(pairs[rank][0], [b"x"], [descriptor])  # to the one before
-    os.close(descriptor)
-    _, [descriptor], _, _ = socket.recv_fds(pairs[(rank + 1) % ranks][1], 1, 1)
-    code, other = imported(descriptor)
-    assert code == 0, code
-    next_one = view(mapped(other, size, rank), size)
+    before, after = pairs[rank][0], pairs[(rank + 1) % ranks][1]
+    open_again: Callable[[], Any] | None = None
+    if ipc:
+        code, reference = ipc_handle(handle)
+        assert code == 0, code
+        before.sendall(reference.encode())
+        theirs = after.recv(128, socket.MSG_WAITALL).decode()
+        code, there = ipc_open(theirs)
+        assert code == 0, code
+        next_one = view(there, size)
+
+        def open_again() -> Any:
+            nonlocal there
+            assert ipc_close(there) == 0
+            code, there = ipc_open(theirs)
+            assert code == 0, code
+            return view(there, size)
+    else:
+        code, descriptor = export(handle)
+        assert code == 0, code
+        socket.send_fds(before, [b"x"], [descriptor])
+        os.close(descriptor)
+        _, [descriptor], _, _ = socket.recv_fds(after, 1, 1)
+        code, other = imported(descriptor)
+        assert code == 0, code
+        next_one = view(mapped(other, size, rank), size)
     if order.get("let_go"):  # the mapping keeps it
         assert vm("cuMemRelease", other) == vm("cuMemRelease", handle) == 0
     for pair in pairs:
@@ -126,7 +148,7 @@ def main(order: dict[str, Any]) -> None:
     if order.get("nccl"):
         signs = looks_like_nccl(os.path.dirname(order["out"]), rank)  # noqa: F841 - open as long as it runs
     with open(order["out"] + (f".{rank}" if rank else ""), "a", encoding="ascii") as lines:
-        for line in steps(rank, mine, next_one, own):
+        for line in steps(rank, mine, next_one, own, open_again):
             print(line, file=lines, flush=True)
             time.sleep(0.003)
 

@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Callable
 
 cuda = ctypes.CDLL("libcuda.so.1")
 MIB = 1 << 20
@@ -146,6 +147,58 @@ def properties(handle: int) -> list[int]:
     return [vm("cuMemGetAllocationPropertiesFromHandle", out, handle), *out[:4]]
 
 
+class IpcHandle(ctypes.Structure):
+    """CUipcMemHandle, which is passed by value."""
+
+    _fields_ = [("bytes", ctypes.c_char * 64)]
+
+
+def ipc_handle(address: int) -> tuple[int, str]:
+    """(result, handle in hexadecimal digits) of cuIpcGetMemHandle."""
+    out = IpcHandle()
+    code = cuda.cuIpcGetMemHandle(ctypes.byref(out), ctypes.c_ulonglong(address))
+    return int(code), bytes(out).hex()
+
+
+def ipc_open(handle: str, flags: int = 1, call: object = None) -> tuple[int, int]:
+    """(result, address) of cuIpcOpenMemHandle."""
+    out = ctypes.c_ulonglong()
+    what = IpcHandle.from_buffer_copy(bytes.fromhex(handle))
+    code = (call or cuda.cuIpcOpenMemHandle_v2)(ctypes.byref(out), what, flags)  # type: ignore[operator]
+    return int(code), out.value
+
+
+def ipc_entry(version: int) -> ctypes._CFuncPtr:
+    """cuIpcOpenMemHandle as ``cuGetProcAddress`` finds it."""
+    found = ctypes.cast(entry("cuIpcOpenMemHandle", version), ctypes.c_void_p).value
+    assert found is not None
+    return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, IpcHandle, ctypes.c_uint)(found)
+
+
+def ipc_close(address: int) -> int:
+    """cuIpcCloseMemHandle."""
+    return int(cuda.cuIpcCloseMemHandle(ctypes.c_ulonglong(address)))
+
+
+def ipc_churn(handles: list[str], sizes: list[int], threads: int) -> int:
+    """Threads that open, check, write and close others' memory until `churned`; each has a page of its own in all of it."""
+
+    def run(seed: int) -> None:
+        mine = 0
+        while not _stop.is_set():
+            for handle, size in zip(handles, sizes, strict=True):
+                code, address = ipc_open(handle)
+                assert code == 0, code
+                at = address + size - 4096 * (seed + 1)
+                assert mine == 0 or ctypes.string_at(at, 4096) == bytes([mine & 0xFF]) * 4096, (seed, mine)
+                ctypes.memset(at, mine + 1 & 0xFF, 4096)
+                assert ipc_close(address) == 0
+            mine += 1
+            _rounds.append(seed)
+
+    return _begin(threads, run)
+
+
 def listen(path: str) -> bool:
     """Be there for `send`."""
     global _socket
@@ -196,18 +249,21 @@ def churn(threads: int) -> int:
                 assert [vm("cuMemRelease", handle), vm("cuMemRelease", other), *unmapped(address, 2 * MIB)] == [0] * 4
             _rounds.append(seed)
 
-    def recorded(seed: int) -> None:
+    return _begin(threads, run)
+
+
+def _begin(threads: int, run: Callable[[int], None]) -> int:
+    """Threads with this one's context, each with its number."""
+    context = ctypes.c_void_p()
+    cuda.cuCtxGetCurrent(ctypes.byref(context))
+
+    def begin(seed: int) -> None:
+        cuda.cuCtxSetCurrent(ctypes.c_void_p(context.value))
         try:
             run(seed)
         except BaseException as error:  # noqa: BLE001 - told to the test
             _errors.append(repr(error))
 
-    def begin(seed: int) -> None:
-        cuda.cuCtxSetCurrent(ctypes.c_void_p(_context.value))
-        recorded(seed)
-
-    _context = ctypes.c_void_p()
-    cuda.cuCtxGetCurrent(ctypes.byref(_context))
     for seed in range(threads):
         threading.Thread(target=begin, args=(seed,), daemon=True).start()
     return threads

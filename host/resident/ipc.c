@@ -1,0 +1,310 @@
+/* CUDA's legacy IPC of resident memory (cudaIpcGetMemHandle: torch.multiprocessing, custom all-reduces); rule: its handles say where to ask, and what is
+ * opened by one is an import with a mapping, which windows take away like all that ranks share (handles.c).
+ *
+ * A handle names a process and an allocation of it for as long as the allocation lives, through windows and restores: whoever opens it gets the one descriptor from
+ * the keeper. What was not made by us passes to the driver, whose memory no window takes away, and is counted.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "capture.h"
+#include "hooks.h"
+#include "resident.h"
+
+#define LAZY_PEER_ACCESS 1u /* the only flag that there is */
+
+/* What the application passes around. The same memory has the same bytes: PyTorch and others look up by them what they have open. */
+struct reference {
+	uint8_t magic[16];
+	uint8_t token[16];
+	uint64_t identity;
+	uint8_t reserved[24];
+};
+_Static_assert(sizeof(struct reference) == sizeof(struct ipc_handle), "as cuda.h has it");
+
+/* Drawn once; the driver's have the exporter's process id and small numbers in their first words. */
+static const uint8_t magic[16] = {0x69, 0x63, 0xD3, 0x9E, 0x4B, 0xF7, 0x81, 0x2C, 0xA5, 0x60, 0xE8, 0x17, 0xBD, 0xC2, 0x36, 0xFA};
+
+/* One opens or closes at a time; taken before table_lock, inside `enter` … `leave`. */
+static pthread_mutex_t ipc_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static void count_driver(CUresult result)
+{
+	pthread_mutex_lock(&table_lock);
+	*(result ? &counts.ipc_refused : &counts.ipc_exports) += 1;
+	pthread_mutex_unlock(&table_lock);
+}
+
+static bool has_context(void)
+{
+	CUcontext context = NULL;
+
+	return !driver()->cuCtxGetCurrent(&context) && context;
+}
+
+/* -- handles */
+
+/* -1: not of ours. */
+static CUresult refer(struct ipc_handle *out, CUdeviceptr address)
+{
+	struct reference made = {0};
+	CUresult result = -1;
+
+	pthread_mutex_lock(&table_lock);
+	struct allocation *found = containing(address);
+	if (found && found->kind == KIND_RESIDENT && !found->freed && holding_token()) {
+		bool known = found->exported && found->held;
+		result = CUDA_ERROR_OPERATING_SYSTEM;
+		found = share(found->address, &result);
+		if (found) {
+			/* Whoever is given the handle may be faster at the keeper than what was told to it. One that is not there now gets all later. */
+			if (!known)
+				holding_complete();
+			memcpy(made.magic, magic, sizeof magic);
+			memcpy(made.token, process_token, sizeof made.token);
+			made.identity = found->identity;
+			memcpy(out, &made, sizeof made);
+			counts.exports++;
+			result = CUDA_SUCCESS;
+		}
+	}
+	pthread_mutex_unlock(&table_lock);
+	return result;
+}
+
+CUresult resident_cuIpcGetMemHandle(struct ipc_handle *out, CUdeviceptr address)
+{
+	if (!driver() || !driver()->cuIpcGetMemHandle)
+		return CUDA_ERROR_NOT_INITIALIZED;
+	enter();
+	CUresult result = out && driver()->usable && has_context() ? refer(out, address) : -1;
+	if (result < 0) {
+		result = driver()->cuIpcGetMemHandle(out, address);
+		count_driver(result);
+	}
+	leave();
+	return result;
+}
+
+/* -- opened ones; all under ipc_lock */
+
+static bool same(const struct allocation *mapping, const struct reference *what)
+{
+	return mapping->opened && mapping->source == what->identity && !memcmp(mapping->source_token, what->token, sizeof what->token);
+}
+
+/* Under table_lock. */
+static struct allocation *find_opened(const struct reference *what)
+{
+	struct allocation *at = NULL;
+
+	while ((at = table_next(at, KIND_MAPPING)))
+		if (same(at, what))
+			break;
+	return at;
+}
+
+static CUresult give_access(CUdeviceptr address, size_t size, CUdevice device)
+{
+	struct access access = {{LOCATION_DEVICE, device}, ACCESS_READ_WRITE};
+
+	return driver()->cuMemSetAccess(address, size, &access, 1) ? CUDA_ERROR_MAP_FAILED : CUDA_SUCCESS;
+}
+
+/* Once more; -1: it is not open here. */
+static CUresult open_again(CUdeviceptr *out, const struct reference *what, CUdevice device)
+{
+	CUresult result = -1;
+
+	pthread_mutex_lock(&table_lock);
+	struct allocation *found = find_opened(what);
+	if (found) {
+		uint64_t bit = 1ull << device;
+		result = found->reads & found->writes & bit ? CUDA_SUCCESS : give_access(found->address, found->size, device);
+		if (!result) {
+			found->reads |= bit;
+			found->writes |= bit;
+			found->opens++;
+			*out = found->address;
+		}
+	}
+	pthread_mutex_unlock(&table_lock);
+	return result;
+}
+
+static CUresult open_first(CUdeviceptr *out, const struct reference *what, CUcontext context, CUdevice device)
+{
+	const struct driver *d = driver();
+	struct allocation mapping = {.kind = KIND_MAPPING, .descriptor = -1, .context = context, .mapped = true, .reads = 1ull << device,
+		.writes = 1ull << device, .opened = true, .opens = 1, .source = what->identity};
+	int descriptor, error = holding_fetch_of(what->token, what->identity, &mapping.size, &descriptor);
+
+	if (error)
+		return error == ENOENT ? CUDA_ERROR_INVALID_HANDLE : CUDA_ERROR_MAP_FAILED;
+	memcpy(mapping.source_token, what->token, sizeof mapping.source_token);
+	mapping.requested = mapping.size;
+	CUresult result = import_descriptor(&mapping.of, descriptor, mapping.size); /* takes it over */
+	if (result)
+		return CUDA_ERROR_MAP_FAILED;
+	result = CUDA_ERROR_MAP_FAILED;
+	if (d->cuMemAddressReserve(&mapping.address, mapping.size, 0, 0, 0))
+		goto no_address;
+	if (d->cuMemMap(mapping.address, mapping.size, 0, present(mapping.of), 0))
+		goto no_mapping;
+	if (give_access(mapping.address, mapping.size, device) || note_mapping(&mapping, mapping.of))
+		goto no_access;
+	*out = mapping.address;
+	result = CUDA_SUCCESS;
+	goto no_address; /* the mapping keeps it */
+
+no_access:
+	d->cuMemUnmap(mapping.address, mapping.size);
+no_mapping:
+	d->cuMemAddressFree(mapping.address, mapping.size);
+no_address:
+	release_handle(mapping.of);
+	return result;
+}
+
+static CUresult open_reference(CUdeviceptr *out, const struct reference *what, unsigned flags)
+{
+	const struct driver *d = driver();
+	CUcontext context = NULL;
+	CUdevice device;
+
+	if (!out || flags & ~LAZY_PEER_ACCESS)
+		return CUDA_ERROR_INVALID_VALUE;
+	if (d->cuCtxGetCurrent(&context) || !context || d->cuCtxGetDevice(&device) || !device_usable(device))
+		return CUDA_ERROR_INVALID_CONTEXT;
+	pthread_mutex_lock(&table_lock);
+	bool own = holding_token() && !memcmp(what->token, process_token, sizeof process_token);
+	pthread_mutex_unlock(&table_lock);
+	if (own)
+		return CUDA_ERROR_INVALID_CONTEXT; /* as of any handle in the process that made it */
+	pthread_mutex_lock(&ipc_lock);
+	CUresult result = open_again(out, what, device);
+	if (result < 0)
+		result = open_first(out, what, context, device);
+	pthread_mutex_unlock(&ipc_lock);
+	if (!result)
+		agent_start();
+	return result;
+}
+
+static CUresult open_handle(CUresult (*call)(CUdeviceptr *, struct ipc_handle, unsigned), CUdeviceptr *out, struct ipc_handle handle, unsigned flags)
+{
+	struct reference what;
+
+	memcpy(&what, &handle, sizeof what);
+	if (!memcmp(what.magic, magic, sizeof magic) && resident_directory() && driver()->usable)
+		return open_reference(out, &what, flags);
+	CUresult result = call(out, handle, flags);
+	if (!result)
+		count_driver(result);
+	return result;
+}
+
+#define OPEN(name) \
+	CUresult resident_##name(CUdeviceptr *out, struct ipc_handle handle, unsigned flags) \
+	{ \
+		if (!driver() || !driver()->name) \
+			return CUDA_ERROR_NOT_INITIALIZED; \
+		enter(); \
+		CUresult result = open_handle(driver()->name, out, handle, flags); \
+		leave(); \
+		return result; \
+	}
+OPEN(cuIpcOpenMemHandle)
+OPEN(cuIpcOpenMemHandle_v2)
+
+static void unmap(const struct allocation *what)
+{
+	driver()->cuMemUnmap(what->address, what->size);
+	forget_mappings(what->address, what->size);
+	driver()->cuMemAddressFree(what->address, what->size);
+}
+
+/* One that everybody here has closed; of a context (NULL: any). */
+static bool next_closed(struct allocation *copy, CUcontext context)
+{
+	struct allocation *at = NULL;
+
+	pthread_mutex_lock(&table_lock);
+	while ((at = table_next(at, KIND_MAPPING)))
+		if (at->opened && !at->opens && (!context || at->context == context)) {
+			*copy = *at;
+			break;
+		}
+	pthread_mutex_unlock(&table_lock);
+	return at != NULL;
+}
+
+/* What may still use it has come to its end first. In a stream capture nothing can be waited for: then it is left for the next that is closed. */
+static CUresult unmap_closed(void)
+{
+	const struct driver *d = driver();
+	CUresult result = CUDA_SUCCESS;
+	struct allocation closed;
+	CUcontext before = NULL;
+
+	while (!result && !capture_active() && next_closed(&closed, NULL)) {
+		d->cuCtxGetCurrent(&before);
+		if (before && before != closed.context) /* another one that opened it, too */
+			result = d->cuCtxSynchronize();
+		if (!result && closed.context && !(result = d->cuCtxPushCurrent_v2(closed.context))) {
+			result = d->cuCtxSynchronize();
+			d->cuCtxPopCurrent_v2(&before);
+		}
+		if (result >= CUDA_ERROR_CAPTURE_FIRST && result <= CUDA_ERROR_CAPTURE_LAST)
+			return CUDA_SUCCESS;
+		unmap(&closed); /* also after an error of the context's, which the application is told */
+	}
+	return result;
+}
+
+CUresult resident_cuIpcCloseMemHandle(CUdeviceptr address)
+{
+	CUresult result = -1;
+
+	if (!driver() || !driver()->cuIpcCloseMemHandle)
+		return CUDA_ERROR_NOT_INITIALIZED;
+	enter();
+	pthread_mutex_lock(&ipc_lock);
+	pthread_mutex_lock(&table_lock);
+	struct allocation *found = table_find(address);
+	if (found && found->kind == KIND_MAPPING && found->opened) {
+		result = found->opens ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+		found->opens -= found->opens > 0;
+	}
+	pthread_mutex_unlock(&table_lock);
+	if (!result)
+		result = unmap_closed();
+	pthread_mutex_unlock(&ipc_lock);
+	if (result < 0)
+		result = driver()->cuIpcCloseMemHandle(address);
+	leave();
+	return result;
+}
+
+void ipc_forget_context(CUcontext context)
+{
+	struct allocation closed;
+
+	pthread_mutex_lock(&ipc_lock);
+	pthread_mutex_lock(&table_lock);
+	for (struct allocation *at = NULL; (at = table_next(at, KIND_MAPPING));)
+		if (at->opened && at->context == context)
+			at->opens = 0;
+	pthread_mutex_unlock(&table_lock);
+	while (next_closed(&closed, context))
+		unmap(&closed);
+	pthread_mutex_unlock(&ipc_lock);
+}
+
+void ipc_of_child(void)
+{
+	pthread_mutex_init(&ipc_lock, NULL);
+}

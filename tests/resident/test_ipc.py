@@ -1,0 +1,174 @@
+"""CUDA's legacy IPC of resident memory, through windows: what torch.multiprocessing and custom all-reduces do with their buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from icecore.host.resident.sharing import Shares, find_shares
+from icecore.host.resident.tree import ResidentTree
+
+from .machine import MIB, Machine, Target, until
+from .test_sharing import INVALID, SIZE, Ranks, seen
+
+INVALID_CONTEXT, MAP_FAILED, INVALID_HANDLE = 201, 205, 400
+
+
+@pytest.fixture
+def ranks(new_machine: Callable[..., Machine]) -> Ranks:
+    return Ranks(new_machine(gpus=2))
+
+
+def share(one: Target, two: Target) -> tuple[int, str, int]:
+    """Memory that one made and two opened: its address there, the handle, its address here."""
+    code, address = one(f"alloc({SIZE})")
+    assert code == 0
+    code, handle = one(f"ipc_handle({address})")
+    assert code == 0
+    code, there = two(f"ipc_open({handle!r})")
+    assert code == 0
+    return address, handle, there
+
+
+def test_one_memory_through_windows(ranks: Ranks) -> None:
+    one, two = ranks.all
+    address, handle, there = share(one, two)
+    shares: list[Shares] = []
+
+    def look(tree: ResidentTree) -> None:
+        assert ranks.used() == [4 * MIB, 0]
+        shares.append(find_shares(tree.taken))
+
+    for number in range(3):
+        seen(one, address, two, there, number)
+        seen(two, there, one, address, 10 + number)
+        digest = two(f"fill({there}, {SIZE}, {100 + number})")
+        ranks.window(look)
+        assert one(f"hashed({address}, {SIZE})") == digest == two(f"hashed({there}, {SIZE})")
+        [(mine, _)], [copy] = shares[-1].owned[one.pid], shares[-1].imports[two.pid]
+        assert (mine.address, mine.exported, copy.allocation.imported, copy.allocation.size) == (address, True, True, 4 * MIB)
+        assert copy.owner == (one.pid, mine.identity) and not shares[-1].owned[two.pid]
+        # It is of the allocation, and stays the same: applications look up by it.
+        assert one(f"[ipc_handle({address}), ipc_handle({address} + 3 * MIB)]") == [[0, handle]] * 2
+    # However it is found; what is open has one address, and is open until each was closed.
+    ways = ("", ", 1, ipc_entry(13000)", ", 1, ipc_entry(10000)", ", 1, cuda.cuIpcOpenMemHandle")
+    assert [two(f"ipc_open({handle!r}{way})") for way in ways] == [[0, there]] * 4
+    assert [two(f"ipc_close({there})") for _ in range(4)] == [0] * 4
+    seen(one, address, two, there, 50)
+    assert two(f"[ipc_close({there}), ipc_close({there}), cuda.fake_access(ctypes.c_ulonglong({there}))]") == [0, INVALID, 0]
+    assert two.agent.report().counts.imported == 0
+    ranks.window(look)
+    code, there = two(f"ipc_open({handle!r})")
+    assert code == 0
+    ranks.window(look)
+    seen(two, there, one, address, 51)
+    assert two(f"ipc_close({there})") == one(f"free({address})") == 0
+    assert ranks.used() == [0, 0]
+
+
+@pytest.mark.parametrize("window", [False, True])
+def test_the_maker_frees_it_first(ranks: Ranks, window: bool) -> None:
+    one, two = ranks.all
+    address, handle, there = share(one, two)
+    if window:
+        ranks.window()
+    digest = one(f"fill({address}, {SIZE}, 1)")
+    assert one(f"free({address})") == 0
+    third = ranks.machine.target()
+    third("start(0)")
+    assert third(f"ipc_open({handle!r})")[0] == INVALID_HANDLE
+    shares: list[Shares] = []
+    ranks.window(lambda tree: shares.append(find_shares(tree.taken)))
+    [(orphan, _)] = shares[0].owned[two.pid]
+    assert orphan.imported and orphan.size == 4 * MIB
+    assert two(f"hashed({there}, {SIZE})") == digest and ranks.used() == [4 * MIB, 0]
+    assert two(f"ipc_close({there})") == 0
+    assert ranks.used() == [0, 0] and two(f"ipc_open({handle!r})")[0] == INVALID_HANDLE
+
+
+def test_what_is_answered_as_the_driver_does(ranks: Ranks) -> None:
+    one, two = ranks.all
+    address, handle, there = share(one, two)
+    assert one(f"ipc_open({handle!r})")[0] == INVALID_CONTEXT
+    assert two(f"ipc_open({handle!r}, 2)")[0] == INVALID
+    assert two(f"[free({there}), *unmapped({there}, {SIZE}), access({there}, {SIZE}), retained({there})[0], ipc_handle({there})[0]]") == [INVALID] * 6
+    assert one(f"[ipc_handle({address} - MIB)[0], ipc_close({address})]") == [INVALID] * 2
+    assert two(f"forked('[ipc_close({there}), cuda.fake_access(ctypes.c_ulonglong({there}))]')")[0] == INVALID
+    assert two(f"[current(None), ipc_open({handle!r})[0]]") == [0, INVALID_CONTEXT]
+    code, small = one("alloc(MIB)")
+    handle = one(f"ipc_handle({small})")[1]
+    two("start(1)")
+    code, other = two(f"ipc_open({handle!r})")
+    assert code == 0 and one(f"fill({small}, MIB, 1)") == two(f"hashed({other}, MIB)") and two(f"ipc_close({other})") == 0
+    assert two(f"ipc_open({'00' * 64!r})")[0] == INVALID
+    mine, its = (target.agent.report().counts for target in ranks.all)
+    assert (mine.exports, mine.ipc_exports, its.ipc_exports) == (1, 1, 1), "what stayed with the driver, no window takes away"
+
+
+def test_a_context_takes_along_what_it_opened(ranks: Ranks) -> None:
+    one, two = ranks.all
+    two("globals().update(mine=start(1))")
+    address, handle, there = share(one, two)
+    assert two("cuda.cuCtxDestroy_v2(ctypes.c_void_p(mine))") == 0
+    assert two.agent.report().counts.imported == 0 and two(f"cuda.fake_access(ctypes.c_ulonglong({there}))") == 0
+    two("start(1)")
+    code, there = two(f"ipc_open({handle!r})")
+    assert code == 0
+    seen(one, address, two, there, 1)
+
+
+def test_opened_by_two_devices(ranks: Ranks) -> None:
+    one, two = ranks.all
+    _, handle, there = share(one, two)
+    reach = f"cuda.fake_access(ctypes.c_ulonglong({there}))"
+    assert two(reach) == 2, "the current context's device"
+    assert two(f"[start(0), ipc_open({handle!r})][1]") == [0, there]
+    ranks.window()
+    assert two(reach) == 3 and two(f"[ipc_close({there}), ipc_close({there}), {reach}]") == [0, 0, 0]
+
+
+def test_closed_in_a_stream_capture(ranks: Ranks) -> None:
+    """It must not fail, and nothing can be waited for: the next that is closed takes it along."""
+    one, two = ranks.all
+    _, handle, there = share(one, two)
+    _, other, elsewhere = share(one, two)
+    graph = "ctypes.byref(ctypes.c_void_p())"
+    assert two(f"[cuda.cuStreamBeginCapture_v2(None, 2), ipc_close({there}), cuda.cuStreamEndCapture(None, {graph})]") == [0, 0, 0]
+    assert two.agent.report().counts.imported == 2 and two(f"ipc_close({there})") == INVALID
+    assert two(f"[ipc_open({handle!r}), ipc_close({there}), ipc_close({elsewhere})]") == [[0, there], 0, 0]
+    assert two.agent.report().counts.imported == 0
+    assert two(f"ipc_open({other!r})")[0] == 0
+
+
+@pytest.mark.parametrize("window", [False, True])
+def test_the_keeper_dies(ranks: Ranks, window: bool) -> None:
+    one, two = ranks.all
+    address, handle, there = share(one, two)
+    _, second, elsewhere = share(one, two)
+    if window:
+        ranks.window()
+    two(f"ipc_close({elsewhere})")
+    ranks.machine.kill_keeper()
+    assert two(f"[ipc_open({second!r})[0], ipc_open({handle!r}), ipc_close({there})]") == [MAP_FAILED, [0, there], 0]
+    ranks.machine.start_keeper()
+    until(lambda: two(f"ipc_open({second!r})")[0] == 0)
+    ranks.window(lambda tree: len(find_shares(tree.taken).imports[two.pid]) == 2 or pytest.fail("not known to be one memory"))
+    seen(one, address, two, there, 1)
+
+
+def test_windows_under_load(ranks: Ranks) -> None:
+    """Threads in the middle of opening and closing, at any moment, while the maker gives away other memory."""
+    one, two = ranks.all
+    addresses = [one("alloc(2 * MIB)")[1] for _ in range(3)]
+    handles = [one(f"ipc_handle({address})")[1] for address in addresses]
+    two(f"ipc_churn({handles!r}, [2 * MIB] * 3, 3)")
+    for number in range(25):
+        ranks.window()
+        before, errors = two("churned()")
+        assert errors == []
+        assert one("[(a := alloc(2 * MIB)[1]), ipc_handle(a)[0], free(a)][1:]") == [0, 0], number
+        until(lambda: two("churned()")[0] > before + 5)  # noqa: B023
+    two("_stop.set()")
+    until(lambda: two.agent.report().counts.imported == 0)
+    assert ranks.used() == [6 * MIB, 0]
