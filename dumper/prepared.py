@@ -15,6 +15,7 @@ import os
 import select
 import socket
 import subprocess
+import tempfile
 from collections.abc import Sequence
 
 from icecore.host.criu import dump_environment
@@ -26,6 +27,8 @@ exec 9> {life} && echo > {arrived} && read -r word < {go} && [ "$word" = go ]
 """
 #: memfd_create(2): from Linux 6.3 on an executable file is to be asked for as one.
 _MFD_EXEC = 0x10
+#: Where files may be made, and perhaps executed.
+_FOLDERS = ("/run", "/var/tmp", "/tmp")
 
 
 class Prepared:
@@ -120,12 +123,32 @@ def _path(descriptor: int) -> str:
 
 
 def _executable(text: str) -> int:
-    """A script in memory, as a descriptor."""
+    """A script as a descriptor: in memory, or where the kernel forbids that (vm.memfd_noexec=2), a file without a name."""
     try:
         descriptor = os.memfd_create("icecore-hold", os.MFD_CLOEXEC | _MFD_EXEC)
     except OSError as error:
+        if error.errno == errno.EACCES:
+            return _file(text, error)
         if error.errno != errno.EINVAL:
             raise
         descriptor = os.memfd_create("icecore-hold", os.MFD_CLOEXEC)
     os.write(descriptor, text.encode())
     return descriptor
+
+
+def _file(text: str, why: OSError) -> int:
+    for folder in _FOLDERS:
+        try:
+            if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+                continue
+            writing, path = tempfile.mkstemp(prefix="icecore-hold-", dir=folder)
+        except OSError:
+            continue
+        try:
+            os.write(writing, text.encode())
+            os.fchmod(writing, 0o700)
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        finally:
+            os.close(writing)  # what is open for writing cannot be executed
+            os.unlink(path)
+    raise why
