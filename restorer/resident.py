@@ -50,7 +50,7 @@ _SLOTS = 64
 _TURNS = 4
 _POLL_SECONDS = 0.2
 #: That the worker is there once its work is done.
-_LINGER_SECONDS = 1.0
+_LINGER_SECONDS = 0.3
 
 
 @dataclass(frozen=True)

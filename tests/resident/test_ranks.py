@@ -36,8 +36,9 @@ def in_use(joined: Machine) -> int:
     return sum(joined.used(gpu) for gpu in range(2))
 
 
-@pytest.mark.parametrize("mode", ["full", "lazy"])
-@pytest.mark.parametrize("how", [{}, {"let_go": True}, {"ipc": True}], ids=["kept", "let go", "ipc"])
+@pytest.mark.parametrize(
+    ("mode", "how"), [("full", {}), ("lazy", {"let_go": True}), ("lazy", {"ipc": True})], ids=["kept", "let go", "ipc"]
+)
 def test_a_lineage(store: Store, launch: Launch, joined: Machine, mode: str, how: dict[str, bool]) -> None:
     job = launch(Ring, **how)
     snapshots = []

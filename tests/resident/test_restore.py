@@ -36,7 +36,7 @@ def bring_back(store: Store, snapshot: str, events: Events | None = None, **opti
 
 
 #: Mode, and how many processes bring the memory.
-ways = pytest.mark.parametrize(("mode", "placers"), [("full", 0), ("lazy", 0), ("full", 3), ("lazy", 2)])
+ways = pytest.mark.parametrize(("mode", "placers"), [("lazy", 0), ("full", 3)])
 
 
 def ended(job: Job) -> None:
@@ -119,8 +119,13 @@ def test_memory_that_was_kept_is_let_go_of_by_another_restore(store: Store, laun
     assert joined.used(0) == job.resident + MIB // 2
 
 
-@pytest.mark.parametrize(("mode", "placers"), [("full", 2), ("lazy", 0)])
-@pytest.mark.parametrize("fault", ["restore", "allocate", "copy", "worker dies", "store", "helper"])
+@pytest.mark.parametrize(
+    ("fault", "mode", "placers"),
+    [
+        *(("restore", "full", 0), ("allocate", "lazy", 2), ("copy", "full", 2), ("copy", "lazy", 0)),
+        *(("worker dies", "full", 2), ("worker dies", "lazy", 0), ("store", "full", 0), ("helper", "lazy", 2)),
+    ],
+)
 def test_a_restore_that_fails(fault: str, mode: str, placers: int, store: Store, launch: Launch, joined: Machine) -> None:
     job = launch(gpus=(0, 1), children=1)
     snapshot = store.dump(job.pid, DumpOptions(stop=True)).snapshot
