@@ -30,7 +30,7 @@ from icecore.store.pool import Scratch
 _COPY_SECONDS = 300.0
 
 
-class CopyFailed(IcecoreError):
+class CopyFailed(Exception):
     """The worker is gone, or could not copy."""
 
 
@@ -104,7 +104,7 @@ class Stager:
             for half in (0, 1):
                 self._copies.finish(half)
         except CopyFailed as error:
-            return Staged([], broken=error.message)
+            return Staged([], broken=str(error))
         return Staged(there, why)
 
     def _part(self, part: Part, at: int) -> tuple[list[bool], str]:
