@@ -228,14 +228,7 @@ def wait_running(pids: Sequence[int], timeout: float) -> list[int]:
     Returns:
         Those that still were after ``timeout`` seconds.
     """
-    deadline = time.monotonic() + timeout
-    left = list(pids)
-    while left:
-        left = [pid for pid in left if _traced(pid)]
-        if not left or time.monotonic() > deadline:
-            break
-        time.sleep(_POLL_SECONDS)
-    return left
+    return _wait_for_none(pids, timeout, _traced, _POLL_SECONDS)
 
 
 def wait_untraced(pids: Sequence[int], timeout: float) -> list[int]:
@@ -244,13 +237,18 @@ def wait_untraced(pids: Sequence[int], timeout: float) -> list[int]:
     Returns:
         Processes of which one still was after ``timeout`` seconds.
     """
+    return _wait_for_none(pids, timeout, _has_tracer, _LET_GO_SECONDS)
+
+
+def _wait_for_none(pids: Sequence[int], timeout: float, holds: Callable[[int], bool], pause: float) -> list[int]:
+    """Wait until something holds of none of the processes; those of which it still does."""
     deadline = time.monotonic() + timeout
     left = list(pids)
     while left:
-        left = [pid for pid in left if _has_tracer(pid)]
+        left = [pid for pid in left if holds(pid)]
         if not left or time.monotonic() > deadline:
             break
-        time.sleep(_LET_GO_SECONDS)
+        time.sleep(pause)
     return left
 
 

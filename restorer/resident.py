@@ -234,7 +234,8 @@ class Resident:
                     agent.map(self._descriptors(image))
                 for agent in agents.values():
                     agent.go()
-                self._worker.linger(_LINGER_SECONDS)
+                with suppress(WorkerFailed):  # its work is done: they run
+                    self._worker.linger(_LINGER_SECONDS)
                 if self._holder is not None and self._elsewhere:
                     for process in self._processes.values():  # the instance's own keeper has it now
                         self._holder.forget(process.token)
