@@ -137,13 +137,16 @@ class Placer:
         """Where `stage` is to put cells, a memfd, and a socket to the worker."""
         self._send(region, [memory, worker])
 
-    def stage(self, parts: Sequence[Part]) -> Staged:
+    def stage(self, parts: Sequence[Part], *, digested: bool) -> Staged:
         """Have cells read, decoded, verified, and copied to their GPUs.
+
+        Args:
+            digested: Those all of whose pages are there are verified there, by the caller.
 
         Raises:
             PlacerLost: It has ended.
         """
-        answer = self._ask(Stage(list(parts)))
+        answer = self._ask(Stage(list(parts), digested))
         assert isinstance(answer, Staged)
         return answer
 

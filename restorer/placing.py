@@ -152,14 +152,16 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Stage(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Read, decode and verify whole cells, zeros included, and have the worker copy them to their GPUs."""
+    """Read, decode and verify whole cells, zeros included, and have the worker copy them to their GPUs. ``digested``: who asks verifies by digest, on the GPUs,
+    the cells all of whose pages are there."""
 
     parts: list[Part]
+    digested: bool = False
 
 
 class Staged(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """For each cell of each part whether it is on its GPU, verified; ``why``: of one that could not be had. ``broken``: why the worker could not copy; then
-    it is over."""
+    """For each cell of each part whether it is on its GPU, verified or to be; ``why``: of one that could not be had. ``broken``: why the worker could not
+    copy; then it is over."""
 
     there: list[bool]
     why: str = ""

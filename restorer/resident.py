@@ -1,8 +1,9 @@
 """Resident device memory of a restore: filled from the store by a GPU worker while CRIU brings the processes up, then mapped by them; the rule: a process
 runs once all of its memory is there and verified, or it does not run.
 
-Where the repository is a directory and there are cores for it, placers (`icecore.restorer.placer_process`) read, decode and verify cells
-into their own parts of pinned memory, from which the worker copies them to the GPU; elsewhere the fetcher's threads do.
+Where the repository is a directory and there are cores for it, placers (`icecore.restorer.placer_process`) read and decode cells into their own parts of
+pinned memory, from which the worker copies them to the GPU, where they are verified (`icecore.host.resident.digest`); elsewhere the fetcher's threads
+do all of it.
 
 With ``from_resident`` the memory is the keeper's, still held on the GPUs since the processes were ended: its fingerprints are compared with the snapshot's,
 and only cells that differ are fetched.
@@ -183,6 +184,8 @@ class Resident:
         self._start_placers = placers
         self._placers: Placers | None = None
         self._staging = 0
+        self._digests: list[Future[Any]] = []
+        self._digested = False
         self._region: HostRegion | None = None
         self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._fetcher: Fetcher | None = None
@@ -314,11 +317,15 @@ class Resident:
                 self._placers = self._start_placers(sum(piece.about.size for piece in self._pieces))
             with phase(self._emit, "restore.resident.prepare"):
                 self._worker.begin(list(by_device), fingerprints=self._held)
+                if self._placers is not None:
+                    self._digests = self._worker.prepare_digests(list(by_device))
                 for device, pieces in by_device.items():
                     self._have(device, pieces)
                 wanted = self._wanted()
                 if self._held:
                     self._placers = self._start_placers(len(wanted.records) * CELL_BYTES)
+                    if self._placers is not None:
+                        self._digests = self._worker.prepare_digests(list(by_device))
                 staged = len(self._placers.all) * 2 * STAGED_CELLS if self._placers is not None else 0
                 self._region = HostRegion((_SLOTS + staged) * CELL_BYTES)
                 self._region.prefault()
@@ -332,6 +339,7 @@ class Resident:
                         fetched=spent.cells,
                         redone=spent.redone,
                         placers=self._staging,
+                        digested=self._digested,
                         read_thread_seconds=spent.read,
                         decode_thread_seconds=spent.decode,
                         sink_thread_seconds=spent.sink,
@@ -411,6 +419,19 @@ class Resident:
             with suppress(PlacerLost), self._worker.connect() as theirs:  # who asks one that is lost first is told
                 placer.share(region, self._region.descriptor, theirs.fileno())
 
+        whole = (records["data"] == 0xFF).all(axis=1)
+        key = bytes(self._repository.keys.chunk)
+
+        def wrong(rows: Sequence[int]) -> set[int]:
+            """Which of these cells, all of whose pages are there, are on their GPU other than in the snapshot."""
+            found: set[int] = set()
+            for device in devices:
+                own = [row for row in rows if targets[row][0].device == device]
+                if own:
+                    digests = self._worker.digests(device, [(targets[row][0].handle, targets[row][1]) for row in own], key)
+                    found.update(np.array(own)[(digests != records["chunk"][own]).any(axis=1)].tolist())
+            return found
+
         def bounds(cell: Cell) -> Bounds:
             piece, offset = targets[cell.row]
             return Bounds(*cell[1:], numbers[piece.device], piece.handle, offset)
@@ -423,11 +444,17 @@ class Resident:
                 own = table[at : at + len(batch.cells)].tobytes()
                 parts.append(Part(list(batch.reads), list(map(bounds, batch.cells)), own, batch.size))
                 at += len(batch.cells)
-            staged = placer.stage(parts)
+            staged = placer.stage(parts, digested=self._digested)
             if staged.broken:
                 raise WorkerFailed(staged.broken)
-            return [row for row, there in zip(rows, staged.there, strict=True) if not there]
+            there = [row for row, is_there in zip(rows, staged.there, strict=True) if is_there and whole[row]]
+            other = wrong(there) if self._digested else set()
+            return [row for row, there in zip(rows, staged.there, strict=True) if not there or row in other]
 
+        with suppress(WorkerFailed):  # no NVRTC here: placers verify
+            for future in self._digests:
+                self._worker.finish(future)
+            self._digested = True
         # Few large requests: this process does little then. Not so large that one placer works while the others have no more.
         share = len(records) // (len(placers.all) * _TURNS * STAGED_CELLS)
         self._fetcher.hand_out(placers.all, through, cells=STAGED_CELLS, batches=max(1, min(STAGED_PARTS, share)))

@@ -98,7 +98,7 @@ class Stager:
             for part in request.parts:
                 self._half = 1 - self._half
                 self._copies.finish(self._half)
-                here, wrong = self._part(part, self._at + self._half * STAGED_CELLS * CELL_BYTES)
+                here, wrong = self._part(part, self._at + self._half * STAGED_CELLS * CELL_BYTES, verified=not request.digested)
                 there.extend(here)
                 why = wrong or why
             for half in (0, 1):
@@ -107,8 +107,8 @@ class Stager:
             return Staged([], broken=str(error))
         return Staged(there, why)
 
-    def _part(self, part: Part, at: int) -> tuple[list[bool], str]:
-        """Stage the cells of a part from ``at`` on; which are there, and why one is not."""
+    def _part(self, part: Part, at: int, *, verified: bool) -> tuple[list[bool], str]:
+        """Stage the cells of a part from ``at`` on; which are there, and why one is not. ``verified``: also those all of whose pages are there."""
         there, why = [False] * len(part.cells), ""
         records = np.frombuffer(part.records, CELL)
         reading = Reading(self._backend, part.reads, self._stored.view(0, part.size))
@@ -116,8 +116,9 @@ class Stager:
         needed.update(cell.base_start for cell in part.cells if cell.base_stop > cell.base_start)
         for number, cell in sorted(enumerate(part.cells), key=lambda item: item[1].start):
             place = at + number * CELL_BYTES
+            to = self._region[place : place + CELL_BYTES]
             try:
-                self._cell(cell, records[number], reading, self._region[place : place + CELL_BYTES], alone=needed[cell.start] == 1)
+                self._cell(cell, records[number], reading, to, alone=needed[cell.start] == 1, verified=verified)
             except IcecoreError as error:
                 why = str(error)
                 continue
@@ -129,18 +130,19 @@ class Stager:
                 self._copies.begin(self._half, name, cells, [at + n * CELL_BYTES for n in own])
         return there, why
 
-    def _cell(self, cell: Bounds, record: np.void, reading: Reading, to: memoryview, *, alone: bool) -> None:
-        """Put a verified cell where it is to be copied from. ``alone``: no other one needs its stored bytes."""
+    def _cell(self, cell: Bounds, record: np.void, reading: Reading, to: memoryview, *, alone: bool, verified: bool) -> None:
+        """Put a cell where it is to be copied from. ``alone``: no other one needs its stored bytes."""
         bitmap = record["data"].tobytes()
         whole = bitmap == FULL_CELL
         raw = int(record["place"]["codec"]) == codec.RAW and not self._decoder.encrypted
-        if whole and raw and alone and reading.straight(cell.start, to):
-            self._decoder.decode(record, to, None, self._room.view(), self._scratch)
+        if whole and raw and alone and cell.stop - cell.start == CELL_BYTES and reading.straight(cell.start, to):
+            if verified:
+                self._decoder.decode(record, to, None, self._room.view(), self._scratch)
             return
         stored = reading.until(max(cell.stop, cell.base_stop))
         base = stored[cell.base_start : cell.base_stop] if cell.base_stop > cell.base_start else None
         room = to if whole else self._room.view()
-        data = self._decoder.decode(record, stored[cell.start : cell.stop], base, room, self._scratch)
+        data = self._decoder.decode(record, stored[cell.start : cell.stop], base, room, self._scratch, verified=verified or not whole)
         if not whole:
             ctypes.memset(_address(to), 0, CELL_BYTES)
             for offset, position, length in page_pieces(bitmap, bitmap):

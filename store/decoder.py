@@ -35,6 +35,8 @@ class ChunkDecoder:
         base_stored: memoryview | None,
         out: memoryview,
         scratch: Scratch,
+        *,
+        verified: bool = True,
     ) -> memoryview:
         """The data pages' bytes of one cell, in address order. Releases the GIL while bytes move.
 
@@ -44,6 +46,7 @@ class ChunkDecoder:
             base_stored: The bytes at its ``base_place``, if its codec is a delta's.
             out: Room for a cell; must not overlap ``stored``.
             scratch: The thread's own.
+            verified: Compare them with the chunk's id. Without, the caller must do so.
 
         Returns:
             Verified bytes: the beginning of ``out``, or ``stored`` itself where that is raw and not encrypted (then ``out`` is untouched).
@@ -62,7 +65,7 @@ class ChunkDecoder:
         if number & codec.DELTA:
             if self.encrypted and base_stored is not None:
                 base_stored = self._open(row.stored.base, row.stored.base_place, base_stored, scratch.own)
-            return self._decode_delta(row, size, stored, base_stored, out, scratch)
+            return self._decode_delta(row, size, stored, base_stored, out, scratch, verified=verified)
         if number == codec.RAW:
             if len(stored) != size:
                 raise damaged_chunk(row.chunk, row.stored.place, f"{len(stored)} raw bytes where {size} belong")
@@ -70,7 +73,7 @@ class ChunkDecoder:
         else:
             content = out[:size]
             _decode_full(row.chunk, row.stored.place, stored, content)
-        if chunk_id(self._key, row.data, content) != row.chunk:
+        if verified and chunk_id(self._key, row.data, content) != row.chunk:
             raise damaged_chunk(row.chunk, row.stored.place, "its bytes do not have its id")
         return content
 
@@ -83,7 +86,15 @@ class ChunkDecoder:
             raise damaged_chunk(chunk, place, str(error)) from error
 
     def _decode_delta(
-        self, row: Row, size: int, stored: memoryview, base_stored: memoryview | None, out: memoryview, scratch: Scratch
+        self,
+        row: Row,
+        size: int,
+        stored: memoryview,
+        base_stored: memoryview | None,
+        out: memoryview,
+        scratch: Scratch,
+        *,
+        verified: bool,
     ) -> memoryview:
         place, base, base_place = row.stored
         if base_stored is None:
@@ -104,7 +115,7 @@ class ChunkDecoder:
             delta.decode(place.codec, stored, row.data, room, content, scratch.residual)
         except ValueError as error:
             raise damaged_chunk(row.chunk, place, str(error)) from error
-        if chunk_id(self._key, row.data, content) != row.chunk:
+        if verified and chunk_id(self._key, row.data, content) != row.chunk:
             # Whose fault is it? The base has an id of its own.
             room = scratch.base[: pages_of(theirs) * PAGE]
             _decode_full(base, base_place, base_stored, room)

@@ -1,11 +1,10 @@
-"""Device memory through the NVIDIA driver and NVRTC, for the worker; rule: each GPU has its primary context, whose calls one thread makes.
+"""Device memory through the NVIDIA driver, for the worker; rule: each GPU has its primary context, whose calls one thread makes, and another those for digests.
 
 Memory is mapped as the processes have it (virtual memory management with POSIX descriptors), so that nothing moves to be looked at.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -14,24 +13,25 @@ import numpy as np
 
 from icecore.host.cuda.api import DriverMissing
 from icecore.host.cuda.driver import EXTRA_CURE, uuid_bytes
-from icecore.host.resident.fingerprint import KERNEL_SOURCE, THREADS, Words
+from icecore.host.resident import digest, fingerprint
+from icecore.host.resident.digest import Digests
+from icecore.host.resident.fingerprint import Words
+from icecore.host.resident.kernels import CellKernel
 from icecore.host.resident.memory import Addresses, MemoryFailed, Piece
 
 STREAMS = 4
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
-_LARGEST_LAUNCH = 1 << 20  # cells
 
 
 class Cuda:
-    """The driver in this process, and the kernel for each kind of GPU."""
+    """The driver in this process."""
 
     def __init__(self) -> None:
         try:
-            from cuda.bindings import driver, nvrtc
+            from cuda.bindings import driver
         except ImportError as error:
             raise DriverMissing(f"cuda.bindings cannot be imported: {error}", cure=EXTRA_CURE) from error
         self.cu: Any = driver
-        self._nvrtc: Any = nvrtc
         self.call("cuInit", 0)
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -53,28 +53,6 @@ class Cuda:
                 return device
         raise MemoryFailed(f"there is no GPU {uuid}")
 
-    def kernel(self, architecture: str) -> bytes:
-        """The fingerprint's kernel for ``sm_90`` or the like."""
-        nvrtc = self._nvrtc
-
-        def check(result: Any) -> Any:
-            if int(result[0]):
-                raise MemoryFailed(f"NVRTC: {result[0]}")
-            return result[1] if len(result) > 1 else None
-
-        try:
-            program = check(nvrtc.nvrtcCreateProgram(KERNEL_SOURCE.encode(), b"fingerprint.cu", 0, [], []))
-        except RuntimeError as error:  # the bindings' own, where there is no library
-            raise DriverMissing(f"NVRTC cannot be loaded: {error}", cure="pip install 'nvidia-cuda-nvrtc>=13,<14'") from error
-        result = nvrtc.nvrtcCompileProgram(program, 1, [f"--gpu-architecture={architecture}".encode()])
-        if int(result[0]):
-            text = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
-            nvrtc.nvrtcGetProgramLog(program, text)
-            raise MemoryFailed(f"NVRTC: {text.decode(errors='replace')}")
-        cubin: bytes = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
-        check(nvrtc.nvrtcGetCUBIN(program, cubin))
-        return cubin
-
 
 class CudaMemory:
     """See `DeviceMemory`.
@@ -91,9 +69,10 @@ class CudaMemory:
         self._context = call("cuDevicePrimaryCtxRetain", self._number)
         call("cuCtxSetCurrent", self._context)
         attribute = cu.CUdevice_attribute
-        self._function: Any = None
+        self._fingerprint: CellKernel | None = None
+        self._digest: CellKernel | None = None
         non_blocking = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
-        self._streams = [call("cuStreamCreate", non_blocking) for _ in range(STREAMS)]
+        self._lanes = [[call("cuStreamCreate", non_blocking) for _ in range(STREAMS)] for _ in range(2)]
         self._mapped: dict[int, tuple[int, Any]] = {}
         properties = cu.CUmemAllocationProp()
         properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -137,8 +116,8 @@ class CudaMemory:
         handle = self._cuda.call("cuMemCreate", size, self._properties, 0)
         address = self._map(handle, size)
         descriptor = int(self._cuda.call("cuMemExportToShareableHandle", handle, self._descriptor_type, 0))
-        self._cuda.call("cuMemsetD8Async", address, 0, size, self._streams[0])
-        self._cuda.call("cuStreamSynchronize", self._streams[0])
+        self._cuda.call("cuMemsetD8Async", address, 0, size, self._lanes[0][0])
+        self._cuda.call("cuStreamSynchronize", self._lanes[0][0])
         return address, descriptor
 
     def unmap(self, address: int) -> None:
@@ -170,43 +149,39 @@ class CudaMemory:
 
     def prepare(self) -> None:
         """See `DeviceMemory`."""
-        if self._function is not None:
-            return
-        attribute, call = self._cuda.cu.CUdevice_attribute, self._cuda.call
-        major, minor = (
-            call("cuDeviceGetAttribute", getattr(attribute, f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{part}"), self._number)
-            for part in ("MAJOR", "MINOR")
-        )
-        self._cubin = np.frombuffer(self._cuda.kernel(f"sm_{major}{minor}"), np.uint8)
-        module = call("cuModuleLoadData", self._cubin.ctypes.data)
-        self._function = call("cuModuleGetFunction", module, b"fingerprint")
+        if self._fingerprint is None:
+            self._fingerprint = CellKernel(self._cuda, self._number, fingerprint.KERNEL_SOURCE, "fingerprint", fingerprint.THREADS, 16)
 
     def fingerprints(self, cells: Addresses, seed: int) -> Words:
         """See `DeviceMemory`."""
         self.prepare()
-        call, stream = self._cuda.call, self._streams[0]
-        found = np.zeros((len(cells), 2), np.uint64)
-        for first in range(0, len(cells), _LARGEST_LAUNCH):
-            some = np.ascontiguousarray(cells[first : first + _LARGEST_LAUNCH], np.uint64)
-            places = self.take(some.nbytes)
-            out = self.take(16 * len(some))
-            try:
-                call("cuMemcpyHtoDAsync", places, some.ctypes.data, some.nbytes, stream)
-                call("cuMemsetD8Async", out, 0, 16 * len(some), stream)
-                values = (ctypes.c_uint64(places), ctypes.c_uint64(seed), ctypes.c_uint64(out))
-                pointers = (ctypes.c_void_p * 3)(*(ctypes.addressof(value) for value in values))
-                call("cuLaunchKernel", self._function, len(some), 1, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(pointers), 0)
-                call("cuMemcpyDtoHAsync", found[first:].ctypes.data, out, 16 * len(some), stream)
-                call("cuStreamSynchronize", stream)
-            finally:
-                self.give(places)
-                self.give(out)
-        return found
+        assert self._fingerprint is not None
+        return self._fingerprint.run(cells, seed).view(np.uint64)
+
+    def prepare_digests(self) -> None:
+        """See `DeviceMemory`."""
+        if self._digest is None:
+            self._cuda.call("cuCtxSetCurrent", self._context)
+            self._digest = CellKernel(self._cuda, self._number, digest.KERNEL_SOURCE, "digest", digest.THREADS, digest.BYTES)
+
+    def digests(self, cells: Addresses, key: bytes) -> Digests:
+        """See `DeviceMemory`."""
+        self.prepare_digests()
+        assert self._digest is not None
+        return self._digest.run(cells, key)
 
     def copy(self, pieces: Sequence[Piece]) -> None:
         """See `DeviceMemory`."""
-        call, streams = self._cuda.call, self._streams
+        self.start(pieces, 0)
+        self.wait(0)
+
+    def start(self, pieces: Sequence[Piece], lane: int) -> None:
+        """See `DeviceMemory`."""
+        call, streams = self._cuda.call, self._lanes[lane]
         for piece in pieces:
             call("cuMemcpyAsync", piece.to, piece.source, piece.size, streams[piece.stream % STREAMS])
-        for stream in streams:
-            call("cuStreamSynchronize", stream)
+
+    def wait(self, lane: int) -> None:
+        """See `DeviceMemory`."""
+        for stream in self._lanes[lane]:
+            self._cuda.call("cuStreamSynchronize", stream)

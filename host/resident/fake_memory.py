@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from icecore.host.resident import digest
+from icecore.host.resident.digest import Digests
 from icecore.host.resident.fingerprint import CELL, Words, reference
 from icecore.host.resident.memory import Addresses, MemoryFailed, Piece
 
@@ -97,14 +99,38 @@ class FakeMemory:
         for piece in pieces:
             ctypes.memmove(piece.to, piece.source, piece.size)
 
+    def start(self, pieces: Sequence[Piece], lane: int) -> None:
+        """See `DeviceMemory`."""
+        self.copy(pieces)
+
+    def wait(self, lane: int) -> None:
+        """See `DeviceMemory`."""
+
+    def prepare_digests(self) -> None:
+        """See `DeviceMemory`."""
+        self._fault("prepare-digests")
+
+    def digests(self, cells: Addresses, key: bytes) -> Digests:
+        """See `DeviceMemory`."""
+        self._fault("digests")
+        found = [digest.reference((ctypes.c_char * CELL).from_address(int(at)), key).copy() for at in cells]  # type: ignore[arg-type]
+        if self._asked("digests-wrong"):
+            found[0][0, 0] ^= 1
+        return np.concatenate(found) if found else np.empty((0, digest.BYTES), np.uint8)
+
     def _fault(self, call: str) -> None:
-        """What a test asked to go wrong, once: a file ``worker-faults/CALL`` that says how."""
-        path = self._world / "worker-faults" / call
+        how = self._asked(call)
+        if how == "die":
+            os._exit(9)
+        if how:
+            raise MemoryFailed(f"{call}: {how}")
+
+    def _asked(self, what: str) -> str:
+        """What a test asked to go wrong, once: a file ``worker-faults/WHAT`` that says how."""
+        path = self._world / "worker-faults" / what
         try:
             how = path.read_text()
             path.unlink()
         except OSError:
-            return
-        if how == "die":
-            os._exit(9)
-        raise MemoryFailed(f"{call}: {how}")
+            return ""
+        return how

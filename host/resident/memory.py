@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from icecore.host.resident.digest import Digests
 from icecore.host.resident.fingerprint import Words
 
 Addresses = npt.NDArray[np.uint64]
@@ -28,7 +29,7 @@ class Piece:
 
 
 class DeviceMemory(Protocol):
-    """The memory of one GPU; called by one thread.
+    """The memory of one GPU; called by one thread, but for two calls.
 
     All raise `icecore.host.resident.memory.MemoryFailed` for what the driver answers.
     """
@@ -65,6 +66,18 @@ class DeviceMemory(Protocol):
 
     def copy(self, pieces: Sequence[Piece]) -> None:
         """Make copies; all are done when it returns."""
+
+    def start(self, pieces: Sequence[Piece], lane: int) -> None:
+        """Begin copies; `wait` for the lane (0 or 1) before it is used again."""
+
+    def wait(self, lane: int) -> None:
+        """Until all copies of a lane are done."""
+
+    def prepare_digests(self) -> None:
+        """Have all ready that `digests` needs. Another thread than the other calls' makes these two."""
+
+    def digests(self, cells: Addresses, key: bytes) -> Digests:
+        """u8[n, 32]: of the cells at these addresses (`icecore.host.resident.digest`)."""
 
 
 class MemoryFailed(Exception):

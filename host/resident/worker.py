@@ -1,7 +1,7 @@
 """The worker: a process that maps the resident memory of others, fingerprints it and copies it; rule: whatever becomes of it costs a snapshot, never a job.
 
 It holds no process and no lock, and what it has mapped its owners have too. It ends with its socket. Each GPU has a thread, which makes all calls for it in
-their order; GPUs go at the same time.
+their order, and one for digests; GPUs go at the same time.
 
 Over a SOCK_SEQPACKET socket it gets one JSON object a message, ``{"id": 1, "call": "map", "device": "GPU-…", …}``, with descriptors where the call needs
 them, and answers ``{"id": 1, "value": …}``, with descriptors where there are some, or ``{"id": 1, "error": TEXT}``. What is long travels in a memfd. The
@@ -15,7 +15,6 @@ Arguments: as of `icecore.host.cuda.helper`.
 from __future__ import annotations
 
 import ctypes
-import json
 import mmap
 import os
 import queue
@@ -29,6 +28,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -43,6 +43,8 @@ MOST_DESCRIPTORS = 200
 #: What `stage` answers for a cell for which there was no room; else the place in the host region, or, from here on, in spare device memory.
 NOWHERE, ON_DEVICE = -1, 1 << 62
 _STREAMS = 4
+#: Calls of a GPU's second thread; `begin` comes first.
+_DIGESTS = ("prepare-digests", "digests")
 #: Of the device's free memory what copies may take, and what is left in any case.
 _SHARE, _LEFT = 0.5, 256 << 20
 
@@ -53,7 +55,7 @@ def spare_room(free: int) -> int:
 
 
 class Gpu:
-    """One GPU: its memory, and what is mapped of the jobs'. All but the constructor is called by its thread."""
+    """One GPU: its memory, and what is mapped of the jobs'. All but the constructor and digests is called by its thread."""
 
     def __init__(self, connect: Callable[[], DeviceMemory], host: Callable[[], int]) -> None:
         self._connect = connect
@@ -148,10 +150,16 @@ class Gpu:
         host = self._host()
         self.memory.copy(_joined([(host + place, self._base(handle) + offset) for (handle, offset), place in zip(cells, places, strict=True)]))
 
-    def place(self, cells: Sequence[tuple[int, int]], places: Sequence[int]) -> None:
-        """The reverse of `fetch`."""
+    def place(self, cells: Sequence[tuple[int, int]], places: Sequence[int], lane: int) -> None:
+        """Begin the reverse of `fetch`."""
         host = self._host()
-        self.memory.copy(_joined([(self._base(handle) + offset, host + place) for (handle, offset), place in zip(cells, places, strict=True)]))
+        moves = [(self._base(handle) + offset, host + place) for (handle, offset), place in zip(cells, places, strict=True)]
+        self.memory.start(_joined(moves), lane)
+
+    def digests(self, cells: Sequence[tuple[int, int]], key: bytes) -> str:
+        """Of cells, (number, offset) each, in hexadecimal digits. Called by a thread of its own."""
+        addresses = np.array([self._held[handle][0] + offset for handle, offset in cells], np.uint64)
+        return self.memory.digests(addresses, key).tobytes().hex()
 
     def _base(self, handle: int) -> int:
         if handle >= 0:
@@ -196,8 +204,7 @@ class _Server:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._backend = find_backend()
-        self._queues: dict[str, _Queue] = {}
-        self._threads: list[threading.Thread] = []
+        self._queues: dict[str, tuple[_Queue, _Queue]] = {}
         self._host: mmap.mmap | None = None
         self._host_address = 0
         self._linger = 0.0
@@ -226,7 +233,7 @@ class _Server:
             selector.unregister(control)
             control.close()
             return True
-        item = _Item(json.loads(data), descriptors, control)
+        item = _Item(msgspec.json.decode(data), descriptors, control)
         match item.request["call"]:
             case "host":
                 self._take_host(item)
@@ -237,7 +244,7 @@ class _Server:
                 selector.register(socket.socket(fileno=descriptors[0]), selectors.EVENT_READ)
                 _say(control, {"id": item.request["id"], "value": None})
             case _:
-                self._queue(item.request["device"]).put(item)
+                self._queue(item.request["device"], item.request["call"]).put(item)
         return True
 
     def _take_host(self, item: _Item) -> None:
@@ -246,59 +253,99 @@ class _Server:
         os.close(item.descriptors[0])
         _say(item.control, {"id": item.request["id"], "value": None})
 
-    def _queue(self, device: str) -> _Queue:
+    def _queue(self, device: str, call: str) -> _Queue:
         if device not in self._queues:
-            self._queues[device] = queue.SimpleQueue()
+            queues: tuple[_Queue, _Queue] = (queue.SimpleQueue(), queue.SimpleQueue())
             gpu = Gpu(lambda: self._backend.memory(device), lambda: self._host_address)
-            thread = threading.Thread(target=_work, args=(gpu, self._queues[device]), daemon=True)
-            self._threads.append(thread)
-            thread.start()
-        return self._queues[device]
+            for work, own in zip((_work, _answer_all), queues, strict=True):
+                threading.Thread(target=work, args=(gpu, own), daemon=True).start()
+            self._queues[device] = queues
+        return self._queues[device][call in _DIGESTS]
 
 
 def _say(control: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
     with suppress(OSError):  # nobody is there any more
-        socket.send_fds(control, [json.dumps(message).encode()], list(descriptors))
+        socket.send_fds(control, [msgspec.json.encode(message)], list(descriptors))
 
 
 def _work(gpu: Gpu, requests: _Queue) -> None:
-    """A GPU's thread."""
+    """A GPU's thread. Cells go to their places in two lanes: while those of one are on their way the other's begin, so that the bus does not rest."""
+    going: _Going | None = None
     following: _Item | None = None
     while True:
-        item = following or requests.get()
+        item = following or _next(requests, wait=going is None)
         following = None
-        if item.request["call"] == "place":
-            following = _place(gpu, item, requests)
+        if item is None or item.request["call"] != "place":
+            going = _arrived(gpu, going)
+            if item is not None:
+                _answer(gpu, item)
             continue
-        given: list[int] = []
-        try:
-            value = _make(gpu, item.request, item.descriptors, given)
-            _say(item.control, {"id": item.request["id"], "value": value}, given)
-        except Exception as error:  # noqa: BLE001 - told to the client, which waits for an answer
-            _say(item.control, {"id": item.request["id"], "error": f"{type(error).__name__}: {error}"})
-        finally:
-            for descriptor in (*item.descriptors, *given):
-                os.close(descriptor)
+        together = [item]
+        while (following := _next(requests, wait=False)) is not None and following.request["call"] == "place":
+            together.append(following)
+        going = _send_off(gpu, together, 0 if going is None else 1 - going.lane, going)
 
 
-def _place(gpu: Gpu, item: _Item, requests: _Queue) -> _Item | None:
-    """Make this and all that wait behind it, up to one of another kind, which is returned: so that the bus does not rest between them."""
-    together, following = [item], None
-    with suppress(queue.Empty):
-        while following is None:
-            other = requests.get_nowait()
-            if other.request["call"] == "place":
-                together.append(other)
-            else:
-                following = other
+def _next(requests: _Queue, *, wait: bool) -> _Item | None:
+    try:
+        return requests.get(block=wait)
+    except queue.Empty:
+        return None
+
+
+class _Going(NamedTuple):
+    """Requests to place cells that are under way."""
+
+    lane: int
+    items: list[_Item]
+
+
+def _send_off(gpu: Gpu, items: list[_Item], lane: int, before: _Going | None) -> _Going | None:
+    """Begin with these, then end those of the other lane."""
+    failure = ""
+    try:
+        gpu.place(*([value for one in items for value in one.request[name]] for name in ("cells", "places")), lane)
+    except Exception as error:  # noqa: BLE001 - told to the clients, which wait for an answer
+        failure = f"{type(error).__name__}: {error}"
+    _arrived(gpu, before)
+    if not failure:
+        return _Going(lane, items)
+    with suppress(Exception):  # some may have begun: nobody writes to their sources before these have ended
+        gpu.memory.wait(lane)
+    for one in items:
+        _say(one.control, {"id": one.request["id"], "error": failure})
+    return None
+
+
+def _arrived(gpu: Gpu, going: _Going | None) -> None:
+    """Wait for a lane, and tell whoever asked."""
+    if going is None:
+        return
     answer: dict[str, Any] = {"value": None}
     try:
-        gpu.place(*([value for one in together for value in one.request[name]] for name in ("cells", "places")))
-    except Exception as error:  # noqa: BLE001 - told to the clients, which wait for an answer
+        gpu.memory.wait(going.lane)
+    except Exception as error:  # noqa: BLE001 - as above
         answer = {"error": f"{type(error).__name__}: {error}"}
-    for one in together:
+    for one in going.items:
         _say(one.control, {"id": one.request["id"], **answer})
-    return following
+
+
+def _answer_all(gpu: Gpu, requests: _Queue) -> None:
+    """A GPU's second thread, for digests, which are made while cells go to their places."""
+    while True:
+        _answer(gpu, requests.get())
+
+
+def _answer(gpu: Gpu, item: _Item) -> None:
+    given: list[int] = []
+    try:
+        value = _make(gpu, item.request, item.descriptors, given)
+        _say(item.control, {"id": item.request["id"], "value": value}, given)
+    except Exception as error:  # noqa: BLE001 - told to the client, which waits for an answer
+        _say(item.control, {"id": item.request["id"], "error": f"{type(error).__name__}: {error}"})
+    finally:
+        for descriptor in (*item.descriptors, *given):
+            os.close(descriptor)
 
 
 def _make(gpu: Gpu, request: dict[str, Any], descriptors: list[int], given: list[int]) -> object:
@@ -321,6 +368,10 @@ def _make(gpu: Gpu, request: dict[str, Any], descriptors: list[int], given: list
             gpu.fetch(request["cells"], request["places"])
         case "release":
             gpu.release(request["handles"], request["spare"])
+        case "prepare-digests":
+            gpu.memory.prepare_digests()
+        case "digests":
+            return gpu.digests(request["cells"], bytes.fromhex(request["key"]))
         case unknown:
             raise ValueError(f"there is no call {unknown}")
     return None

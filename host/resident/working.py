@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from icecore.errors import IcecoreError
 from icecore.host.cuda.client import Start, start_here
+from icecore.host.resident.digest import BYTES, Digests
 from icecore.host.resident.fingerprint import CELL, Words
 from icecore.host.resident.worker import MESSAGE, MOST_DESCRIPTORS, as_memory, from_memory
 
@@ -194,6 +195,15 @@ class Worker:
     def place(self, device: str, cells: Sequence[tuple[int, int]], places: Sequence[int]) -> Future[Any]:
         """Begin the reverse of `fetch`."""
         return self._send("place", device, cells=list(cells), places=list(places))
+
+    def prepare_digests(self, devices: Sequence[str]) -> list[Future[Any]]:
+        """Begin to make `digests` ready on GPUs that have begun; `finish` each."""
+        return [self._send("prepare-digests", device) for device in devices]
+
+    def digests(self, device: str, cells: Sequence[tuple[int, int]], key: bytes) -> Digests:
+        """Of cells, (number, offset) each: `icecore.host.resident.digest`. At most 1024; while other cells go to their places."""
+        value, _ = self._result(self._send("digests", device, cells=list(cells), key=key.hex()), "digests")
+        return np.frombuffer(bytes.fromhex(value), np.uint8).reshape(-1, BYTES)
 
     def finish(self, future: Future[Any]) -> None:
         """Wait for what was begun."""

@@ -250,7 +250,7 @@ def test_staging(store: Store, launch: Launch, joined: Machine, room: int | None
     [end] = [event.fields for event in events.named("dump.resident.copy") if event.fields["state"] == "end"]
     assert end["in_window"] == (0 if room is None else job.resident - room)
     runs_on(job, store)
-    assert 0 <= result.sizes.device - 3 * job.resident // 4 < MIB
+    assert 0 <= result.sizes.device - 7 * job.resident // 8 < MIB
 
 
 def test_a_process_without_a_keeper(store: Store, launch: Launch, joined: Machine) -> None:

@@ -15,6 +15,7 @@ from icecore.host.resident import working
 from icecore.host.resident.fingerprint import CELL, reference
 from icecore.host.resident.worker import NOWHERE, ON_DEVICE
 from icecore.host.resident.working import HostRegion, Worker, WorkerFailed
+from icecore.store.chunk import chunk_id
 
 from .conftest import NewMachine
 from .machine import MIB, Machine, until, uuid_of
@@ -71,6 +72,10 @@ def test_fingerprints_and_copies(worker: Worker, joined: Machine, monkeypatch: p
             assert 4 * CELL <= place < 6 * CELL and at(host, place) == whole[row * CELL : (row + 1) * CELL]
     worker.finish(worker.fetch(GPU, [(handles[2], CELL), (handles[7], 0)], [0, 2 * CELL]))
     assert at(host, 0) == whole[5 * CELL : 6 * CELL] and at(host, 2 * CELL) == whole[14 * CELL : 15 * CELL]
+    [ready] = worker.prepare_digests([GPU])
+    worker.finish(ready)
+    digests = worker.digests(GPU, [(handles[2], CELL), (handles[7], 0)], b"k" * 32)
+    assert [row.tobytes() for row in digests] == [chunk_id(b"k" * 32, b"\xff" * 32, whole[n * CELL : (n + 1) * CELL]) for n in (5, 14)]
     # The other way: what is placed is seen by whoever has the descriptor.
     worker.finish(worker.place(GPU, [(handles[1], 0)], [2 * CELL]))
     assert os.pread(memory[1][0], CELL, 0) == whole[14 * CELL : 15 * CELL]
