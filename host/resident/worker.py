@@ -276,7 +276,8 @@ def _work(gpu: Gpu, requests: _Queue) -> None:
         item = following or _next(requests, wait=going is None)
         following = None
         if item is None or item.request["call"] != "place":
-            going = _arrived(gpu, going)
+            _arrived(gpu, going)
+            going = None
             if item is not None:
                 _answer(gpu, item)
             continue
@@ -304,7 +305,8 @@ def _send_off(gpu: Gpu, items: list[_Item], lane: int, before: _Going | None) ->
     """Begin with these, then end those of the other lane."""
     failure = ""
     try:
-        gpu.place(*([value for one in items for value in one.request[name]] for name in ("cells", "places")), lane)
+        cells, places = ([value for one in items for value in one.request[name]] for name in ("cells", "places"))
+        gpu.place(cells, places, lane)
     except Exception as error:  # noqa: BLE001 - told to the clients, which wait for an answer
         failure = f"{type(error).__name__}: {error}"
     _arrived(gpu, before)

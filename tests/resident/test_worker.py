@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import os
 import signal
@@ -120,6 +121,7 @@ def test_new_memory(worker: Worker, joined: Machine, monkeypatch: pytest.MonkeyP
         with mmap.mmap(descriptor, 2 * CELL) as memory:
             assert memory[:] == bytes(2 * CELL)
         os.close(descriptor)
+    gc.collect()  # earlier tests' mappings have descriptors
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(WorkerFailed, match="out of memory"):
         worker.allocate(GPU, worker.new_handles(3), [40 * MIB] * 3)
