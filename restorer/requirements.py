@@ -19,7 +19,7 @@ from icecore.restorer import gpus
 from icecore.restorer.files import FilePlan, plan_files
 from icecore.restorer.gpus import GpuPlan
 from icecore.restorer.options import RestoreOptions
-from icecore.restorer.resident import resident_bytes
+from icecore.restorer.resident_record import resident_bytes
 from icecore.store.manifest import Manifest
 
 #: CPU flags that are instructions a program may have chosen its code by; the others describe the kernel or the host.

@@ -1,9 +1,7 @@
 """Resident device memory of a restore: filled from the store by a GPU worker while CRIU brings the processes up, then mapped by them; the rule: a process
 runs once all of its memory is there and verified, or it does not run.
 
-Where the repository is a directory and there are cores for it, placers (`icecore.restorer.placer_process`) read and decode cells into their own parts of
-pinned memory, from which the worker copies them to the GPU, where they are verified (`icecore.host.resident.digest`); elsewhere the fetcher's threads
-do all of it.
+It comes through `icecore.restorer.resident_filling`, with placers where the repository is a directory and there are cores for them.
 
 With ``from_resident`` the memory is the keeper's, still held on the GPUs since the processes were ended: its fingerprints are compared with the snapshot's,
 and only cells that differ are fetched.
@@ -11,118 +9,41 @@ and only cells that differ are fetched.
 
 from __future__ import annotations
 
-import ctypes
-import json
 import os
-import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from icecore.errors import Damaged, FormatTooNew, IcecoreError, RestoreFailed, RestoreRefused, StoreError
-from icecore.events import Progress, Sink, phase
+from icecore.events import Sink, phase
 from icecore.host.resident.client import Agent, Keeper
 from icecore.host.resident.keeper import start_keeper
 from icecore.host.resident.working import HostRegion, Worker, WorkerFailed
-from icecore.restorer.cells import FULL_CELL, SpaceCells, page_pieces, space_cells
+from icecore.restorer.cells import SpaceCells, space_cells
 from icecore.restorer.fetch import Fetcher, Limits
 from icecore.restorer.gpus import GpuPlan
-from icecore.restorer.placers import Placer, PlacerLost, Placers
-from icecore.restorer.placing import STAGED_CELLS, STAGED_PARTS, Bounds, Part, Region
-from icecore.restorer.plan import Batch, Cell
+from icecore.restorer.placers import Placers
+from icecore.restorer.resident_filling import Filling, Wanted, region_for
+from icecore.restorer.resident_record import Recorded, recorded
 from icecore.store.cell import CELL, CELL_BYTES, Records
 from icecore.store.fingerprints import Fingerprints, decode_fingerprints, fingerprint_seed
 from icecore.store.hints import HINTS_KIND, decode_hints
 from icecore.store.loop import LoopThread
-from icecore.store.manifest import Manifest, Space
+from icecore.store.manifest import Space
 from icecore.store.reader import SnapshotReader
 from icecore.store.repository import Repository
 
-#: Cells of pinned memory for the fetcher's threads.
-_SLOTS = 64
-#: Requests that each placer gets at the least.
-_TURNS = 4
 _POLL_SECONDS = 0.2
 #: That the worker is there once its work is done.
 _LINGER_SECONDS = 0.3
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """One allocation as the snapshot has it: as `icecore.host.resident.protocol.Allocation`."""
-
-    identity: int
-    address: int
-    size: int
-    requested: int
-    device: str
-    ordinal: int
-
-
-@dataclass(frozen=True)
-class RecordedProcess:
-    """One process's.
-
-    Attributes:
-        token: Names it through checkpoint and restore.
-        imports: Allocations that are the memory of others: its identity for each → (image id, identity there).
-    """
-
-    token: bytes
-    allocations: list[Recorded]
-    imports: dict[int, tuple[int, int]]
-
-
-def recorded(manifest: Manifest) -> tuple[str, dict[int, RecordedProcess]]:
-    """What a snapshot says of resident memory: the directory as the job has it, and each process by image id.
-
-    Raises:
-        Damaged: It makes no sense.
-    """
-    text = manifest.extra.get("resident")
-    if text is None:
-        return "", {}
-    try:
-        known = json.loads(text)
-        directory = str(known["directory"])
-        processes = {
-            int(image): RecordedProcess(
-                bytes.fromhex(about["token"]),
-                [Recorded(*(of(one) for of, one in zip(_FIELDS, row, strict=True))) for row in about["allocations"]],
-                {int(identity): (int(owner), int(there)) for identity, owner, there in about.get("imports", [])},
-            )
-            for image, about in known["processes"].items()
-        }
-        if not directory.startswith("/"):
-            raise ValueError("its directory has no path")
-        spaces = {int(space.key): space for space in manifest.spaces if space.kind == "device"}
-        for image, process in processes.items():
-            regions = [(region.start, region.length) for region in spaces[image].regions]
-            if regions != [(one.address, one.size) for one in process.allocations]:
-                raise ValueError(f"the allocations of process {image} are not its regions")
-            if any(one.size % CELL_BYTES or one.address % CELL_BYTES for one in process.allocations):
-                raise ValueError("an allocation does not consist of whole cells")
-        there = {(image, one.identity) for image, process in processes.items() for one in process.allocations}
-        if not there.issuperset(owner for process in processes.values() for owner in process.imports.values()):
-            raise ValueError("a process has memory of another that is not there")
-        return directory, processes
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged("manifest", manifest.snapshot, f"what it says of resident memory: {error}") from error
-
-
-def resident_bytes(manifest: Manifest) -> int:
-    """What the processes have mapped of it: it goes neither into host memory nor through page faults."""
-    return sum(region.length for space in manifest.spaces if space.kind == "device" for region in space.regions)
-
-
-_FIELDS: tuple[Callable[[Any], Any], ...] = (int, int, int, int, str, int)
 
 
 @dataclass
@@ -134,13 +55,6 @@ class _Piece:
     device: str
     handle: int
     descriptor: int = -1
-
-
-class _Wanted(NamedTuple):
-    """CELL[n] to fetch, and where each goes: the allocation, and the offset in it."""
-
-    records: Records
-    targets: Sequence[tuple[_Piece, int]]
 
 
 class Resident:
@@ -183,26 +97,20 @@ class Resident:
         self._worker = Worker(word)
         self._start_placers = placers
         self._placers: Placers | None = None
-        self._staging = 0
-        self._digests: list[Future[Any]] = []
-        self._digested = False
         self._region: HostRegion | None = None
-        self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._fetcher: Fetcher | None = None
+        self._filling: Filling | None = None
         self._failure: BaseException | None = None
-        self._ended = False
         self._thread = threading.Thread(target=self._bring, name="resident", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """End the worker, which lets go of what nobody has mapped. May be called twice."""
-        self._ended = True
-        if self._fetcher is not None:
-            self._fetcher.fail(RestoreFailed("the restore was given up"))  # nothing, once it is complete
+        if self._filling is not None:
+            self._filling.give_up()
         self._worker.close()
         self._thread.join()
-        if self._fetcher is not None:
-            self._fetcher.stop()
+        if self._filling is not None:
+            self._filling.stop()
         if self._placers is not None:
             self._placers.close()
         for piece in self._pieces:
@@ -313,39 +221,57 @@ class Resident:
             by_device = self._by_device()
             if not by_device:
                 return
-            if not self._held:
-                self._placers = self._start_placers(sum(piece.about.size for piece in self._pieces))
             with phase(self._emit, "restore.resident.prepare"):
-                self._worker.begin(list(by_device), fingerprints=self._held)
-                if self._placers is not None:
-                    self._digests = self._worker.prepare_digests(list(by_device))
-                for device, pieces in by_device.items():
-                    self._have(device, pieces)
-                wanted = self._wanted()
-                if self._held:
-                    self._placers = self._start_placers(len(wanted.records) * CELL_BYTES)
-                    if self._placers is not None:
-                        self._digests = self._worker.prepare_digests(list(by_device))
-                staged = len(self._placers.all) * 2 * STAGED_CELLS if self._placers is not None else 0
-                self._region = HostRegion((_SLOTS + staged) * CELL_BYTES)
-                self._region.prefault()
-                self._worker.take_host(self._region, next(iter(by_device)))
+                filling = self._filling_of(by_device)
             with phase(self._emit, "restore.resident.memory") as running:
-                self._fill(wanted, running.progress)
-                if self._fetcher is not None:
-                    spent = self._fetcher.spent
-                    running.bytes = spent.produced
-                    running.fields.update(
-                        fetched=spent.cells,
-                        redone=spent.redone,
-                        placers=self._staging,
-                        digested=self._digested,
-                        read_thread_seconds=spent.read,
-                        decode_thread_seconds=spent.decode,
-                        sink_thread_seconds=spent.sink,
-                    )
+                filling.run(running.progress)
+                if self._placers is not None:
+                    self._placers.close()
+                spent = filling.spent
+                running.bytes = spent.produced
+                running.fields.update(
+                    fetched=spent.cells,
+                    redone=spent.redone,
+                    placers=filling.placers,
+                    digested=filling.digested,
+                    read_thread_seconds=spent.read,
+                    decode_thread_seconds=spent.decode,
+                    sink_thread_seconds=spent.sink,
+                )
         except BaseException as error:  # noqa: BLE001 - raised by whoever waits
             self._failure = error
+
+    def _filling_of(self, by_device: Mapping[str, list[_Piece]]) -> Filling:
+        """Have memory on the GPUs, and all ready to fill it."""
+        devices, digests = list(by_device), list[Future[Any]]()
+        with ThreadPoolExecutor(2, "resident") as pool:
+            if not self._held:  # what needs no GPU, while the worker starts
+                self._placers = self._start_placers(sum(piece.about.size for piece in self._pieces))
+                region, wanted = pool.submit(self._have_region), pool.submit(self._wanted, devices)
+            self._worker.begin(devices, fingerprints=self._held)
+            if self._placers is not None:
+                digests = self._worker.prepare_digests(devices)
+            for device, pieces in by_device.items():
+                self._have(device, pieces)
+            if self._held:
+                wanted = pool.submit(self._wanted, devices)
+                self._placers = self._start_placers(len(wanted.result().records) * CELL_BYTES)
+                if self._placers is not None:
+                    digests = self._worker.prepare_digests(devices)
+                region = pool.submit(self._have_region)
+            self._worker.take_host(region.result(), devices[0])
+            filling = Filling(wanted.result(), self._worker, region.result(), partial(self._fetcher, wanted.result()))
+        if self._placers is not None:
+            filling.hand_out(self._placers, digests, bytes(self._repository.keys.chunk))
+        self._filling = filling
+        return filling
+
+    def _have_region(self) -> HostRegion:
+        self._region = region_for(self._placers)
+        return self._region
+
+    def _fetcher(self, wanted: Wanted, place: Callable[[int, memoryview], None]) -> Fetcher:
+        return Fetcher(self._repository.backend, self._reader, wanted.records, place, self._limits, self._loop, failed=lambda _: None)
 
     def _have(self, device: str, pieces: Sequence[_Piece]) -> None:
         handles, sizes = [piece.handle for piece in pieces], [piece.about.size for piece in pieces]
@@ -358,9 +284,12 @@ class Resident:
     def _cells(self, space: Space) -> SpaceCells:
         return space_cells(space.regions, self._reader.records(space))
 
-    def _wanted(self) -> _Wanted:
+    def _wanted(self, devices: Sequence[str]) -> Wanted:
         """What is not there."""
-        tables, targets = [], []
+        tables: list[Records] = []
+        device: list[int] = []
+        handle: list[int] = []
+        offset: list[int] = []
         seed, known = self._fingerprints() if self._held else (0, {})
         for space in (s for s in self._reader.manifest.spaces if s.kind == "device" and int(s.key) in self._processes):
             image, cells = int(space.key), self._cells(space)
@@ -371,125 +300,13 @@ class Resident:
                 raise Damaged("map", "of a space", f"device {space.key} lacks cells")
             wanted = self._differing(own, cells, seed, known.get(f"device:{space.key}")) if self._held else cells.records["data"].any(axis=1)
             rows = np.flatnonzero(wanted)
+            pieces = [own[start] for start in starts.tolist()]
             at = np.searchsorted(starts, cells.base[rows], side="right") - 1
-            for row, number in zip(rows.tolist(), at.tolist(), strict=True):
-                piece = own[int(starts[number])]
-                targets.append((piece, int(cells.base[row]) - piece.about.address))
+            device.extend(np.array([devices.index(piece.device) for piece in pieces], np.int64)[at].tolist())
+            handle.extend(np.array([piece.handle for piece in pieces], np.int64)[at].tolist())
+            offset.extend((cells.base[rows] - starts[at]).tolist())
             tables.append(cells.records[rows])
-        return _Wanted(np.concatenate(tables) if tables else np.empty(0, CELL), targets)
-
-    def _fill(self, wanted: _Wanted, progress: Progress) -> None:
-        """Fetch what is not there."""
-        records, targets = wanted
-        for slot in range(_SLOTS):
-            self._slots.put(slot)
-        empty = ~records["data"].any(axis=1) if len(records) else np.empty(0, np.bool_)
-
-        def place(row: int, data: memoryview) -> None:
-            piece, offset = targets[row]
-            self._place_cell(piece, offset, records[row]["data"].tobytes(), data)
-
-        for row in np.flatnonzero(empty).tolist():  # held, and not zeros any more
-            place(row, memoryview(b""))
-        self._fetcher = Fetcher(
-            self._repository.backend, self._reader, records, place, self._limits, self._loop, failed=lambda _: None
-        )
-        self._fetcher.progress = progress
-        if self._placers is not None:
-            self._hand_out(self._placers, wanted)
-        self._fetcher.start(np.flatnonzero(~empty).tolist())
-        self._fetcher.wait()
-        for _ in range(_SLOTS):  # all have come back: everything is where it belongs
-            self._slot()
-        if self._failure is not None:
-            raise self._failure
-        self._fetcher.stop()
-        if self._placers is not None:
-            self._placers.close()
-
-    def _hand_out(self, placers: Placers, wanted: _Wanted) -> None:
-        """Have placers stage cells, and the worker copy them from there."""
-        assert self._region is not None and self._fetcher is not None
-        records, targets = wanted
-        devices = sorted({piece.device for piece in self._pieces})
-        numbers = {device: number for number, device in enumerate(devices)}
-        placers.begin()
-        for number, placer in enumerate(placers.all):
-            region = Region(self._region.size, (_SLOTS + number * 2 * STAGED_CELLS) * CELL_BYTES, devices)
-            with suppress(PlacerLost), self._worker.connect() as theirs:  # who asks one that is lost first is told
-                placer.share(region, self._region.descriptor, theirs.fileno())
-
-        whole = (records["data"] == 0xFF).all(axis=1)
-        key = bytes(self._repository.keys.chunk)
-
-        def wrong(rows: Sequence[int]) -> set[int]:
-            """Which of these cells, all of whose pages are there, are on their GPU other than in the snapshot."""
-            found: set[int] = set()
-            for device in devices:
-                own = [row for row in rows if targets[row][0].device == device]
-                if own:
-                    digests = self._worker.digests(device, [(targets[row][0].handle, targets[row][1]) for row in own], key)
-                    found.update(np.array(own)[(digests != records["chunk"][own]).any(axis=1)].tolist())
-            return found
-
-        def bounds(cell: Cell) -> Bounds:
-            piece, offset = targets[cell.row]
-            return Bounds(*cell[1:], numbers[piece.device], piece.handle, offset)
-
-        def through(placer: Placer, batches: Sequence[Batch]) -> list[int]:
-            rows = [cell.row for batch in batches for cell in batch.cells]
-            table = records[rows]
-            parts, at = [], 0
-            for batch in batches:
-                own = table[at : at + len(batch.cells)].tobytes()
-                parts.append(Part(list(batch.reads), list(map(bounds, batch.cells)), own, batch.size))
-                at += len(batch.cells)
-            staged = placer.stage(parts, digested=self._digested)
-            if staged.broken:
-                raise WorkerFailed(staged.broken)
-            there = [row for row, is_there in zip(rows, staged.there, strict=True) if is_there and whole[row]]
-            other = wrong(there) if self._digested else set()
-            return [row for row, there in zip(rows, staged.there, strict=True) if not there or row in other]
-
-        with suppress(WorkerFailed):  # no NVRTC here: placers verify
-            for future in self._digests:
-                self._worker.finish(future)
-            self._digested = True
-        # Few large requests: this process does little then. Not so large that one placer works while the others have no more.
-        share = len(records) // (len(placers.all) * _TURNS * STAGED_CELLS)
-        self._fetcher.hand_out(placers.all, through, cells=STAGED_CELLS, batches=max(1, min(STAGED_PARTS, share)))
-        self._staging = len(placers.all)
-
-    def _slot(self) -> int:
-        while True:
-            if self._failure is not None:
-                raise self._failure
-            try:
-                return self._slots.get(timeout=_POLL_SECONDS)
-            except queue.Empty:
-                if self._ended:
-                    raise RestoreFailed("the restore was given up") from None
-
-    def _place_cell(self, piece: _Piece, offset: int, bitmap: bytes, data: memoryview) -> None:
-        """Put a cell on its GPU; called by the fetcher's threads."""
-        assert self._region is not None
-        slot = self._slot()
-        to = self._region.address + slot * CELL_BYTES
-        if bitmap == FULL_CELL:
-            ctypes.memmove(to, _address(data), CELL_BYTES)
-        else:
-            ctypes.memset(to, 0, CELL_BYTES)
-            source = _address(data) if len(data) else 0
-            for at, position, length in page_pieces(bitmap, bitmap):
-                ctypes.memmove(to + at, source + position, length)
-
-        def done(future: Future[Any]) -> None:
-            error = future.exception()
-            if error is not None:
-                self._failure = self._failure or error
-            self._slots.put(slot)
-
-        self._worker.place(piece.device, [(piece.handle, offset)], [slot * CELL_BYTES]).add_done_callback(done)
+        return Wanted(np.concatenate(tables) if tables else np.empty(0, CELL), devices, device, handle, offset)
 
     # -- memory that is still held
 
@@ -522,10 +339,6 @@ class Resident:
             first = int(np.searchsorted(cells.base, np.uint64(piece.about.address)))
             differing[first : first + len(words)] = (there[first : first + len(words)] != words).any(axis=1)
         return differing
-
-
-def _address(data: memoryview) -> int:
-    return int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])
 
 
 def _explained(error: BaseException) -> BaseException:

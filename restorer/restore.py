@@ -33,7 +33,8 @@ from icecore.restorer.options import RestoreOptions
 from icecore.restorer.placers import Placers, placers_for
 from icecore.restorer.plan import room_for
 from icecore.restorer.requirements import Requirements, check_requirements
-from icecore.restorer.resident import RecordedProcess, Resident, recorded, resident_bytes
+from icecore.restorer.resident import Resident
+from icecore.restorer.resident_record import RecordedProcess, recorded, resident_bytes
 from icecore.restorer.tree import Tree, criu_arguments
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import Manifest

@@ -19,7 +19,7 @@ from icecore.host.cuda import nccl
 from icecore.host.cuda.fake import FakeDriver
 from icecore.host.resident.client import Agent
 from icecore.host.resident.protocol import Counts
-from icecore.restorer.resident import recorded
+from icecore.restorer.resident_record import recorded
 from tests.dumper.world import Events, Store
 from tests.programs import driving
 
