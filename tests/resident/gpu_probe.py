@@ -2,7 +2,7 @@
 
     python3 tests/resident/gpu_probe.py [--gb 8] [--steps 60] [--criu PATH] [--seconds 540] [PART ...]
 
-As root, with torch, cuda.bindings and gcc. Parts, in this order unless named: doors, answers, overhead, fingerprint, window, share, worker, stress, driver,
+As root, with torch, cuda.bindings and gcc. Parts, in this order unless named: doors, answers, overhead, fingerprint, digest, window, share, worker, stress, driver,
 kill. Each prints as it goes and `OK` or `FAILED` at its end; no process is left behind; the last lines sum up. The status is 1 where a part failed.
 """
 
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("doors", "answers", "overhead", "fingerprint", "window", "share", "ipc", "worker", "stress", "driver", "kill")
+PARTS = ("doors", "answers", "overhead", "fingerprint", "digest", "window", "share", "ipc", "worker", "stress", "driver", "kill")
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -577,6 +577,34 @@ def fingerprint(probe: Probe) -> None:
     check(cu.cuDevicePrimaryCtxRelease(0))
 
 
+def digest(probe: Probe) -> None:
+    """Chunk ids made on the device against those of the host, and how fast."""
+    import numpy as np
+
+    from icecore.host.cuda.inventory import read_inventory
+    from icecore.host.resident.cuda_memory import Cuda, CudaMemory
+    from icecore.host.resident.digest import reference
+    from icecore.host.resident.fingerprint import CELL
+    from icecore.host.resident.memory import Piece
+
+    memory = CudaMemory(Cuda(), read_inventory().gpus[0].uuid)
+    with timed("nvrtc"):
+        memory.prepare_digests()
+    size = 4 * GIB
+    address, descriptor = memory.allocate(size)
+    os.close(descriptor)
+    noise = np.frombuffer(np.random.default_rng(1).bytes(64 * MIB), np.uint8)
+    memory.copy([Piece(address + at, noise.ctypes.data, len(noise)) for at in range(0, size, len(noise))])
+    key, cells = bytes(range(32)), address + CELL * np.arange(size // CELL, dtype=np.uint64)
+    assert (memory.digests(cells, key) == np.tile(reference(noise, key), (size // len(noise), 1))).all(), "digest and reference differ"
+    for some in (len(cells), 64):
+        began = time.perf_counter()
+        for _ in range(10):
+            memory.digests(cells[:some], key)
+        print(f"    digests of {some} cells at once: {10 * some * CELL / (time.perf_counter() - began) / 1e9:.0f} GB/s")
+    memory.unmap(address)
+
+
 def take_down(probe: Probe, pid: int) -> None:
     """Everything before the image."""
     from icecore.host.resident.client import Agent
@@ -925,7 +953,7 @@ def main() -> int:
     if unknown:
         parser.error(f"there is no part {unknown}")
     parts: dict[str, Callable[[Probe], None]] = {
-        "doors": doors, "answers": answers, "overhead": overhead, "fingerprint": fingerprint,
+        "doors": doors, "answers": answers, "overhead": overhead, "fingerprint": fingerprint, "digest": digest,
         "window": window, "share": share, "ipc": ipc, "worker": worker, "stress": stress, "driver": driver, "kill": kill,
     }  # fmt: skip
     probe = Probe(arguments, bootstrap())
