@@ -38,7 +38,7 @@ NAMES = {
     "device": "cuMemcpyDtoD within one GPU",
     "memory": "process_vm_readv of another process's 4 KiB pages, a thread a core, 16 at most",
     "memory, huge pages": "the same of huge pages",
-    "tmpfs": "writing new files on tmpfs, as many threads",
+    "tmpfs": "writing new files on tmpfs, by as many threads",
 }
 
 
