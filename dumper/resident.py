@@ -33,11 +33,11 @@ from icecore.errors import DumpFailed
 from icecore.events import Sink, phase
 from icecore.host import limits
 from icecore.host.resident.client import Agent
+from icecore.host.resident.gpu import NOWHERE, ON_DEVICE, spare_room
 from icecore.host.resident.keeper import start_keeper
 from icecore.host.resident.protocol import Allocation
 from icecore.host.resident.sharing import Shares, find_shares
 from icecore.host.resident.tree import LockAll, ResidentTree, UnlockAll
-from icecore.host.resident.worker import NOWHERE, ON_DEVICE, spare_room
 from icecore.host.resident.working import HostRegion, Worker, copy_cell
 from icecore.store.cell import CELL_BYTES, PAGE
 from icecore.store.manifest import Region

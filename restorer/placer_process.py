@@ -19,6 +19,7 @@ import numpy as np
 from icecore.errors import IcecoreError
 from icecore.host import userfaultfd
 from icecore.host.memory import HugeBuffer
+from icecore.host.resident.worker import MOST_DESCRIPTORS
 from icecore.restorer.cells import page_pieces
 from icecore.restorer.locks import SharedLock
 from icecore.restorer.placing import (
@@ -79,8 +80,7 @@ class Placer:
                 assert self._stager is not None
                 return self._stager.stage(request)
             case Region():
-                memory, control = descriptors
-                self._stager = Stager(request, memory, control, self._backend, self._decoder, self._stored)
+                self._stager = Stager(request, descriptors[0], descriptors[1:], self._backend, self._decoder, self._stored)
             case Target(number):
                 self._targets[number] = descriptors[0]
             case Forget(number):
@@ -143,7 +143,7 @@ def serve(control: socket.socket) -> None:
     placer: Placer | None = None
     control.sendall(encode(Ready()))
     while True:
-        data, descriptors, _, _ = socket.recv_fds(control, MESSAGE, 2, socket.MSG_CMSG_CLOEXEC)
+        data, descriptors, _, _ = socket.recv_fds(control, MESSAGE, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
         if not data:
             return
         request = decode(data)

@@ -133,9 +133,9 @@ class Placer:
             raise OSError(answer.error, answer.why)
         return [Outcome(Stop(stop), unmapped) for stop, unmapped in answer.outcomes]
 
-    def share(self, region: Region, memory: int, worker: int) -> None:
-        """Where `stage` is to put cells, a memfd, and a socket to the worker."""
-        self._send(region, [memory, worker])
+    def share(self, region: Region, memory: int, gpus: Sequence[int]) -> None:
+        """Where `stage` is to put cells, a memfd, and sockets to the GPUs' threads of the worker."""
+        self._send(region, [memory, *gpus])
 
     def stage(self, parts: Sequence[Part], *, digested: bool) -> Staged:
         """Have cells read, decoded, verified, and copied to their GPUs.

@@ -121,17 +121,16 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The memfd that comes with this message, of ``size`` bytes, is where `Stage` puts cells, from ``at`` on, and the socket that comes with it leads to
-    the GPU worker, which has the memfd mapped too. ``devices``: the GPUs. No answer."""
+    """The memfd that comes with this message, of ``size`` bytes, is where `Stage` puts cells, from ``at`` on, and the sockets that come with it lead to
+    the GPUs' threads of the worker (`icecore.host.resident.gpu_thread`), which has the memfd mapped too. No answer."""
 
     size: int
     at: int
-    devices: list[str]
 
 
 class Bounds(NamedTuple):
-    """A cell to stage: the bounds of its stored bytes, and of its base's, in the buffer; the number of its GPU, the worker's for its allocation, the offset
-    in that."""
+    """A cell to stage: the bounds of its stored bytes, and of its base's, in the buffer; the number of its GPU's socket, the worker's for its
+    allocation, the offset in that."""
 
     start: int
     stop: int

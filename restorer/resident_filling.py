@@ -10,7 +10,7 @@ import ctypes
 import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,7 +67,7 @@ class Filling:
     Attributes:
         spent: What it did, once `run` has ended.
         placers: How many processes were handed cells.
-        digested: Whether those verified by digest.
+        digested: Whether what those brought was verified by digest, at least in the end.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class Filling:
         self._failure: BaseException | None = None
         self._ended = False
         self._bitmaps = [record.tobytes() for record in wanted.records["data"]]
+        self._digests: Sequence[Future[Any]] = ()
         self.placers = 0
         self.digested = False
 
@@ -120,18 +121,17 @@ class Filling:
         """Have placers stage cells, and the worker copy them from there; before `run`.
 
         Args:
-            digests: What `Worker.prepare_digests` gave; where a GPU cannot make them the placers verify.
+            digests: What `Worker.prepare_digests` gave: until they have ended, and where a GPU cannot make them, the placers verify.
             key: The repository's chunk key.
         """
         placers.begin()
         for number, placer in enumerate(placers.all):
-            region = Region(self._region.size, (_SLOTS + number * 2 * STAGED_CELLS) * CELL_BYTES, list(self._wanted.devices))
-            with suppress(PlacerLost), self._worker.connect() as theirs:  # who asks one that is lost first is told
-                placer.share(region, self._region.descriptor, theirs.fileno())
-        with suppress(WorkerFailed):
-            for future in digests:
-                self._worker.finish(future)
-            self.digested = True
+            region = Region(self._region.size, (_SLOTS + number * 2 * STAGED_CELLS) * CELL_BYTES)
+            with ExitStack() as stack:
+                gpus = [stack.enter_context(self._worker.connect(device)).fileno() for device in self._wanted.devices]
+                with suppress(PlacerLost):  # who asks it first is told
+                    placer.share(region, self._region.descriptor, gpus)
+        self._digests = digests
         # Few large requests: this process does little then. Not so large that one placer works while the others have no more.
         share = len(self._wanted.records) // (len(placers.all) * _TURNS * STAGED_CELLS)
         batches = max(1, min(STAGED_PARTS, share))
@@ -149,10 +149,12 @@ class Filling:
                 cells = [Bounds(*cell[1:], device[cell.row], handle[cell.row], offset[cell.row]) for cell in batch.cells]
                 parts.append(Part(list(batch.reads), cells, table[at : at + len(cells)].tobytes(), batch.size))
                 at += len(cells)
-            staged = placer.stage(parts, digested=self.digested)
+            digested = all(one.done() and one.exception() is None for one in self._digests)
+            self.digested = self.digested or digested
+            staged = placer.stage(parts, digested=digested)
             if staged.broken:
                 raise WorkerFailed(staged.broken)
-            other = self._other([row for row, there in zip(rows, staged.there, strict=True) if there], key) if self.digested else ()
+            other = self._other([row for row, there in zip(rows, staged.there, strict=True) if there], key) if digested else ()
             return [row for row, there in zip(rows, staged.there, strict=True) if not there or row in other]
 
         return through

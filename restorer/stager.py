@@ -6,18 +6,20 @@ Its rule: a half of that part is written to again once the worker has copied all
 from __future__ import annotations
 
 import ctypes
-import json
 import mmap
 import os
 import socket
+import sys
+from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import numpy as np
 
 from icecore.errors import IcecoreError
 from icecore.host.memory import HugeBuffer
-from icecore.host.resident.worker import MESSAGE
+from icecore.host.resident.gpu_thread import PLACE_MESSAGE
 from icecore.restorer.cells import FULL_CELL, page_pieces
 from icecore.restorer.placing import STAGED_CELLS, Bounds, Part, Region, Stage, Staged
 from icecore.restorer.reading import Reading
@@ -35,20 +37,19 @@ class CopyFailed(Exception):
 
 
 class _Copies:
-    """The worker's copies of the two halves."""
+    """A GPU's copies of the two halves."""
 
-    def __init__(self, control: socket.socket) -> None:
-        control.settimeout(_COPY_SECONDS)
-        self._control = control
+    def __init__(self, control: int) -> None:
+        self._control = socket.socket(fileno=control)
+        self._control.settimeout(_COPY_SECONDS)
         self._number = 0
         self._under_way: tuple[set[int], set[int]] = (set(), set())
 
-    def begin(self, half: int, device: str, cells: Sequence[tuple[int, int]], places: Sequence[int]) -> None:
-        """Have cells, (allocation, offset) each, copied from places of the region."""
+    def begin(self, half: int, cells: Iterable[tuple[int, int, int]]) -> None:
+        """Have cells, (allocation, offset, place in the region) each, copied from there."""
         self._number += 1
-        request = {"id": self._number, "call": "place", "device": device, "cells": cells, "places": places}
         try:
-            self._control.sendall(json.dumps(request).encode())
+            self._control.sendall(array("q", [self._number, *chain.from_iterable(cells)]).tobytes())
         except OSError as error:
             raise CopyFailed(f"the GPU worker ended: {error}") from error
         self._under_way[half].add(self._number)
@@ -57,16 +58,16 @@ class _Copies:
         """Wait for those of a half."""
         while self._under_way[half]:
             try:
-                data = self._control.recv(MESSAGE)
+                data = self._control.recv(PLACE_MESSAGE)
             except OSError as error:
                 raise CopyFailed(f"the GPU worker does not answer: {error}") from error
             if not data:
                 raise CopyFailed("the GPU worker ended")
-            answer = json.loads(data)
+            number = int.from_bytes(data[:8], sys.byteorder)
             for numbers in self._under_way:
-                numbers.discard(answer["id"])
-            if "error" in answer:
-                raise CopyFailed(f"the GPU worker failed: {answer['error']}")
+                numbers.discard(number)
+            if len(data) > 8:
+                raise CopyFailed(f"the GPU worker failed: {data[8:].decode(errors='replace')}")
 
 
 class Stager:
@@ -74,17 +75,17 @@ class Stager:
 
     Args:
         region: Of the message.
-        memory, control: Descriptors that came with it, and are this object's now.
+        memory, gpus: Descriptors that came with it, and are this object's now.
         stored: Room for what is read.
     """
 
     def __init__(
-        self, region: Region, memory: int, control: int, backend: LocalBackend, decoder: ChunkDecoder, stored: HugeBuffer
+        self, region: Region, memory: int, gpus: Sequence[int], backend: LocalBackend, decoder: ChunkDecoder, stored: HugeBuffer
     ) -> None:
         self._region = memoryview(mmap.mmap(memory, region.size))
         os.close(memory)
-        self._at, self._devices = region.at, region.devices
-        self._copies = _Copies(socket.socket(fileno=control))
+        self._at = region.at
+        self._copies = [_Copies(control) for control in gpus]
         self._backend, self._decoder, self._stored = backend, decoder, stored
         self._room = HugeBuffer(CELL_BYTES, prefault=False)
         self._scratch = Scratch()
@@ -97,12 +98,12 @@ class Stager:
         try:
             for part in request.parts:
                 self._half = 1 - self._half
-                self._copies.finish(self._half)
+                self._finish(self._half)
                 here, wrong = self._part(part, self._at + self._half * STAGED_CELLS * CELL_BYTES, verified=not request.digested)
                 there.extend(here)
                 why = wrong or why
             for half in (0, 1):
-                self._copies.finish(half)
+                self._finish(half)
         except CopyFailed as error:
             return Staged([], broken=str(error))
         return Staged(there, why)
@@ -123,12 +124,15 @@ class Stager:
                 why = str(error)
                 continue
             there[number] = True
-        for device, name in enumerate(self._devices):
-            own = [n for n, cell in enumerate(part.cells) if there[n] and cell.device == device]
+        for device, copies in enumerate(self._copies):
+            own = [(cell.handle, cell.offset, at + n * CELL_BYTES) for n, cell in enumerate(part.cells) if there[n] and cell.device == device]
             if own:
-                cells = [(part.cells[n].handle, part.cells[n].offset) for n in own]
-                self._copies.begin(self._half, name, cells, [at + n * CELL_BYTES for n in own])
+                copies.begin(self._half, own)
         return there, why
+
+    def _finish(self, half: int) -> None:
+        for copies in self._copies:
+            copies.finish(half)
 
     def _cell(self, cell: Bounds, record: np.void, reading: Reading, to: memoryview, *, alone: bool, verified: bool) -> None:
         """Put a cell where it is to be copied from. ``alone``: no other one needs its stored bytes."""

@@ -27,6 +27,7 @@ typedef unsigned int u32;
 #ifndef DEVICE
 #define DEVICE static __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
+#define ROLLED _Pragma("unroll 1")
 #define ROTATE(x, n) __funnelshift_r(x, x, n)
 #define LOAD(to, from) (*(uint4 *)(to) = __ldcs((const uint4 *)(from)))
 #endif
@@ -37,29 +38,31 @@ enum { START = 1, END = 2, PARENT = 4, ROOT = 8, KEYED = 16, CHUNKS = 1024 };
 	a += b + x; d = ROTATE(d ^ a, 16); c += d; b = ROTATE(b ^ c, 12); \
 	a += b + y; d = ROTATE(d ^ a, 8);  c += d; b = ROTATE(b ^ c, 7);
 
-#define MIX(i0, i1, i2, i3, i4, i5, i6, i7, i8, i9, i10, i11, i12, i13, i14, i15) \
-	G(v[0], v[4], v[8], v[12], m[i0], m[i1]) \
-	G(v[1], v[5], v[9], v[13], m[i2], m[i3]) \
-	G(v[2], v[6], v[10], v[14], m[i4], m[i5]) \
-	G(v[3], v[7], v[11], v[15], m[i6], m[i7]) \
-	G(v[0], v[5], v[10], v[15], m[i8], m[i9]) \
-	G(v[1], v[6], v[11], v[12], m[i10], m[i11]) \
-	G(v[2], v[7], v[8], v[13], m[i12], m[i13]) \
-	G(v[3], v[4], v[9], v[14], m[i14], m[i15])
+/* A round; then the words change places. */
+DEVICE void mix(u32 v[16], u32 m[16])
+{
+	G(v[0], v[4], v[8], v[12], m[0], m[1])
+	G(v[1], v[5], v[9], v[13], m[2], m[3])
+	G(v[2], v[6], v[10], v[14], m[4], m[5])
+	G(v[3], v[7], v[11], v[15], m[6], m[7])
+	G(v[0], v[5], v[10], v[15], m[8], m[9])
+	G(v[1], v[6], v[11], v[12], m[10], m[11])
+	G(v[2], v[7], v[8], v[13], m[12], m[13])
+	G(v[3], v[4], v[9], v[14], m[14], m[15])
+	u32 w[16] = { m[2], m[6], m[3], m[10], m[7], m[0], m[4], m[13], m[1], m[11], m[12], m[5], m[9], m[14], m[15], m[8] };
+	UNROLL for (int i = 0; i < 16; i++)
+		m[i] = w[i];
+}
 
-/* The chaining value after a block; the counter is below 2^32. */
-DEVICE void compress(u32 cv[8], const u32 m[16], u32 counter, u32 length, u32 flags)
+/* The chaining value after a block, whose words are lost; the counter is below 2^32. */
+DEVICE void compress(u32 cv[8], u32 m[16], u32 counter, u32 length, u32 flags)
 {
 	u32 v[16] = { cv[0], cv[1], cv[2], cv[3], cv[4], cv[5], cv[6], cv[7],
 		0x6A09E667, 0xBB67AE85, 0x3C6EF372, 0xA54FF53A, counter, 0, length, flags };
 
-	MIX(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
-	MIX(2, 6, 3, 10, 7, 0, 4, 13, 1, 11, 12, 5, 9, 14, 15, 8)
-	MIX(3, 4, 10, 12, 13, 2, 7, 14, 6, 5, 9, 0, 11, 15, 8, 1)
-	MIX(10, 7, 12, 9, 14, 3, 13, 15, 4, 0, 11, 2, 5, 8, 1, 6)
-	MIX(12, 13, 9, 11, 15, 10, 14, 8, 7, 2, 5, 3, 0, 1, 6, 4)
-	MIX(9, 14, 11, 5, 8, 12, 15, 1, 13, 3, 0, 10, 2, 6, 4, 7)
-	MIX(11, 15, 5, 0, 1, 9, 8, 6, 14, 10, 2, 12, 3, 4, 7, 13)
+	/* Not unrolled: it is compiled while somebody waits, and fast enough. */
+	ROLLED for (int round = 0; round < 7; round++)
+		mix(v, m);
 	UNROLL for (int i = 0; i < 8; i++)
 		cv[i] = v[i] ^ v[i + 8];
 }
@@ -101,8 +104,8 @@ DEVICE void rest(u32 cv[8], const u32 *cell, const u32 *key)
 	compress(cv, m, CHUNKS, 32, KEYED | START | END);
 }
 
-/* A node of the tree; what its children are is in m. */
-DEVICE void parent(u32 cv[8], const u32 m[16], const u32 *key, u32 root)
+/* A node of the tree; what its children are is in m, and lost. */
+DEVICE void parent(u32 cv[8], u32 m[16], const u32 *key, u32 root)
 {
 	UNROLL for (int i = 0; i < 8; i++)
 		cv[i] = key[i];

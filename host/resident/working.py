@@ -136,11 +136,11 @@ class Worker:
         self._result(self._send("pin", device, size=region.size), "pin")
 
     @contextmanager
-    def connect(self) -> Iterator[socket.socket]:
-        """A socket to the worker for somebody else, who gets it within the context; on it `place` is answered."""
+    def connect(self, device: str) -> Iterator[socket.socket]:
+        """A socket to a GPU's thread for somebody else, who gets it within the context (`icecore.host.resident.gpu_thread`)."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, theirs:
-            self._result(self._send("connect", "", [theirs.fileno()]), "connect")
+            self._result(self._send("connect", device, [theirs.fileno()]), "connect")
             yield ours
 
     def map(self, device: str, handles: Sequence[int], sizes: Sequence[int], descriptors: Sequence[int]) -> None:
@@ -180,7 +180,7 @@ class Worker:
         self, device: str, handles: Sequence[int], mask: npt.NDArray[np.bool_], host_at: int, host_size: int
     ) -> npt.NDArray[np.int64]:
         """Copy the masked cells of these to spare device memory and to that part of the host region; for each such cell where it is now
-        (`icecore.host.resident.worker.NOWHERE`, ``ON_DEVICE``)."""
+        (`icecore.host.resident.gpu.NOWHERE`, ``ON_DEVICE``)."""
         given = as_memory(mask)
         try:
             future = self._send("stage", device, [given], handles=list(handles), host_at=host_at, host_size=host_size)

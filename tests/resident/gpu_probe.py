@@ -2,8 +2,8 @@
 
     python3 tests/resident/gpu_probe.py [--gb 8] [--steps 60] [--criu PATH] [--seconds 540] [PART ...]
 
-As root, with torch, cuda.bindings and gcc. Parts, in this order unless named: doors, answers, overhead, fingerprint, digest, window, share, worker, stress, driver,
-kill. Each prints as it goes and `OK` or `FAILED` at its end; no process is left behind; the last lines sum up. The status is 1 where a part failed.
+As root, with torch, cuda.bindings and gcc. Parts, in this order unless named: doors, answers, overhead, fingerprint, digest, window, share, worker, stress,
+driver, kill. Each prints as it goes and `OK` or `FAILED` at its end; no process is left behind; the last lines sum up. The status is 1 where a part failed.
 """
 
 from __future__ import annotations
@@ -760,8 +760,8 @@ def worker(probe: Probe) -> None:
 
     from icecore.host.resident.client import Agent
     from icecore.host.resident.fingerprint import CELL, reference
+    from icecore.host.resident.gpu import NOWHERE, ON_DEVICE
     from icecore.host.resident.window import give_back, take_away
-    from icecore.host.resident.worker import NOWHERE, ON_DEVICE
     from icecore.host.resident.working import HostRegion, Worker
 
     steps = probe.arguments.steps

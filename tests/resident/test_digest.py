@@ -17,6 +17,7 @@ from icecore.store.chunk import chunk_id
 MACROS = """
 #define DEVICE static inline
 #define UNROLL
+#define ROLLED
 #define ROTATE(x, n) ((x) >> (n) | (x) << (32 - (n)))
 #define LOAD(to, from) __builtin_memcpy(to, from, 16)
 """

@@ -14,7 +14,7 @@ import pytest
 
 from icecore.host.resident import working
 from icecore.host.resident.fingerprint import CELL, reference
-from icecore.host.resident.worker import NOWHERE, ON_DEVICE
+from icecore.host.resident.gpu import NOWHERE, ON_DEVICE
 from icecore.host.resident.working import HostRegion, Worker, WorkerFailed
 from icecore.store.chunk import chunk_id
 
