@@ -121,8 +121,8 @@ class GpuThread(threading.Thread):
             return
         lane, failure = 0 if self._going is None else 1 - self._going.lane, ""
         try:
-            cells, places = ([one for order in orders for one in order[part]] for part in (0, 1))
-            self._gpu.place(cells, places, lane)
+            cells = [cell for order in orders for cell in order.cells]
+            self._gpu.place(cells, [place for order in orders for place in order.places], lane)
         except Exception as error:  # noqa: BLE001 - told to the clients, which wait for an answer
             failure = _text(error)
         self._arrived()
