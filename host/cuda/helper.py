@@ -28,6 +28,7 @@ from icecore.errors import IcecoreError, NotFound
 from icecore.host import procfs
 from icecore.host.cuda.api import DeviceCheckpoint, DeviceError, IllegalState, State
 from icecore.host.cuda.backend import find_backend
+from icecore.host.cuda.huge import HugePages
 from icecore.host.resident.client import Agent
 
 MESSAGE = 1 << 16
@@ -217,7 +218,11 @@ class _Server:
                     self._undo.running(pid)  # somebody else has it
                     raise
             case "checkpoint":
-                return api.checkpoint(pid).value
+                if not request["huge_pages"]:
+                    return [api.checkpoint(pid).value]
+                with HugePages(pid) as huge:
+                    placement = api.checkpoint(pid)
+                return [placement.value, huge.bytes, huge.why]
             case "restore":
                 api.restore(pid, request["gpus"])
             case "unlock":
