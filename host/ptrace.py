@@ -62,7 +62,7 @@ def apart(work: Callable[[], T]) -> T:
 
 
 @contextmanager
-def standing(thread: int, seconds: float = 1.0) -> Iterator[int]:
+def standing(thread: int, seconds: float) -> Iterator[int]:
     """Stop a thread, and let it go on afterwards. For the calling thread alone, and so is all below, within.
 
     Yields:

@@ -19,6 +19,7 @@ _TGSIGQUEUEINFO = {"x86_64": 297, "aarch64": 240}
 _SI_QUEUE, _PARK_VALUE = -1, 0x69636563  # as threads.c has it
 _ALL = (1 << 64) - 1
 _AT_ONCE = 32
+_STOP_SECONDS = 1.0
 
 
 def reach(pid: int, threads: Iterable[int], number: int) -> list[int]:
@@ -42,7 +43,7 @@ def _is_pending(thread: int, number: int) -> bool:
 
 
 def _reach(pid: int, thread: int, number: int) -> bool:
-    with ptrace.standing(thread) as stands:
+    with ptrace.standing(thread, _STOP_SECONDS) as stands:
         if stands and _is_pending(thread, number):
             return True
         mask = ptrace.mask_of(thread) if stands else None

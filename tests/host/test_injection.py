@@ -147,7 +147,7 @@ def test_threads_with_a_tracer_are_left_to_it(start: Start) -> None:
     threads = calls.threads()
 
     def traced() -> None:
-        with ptrace.standing(threads["sleeping"]) as stands:
+        with ptrace.standing(threads["sleeping"], 1.0) as stands:
             assert stands
             with pytest.raises(injection.NotMade, match="1 × traced"):
                 advise(calls, HUGEPAGE, "sleeping")

@@ -61,7 +61,7 @@ def test_a_thread_that_blocks_the_signal_once_it_was_sent_is_parked(resident: Ta
     """It is pending for ever then, and the thread had been seen not to block it."""
     thread = resident("masked(0)")
     with ThreadPoolExecutor(1) as pool:
-        with ptrace.standing(thread) as stands:
+        with ptrace.standing(thread, 1.0) as stands:
             assert stands
             parked = pool.submit(resident.agent.park, 5.0)
             until(lambda: signal_set(resident, thread, "SigPnd") & ITS_BIT)
