@@ -15,7 +15,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from icecore.errors import IcecoreError, NotFound
+from icecore.errors import NotFound
 from icecore.host import procfs, ptrace
 
 _SYSCALL_INSTRUCTION = b"\x0f\x05"
@@ -31,7 +31,7 @@ _SLOW_ONES = 5
 _CANNOT_STOP = "does not stop"
 
 
-class NotMade(IcecoreError):
+class NotMade(Exception):
     """No thread of the process could make the call; it goes on unharmed."""
 
 

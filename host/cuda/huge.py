@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from icecore.errors import IcecoreError, NotFound
+from icecore.errors import NotFound
 from icecore.host import injection, procfs
 
 #: From how many bytes on a mapping counts as the driver's.
@@ -89,7 +89,7 @@ class HugePages:
                 waited += pause
                 pause = max(_PAUSE_SECONDS, waited * _PAUSE_SHARE)
                 self._look()
-        except (OSError, IcecoreError) as error:
+        except (OSError, NotFound, injection.NotMade) as error:
             self.why = str(error)
 
     def _look(self) -> None:
