@@ -35,13 +35,13 @@ class NotMade(Exception):
     """No thread of the process could make the call; it goes on unharmed."""
 
 
-def execute(pid: int, number: int, arguments: Sequence[int], avoid: Callable[[str], bool]) -> int:
+def execute(pid: int, number: int, arguments: Sequence[int], avoid: Callable[[procfs.Status], bool]) -> int:
     """Have process ``pid`` make a system call, once; waits for as long as that takes.
 
     Args:
         pid: The caller must be allowed to trace it.
         number, arguments: Of x86-64.
-        avoid: Tells by a thread's name whether it is to be left alone.
+        avoid: Tells of a thread whether it is to be left alone.
 
     Returns:
         What the call returns; negative: an errno.
@@ -56,7 +56,7 @@ def execute(pid: int, number: int, arguments: Sequence[int], avoid: Callable[[st
     return ptrace.apart(lambda: _execute(pid, instruction, number, arguments, avoid))
 
 
-def _execute(pid: int, instruction: int, number: int, arguments: Sequence[int], avoid: Callable[[str], bool]) -> int:
+def _execute(pid: int, instruction: int, number: int, arguments: Sequence[int], avoid: Callable[[procfs.Status], bool]) -> int:
     passed: Counter[str] = Counter()
     for thread in sorted(procfs.threads(pid), key=lambda thread: (thread != pid, thread)):
         try:
@@ -75,10 +75,10 @@ def _execute(pid: int, instruction: int, number: int, arguments: Sequence[int], 
     raise NotMade(f"no thread of process {pid} could do it: {reasons}")
 
 
-def _unfit(thread: int, avoid: Callable[[str], bool]) -> str:
+def _unfit(thread: int, avoid: Callable[[procfs.Status], bool]) -> str:
     """Why a thread is left alone; empty: it is not."""
     status = procfs.status(thread)
-    if avoid(status.name):
+    if avoid(status):
         return "not to be used"
     if status.tracer:
         return "traced"

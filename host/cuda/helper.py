@@ -145,6 +145,18 @@ def in_parallel(work: Iterable[Callable[[], None]]) -> None:
         thread.join()
 
 
+def _checkpoint(api: DeviceCheckpoint, pid: int, *, huge_pages: bool) -> list[object]:
+    """The fields of `Checkpointed`."""
+    if not huge_pages:
+        return [api.checkpoint(pid).value]
+    thread = 0
+    with suppress(DeviceError):
+        thread = api.restore_thread(pid)
+    with HugePages(pid, thread) as huge:
+        placement = api.checkpoint(pid)
+    return [placement.value, huge.bytes, huge.why]
+
+
 class _Server:
     def __init__(self, api: DeviceCheckpoint, control: socket.socket) -> None:
         self._api = api
@@ -218,11 +230,7 @@ class _Server:
                     self._undo.running(pid)  # somebody else has it
                     raise
             case "checkpoint":
-                if not request["huge_pages"]:
-                    return [api.checkpoint(pid).value]
-                with HugePages(pid) as huge:
-                    placement = api.checkpoint(pid)
-                return [placement.value, huge.bytes, huge.why]
+                return _checkpoint(api, pid, huge_pages=request["huge_pages"])
             case "restore":
                 api.restore(pid, request["gpus"])
             case "unlock":

@@ -34,14 +34,18 @@ def setting() -> str:
         return "never"
 
 
-def advise(pid: int, start: int, length: int) -> None:
-    """Have a process ask for huge pages for ``length`` bytes of its memory at ``start``.
+def advise(pid: int, start: int, length: int, drivers_thread: int = 0) -> None:
+    """Have a process ask for huge pages for ``length`` bytes of its memory at ``start``, in whichever thread is not the driver's.
 
     Raises:
         NotMade: It cannot be made to, or the kernel refuses.
         NotFound: The process is gone.
     """
-    answer = injection.execute(pid, _MADVISE, (start, length, _MADV_HUGEPAGE), lambda name: name.startswith(_LEFT_ALONE))
+
+    def avoid(thread: procfs.Status) -> bool:
+        return thread.pid == drivers_thread or thread.name.startswith(_LEFT_ALONE)
+
+    answer = injection.execute(pid, _MADVISE, (start, length, _MADV_HUGEPAGE), avoid)
     if answer < 0:
         raise injection.NotMade(f"madvise: {errno.errorcode.get(-answer, answer)}")
 
@@ -49,15 +53,19 @@ def advise(pid: int, start: int, length: int) -> None:
 class HugePages:
     """Watches a process while the driver checkpoints it (a context manager: left, the process is no longer touched).
 
+    Args:
+        drivers_thread: The thread in which the driver works there; 0: it is not known but by its name.
+
     Attributes:
         bytes: Of mappings for which huge pages were asked for.
         why: Why not for all; empty: nothing went wrong.
     """
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, drivers_thread: int = 0) -> None:
         self.bytes = 0
         self.why = ""
         self._pid = pid
+        self._drivers_thread = drivers_thread
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._lines: frozenset[bytes] = frozenset()
@@ -101,5 +109,5 @@ class HugePages:
         for start, length in found:
             if self._over.is_set():
                 return
-            advise(self._pid, start, length)
+            advise(self._pid, start, length, self._drivers_thread)
             self.bytes += length

@@ -91,7 +91,7 @@ def start(program: Path) -> Iterator[Start]:
 
 def advise(calls: Calls, advice: int, only: str = "") -> int:
     arguments = (calls.address, SIZE, advice)
-    return injection.execute(calls.pid, MADVISE, arguments, lambda name: bool(only) and name != only)
+    return injection.execute(calls.pid, MADVISE, arguments, lambda thread: bool(only) and thread.name != only)
 
 
 def test_no_thread_notices_that_it_made_calls(start: Start) -> None:
