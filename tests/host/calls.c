@@ -1,7 +1,8 @@
 /*
  * A process whose threads each do one thing that an interruption could disturb, and look at every result; its rule: what is wrong is said, and it ends with 1.
  *
- * calls BYTES: maps BYTES of memory and prints "ready ADDRESS"; when its standard input ends, all threads end, and it prints "ROUNDS NAME" for each.
+ * calls BYTES [NAME]: maps BYTES of memory and prints "ready ADDRESS"; when its standard input ends, all threads end, and it prints "ROUNDS NAME" for each.
+ * With NAME there is that thread and no other.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -17,6 +18,7 @@
 #include <sys/epoll.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/rseq.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -122,11 +124,25 @@ static void computing(void)
 	MUST(vector[0] == 1e6 && vector[1] == 1e6);
 }
 
+/* A critical section (rseq(2)), begun again wherever it was left. */
+static void section(void)
+{
+	struct rseq *area = (void *)((char *)__builtin_thread_pointer() + __rseq_offset);
+	__asm__ volatile(".pushsection sections, \"aw\"\n\t.balign 32\n3:\t.long 0, 0\n\t.quad 1f, 2f - 1f, 4f\n\t.popsection\n\t"
+			 "jmp 5f\n\t"
+			 ".byte 0x0f, 0xb9, 0x3d\n\t.long 0x53053053\n" /* RSEQ_SIG, where the kernel looks for it */
+			 "4:\n5:\tmov $2000000, %%rcx\n\tlea 3b(%%rip), %%rax\n\tmov %%rax, %0\n"
+			 "1:\tdec %%rcx\n\tjnz 1b\n2:\tmovq $0, %0"
+			 : "+m"(area->rseq_cs)
+			 :
+			 : "rax", "rcx", "memory", "cc");
+}
+
 static const struct {
 	const char *name;
 	void (*once)(void);
-} WORK[] = {{"sleeping", sleeping}, {"waiting", waiting}, {"reading", reading}, {"watching", watching}, {"polling", polling}, {"asking", asking}, {"computing", computing}};
-enum { KINDS = sizeof(WORK) / sizeof(WORK[0]) };
+} WORK[] = {{"sleeping", sleeping}, {"waiting", waiting}, {"reading", reading}, {"watching", watching}, {"polling", polling}, {"asking", asking}, {"computing", computing}, {"section", section}};
+enum { KINDS = sizeof(WORK) / sizeof(WORK[0]), USUAL = KINDS - 1 };
 
 static long rounds[KINDS];
 
@@ -145,14 +161,22 @@ static void *run(void *which)
 	return NULL;
 }
 
+static int wanted(size_t kind, const char *only)
+{
+	return only ? strcmp(WORK[kind].name, only) == 0 : kind < USUAL;
+}
+
 int main(int count, char **arguments)
 {
 	pthread_t threads[KINDS];
-	size_t size = count > 1 ? strtoull(arguments[1], NULL, 0) : 0;
+	if (count < 2)
+		return 2;
+	size_t size = strtoull(arguments[1], NULL, 0);
 	void *memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	MUST(memory != MAP_FAILED && pipe(quiet) == 0);
 	for (size_t kind = 0; kind < KINDS; kind++)
-		MUST(pthread_create(&threads[kind], NULL, run, (void *)kind) == 0);
+		if (wanted(kind, arguments[2]))
+			MUST(pthread_create(&threads[kind], NULL, run, (void *)kind) == 0);
 	printf("ready %p\n", memory);
 	fflush(stdout);
 	char byte;
@@ -160,6 +184,8 @@ int main(int count, char **arguments)
 	over = 1;
 	close(quiet[1]);
 	for (size_t kind = 0; kind < KINDS; kind++) {
+		if (!wanted(kind, arguments[2]))
+			continue;
 		pthread_join(threads[kind], NULL);
 		printf("%ld %s\n", rounds[kind], WORK[kind].name);
 	}

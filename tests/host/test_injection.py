@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -40,14 +40,14 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Calls:
     """That program, running."""
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, command: list[str], names: Sequence[str]) -> None:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         self.pid = self._process.pid
         assert self._process.stdout is not None
         assert select.select([self._process.stdout], [], [], 20)[0]
         self.address = int(self._process.stdout.readline().split()[1], 16)
         end = time.monotonic() + 20
-        while set(self.threads()) != set(THREADS):
+        while set(self.threads()) != set(names):
             assert time.monotonic() < end
             time.sleep(0.001)
 
@@ -80,8 +80,9 @@ def start(program: Path) -> Iterator[Start]:
     """Starts it."""
     started: list[Calls] = []
 
-    def one(*before: str) -> Calls:
-        started.append(Calls([*before, str(program), str(SIZE)]))
+    def one(*before: str, only: str = "") -> Calls:
+        names = (THREADS[0], only) if only else THREADS
+        started.append(Calls([*before, str(program), str(SIZE), *names[1 if only else len(names) :]], names))
         return started[-1]
 
     yield one
@@ -154,6 +155,20 @@ def test_threads_with_a_tracer_are_left_to_it(start: Start) -> None:
             assert advise(calls, HUGEPAGE) == 0  # another one does it
 
     ptrace.apart(traced)
+    calls.ends_well()
+
+
+def test_a_thread_in_a_restartable_sequence_is_passed_over(start: Start) -> None:
+    calls = start(only="section")
+    refused = 0
+    for _ in range(30):
+        try:
+            advise(calls, HUGEPAGE, "section")
+        except injection.NotMade as error:
+            assert "1 × restartable sequence" in str(error)
+            refused += 1
+    assert refused > 15
+    assert advise(calls, HUGEPAGE) == 0
     calls.ends_well()
 
 
