@@ -48,6 +48,7 @@ class Devices:
         lock_seconds: How long a process's submitted work may take to end.
         emit: Gets the ``dump.gpu.…`` phases.
         resident: Their resident memory, where they have some.
+        huge_pages: Have the driver's mappings be of huge pages.
 
     Attributes:
         pids: The processes with CUDA state. Host pids.
@@ -62,12 +63,14 @@ class Devices:
         lock_seconds: float,
         emit: Sink,
         resident: Resident | None = None,
+        huge_pages: bool = True,
     ) -> None:
         self._look = look
         self._guard = guard
         self._word = word
         self._lock_seconds = lock_seconds
         self._emit = emit
+        self._huge_pages = huge_pages
         self._touched = False
         self.pids: list[int] = []
         self.ranges: dict[int, list[tuple[int, int]]] = {}
@@ -132,14 +135,18 @@ class Devices:
             self._lock()
             before = {pid: procfs.read_maps(pid) for pid in self.pids}
             with phase(self._emit, "dump.gpu.checkpoint") as running:
-                placed, failed = self._helper.checkpoint(self.pids)
+                done, failed = self._helper.checkpoint(self.pids, huge_pages=self._huge_pages)
                 self._raise(failed, "checkpointed")
-                if set(placed.values()) - {Placement.PROCESS}:
+                if {one.placement for one in done.values()} - {Placement.PROCESS}:
                     raise DumpFailed(
                         "the driver put device memory where this icecore does not look", cure="use a newer icecore"
                     )
-                self.ranges = {pid: appeared(before[pid], procfs.read_maps(pid)) for pid in self.pids}
+                self.ranges = {pid: procfs.appeared(before[pid], procfs.read_maps(pid)) for pid in self.pids}
                 running.bytes = sum(end - start for ranges in self.ranges.values() for start, end in ranges)
+                running.fields["huge_bytes"] = sum(one.huge_bytes for one in done.values())
+                reasons = dict.fromkeys(one.not_huge for one in done.values() if one.not_huge)
+                if reasons:
+                    running.fields["not_huge"] = "; ".join(reasons)
         except (DeviceError, NotFound, ResidentFailed) as error:
             raise DumpFailed(f"device memory cannot be captured: {error.message}", cure=error.cure) from error
 
@@ -300,27 +307,3 @@ class Devices:
             cures = dict.fromkeys(error.cure for error in failed.values() if error.cure)
             words = "; ".join(error.message for error in failed.values())
             raise DumpFailed(f"GPU processes could not be {what}: {words}", cure="; ".join(cures))
-
-
-def appeared(before: Sequence[procfs.Mapping], after: Sequence[procfs.Mapping]) -> list[tuple[int, int]]:
-    """Readable private anonymous memory that a process did not have before: where the driver has put its device memory."""
-    taken = [(m.start, m.end) for m in before if _readable(m)]
-    found: list[tuple[int, int]] = []
-    for mapping in after:
-        if not _readable(mapping):
-            continue
-        at = mapping.start
-        for start, end in taken:
-            if end <= at or start >= mapping.end:
-                continue
-            if start > at:
-                found.append((at, start))
-            at = max(at, end)
-        if at < mapping.end:
-            found.append((at, mapping.end))
-    return found
-
-
-def _readable(mapping: procfs.Mapping) -> bool:
-    anonymous = mapping.inode == 0 and (mapping.path == "" or mapping.path.startswith("[anon:"))
-    return anonymous and mapping.private and bool(mapping.protection & procfs.PROT_READ)

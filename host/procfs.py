@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -268,6 +268,55 @@ def read_maps(pid: int, *, vm_flags: bool = False) -> list[Mapping]:
                 sets[words] = frozenset(words.decode().split())
             found.append(_mapping(head.groups(), sets[words]))
     return [mapping for mapping in found if mapping.path != "[vsyscall]"]
+
+
+def maps_lines(pid: int) -> frozenset[bytes]:
+    """The lines of /proc/PID/maps, for whoever looks often: what changed is cheaper to find before it is parsed.
+
+    Raises:
+        NotFound: There is no such process.
+        PermissionError: It may not be looked at.
+    """
+    with _process(pid), open(f"/proc/{pid}/maps", "rb") as file:
+        return frozenset(file.read().splitlines())
+
+
+def parse_maps(lines: Iterable[bytes]) -> list[Mapping]:
+    """Such lines in address order."""
+    none: frozenset[str] = frozenset()
+    found = [_mapping(fields, none) for fields in _MAPS_LINE.findall(b"\n".join(lines))]
+    return sorted(found, key=lambda mapping: mapping.start)
+
+
+def appeared(
+    before: Sequence[Mapping], after: Sequence[Mapping], protection: int = PROT_READ
+) -> list[tuple[int, int]]:
+    """Private anonymous memory that a process did not have before: start and end of each piece. The driver puts device memory into such.
+
+    Args:
+        before, after: In address order.
+        protection: PROT_ bits that it has at least.
+    """
+
+    def counts(mapping: Mapping) -> bool:
+        anonymous = mapping.inode == 0 and (mapping.path == "" or mapping.path.startswith("[anon:"))
+        return anonymous and mapping.private and mapping.protection & protection == protection
+
+    taken = [(m.start, m.end) for m in before if counts(m)]
+    found: list[tuple[int, int]] = []
+    for mapping in after:
+        if not counts(mapping):
+            continue
+        at = mapping.start
+        for start, end in taken:
+            if end <= at or start >= mapping.end:
+                continue
+            if start > at:
+                found.append((at, start))
+            at = max(at, end)
+        if at < mapping.end:
+            found.append((at, mapping.end))
+    return found
 
 
 def descriptors(pid: int) -> list[Descriptor]:

@@ -7,6 +7,7 @@ RUNNING → lock → LOCKED → checkpoint → CHECKPOINTED → restore → LOCK
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Protocol
 
@@ -32,6 +33,21 @@ class Placement(Enum):
     """
 
     PROCESS = "process"
+
+
+@dataclass(frozen=True)
+class Checkpointed:
+    """A process whose device memory is on the host.
+
+    Attributes:
+        placement: Where.
+        huge_bytes: Of the mapping it is in, for which huge pages were asked for.
+        not_huge: Why not; empty: nothing went wrong (but the memory may be too little to ask).
+    """
+
+    placement: Placement
+    huge_bytes: int = 0
+    not_huge: str = ""
 
 
 class DeviceCheckpoint(Protocol):

@@ -16,7 +16,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
-from icecore.host.cuda.api import DeviceError, DriverMissing, Placement, State, device_error, helper_lost
+from icecore.host.cuda.api import Checkpointed, DeviceError, DriverMissing, Placement, State, device_error, helper_lost
 from icecore.host.cuda.helper import MESSAGE
 
 #: A call that moves memory takes as long as the memory is large; this only ends what hangs.
@@ -100,10 +100,12 @@ class Helper:
         """Lock all, at once; those that could not be, and why."""
         return self._each("lock", {pid: {"seconds": seconds} for pid in pids})[1]
 
-    def checkpoint(self, pids: Iterable[int]) -> tuple[dict[int, Placement], dict[int, DeviceError]]:
-        """Checkpoint all, at once; where their memory is now, and those that could not be."""
-        done, failed = self._each("checkpoint", {pid: {} for pid in pids})
-        return {pid: Placement(value) for pid, value in done.items()}, failed
+    def checkpoint(
+        self, pids: Iterable[int], *, huge_pages: bool = True
+    ) -> tuple[dict[int, Checkpointed], dict[int, DeviceError]]:
+        """Checkpoint all, at once; where their memory is now, and those that could not be. ``huge_pages``: have the driver's mappings be of such."""
+        done, failed = self._each("checkpoint", {pid: {"huge_pages": huge_pages} for pid in pids})
+        return {pid: Checkpointed(Placement(placement), *huge) for pid, (placement, *huge) in done.items()}, failed
 
     def restore(self, gpus: Mapping[int, Mapping[str, str]]) -> dict[int, DeviceError]:
         """Restore all, at once (pid → its pairs of GPUs); those that could not be."""

@@ -28,6 +28,7 @@ from icecore.errors import IcecoreError, NotFound
 from icecore.host import procfs
 from icecore.host.cuda.api import DeviceCheckpoint, DeviceError, IllegalState, State
 from icecore.host.cuda.backend import find_backend
+from icecore.host.cuda.huge import HugePages
 from icecore.host.resident.client import Agent
 
 MESSAGE = 1 << 16
@@ -144,6 +145,18 @@ def in_parallel(work: Iterable[Callable[[], None]]) -> None:
         thread.join()
 
 
+def _checkpoint(api: DeviceCheckpoint, pid: int, *, huge_pages: bool) -> list[object]:
+    """The fields of `Checkpointed`."""
+    if not huge_pages:
+        return [api.checkpoint(pid).value]
+    thread = 0
+    with suppress(DeviceError):
+        thread = api.restore_thread(pid)
+    with HugePages(pid, thread) as huge:
+        placement = api.checkpoint(pid)
+    return [placement.value, huge.bytes, huge.why]
+
+
 class _Server:
     def __init__(self, api: DeviceCheckpoint, control: socket.socket) -> None:
         self._api = api
@@ -217,7 +230,7 @@ class _Server:
                     self._undo.running(pid)  # somebody else has it
                     raise
             case "checkpoint":
-                return api.checkpoint(pid).value
+                return _checkpoint(api, pid, huge_pages=request["huge_pages"])
             case "restore":
                 api.restore(pid, request["gpus"])
             case "unlock":

@@ -19,10 +19,15 @@ from icecore.dumper.guard import GuardLost
 from icecore.dumper.options import DumpOptions
 from icecore.errors import DumpFailed, IcecoreError, PreflightRefused, StoreError, WindowExceeded
 from icecore.events import Event
+from icecore.host import procfs
 from icecore.host.criu import find_criu
+from icecore.host.cuda import huge
+from icecore.restorer.options import RestoreOptions
+from icecore.restorer.restore import restore
 from icecore.store.faulty import FaultyBackend, Outcome
 from tests.dumper.failing import members
 from tests.dumper.world import Events, Store, leftovers, standing, until_clean
+from tests.programs import fake_cuda
 
 from .conftest import Launch
 from .fake_world import GPUS, MIB, Target, World
@@ -59,6 +64,33 @@ def test_three_snapshots_of_two_gpu_processes(store: Store, launch: Launch, worl
     for name in phases:
         assert [event.fields["state"] for event in events.named(name)] == ["begin", "end"] * 3
     assert events.named("dump.gpu.checkpoint")[1].fields["bytes"] == 2 * MIB << 20
+
+
+@pytest.mark.parametrize("huge_pages", [True, False])
+def test_the_drivers_mapping_is_of_huge_pages(huge_pages: bool, store: Store, launch: Launch, world: World) -> None:
+    if huge.setting() != "madvise":
+        pytest.skip("transparent huge pages are not there for those who ask")
+    target = launch(mib=huge.SMALLEST >> 20)
+    found: list[frozenset[str]] = []
+
+    def look(_: Event) -> None:
+        [memory] = [m for m in procfs.read_maps(target.pid, vm_flags=True) if m.start == fake_cuda.DEVICE]
+        assert memory.length == huge.SMALLEST
+        found.append(memory.vm_flags)
+
+    events = Events({("dump.gpu.checkpoint", "end"): look})
+    snapshot = store.dump(target.pid, DumpOptions(stop=True, huge_pages=huge_pages), events=events).snapshot
+    [done] = [event.fields for event in events.named("dump.gpu.checkpoint") if event.fields["state"] == "end"]
+    assert done["huge_bytes"] == (huge.SMALLEST if huge_pages else 0) and "not_huge" not in done
+    assert [("hg" in flags) for flags in found] == [huge_pages]
+    target.reap()
+    for mode in ("full", "lazy"):
+        restored = restore(store.repository, store.loop, snapshot, RestoreOptions(mode=mode), emit=Events())
+        restored.wait_resident(30)
+        target.wait_steps(5)
+        target.is_right()
+        target.kill()
+        world.clear()
 
 
 def stopped(world: World) -> None:

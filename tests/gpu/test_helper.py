@@ -32,7 +32,7 @@ def test_a_round_of_two_processes_to_other_gpus(helper: Helper, launch: Launch, 
     assert helper.restore_thread(pids[0]) in map(int, os.listdir(f"/proc/{pids[0]}/task"))
     assert not helper.lock(pids, 5.0)
     placed, failed = helper.checkpoint(pids)
-    assert placed == dict.fromkeys(pids, Placement.PROCESS) and not failed
+    assert {pid: one.placement for pid, one in placed.items()} == dict.fromkeys(pids, Placement.PROCESS) and not failed
     assert not any(world.on(gpu) for gpu in GPUS)
     assert {helper.state(pid) for pid in pids} == {State.CHECKPOINTED}
     assert not helper.restore({pids[0]: {GPUS[0]: GPUS[2]}, pids[1]: {}})

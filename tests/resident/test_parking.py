@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from icecore.host import ptrace
 from icecore.host.resident import signals
 from icecore.host.resident.client import ResidentFailed, State
 
@@ -60,11 +61,11 @@ def test_a_thread_that_blocks_the_signal_once_it_was_sent_is_parked(resident: Ta
     """It is pending for ever then, and the thread had been seen not to block it."""
     thread = resident("masked(0)")
     with ThreadPoolExecutor(1) as pool:
-        with signals.standing(thread) as stands:
+        with ptrace.standing(thread, 1.0) as stands:
             assert stands
             parked = pool.submit(resident.agent.park, 5.0)
             until(lambda: signal_set(resident, thread, "SigPnd") & ITS_BIT)
-            assert signals.set_mask(thread, ALL)
+            assert ptrace.set_mask(thread, ALL)
         assert parked.result() == 2
     is_parked_and_goes_on_with(resident, thread, ALL)
 

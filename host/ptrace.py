@@ -1,0 +1,160 @@
+"""Threads of other processes, stopped by ptrace(2); its rule: a tracer is a thread, so all of it happens in one that ends soon (`apart`).
+
+A thread of ours that ends lets go of all that it traces, also of one that has not stopped yet: that could not be detached from, and would stand for ever.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import struct
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+#: Requests.
+CONT, SYSCALL = 7, 24
+PEEKSIGINFO, GET_RSEQ_CONFIGURATION, GET_SYSCALL_USER_DISPATCH = 0x4209, 0x420F, 0x4211
+_DETACH, _GETREGSET, _SETREGSET, _SEIZE, _INTERRUPT = 17, 0x4204, 0x4205, 0x4206, 0x4207
+_GETSIGMASK, _SETSIGMASK = 0x420A, 0x420B
+_OPTION_SYSGOOD = 1
+_EVENT_STOP, _SYSGOOD = 128, 0x80
+_WALL = 0x40000000
+_NT_PRSTATUS = 1
+_REGISTERS_BYTES = 1024
+_SPIN_SECONDS, _POLL_SECONDS = 0.001, 0.0005
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+_libc.ptrace.restype = ctypes.c_long
+
+
+class Stop(NamedTuple):
+    """Why a thread stands: the signal that is about to be delivered (``event`` 0), or with which a stop is reported."""
+
+    signal: int
+    event: int
+
+    @property
+    def trap(self) -> bool:
+        """It was interrupted, or its process is stopped by a signal: in the kernel's handling of signals, from where interrupted calls are restarted."""
+        return self.event == _EVENT_STOP
+
+    @property
+    def at_call(self) -> bool:
+        """At the beginning or end of a system call."""
+        return self.signal == signal.SIGTRAP | _SYSGOOD
+
+
+class _Vector(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+
+
+def apart(work: Callable[[], T]) -> T:
+    """What ``work`` returns, done in a thread of its own."""
+    with ThreadPoolExecutor(1, "tracer") as pool:
+        return pool.submit(work).result()
+
+
+@contextmanager
+def standing(thread: int, seconds: float) -> Iterator[int]:
+    """Stop a thread, and let it go on afterwards. For the calling thread alone, and so is all below, within.
+
+    Yields:
+        SIGTRAP, or with which signal its whole process is stopped anyway; 0: it does not stand, because it has ended, has another tracer, or takes longer.
+    """
+    if not request(_SEIZE, thread, 0, _OPTION_SYSGOOD):
+        yield 0
+        return
+    try:
+        yield _stopped(thread, seconds) if interrupt(thread) else 0
+    finally:
+        request(_DETACH, thread)
+
+
+def request(what: int, thread: int, address: int = 0, data: object = None) -> bool:
+    """A request that answers nothing; False: the thread has ended, does not stand, or the kernel refuses."""
+    return ask(what, thread, address, data) >= 0
+
+
+def ask(what: int, thread: int, address: int = 0, data: object = None) -> int:
+    """A request; -1 is a failure."""
+    return int(_libc.ptrace(what, thread, address, data))
+
+
+def interrupt(thread: int) -> bool:
+    """It will stop before it comes to run its program's code again."""
+    return request(_INTERRUPT, thread)
+
+
+def wait(thread: int, *, block: bool) -> Stop | None:
+    """The next stop of a thread; None where there is none yet, and ``block`` is not asked for.
+
+    Raises:
+        ProcessLookupError: It has ended.
+    """
+    try:
+        found, status = os.waitpid(thread, _WALL if block else _WALL | os.WNOHANG)
+    except ChildProcessError:
+        raise ProcessLookupError(thread) from None
+    if not found:
+        return None
+    if not os.WIFSTOPPED(status):
+        raise ProcessLookupError(thread)
+    return Stop(os.WSTOPSIG(status), status >> 16)
+
+
+def _stopped(thread: int, seconds: float) -> int:
+    began = time.monotonic()
+    while (waited := time.monotonic() - began) < seconds:
+        try:
+            stop = wait(thread, block=False)
+        except ProcessLookupError:
+            return 0
+        if stop is None:
+            time.sleep(_POLL_SECONDS if waited > _SPIN_SECONDS else 0)
+        elif stop.trap:
+            return stop.signal
+        else:  # a signal was just being delivered: it is, and then the thread stops
+            request(CONT, thread, 0, stop.signal)
+    return 0
+
+
+def mask_of(thread: int) -> int | None:
+    """The signals that a thread that stands blocks, or will again when a call that changed that returns; None: it has ended."""
+    mask = ctypes.c_uint64()
+    return mask.value if request(_GETSIGMASK, thread, 8, ctypes.addressof(mask)) else None
+
+
+def set_mask(thread: int, mask: int) -> bool:
+    """Of a thread that stands; False: it has ended."""
+    value = ctypes.c_uint64(mask)
+    return request(_SETSIGMASK, thread, 8, ctypes.addressof(value))
+
+
+def registers(thread: int) -> bytes:
+    """All general registers of a thread that stands, as the kernel lays them out (struct user_regs_struct); empty: it has ended."""
+    buffer = ctypes.create_string_buffer(_REGISTERS_BYTES)
+    vector = _Vector(ctypes.addressof(buffer), len(buffer))
+    return buffer.raw[: vector.length] if request(_GETREGSET, thread, _NT_PRSTATUS, ctypes.addressof(vector)) else b""
+
+
+def set_registers(thread: int, values: bytes) -> bool:
+    """Of a thread that stands; False: it has ended."""
+    buffer = ctypes.create_string_buffer(values, len(values))
+    vector = _Vector(ctypes.addressof(buffer), len(values))
+    return request(_SETREGSET, thread, _NT_PRSTATUS, ctypes.addressof(vector))
+
+
+def signals_pending(thread: int, first: int, count: int) -> list[bytes]:
+    """Up to ``count`` of the signals that wait for a thread that stands, from the ``first`` on, as siginfo_t."""
+    size = 128
+    found = ctypes.create_string_buffer(size * count)
+    which = ctypes.create_string_buffer(struct.pack("QIi", first, 0, count))
+    some = ask(PEEKSIGINFO, thread, ctypes.addressof(which), ctypes.addressof(found))
+    return [found.raw[at * size : (at + 1) * size] for at in range(max(0, some))]
