@@ -165,6 +165,10 @@ def _results(found: Rounds, gib: float, gpus: int) -> list[Result]:
         results.append(
             Result(PART, f"{where}: (window - driver) / driver: {case}", tuple((w - d) / d for w, d in own), 0.15, note=note)
         )
+    nothing = zip(floor, found.of("driver of nothing changed"), strict=False)
+    results.append(Result(PART, f"{where}: driver alone / driver in a window", tuple(f / d for f, d in nothing), None, "higher"))
+    windows = zip(found.of("criugpu window"), found.of("window nothing changed"), strict=False)
+    results.append(Result(PART, f"{where}: CRIUgpu's window / window, nothing changed", tuple(t / w for t, w in windows), None, "higher"))
     share = tuple(stored / (size * gpus) for stored in found.of("stored 2 % changed"))
     results.append(Result(PART, f"{where}: bytes added / device memory, 2 % changed", share, 0.025))
     back, theirs = found.median("driver back"), found.median("criugpu step")

@@ -7,6 +7,7 @@ The driver makes one large private anonymous mapping in the process and then tou
 from __future__ import annotations
 
 import errno
+import mmap
 import threading
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,8 @@ from icecore.host import injection, procfs
 #: From how many bytes on a mapping counts as the driver's.
 SMALLEST = 64 << 20
 _ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+_BUDDYINFO = Path("/proc/buddyinfo")
 _MADVISE, _MADV_HUGEPAGE = 28, 14
 #: The driver makes the mapping soon; the later it is seen, the less there is to gain, and maps are read with the process's own lock.
 _PAUSE_SECONDS, _PAUSE_SHARE = 0.002, 0.05
@@ -32,6 +35,21 @@ def setting() -> str:
         return _ENABLED.read_text().partition("[")[2].partition("]")[0]
     except OSError:
         return "never"
+
+
+def free_bytes() -> int:
+    """Free memory in pieces of at least a huge page: for more, the kernel would have to compact, which takes longer than it gains (proc(5), buddyinfo)."""
+    order = (huge_page_bytes() // mmap.PAGESIZE).bit_length() - 1
+    found = 0
+    for line in _BUDDYINFO.read_text().splitlines():
+        counts = [int(word) for word in line.partition("zone")[2].split()[1:]]
+        found += sum(count << at for at, count in enumerate(counts) if at >= order) * mmap.PAGESIZE
+    return found
+
+
+def huge_page_bytes() -> int:
+    """Size of a transparent huge page."""
+    return int(_SIZE.read_text())
 
 
 def advise(pid: int, start: int, length: int, drivers_thread: int = 0) -> None:
@@ -109,5 +127,7 @@ class HugePages:
         for start, length in found:
             if self._over.is_set():
                 return
+            if free_bytes() < length:
+                raise injection.NotMade(f"less than {length >> 20} MiB of free memory are in pieces of a huge page")
             advise(self._pid, start, length, self._drivers_thread)
             self.bytes += length

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from icecore.host.cuda import huge
 from icecore.host.cuda.api import HelperLost, IllegalState, LockTimeout, NotSupported, Placement, State
 from icecore.host.cuda.client import Helper, start_here
 
@@ -23,6 +26,16 @@ def helper(world: World) -> Iterator[Helper]:
     with Helper(start_here, "test") as helper:
         helper.wait_ready()
         yield helper
+
+
+def test_free_memory_in_pieces_of_a_huge_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "buddyinfo").write_text(
+        "Node 0, zone    DMA32    505    606    588    492    351    239    135     83     67     63    664 \n"
+        "Node 0, zone   Normal  21692  33155  16579   9674   5959   2517   1497   1244   1263      0      2 \n"
+    )
+    monkeypatch.setattr(huge, "_BUDDYINFO", tmp_path / "buddyinfo")
+    monkeypatch.setattr(huge, "huge_page_bytes", lambda: 512 * mmap.PAGESIZE)
+    assert huge.free_bytes() == (63 * 512 + 666 * 1024) * mmap.PAGESIZE
 
 
 def test_a_round_of_two_processes_to_other_gpus(helper: Helper, launch: Launch, world: World) -> None:
