@@ -49,6 +49,7 @@ _POLL_SECONDS = 0.2
 _UNLIMITED_LEASE = 3600.0
 _LEASE_GRACE = 30.0
 _KEEPER_SECONDS = 5.0
+_LET_GO_SECONDS = 5.0
 #: Of imported memory, where its process cannot tell.
 _NO_DEVICE = f"GPU-{uuid.UUID(int=0)}"
 
@@ -79,6 +80,8 @@ class Resident:
         # Through a descriptor: the job may be gone when its memory is let go of.
         self._place = Path(f"/proc/self/fd/{self._directory}")
         self._tree: ResidentTree | None = None
+        self._agents: list[Agent] = []
+        self._told: list[Agent] = []
         self._worker = Worker(word)
         self._region: HostRegion | None = None
         self._copying: threading.Thread | None = None
@@ -117,7 +120,8 @@ class Resident:
             WorkerFailed, ResidentFailed: It cannot be had.
         """
         agents = {pid: Agent(self._place, own, tracee=pid) for pid, own in self.look.pids.items()}
-        self._have_keeper(list(agents.values()))
+        self._agents = list(agents.values())
+        self._have_keeper()
         self._tree = ResidentTree(self._place, self.look.pids)
         sizes: Counter[str] = Counter()
         for one in (one for agent in agents.values() for one in agent.allocations() if not one.imported):
@@ -145,11 +149,11 @@ class Resident:
         self._worker.take_host(self._region, min(sizes))
         return {**said, "pinned": self._region.size}
 
-    def _have_keeper(self, agents: Sequence[Agent]) -> None:
+    def _have_keeper(self) -> None:
         """A keeper that has died is replaced; the processes hand everything over within about a second."""
         start_keeper(self.look.seen_from(next(iter(self.look.pids))))
         end = time.monotonic() + _KEEPER_SECONDS
-        while any(agent.report().counts.unheld for agent in agents) and time.monotonic() < end:
+        while any(agent.report().counts.unheld for agent in self._agents) and time.monotonic() < end:
             time.sleep(0.02)
 
     # -- in the window
@@ -194,6 +198,10 @@ class Resident:
         """Map all again, and let them run."""
         assert self._tree is not None
         with phase(self._emit, "dump.resident.map", processes=len(self._tree.pids)):
+            for agent in self._agents:
+                with suppress(IcecoreError):  # an older preload
+                    agent.look(_LET_GO_SECONDS)  # until `let_go`: the worker has it mapped still
+                    self._told.append(agent)
             self._tree.give_back()
 
     def undo(self) -> None:
@@ -317,6 +325,9 @@ class Resident:
         for device, pieces in by_device([process.cells for process in self._processes]).items():
             with suppress(WorkerFailed):  # one that is gone has let go
                 self._worker.release(device, [piece.handle for _, piece in pieces])
+        for agent in self._told:
+            with suppress(IcecoreError):  # it has ended
+                agent.look(0.0)
 
     def store(self, machinery: Machinery) -> list[SpaceCapture]:
         """Hand all that was copied aside to the pipeline; the spaces.

@@ -333,8 +333,9 @@ def test_a_worker_that_dies_as_it_looks(store: Store, launch: Launch, joined: Ma
     runs_on(job, store)
 
 
-def test_what_is_freed_while_the_dump_stores_is_free(store: Store, launch: Launch, joined: Machine) -> None:
-    """The worker has let go of it, though not of what it has copied aside."""
+@pytest.mark.parametrize("stop", [False, True])
+def test_what_is_freed_while_the_dump_stores_is_free(store: Store, launch: Launch, joined: Machine, stop: bool) -> None:
+    """The worker has let go of it; nobody is asked who stands still."""
     job = launch(gpus=(0, 1))
     held = []
 
@@ -342,8 +343,10 @@ def test_what_is_freed_while_the_dump_stores_is_free(store: Store, launch: Launc
         for pid in members(store.workdir, "icecore.host.resident.worker"):
             held.append([line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if f"{joined.cuda}/gpu" in line])
 
-    store.dump(job.pid, events=Events({("dump.store", "begin"): hook, ("dump.resident.copy", "end"): hook}))
+    began = time.monotonic()
+    store.dump(job.pid, DumpOptions(stop=stop), events=Events({("dump.store", "begin"): hook, ("dump.resident.copy", "end"): hook}))
     assert [bool(some) for some in held] == [True, False]
+    assert time.monotonic() - began < 9.0
 
 
 def test_a_process_without_a_keeper(store: Store, launch: Launch, joined: Machine) -> None:
