@@ -111,7 +111,8 @@ def _look_at(
     changed = sum(piece.cells for process, piece in pieces if not process.known(piece))
     looked, portion = 0, _FIRST_PORTION
     while known and time.monotonic() < until:
-        some, size = [], 0
+        some: list[tuple[ProcessCells, Piece]] = []
+        size = 0
         while known and (not some or size + known[-1][1].allocation.size <= portion):
             some.append(known.pop())
             size += some[-1][1].allocation.size
