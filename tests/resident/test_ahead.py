@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -120,10 +121,9 @@ FAULTS: dict[str, Callable[[Machine], object]] = {
 def test_a_look_that_fails_holds_nothing(worker: Worker, process: Target, joined: Machine, name: str) -> None:
     address = process("alloc(4 * MIB)")[1]
     parent = parent_of(process)
-    before = len(os.listdir("/proc/self/fd"))
     FAULTS[name](joined)
     with pytest.raises(IcecoreError):
         look(worker, process, parent)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not [fd for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink() and str(joined.cuda) in os.readlink(fd)]
     assert process(f"free({address})") == 0
     assert joined.used() == 0
