@@ -83,12 +83,12 @@ class Devices:
         if self._resident is not None:
             self._resident.close()
 
-    def require(self, staging_bytes: int, changing: int | None) -> None:
+    def require(self, staging_bytes: int, machinery: Machinery, parent: Parent | None) -> None:
         """Wait until CUDA is initialised in the helper, and ask for the processes' states.
 
         Args:
             staging_bytes: Bound on pinned host memory for copies of resident memory; what of that is likely to change and has no room on its GPU comes on top.
-            changing: Bytes that are likely to have changed since the parent; None: there is none.
+            machinery, parent: What these copies are stored with, and compared with.
 
         Raises:
             MissingTool: The driver's calls cannot be made.
@@ -110,8 +110,8 @@ class Devices:
             raise PreflightRefused(reasons)
         self.pids = list(states)
         if self._resident is not None:
-            with phase(self._emit, "dump.resident.prepare"):
-                self._resident.prepare(staging_bytes, changing)
+            with phase(self._emit, "dump.resident.prepare") as running:
+                running.fields |= self._resident.prepare(staging_bytes, machinery, parent)
 
     # -- in the window
 
@@ -180,6 +180,11 @@ class Devices:
         """Until what changed of resident memory is copied aside; ``check`` raises when the window is over."""
         if self._resident is not None:
             self._resident.wait_copied(check)
+
+    def let_go(self) -> None:
+        """Nothing of the job's memory is needed any more; the window is over."""
+        if self._resident is not None:
+            self._resident.let_go()
 
     def store(self, machinery: Machinery) -> list[SpaceCapture]:
         """Store what was copied aside; the window is over."""

@@ -286,7 +286,7 @@ class _Dump:
 
         storing.pipeline.close_gate()
         if devices is not None:
-            devices.require(self.options.staging_bytes, storing.parent.manifest.sizes.changed if storing.parent else None)
+            devices.require(self.options.staging_bytes, storing.machinery, storing.parent)
         window = Window(
             guard,
             self.criu.version,
@@ -471,6 +471,8 @@ class _Dump:
 
     def _store(self, capture: Capture, captured: Captured, window_seconds: float, devices: Devices | None) -> Manifest:
         """Everything after the window but the commit."""
+        if devices is not None:
+            devices.let_go()
         with phase(self.emit, "dump.store") as running:
             self.storing.pipeline.open_gate(running.counter(sum(space.queued for space in captured.spaces)))
             capture.after_window(captured)

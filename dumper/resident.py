@@ -16,31 +16,32 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from icecore.dumper.cells import EXTENT, CellPlan, plan_cells
 from icecore.dumper.fingerprints import FINGERPRINT
 from icecore.dumper.parent import Parent
 from icecore.dumper.pipeline import SpaceSink
+from icecore.dumper.resident_ahead import look_for_changes
+from icecore.dumper.resident_cells import Piece, ProcessCells, by_device, fingerprint, plan_process
 from icecore.dumper.resident_look import ResidentLook
 from icecore.dumper.scan import ScanResult
 from icecore.dumper.spaces import Machinery, Scanned, SpaceCapture
-from icecore.errors import DumpFailed
-from icecore.events import Sink, phase
+from icecore.errors import DumpFailed, IcecoreError
+from icecore.events import Sink, Value, phase
 from icecore.host import limits
 from icecore.host.resident.client import Agent
+from icecore.host.resident.copyplan import divide
 from icecore.host.resident.gpu import NOWHERE, ON_DEVICE, spare_room
 from icecore.host.resident.keeper import start_keeper
-from icecore.host.resident.protocol import Allocation
-from icecore.host.resident.sharing import Shares, find_shares
+from icecore.host.resident.sharing import Shares, Taken, find_shares
 from icecore.host.resident.tree import LockAll, ResidentTree, UnlockAll
-from icecore.host.resident.working import HostRegion, Worker, copy_cell
-from icecore.store.cell import CELL_BYTES, PAGE
-from icecore.store.manifest import Region
+from icecore.host.resident.working import HostRegion, Worker, WorkerFailed, copy_cell
+from icecore.store.cell import CELL_BYTES
 
 #: Cells of the host region through which copies on a device travel.
 _RING = 32
@@ -48,34 +49,19 @@ _POLL_SECONDS = 0.2
 _UNLIMITED_LEASE = 3600.0
 _LEASE_GRACE = 30.0
 _KEEPER_SECONDS = 5.0
+_LET_GO_SECONDS = 5.0
 #: Of imported memory, where its process cannot tell.
 _NO_DEVICE = f"GPU-{uuid.UUID(int=0)}"
 
 
 @dataclass
-class _Piece:
-    """One allocation: the worker's number for it, and the rows of its process's plan that are its cells."""
-
-    handle: int
-    allocation: Allocation
-    descriptor: int
-    first: int
-    cells: int
-
-
-@dataclass
 class _Process:
-    """One process's resident memory. ``words`` u64[n, 2]: the fingerprints; ``place`` i64[n]: where copies of changed cells are."""
+    """One process's resident memory on its way into the snapshot. ``place`` i64[n]: where copies of changed cells are."""
 
-    pid: int
-    capture: SpaceCapture
-    plan: CellPlan
+    cells: ProcessCells
     sink: SpaceSink
-    pieces: list[_Piece]
-    words: npt.NDArray[np.uint64]
-    row: npt.NDArray[np.int64]
     place: npt.NDArray[np.int64]
-    device: list[str] = field(default_factory=list)
+    device: list[str]
 
 
 class Resident:
@@ -94,6 +80,8 @@ class Resident:
         # Through a descriptor: the job may be gone when its memory is let go of.
         self._place = Path(f"/proc/self/fd/{self._directory}")
         self._tree: ResidentTree | None = None
+        self._agents: list[Agent] = []
+        self._told: list[Agent] = []
         self._worker = Worker(word)
         self._region: HostRegion | None = None
         self._copying: threading.Thread | None = None
@@ -118,38 +106,54 @@ class Resident:
         """(directory, pid as it sees itself, pid here) of each process, for whoever brings them back when this process is gone."""
         return [(str(self.look.seen_from(pid)), own, pid) for pid, own in self.look.pids.items()]
 
-    def prepare(self, staging_bytes: int, changing: int | None) -> None:
+    def prepare(self, staging_bytes: int, machinery: Machinery, parent: Parent | None) -> dict[str, Value]:
         """Have the worker ready on all GPUs, and host memory for copies, before anything is stopped.
 
         Args:
             staging_bytes: Bound on that memory, but for what is likely to change and has no room on its GPU: that comes on top.
-            changing: Bytes that are likely to have changed since the parent; None: there is none.
+            machinery, parent: What the copies will be stored with, and compared with.
+
+        Returns:
+            What there is to say of it: ``pinned`` bytes, and what was seen of changes (docs/events.md).
 
         Raises:
             WorkerFailed, ResidentFailed: It cannot be had.
         """
-        agents = [Agent(self._place, own, tracee=pid) for pid, own in self.look.pids.items()]
-        self._have_keeper(agents)
+        agents = {pid: Agent(self._place, own, tracee=pid) for pid, own in self.look.pids.items()}
+        self._agents = list(agents.values())
+        self._have_keeper()
         self._tree = ResidentTree(self._place, self.look.pids)
         sizes: Counter[str] = Counter()
-        for one in (one for agent in agents for one in agent.allocations() if not one.imported):
+        for one in (one for agent in agents.values() for one in agent.allocations() if not one.imported):
             sizes[one.device] += one.size
         del sizes[_NO_DEVICE]
         if not sizes:
-            return
-        devices = sorted(sizes)
-        free = self._worker.begin(devices)
-        short = sum(max(0, min(size, changing if changing is not None else size) - spare_room(free[device])) for device, size in sizes.items())
+            return {}
+        free = self._worker.begin(sorted(sizes))
+        wanted: Mapping[str, int] = sizes
+        said: dict[str, Value] = {}
+        if parent is not None:
+            # What changed in the parent may change again; what has changed already may be more, or what changes from now on.
+            wanted = {device: min(size, parent.manifest.sizes.changed) for device, size in sizes.items()}
+            try:
+                tokens = {pid: report.token for pid, report in self._tree.reports.items()}
+                found = look_for_changes(self._worker, self._place, agents, tokens, parent, machinery.seed)
+                wanted = {device: max(size, found.changed.get(device, 0)) for device, size in wanted.items()}
+                said = {"looked": found.looked, "changed": sum(found.changed.values())}
+            except IcecoreError as error:  # a worker that is gone is met below
+                said = {"not_looked": error.message}
+        short = sum(max(0, size - spare_room(free[device])) for device, size in wanted.items())
         most = max(min(staging_bytes, sizes.total(), limits.memory_available() // 4), min(short, limits.memory_available() // 2))
         self._region = HostRegion((_RING + most // CELL_BYTES) * CELL_BYTES)
         self._region.prefault()
-        self._worker.take_host(self._region, devices[0])
+        self._worker.take_host(self._region, min(sizes))
+        return {**said, "pinned": self._region.size}
 
-    def _have_keeper(self, agents: Sequence[Agent]) -> None:
+    def _have_keeper(self) -> None:
         """A keeper that has died is replaced; the processes hand everything over within about a second."""
         start_keeper(self.look.seen_from(next(iter(self.look.pids))))
         end = time.monotonic() + _KEEPER_SECONDS
-        while any(agent.report().counts.unheld for agent in agents) and time.monotonic() < end:
+        while any(agent.report().counts.unheld for agent in self._agents) and time.monotonic() < end:
             time.sleep(0.02)
 
     # -- in the window
@@ -194,6 +198,10 @@ class Resident:
         """Map all again, and let them run."""
         assert self._tree is not None
         with phase(self._emit, "dump.resident.map", processes=len(self._tree.pids)):
+            for agent in self._agents:
+                with suppress(IcecoreError):  # an older preload
+                    agent.look(_LET_GO_SECONDS)  # until `let_go`: the worker has it mapped still
+                    self._told.append(agent)
             self._tree.give_back()
 
     def undo(self) -> None:
@@ -215,26 +223,21 @@ class Resident:
             self._processes = [
                 self._plan(pid, number, pairs[pid], machinery, parent) for number, pid in enumerate(sorted(pairs))
             ]
-            by_device: dict[str, list[tuple[_Process, _Piece]]] = {}
-            for process in self._processes:
-                for piece in process.pieces:
-                    by_device.setdefault(piece.allocation.device, []).append((process, piece))
-            if not by_device:
+            devices = by_device([process.cells for process in self._processes])
+            if not devices:
                 return
-            with ThreadPoolExecutor(len(by_device), "gpu") as pool:
+            with ThreadPoolExecutor(len(devices), "gpu") as pool:
                 with phase(self._emit, "dump.resident.fingerprint") as running:
                     for future in [
-                        pool.submit(self._fingerprint, device, pieces, machinery.seed)
-                        for device, pieces in by_device.items()
+                        pool.submit(fingerprint, self._worker, device, pieces, machinery.seed)
+                        for device, pieces in devices.items()
                     ]:
                         running.bytes += future.result()
                 for process in self._processes:
-                    self._compare(process)
+                    process.cells.compare()
                 with phase(self._emit, "dump.resident.copy") as running:
-                    shares = self._shares(list(by_device))
-                    futures = [
-                        pool.submit(self._stage, device, pieces, shares[device]) for device, pieces in by_device.items()
-                    ]
+                    shares = self._shares(devices)
+                    futures = [pool.submit(self._stage, device, pieces, shares[device]) for device, pieces in devices.items()]
                     counts = [future.result() for future in futures]
                     running.bytes = sum(changed for changed, _ in counts)
                     running.fields["in_window"] = sum(left for _, left in counts)
@@ -244,82 +247,46 @@ class Resident:
             self._failure = error
 
     def _plan(
-        self,
-        pid: int,
-        number: int,
-        pairs: Sequence[tuple[Allocation, int]],
-        machinery: Machinery,
-        parent: Parent | None,
+        self, pid: int, number: int, pairs: Sequence[Taken], machinery: Machinery, parent: Parent | None
     ) -> _Process:
-        key = str(self.look.pids[pid])
-        before = parent.space("device", key) if parent else None
-        regions = [Region(one.address, one.size, one.address, 3, 0, kind="device", name=one.device) for one, _ in pairs]
-        capture = SpaceCapture.make("device", key, 0, regions, before, stream=number % machinery.streams)
-        extents = np.array([(one.address, one.size // PAGE) for one, _ in pairs], EXTENT)
-        plan = plan_cells(capture.regions, extents)
-        handles = self._worker.new_handles(len(pairs))
-        pieces, first = [], 0
-        for handle, (one, descriptor) in zip(handles, pairs, strict=True):
-            cells = one.size // CELL_BYTES
-            pieces.append(_Piece(handle, one, descriptor, first, cells))
-            first += cells
-        if first != len(plan) or (plan.length != CELL_BYTES).any():
-            raise DumpFailed("an allocation does not consist of whole cells")
-        sink = machinery.pipeline.space(capture.stream, plan, capture.regions, capture.known)
-        words = np.zeros((len(plan), 2), np.uint64)
-        nothing = np.full(len(plan), NOWHERE, np.int64)
-        devices = [piece.allocation.device for piece in pieces for _ in range(piece.cells)]
-        return _Process(pid, capture, plan, sink, pieces, words, nothing.copy(), nothing, devices)
+        stream = number % machinery.streams
+        cells = plan_process(pid, str(self.look.pids[pid]), pairs, self._worker, parent, stream=stream)
+        sink = machinery.pipeline.space(stream, cells.plan, cells.capture.regions, cells.capture.known)
+        devices = [piece.allocation.device for piece in cells.pieces for _ in range(piece.cells)]
+        return _Process(cells, sink, np.full(len(cells.plan), NOWHERE, np.int64), devices)
 
-    def _fingerprint(self, device: str, pieces: Sequence[tuple[_Process, _Piece]], seed: int) -> int:
-        own = [piece for _, piece in pieces]
-        self._worker.map(
-            device,
-            [one.handle for one in own],
-            [one.allocation.size for one in own],
-            [one.descriptor for one in own],
-        )
-        words = self._worker.fingerprints(device, [one.handle for one in own], seed)
-        at = 0
-        for process, piece in pieces:
-            process.words[piece.first : piece.first + piece.cells] = words[at : at + piece.cells]
-            at += piece.cells
-        return at * CELL_BYTES
-
-    @staticmethod
-    def _compare(process: _Process) -> None:
-        """Which cells are as the parent has them."""
-        known = process.capture.known
-        candidates = known.find(process.plan.key)
-        if not len(known.key):
-            return
-        there = known.fingerprint[np.maximum(candidates, 0)].view(np.uint64).reshape(-1, 2)
-        same = (candidates >= 0) & (there == process.words).all(axis=1)
-        process.row[same] = candidates[same]
-
-    def _shares(self, devices: Sequence[str]) -> dict[str, tuple[int, int]]:
+    def _shares(self, devices: Mapping[str, Sequence[tuple[ProcessCells, Piece]]]) -> dict[str, tuple[int, int]]:
         """Each GPU's part of the host region: where, and how large."""
         assert self._region is not None
-        each = (self._region.size // CELL_BYTES - _RING) // len(devices) * CELL_BYTES
-        return {device: (_RING * CELL_BYTES + number * each, each) for number, device in enumerate(devices)}
+        free = self._worker.begin(list(devices))
+        short = {}
+        for device, pieces in devices.items():
+            changed = sum(int(process.changed(piece).sum()) for process, piece in pieces)
+            short[device] = max(0, changed - spare_room(free[device]) // CELL_BYTES)
+        at, shares = _RING, {}
+        for device, cells in divide(self._region.size // CELL_BYTES - _RING, short).items():
+            shares[device] = (at * CELL_BYTES, cells * CELL_BYTES)
+            at += cells
+        return shares
 
-    def _stage(self, device: str, pieces: Sequence[tuple[_Process, _Piece]], share: tuple[int, int]) -> tuple[int, int]:
-        masks = [process.row[piece.first : piece.first + piece.cells] < 0 for process, piece in pieces]
+    def _stage(self, device: str, pieces: Sequence[tuple[ProcessCells, Piece]], share: tuple[int, int]) -> tuple[int, int]:
+        masks = [process.changed(piece) for process, piece in pieces]
         mask = np.concatenate(masks)
         if not mask.any():
             return 0, 0
         places = self._worker.stage(device, [piece.handle for _, piece in pieces], mask, *share)
+        by_pid = {process.cells.pid: process for process in self._processes}
         at = 0
-        for (process, piece), own in zip(pieces, masks, strict=True):
+        for (cells, piece), own in zip(pieces, masks, strict=True):
             some = int(own.sum())
-            process.place[piece.first : piece.first + piece.cells][own] = places[at : at + some]
+            by_pid[cells.pid].place[piece.rows][own] = places[at : at + some]
             at += some
         return len(places) * CELL_BYTES, int((places == NOWHERE).sum()) * CELL_BYTES
 
     def _keep(self, process: _Process, machinery: Machinery, *, in_window: bool) -> None:
         """Hand changed cells to the pipeline: in the window those for which there was no room, after it those that were copied aside."""
         assert self._region is not None
-        changed = process.row < 0
+        changed = process.cells.row < 0
         rows = np.flatnonzero(changed & ((process.place == NOWHERE) == in_window))
         if not len(rows):
             return
@@ -327,13 +294,14 @@ class Resident:
         through = rows[in_window | (aside >= ON_DEVICE)]
         for row in rows[~(in_window | (aside >= ON_DEVICE))].tolist():
             self._hand_on(process, row, int(process.place[row]), machinery)
-        firsts = [piece.first for piece in process.pieces]
+        pieces = process.cells.pieces
+        firsts = [piece.first for piece in pieces]
         for device in dict.fromkeys(process.device):
             rows_there = [row for row in through.tolist() if process.device[row] == device]
             for at in range(0, len(rows_there), _RING):
                 some = rows_there[at : at + _RING]
                 if in_window:
-                    owners = [process.pieces[bisect_right(firsts, row) - 1] for row in some]
+                    owners = [pieces[bisect_right(firsts, row) - 1] for row in some]
                     cells = [(own.handle, (row - own.first) * CELL_BYTES) for own, row in zip(owners, some, strict=True)]
                 else:
                     cells = [(-1, int(process.place[row]) - ON_DEVICE) for row in some]
@@ -352,6 +320,15 @@ class Resident:
 
     # -- afterwards
 
+    def let_go(self) -> None:
+        """Have the worker unmap the job's memory, which is the job's to free now; what was copied aside stays."""
+        for device, pieces in by_device([process.cells for process in self._processes]).items():
+            with suppress(WorkerFailed):  # one that is gone has let go
+                self._worker.release(device, [piece.handle for _, piece in pieces])
+        for agent in self._told:
+            with suppress(IcecoreError):  # it has ended
+                agent.look(0.0)
+
     def store(self, machinery: Machinery) -> list[SpaceCapture]:
         """Hand all that was copied aside to the pipeline; the spaces.
 
@@ -360,10 +337,11 @@ class Resident:
         """
         for process in self._processes:
             self._keep(process, machinery, in_window=False)
-            process.sink.unchanged(process.row)
-            fingerprints = np.ascontiguousarray(process.words).view(FINGERPRINT).reshape(-1)
-            process.capture.add(Scanned(process.plan, process.sink, ScanResult(fingerprints, process.row)))
-        return [process.capture for process in self._processes]
+            cells = process.cells
+            process.sink.unchanged(cells.row)
+            fingerprints = np.ascontiguousarray(cells.words).view(FINGERPRINT).reshape(-1)
+            cells.capture.add(Scanned(cells.plan, process.sink, ScanResult(fingerprints, cells.row)))
+        return [process.cells.capture for process in self._processes]
 
     def describe(self, images: Mapping[int, int]) -> dict[str, str]:
         """What a restore needs to know, for the manifest's ``extra`` (docs/format.md)."""

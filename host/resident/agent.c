@@ -23,6 +23,7 @@
 #define TICK_PARKED_MILLISECONDS 50
 #define FROZEN_NANOSECONDS 500000000ll
 #define START_NANOSECONDS 5000000000ll /* on a machine that is busy */
+#define LONGEST_LOOK_NANOSECONDS 10000000000ull
 #define STACK ((size_t)1 << 20)
 
 static pthread_mutex_t start_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -73,6 +74,7 @@ static int park(const struct resident_message *wanted, struct resident_message *
 {
 	if (state == RESIDENT_UNMAPPED)
 		return EALREADY;
+	allocations_looked_at(0);
 	int error = park_begin(now() + (int64_t)wanted->nanoseconds, (int64_t)wanted->requested, answer);
 	if (error == 0 || error == EAGAIN)
 		state = RESIDENT_PARKED;
@@ -217,6 +219,9 @@ static void serve(int from)
 		}
 		answer.result = state == RESIDENT_UNMAPPED ? EINVAL : holding_renew() ? 0 : ENOTCONN;
 		pthread_mutex_unlock(&table_lock);
+		break;
+	case AGENT_LOOK:
+		allocations_looked_at((int64_t)(wanted.nanoseconds < LONGEST_LOOK_NANOSECONDS ? wanted.nanoseconds : LONGEST_LOOK_NANOSECONDS));
 		break;
 	default:
 		answer.result = EINVAL;

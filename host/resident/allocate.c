@@ -18,7 +18,7 @@ static struct device {
 } devices[DEVICES]; /* under table_lock */
 
 static uint64_t next_identity = 1;
-static int64_t last_fork = -CHILD_NANOSECONDS;
+static int64_t last_fork = -CHILD_NANOSECONDS, looked_until;
 static uint64_t free_clock; /* under table_lock; orders what is deferred by when its wait can have begun */
 
 static struct allocation_properties properties_of(CUdevice device, bool rdma)
@@ -151,22 +151,32 @@ void allocations_forked(void)
 	__atomic_store_n(&last_fork, now(), __ATOMIC_RELAXED);
 }
 
-/* It has the descriptors that are kept since a window until it has begun to run: what was freed meanwhile is not free yet. */
-static bool child_may_hold_memory(void)
+void allocations_looked_at(int64_t nanoseconds)
 {
-	return __atomic_load_n(&counts.windows, __ATOMIC_RELAXED) && now() - __atomic_load_n(&last_fork, __ATOMIC_RELAXED) < CHILD_NANOSECONDS;
+	__atomic_store_n(&looked_until, nanoseconds ? now() + nanoseconds : 0, __ATOMIC_RELAXED);
+}
+
+/* What was freed meanwhile is not free yet: a child has the descriptors that are kept since a window until it has begun to run, who looks at memory has it mapped. */
+static bool others_may_hold_memory(void)
+{
+	int64_t time = now();
+
+	return time < __atomic_load_n(&looked_until, __ATOMIC_RELAXED) ||
+	       (__atomic_load_n(&counts.windows, __ATOMIC_RELAXED) && time - __atomic_load_n(&last_fork, __ATOMIC_RELAXED) < CHILD_NANOSECONDS);
 }
 
 CUresult create_physical(CUhandle *out, size_t size, const struct allocation_properties *properties)
 {
 	const struct driver *d = driver();
+	bool held = others_may_hold_memory(); /* asked first: what they let go of after that is found */
 	CUresult result = d->cuMemCreate(out, size, properties, 0);
 	CUcontext context;
 
 	if (result == CUDA_ERROR_OUT_OF_MEMORY && !d->cuCtxGetCurrent(&context) && context && release_all_deferred(context))
 		result = d->cuMemCreate(out, size, properties, 0);
-	while (result == CUDA_ERROR_OUT_OF_MEMORY && child_may_hold_memory()) {
+	while (result == CUDA_ERROR_OUT_OF_MEMORY && held) {
 		nanosleep(&(struct timespec){0, 1000000}, NULL);
+		held = others_may_hold_memory();
 		result = d->cuMemCreate(out, size, properties, 0);
 	}
 	return result;
@@ -420,6 +430,7 @@ void allocations_of_child(void)
 {
 	next_identity = 1;
 	free_clock = 0;
+	looked_until = 0;
 	memset(devices, 0, sizeof devices);
 	table_clear();
 }

@@ -209,6 +209,17 @@ class Agent(_Speaker):
         if answer.result:
             raise ResidentFailed(f"the keeper of process {self.pid} does not have its memory", answer.result)
 
+    def look(self, seconds: float) -> None:
+        """For so long, 10 s at most, somebody will have parts of its memory mapped although it runs: what it frees meanwhile may not be free at once,
+        and an allocation that finds none waits. 0: no more.
+
+        Raises:
+            ResidentFailed: Also with the code EINVAL: its preload is older, and its allocations would fail.
+        """
+        answer = self._ask(Message(Operation.AGENT_LOOK, nanoseconds=_ns(seconds)))
+        if answer.result:
+            raise ResidentFailed(f"the memory of process {self.pid} cannot be looked at while it runs", answer.result)
+
     @property
     def _path(self) -> Path:
         return self.directory / f"agent-{self.pid}"
@@ -310,6 +321,29 @@ class Keeper(_Speaker):
             return found
 
         return sorted(self._spoken(ask), key=lambda pair: pair[0].address)
+
+    def fetch(self, token: bytes, identities: Sequence[int]) -> dict[int, int]:
+        """Duplicates of some of its descriptors by identity, the caller's to close. What it does not hold (any more) is left out."""
+
+        def ask() -> dict[int, int]:
+            found: dict[int, int] = {}
+            try:
+                with _connected(self._path, _ANSWER_SECONDS) as connection:
+                    for identity in identities:
+                        message = Message(Operation.KEEPER_FETCH, token=token, identity=identity)
+                        send(connection, message, version=self.version)
+                        answer, descriptor = receive(connection)
+                        if descriptor >= 0:
+                            found[identity] = descriptor
+                        elif answer.result != ENOENT:
+                            raise ResidentFailed(f"the keeper {self._path} refused", answer.result or EPROTO)
+            except BaseException:
+                for descriptor in found.values():
+                    os.close(descriptor)
+                raise
+            return found
+
+        return self._spoken(ask)
 
     def put(self, allocation: Allocation, descriptor: int) -> None:
         """Have it hold a descriptor (of which the caller keeps its own) for a process that will come back."""

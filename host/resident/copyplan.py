@@ -60,6 +60,19 @@ def runs(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
     return [(int(first), int(end - first)) for first, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
+def divide(cells: int, short: Mapping[str, int]) -> dict[str, int]:
+    """Each device's part of the host's cells: what it is short of, or its share of that where there are too few; what is left over evenly.
+
+    Args:
+        cells: How many there are.
+        short: By device, how many of its changed cells have no room on it.
+    """
+    total = sum(short.values())
+    parts = {device: some if total <= cells else some * cells // total for device, some in short.items()}
+    left = cells - sum(parts.values())
+    return {device: part + left // len(parts) for device, part in parts.items()}
+
+
 def plan_copies(
     masks: Mapping[int, npt.NDArray[np.bool_]], *, device_room: int, host_room: int, streams: int
 ) -> CopyPlan:

@@ -7,6 +7,7 @@ import errno
 import json
 import mmap
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -122,7 +123,9 @@ class FakeMemory:
         how = self._asked(call)
         if how == "die":
             os._exit(9)
-        if how:
+        if how == "slow":
+            time.sleep(0.5)
+        elif how:
             raise MemoryFailed(f"{call}: {how}")
 
     def _asked(self, what: str) -> str:

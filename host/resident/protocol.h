@@ -36,6 +36,7 @@ enum agent_operation {
 	AGENT_GO = 69,     /* -> result */
 	AGENT_LEASE = 70,  /* lease -> result */
 	AGENT_REFRESH = 71, /* -> result: every descriptor is exported anew and handed to the keeper */
+	AGENT_LOOK = 72, /* nanoseconds -> result: for so long (0: no more) a client has memory mapped at times: allocations that find none wait */
 	AGENT_END = 95,
 };
 

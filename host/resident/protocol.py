@@ -47,6 +47,7 @@ class Operation(IntEnum):
     AGENT_GO = 69
     AGENT_LEASE = 70
     AGENT_REFRESH = 71
+    AGENT_LOOK = 72
     AGENT_END = 95
 
 

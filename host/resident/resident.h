@@ -74,13 +74,14 @@ void interposition_of_child(void);
 /* allocate.c */
 const uint8_t *device_uuid(CUdevice device);
 bool device_usable(CUdevice device); /* not under table_lock, as the next */
-CUresult create_physical(CUhandle *out, size_t size, const struct allocation_properties *properties); /* waits for what a child still holds */
+CUresult create_physical(CUhandle *out, size_t size, const struct allocation_properties *properties); /* waits for what others still hold */
 uint64_t new_identity(void);                                                                        /* under table_lock */
 void devices_again(void); /* after a restore, which may have been onto other GPUs */
 CUresult set_access(const struct allocation *what);
 void defer(struct allocation *what); /* under table_lock, as the next */
 void release_deferred(CUcontext context, uint64_t until); /* of what was deferred until then; the context has been synchronised since */
 void allocations_forked(void); /* in the parent */
+void allocations_looked_at(int64_t nanoseconds); /* by a client, for so long; 0: no more */
 void allocations_of_child(void);
 
 /* handles.c */

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +19,9 @@ from icecore.dumper.options import DumpOptions
 from icecore.errors import IcecoreError, WindowExceeded
 from icecore.events import Event
 from icecore.host.criu import find_criu
+from icecore.host.resident import client
 from icecore.host.resident.client import Agent, State
+from icecore.host.resident.protocol import Operation
 from icecore.store.faulty import FaultyBackend, Outcome
 from tests.dumper.failing import members
 from tests.dumper.world import Events, Store, leftovers, standing, until_clean
@@ -26,6 +29,7 @@ from tests.dumper.world import Events, Store, leftovers, standing, until_clean
 from . import job as program
 from .joined import Job
 from .machine import MIB, Machine, until, uuid_of
+from .test_restore import bring_back
 
 pytestmark = [pytest.mark.criu, pytest.mark.timeout(120)]
 
@@ -251,6 +255,98 @@ def test_staging(store: Store, launch: Launch, joined: Machine, room: int | None
     assert end["in_window"] == (0 if room is None else job.resident - room)
     runs_on(job, store)
     assert 0 <= result.sizes.device - 7 * job.resident // 8 < MIB
+
+
+def rewrite(job: Job, gpus: tuple[int, ...]) -> dict[int, bytes]:
+    """As a kernel of the job would: all but the first cell of each buffer, where its steps are; by address what is there now."""
+    written = {}
+    for held in job.machine.keeper.processes():
+        for one, descriptor in job.machine.keeper.take(held.token):
+            if one.device in map(uuid_of, gpus):
+                written[one.address] = program.fresh(100 + len(written), one.size // MIB - 1)
+                os.pwrite(descriptor, written[one.address], MIB)
+            os.close(descriptor)
+    return written
+
+
+@pytest.mark.parametrize("gpus", [(0, 1), (0,)])
+def test_what_changes_unforeseen_finds_room(store: Store, launch: Launch, joined: Machine, gpus: tuple[int, ...]) -> None:
+    """On whichever GPU, although nearly nothing had changed in the parent."""
+    job = launch(gpus=(0, 1), mib=12, buffers=4)
+    for _ in range(2):
+        store.dump(job.pid)
+    written = rewrite(job, gpus)
+    events = Events()
+    result = store.dump(job.pid, DumpOptions(stop=True, staging_bytes=4 * MIB), events=events)
+    ends = {event.name: event.fields for event in events.all if event.fields.get("state") == "end"}
+    changed = sum(map(len, written.values()))
+    assert changed == len(gpus) * 2 * 11 * MIB
+    prepared = ends["dump.resident.prepare"]
+    assert prepared["looked"] == job.resident and 0 <= prepared["changed"] - changed <= job.buffers * MIB
+    assert (prepared["pinned"] - 32 * MIB < job.resident) == (gpus == (0,))
+    assert ends["dump.resident.copy"]["in_window"] == 0 and ends["dump.resident.copy"]["bytes"] >= changed
+    job.reap()
+    bring_back(store, result.snapshot)
+    [held] = joined.keeper.processes()
+    found = {}
+    for one, descriptor in joined.keeper.take(held.token):
+        found[one.address] = os.pread(descriptor, one.size, MIB)
+        os.close(descriptor)
+    assert {address: found[address] for address in written} == written
+    job.goes_on()
+
+
+@pytest.mark.parametrize("why", ["map", "older preload"])
+def test_a_look_that_fails_costs_no_snapshot(
+    store: Store, launch: Launch, joined: Machine, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then there is room for as much as changed in the parent, and the rest is stored in the window."""
+    job = launch(gpus=(0, 1), mib=8, buffers=4)
+    for _ in range(2):
+        store.dump(job.pid)
+    written = rewrite(job, (0, 1))
+    if why == "older preload":
+        operations = {one.name: one for one in Operation} | {"AGENT_LOOK": 80}  # which this one does not know either
+        monkeypatch.setattr(client, "Operation", SimpleNamespace(**operations))
+    else:
+        fault(joined, f"worker-faults/{why}", "fails")
+    events = Events()
+    result = store.dump(job.pid, DumpOptions(staging_bytes=4 * MIB), events=events)
+    ends = {event.name: event.fields for event in events.all if event.fields.get("state") == "end"}
+    assert ("Invalid argument" if why == "older preload" else f"{why}: fails") in str(ends["dump.resident.prepare"]["not_looked"])
+    assert "looked" not in ends["dump.resident.prepare"]
+    assert 0 < ends["dump.resident.copy"]["in_window"] < ends["dump.resident.copy"]["bytes"]
+    runs_on(job, store)
+    recorded = store.read(result.snapshot)
+    stored = dict(recorded.runs(recorded.space("device", str(job.pid))))
+    assert sum(map(len, stored.values())) >= sum(map(len, written.values())) * 3 // 4
+
+
+def test_a_worker_that_dies_as_it_looks(store: Store, launch: Launch, joined: Machine) -> None:
+    job = launch()
+    store.dump(job.pid)
+    fault(joined, "worker-faults/fingerprints", "die")
+    with pytest.raises(IcecoreError, match="worker ended"):
+        store.dump(job.pid)
+    runs_on(job, store)
+    store.dump(job.pid)
+    runs_on(job, store)
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_what_is_freed_while_the_dump_stores_is_free(store: Store, launch: Launch, joined: Machine, stop: bool) -> None:
+    """The worker has let go of it; nobody is asked who stands still."""
+    job = launch(gpus=(0, 1))
+    held = []
+
+    def hook(event: Event) -> None:
+        for pid in members(store.workdir, "icecore.host.resident.worker"):
+            held.append([line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if f"{joined.cuda}/gpu" in line])
+
+    began = time.monotonic()
+    store.dump(job.pid, DumpOptions(stop=stop), events=Events({("dump.store", "begin"): hook, ("dump.resident.copy", "end"): hook}))
+    assert [bool(some) for some in held] == [True, False]
+    assert time.monotonic() - began < 9.0
 
 
 def test_a_process_without_a_keeper(store: Store, launch: Launch, joined: Machine) -> None:

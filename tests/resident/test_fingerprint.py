@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from icecore.host.resident.copyplan import LARGEST, To, plan_copies, runs
+from icecore.host.resident.copyplan import LARGEST, To, divide, plan_copies, runs
 from icecore.host.resident.fingerprint import CELL, KERNEL_SOURCE, changed, reference
 
 SEED = 0xFEDCBA9876543210
@@ -138,3 +138,11 @@ def test_every_changed_cell_is_placed_once_or_said_to_be_left(
 def test_runs() -> None:
     assert runs(np.array([True, True, False, True])) == [(0, 2), (3, 1)]
     assert runs(np.zeros(3, np.bool_)) == []
+
+
+@pytest.mark.parametrize(
+    ("short", "parts"),
+    [({"a": 0}, {"a": 100}), ({"a": 70, "b": 0}, {"a": 85, "b": 15}), ({"a": 300, "b": 100, "c": 0}, {"a": 75, "b": 25, "c": 0})],
+)
+def test_host_memory_goes_to_who_is_short_of_it(short: dict[str, int], parts: dict[str, int]) -> None:
+    assert divide(100, short) == parts

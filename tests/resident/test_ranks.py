@@ -50,6 +50,8 @@ def test_a_lineage(store: Store, launch: Launch, joined: Machine, mode: str, how
             assert in_use(joined) == job.resident + MIB
         [end] = [event.fields for event in events.named("dump.resident.copy") if event.fields["state"] == "end"]
         assert end["bytes"] == job.resident if number == 0 else end["bytes"] < job.resident
+        [end] = [event.fields for event in events.named("dump.resident.prepare") if event.fields["state"] == "end"]
+        assert end.get("looked") == (job.resident if number else None), end
         [end] = [event.fields for event in events.named("dump.gpu.checkpoint") if event.fields["state"] == "end"]
         assert end["bytes"] == MIB, "two small allocations: nothing shared is left for the driver"
     manifest = store.read(snapshots[0]).manifest

@@ -1,0 +1,154 @@
+"""How much of resident memory has changed, found while the job runs, so that there is host memory for it in the window; rule: the job gets all that it frees.
+
+Mapped memory is not free when its owner frees it. So it is mapped in portions, for some `_PORTION_SECONDS` each, and announced to the processes: an allocation
+that finds no memory waits meanwhile (the preload's `AGENT_LOOK`). What is found is a lower bound, because the job goes on writing.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from icecore.dumper.parent import Parent
+from icecore.dumper.resident_cells import Piece, ProcessCells, by_device, fingerprint, plan_process
+from icecore.errors import IcecoreError
+from icecore.host.resident.client import Agent, Keeper
+from icecore.host.resident.sharing import Taken, find_shares
+from icecore.host.resident.working import Worker
+from icecore.store.cell import CELL_BYTES
+
+#: How long a portion is mapped at most, where GPUs are as fast as they were for the last one; how long the look goes on; how long it may hold up allocations.
+_PORTION_SECONDS, _SECONDS, _MOST_SECONDS = 0.1, 2.0, 10.0
+#: The first portion, and by how much one may be larger than the last. Bytes.
+_FIRST_PORTION, _GROWTH = 1 << 30, 8
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a look found.
+
+    Attributes:
+        looked: Bytes that were fingerprinted.
+        changed: By GPU, bytes that are not as the parent has them, or that it does not have.
+    """
+
+    looked: int
+    changed: Mapping[str, int]
+
+
+def look_for_changes(
+    worker: Worker, place: Path, agents: Mapping[int, Agent], tokens: Mapping[int, bytes], parent: Parent, seed: int
+) -> Found:
+    """Fingerprint what the parent has, while the processes run.
+
+    Args:
+        worker: Ready on all GPUs.
+        place: The keeper's directory.
+        agents, tokens: The processes', by pid.
+        seed: The lineage's, for fingerprints.
+
+    Raises:
+        IcecoreError: It cannot be done; the processes go on, and nothing is mapped unless the worker hangs.
+    """
+    keeper = Keeper(place)
+    until = time.monotonic() + _SECONDS
+    with _announced(agents.values()):
+        pairs = _owned(keeper, tokens)
+        processes = [plan_process(pid, str(agents[pid].pid), pairs[pid], worker, parent) for pid in sorted(pairs)]
+        devices = by_device(processes)
+        if not devices:
+            return Found(0, {})
+        with ThreadPoolExecutor(len(devices), "look") as pool:
+            futures = {
+                device: pool.submit(_look_at, worker, keeper, tokens, device, pieces, seed, until)
+                for device, pieces in devices.items()
+            }
+    found = {device: future.result() for device, future in futures.items()}
+    return Found(sum(looked for looked, _ in found.values()), {device: changed for device, (_, changed) in found.items()})
+
+
+@contextmanager
+def _announced(agents: Collection[Agent]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for agent in agents:
+            stack.callback(_not_any_more, agent)
+            agent.look(_MOST_SECONDS)
+        yield
+
+
+def _not_any_more(agent: Agent) -> None:
+    with suppress(IcecoreError):  # it ends by itself, too
+        agent.look(0.0)
+
+
+def _owned(keeper: Keeper, tokens: Mapping[int, bytes]) -> dict[int, list[Taken]]:
+    """What each process has, of what several have one's; the descriptors, which told that, are closed."""
+    with ExitStack() as stack:
+        taken: dict[int, list[Taken]] = {}
+        for pid, token in tokens.items():
+            taken[pid] = keeper.take(token)
+            for _, descriptor in taken[pid]:
+                stack.callback(os.close, descriptor)
+        return find_shares(taken).owned
+
+
+def _look_at(
+    worker: Worker,
+    keeper: Keeper,
+    tokens: Mapping[int, bytes],
+    device: str,
+    pieces: Sequence[tuple[ProcessCells, Piece]],
+    seed: int,
+    until: float,
+) -> tuple[int, int]:
+    """One GPU's part: bytes looked at, and changed."""
+    known = [(process, piece) for process, piece in pieces if process.known(piece)]
+    changed = sum(piece.cells for process, piece in pieces if not process.known(piece))
+    looked, portion = 0, _FIRST_PORTION
+    while known and time.monotonic() < until:
+        some: list[tuple[ProcessCells, Piece]] = []
+        size = 0
+        while known and (not some or size + known[-1][1].allocation.size <= portion):
+            some.append(known.pop())
+            size += some[-1][1].allocation.size
+        began = time.monotonic()
+        there = _mapped_for_a_moment(worker, keeper, tokens, device, some, seed)
+        rate = size / max(time.monotonic() - began, 1e-6)
+        portion = min(int(rate * _PORTION_SECONDS), _GROWTH * max(size, portion))
+        for process, piece in there:
+            process.compare(piece.rows)
+            looked += piece.cells
+            changed += int(process.changed(piece).sum())
+    return looked * CELL_BYTES, changed * CELL_BYTES
+
+
+def _mapped_for_a_moment(
+    worker: Worker,
+    keeper: Keeper,
+    tokens: Mapping[int, bytes],
+    device: str,
+    pieces: Sequence[tuple[ProcessCells, Piece]],
+    seed: int,
+) -> list[tuple[ProcessCells, Piece]]:
+    """Fingerprint these; those that were still there."""
+    with ExitStack() as stack:
+        held: dict[int, dict[int, int]] = {}
+        for pid in {process.pid for process, _ in pieces}:
+            wanted = [piece.allocation.identity for process, piece in pieces if process.pid == pid]
+            held[pid] = keeper.fetch(tokens[pid], wanted)
+            for descriptor in held[pid].values():
+                stack.callback(os.close, descriptor)
+        there = []
+        for process, piece in pieces:
+            piece.descriptor = held[process.pid].get(piece.allocation.identity, -1)
+            if piece.descriptor >= 0:
+                there.append((process, piece))
+        if there:
+            stack.callback(worker.release, device, [piece.handle for _, piece in there])
+            fingerprint(worker, device, there, seed)
+        return there
