@@ -3,7 +3,8 @@
     python -m tests.realgpu.resident FOLDER [--gib 16] [--part PART ...] [--gpus 2]
 
 Parts: ``lineage`` (three snapshots, two restores), ``held`` (stopped, and brought back from memory that stayed on the GPU), ``driver`` (the same
-training without the preload, for comparison); and, only by itself, ``ranks``: DDP on so many GPUs, whose ranks have each other's memory (NCCL's P2P).
+training without the preload, for comparison); and, only by themselves, ``ranks``: DDP on so many GPUs, whose ranks have each other's memory (NCCL's P2P);
+``stress``: many snapshots of a job that never rests (`tests.realgpu.hammer`).
 Preload and keeper must have been built (``tools/test-gpu --build``).
 """
 
@@ -14,6 +15,7 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import icecore
@@ -103,6 +105,32 @@ def driver(lab: Resident) -> None:
     lab.lab.kill(restored.pid)
 
 
+def stress(lab: Lab, dumps: int) -> None:
+    """So many snapshots of a job that never rests, one after the other; killed, and brought back from the last and from one in the middle."""
+    out = lab.folder / "rounds"
+    pid = lab.plain(str(HERE / "hammer.py"), "--out", str(out), environment=lab.resident())
+
+    def right(more: int) -> list[int]:
+        found = wait_lines(out, len(lines(out)) + more, lab.logs)
+        assert not [line for line in found if not line.isdecimal()], found[-1]
+        return [int(line) for line in found]
+
+    while not right(5)[-1]:
+        pass
+    taken = []
+    for number in range(dumps):
+        before = right(1)[-1]
+        taken.append(lab.dump(pid).snapshot)
+        while right(1)[-1] == before:
+            pass
+        print(f"  {number + 1} of {dumps}: {right(1)[-1]} rounds, every buffer right", flush=True)
+    lab.kill(pid)
+    for snapshot, mode in ((taken[-1], "lazy"), (taken[len(taken) // 2], "full")):
+        restored = lab.restore(snapshot, mode=mode)
+        assert right(20)[-1] > right(1)[0]
+        lab.kill(restored.pid)
+
+
 RANK_STEPS = 2500
 
 
@@ -173,16 +201,16 @@ def shared(job: icecore.Job, gpus: int) -> None:
     assert having == gpus
 
 
-def of_ranks(folder: Path, gpus: int, gib: float) -> int:
-    """That part by itself."""
+def alone(folder: Path, gpus: int, name: str, part: Callable[[Lab], None]) -> int:
+    """A part by itself."""
     why = lack(gpus, "torch")
     if why:
         print(f"skipped: {why}")
         return 0
     lab = Lab(folder)
     try:
-        print("== ranks", flush=True)
-        ranks(lab, gpus, gib)
+        print(f"== {name}", flush=True)
+        part(lab)
     except BaseException:
         for path in sorted((folder / "state").glob("**/std*.log")):
             print(f"-- {path}\n{path.read_text(errors='replace')[-4000:]}", flush=True)
@@ -199,7 +227,8 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("folder", nargs="?", default="")
     parser.add_argument("--gib", type=float, default=16.0)
-    parser.add_argument("--part", action="append", default=[], help="lineage, held, driver; or ranks, by itself")
+    parser.add_argument("--part", action="append", default=[], help="lineage, held, driver; or ranks, or stress, by itself")
+    parser.add_argument("--dumps", type=int, default=100, help="of stress")
     arguments = parser.parse_args()
     why = lack(1, "torch")
     if why:
@@ -208,7 +237,9 @@ def main() -> int:
     folder = Path(arguments.folder or tempfile.mkdtemp(prefix="icecore-gpu-"))
     folder.mkdir(parents=True, exist_ok=True)
     if arguments.part == ["ranks"]:
-        return of_ranks(folder, arguments.gpus, arguments.gib)
+        return alone(folder, arguments.gpus, "ranks", lambda lab: ranks(lab, arguments.gpus, arguments.gib))
+    if arguments.part == ["stress"]:
+        return alone(folder, 1, "stress", lambda lab: stress(lab, arguments.dumps))
     lab = Resident(folder, arguments.gib)
     try:
         for name in arguments.part or ("lineage", "held", "driver"):

@@ -16,7 +16,7 @@ from icecore.host.resident.client import Keeper
 from .conftest import needs
 from .first import TRAIN, reference
 from .jobs import HERE, Lab, lines, same, wait_lines
-from .resident import Resident, held, ranks
+from .resident import Resident, held, ranks, stress
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -91,6 +91,11 @@ def test_memory_that_stayed(tmp_path: Path) -> None:
 def test_ranks_that_have_each_others_memory(gpus: int, lab: Lab) -> None:
     needs(gpus, "torch")
     ranks(lab, gpus, 1.0)
+
+
+def test_a_job_that_never_rests(lab: Lab) -> None:
+    needs(1, "torch")
+    stress(lab, 10)
 
 
 def test_training_under_run_gpu(lab: Lab) -> None:
