@@ -48,7 +48,7 @@ class Devices:
         lock_seconds: How long a process's submitted work may take to end.
         emit: Gets the ``dump.gpu.…`` phases.
         resident: Their resident memory, where they have some.
-        huge_pages: Have the driver's mappings be of huge pages.
+        populate: Make the driver's mappings for it.
 
     Attributes:
         pids: The processes with CUDA state. Host pids.
@@ -63,14 +63,14 @@ class Devices:
         lock_seconds: float,
         emit: Sink,
         resident: Resident | None = None,
-        huge_pages: bool = True,
+        populate: bool = True,
     ) -> None:
         self._look = look
         self._guard = guard
         self._word = word
         self._lock_seconds = lock_seconds
         self._emit = emit
-        self._huge_pages = huge_pages
+        self._populate = populate
         self._touched = False
         self.pids: list[int] = []
         self.ranges: dict[int, list[tuple[int, int]]] = {}
@@ -135,7 +135,7 @@ class Devices:
             self._lock()
             before = {pid: procfs.read_maps(pid) for pid in self.pids}
             with phase(self._emit, "dump.gpu.checkpoint") as running:
-                done, failed = self._helper.checkpoint(self.pids, huge_pages=self._huge_pages)
+                done, failed = self._helper.checkpoint(self.pids, populate=self._populate)
                 self._raise(failed, "checkpointed")
                 if {one.placement for one in done.values()} - {Placement.PROCESS}:
                     raise DumpFailed(
@@ -143,10 +143,11 @@ class Devices:
                     )
                 self.ranges = {pid: procfs.appeared(before[pid], procfs.read_maps(pid)) for pid in self.pids}
                 running.bytes = sum(end - start for ranges in self.ranges.values() for start, end in ranges)
-                running.fields["huge_bytes"] = sum(one.huge_bytes for one in done.values())
-                reasons = dict.fromkeys(one.not_huge for one in done.values() if one.not_huge)
+                running.fields["populated"] = sum(one.populated for one in done.values())
+                running.fields["huge"] = sum(one.huge for one in done.values())
+                reasons = dict.fromkeys(one.not_populated for one in done.values() if one.not_populated)
                 if reasons:
-                    running.fields["not_huge"] = "; ".join(reasons)
+                    running.fields["not_populated"] = "; ".join(reasons)
         except (DeviceError, NotFound, ResidentFailed) as error:
             raise DumpFailed(f"device memory cannot be captured: {error.message}", cure=error.cure) from error
 

@@ -362,7 +362,7 @@ class _Dump:
         if found.resident is not None:
             resident = Resident(found.resident, str(images), self.emit)
             self.stack.callback(resident.close)
-        devices = Devices(found.gpus, guard, str(images), self.options.gpu_lock, self.emit, resident, self.options.huge_pages)
+        devices = Devices(found.gpus, guard, str(images), self.options.gpu_lock, self.emit, resident, self.options.populate)
         self.stack.callback(devices.close)
         return devices
 

@@ -32,7 +32,7 @@ class DumpOptions:
         hook_seconds: What each of the two may take.
         gpu_shared: Processes of the tree that use the same GPU are known to share no memory by CUDA IPC.
         gpu_lock: Seconds that a GPU process's submitted work may take to end before the dump; more than one attempt is made.
-        huge_pages: Ask for huge pages for the mapping into which the driver moves device memory (`icecore.host.cuda.huge`).
+        populate: Make the mapping into which the driver moves device memory with all cores, of huge pages (`icecore.host.cuda.populate`).
         keep_resident: With ``stop``: leave resident device memory on its GPUs, for a restore from there (`RestoreOptions.from_resident`).
         criu_plugins: Directory of CRIU's plugins (``--libdir``), for AMD GPUs. Empty: none.
         link_rate: Bytes per second assumed between here and where the snapshot will be read; what codec trial optimises for. 0: the back end's default.
@@ -58,7 +58,7 @@ class DumpOptions:
     hook_seconds: float = 300.0
     gpu_lock: float = 10.0
     gpu_shared: bool = False
-    huge_pages: bool = True
+    populate: bool = True
     keep_resident: bool = False
     criu_plugins: str = ""
     link_rate: float = 0.0

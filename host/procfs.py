@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -268,24 +268,6 @@ def read_maps(pid: int, *, vm_flags: bool = False) -> list[Mapping]:
                 sets[words] = frozenset(words.decode().split())
             found.append(_mapping(head.groups(), sets[words]))
     return [mapping for mapping in found if mapping.path != "[vsyscall]"]
-
-
-def maps_lines(pid: int) -> frozenset[bytes]:
-    """The lines of /proc/PID/maps, for whoever looks often: what changed is cheaper to find before it is parsed.
-
-    Raises:
-        NotFound: There is no such process.
-        PermissionError: It may not be looked at.
-    """
-    with _process(pid), open(f"/proc/{pid}/maps", "rb") as file:
-        return frozenset(file.read().splitlines())
-
-
-def parse_maps(lines: Iterable[bytes]) -> list[Mapping]:
-    """Such lines in address order."""
-    none: frozenset[str] = frozenset()
-    found = [_mapping(fields, none) for fields in _MAPS_LINE.findall(b"\n".join(lines))]
-    return sorted(found, key=lambda mapping: mapping.start)
 
 
 def appeared(

@@ -26,6 +26,10 @@ _OPTION_SYSGOOD = 1
 _EVENT_STOP, _SYSGOOD = 128, 0x80
 _WALL = 0x40000000
 _NT_PRSTATUS = 1
+_GET_SYSCALL_INFO = 0x420E
+#: struct ptrace_syscall_info: which, and from its 24th byte on number and arguments, or the result.
+_CALL = struct.Struct("<B23x7Q")
+_ENTRY, _EXIT = 1, 2
 _REGISTERS_BYTES = 1024
 _SPIN_SECONDS, _POLL_SECONDS = 0.001, 0.0005
 
@@ -123,6 +127,32 @@ def _stopped(thread: int, seconds: float) -> int:
         else:  # a signal was just being delivered: it is, and then the thread stops
             request(CONT, thread, 0, stop.signal)
     return 0
+
+
+class SystemCall(NamedTuple):
+    """What a thread stands before, or after.
+
+    Attributes:
+        entered: It stands before the call.
+        number, arguments: Of the call, then.
+        result: What it returns otherwise; negative: an errno.
+    """
+
+    entered: bool
+    number: int = 0
+    arguments: tuple[int, ...] = ()
+    result: int = 0
+
+
+def system_call(thread: int) -> SystemCall | None:
+    """The system call of a thread that stands at one; None: it does not."""
+    buffer = ctypes.create_string_buffer(_CALL.size)
+    if ask(_GET_SYSCALL_INFO, thread, len(buffer), ctypes.addressof(buffer)) <= 0:
+        return None
+    kind, *words = _CALL.unpack(buffer.raw)
+    if kind == _ENTRY:
+        return SystemCall(entered=True, number=words[0], arguments=tuple(words[1:]))
+    return SystemCall(entered=False, result=ctypes.c_int64(words[0]).value) if kind == _EXIT else None
 
 
 def mask_of(thread: int) -> int | None:

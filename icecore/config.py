@@ -171,7 +171,7 @@ class DumpSettings:
     workdir: str = _setting("/dev/shm", TEXT)
     gpu_lock: float = _setting(10.0, SECONDS)
     gpu_shared: bool = _setting(False, SWITCH)
-    huge_pages: bool = _setting(True, SWITCH)
+    populate: bool = _setting(True, SWITCH)
     criu_plugins: str = _setting("", TEXT)
     before: str = _setting("", TEXT)
     after: str = _setting("", TEXT)

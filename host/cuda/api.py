@@ -41,13 +41,15 @@ class Checkpointed:
 
     Attributes:
         placement: Where.
-        huge_bytes: Of the mapping it is in, for which huge pages were asked for.
-        not_huge: Why not; empty: nothing went wrong (but the memory may be too little to ask).
+        populated: Bytes of the mapping it is in that were made ahead (`icecore.host.cuda.populate`).
+        huge: Of these, in huge pages.
+        not_populated: Why none were; empty: nothing was wrong (but the mapping may be too small).
     """
 
     placement: Placement
-    huge_bytes: int = 0
-    not_huge: str = ""
+    populated: int = 0
+    huge: int = 0
+    not_populated: str = ""
 
 
 class DeviceCheckpoint(Protocol):

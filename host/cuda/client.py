@@ -101,11 +101,11 @@ class Helper:
         return self._each("lock", {pid: {"seconds": seconds} for pid in pids})[1]
 
     def checkpoint(
-        self, pids: Iterable[int], *, huge_pages: bool = True
+        self, pids: Iterable[int], *, populate: bool = True
     ) -> tuple[dict[int, Checkpointed], dict[int, DeviceError]]:
-        """Checkpoint all, at once; where their memory is now, and those that could not be. ``huge_pages``: have the driver's mappings be of such."""
-        done, failed = self._each("checkpoint", {pid: {"huge_pages": huge_pages} for pid in pids})
-        return {pid: Checkpointed(Placement(placement), *huge) for pid, (placement, *huge) in done.items()}, failed
+        """Checkpoint all, at once; where their memory is now, and those that could not be. ``populate``: make the driver's mappings for it."""
+        done, failed = self._each("checkpoint", {pid: {"populate": populate} for pid in pids})
+        return {pid: Checkpointed(Placement(placement), *made) for pid, (placement, *made) in done.items()}, failed
 
     def restore(self, gpus: Mapping[int, Mapping[str, str]]) -> dict[int, DeviceError]:
         """Restore all, at once (pid → its pairs of GPUs); those that could not be."""

@@ -28,7 +28,7 @@ from icecore.errors import IcecoreError, NotFound
 from icecore.host import procfs
 from icecore.host.cuda.api import DeviceCheckpoint, DeviceError, IllegalState, State
 from icecore.host.cuda.backend import find_backend
-from icecore.host.cuda.huge import HugePages
+from icecore.host.cuda.populate import Populating
 from icecore.host.resident.client import Agent
 
 MESSAGE = 1 << 16
@@ -145,16 +145,16 @@ def in_parallel(work: Iterable[Callable[[], None]]) -> None:
         thread.join()
 
 
-def _checkpoint(api: DeviceCheckpoint, pid: int, *, huge_pages: bool) -> list[object]:
+def _checkpoint(api: DeviceCheckpoint, pid: int, *, populate: bool) -> list[object]:
     """The fields of `Checkpointed`."""
-    if not huge_pages:
+    if not populate:
         return [api.checkpoint(pid).value]
     thread = 0
     with suppress(DeviceError):
         thread = api.restore_thread(pid)
-    with HugePages(pid, thread) as huge:
+    with Populating(pid, thread) as made:
         placement = api.checkpoint(pid)
-    return [placement.value, huge.bytes, huge.why]
+    return [placement.value, made.bytes, made.huge, made.why]
 
 
 class _Server:
@@ -230,7 +230,7 @@ class _Server:
                     self._undo.running(pid)  # somebody else has it
                     raise
             case "checkpoint":
-                return _checkpoint(api, pid, huge_pages=request["huge_pages"])
+                return _checkpoint(api, pid, populate=request["populate"])
             case "restore":
                 api.restore(pid, request["gpus"])
             case "unlock":

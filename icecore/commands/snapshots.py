@@ -54,7 +54,7 @@ def add(commands: Commands) -> None:
         ("tcp", "connections that leave the tree: keep them, or have them closed at restore"),
         ("gpu_lock", "time that a process's work on its GPU may take to end, before another try"),
         ("gpu_shared", "processes of the tree that use the same GPU share no memory by CUDA IPC"),
-        ("huge_pages", "have the driver move device memory into huge pages, which is faster"),
+        ("populate", "make the memory into which the driver moves device memory with all cores, of huge pages"),
         ("criu_plugins", "directory of CRIU's plugins, for AMD GPUs"),
         ("link_rate", "bytes a second at which the snapshot will be read; decides how much to compress"),
         ("workdir", "directory on tmpfs for CRIU's images"),

@@ -19,9 +19,9 @@ from icecore.dumper.guard import GuardLost
 from icecore.dumper.options import DumpOptions
 from icecore.errors import DumpFailed, IcecoreError, PreflightRefused, StoreError, WindowExceeded
 from icecore.events import Event
-from icecore.host import procfs
+from icecore.host import limits, procfs
 from icecore.host.criu import find_criu
-from icecore.host.cuda import huge
+from icecore.host.cuda import populate
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import restore
 from icecore.store.faulty import FaultyBackend, Outcome
@@ -66,25 +66,23 @@ def test_three_snapshots_of_two_gpu_processes(store: Store, launch: Launch, worl
     assert events.named("dump.gpu.checkpoint")[1].fields["bytes"] == 2 * MIB << 20
 
 
-@pytest.mark.parametrize("huge_pages", [True, False])
-def test_the_drivers_mapping_is_of_huge_pages(huge_pages: bool, store: Store, launch: Launch, world: World) -> None:
-    if huge.setting() != "madvise":
-        pytest.skip("transparent huge pages are not there for those who ask")
-    if huge.free_bytes() < 4 * huge.SMALLEST:
-        pytest.skip("free memory is in small pieces")
-    target = launch(mib=huge.SMALLEST >> 20)
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_drivers_mapping_is_made_for_it(wanted: bool, store: Store, launch: Launch, world: World) -> None:
+    huge = limits.huge_pages() != "never" and populate.free_huge_bytes() > 4 * populate.SMALLEST
+    target = launch(mib=populate.SMALLEST >> 20)
     found: list[frozenset[str]] = []
 
     def look(_: Event) -> None:
         [memory] = [m for m in procfs.read_maps(target.pid, vm_flags=True) if m.start == fake_cuda.DEVICE]
-        assert memory.length == huge.SMALLEST
+        assert memory.length == populate.SMALLEST
         found.append(memory.vm_flags)
 
     events = Events({("dump.gpu.checkpoint", "end"): look})
-    snapshot = store.dump(target.pid, DumpOptions(stop=True, huge_pages=huge_pages), events=events).snapshot
+    snapshot = store.dump(target.pid, DumpOptions(stop=True, populate=wanted), events=events).snapshot
     [done] = [event.fields for event in events.named("dump.gpu.checkpoint") if event.fields["state"] == "end"]
-    assert done["huge_bytes"] == (huge.SMALLEST if huge_pages else 0) and "not_huge" not in done
-    assert [("hg" in flags) for flags in found] == [huge_pages]
+    assert done["populated"] == (populate.SMALLEST if wanted else 0) and "not_populated" not in done
+    assert done["huge"] == (populate.SMALLEST if wanted and huge else 0)
+    assert [("hg" in flags) for flags in found] == [wanted and huge and limits.huge_pages() == "madvise"]
     target.reap()
     for mode in ("full", "lazy"):
         restored = restore(store.repository, store.loop, snapshot, RestoreOptions(mode=mode), emit=Events())

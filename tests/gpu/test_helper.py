@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from icecore.host.cuda import huge
+from icecore.host.cuda import populate
 from icecore.host.cuda.api import HelperLost, IllegalState, LockTimeout, NotSupported, Placement, State
 from icecore.host.cuda.client import Helper, start_here
 
@@ -33,9 +33,11 @@ def test_free_memory_in_pieces_of_a_huge_page(tmp_path: Path, monkeypatch: pytes
         "Node 0, zone    DMA32    505    606    588    492    351    239    135     83     67     63    664 \n"
         "Node 0, zone   Normal  21692  33155  16579   9674   5959   2517   1497   1244   1263      0      2 \n"
     )
-    monkeypatch.setattr(huge, "_BUDDYINFO", tmp_path / "buddyinfo")
-    monkeypatch.setattr(huge, "huge_page_bytes", lambda: 512 * mmap.PAGESIZE)
-    assert huge.free_bytes() == (63 * 512 + 666 * 1024) * mmap.PAGESIZE
+    (tmp_path / "meminfo").write_text("MemFree:         1000 kB\nUnaccepted:      8192 kB\n")
+    monkeypatch.setattr(populate, "_BUDDYINFO", tmp_path / "buddyinfo")
+    monkeypatch.setattr(populate, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(populate, "huge_page_bytes", lambda: 512 * mmap.PAGESIZE)
+    assert populate.free_huge_bytes() == (63 * 512 + 666 * 1024) * mmap.PAGESIZE + (8 << 20)
 
 
 def test_a_round_of_two_processes_to_other_gpus(helper: Helper, launch: Launch, world: World) -> None:

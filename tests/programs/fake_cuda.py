@@ -34,8 +34,8 @@ libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 def anonymous(address: int, size: int) -> Any:
     """A private mapping at an address of its own, as a writable buffer."""
     if (
-        libc.mmap(address, size, 3, 0x22 | 0x100000, -1, 0) != address
-    ):  # MAP_PRIVATE, MAP_ANONYMOUS, MAP_FIXED_NOREPLACE
+        libc.mmap(address, size, 3, 0x22 | 0x8000 | 0x100000, -1, 0) != address
+    ):  # MAP_PRIVATE, MAP_ANONYMOUS, MAP_POPULATE (as the real one has it), MAP_FIXED_NOREPLACE
         raise OSError(ctypes.get_errno(), "mmap")
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
