@@ -369,7 +369,8 @@ static bool see_to(struct seat *seat, int what, bool pending, bool ask)
 		return false;
 	if (change(seat, state, ASKED)) {
 		seat->asked = at;
-		if (ask_to_park(atomic_load(&seat->thread)) && errno == EAGAIN)
+		/* One that is pending already brings it here. It may be one with a mask in which the signal is blocked: another behind it would stay pending for ever. */
+		if (!pending && ask_to_park(atomic_load(&seat->thread)) && errno == EAGAIN)
 			change(seat, ASKED, SEATED); /* too many signals pending: asked again in the next pass */
 	}
 	return false;
