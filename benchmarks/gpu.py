@@ -165,6 +165,9 @@ def _results(found: Rounds, gib: float, gpus: int) -> list[Result]:
         results.append(
             Result(PART, f"{where}: (window - driver) / driver: {case}", tuple((w - d) / d for w, d in own), 0.15, note=note)
         )
+    alone = zip(floor, found.of("window nothing changed"), strict=False)
+    what = "(window - driver alone) / driver alone: nothing changed"
+    results.append(Result(PART, f"{where}: {what}", tuple((w - f) / f for f, w in alone), 0.15, note="the driver's calls with nobody's help"))
     nothing = zip(floor, found.of("driver of nothing changed"), strict=False)
     results.append(Result(PART, f"{where}: driver alone / driver in a window", tuple(f / d for f, d in nothing), None, "higher"))
     windows = zip(found.of("criugpu window"), found.of("window nothing changed"), strict=False)
@@ -208,6 +211,8 @@ def scaling(gib: float, counts: Sequence[int], rounds: int) -> list[Result]:
             base = first.median(name)
             note = f"{own.median(name):.2f} s"
             results.append(Result(PART, f"{where}: {what}", tuple(s / base for s in own.of(name)), 1.3 if count > counts[0] else None, note=note))
+        calls = tuple(s / first.median("driver of nothing changed") for s in own.of("driver of nothing changed"))
+        results.append(Result(PART, f"{where}: the driver's own calls in the window", calls, note=f"{own.median('driver of nothing changed'):.2f} s"))
         pairs = zip(own.of("window nothing changed"), own.of("driver of nothing changed"), strict=True)
         results.append(Result(PART, f"{where}: (window - driver) / driver", tuple((w - d) / d for w, d in pairs), 0.15))
     return results

@@ -20,6 +20,8 @@ LEAST_VERSION = (4, 0)
 PREFIX = Path("/usr/local/lib/icecore/criu")
 _SYSTEM_PYTHON = Path("/usr/lib/python3/dist-packages")
 _CURE = "run tools/install-criu, or name a CRIU with ICECORE_CRIU"
+#: What CRIU gets preloaded; not there where the build found no compiler.
+CRIU_LIBRARY = Path(__file__).with_name("libicecore-criu.so")
 
 Version = tuple[int, int, int]
 NetworkLock = Literal["skip", "iptables", "nftables"]
@@ -237,10 +239,9 @@ def dump_environment() -> dict[str, str]:
 
     Without it a window is longer by some 7 ms for each GiB of addresses that its processes have reserved.
     """
-    library = Path(__file__).with_name("libicecore-criu.so")
-    if not library.exists():
+    if not CRIU_LIBRARY.exists():
         return dict(os.environ)
-    return {**os.environ, "LD_PRELOAD": " ".join(filter(None, (str(library), os.environ.get("LD_PRELOAD"))))}
+    return {**os.environ, "LD_PRELOAD": " ".join(filter(None, (str(CRIU_LIBRARY), os.environ.get("LD_PRELOAD"))))}
 
 
 def lazy_dump_command(

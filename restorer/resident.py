@@ -244,15 +244,14 @@ class Resident:
     def _filling_of(self, by_device: Mapping[str, list[_Piece]]) -> Filling:
         """Have memory on the GPUs, and all ready to fill it."""
         devices, digests = list(by_device), list[Future[Any]]()
-        with ThreadPoolExecutor(2, "resident") as pool:
+        with ThreadPoolExecutor(2 + len(devices), "resident") as pool:
             if not self._held:  # what needs no GPU, while the worker starts
                 self._placers = self._start_placers(sum(piece.about.size for piece in self._pieces))
                 region, wanted = pool.submit(self._have_region), pool.submit(self._wanted, devices)
             self._worker.begin(devices, fingerprints=self._held)
             if self._placers is not None:
                 digests = self._worker.prepare_digests(devices)
-            for device, pieces in by_device.items():
-                self._have(device, pieces)
+            list(pool.map(self._have, devices, by_device.values()))
             if self._held:
                 wanted = pool.submit(self._wanted, devices)
                 self._placers = self._start_placers(len(wanted.result().records) * CELL_BYTES)

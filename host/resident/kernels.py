@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,15 +17,22 @@ if TYPE_CHECKING:
     from icecore.host.resident.cuda_memory import Cuda
 
 _LARGEST_LAUNCH = 1 << 20  # cells
+_compiling = threading.Lock()
 
 
 def compiled(source: str, architecture: str) -> bytes:
-    """CUDA C++ for ``sm_90`` or the like.
+    """CUDA C++ for ``sm_90`` or the like; compiled once, however many GPUs ask at the same time.
 
     Raises:
         DriverMissing: There is no NVRTC.
         MemoryFailed: It does not compile.
     """
+    with _compiling:
+        return _compiled(source, architecture)
+
+
+@functools.cache
+def _compiled(source: str, architecture: str) -> bytes:
     try:
         from cuda.bindings import nvrtc
     except ImportError as error:
@@ -65,7 +74,7 @@ class CellKernel:
             call("cuDeviceGetAttribute", getattr(attribute, f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{part}"), device)
             for part in ("MAJOR", "MINOR")
         )
-        self._cubin = np.frombuffer(compiled(source, f"sm_{major}{minor}"), np.uint8)
+        self._cubin = np.frombuffer(compiled(source, f"sm_{major}{minor}"), np.uint8)  # one for all GPUs of a kind
         self._function = call("cuModuleGetFunction", call("cuModuleLoadData", self._cubin.ctypes.data), name.encode())
         self._stream = call("cuStreamCreate", cuda.cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
         #: Device memory for arguments and results; it grows, because freeing some would wait for all copies that are under way.

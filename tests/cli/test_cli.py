@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from icecore import doctor
 from icecore.cli import build_parser, main, split_command
+from icecore.config import Config
 from icecore.errors import UsageError
 from tests.cli.conftest import Cli
 from tests.cli.documents import check_event, documented_events
@@ -156,6 +158,12 @@ def test_doctor_names_what_is_bad(cli: Cli) -> None:
     assert "BAD   CRIU" in done.stdout and "install-criu" in done.stdout
     for event in findings:
         check_event(event, documented_events())
+
+
+def test_doctor_says_what_a_build_without_a_compiler_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "CRIU_LIBRARY", tmp_path / "libicecore-criu.so")
+    [finding] = [finding for finding in doctor.examine(Config(), str(tmp_path)) if "memcpy" in finding.name]
+    assert finding.state == "warning" and "gcc" in finding.cure
 
 
 def test_output_is_whole_when_its_reader_leaves(cli: Cli) -> None:
