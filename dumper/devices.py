@@ -111,7 +111,7 @@ class Devices:
         self.pids = list(states)
         if self._resident is not None:
             with phase(self._emit, "dump.resident.prepare") as running:
-                running.fields |= self._resident.prepare(staging_bytes, machinery, parent)
+                running.fields |= self._resident.prepare(staging_bytes, machinery, parent, moved=self._look.most_bytes)
 
     # -- in the window
 

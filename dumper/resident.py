@@ -40,7 +40,7 @@ from icecore.host.resident.gpu import NOWHERE, ON_DEVICE, spare_room
 from icecore.host.resident.keeper import start_keeper
 from icecore.host.resident.sharing import Shares, Taken, find_shares
 from icecore.host.resident.tree import LockAll, ResidentTree, UnlockAll
-from icecore.host.resident.working import HostRegion, Worker, WorkerFailed, copy_cell
+from icecore.host.resident.working import HostRegion, Worker, copy_cell
 from icecore.store.cell import CELL_BYTES
 
 #: Cells of the host region through which copies on a device travel.
@@ -49,7 +49,7 @@ _POLL_SECONDS = 0.2
 _UNLIMITED_LEASE = 3600.0
 _LEASE_GRACE = 30.0
 _KEEPER_SECONDS = 5.0
-_LET_GO_SECONDS = 5.0
+_LET_GO_SECONDS = 10.0
 #: Of imported memory, where its process cannot tell.
 _NO_DEVICE = f"GPU-{uuid.UUID(int=0)}"
 
@@ -74,6 +74,7 @@ class Resident:
     """
 
     def __init__(self, look: ResidentLook, word: str, emit: Sink) -> None:
+        limits.raise_descriptor_limit()  # one for each allocation, twice
         self.look = look
         self._emit = emit
         self._directory = os.open(look.seen_from(next(iter(look.pids))), os.O_PATH | os.O_CLOEXEC)
@@ -82,6 +83,7 @@ class Resident:
         self._tree: ResidentTree | None = None
         self._agents: list[Agent] = []
         self._told: list[Agent] = []
+        self._spare: dict[str, int] = {}
         self._worker = Worker(word)
         self._region: HostRegion | None = None
         self._copying: threading.Thread | None = None
@@ -106,12 +108,15 @@ class Resident:
         """(directory, pid as it sees itself, pid here) of each process, for whoever brings them back when this process is gone."""
         return [(str(self.look.seen_from(pid)), own, pid) for pid, own in self.look.pids.items()]
 
-    def prepare(self, staging_bytes: int, machinery: Machinery, parent: Parent | None) -> dict[str, Value]:
+    def prepare(
+        self, staging_bytes: int, machinery: Machinery, parent: Parent | None, *, moved: int
+    ) -> dict[str, Value]:
         """Have the worker ready on all GPUs, and host memory for copies, before anything is stopped.
 
         Args:
             staging_bytes: Bound on that memory, but for what is likely to change and has no room on its GPU: that comes on top.
             machinery, parent: What the copies will be stored with, and compared with.
+            moved: Bytes that the driver will move into the host's memory, of which as much is staged: they are not to be had.
 
         Returns:
             What there is to say of it: ``pinned`` bytes, and what was seen of changes (docs/events.md).
@@ -130,8 +135,10 @@ class Resident:
         if not sizes:
             return {}
         free = self._worker.begin(sorted(sizes))
+        self._spare = {device: spare_room(some) for device, some in free.items()}
         wanted: Mapping[str, int] = sizes
         said: dict[str, Value] = {}
+        changed = 0
         if parent is not None:
             # What changed in the parent may change again; what has changed already may be more, or what changes from now on.
             wanted = {device: min(size, parent.manifest.sizes.changed) for device, size in sizes.items()}
@@ -139,11 +146,15 @@ class Resident:
                 tokens = {pid: report.token for pid, report in self._tree.reports.items()}
                 found = look_for_changes(self._worker, self._place, agents, tokens, parent, machinery.seed)
                 wanted = {device: max(size, found.changed.get(device, 0)) for device, size in wanted.items()}
-                said = {"looked": found.looked, "changed": sum(found.changed.values())}
+                changed = sum(found.changed.values())
+                said = {"looked": found.looked, "changed": changed}
             except IcecoreError as error:  # a worker that is gone is met below
                 said = {"not_looked": error.message}
-        short = sum(max(0, size - spare_room(free[device])) for device, size in wanted.items())
-        most = max(min(staging_bytes, sizes.total(), limits.memory_available() // 4), min(short, limits.memory_available() // 2))
+        # Of what changed in the parent nobody knows on which GPU it is: it may be on each, but not on all.
+        likely = sizes.total() if parent is None else max(parent.manifest.sizes.changed, changed)
+        short = min(likely, sum(max(0, size - self._spare[device]) for device, size in wanted.items()))
+        available = max(0, limits.memory_available() - 2 * moved)
+        most = max(min(staging_bytes, sizes.total(), available // 4), min(short, available // 2))
         self._region = HostRegion((_RING + most // CELL_BYTES) * CELL_BYTES)
         self._region.prefault()
         self._worker.take_host(self._region, min(sizes))
@@ -198,10 +209,7 @@ class Resident:
         """Map all again, and let them run."""
         assert self._tree is not None
         with phase(self._emit, "dump.resident.map", processes=len(self._tree.pids)):
-            for agent in self._agents:
-                with suppress(IcecoreError):  # an older preload
-                    agent.look(_LET_GO_SECONDS)  # until `let_go`: the worker has it mapped still
-                    self._told.append(agent)
+            self._announce()  # until `let_go`: the worker has it mapped still
             self._tree.give_back()
 
     def undo(self) -> None:
@@ -256,13 +264,17 @@ class Resident:
         return _Process(cells, sink, np.full(len(cells.plan), NOWHERE, np.int64), devices)
 
     def _shares(self, devices: Mapping[str, Sequence[tuple[ProcessCells, Piece]]]) -> dict[str, tuple[int, int]]:
-        """Each GPU's part of the host region: where, and how large."""
+        """Each GPU's part of the host region: where, and how large.
+
+        What was not free before the window is not to be had on the device, either: the driver has let go of it, and wants it back.
+        """
         assert self._region is not None
         free = self._worker.begin(list(devices))
         short = {}
         for device, pieces in devices.items():
             changed = sum(int(process.changed(piece).sum()) for process, piece in pieces)
-            short[device] = max(0, changed - spare_room(free[device]) // CELL_BYTES)
+            self._spare[device] = min(self._spare.get(device, 0), spare_room(free[device]))
+            short[device] = max(0, changed - self._spare[device] // CELL_BYTES)
         at, shares = _RING, {}
         for device, cells in divide(self._region.size // CELL_BYTES - _RING, short).items():
             shares[device] = (at * CELL_BYTES, cells * CELL_BYTES)
@@ -274,7 +286,7 @@ class Resident:
         mask = np.concatenate(masks)
         if not mask.any():
             return 0, 0
-        places = self._worker.stage(device, [piece.handle for _, piece in pieces], mask, *share)
+        places = self._worker.stage(device, [piece.handle for _, piece in pieces], mask, *share, spare=self._spare[device])
         by_pid = {process.cells.pid: process for process in self._processes}
         at = 0
         for (cells, piece), own in zip(pieces, masks, strict=True):
@@ -321,13 +333,35 @@ class Resident:
     # -- afterwards
 
     def let_go(self) -> None:
-        """Have the worker unmap the job's memory, which is the job's to free now; what was copied aside stays."""
-        for device, pieces in by_device([process.cells for process in self._processes]).items():
-            with suppress(WorkerFailed):  # one that is gone has let go
-                self._worker.release(device, [piece.handle for _, piece in pieces])
+        """Have the worker unmap the job's memory, which is the job's to free now; what was copied aside stays.
+
+        Raises:
+            DumpFailed: It does not; it is ended instead.
+        """
+        devices = by_device([process.cells for process in self._processes])
+        if devices:
+            if self._told:
+                self._announce()
+            with ThreadPoolExecutor(len(devices), "gpu") as pool:
+                futures = [
+                    pool.submit(self._worker.release, device, [piece.handle for _, piece in pieces], seconds=_LET_GO_SECONDS)
+                    for device, pieces in devices.items()
+                ]
+            failed = [error for future in futures if (error := future.exception()) is not None]
+            if failed and not self._worker.gone:  # one that is gone has let go
+                self._worker.kill()
+                raise DumpFailed(f"the GPU worker does not let go of the job's memory: {failed[0]}") from failed[0]
         for agent in self._told:
             with suppress(IcecoreError):  # it has ended
                 agent.look(0.0)
+
+    def _announce(self) -> None:
+        """Have allocations that find no memory wait: some that the job frees is mapped elsewhere."""
+        agents, self._told = self._told or self._agents, list[Agent]()
+        with ThreadPoolExecutor(max(1, len(agents)), "look") as pool:
+            futures = [(agent, pool.submit(agent.look, _LET_GO_SECONDS)) for agent in agents]
+        # An older preload knows nothing of it.
+        self._told = [agent for agent, future in futures if future.exception() is None]
 
     def store(self, machinery: Machinery) -> list[SpaceCapture]:
         """Hand all that was copied aside to the pipeline; the spaces.

@@ -19,11 +19,13 @@ from icecore.dumper.resident_cells import Piece, ProcessCells, by_device, finger
 from icecore.errors import IcecoreError
 from icecore.host.resident.client import Agent, Keeper
 from icecore.host.resident.sharing import Taken, find_shares
-from icecore.host.resident.working import Worker
+from icecore.host.resident.working import Worker, WorkerFailed
 from icecore.store.cell import CELL_BYTES
 
 #: How long a portion is mapped at most, where GPUs are as fast as they were for the last one; how long the look goes on; how long it may hold up allocations.
 _PORTION_SECONDS, _SECONDS, _MOST_SECONDS = 0.1, 2.0, 10.0
+#: What one of the worker's calls may take: mapping, fingerprinting and unmapping together end before what was announced does.
+_CALL_SECONDS = 2.5
 #: The first portion, and by how much one may be larger than the last. Bytes.
 _FIRST_PORTION, _GROWTH = 1 << 30, 8
 
@@ -149,6 +151,15 @@ def _mapped_for_a_moment(
             if piece.descriptor >= 0:
                 there.append((process, piece))
         if there:
-            stack.callback(worker.release, device, [piece.handle for _, piece in there])
-            fingerprint(worker, device, there, seed)
+            stack.callback(_let_go, worker, device, [piece.handle for _, piece in there])
+            fingerprint(worker, device, there, seed, _CALL_SECONDS)
         return there
+
+
+def _let_go(worker: Worker, device: str, handles: Sequence[int]) -> None:
+    """Unmap these; a worker that does not is ended, which does it."""
+    try:
+        worker.release(device, handles, seconds=_CALL_SECONDS)
+    except WorkerFailed:
+        worker.kill()
+        raise

@@ -102,16 +102,18 @@ def by_device(processes: Sequence[ProcessCells]) -> Mapping[str, list[tuple[Proc
     return found
 
 
-def fingerprint(worker: Worker, device: str, pieces: Sequence[tuple[ProcessCells, Piece]], seed: int) -> int:
-    """Map memory of one GPU, which stays mapped, and fill in its cells' ``words``; bytes.
+def fingerprint(
+    worker: Worker, device: str, pieces: Sequence[tuple[ProcessCells, Piece]], seed: int, seconds: float = 300.0
+) -> int:
+    """Map memory of one GPU, which stays mapped, and fill in its cells' ``words``; bytes. Each of the worker's calls may take so long.
 
     Raises:
         WorkerFailed: It cannot be done.
     """
     own = [piece for _, piece in pieces]
     handles = [one.handle for one in own]
-    worker.map(device, handles, [one.allocation.size for one in own], [one.descriptor for one in own])
-    words = worker.fingerprints(device, handles, seed)
+    worker.map(device, handles, [one.allocation.size for one in own], [one.descriptor for one in own], seconds)
+    words = worker.fingerprints(device, handles, seed, seconds)
     at = 0
     for process, piece in pieces:
         process.words[piece.rows] = words[at : at + piece.cells]

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from icecore.errors import Damaged, FormatTooNew, IcecoreError, RestoreFailed, RestoreRefused, StoreError
 from icecore.events import Sink, phase
+from icecore.host.limits import raise_descriptor_limit
 from icecore.host.resident.client import Agent, Keeper
 from icecore.host.resident.keeper import start_keeper
 from icecore.host.resident.working import HostRegion, Worker, WorkerFailed
@@ -85,6 +86,7 @@ class Resident:
         word: str,
         emit: Sink,
     ) -> None:
+        raise_descriptor_limit()  # one for each allocation
         self._repository, self._loop, self._reader, self._limits = repository, loop, reader, limits
         self._emit = emit
         self._place = place

@@ -80,6 +80,8 @@ class Filling:
         self._ended = False
         self._bitmaps = [record.tobytes() for record in wanted.records["data"]]
         self._digests: Sequence[Future[Any]] = ()
+        self._key = b""
+        self._doubtful: list[int] = []
         self.placers = 0
         self.digested = False
 
@@ -107,6 +109,18 @@ class Filling:
         if self._failure is not None:
             raise self._failure
         self._fetcher.stop()
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """What a placer had staged that was lost may have arrived after what was fetched in its place: nobody has verified that.
+
+        Raises:
+            RestoreFailed: It is other than in the snapshot.
+        """
+        if self._doubtful:
+            self._worker.begin(self._wanted.devices, fingerprints=False)  # once all that was under way has arrived
+            if self._other(self._doubtful, self._key):
+                raise RestoreFailed("a placer process was lost, and cells are damaged", cure="try again; icecore check finds the damage")
 
     def give_up(self) -> None:
         """Have `run` end; nothing, once it is complete."""
@@ -135,10 +149,11 @@ class Filling:
         # Few large requests: this process does little then. Not so large that one placer works while the others have no more.
         share = len(self._wanted.records) // (len(placers.all) * _TURNS * STAGED_CELLS)
         batches = max(1, min(STAGED_PARTS, share))
-        self._fetcher.hand_out(placers.all, self._through(key), cells=STAGED_CELLS, batches=batches)
+        self._key = key
+        self._fetcher.hand_out(placers.all, self._through(), cells=STAGED_CELLS, batches=batches)
         self.placers = len(placers.all)
 
-    def _through(self, key: bytes) -> Through:
+    def _through(self) -> Through:
         records, _, device, handle, offset = self._wanted
 
         def through(placer: Placer, batches: Sequence[Batch]) -> list[int]:
@@ -151,10 +166,15 @@ class Filling:
                 at += len(cells)
             digested = all(one.done() and one.exception() is None for one in self._digests)
             self.digested = self.digested or digested
-            staged = placer.stage(parts, digested=digested)
+            try:
+                staged = placer.stage(parts, digested=digested)
+            except PlacerLost:
+                if digested:
+                    self._doubtful.extend(rows)
+                raise
             if staged.broken:
                 raise WorkerFailed(staged.broken)
-            other = self._other([row for row, there in zip(rows, staged.there, strict=True) if there], key) if digested else ()
+            other = self._other([row for row, there in zip(rows, staged.there, strict=True) if there], self._key) if digested else ()
             return [row for row, there in zip(rows, staged.there, strict=True) if not there or row in other]
 
         return through

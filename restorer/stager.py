@@ -1,4 +1,4 @@
-"""The part of a placer that brings cells to GPUs: decoded and verified into its own part of pinned memory, copied from there by the GPU worker.
+"""The part of a placer that brings cells to GPUs: decoded into its own part of pinned memory, copied from there by the GPU worker; verified here, or there.
 
 Its rule: a half of that part is written to again once the worker has copied all of it.
 """

@@ -1,4 +1,5 @@
-"""A chunk's stored bytes become a cell's data pages; its rule: nothing is handed out that was not verified. No storage is asked."""
+"""A chunk's stored bytes become a cell's data pages; its rule: nothing is handed out that was not verified, but to who verifies it. No storage
+is asked."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ class ChunkDecoder:
             verified: Compare them with the chunk's id. Without, the caller must do so.
 
         Returns:
-            Verified bytes: the beginning of ``out``, or ``stored`` itself where that is raw and not encrypted (then ``out`` is untouched).
+            The bytes, verified unless that was declined: the beginning of ``out``, or ``stored`` itself where that is raw and not encrypted
+            (then ``out`` is untouched).
 
         Raises:
             Damaged: Names the chunk (the cell's or the base's) and its shard.

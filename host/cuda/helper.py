@@ -34,6 +34,7 @@ from icecore.host.resident.client import Agent
 MESSAGE = 1 << 16
 _TRACED_SECONDS = 300.0
 _POLL_SECONDS = 0.005
+_WORKER_SECONDS = 10.0
 _ATTEMPTS = 3
 _PAUSE_SECONDS = 0.2
 
@@ -89,6 +90,8 @@ class Undo:
 
 def give_back(agent: Agent) -> None:
     """Let a process have its resident memory again, whatever state it is in; where it cannot be, the end of its lease does it."""
+    with suppress(IcecoreError):  # an older preload knows nothing of it
+        agent.look(_WORKER_SECONDS)  # the worker of the dump may have it mapped until it has ended
     with suppress(IcecoreError):
         agent.map()
         agent.go()

@@ -32,13 +32,14 @@ SMALLEST = 64 << 20
 _BUDDYINFO, _MEMINFO = Path("/proc/buddyinfo"), Path("/proc/meminfo")
 _SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _MMAP, _MADVISE, _MADV_HUGEPAGE = 9, 28, 14
-_MAP_POPULATE, _KIND, _PRIVATE_ANONYMOUS = 0x8000, 0x3F, 0x22
+#: MAP_PRIVATE, MAP_ANONYMOUS and MAP_POPULATE; what it may have beside them: MAP_FIXED_NOREPLACE.
+_KIND, _ALSO, _MAP_POPULATE = 0x8022, 0x100000, 0x8000
 #: struct user_regs_struct, in words.
 _WORDS = struct.Struct("<27Q")
 _R10, _RAX, _RDX, _RSI, _RDI, _RIP = 7, 10, 12, 13, 14, 16
 _SYSCALL_INSTRUCTION = b"\x0f\x05"
 _ALL_SIGNALS = (1 << 64) - 1
-_STOP_SECONDS, _READY_SECONDS = 0.05, 1.0
+_STOP_SECONDS, _READY_SECONDS, _LET_GO_SECONDS = 0.2, 1.0, 1.0
 _SPIN_SECONDS, _POLL_SECONDS = 0.001, 0.0002
 _THREADS = 16
 #: Pages touched by one call.
@@ -73,9 +74,7 @@ def touch(pid: int, start: int, length: int, page: int) -> int:
     Returns:
         Bytes that are there; less than ``length`` where the kernel has no more.
     """
-    pages = np.zeros((length // page, 2), np.uint64)
-    pages[:, 0] = start + page * np.arange(len(pages), dtype=np.uint64)
-    pages[:, 1] = 1
+    pages = length // page
     at_once = _HUGE_AT_ONCE if page > mmap.PAGESIZE else _SMALL_AT_ONCE
     zeros = ctypes.create_string_buffer(at_once)
     enough = threading.Event()
@@ -83,22 +82,24 @@ def touch(pid: int, start: int, length: int, page: int) -> int:
     def some(first: int) -> int:
         if enough.is_set():
             return 0
-        count = min(at_once, len(pages) - first)
+        count = min(at_once, pages - first)
         own = np.array([ctypes.addressof(zeros), count], np.uint64)
-        done = int(libc.process_vm_writev(pid, own.ctypes.data, 1, pages[first:].ctypes.data, count, 0))
+        theirs = np.ones((count, 2), np.uint64)
+        theirs[:, 0] = start + page * np.arange(first, first + count, dtype=np.uint64)
+        done = int(libc.process_vm_writev(pid, own.ctypes.data, 1, theirs.ctypes.data, count, 0))
         if done < count:
             enough.set()
         return max(0, done)
 
     with ThreadPoolExecutor(limits.threads_for(_THREADS), "touch") as pool:
-        return sum(pool.map(some, range(0, len(pages), at_once))) * page
+        return sum(pool.map(some, range(0, pages, at_once))) * page
 
 
 class Populating:
     """Watches over the driver's thread while it checkpoints a process (a context manager: left, the thread is no longer traced).
 
     Args:
-        thread: In which the driver works there; 0: it is not known.
+        thread: In which the driver works there, by its number here or in the process's own pid namespace; 0: it is not known.
 
     Attributes:
         bytes: That were made from here.
@@ -110,20 +111,25 @@ class Populating:
         self.bytes = 0
         self.huge = 0
         self.why = ""
-        self._pid, self._tracee = pid, thread
+        self._pid, self._said, self._tracee = pid, thread, 0
         self._ready, self._over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._trace, name="populate")
 
     def __enter__(self) -> Self:
-        self._thread.start()
-        self._ready.wait(_READY_SECONDS)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self.why = str(error)
+        else:
+            self._ready.wait(_READY_SECONDS)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     # -- the tracer: ptrace's is a thread
 
@@ -138,14 +144,15 @@ class Populating:
                         self.why = "the driver's thread does not stop"
         except (NotFound, ProcessLookupError):
             self.why = "the driver's thread has ended"
-        except OSError as error:
-            self.why = str(error)
+        except Exception as error:  # noqa: BLE001 - it is only an optimisation
+            self.why = f"{type(error).__name__}: {error}"
         finally:
             self._ready.set()
 
     def _unfit(self) -> str:
         if os.uname().machine != "x86_64":
             return "on x86-64 only"
+        self._tracee = _thread_of(self._pid, self._said)
         if not self._tracee:
             return "the driver does not say in which thread it works"
         status = procfs.status(self._tracee)
@@ -166,39 +173,48 @@ class Populating:
                 return
 
     def _go(self, passed_on: int = 0) -> ptrace.Stop:
-        """Let the thread go on until it stops again."""
+        """Let the thread go on until it stops again.
+
+        Raises:
+            TimeoutError: It is over, and it does not stop: the end of this thread lets it go.
+        """
         if not ptrace.request(ptrace.SYSCALL, self._tracee, 0, passed_on):
             raise ProcessLookupError(self._tracee)
         self._ready.set()
-        began, interrupted = time.monotonic(), False
+        began = time.monotonic()
+        interrupted = 0.0
         while (stop := ptrace.wait(self._tracee, block=False)) is None:
+            at = time.monotonic()
             if self._over.is_set() and not interrupted:
-                interrupted = ptrace.interrupt(self._tracee)
-            time.sleep(0 if time.monotonic() - began < _SPIN_SECONDS else _POLL_SECONDS)
+                interrupted = at
+                ptrace.interrupt(self._tracee)
+            if interrupted and at - interrupted > _LET_GO_SECONDS:
+                raise TimeoutError("the driver's thread does not stop")
+            time.sleep(0 if at - began < _SPIN_SECONDS else _POLL_SECONDS)
         return stop
 
-    def _end_of_call(self) -> int:
-        """Of the system call that the thread is about to make, all signals being blocked: what it returns."""
-        while not self._go().at_call:
-            pass
-        return int(ptrace.system_call(self._tracee).result)  # type: ignore[union-attr]
+    def _to_call(self, number: int = -1) -> ptrace.SystemCall:
+        """Until it stands before system call ``number``, or, without one, after the one that it stands before; signals go their way."""
+        passed_on = 0
+        while True:
+            stop = self._go(passed_on)
+            passed_on = 0 if stop.trap or stop.at_call else stop.signal
+            call = ptrace.system_call(self._tracee) if stop.at_call else None
+            if call is not None and (call.number == number if call.entered else number < 0):
+                return call
 
     def _made(self, call: ptrace.SystemCall) -> None:
         """The thread is about to make the mapping."""
-        mask = ptrace.mask_of(self._tracee)
-        if mask is None or not ptrace.set_mask(self._tracee, _ALL_SIGNALS):
-            raise ProcessLookupError(self._tracee)
-        try:
-            self._set({_R10: call.arguments[3] & ~_MAP_POPULATE})
-            start = self._end_of_call()
-            if start < 0:
-                return  # the driver is told
-            length, page = call.arguments[1], self._huge_page(start, call.arguments[1])
-            first = -(-start // page) * page
-            self.bytes = touch(self._pid, first, start + length - first, page)
-            self.huge = self.bytes if page > mmap.PAGESIZE else 0
-        finally:
-            ptrace.set_mask(self._tracee, mask)
+        flags = call.arguments[3]
+        self._set({_R10: flags & ~_MAP_POPULATE})
+        start = self._to_call().result
+        self._set({_R10: flags})
+        if start < 0:
+            return  # the driver is told
+        length, page = call.arguments[1], self._huge_page(start, call.arguments[1])
+        first = -(-start // page) * page
+        self.bytes = touch(self._pid, first, start + length - first, page)
+        self.huge = self.bytes if page > mmap.PAGESIZE else 0
 
     def _huge_page(self, start: int, length: int) -> int:
         """The size of the pages that the new mapping will be of."""
@@ -210,16 +226,18 @@ class Populating:
         return size
 
     def _advise(self, start: int, length: int) -> int:
-        """Have the thread, which has just made a system call, make another one."""
-        before = ptrace.registers(self._tracee)
+        """Have the thread, which has just made a system call, make another one; no handler runs on registers that are not its own."""
+        before, mask = ptrace.registers(self._tracee), ptrace.mask_of(self._tracee)
         words = _WORDS.unpack(before[: _WORDS.size])
         with open(f"/proc/{self._pid}/mem", "rb", buffering=0) as memory:
             if os.pread(memory.fileno(), 2, words[_RIP] - 2) != _SYSCALL_INSTRUCTION:
                 return -1
+        if mask is None or not ptrace.set_mask(self._tracee, _ALL_SIGNALS):
+            raise ProcessLookupError(self._tracee)
         self._set({_RIP: words[_RIP] - 2, _RAX: _MADVISE, _RDI: start, _RSI: length, _RDX: _MADV_HUGEPAGE})
-        self._go()
-        answer = self._end_of_call()
-        if not ptrace.set_registers(self._tracee, before):
+        self._to_call(_MADVISE)
+        answer = self._to_call().result
+        if not ptrace.set_registers(self._tracee, before) or not ptrace.set_mask(self._tracee, mask):
             raise ProcessLookupError(self._tracee)
         return answer
 
@@ -231,9 +249,25 @@ class Populating:
             raise ProcessLookupError(self._tracee)
 
 
+def _thread_of(pid: int, said: int) -> int:
+    """A thread of a process by its number here, given that or the one that it has in its own pid namespace; 0: there is none."""
+    if not said:
+        return 0
+    threads = procfs.threads(pid)
+    if said in threads:
+        return said
+    for thread in threads:
+        try:
+            if procfs.status(thread).own_pid == said:
+                return thread
+        except NotFound:
+            continue
+    return 0
+
+
 def _wanted(call: ptrace.SystemCall) -> bool:
     """Whether a thread is about to make the driver's mapping."""
     if not call.entered or call.number != _MMAP:
         return False
     _, length, protection, flags, _, _ = call.arguments
-    return length >= SMALLEST and flags & _KIND == _PRIVATE_ANONYMOUS and bool(protection & mmap.PROT_WRITE)
+    return length >= SMALLEST and flags & ~_ALSO == _KIND and bool(protection & mmap.PROT_WRITE)

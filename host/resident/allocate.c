@@ -174,7 +174,7 @@ CUresult create_physical(CUhandle *out, size_t size, const struct allocation_pro
 
 	if (result == CUDA_ERROR_OUT_OF_MEMORY && !d->cuCtxGetCurrent(&context) && context && release_all_deferred(context))
 		result = d->cuMemCreate(out, size, properties, 0);
-	while (result == CUDA_ERROR_OUT_OF_MEMORY && held) {
+	while (result == CUDA_ERROR_OUT_OF_MEMORY && (held || others_may_hold_memory())) {
 		nanosleep(&(struct timespec){0, 1000000}, NULL);
 		held = others_may_hold_memory();
 		result = d->cuMemCreate(out, size, properties, 0);

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from errno import EAGAIN, ECONNRESET, EIO, ENOENT, EPIPE, EPROTO
+from errno import EAGAIN, ECONNRESET, EIO, EMFILE, ENOENT, EPIPE, EPROTO
 from pathlib import Path
 from typing import TypeVar
 
@@ -313,6 +313,9 @@ class Keeper(_Speaker):
                 with _connected(self._path, _ANSWER_SECONDS) as connection:
                     send(connection, Message(Operation.KEEPER_TAKE, token=token), version=self.version)
                     for one, descriptor in _until(connection, Operation.KEEPER_END):
+                        if descriptor < 0:  # the kernel had none left for this process
+                            cure = "raise the hard limit of descriptors: ulimit -Hn 1048576"
+                            raise ResidentFailed("a descriptor of resident memory cannot be had", EMFILE, cure=cure)
                         found.append((Allocation.of(one), descriptor))
             except BaseException:
                 for _, descriptor in found:

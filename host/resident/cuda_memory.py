@@ -6,7 +6,7 @@ Memory is mapped as the processes have it (virtual memory management with POSIX 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from icecore.host.resident.kernels import CellKernel
 from icecore.host.resident.memory import Addresses, MemoryFailed, Piece
 
 STREAMS = 4
+_DIGESTS_AT_ONCE = 1024
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
 
 
@@ -91,25 +92,26 @@ class CudaMemory:
         return self._map(handle, size)
 
     def _map(self, handle: Any, size: int) -> int:
+        """Map memory, whose handle is this object's from now on."""
         cu, call = self._cuda.cu, self._cuda.call
-        address = None
-        try:
-            address = call("cuMemAddressReserve", size, 0, cu.CUdeviceptr(0), 0)
-            call("cuMemMap", address, size, 0, handle, 0)
-        except MemoryFailed:
-            if address is not None:
-                with suppress(MemoryFailed):
-                    call("cuMemAddressFree", address, size)
-            with suppress(MemoryFailed):
-                call("cuMemRelease", handle)
-            raise
-        self._mapped[int(address)] = (size, handle)
         access = cu.CUmemAccessDesc()
         access.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = int(self._number)
         access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        call("cuMemSetAccess", address, size, [access], 1)
+        with ExitStack() as undo:
+            undo.callback(self._quietly, "cuMemRelease", handle)
+            address = call("cuMemAddressReserve", size, 0, cu.CUdeviceptr(0), 0)
+            undo.callback(self._quietly, "cuMemAddressFree", address, size)
+            call("cuMemMap", address, size, 0, handle, 0)
+            undo.callback(self._quietly, "cuMemUnmap", address, size)
+            call("cuMemSetAccess", address, size, [access], 1)
+            undo.pop_all()
+        self._mapped[int(address)] = (size, handle)
         return int(address)
+
+    def _quietly(self, name: str, *arguments: Any) -> None:
+        with suppress(MemoryFailed):
+            self._cuda.call(name, *arguments)
 
     def allocate(self, size: int) -> tuple[int, int]:
         """See `DeviceMemory`."""
@@ -163,6 +165,7 @@ class CudaMemory:
         if self._digest is None:
             self._cuda.call("cuCtxSetCurrent", self._context)
             self._digest = CellKernel(self._cuda, self._number, digest.KERNEL_SOURCE, "digest", digest.THREADS, digest.BYTES)
+            self._digest.reserve(_DIGESTS_AT_ONCE, digest.BYTES)
 
     def digests(self, cells: Addresses, key: bytes) -> Digests:
         """See `DeviceMemory`."""

@@ -79,12 +79,14 @@ class Gpu:
         addresses: Addresses = np.concatenate(cells) if cells else np.empty(0, np.uint64)
         return self.memory.fingerprints(addresses, seed)
 
-    def stage(self, handles: Sequence[int], mask: npt.NDArray[np.bool_], host_at: int, host_size: int) -> npt.NDArray[np.int64]:
-        """Copy the masked cells of these to where there is room; for each such cell its place."""
+    def stage(
+        self, handles: Sequence[int], mask: npt.NDArray[np.bool_], host_at: int, host_size: int, spare_size: int
+    ) -> npt.NDArray[np.int64]:
+        """Copy the masked cells of these to where there is room, with so much spare device memory at most; for each such cell its place."""
         counts = [self._held[handle][1] // CELL for handle in handles]
         bounds = np.cumsum([0, *counts])
         wanted = int(mask.sum()) * CELL
-        room = min(wanted, spare_room(self.memory.room()))
+        room = min(wanted, spare_size, spare_room(self.memory.room()))
         spare = self._take(room)
         masks = {handle: mask[bounds[i] : bounds[i + 1]] for i, handle in enumerate(handles)}
         plan = plan_copies(masks, device_room=spare[1], host_room=host_size, streams=_STREAMS)
@@ -140,13 +142,19 @@ class Gpu:
         return self._spare[0]
 
     def release(self, handles: Sequence[int], spare: bool) -> None:
-        """Let go of these, and of the spare memory."""
+        """Let go of these, and of the spare memory; of all that can be let go of."""
+        failed: MemoryFailed | None = None
         for handle in handles:
             found = self._held.pop(handle, None)
             if found is not None:
-                self.memory.unmap(found[0])
+                try:
+                    self.memory.unmap(found[0])
+                except MemoryFailed as error:
+                    failed = failed or error
         if spare:
             self._give()
+        if failed is not None:
+            raise failed
 
 
 def _joined(cells: Sequence[tuple[int, int]]) -> list[Piece]:

@@ -13,6 +13,7 @@ import queue
 import select
 import socket
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -72,18 +73,25 @@ class GpuThread(threading.Thread):
         os.eventfd_write(self._wake, 1)
 
     def run(self) -> None:
-        """Until the process ends."""
-        while True:
-            ready = [number for number, _ in self._poll.poll(None if self._going is None else 0)]
-            orders = [order for number in ready if number != self._wake if (order := self._order(number)) is not None]
-            for item in [self._inbox.get() for _ in range(os.eventfd_read(self._wake))] if self._wake in ready else ():
-                if item.request["call"] == "place":
-                    orders.append(_Order(item.request["cells"], item.request["places"], partial(self._say, item)))
-                    continue
-                self._send_off(orders)
-                orders = []
-                self._take(item)
+        """Until the process ends; which it does where this thread cannot go on, because others wait for its answers."""
+        try:
+            while True:
+                self._turn()
+        except BaseException:  # noqa: BLE001 - said, and told by the process's end
+            traceback.print_exc()
+        os._exit(1)
+
+    def _turn(self) -> None:
+        ready = [number for number, _ in self._poll.poll(None if self._going is None else 0)]
+        orders = [order for number in ready if number != self._wake if (order := self._order(number)) is not None]
+        for item in [self._inbox.get() for _ in range(os.eventfd_read(self._wake))] if self._wake in ready else ():
+            if item.request["call"] == "place":
+                orders.append(_Order(item.request["cells"], item.request["places"], partial(self._say, item)))
+                continue
             self._send_off(orders)
+            orders = []
+            self._take(item)
+        self._send_off(orders)
 
     def _take(self, item: Item) -> None:
         if item.request["call"] != "connect":

@@ -80,6 +80,10 @@ class CellKernel:
         #: Device memory for arguments and results; it grows, because freeing some would wait for all copies that are under way.
         self._room = (0, 0)
 
+    def reserve(self, cells: int, head: int = 0) -> None:
+        """Have device memory for so many cells, and so many bytes of a value, now rather than when there may be none left."""
+        self._have(head + 8 * cells, self._out_bytes * cells)
+
     def run(self, cells: Addresses, value: int | bytes) -> npt.NDArray[np.uint8]:
         """u8[n, out_bytes].
 

@@ -140,7 +140,7 @@ def _make(gpu: Gpu, request: dict[str, Any], descriptors: list[int], given: list
             given.append(as_memory(gpu.fingerprints(request["handles"], request["seed"])))
         case "stage":
             mask = from_memory(descriptors[0], np.dtype(np.bool_))
-            given.append(as_memory(gpu.stage(request["handles"], mask, request["host_at"], request["host_size"])))
+            given.append(as_memory(gpu.stage(request["handles"], mask, request["host_at"], request["host_size"], request["spare"])))
         case "fetch":
             gpu.fetch(request["cells"], request["places"])
         case "release":

@@ -143,14 +143,21 @@ class Worker:
             self._result(self._send("connect", device, [theirs.fileno()]), "connect")
             yield ours
 
-    def map(self, device: str, handles: Sequence[int], sizes: Sequence[int], descriptors: Sequence[int]) -> None:
+    def map(
+        self,
+        device: str,
+        handles: Sequence[int],
+        sizes: Sequence[int],
+        descriptors: Sequence[int],
+        seconds: float = _CALL_SECONDS,
+    ) -> None:
         """Map what descriptors hold."""
         futures = [
             self._send("map", device, descriptors[at:end], handles=list(handles[at:end]), sizes=list(sizes[at:end]))
             for at, end in _parts(len(handles))
         ]
         for future in futures:
-            self._result(future, "map")
+            self._result(future, "map", seconds)
 
     def allocate(self, device: str, handles: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """New zeroed memory on a GPU; descriptors, the caller's to close."""
@@ -171,19 +178,19 @@ class Worker:
             raise failed
         return found
 
-    def fingerprints(self, device: str, handles: Sequence[int], seed: int) -> Words:
+    def fingerprints(self, device: str, handles: Sequence[int], seed: int, seconds: float = _CALL_SECONDS) -> Words:
         """Of all cells of these, one after the other."""
-        _, descriptors = self._result(self._send("fingerprints", device, handles=list(handles), seed=seed), "fingerprints")
+        _, descriptors = self._result(self._send("fingerprints", device, handles=list(handles), seed=seed), "fingerprints", seconds)
         return _array(descriptors, np.dtype(np.uint64)).reshape(-1, 2)
 
     def stage(
-        self, device: str, handles: Sequence[int], mask: npt.NDArray[np.bool_], host_at: int, host_size: int
+        self, device: str, handles: Sequence[int], mask: npt.NDArray[np.bool_], host_at: int, host_size: int, *, spare: int
     ) -> npt.NDArray[np.int64]:
-        """Copy the masked cells of these to spare device memory and to that part of the host region; for each such cell where it is now
+        """Copy the masked cells of these to so many bytes of spare device memory and to that part of the host region; for each such cell where it is now
         (`icecore.host.resident.gpu.NOWHERE`, ``ON_DEVICE``)."""
         given = as_memory(mask)
         try:
-            future = self._send("stage", device, [given], handles=list(handles), host_at=host_at, host_size=host_size)
+            future = self._send("stage", device, [given], handles=list(handles), host_at=host_at, host_size=host_size, spare=spare)
         finally:
             os.close(given)
         return _array(self._result(future, "stage")[1], np.dtype(np.int64))
@@ -209,9 +216,21 @@ class Worker:
         """Wait for what was begun."""
         self._result(future, "copy")
 
-    def release(self, device: str, handles: Sequence[int] = (), *, spare: bool = False) -> None:
+    def release(
+        self, device: str, handles: Sequence[int] = (), *, spare: bool = False, seconds: float = _CALL_SECONDS
+    ) -> None:
         """Let go of what was mapped or allocated, and of the spare memory."""
-        self._result(self._send("release", device, handles=list(handles), spare=spare), "release")
+        self._result(self._send("release", device, handles=list(handles), spare=spare), "release", seconds)
+
+    @property
+    def gone(self) -> bool:
+        """It has ended, and let go of everything."""
+        return self._lost
+
+    def kill(self) -> None:
+        """End it at once: it does not do what it is asked for. What it had mapped it lets go of."""
+        if self._process is not None:
+            self._process.kill()
 
     def linger(self, seconds: float) -> None:
         """Have it end only so long after `close`, which does not wait for it then: the driver takes 0.15 s to let go of its memory, and holds

@@ -8,15 +8,20 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from icecore.host import limits, procfs
 from icecore.host.cuda.populate import SMALLEST, Populating, free_huge_bytes
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.skipif(os.uname().machine != "x86_64", reason="on x86-64 only"),
+]
 
 #: A thread that makes a mapping as the driver does whenever it is told to, looks at it and fills it, another that computes, and a handler for signals.
 TARGET = """
@@ -51,12 +56,19 @@ thread.join()
 
 
 class Target:
-    """A process of `TARGET`."""
+    """A process of `TARGET`, started by ``words``.
 
-    def __init__(self) -> None:
-        self.process = subprocess.Popen([sys.executable, "-c", TARGET], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    Attributes:
+        thread: The driver's, as the process itself sees it.
+    """
+
+    def __init__(self, *words: str) -> None:
+        self.process = subprocess.Popen(
+            [*words, sys.executable, "-c", TARGET], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         assert self.process.stdout is not None
         self.thread = int(self.process.stdout.readline())
+        self.pid = procfs.children(self.process.pid)[0] if words else self.process.pid
 
     def make(self, size: int) -> list[str]:
         """Have it make a mapping; what it says of it."""
@@ -73,36 +85,70 @@ def target() -> Iterator[Target]:
     made.process.communicate()
 
 
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="on x86-64 only")
-@pytest.mark.parametrize("signals", [False, True])
-def test_a_mapping_is_there(target: Target, signals: bool) -> None:
-    huge = limits.huge_pages() != "never" and free_huge_bytes() > 4 * SMALLEST
-    sent = 0
-    for _ in range(12):
-        with Populating(target.process.pid, target.thread) as made:
-            if signals:  # the main thread's handler runs; the driver's thread may get it, too
-                for _ in range(3):
-                    os.kill(target.process.pid, signal.SIGUSR1)
-                    sent += 1
-                ctypes.CDLL(None).tgkill(target.process.pid, target.thread, signal.SIGUSR1)
-            said = target.make(SMALLEST + 12288)
-        assert said[0] == "True"
-        assert not made.why
-        if huge:
-            assert made.huge == made.bytes >= SMALLEST - (4 << 20)
-            assert int(said[1]) << 10 >= made.bytes
-        else:
-            assert (made.bytes, made.huge) == (SMALLEST + 12288, 0)
+def check(target: Target, said: list[str], made: Populating) -> None:
+    """The mapping was made, of huge pages as far as there were some."""
+    assert said[0] == "True"
+    assert not made.why
+    if made.huge:
+        assert made.huge == made.bytes >= SMALLEST - (4 << 20)
+        assert int(said[1]) << 10 >= made.bytes
+    else:
+        assert made.bytes == SMALLEST + 12288
+        assert limits.huge_pages() == "never" or free_huge_bytes() < 8 * SMALLEST
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing", "signals", "stops"])
+def test_a_mapping_is_there(target: Target, meanwhile: str) -> None:
+    status = Path(f"/proc/{target.pid}/task/{target.thread}/status")
+    blocked = [line for line in status.read_text().splitlines() if line.startswith("SigBlk")]
+    over = threading.Event()
+
+    def disturb() -> None:
+        while not over.wait(0.0005):
+            if meanwhile == "signals":
+                os.kill(target.pid, signal.SIGUSR1)
+                ctypes.CDLL(None).tgkill(target.pid, target.thread, signal.SIGUSR1)
+            elif meanwhile == "stops":
+                os.kill(target.pid, signal.SIGSTOP)
+                os.kill(target.pid, signal.SIGCONT)
+
+    disturber = threading.Thread(target=disturb)
+    disturber.start()
+    try:
+        for _ in range(12):
+            with Populating(target.pid, target.thread) as made:
+                said = target.make(SMALLEST + 12288)
+            if meanwhile == "stops" and made.why:
+                continue  # it was stopped when it was to be traced
+            check(target, said, made)
+    finally:
+        over.set()
+        disturber.join()
+    os.kill(target.pid, signal.SIGCONT)
+    assert target.make(SMALLEST)[0] == "True"
     assert not procfs.status(target.thread).tracer
-    assert not signals or int(said[2]) > 0
+    assert [line for line in status.read_text().splitlines() if line.startswith("SigBlk")] == blocked
+    assert meanwhile != "signals" or int(said[2]) > 0
+
+
+def test_a_process_of_another_pid_namespace() -> None:
+    target = Target("unshare", "--pid", "--fork", "--kill-child")
+    try:
+        assert target.thread < 10
+        with Populating(target.pid, target.thread) as made:
+            said = target.make(SMALLEST + 12288)
+        check(target, said, made)
+    finally:
+        os.kill(target.pid, signal.SIGKILL)
+        target.process.communicate()
 
 
 def test_other_mappings_are_left_alone(target: Target) -> None:
-    with Populating(target.process.pid, target.thread) as made:
+    with Populating(target.pid, target.thread) as made:
         assert target.make(SMALLEST - mmap.PAGESIZE)[0] == "True"
     assert (made.bytes, made.why) == (0, "")
     began = time.monotonic()
-    with Populating(target.process.pid, target.thread):
+    with Populating(target.pid, target.thread):
         pass
     assert time.monotonic() - began < 1.0
     assert not procfs.status(target.thread).tracer
@@ -111,7 +157,7 @@ def test_other_mappings_are_left_alone(target: Target) -> None:
 
 @pytest.mark.parametrize("how", ["unknown", "gone", "traced", "stopped", "dies"])
 def test_threads_that_are_not_to_be_had(target: Target, how: str) -> None:
-    thread, pid = target.thread, target.process.pid
+    thread, pid = target.thread, target.pid
     if how == "unknown":
         thread = 0
     elif how == "gone":
@@ -123,6 +169,8 @@ def test_threads_that_are_not_to_be_had(target: Target, how: str) -> None:
         return
     elif how == "stopped":
         os.kill(pid, signal.SIGSTOP)
+        while not procfs.status(pid).stopped:
+            time.sleep(0.001)
     with Populating(pid, thread) as made:
         if how == "dies":
             target.process.kill()

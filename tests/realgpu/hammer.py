@@ -1,5 +1,5 @@
 """A job that never rests: threads with a stream each rewrite device buffers, release and allocate some, and check before each time that they hold what was
-written last. A line a tenth of a second with the rounds made so far; WRONG where a buffer was.
+written last. A line a tenth of a second with each thread's rounds so far; WRONG where a buffer was, or a call failed.
 
     python hammer.py --out FILE [--threads 6]
 """
@@ -19,6 +19,14 @@ BUFFERS = 6
 
 def work(number: int, rounds: list[int], wrong: list[str]) -> None:
     """One thread."""
+    try:
+        check(number, rounds, wrong)
+    except BaseException as error:  # noqa: BLE001 - told
+        wrong.append(f"WRONG thread {number}: {type(error).__name__}: {error}".replace("\n", " "))
+
+
+def check(number: int, rounds: list[int], wrong: list[str]) -> None:
+    """Its rounds, until something is wrong."""
     torch.cuda.set_device(number % torch.cuda.device_count())
     rng = random.Random(number)
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -53,7 +61,7 @@ def main() -> None:
     with open(arguments.out, "w", encoding="ascii") as out:
         while True:
             time.sleep(0.1)
-            print(wrong[0] if wrong else sum(rounds), file=out, flush=True)
+            print(wrong[0] if wrong else " ".join(map(str, rounds)), file=out, flush=True)
 
 
 if __name__ == "__main__":

@@ -111,23 +111,29 @@ def stress(lab: Lab, dumps: int) -> None:
     pid = lab.plain(str(HERE / "hammer.py"), "--out", str(out), environment=lab.resident())
 
     def right(more: int) -> list[int]:
+        """Each thread's rounds, so many lines from now on."""
         found = wait_lines(out, len(lines(out)) + more, lab.logs)
-        assert not [line for line in found if not line.isdecimal()], found[-1]
-        return [int(line) for line in found]
+        wrong = [line for line in found if line.startswith("WRONG")]
+        assert not wrong, wrong[0]
+        return [int(word) for word in found[-1].split()]
 
-    while not right(5)[-1]:
-        pass
+    def goes_on() -> list[int]:
+        """Every thread makes rounds."""
+        before, end = right(1), time.monotonic() + 30
+        while not all(now > then for now, then in zip(right(1), before, strict=True)):
+            assert time.monotonic() < end, "a thread stands still"
+        return right(1)
+
+    goes_on()
     taken = []
     for number in range(dumps):
-        before = right(1)[-1]
         taken.append(lab.dump(pid).snapshot)
-        while right(1)[-1] == before:
-            pass
-        print(f"  {number + 1} of {dumps}: {right(1)[-1]} rounds, every buffer right", flush=True)
+        print(f"  {number + 1} of {dumps}: {sum(goes_on())} rounds, every buffer right", flush=True)
     lab.kill(pid)
     for snapshot, mode in ((taken[-1], "lazy"), (taken[len(taken) // 2], "full")):
         restored = lab.restore(snapshot, mode=mode)
-        assert right(20)[-1] > right(1)[0]
+        goes_on()
+        goes_on()
         lab.kill(restored.pid)
 
 
