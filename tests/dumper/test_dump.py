@@ -250,7 +250,7 @@ def test_allocations_are_found_again_wherever_the_kernel_joined_them(tmp_path: P
             results.append(store.dump(Target(puppet.pid, folder.name), events=events))
             assert_same_memory(store.read(results[-1].snapshot), still)
             again = store.dump(Target(puppet.pid, folder.name), DumpOptions(pre_copy="on"))
-            assert again.sizes.changed < 3 << 20
+            assert again.sizes.changed < 6 << 20  # of 30: the interpreter is not idle
         finally:
             puppet.end()
     first, second = results

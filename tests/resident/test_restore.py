@@ -6,12 +6,13 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from icecore.dumper.options import DumpOptions
-from icecore.errors import IcecoreError, RestoreFailed, RestoreRefused, StoreError
+from icecore.errors import IcecoreError, NotFound, RestoreFailed, RestoreRefused, StoreError
 from icecore.events import Event
 from icecore.host import procfs
 from icecore.restorer.fetch import PLACE_THREADS
@@ -177,6 +178,13 @@ def test_digests(
     assert (end["digested"], end["redone"]) == (digested, redone)
 
 
+def children(pid: int) -> list[int]:
+    """Of a process that may just have ended."""
+    with suppress(NotFound):
+        return procfs.children(pid)
+    return []
+
+
 @pytest.mark.parametrize("who", ["one", "all"])
 def test_placers_that_are_killed(who: str, store: Store, launch: Launch) -> None:
     job = launch(gpus=(0, 1), children=1)
@@ -187,7 +195,7 @@ def test_placers_that_are_killed(who: str, store: Store, launch: Launch) -> None
         # Host memory may still have placers of its own; those of each kind are children of their first.
         def firsts() -> list[list[int]]:
             found = members(store.workdir, "icecore.restorer.placer_process")
-            below = {pid: [one for one in procfs.children(pid) if one in found] for pid in found}
+            below = {pid: [one for one in children(pid) if one in found] for pid in found}
             return [[pid, *below[pid]] for pid in found if not any(pid in others for others in below.values())]
 
         until(lambda: firsts() and all(len(group) == 4 for group in firsts()))
