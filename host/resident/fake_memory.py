@@ -61,6 +61,7 @@ class FakeMemory:
 
     def unmap(self, address: int) -> None:
         """See `DeviceMemory`."""
+        self._fault("unmap")
         # No view of it is left: an address was taken and let go of.
         self._mapped.pop(address).close()
 

@@ -798,7 +798,7 @@ def worker(probe: Probe) -> None:
                 mask = np.random.default_rng(1).random(cells) < share
                 for room in (256 * MIB, host.size - 64 * MIB):
                     at = time.perf_counter()
-                    places = made.stage(device, handles, mask, 64 * MIB, room)
+                    places = made.stage(device, handles, mask, 64 * MIB, room, spare=1 << 62)
                     took = time.perf_counter() - at
                     on, left = int((places >= ON_DEVICE).sum()), int((places == NOWHERE).sum())
                     print(f"    stage {share:4.0%} {took:.4f} s: {on} cells on the device, {len(places) - on - left} on the host, {left} nowhere", flush=True)

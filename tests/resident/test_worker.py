@@ -65,7 +65,7 @@ def test_fingerprints_and_copies(worker: Worker, joined: Machine, monkeypatch: p
     mask = np.zeros(16, np.bool_)
     mask[[0, 1, 5, 15]] = True
     host = region(worker, 4 + 2)
-    places = worker.stage(GPU, handles, mask, 4 * CELL, 2 * CELL)
+    places = worker.stage(GPU, handles, mask, 4 * CELL, 2 * CELL, spare=1 << 40)
     # The device has less than half of itself and 256 MiB free: all that fits goes to the host.
     assert sorted((places == NOWHERE).tolist()) == [False, False, True, True]
     for row, place in zip(np.flatnonzero(mask).tolist(), places.tolist(), strict=True):
@@ -100,7 +100,7 @@ def test_copies_on_the_device(new_machine: NewMachine, monkeypatch: pytest.Monke
         [(descriptor, data)] = filled(machine, 1)
         handles = worker.new_handles(1)
         worker.map(GPU, handles, [2 * CELL], [descriptor])
-        places = worker.stage(GPU, handles, np.ones(2, np.bool_), 0, 0)
+        places = worker.stage(GPU, handles, np.ones(2, np.bool_), 0, 0, spare=1 << 40)
         assert (places >= ON_DEVICE).all()
         assert machine.used() == 4 * MIB
         os.pwrite(descriptor, bytes(2 * CELL), 0)  # the job goes on
