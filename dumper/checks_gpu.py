@@ -18,8 +18,8 @@ from icecore.host.cuda.inventory import Inventory
 LEAST_DRIVER = 570
 #: The first that restores what is shared through CUDA's legacy IPC.
 _IPC_DRIVER = 610
-#: The fastest that the driver was seen to move memory out and in, bytes a second and process (docs/gpu.md).
-_CHECKPOINT_RATE, _RESTORE_RATE = 2.0e9, 5.4e9
+#: The fastest that the driver was seen to move memory out and in, bytes a second and process (docs/gpu.md): by itself, and with its mapping made for it.
+_ALONE_RATES, _HELPED_RATES = (2.4e9, 6.0e9), (4.5e9, 7.5e9)
 _GIB = 1 << 30
 
 
@@ -190,16 +190,16 @@ def memory(found: Look) -> list[Refusal]:
     ]
 
 
-def _least_window(gpus: GpuLook) -> float:
+def _least_window(gpus: GpuLook, *, helped: bool) -> float:
     slowest = max((p.moved for p in gpus.processes), default=0)
-    return slowest / _CHECKPOINT_RATE + slowest / _RESTORE_RATE
+    return sum(slowest / rate for rate in (_HELPED_RATES if helped else _ALONE_RATES))
 
 
 def predicted_window(found: Look) -> float:
     """How long the window will be at the least, in seconds, as far as GPUs decide: what the driver moves, and for resident memory that all of it changed."""
     if found.gpus is None:
         return 0.0
-    return _least_window(found.gpus) + (found.resident.most_window_seconds if found.resident is not None else 0.0)
+    return _least_window(found.gpus, helped=found.options.populate) + (found.resident.most_window_seconds if found.resident is not None else 0.0)
 
 
 def window(found: Look) -> list[Refusal]:
@@ -207,7 +207,7 @@ def window(found: Look) -> list[Refusal]:
     if found.gpus is None or found.options.stop:
         return []
     slowest = max((p.moved for p in found.gpus.processes), default=0)
-    seconds = _least_window(found.gpus)
+    seconds = _least_window(found.gpus, helped=found.options.populate)
     if seconds <= found.options.max_window:
         return []
     return [
