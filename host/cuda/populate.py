@@ -113,6 +113,7 @@ class Populating:
         self.why = ""
         self._pid, self._said, self._tracee = pid, thread, 0
         self._ready, self._over = threading.Event(), threading.Event()
+        self._changed = False  # the thread has other registers: it is not let go
         self._thread = threading.Thread(target=self._trace, name="populate")
 
     def __enter__(self) -> Self:
@@ -185,7 +186,7 @@ class Populating:
         interrupted = 0.0
         while (stop := ptrace.wait(self._tracee, block=False)) is None:
             at = time.monotonic()
-            if self._over.is_set() and not interrupted:
+            if self._over.is_set() and not interrupted and not self._changed:
                 interrupted = at
                 ptrace.interrupt(self._tracee)
             if interrupted and at - interrupted > _LET_GO_SECONDS:
@@ -234,11 +235,13 @@ class Populating:
                 return -1
         if mask is None or not ptrace.set_mask(self._tracee, _ALL_SIGNALS):
             raise ProcessLookupError(self._tracee)
+        self._changed = True
         self._set({_RIP: words[_RIP] - 2, _RAX: _MADVISE, _RDI: start, _RSI: length, _RDX: _MADV_HUGEPAGE})
         self._to_call(_MADVISE)
         answer = self._to_call().result
         if not ptrace.set_registers(self._tracee, before) or not ptrace.set_mask(self._tracee, mask):
             raise ProcessLookupError(self._tracee)
+        self._changed = False
         return answer
 
     def _set(self, values: dict[int, int]) -> None:
