@@ -154,7 +154,7 @@ def test_many_are_deleted_one_by_one_where_they_cannot_be_at_once(refusal: Reply
 
     with canned(answer) as endpoint:
         run(lambda backend: backend.delete_many(["a/1", "a/2"]), S3Place("bucket", endpoint=endpoint))
-    assert deleted == [("DELETE", "/bucket/a/1"), ("DELETE", "/bucket/a/2")]
+    assert sorted(deleted) == [("DELETE", "/bucket/a/1"), ("DELETE", "/bucket/a/2")]  # they go side by side
 
 
 def test_nobody_there_and_nobody_answering(monkeypatch: pytest.MonkeyPatch) -> None:
