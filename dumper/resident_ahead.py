@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from icecore.dumper.parent import Parent
 from icecore.dumper.resident_cells import Piece, ProcessCells, by_device, fingerprint, plan_process
@@ -67,7 +68,7 @@ def look_for_changes(
             return Found(0, {})
         with ThreadPoolExecutor(len(devices), "look") as pool:
             futures = {
-                device: pool.submit(_look_at, worker, keeper, tokens, device, pieces, seed, until)
+                device: pool.submit(_look_at, _Eyes(worker, keeper, tokens, seed, device), pieces, until)
                 for device, pieces in devices.items()
             }
     found = {device: future.result() for device, future in futures.items()}
@@ -99,15 +100,17 @@ def _owned(keeper: Keeper, tokens: Mapping[int, bytes]) -> dict[int, list[Taken]
         return find_shares(taken).owned
 
 
-def _look_at(
-    worker: Worker,
-    keeper: Keeper,
-    tokens: Mapping[int, bytes],
-    device: str,
-    pieces: Sequence[tuple[ProcessCells, Piece]],
-    seed: int,
-    until: float,
-) -> tuple[int, int]:
+class _Eyes(NamedTuple):
+    """What it takes to look at memory of one GPU."""
+
+    worker: Worker
+    keeper: Keeper
+    tokens: Mapping[int, bytes]
+    seed: int
+    device: str
+
+
+def _look_at(eyes: _Eyes, pieces: Sequence[tuple[ProcessCells, Piece]], until: float) -> tuple[int, int]:
     """One GPU's part: bytes looked at, and changed."""
     known = [(process, piece) for process, piece in pieces if process.known(piece)]
     changed = sum(piece.cells for process, piece in pieces if not process.known(piece))
@@ -119,7 +122,7 @@ def _look_at(
             some.append(known.pop())
             size += some[-1][1].allocation.size
         began = time.monotonic()
-        there = _mapped_for_a_moment(worker, keeper, tokens, device, some, seed)
+        there = _mapped_for_a_moment(eyes, some)
         rate = size / max(time.monotonic() - began, 1e-6)
         portion = min(int(rate * _PORTION_SECONDS), _GROWTH * max(size, portion))
         for process, piece in there:
@@ -129,15 +132,9 @@ def _look_at(
     return looked * CELL_BYTES, changed * CELL_BYTES
 
 
-def _mapped_for_a_moment(
-    worker: Worker,
-    keeper: Keeper,
-    tokens: Mapping[int, bytes],
-    device: str,
-    pieces: Sequence[tuple[ProcessCells, Piece]],
-    seed: int,
-) -> list[tuple[ProcessCells, Piece]]:
+def _mapped_for_a_moment(eyes: _Eyes, pieces: Sequence[tuple[ProcessCells, Piece]]) -> list[tuple[ProcessCells, Piece]]:
     """Fingerprint these; those that were still there."""
+    worker, keeper, tokens, seed, device = eyes
     with ExitStack() as stack:
         held: dict[int, dict[int, int]] = {}
         for pid in {process.pid for process, _ in pieces}:

@@ -104,7 +104,7 @@ def _criu(config: Config) -> Iterator[Finding]:
     version = ".".join(map(str, criu.version))
     yield Finding("CRIU", "good", f"{version} at {criu.path}; 'criu check' passes")
     if not CRIU_LIBRARY.exists():
-        message = "icecore was built without a C compiler: windows are longer by 7 ms for each GiB of addresses that a job has reserved (GPU jobs: hundreds)"
+        message = "built without a C compiler: windows are longer by 7 ms for each GiB of addresses that a job has reserved (GPU jobs: a hundred and more)"
         yield Finding("CRIU's memcpy", "warning", message, "install gcc, then icecore once more")
     yield _pycriu(criu)
 
