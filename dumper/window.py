@@ -131,7 +131,9 @@ class Window:
         self.check()
 
     def check(self) -> None:
-        """Raise `WindowExceeded` if the limit has passed."""
+        """Raise `WindowExceeded` if the limit has passed, also where the watchdog's thread has not come to run yet."""
+        if self.left == 0.0:
+            self._expire()
         if self._exceeded is not None:
             raise self._exceeded
 
@@ -142,6 +144,7 @@ class Window:
             WindowExceeded: The limit passed first, so that what was read may not belong together.
             DumpFailed: CRIU did not hold the tree until now, or does not let go.
         """
+        self.check()
         self._end_watch()
         self.check()
         self._guard.confirm(self._version, _THAW_SECONDS)

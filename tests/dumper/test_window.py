@@ -184,9 +184,20 @@ def test_a_streamed_window_that_takes_too_long(job: Job, witness: Witness) -> No
     fails(
         job,
         witness,
-        lambda: witness.store.dump(job.pid, DumpOptions(memory="streamed", max_window=0.01)),
+        lambda: witness.store.dump(job.pid, DumpOptions(memory="streamed", max_window=0.001)),
         WindowExceeded,
     )
+    witness.next_dump_is_good()
+    job.is_well()
+
+
+def test_a_window_that_takes_too_long_while_no_other_thread_runs(
+    job: Job, witness: Witness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timer = threading.Timer
+    monkeypatch.setattr(threading, "Timer", lambda _, expire: timer(60.0, expire))
+    events = Events({("dump.files", "begin"): lambda _: time.sleep(0.6)})
+    fails(job, witness, lambda: witness.store.dump(job.pid, DumpOptions(max_window=0.3), events=events), WindowExceeded)
     witness.next_dump_is_good()
     job.is_well()
 
