@@ -66,7 +66,7 @@ criu: machine
 criu-newer: criu
 	$(PYTHON) tools/install-criu --suite sid --allow-expired --prefix $(CRIU_PREFIX)-sid || echo "going on without a second CRIU"
 
-.stamps/venv: pyproject.toml setup.py host/init.c $(wildcard host/resident/*.[ch]) | machine
+.stamps/venv: pyproject.toml setup.py $(wildcard host/*.c host/resident/*.[ch]) | machine
 	$(PYTHON) -m venv .venv
 	.venv/bin/python $(PIP_INSTALL) -e '.[dev]'
 	mkdir -p .stamps && touch $@

@@ -26,6 +26,7 @@ LIBRARY_FLAGS = [*COMMON_FLAGS, "-fPIC", "-shared", "-fvisibility=hidden", "-Wl,
 PRELOAD_FLAGS = [*LIBRARY_FLAGS, "-Wl,-soname,libicecore-resident.so"]
 # It is a memcpy: the compiler must not make a call of itself out of it.
 CRIU_FLAGS = [*LIBRARY_FLAGS, "-fno-builtin", "-Wl,-soname,libicecore-criu.so"]
+CRIU_SOURCES = ["host/criu_memcpy.c", "host/criu_pages.c"]
 PRELOAD_SOURCES = [
     f"{RESIDENT}{name}.c"
     for name in ("interpose", "allocate", "handles", "contexts", "table", "holding", "ipc", "threads", "stack", "capture", "window", "agent")
@@ -79,9 +80,9 @@ setup(
         Program("icecore.host/icecore-init", ["host/init.c"], INIT_FLAGS, "'icecore run' will not work", []),
         Program(
             "icecore.host/libicecore-criu.so",
-            ["host/criu_memcpy.c"],
+            CRIU_SOURCES,
             CRIU_FLAGS,
-            "windows of processes that reserve many addresses (with CUDA, say) are longer",
+            "windows are longer, by 60 ms for each GiB of memory in small pages, and need a descriptor for every 2 MiB",
             [],
         ),
         Program(

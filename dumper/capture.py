@@ -18,6 +18,7 @@ from icecore.dumper.facts import describe_namespaces, describe_processes, listen
 from icecore.dumper.files import FoundFile, find_files, tree_pids, unchanged_since
 from icecore.dumper.fingerprints import KnownCells
 from icecore.dumper.grid import grid
+from icecore.dumper.hidden import complete, find_hidden
 from icecore.dumper.images import ImageSet, Pagemap, image_files, read_images
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.parent import Parent
@@ -27,11 +28,14 @@ from icecore.dumper.spaces import Machinery, SpaceCapture
 from icecore.errors import DumpFailed, NotFound
 from icecore.events import Sink, phase
 from icecore.host import procfs
+from icecore.host.hidden import read_hidden
 from icecore.host.images import LINKED, load_files, load_remaps, load_rseq
 from icecore.host.memory import RemoteReader
 from icecore.store.cell import PAGE
 from icecore.store.manifest import Namespaces, OpenFile, Process, Region, Space
 
+#: In CRIU's image directory: what it was kept from seeing. As a log, it is not part of the snapshot.
+HIDDEN_FILE = "hidden.log"
 _HASH_BYTES = 1 << 20
 
 
@@ -69,6 +73,7 @@ class Capture:
 
     Args:
         images: CRIU's image directory.
+        version: Of the CRIU that writes there.
         parent: The parent snapshot, if there is one.
         copied: What pre-copy learnt, by image id.
     """
@@ -77,6 +82,7 @@ class Capture:
         self,
         options: DumpOptions,
         images: Path,
+        version: tuple[int, ...],
         parent: Parent | None,
         copied: Mapping[int, PreCopied],
         machinery: Machinery,
@@ -84,6 +90,7 @@ class Capture:
     ) -> None:
         self._options = options
         self._images = images
+        self._version = version
         self._parent = parent
         self._copied = copied
         self._machinery = machinery
@@ -102,7 +109,7 @@ class Capture:
         at = time.time_ns()
         pids = tree_pids(root)
         alive = [pid for pid in pids if os.path.exists(f"/proc/{pid}/exe")]
-        images = read_images(self._images)
+        images = self._read_images(pids, early)
         namespaces = describe_namespaces(root)
         ids = [] if namespaces.pid else thread_ids(pids)
         captured = Captured(at, pids, ids, describe_processes(pids), namespaces, listening_ports(alive), images)
@@ -122,6 +129,22 @@ class Capture:
                 running.bytes += self._file(file, captured)
         _still_there(alive)
         return captured
+
+    def _read_images(self, pids: Mapping[int, int], early: Early | None) -> ImageSet:
+        """What CRIU wrote, with the pages that it was kept from seeing."""
+        images = read_images(self._images)
+        hidden = read_hidden(self._images / HIDDEN_FILE)
+        if unknown := hidden.keys() - pids.keys():
+            raise DumpFailed(f"CRIU was kept from memory of processes that are not in the tree: {sorted(unknown)}")
+        by_image = {image: pid for pid, image in pids.items() if pid in hidden}
+        processes = []
+        for pagemap in images.processes:
+            pid = by_image.get(pagemap.number)
+            if pid is not None:
+                present = early.present.get(pagemap.number) if early else None
+                pagemap = pagemap.with_hidden(find_hidden(pid, pagemap.regions, hidden[pid], present, self._machinery.threads))
+            processes.append(pagemap)
+        return ImageSet(processes, images.shared)
 
     def _process(
         self, pagemap: Pagemap, number: int, reader: RemoteReader, device: Sequence[tuple[int, int]]
@@ -172,6 +195,7 @@ class Capture:
 
     def after_window(self, captured: Captured) -> None:
         """Everything that CRIU has written: shared memory, and its image files."""
+        complete(self._images, captured.images.processes, self._version)
         if captured.lost:
             _rename(captured, _linked(self._images))
         for pagemap in captured.images.shared:

@@ -140,7 +140,7 @@ def plan_cells(regions: Sequence[Region], extents: npt.NDArray[np.void]) -> Cell
         region=region[head].astype(np.uint32),
         cell=cell[head].astype(np.uint32),
         key=np.maximum(base[head].astype(np.uint64), starts[region[head]]),
-        bitmap=_bitmaps(len(head), index, (run_low - base) // PAGE, (run_high - base) // PAGE),
+        bitmap=_bitmaps(index, (run_low - base) // PAGE, (run_high - base) // PAGE),
         length=np.add.reduceat(runs["length"], head).astype(np.uint64),
         first_run=np.append(head, len(runs)).astype(np.uint32),
         runs=runs,
@@ -148,9 +148,21 @@ def plan_cells(regions: Sequence[Region], extents: npt.NDArray[np.void]) -> Cell
 
 
 def _bitmaps(
+    index: npt.NDArray[np.intp], low: npt.NDArray[np.int64], high: npt.NDArray[np.int64]
+) -> npt.NDArray[np.uint8]:
+    """Page bitmaps of cells from their page runs [low, high); ``index``: the cell of each run, ascending, no cell without."""
+    partial = np.flatnonzero(high - low < CELL_PAGES)
+    out = np.full((int(index[-1]) + 1, BITMAP_BYTES), 0xFF, np.uint8)
+    if len(partial):
+        rows, own = np.unique(index[partial], return_inverse=True)
+        out[rows] = _mixed(len(rows), own, low[partial], high[partial])
+    return out
+
+
+def _mixed(
     cells: int, index: npt.NDArray[np.intp], low: npt.NDArray[np.int64], high: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.uint8]:
-    """Page bitmaps of ``cells`` cells from page runs [low, high) of cell ``index``; a few thousand cells at a time, to bound the scratch memory."""
+    """`_bitmaps` of cells that are not full, a few thousand at a time, to bound the scratch memory."""
     out = np.empty((cells, BITMAP_BYTES), np.uint8)
     for start in range(0, cells, _MASK_CELLS):
         stop = min(start + _MASK_CELLS, cells)

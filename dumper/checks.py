@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from icecore.dumper.files import ghosts
 from icecore.dumper.look import Look
 from icecore.host import limits
+from icecore.host.hidden import LEAST_BYTES, hiding_supported
+from icecore.host.pagemap import Pagemap
 
 _SCHED_DEADLINE = 6
+_USER_END = (1 << 47) - 4096
 #: Beside what is known of: page tables, core, file and socket images of many processes.
 _WORKDIR_SLACK = 64 << 20
 
@@ -97,9 +100,7 @@ def namespaces(found: Look) -> list[Refusal]:
 
 
 def pipes(found: Look) -> list[Refusal]:
-    held = found.private_bytes + (
-        found.gpus.most_bytes if found.gpus else 0
-    )  # device memory is in the processes by then
+    held = _held_in_pipes(found)
     need, have = limits.pipe_need(held, len(found.living)), limits.descriptor_limit()
     if need <= have or found.options.memory == "streamed":
         return []
@@ -110,6 +111,36 @@ def pipes(found: Look) -> list[Refusal]:
             "sysctl -w fs.pipe-max-size=134217728, or raise the limit (ulimit -Hn); where neither can be had, --memory streamed takes longer but needs none",
         )
     ]
+
+
+def _held_in_pipes(found: Look) -> int:
+    """Bytes of private memory, at most, that CRIU takes into pipes."""
+    if not hiding_supported():
+        # Device memory is in the processes by then.
+        return found.private_bytes + (found.gpus.most_bytes if found.gpus else 0)
+    seen = (
+        sum(m.length for m in p.mappings if m.private and not (m.anonymous and m.length >= LEAST_BYTES)) for p in found.living
+    )
+    return sum(min(p.private_bytes, size) for p, size in zip(found.living, seen, strict=True))
+
+
+def guard_pages(found: Look) -> list[Refusal]:
+    """CRIU before 4.2 knows nothing of them: the restored process would have plain memory there."""
+    if found.criu.version >= (4, 2):
+        return []
+    out = []
+    for process in found.living:
+        with Pagemap(process.pid) as pagemap:
+            guards = pagemap.guards(0, _USER_END)
+        if len(guards):
+            out.append(
+                Refusal(
+                    "guard-pages",
+                    f"process {process.pid} has guard pages (MADV_GUARD_INSTALL), at {int(guards['start'][0]):#x} first, which CRIU before 4.2 would lose",
+                    "install CRIU 4.2 or newer beside it (tools/install-criu --suite sid)",
+                )
+            )
+    return out
 
 
 def system_v(found: Look) -> list[Refusal]:

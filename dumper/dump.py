@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from icecore.dumper.capture import Capture, Captured
+from icecore.dumper.capture import HIDDEN_FILE, Capture, Captured
 from icecore.dumper.checks_gpu import predicted_window
 from icecore.dumper.devices import Devices
 from icecore.dumper.early import EarlyScan
@@ -294,10 +294,15 @@ class _Dump:
             explain=lambda status: self._explain(images, status),
             abandon=storing.abandon,
         )
-        capture = Capture(self.options, images, storing.parent, copied, storing.machinery, self.emit)
+        capture = Capture(self.options, images, self.criu.version, storing.parent, copied, storing.machinery, self.emit)
         with devices or nullcontext(), window:
             with phase(self.emit, "dump.criu"):
-                window.prepare(self._criu_command(images, devices is not None))
+                hidden = images / HIDDEN_FILE
+                hidden.touch()
+                # A stream is all that there will be of the memory.
+                window.prepare(
+                    self._criu_command(images, devices is not None), None if self.options.memory == "streamed" else hidden
+                )
             with phase(self.emit, "dump.window") as running, _undisturbed():
                 streamed = self.options.memory == "streamed"
                 window.begin()

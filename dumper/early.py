@@ -1,6 +1,6 @@
 """The early scan: memory is read while CRIU still collects its pages, from when the whole tree stands still.
 
-Its rule: what it found counts only where CRIU's own pagemap has the same pages, of a tree of the same threads.
+Its rule: what it found counts only of a tree that has the same threads, and of cells where CRIU's own pagemap, if CRIU saw them, has the same pages.
 
 CRIU stops every thread before it opens the images that the processes share, and then begins with the first process. What it does to a process touches
 code (a system call is written over the program for a moment), mappings of its own, and, through the kernel, the few bytes that tell each thread the number of
@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
+import numpy.typing as npt
+
 from icecore.dumper.cells import plan_cells
 from icecore.dumper.files import tree_pids
 from icecore.dumper.fingerprints import KnownCells
@@ -30,6 +33,8 @@ from icecore.errors import NotFound
 from icecore.events import Sink, phase
 from icecore.host import procfs
 from icecore.host.memory import RemoteReader
+from icecore.store.cell import PAGE
+from icecore.store.manifest import Region
 
 _POLL_SECONDS = 0.001
 #: Below so much private memory a process is not worth it.
@@ -39,11 +44,21 @@ _RING = "/[aio]"
 _AFTER = "files.img"
 
 
+Present = tuple[list[Region], npt.NDArray[np.void]]
+
+
 @dataclass(frozen=True)
 class Early:
-    """What was read early of a tree: by image id, and the threads that were held then, by host pid."""
+    """What was read early of a tree.
+
+    Attributes:
+        threads: Those that were held then, by host pid.
+        present: Image id → private anonymous mappings, and the pages of them that held something (EXTENT records).
+        processes: Image id → cells that were read.
+    """
 
     threads: Mapping[int, Sequence[int]]
+    present: Mapping[int, Present]
     processes: Mapping[int, Scanned]
 
     def holds(self) -> bool:
@@ -119,7 +134,7 @@ class EarlyScan:
         try:
             held = self._wait()
             if held is not None:
-                self._found = Early(held, self._scan(held))
+                self._found = self._scan(held)
         except NotFound:
             pass  # it was killed: whoever captures the tree says so
         except BaseException as error:  # noqa: BLE001 - raised by who waits
@@ -133,32 +148,34 @@ class EarlyScan:
             time.sleep(_POLL_SECONDS)
         return None
 
-    def _scan(self, held: Mapping[int, Sequence[int]]) -> dict[int, Scanned]:
+    def _scan(self, held: Mapping[int, Sequence[int]]) -> Early:
         found: dict[int, Scanned] = {}
+        present: dict[int, Present] = {}
         images = tree_pids(self._root)
         order = {image: number for number, image in enumerate(sorted(images[pid] for pid in held))}
         with phase(self._emit, "dump.early") as running:
             for pid in held:
                 image = images[pid]
-                cells = self._process(pid, image, order[image] % self._machinery.streams)
-                if cells is not None:
-                    found[image] = cells
-                    running.bytes += cells.plan.bytes
-        return found
+                if any(mapping.path.startswith(_RING) for mapping in procfs.read_maps(pid)):
+                    continue
+                regions = [region for region in private_regions(pid) if not region.protection & procfs.PROT_EXEC]
+                extents = present_extents(pid, regions, self._machinery.threads)
+                present[image] = regions, extents
+                if int(extents["pages"].sum()) * PAGE >= _LEAST_BYTES:
+                    found[image] = self._process(pid, image, regions, extents, order[image] % self._machinery.streams)
+                    running.bytes += found[image].plan.bytes
+        return Early(held, present, found)
 
-    def _process(self, pid: int, image: int, stream: int) -> Scanned | None:
-        if any(mapping.path.startswith(_RING) for mapping in procfs.read_maps(pid)):
-            return None
+    def _process(
+        self, pid: int, image: int, regions: list[Region], extents: npt.NDArray[np.void], stream: int
+    ) -> Scanned:
         parent = self._parent.space("process", str(image)) if self._parent else None
         copied = self._copied.get(image)
         known = copied.known if copied else parent.known if parent else KnownCells.none()
         machinery = self._machinery
         with RemoteReader(pid) as reader:
-            regions = grid(private_regions(pid), self._device.get(pid, ()), reader, parent, copied)
-            wanted = [region for region in regions if not region.protection & procfs.PROT_EXEC]
-            plan = plan_cells(wanted, present_extents(pid, wanted))
-            if plan.bytes < _LEAST_BYTES:
-                return None
+            wanted = grid(regions, self._device.get(pid, ()), reader, parent, copied)
+            plan = plan_cells(wanted, extents)
             sink = machinery.pipeline.space(stream, plan, wanted, known)
             result = scan(
                 plan,

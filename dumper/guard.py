@@ -27,6 +27,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from icecore.dumper.hold import wait_for_stream
 from icecore.dumper.prepared import Prepared
@@ -106,12 +107,13 @@ class Guard:
             raise DumpFailed(f"CRIU ended early with status {reply.get('status')}")
         return reply
 
-    def prepare(self, command: Sequence[str], timeout: float) -> int | None:
+    def prepare(self, command: Sequence[str], timeout: float, *, hidden: Path | None = None) -> int | None:
         """Start ``command`` (``criu dump …``); returns once it waits, nothing of the tree touched, for `freeze`. Without that it ends with the guard.
 
         Args:
             command: Argument vector; ``{pages}`` and ``{status}`` are replaced by descriptor numbers, ``{hold}`` by the path of CRIU's action script.
             timeout: Seconds until the attempt is given up.
+            hidden: An empty file, for what CRIU is kept from seeing (`icecore.host.hidden`); None: it sees everything.
 
         Returns:
             None when it waits; its exit status when it ended before.
@@ -123,7 +125,8 @@ class Guard:
         with self._lock:
             self._pages = ours
         try:
-            socket.send_fds(self._socket, [json.dumps({"prepare": list(command)}).encode()], [theirs.fileno()])
+            order = {"prepare": list(command), "hidden": str(hidden) if hidden else None}
+            socket.send_fds(self._socket, [json.dumps(order).encode()], [theirs.fileno()])
         except OSError as error:
             self.hang_up()
             raise GuardLost(f"the dump's guard process ended unexpectedly: {error}") from error
@@ -306,7 +309,7 @@ class _Server:
             if request.get("release"):
                 released = True
             elif "prepare" in request:
-                self.prepare(request["prepare"], socket.socket(fileno=descriptors[0]))
+                self.prepare(request["prepare"], request["hidden"], socket.socket(fileno=descriptors[0]))
             elif "go" in request:
                 self.go(request["limit"])
             elif "start" in request:
@@ -331,9 +334,9 @@ class _Server:
         self.started.append(started)
         self.say(event="started", pid=started.pid)
 
-    def prepare(self, command: list[str], pages: socket.socket) -> None:
+    def prepare(self, command: list[str], hidden: str | None, pages: socket.socket) -> None:
         try:
-            self.prepared = Prepared(command, pages, self.life)
+            self.prepared = Prepared(command, pages, self.life, hidden)
         except OSError as error:
             self.say(event="ended", status=-1, error=f"{command[0]}: {error.strerror}")
             return

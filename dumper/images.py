@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from icecore.host.images import (
     VMA_ANON_SHARED,
     VMA_FILE_PRIVATE,
     VMA_FILE_SHARED,
+    VMA_GUARD,
     VMA_HEAP,
     VMA_STACK,
     VMA_VDSO,
@@ -51,6 +52,7 @@ class Pagemap:
         regions: Its VMAs in address order; for shared memory one region from 0 on.
         extents: EXTENT records of all its pages, ascending, neighbours merged.
         written: EXTENT records of those that are in the pages image, in the image's order.
+        hidden: EXTENT records of those that CRIU did not see, and that are not in its pagemap yet.
     """
 
     number: int
@@ -58,6 +60,13 @@ class Pagemap:
     regions: list[Region]
     extents: npt.NDArray[np.void]
     written: npt.NDArray[np.void]
+    hidden: npt.NDArray[np.void] = field(default_factory=lambda: np.empty(0, EXTENT))
+
+    def with_hidden(self, extents: npt.NDArray[np.void]) -> Pagemap:
+        """With pages that CRIU was kept from seeing."""
+        everything = np.concatenate([self.extents, extents])
+        order = np.argsort(everything["address"], kind="stable")
+        return replace(self, extents=_merged(everything[order]), hidden=extents)
 
 
 @dataclass(frozen=True)
@@ -127,7 +136,7 @@ def read_regions(directory: Path, number: int) -> list[Region]:
     except OSError as error:
         raise Damaged("image", f"mm-{number}.img", str(error)) from error
     vmas, lazy = space.vmas, space.lazy()
-    kept = (vmas["status"] & VMA_VSYSCALL) == 0
+    kept = (vmas["status"] & (VMA_VSYSCALL | VMA_GUARD)) == 0
     vmas, lazy = vmas[kept], lazy[kept]
     order = np.argsort(vmas["start"], kind="stable")
     columns = (vmas[name][order].tolist() for name in ("start", "end", "protection", "flags", "status"))

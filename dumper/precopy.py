@@ -24,7 +24,7 @@ from icecore.errors import DumpFailed, NotFound
 from icecore.events import Advance, unwatched
 from icecore.host import procfs
 from icecore.host.memory import RemoteReader
-from icecore.host.pagemap import SCAN_FILE, SCAN_PRESENT, SCAN_SWAPPED, SCAN_ZERO_FRAME, Pagemap
+from icecore.host.pagemap import contents_of
 from icecore.store.cell import CELL, PAGE
 from icecore.store.manifest import Region
 
@@ -59,8 +59,7 @@ def private_regions(pid: int) -> list[Region]:
     """The private anonymous mappings of a process, but for its stacks: what CRIU will leave to be read in place."""
     out = []
     for mapping in procfs.read_maps(pid):
-        anonymous = mapping.inode == 0 and (mapping.path in ("", "[heap]") or mapping.path.startswith("[anon:"))
-        if mapping.private and anonymous:
+        if mapping.anonymous:
             kind = "heap" if mapping.path == "[heap]" else "anonymous"
             out.append(
                 Region(mapping.start, mapping.length, mapping.start, mapping.protection, mapping.flags, kind, "", True)
@@ -68,18 +67,9 @@ def private_regions(pid: int) -> list[Region]:
     return out
 
 
-def present_extents(pid: int, regions: list[Region]) -> npt.NDArray[np.void]:
-    """Pages of ``regions`` that hold something of the process's own, as EXTENT records: neither absent nor the kernel's shared zero page."""
-    if not regions:
-        return np.empty(0, EXTENT)
-    with Pagemap(pid) as pagemap:
-        runs = pagemap.runs(
-            regions[0].start,
-            regions[-1].start + regions[-1].length,
-            any_of=SCAN_PRESENT | SCAN_SWAPPED,
-            wanted=SCAN_FILE | SCAN_ZERO_FRAME,
-        )
-    runs = runs[(runs["categories"] & np.uint64(SCAN_ZERO_FRAME)) == 0]
+def present_extents(pid: int, regions: list[Region], threads: int) -> npt.NDArray[np.void]:
+    """Pages in and between ``regions`` that hold something of the process's own, as EXTENT records: `icecore.host.pagemap.contents_of`."""
+    runs = contents_of(pid, [(region.start, region.start + region.length) for region in regions], threads)
     out = np.empty(len(runs), EXTENT)
     out["address"] = runs["start"]
     out["pages"] = (runs["end"] - runs["start"]) // np.uint64(PAGE)
@@ -145,7 +135,7 @@ def pre_copy(
         with RemoteReader(pid) as reader:
             regions = private_regions(pid)
             regions = inherit_origins(cut(regions, allocations(reader, regions)), before.space.regions if before else [])
-            plan = plan_cells(regions, present_extents(pid, regions))
+            plan = plan_cells(regions, present_extents(pid, regions, machinery.threads))
             m = machinery
             look = _Look(stream, regions, _Vanishing(reader), m.pipeline, m.staging, m.seed, m.threads, m.stop)
             restless = np.isin(plan.key, before.restless) if before else np.zeros(len(plan), np.bool_)

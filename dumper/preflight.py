@@ -21,6 +21,7 @@ CHECKS: tuple[Check, ...] = (
     checks.scheduling,
     checks.namespaces,
     checks.pipes,
+    checks.guard_pages,
     checks.system_v,
     checks_descriptors.io_uring,
     checks_descriptors.gpus,

@@ -38,12 +38,13 @@ class Prepared:
         command: ``{pages}``, ``{status}`` and ``{hold}`` (CRIU's action script) are replaced.
         pages: CRIU's end of the page-server connection; from now on this object's.
         life: Writing end of a pipe, which CRIU and the script inherit.
+        hidden: Path of the file for what CRIU is kept from seeing (`icecore.host.hidden`); None: it sees everything.
 
     Raises:
         OSError: It cannot be started.
     """
 
-    def __init__(self, command: Sequence[str], pages: socket.socket, life: int) -> None:
+    def __init__(self, command: Sequence[str], pages: socket.socket, life: int, hidden: str | None) -> None:
         self.pages = pages
         self._open: set[int] = set()
         try:
@@ -56,7 +57,7 @@ class Prepared:
             numbers = {"{pages}": str(pages.fileno()), "{status}": str(status), "{hold}": _path(script)}
             self.criu = subprocess.Popen(
                 [numbers.get(word, word) for word in command],
-                env=dump_environment(),
+                env=dump_environment(hidden),
                 pass_fds=[pages.fileno(), life, status],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

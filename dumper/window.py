@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 
 from icecore.dumper.guard import Guard
@@ -84,13 +85,16 @@ class Window:
         if self._exceeded is not None and error is not None and error is not self._exceeded:
             raise self._exceeded from error
 
-    def prepare(self, command: Sequence[str]) -> None:
+    def prepare(self, command: Sequence[str], hidden: Path | None) -> None:
         """Start CRIU as far as it gets without looking at the tree. `begin` and `freeze` come later, if at all.
+
+        Args:
+            hidden: Where is to be written what it is kept from seeing; None: it sees everything.
 
         Raises:
             DumpFailed: It failed.
         """
-        ended = self._guard.prepare(command, _PREPARE_SECONDS)
+        ended = self._guard.prepare(command, _PREPARE_SECONDS, hidden=hidden)
         if ended is not None:
             raise self._explain(ended)
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 import numpy as np
@@ -30,11 +33,14 @@ SCAN_SWAPPED = 1 << 4
 SCAN_ZERO_FRAME = 1 << 5
 SCAN_HUGE = 1 << 6
 SCAN_SOFT_DIRTY = 1 << 7
+#: From Linux 6.15 on; what madvise(MADV_GUARD_INSTALL) made counts as swapped, too.
+SCAN_GUARD = 1 << 8
 
 #: struct page_region: a run of pages with the same categories.
 PAGE_RUN = np.dtype([("start", "<u8"), ("end", "<u8"), ("categories", "<u8")])
 
 _PAGEMAP_SCAN = 0xC0606610
+_PIECE = 128 << 20  # bytes that one thread walks at a time
 _BATCH = 1 << 16  # entries a read (512 KiB) or regions a scan
 
 
@@ -59,7 +65,7 @@ class _ScanArgument(ctypes.Structure):
 
 
 class Pagemap:
-    """The page map of one process, kept open. Not thread-safe."""
+    """The page map of one process, kept open. Several threads may ask at once."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -143,6 +149,36 @@ class Pagemap:
                 out = np.empty(_BATCH, PAGE_RUN)
         return np.concatenate(batches) if batches else np.empty(0, PAGE_RUN)
 
+    def contents(self, start: int, end: int) -> npt.NDArray[np.void]:
+        """The runs of pages that hold something: neither absent, nor the kernel's shared page of zeros, nor guard pages. (Before Linux 6.7 nothing tells that
+        page from others, and all that are there count.)
+
+        Returns:
+            PAGE_RUN records in address order.
+        """
+        if not scan_supported():
+            return self._entry_runs(start, end)
+        guard = SCAN_GUARD if guards_told() else 0
+        runs = self.runs(start, end, wanted=SCAN_FILE | SCAN_ZERO_FRAME | guard)
+        full: npt.NDArray[np.void] = runs[(runs["categories"] & np.uint64(SCAN_ZERO_FRAME | guard)) == 0]
+        return full
+
+    def _entry_runs(self, start: int, end: int) -> npt.NDArray[np.void]:
+        """Pages with content by their entries, one by one: only for addresses that are mapped."""
+        found = [np.empty(0, PAGE_RUN)]
+        step = _BATCH * PAGE
+        for first in range(start, end, step):
+            there = (self.entries(first, min(end, first + step)) & (PRESENT | SWAPPED)).astype(np.bool_)
+            edges = np.flatnonzero(np.diff(there, prepend=False, append=False))
+            runs = np.zeros(len(edges) // 2, PAGE_RUN)
+            runs["start"], runs["end"] = first + edges[::2] * PAGE, first + edges[1::2] * PAGE
+            found.append(runs)
+        return np.concatenate(found)
+
+    def guards(self, start: int, end: int) -> npt.NDArray[np.void]:
+        """The runs of guard pages (madvise(2), MADV_GUARD_INSTALL), as PAGE_RUN records; none where the kernel does not tell (`guards_told`)."""
+        return self.runs(start, end, any_of=SCAN_GUARD, wanted=SCAN_GUARD) if guards_told() else np.empty(0, PAGE_RUN)
+
     def present(self, start: int, end: int) -> npt.NDArray[np.bool_]:
         """For each page from ``start`` to ``end``, whether it has content: in memory or swapped out."""
         try:
@@ -158,17 +194,77 @@ class Pagemap:
         return np.greater(np.cumsum(edges[:-1], dtype=np.int8), 0)
 
 
+def contents_of(pid: int, ranges: Sequence[tuple[int, int]], threads: int) -> npt.NDArray[np.void]:
+    """`Pagemap.contents` of a process in many ranges of addresses at once: a walk takes 12 ms a GiB of small pages.
+
+    Args:
+        ranges: (start, end), ascending, disjoint.
+        threads: How many ask at once.
+
+    Returns:
+        PAGE_RUN records in address order, of pages in and between the ranges; neighbours that are alike are joined.
+
+    Raises:
+        NotFound: There is no such process.
+    """
+    pieces = _pieces(ranges) if scan_supported() else ranges
+    with Pagemap(pid) as pagemap:
+        if threads < 2 or len(pieces) < 2:
+            parts = [pagemap.contents(start, end) for start, end in pieces]
+        else:
+            with ThreadPoolExecutor(min(threads, len(pieces)), thread_name_prefix="pages") as pool:
+                parts = list(pool.map(lambda piece: pagemap.contents(*piece), pieces))
+    return _joined(np.concatenate([*parts, np.empty(0, PAGE_RUN)]))
+
+
+def _pieces(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The addresses from the first range to the last, in pieces that hold about as much of the ranges each."""
+    pieces = []
+    size = 0
+    begin = ranges[0][0] if ranges else 0
+    for start, end in ranges:
+        while size + end - start >= _PIECE:
+            start += _PIECE - size
+            pieces.append((begin, start))
+            begin, size = start, 0
+        size += end - start
+    if size:
+        pieces.append((begin, ranges[-1][1]))
+    return pieces
+
+
+def _joined(runs: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+    if not len(runs):
+        return runs
+    alike = (runs["start"][1:] == runs["end"][:-1]) & (runs["categories"][1:] == runs["categories"][:-1])
+    first = np.flatnonzero(np.concatenate(([True], ~alike)))
+    out = runs[first].copy()
+    out["end"] = runs["end"][np.append(first[1:], len(runs)) - 1]
+    return out
+
+
 def present_pages(pid: int, start: int, end: int) -> npt.NDArray[np.bool_]:
     """`Pagemap.present` of a process, opened for one answer."""
     with Pagemap(pid) as pagemap:
         return pagemap.present(start, end)
 
 
+@functools.cache
 def scan_supported() -> bool:
     """Whether this kernel has PAGEMAP_SCAN."""
+    return _scans(SCAN_PRESENT)
+
+
+@functools.cache
+def guards_told() -> bool:
+    """Whether this kernel's PAGEMAP_SCAN tells guard pages from others."""
+    return _scans(SCAN_GUARD)
+
+
+def _scans(category: int) -> bool:
     with Pagemap(os.getpid()) as pagemap:
         try:
-            pagemap.runs(PAGE, 2 * PAGE)
+            pagemap.runs(PAGE, 2 * PAGE, any_of=category, wanted=category)
         except OSError as error:
             if error.errno in (errno.ENOTTY, errno.EINVAL):
                 return False

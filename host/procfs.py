@@ -45,6 +45,11 @@ class Mapping:
         """Whether writes stay in this process."""
         return self.flags == MAP_PRIVATE
 
+    @property
+    def anonymous(self) -> bool:
+        """Whether it is private memory of no file, but for stacks and what the kernel put there: heaps, arenas, threads' stacks."""
+        return self.private and self.inode == 0 and (self.path in ("", "[heap]") or self.path.startswith("[anon:"))
+
 
 @dataclass(frozen=True, slots=True)
 class Status:

@@ -20,6 +20,7 @@ from icecore.host.criu import CRIU_LIBRARY, Criu, find_criu
 from icecore.host.cuda.backend import find_backend
 from icecore.host.cuda.driver import EXTRA_CURE, has_bindings
 from icecore.host.cuda.job import private_root_lack
+from icecore.host.hidden import hiding_supported
 from icecore.host.images import load_pycriu
 from icecore.host.resident.keeper import keeper_path, preload_path
 from icecore.host.userfaultfd import create
@@ -105,7 +106,8 @@ def _criu(config: Config) -> Iterator[Finding]:
     yield Finding("CRIU", "good", f"{version} at {criu.path}; 'criu check' passes")
     if not CRIU_LIBRARY.exists():
         message = "built without a C compiler: windows are longer by 7 ms for each GiB of addresses that a job has reserved (GPU jobs: a hundred and more)"
-        yield Finding("CRIU's memcpy", "warning", message, "install gcc, then icecore once more")
+        message += " and by up to 60 ms for each GiB that it uses"
+        yield Finding("CRIU's library", "warning", message, "install gcc, then icecore once more")
     yield _pycriu(criu)
 
 
@@ -118,7 +120,9 @@ def _pycriu(criu: Criu) -> Finding:
 
 
 def _pipes() -> Finding:
-    """CRIU holds the pages of a frozen process in pipes: how large may a process be?"""
+    """CRIU holds the pages of a frozen process in pipes, if it sees them: how large may a process be?"""
+    if hiding_supported():
+        return Finding("pipes", "good", "CRIU needs them only for what is not read in place: jobs of any size")
     descriptors, capacity = limits.descriptor_limit(), limits.pipe_capacity()
     most = max(0, (descriptors - limits.pipe_need(0)) // 2) * capacity
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")

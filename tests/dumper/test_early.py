@@ -90,9 +90,9 @@ def test_with_a_ring_for_asynchronous_io_nothing_is_read_early(puppet: Puppet, s
 
 def test_what_was_read_of_other_threads_does_not_count(job: Job) -> None:
     threads = {pid: procfs.threads(pid) for pid in procfs.tree(job.pid)}
-    assert Early(threads, {}).holds()
-    assert not Early({**threads, job.pid: [*threads[job.pid], 1 << 22]}, {}).holds()
-    assert not Early({1 << 22: [1 << 22]}, {}).holds()
+    assert Early(threads, {}, {}).holds()
+    assert not Early({**threads, job.pid: [*threads[job.pid], 1 << 22]}, {}, {}).holds()
+    assert not Early({1 << 22: [1 << 22]}, {}, {}).holds()
 
 
 def test_a_tree_that_runs_or_was_stopped_by_somebody_else_is_not_held(job: Job) -> None:

@@ -48,7 +48,7 @@ def wrapper(path: Path, script: str) -> Criu:
         ("exit 0", "CRIU"),
         ("kill -9 $$", "CRIU"),
         ('exec $CRIU "${@//--lazy-pages/--no-such-option}"', "CRIU"),
-        ('for w; do case $w in /dev/shm/*) rmdir $w;; esac; done; exec $CRIU "$@"', "failed"),
+        ('for w; do case $w in /dev/shm/*) rm -r $w;; esac; done; exec $CRIU "$@"', "failed"),
         ("ulimit -f 1; trap '' XFSZ; exec $CRIU \"$@\"", "failed"),
     ],
     ids=["fails", "says nothing", "is killed", "does not understand", "has no directory", "cannot write"],

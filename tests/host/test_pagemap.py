@@ -75,6 +75,44 @@ def test_shared_and_file_pages_are_told_apart():
             assert not (pages.runs(p, p + 16 * 4096)["categories"] & pagemap.SCAN_FILE).any()
 
 
+@pytest.mark.parametrize("scanned", [True, False])
+def test_what_holds_something_whoever_asks_how(scanned, monkeypatch):
+    """Also on a kernel that has no PAGEMAP_SCAN."""
+    if scanned and not pagemap.scan_supported():
+        pytest.skip("PAGEMAP_SCAN needs Linux 6.7")
+    code = """
+    a = anonymous(400 << 20)
+    libc.madvise(a, 400 << 20, 15)
+    for page in (0, 1, 5, 32767, 32768, 65535, 65536, 102399):
+        ctypes.memset(a + page * 4096, 1, 1)
+    libc.munmap(a + (300 << 20), 10 << 20)
+    say(a); hear()
+    """
+    with target(code) as it:
+        (a,) = map(int, it.hear())
+        monkeypatch.setattr(pagemap, "scan_supported", lambda: scanned)
+        ranges = [(a, a + 4 * 4096), (a + 4 * 4096, a + (300 << 20)), (a + (310 << 20), a + (400 << 20))]
+        for threads in (1, 3):
+            runs = pagemap.contents_of(it.pid, ranges, threads)
+            found = [((s - a) // 4096, (e - s) // 4096) for s, e in zip(runs["start"].tolist(), runs["end"].tolist(), strict=True)]
+            assert found == [(0, 2), (5, 1), (32767, 2), (65535, 2), (102399, 1)]
+        assert len(pagemap.contents_of(it.pid, [], 2)) == 0
+
+
+@pytest.mark.skipif(not pagemap.guards_told(), reason="guard pages can be told from others from Linux 6.15 on")
+def test_guard_pages_hold_nothing():
+    code = """
+    a = anonymous(16 * 4096); ctypes.memset(a, 1, 16 * 4096)
+    assert libc.madvise(a + 4 * 4096, 2 * 4096, 102) == 0
+    say(a); hear()
+    """
+    with target(code) as it, pagemap.Pagemap(it.pid) as pages:
+        (a,) = map(int, it.hear())
+        assert pages.contents(a, a + 16 * 4096)["start"].tolist() == [a, a + 6 * 4096]
+        guards = pages.guards(a, a + 16 * 4096)
+        assert guards[["start", "end"]].tolist() == [(a + 4 * 4096, a + 6 * 4096)]
+
+
 def test_a_process_that_is_gone():
     with pytest.raises(NotFound):
         pagemap.Pagemap(dead_pid())

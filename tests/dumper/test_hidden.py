@@ -1,0 +1,167 @@
+"""Memory that CRIU is kept from seeing: the snapshot, and the pagemap that a restore goes by, are the same as if it had seen all."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from icecore.dumper.cells import EXTENT
+from icecore.dumper.hidden import clip
+from icecore.dumper.options import DumpOptions
+from icecore.dumper.window import Window
+from icecore.errors import DumpFailed, PreflightRefused
+from icecore.host.criu import PREFIX, find_criu
+from icecore.host.hidden import RANGE, hiding_supported
+from icecore.host.pagemap import guards_told
+from icecore.host.pagemap_image import PE_LAZY, PE_PRESENT, Entries, decode_pagemap
+
+from .puppet import Puppet
+from .world import Events, Recorded, Stillness, Store, assert_same_memory, page_runs
+
+PAGE = 4096
+
+pytestmark = [
+    pytest.mark.criu,
+    pytest.mark.skipif(not hiding_supported(), reason="needs a C compiler when icecore is built, and Linux 6.7"),
+]
+
+#: Code → whether its pages are restored lazily.
+KINDS = {
+    "plain": ("m = private(9 * MIB); put(m, os.urandom(3 * MIB)); put(m + 5 * MIB, b'x')", True),
+    "heap": ("libc.sbrk.restype = ctypes.c_void_p; m = libc.sbrk(4 * MIB); put(m + MIB, os.urandom(2 * MIB))", True),
+    "locked": ("m = private(3 * MIB); put(m, os.urandom(3 * MIB)); assert libc.mlock(ctypes.c_void_p(m), 3 * MIB) == 0", False),
+    "no access": ("m = private(3 * MIB); put(m, os.urandom(2 * MIB)); libc.mprotect(m, 3 * MIB, 0)", True),
+    "executable": ("m = private(3 * MIB, protection=7); put(m, os.urandom(2 * MIB))", True),
+    "grows down": ("m = private(3 * MIB, more=0x100); put(m + MIB, os.urandom(MIB))", True),
+    "droppable": ("m = libc.mmap(None, 3 * MIB, 3, 0x28, -1, 0); put(m, os.urandom(MIB))", None),
+    "named": ("m = private(3 * MIB); put(m, os.urandom(MIB)); libc.prctl(0x53564d41, 0, ctypes.c_void_p(m), 3 * MIB, b'a b [x]')", True),
+    "zeros": ("m = private(3 * MIB); put(m, bytes(MIB)); [ctypes.string_at(m + 2 * MIB + i, 1) for i in range(0, MIB, 4096)]", True),
+    "shared": ("m = libc.mmap(None, 3 * MIB, 3, 0x21, -1, 0); put(m, os.urandom(2 * MIB))", None),
+    "file": (
+        "open('f', 'wb').write(os.urandom(3 * MIB)); f = os.open('f', os.O_RDONLY); m = libc.mmap(None, 3 * MIB, 3, 2, f, 0); os.close(f); "
+        "put(m + MIB, os.urandom(MIB))",
+        False,
+    ),
+    "inherited": ("m = private(3 * MIB); put(m, os.urandom(2 * MIB)); child = os.fork(); put(m + MIB, bytes([child > 0]) * 70000)", True),
+    "thread's stack": (
+        "import threading; threading.stack_size(8 * MIB); stop = threading.Event(); threading.Thread(target=stop.wait, daemon=True).start(); m = 0",
+        True,
+    ),
+}
+
+
+def watched(puppet: Puppet, store: Store, options: DumpOptions | None = None, *, lost: bool = False) -> Entries:
+    """The pagemap in a snapshot that is right; ``lost``: it need not have all."""
+    still = Stillness()
+    events = Events({("dump.files", "begin"): lambda _: still.look(puppet.pid)})
+    recorded = store.read(store.dump(puppet.pid, options, events=events).snapshot)
+    if not lost:
+        assert_same_memory(recorded, still)
+    return pagemap_of(recorded, puppet.pid)
+
+
+def pagemap_of(recorded: Recorded, pid: int) -> Entries:
+    """The one of a process; it has the very pages that are recorded."""
+    _, entries = decode_pagemap(recorded.content("image", f"pagemap-{pid}.img"))
+    pages = set(recorded.pages(recorded.space("process", str(pid))))
+    assert pages_of(entries).keys() == pages
+    return entries
+
+
+def pages_of(entries: Entries) -> dict[int, int]:
+    """Address → flags."""
+    found = {}
+    for address, pages, flags in entries.tolist():
+        for at in range(address, address + pages * PAGE, PAGE):
+            assert at not in found
+            found[at] = flags
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_is_recorded_as_if_nothing_were_hidden(
+    kind: str, puppet: Puppet, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, lazy = KINDS[kind]
+    puppet.do(code)
+    address = puppet.number("m or 0")
+    ours = pages_of(watched(puppet, store, lost=kind == "droppable"))
+    prepare = Window.prepare
+    monkeypatch.setattr(Window, "prepare", lambda window, command, hidden: prepare(window, command, None))
+    theirs = pages_of(watched(puppet, store, lost=kind == "droppable"))
+    # Whatever Python itself did between the two dumps is none of this test's.
+    area = range(address, address + 9 * (1 << 20), PAGE)
+    assert ours.keys() & set(area) == theirs.keys() & set(area)
+    # Where some thread's stack pointer is the first byte of a page, CRIU writes all pages itself (criu/mem.c: is_stack).
+    assert all(theirs[at] in (flags, PE_PRESENT) for at, flags in ours.items() if at in area)
+    if address and lazy is not None:
+        assert {ours[a] for a in area if a in ours and a < address + (1 << 20) * 3} == {PE_LAZY if lazy else PE_PRESENT}
+
+
+def test_most_of_it_is_hidden(puppet: Puppet, store: Store) -> None:
+    """Else all of these tests would pass with a library that does nothing."""
+    puppet.do("m = private(64 * MIB); put(m, os.urandom(MIB) * 64)")
+    seen = []
+
+    def look(_: object) -> None:
+        (images,) = store.workdir.iterdir()
+        seen.append(pages_of(decode_pagemap((images / f"pagemap-{puppet.pid}.img").read_bytes())[1]))
+        seen.append((images / "hidden.log").stat().st_size)
+
+    store.dump(puppet.pid, events=Events({("dump.files", "begin"): look}))
+    address = puppet.number("m")
+    assert not any(address <= at < address + (64 << 20) for at in seen[0]) and seen[1] >= 24
+
+
+def test_a_stream_has_everything(puppet: Puppet, store: Store) -> None:
+    puppet.do("m = private(8 * MIB); put(m, os.urandom(8 * MIB))")
+    watched(puppet, store, DumpOptions(memory="streamed"))
+
+
+@pytest.mark.skipif(not guards_told(), reason="guard pages can be told from others from Linux 6.15 on")
+def test_guard_pages(puppet: Puppet, store: Store) -> None:
+    puppet.do("m = private(8 * MIB); put(m, os.urandom(8 * MIB)); libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]")
+    puppet.do("assert libc.madvise(m + MIB, MIB, 102) == 0; assert libc.madvise(m + 4 * MIB, 4096, 102) == 0")
+    older = find_criu(PREFIX)
+    if older.version < (4, 2):
+        with pytest.raises(PreflightRefused, match="guard pages"):
+            store.dump(puppet.pid, criu=older)
+    if find_criu().version < (4, 2):
+        pytest.skip("needs CRIU 4.2")
+    result = store.dump(puppet.pid)
+    recorded = store.read(result.snapshot)
+    address = puppet.number("m")
+    pages = set(pages_of(pagemap_of(recorded, puppet.pid)))
+    guards = {*range(address + (1 << 20), address + (2 << 20), PAGE), address + (4 << 20)}
+    assert not pages & guards and set(range(address, address + (8 << 20), PAGE)) - guards <= pages
+
+
+def test_what_may_not_be_hidden_prevents_the_snapshot(puppet: Puppet, store: Store) -> None:
+    puppet.do("m = libc.mmap(None, 3 * MIB, 3, 0x21, -1, 0); put(m, os.urandom(2 * MIB))")
+    address = puppet.number("m")
+
+    def lie(_: object) -> None:
+        (images,) = store.workdir.iterdir()
+        entry = np.array([puppet.pid, address, address + (1 << 20)], "<u8")
+        with open(images / "hidden.log", "ab") as file:
+            file.write(entry.tobytes())
+
+    with pytest.raises(DumpFailed, match="not private"):
+        store.dump(puppet.pid, events=Events({("dump.window", "begin"): lie}))
+    puppet.do("pass")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_clip(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    there = random.random(300) < random.choice([0.1, 0.5, 0.9])
+    extents = np.array([(a * PAGE, n) for a, n in page_runs(there)], EXTENT)
+    edges = np.sort(random.choice(np.arange(301), 2 * int(random.integers(0, 20)), replace=False))
+    ranges = np.array([(int(a) * PAGE, int(b) * PAGE) for a, b in edges.reshape(-1, 2)], RANGE)
+    wanted = np.zeros(300, np.bool_)
+    for a, b in edges.reshape(-1, 2):
+        wanted[a:b] = there[a:b]
+    found = np.zeros(300, np.int64)
+    for address, pages in clip(extents, ranges).tolist():
+        found[address // PAGE : address // PAGE + pages] += 1
+    assert (found == wanted).all()

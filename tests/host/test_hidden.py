@@ -1,0 +1,143 @@
+"""The library that CRIU gets keeps private anonymous memory from it, nothing else, and nothing that it cannot write down."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from icecore.errors import Damaged
+from icecore.host.criu import CRIU_LIBRARY, dump_environment
+from icecore.host.hidden import hiding_supported, read_hidden
+from icecore.host.pagemap import guards_told
+from tests.host.target import target
+
+MIB = 1 << 20
+
+_ASK = """
+import sys
+from icecore.host.pagemap import SCAN_GUARD, Pagemap
+with Pagemap(int(sys.argv[1])) as pages:
+    for start, end, guards in (word.split(",") for word in sys.argv[2:]):
+        kinds = {"any_of": SCAN_GUARD, "wanted": SCAN_GUARD} if int(guards) else {}
+        print(sum(int(run["end"] - run["start"]) for run in pages.runs(int(start), int(end), **kinds)))
+"""
+
+needs_library = pytest.mark.skipif(not hiding_supported(), reason="needs a C compiler when icecore is built, and Linux 6.7")
+
+
+def ask(pid: int, *ranges: tuple[int, int] | tuple[int, int, int], hidden: Path | None) -> list[int]:
+    """How many bytes PAGEMAP_SCAN tells CRIU of, range by range; a third number: of guard pages."""
+    words = [",".join(map(str, (*one, 0)[:3])) for one in ranges]
+    asked = subprocess.run(
+        [sys.executable, "-P", "-c", _ASK, str(pid), *words],
+        env=dump_environment(str(hidden) if hidden else None),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert not asked.returncode, asked.stderr
+    return [int(line) for line in asked.stdout.split()]
+
+
+@needs_library
+def test_private_anonymous_memory_is_hidden_and_written_down(tmp_path: Path) -> None:
+    code = """
+    a = anonymous(8 << 20); ctypes.memset(a, 1, 8 << 20)
+    b = anonymous(2 << 20); ctypes.memset(b, 1, 2 << 20)
+    libc.prctl(0x53564d41, 0, ctypes.c_void_p(b), 2 << 20, b"a name")
+    libc.sbrk.restype = ctypes.c_void_p
+    c = libc.sbrk(4 << 20); ctypes.memset(c, 1, 4 << 20)
+    say(a, b, c); hear()
+    """
+    file = tmp_path / "hidden"
+    file.touch()
+    with target(code) as it:
+        a, b, c = map(int, it.hear())
+        heap = -(-c // 4096) * 4096
+        ranges = [(a, a + 8 * MIB), (b, b + 2 * MIB), (heap, heap + 3 * MIB), (a + MIB, a + 3 * MIB)]
+        assert ask(it.pid, *ranges, hidden=None) == [8 * MIB, 2 * MIB, 3 * MIB, 2 * MIB]
+        assert read_hidden(file) == {}
+        assert ask(it.pid, *ranges, hidden=file) == [0, 0, 0, 0]
+        # What was asked for twice is there once.
+        assert read_hidden(file)[it.pid].tolist() == sorted(ranges[:3])
+
+
+@needs_library
+def test_all_else_is_seen(tmp_path: Path) -> None:
+    code = """
+    shared = anonymous(4 << 20, flags=0x21); ctypes.memset(shared, 1, 4 << 20)
+    f = os.memfd_create("x"); os.ftruncate(f, 4 << 20)
+    private = libc.mmap(None, 4 << 20, 3, 2, f, 0); ctypes.memset(private, 1, 4 << 20)
+    small = anonymous(1 << 20); ctypes.memset(small, 1, 1 << 20)
+    two = anonymous(4 << 20); libc.mprotect(two + (2 << 20), 2 << 20, 1); ctypes.memset(two, 1, 2 << 20)
+    guarded = anonymous(4 << 20); libc.madvise(guarded, 1 << 20, 102)
+    say(shared, private, small, two, guarded); hear()
+    """
+    file = tmp_path / "hidden"
+    file.touch()
+    with target(code) as it:
+        shared, private, small, two, guarded = map(int, it.hear())
+        seen = ask(
+            it.pid,
+            (shared, shared + 4 * MIB),
+            (private, private + 4 * MIB),
+            (small, small + MIB - 4096),
+            (two, two + 4 * MIB),
+            (guarded, guarded + 4 * MIB, int(guards_told())),
+            hidden=file,
+        )
+    assert seen == [4 * MIB, 4 * MIB, MIB - 4096, 2 * MIB, MIB if guards_told() else 0]
+    assert file.stat().st_size == 0
+
+
+@needs_library
+def test_nothing_is_hidden_that_cannot_be_written_down(tmp_path: Path) -> None:
+    with target("a = anonymous(4 << 20); ctypes.memset(a, 1, 4 << 20); say(a); hear()") as it:
+        (a,) = map(int, it.hear())
+        assert ask(it.pid, (a, a + 4 * MIB), hidden=tmp_path / "none") == [4 * MIB]
+        assert ask(it.pid, (a, a + 4 * MIB), hidden=Path("/dev/full")) == [4 * MIB]
+
+
+@needs_library
+def test_a_process_with_very_many_mappings(tmp_path: Path) -> None:
+    code = """
+    a = anonymous(40000 * 8192)
+    for i in range(20000):
+        libc.mprotect(a + i * 16384, 8192, 1)
+    b = anonymous(4 << 20); ctypes.memset(b, 1, 4 << 20)
+    say(a, b); hear()
+    """
+    file = tmp_path / "hidden"
+    file.touch()
+    with target(code) as it:
+        a, b = map(int, it.hear())
+        assert ask(it.pid, (a, a + 4 * MIB), (b, b + 4 * MIB), hidden=file) == [0, 0]
+        assert read_hidden(file)[it.pid].tolist() == [(b, b + 4 * MIB)]
+
+
+def test_what_overlaps_is_told_once(tmp_path: Path) -> None:
+    file = tmp_path / "hidden"
+    np.array([(7, 4096, 8192), (5, 0, 8192), (7, 0, 8192), (7, 16384, 20480), (7, 8192, 12288)], "<u8").tofile(file)
+    found = read_hidden(file)
+    assert {pid: ranges.tolist() for pid, ranges in found.items()} == {5: [(0, 8192)], 7: [(0, 8192), (8192, 12288), (16384, 20480)]}
+
+
+def test_a_cut_off_file_is_damage(tmp_path: Path) -> None:
+    file = tmp_path / "hidden"
+    file.write_bytes(bytes(30))
+    with pytest.raises(Damaged):
+        read_hidden(file)
+
+
+def test_an_inherited_name_is_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ICECORE_HIDDEN", "/somewhere")
+    assert "ICECORE_HIDDEN" not in dump_environment(None)
+    if CRIU_LIBRARY.exists():
+        assert dump_environment("x")["ICECORE_HIDDEN"] == "x"
+    assert os.environ["ICECORE_HIDDEN"] == "/somewhere"
