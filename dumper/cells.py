@@ -154,8 +154,9 @@ def _bitmaps(
     partial = np.flatnonzero(high - low < CELL_PAGES)
     out = np.full((int(index[-1]) + 1, BITMAP_BYTES), 0xFF, np.uint8)
     if len(partial):
-        rows, own = np.unique(index[partial], return_inverse=True)
-        out[rows] = _mixed(len(rows), own, low[partial], high[partial])
+        of = index[partial]
+        new = np.concatenate(([True], of[1:] != of[:-1]))
+        out[of[new]] = _mixed(int(new.sum()), np.cumsum(new) - 1, low[partial], high[partial])
     return out
 
 

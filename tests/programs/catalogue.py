@@ -211,6 +211,16 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
                 damage=("touched", "untouched"),
             ),
             Program(
+                name="guarded",
+                what="Memory with guard pages in it.",
+                source="guarded.c",
+                quick=("--mib", "9"),
+                needs=("cc",),
+                damage=("data",),
+                criu_notes="CRIU before 4.2 fails to read guard pages.",
+                least_criu=(4, 2),
+            ),
+            Program(
                 name="mutator",
                 what="Forks, moves, grows, unmaps and discards memory as fast as it can once the file ``go`` is there.",
                 source="mutator.c",

@@ -15,7 +15,7 @@ from tests.roundtrip.conftest import Trip
 pytestmark = [pytest.mark.criu, pytest.mark.timeout(120)]
 
 DUMPABLE = [program for program in PROGRAMS.values() if program.dumpable and program.source]
-LAZY = ["training", "node", "many-vmas", "sparse", "inference", "tree"]
+LAZY = ["training", "node", "many-vmas", "sparse", "guarded", "inference", "tree"]
 
 
 def verdict(program: Program, running: driving.Running) -> None:
