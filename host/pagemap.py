@@ -40,7 +40,7 @@ SCAN_GUARD = 1 << 8
 PAGE_RUN = np.dtype([("start", "<u8"), ("end", "<u8"), ("categories", "<u8")])
 
 _PAGEMAP_SCAN = 0xC0606610
-_PIECE = 128 << 20  # bytes that one thread walks at a time
+_PIECE, _PIECES = 128 << 20, 128  # bytes that one thread walks at a time, and how often at most
 _BATCH = 1 << 16  # entries a read (512 KiB) or regions a scan
 
 
@@ -220,11 +220,13 @@ def contents_of(pid: int, ranges: Sequence[tuple[int, int]], threads: int) -> np
 def _pieces(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """The addresses from the first range to the last, in pieces that hold about as much of the ranges each."""
     pieces = []
+    # Of reserved addresses (CUDA: as many as machine and GPUs have memory) each piece costs a call, and nothing else.
+    most = max(_PIECE, sum(end - start for start, end in ranges) // _PIECES // PAGE * PAGE)
     size = 0
     begin = ranges[0][0] if ranges else 0
     for start, end in ranges:
-        while size + end - start >= _PIECE:
-            start += _PIECE - size
+        while size + end - start >= most:
+            start += most - size
             pieces.append((begin, start))
             begin, size = start, 0
         size += end - start
