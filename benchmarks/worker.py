@@ -163,7 +163,7 @@ class _Serving:
 
         from icecore.dumper.cells import plan_cells
         from icecore.dumper.fingerprints import KnownCells
-        from icecore.dumper.precopy import present_extents, private_regions
+        from icecore.dumper.present import present_extents, private_regions, ranges_of
         from icecore.dumper.scan import scan
         from icecore.dumper.staging import Slot, Staging
         from icecore.host import libc
@@ -171,7 +171,7 @@ class _Serving:
         from icecore.store.cell import CELL, CELL_BYTES
 
         regions = private_regions(pid)
-        plan = plan_cells(regions, present_extents(pid, regions))
+        plan = plan_cells(regions, present_extents(pid, ranges_of(regions), threads))
         firsts = plan.first_run.tolist()
         addresses = plan.runs.ctypes.data
         staging = Staging(64 * CELL_BYTES)

@@ -26,7 +26,8 @@ from icecore.dumper.files import tree_pids
 from icecore.dumper.fingerprints import KnownCells
 from icecore.dumper.grid import grid
 from icecore.dumper.parent import Parent
-from icecore.dumper.precopy import PreCopied, present_extents, private_regions
+from icecore.dumper.precopy import PreCopied
+from icecore.dumper.present import present_extents, private_regions, ranges_of
 from icecore.dumper.scan import scan
 from icecore.dumper.spaces import Machinery, Scanned
 from icecore.errors import NotFound
@@ -159,7 +160,7 @@ class EarlyScan:
                 if any(mapping.path.startswith(_RING) for mapping in procfs.read_maps(pid)):
                     continue
                 regions = [region for region in private_regions(pid) if not region.protection & procfs.PROT_EXEC]
-                extents = present_extents(pid, regions, self._machinery.threads)
+                extents = present_extents(pid, ranges_of(regions), self._machinery.threads)
                 present[image] = regions, extents
                 if int(extents["pages"].sum()) * PAGE >= _LEAST_BYTES:
                     found[image] = self._process(pid, image, regions, extents, order[image] % self._machinery.streams)

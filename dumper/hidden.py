@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from icecore.dumper.cells import EXTENT
 from icecore.dumper.images import Pagemap
+from icecore.dumper.present import present_extents
 from icecore.errors import DumpFailed
 from icecore.host.hidden import Ranges
-from icecore.host.pagemap import contents_of
 from icecore.host.pagemap_image import ENTRY, PE_LAZY, PE_PRESENT, load_pagemap, write_pagemap
 from icecore.store.cell import PAGE
 from icecore.store.manifest import Region
@@ -98,8 +98,4 @@ def _regions_of(ranges: Ranges, regions: list[Region]) -> npt.NDArray[np.int64]:
 
 
 def _look(pid: int, ranges: Ranges, threads: int) -> Extents:
-    runs = contents_of(pid, ranges.tolist(), threads)
-    out = np.empty(len(runs), EXTENT)
-    out["address"] = runs["start"]
-    out["pages"] = (runs["end"] - runs["start"]) // np.uint64(PAGE)
-    return clip(out, ranges)
+    return clip(present_extents(pid, ranges.tolist(), threads), ranges)

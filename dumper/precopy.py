@@ -11,21 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from icecore.dumper.allocations import allocations, cut
-from icecore.dumper.cells import EXTENT, CellPlan, inherit_origins, plan_cells
+from icecore.dumper.cells import CellPlan, inherit_origins, plan_cells
 from icecore.dumper.fingerprints import KnownCells
 from icecore.dumper.pipeline import Pipeline, SpaceSink
+from icecore.dumper.present import present_extents, private_regions, ranges_of
 from icecore.dumper.scan import ScanResult, Source, scan
 from icecore.dumper.spaces import Machinery, ParentSpace
 from icecore.dumper.staging import Slot, Staging
 from icecore.errors import DumpFailed, NotFound
 from icecore.events import Advance, unwatched
-from icecore.host import procfs
 from icecore.host.memory import RemoteReader
-from icecore.host.pagemap import contents_of
-from icecore.store.cell import CELL, PAGE
+from icecore.store.cell import CELL
 from icecore.store.manifest import Region
 
 #: Between two looks at a restless cell: steps of a training take less, mostly.
@@ -53,27 +51,6 @@ class PreCopied:
     changed: int
     stored: int
     scanned: int
-
-
-def private_regions(pid: int) -> list[Region]:
-    """The private anonymous mappings of a process, but for its stacks: what CRIU will leave to be read in place."""
-    out = []
-    for mapping in procfs.read_maps(pid):
-        if mapping.anonymous:
-            kind = "heap" if mapping.path == "[heap]" else "anonymous"
-            out.append(
-                Region(mapping.start, mapping.length, mapping.start, mapping.protection, mapping.flags, kind, "", True)
-            )
-    return out
-
-
-def present_extents(pid: int, regions: list[Region], threads: int) -> npt.NDArray[np.void]:
-    """Pages in and between ``regions`` that hold something of the process's own, as EXTENT records: `icecore.host.pagemap.contents_of`."""
-    runs = contents_of(pid, [(region.start, region.start + region.length) for region in regions], threads)
-    out = np.empty(len(runs), EXTENT)
-    out["address"] = runs["start"]
-    out["pages"] = (runs["end"] - runs["start"]) // np.uint64(PAGE)
-    return out
 
 
 @dataclass(frozen=True)
@@ -135,7 +112,7 @@ def pre_copy(
         with RemoteReader(pid) as reader:
             regions = private_regions(pid)
             regions = inherit_origins(cut(regions, allocations(reader, regions)), before.space.regions if before else [])
-            plan = plan_cells(regions, present_extents(pid, regions, machinery.threads))
+            plan = plan_cells(regions, present_extents(pid, ranges_of(regions), machinery.threads))
             m = machinery
             look = _Look(stream, regions, _Vanishing(reader), m.pipeline, m.staging, m.seed, m.threads, m.stop)
             restless = np.isin(plan.key, before.restless) if before else np.zeros(len(plan), np.bool_)
