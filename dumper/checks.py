@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from icecore.dumper.files import ghosts
 from icecore.dumper.look import Look
+from icecore.errors import NotFound
 from icecore.host import limits
-from icecore.host.hidden import LEAST_BYTES, hiding_supported
+from icecore.host.hidden import LEAST_BYTES, hides
 from icecore.host.pagemap import Pagemap
 
 _SCHED_DEADLINE = 6
@@ -115,7 +116,7 @@ def pipes(found: Look) -> list[Refusal]:
 
 def _held_in_pipes(found: Look) -> int:
     """Bytes of private memory, at most, that CRIU takes into pipes."""
-    if not hiding_supported():
+    if not hides(found.criu):
         # Device memory is in the processes by then.
         return found.private_bytes + (found.gpus.most_bytes if found.gpus else 0)
     seen = (
@@ -126,12 +127,15 @@ def _held_in_pipes(found: Look) -> int:
 
 def guard_pages(found: Look) -> list[Refusal]:
     """CRIU before 4.2 knows nothing of them: the restored process would have plain memory there."""
-    if found.criu.version >= (4, 2):
+    if found.criu.keeps_guard_pages(limits.kernel_version()):
         return []
     out = []
     for process in found.living:
-        with Pagemap(process.pid) as pagemap:
-            guards = pagemap.guards(0, _USER_END)
+        try:
+            with Pagemap(process.pid) as pagemap:
+                guards = pagemap.guards(0, _USER_END)
+        except NotFound:
+            continue  # it ended meanwhile
         if len(guards):
             out.append(
                 Refusal(

@@ -34,6 +34,7 @@ from icecore.errors import DumpFailed, IcecoreError, PreflightRefused, UsageErro
 from icecore.events import Event, Sink, discard, phase
 from icecore.host import limits, procfs
 from icecore.host.criu import Criu, DumpArguments, explain, find_criu, lazy_dump_command, stream_dump_command
+from icecore.host.hidden import hides
 from icecore.host.namespaces import dump_options
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import MANIFEST_FORMAT, Manifest, Sizes
@@ -300,9 +301,8 @@ class _Dump:
                 hidden = images / HIDDEN_FILE
                 hidden.touch()
                 # A stream is all that there will be of the memory.
-                window.prepare(
-                    self._criu_command(images, devices is not None), None if self.options.memory == "streamed" else hidden
-                )
+                hiding = self.options.memory != "streamed" and hides(self.criu)
+                window.prepare(self._criu_command(images, devices is not None), hidden if hiding else None)
             with phase(self.emit, "dump.window") as running, _undisturbed():
                 streamed = self.options.memory == "streamed"
                 window.begin()

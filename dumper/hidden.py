@@ -21,8 +21,6 @@ from icecore.store.manifest import Region
 
 Extents = npt.NDArray[np.void]
 
-#: Mappings whose pages the kernel may drop at any time (MAP_DROPPABLE): CRIU does not dump them either.
-_DROPPABLE = 0x08
 _ANONYMOUS = 0x02 | 0x20  # MAP_PRIVATE and MAP_ANONYMOUS
 
 
@@ -49,7 +47,6 @@ def find_hidden(
     if len(wrong):
         at = int(hidden["start"][wrong[0]])
         raise DumpFailed(f"CRIU was kept from memory at {at:#x} of process {pid} that is not private, or of a file")
-    hidden = hidden[(flags & _DROPPABLE) == 0]
     if known is None:
         return _look(pid, hidden, threads)
     there = _regions_of(hidden, known[0]) >= 0

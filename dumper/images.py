@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from icecore.dumper.cells import EXTENT
-from icecore.errors import Damaged
+from icecore.errors import Damaged, DumpFailed
 from icecore.host.images import (
     VMA_ANON_SHARED,
     VMA_FILE_PRIVATE,
@@ -63,10 +63,17 @@ class Pagemap:
     hidden: npt.NDArray[np.void] = field(default_factory=lambda: np.empty(0, EXTENT))
 
     def with_hidden(self, extents: npt.NDArray[np.void]) -> Pagemap:
-        """With pages that CRIU was kept from seeing."""
+        """With pages that CRIU was kept from seeing.
+
+        Raises:
+            DumpFailed: It has seen one of them.
+        """
         everything = np.concatenate([self.extents, extents])
-        order = np.argsort(everything["address"], kind="stable")
-        return replace(self, extents=_merged(everything[order]), hidden=extents)
+        everything = everything[np.argsort(everything["address"], kind="stable")]
+        end = everything["address"] + everything["pages"] * np.uint64(PAGE)
+        if (everything["address"][1:] < end[:-1]).any():
+            raise DumpFailed(f"CRIU saw pages of process {self.number} that it was to be kept from")
+        return replace(self, extents=_merged(everything), hidden=extents)
 
 
 @dataclass(frozen=True)

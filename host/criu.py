@@ -45,6 +45,13 @@ class Criu:
         """
         return self.version >= (4, 2) or kernel < (6, 16)
 
+    def keeps_guard_pages(self, kernel: tuple[int, int]) -> bool:
+        """Whether guard pages (MADV_GUARD_INSTALL, from Linux 6.13 on), if there are any, come back.
+
+        CRIU 4.2 is the first to know them. Older ones fail, because they cannot read them: where nobody hides that memory from them.
+        """
+        return self.version >= (4, 2) or kernel < (6, 13)
+
     def check(self, seconds: float = 60) -> None:
         """Have it look at the kernel (``criu check``).
 
@@ -92,7 +99,7 @@ def newer_prefix(prefix: Path) -> Path:
 def find_criu(explicit: str | Path | None = None) -> Criu:
     """Find a CRIU: the one named, else ICECORE_CRIU, else install-criu's prefix (or ICECORE_CRIU_PREFIX), else PATH.
 
-    Of those that nobody named, the first that can dump internet sockets on this kernel is taken, if one can; a newer CRIU that install-criu
+    Of those that nobody named, the first that can dump internet sockets and guard pages on this kernel is taken, if one can; a newer CRIU that install-criu
     put beside the first (``PREFIX-sid``) is looked at too.
 
     Args:
@@ -128,7 +135,8 @@ def find_criu(explicit: str | Path | None = None) -> Criu:
             if pycriu is None and (_SYSTEM_PYTHON / "pycriu").is_dir():
                 pycriu = _SYSTEM_PYTHON
             criu = Criu(path, version, pycriu)
-            if named or criu.dumps_internet_sockets(kernel_version()):
+            kernel = kernel_version()
+            if named or (criu.dumps_internet_sockets(kernel) and criu.keeps_guard_pages(kernel)):
                 return criu
             usable.append(criu)
     if usable:

@@ -18,7 +18,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#define LEAST ((uint64_t)1 << 20) /* bytes; below it CRIU may ask for several mappings at once */
+/* More than CRIU's cache holds (PMC_SIZE): for less it asks for several mappings at once, which may have become one since (it makes all readable). */
+#define LEAST (((uint64_t)2 << 20) + 4096)
 #define ROOM ((size_t)256 << 10)
 
 /* linux/fs.h from 6.7 on; where this is built may be older. */

@@ -8,11 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from icecore.errors import Damaged
-from icecore.host.criu import CRIU_LIBRARY
+from icecore.host.criu import CRIU_LIBRARY, Criu
+from icecore.host.limits import kernel_version
 from icecore.host.pagemap import scan_supported
 
 #: Mappings smaller than this are not hidden (LEAST in host/criu_pages.c).
-LEAST_BYTES = 1 << 20
+LEAST_BYTES = (2 << 20) + 4096
 
 #: A range of addresses.
 RANGE = np.dtype([("start", "<u8"), ("end", "<u8")])
@@ -21,9 +22,9 @@ _ENTRY = np.dtype([("pid", "<u8"), ("range", RANGE)])
 Ranges = npt.NDArray[np.void]
 
 
-def hiding_supported() -> bool:
-    """Whether anything is hidden here: the library was built, and CRIU asks PAGEMAP_SCAN (Linux 6.7)."""
-    return CRIU_LIBRARY.exists() and scan_supported()
+def hides(criu: Criu) -> bool:
+    """Whether anything is hidden from this CRIU, here: the library was built, CRIU asks PAGEMAP_SCAN (Linux 6.7), and it need not stumble over guard pages."""
+    return CRIU_LIBRARY.exists() and scan_supported() and criu.keeps_guard_pages(kernel_version())
 
 
 def read_hidden(path: Path) -> dict[int, Ranges]:

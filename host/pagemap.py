@@ -40,6 +40,7 @@ SCAN_GUARD = 1 << 8
 PAGE_RUN = np.dtype([("start", "<u8"), ("end", "<u8"), ("categories", "<u8")])
 
 _PAGEMAP_SCAN = 0xC0606610
+_GAP = 16 << 20  # bytes that would rather be walked than cost a call
 _PIECE, _PIECES = 128 << 20, 128  # bytes that one thread walks at a time, and how often at most
 _BATCH = 1 << 16  # entries a read (512 KiB) or regions a scan
 
@@ -218,20 +219,26 @@ def contents_of(pid: int, ranges: Sequence[tuple[int, int]], threads: int) -> np
 
 
 def _pieces(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The addresses from the first range to the last, in pieces that hold about as much of the ranges each."""
+    """The ranges and what lies between them, but for wide gaps, in pieces that hold about as much of the ranges each."""
     pieces = []
     # Of reserved addresses (CUDA: as many as machine and GPUs have memory) each piece costs a call, and nothing else.
     most = max(_PIECE, sum(end - start for start, end in ranges) // _PIECES // PAGE * PAGE)
     size = 0
     begin = ranges[0][0] if ranges else 0
+    last = begin
     for start, end in ranges:
+        if start - last > _GAP:
+            if size:
+                pieces.append((begin, last))
+            begin, size = start, 0
+        last = end
         while size + end - start >= most:
             start += most - size
             pieces.append((begin, start))
             begin, size = start, 0
         size += end - start
     if size:
-        pieces.append((begin, ranges[-1][1]))
+        pieces.append((begin, last))
     return pieces
 
 

@@ -256,11 +256,10 @@ def read_maps(pid: int, *, vm_flags: bool = False) -> list[Mapping]:
         pid: The process. A zombie and a kernel thread have none.
         vm_flags: Whether to read the VmFlags too, from smaps, which costs a walk through all page tables.
     """
-    none: frozenset[str] = frozenset()
     with _process(pid), open(f"/proc/{pid}/{'smaps' if vm_flags else 'maps'}", "rb") as file:
         data = file.read()
     if not vm_flags:
-        found = [_mapping(fields, none) for fields in _MAPS_LINE.findall(data)]
+        found = parse_maps(data)
     else:
         sets: dict[bytes, frozenset[str]] = {}
         found = []
@@ -273,6 +272,12 @@ def read_maps(pid: int, *, vm_flags: bool = False) -> list[Mapping]:
                 sets[words] = frozenset(words.decode().split())
             found.append(_mapping(head.groups(), sets[words]))
     return [mapping for mapping in found if mapping.path != "[vsyscall]"]
+
+
+def parse_maps(text: bytes) -> list[Mapping]:
+    """The lines of a /proc/PID/maps."""
+    none: frozenset[str] = frozenset()
+    return [_mapping(fields, none) for fields in _MAPS_LINE.findall(text)]
 
 
 def appeared(

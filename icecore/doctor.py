@@ -7,6 +7,7 @@ import platform
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,7 +21,7 @@ from icecore.host.criu import CRIU_LIBRARY, Criu, find_criu
 from icecore.host.cuda.backend import find_backend
 from icecore.host.cuda.driver import EXTRA_CURE, has_bindings
 from icecore.host.cuda.job import private_root_lack
-from icecore.host.hidden import hiding_supported
+from icecore.host.hidden import hides
 from icecore.host.images import load_pycriu
 from icecore.host.resident.keeper import keeper_path, preload_path
 from icecore.host.userfaultfd import create
@@ -49,7 +50,7 @@ def examine(config: Config, location: str) -> Iterator[Finding]:
     yield from _platform()
     yield from _privileges()
     yield from _criu(config)
-    yield _pipes()
+    yield _pipes(config)
     yield _io_uring()
     yield from _gpus()
     yield _workdir(config.restore.workdir or config.dump.workdir)
@@ -119,10 +120,11 @@ def _pycriu(criu: Criu) -> Finding:
     return Finding("pycriu", "good", f"in {criu.pycriu}")
 
 
-def _pipes() -> Finding:
+def _pipes(config: Config) -> Finding:
     """CRIU holds the pages of a frozen process in pipes, if it sees them: how large may a process be?"""
-    if hiding_supported():
-        return Finding("pipes", "good", "CRIU needs them only for what is not read in place: jobs of any size")
+    with suppress(IcecoreError):
+        if hides(find_criu(config.criu or None)):
+            return Finding("pipes", "good", "CRIU needs them only for small mappings: jobs of any size")
     descriptors, capacity = limits.descriptor_limit(), limits.pipe_capacity()
     most = max(0, (descriptors - limits.pipe_need(0)) // 2) * capacity
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")

@@ -121,7 +121,8 @@ def failing_from(first: int) -> Callable[[Call], Outcome]:
 
 
 def calls_of(store: Store, job: Job) -> list[tuple[str, str]]:
-    """``(operation, kind of object)`` of the store's calls in a dump."""
+    """``(operation, kind of object)`` of the store's calls in a dump, of which much is new: deltas alone would not be put into the index."""
+    driving.change(job.running.state_dir, 1000, 50, 100)
     backend = FaultyBackend(store.backend)
     through = store.through(backend)
     opened = len(backend.calls)

@@ -195,7 +195,7 @@ def test_too_small_pipes(job: Job, store: Store, monkeypatch: pytest.MonkeyPatch
     """The same on a machine where pipes may not grow, without making this one such; if CRIU sees all memory, for large mappings, too."""
     monkeypatch.setattr(limits, "pipe_max_size", lambda: 4096)
     monkeypatch.setattr(limits, "descriptor_limit", lambda: 2500)
-    monkeypatch.setattr(checks, "hiding_supported", lambda: hidden)
+    monkeypatch.setattr(checks, "hides", lambda criu: hidden)
     monkeypatch.setattr(limits, "capabilities", lambda pid=None: frozenset({"CAP_SYS_ADMIN", "CAP_SYS_PTRACE"}))
     found = look(job.pid, find_criu(), str(store.workdir), DumpOptions())
     refusals = checks.pipes(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 
 from icecore.errors import Damaged
+from icecore.host import procfs
 from icecore.host.criu import CRIU_LIBRARY, dump_environment
-from icecore.host.hidden import hiding_supported, read_hidden
-from icecore.host.pagemap import guards_told
+from icecore.host.hidden import LEAST_BYTES, read_hidden
+from icecore.host.pagemap import guards_told, scan_supported
 from tests.host.target import target
 
 MIB = 1 << 20
@@ -27,7 +29,25 @@ with Pagemap(int(sys.argv[1])) as pages:
         print(sum(int(run["end"] - run["start"]) for run in pages.runs(int(start), int(end), **kinds)))
 """
 
-needs_library = pytest.mark.skipif(not hiding_supported(), reason="needs a C compiler when icecore is built, and Linux 6.7")
+SOURCE = Path(__file__).resolve().parents[2] / "host" / "criu_pages.c"
+_READ = """
+#include "criu_pages.c"
+int main(void)
+{
+    char line[4096];
+    struct range range;
+    while (fgets(line, sizeof line, stdin)) {
+        line[strcspn(line, "\\n")] = 0;
+        int found = anonymous(line, &range);
+        printf("%d %lu %lu\\n", found, range.start, range.end);
+    }
+    return 0;
+}
+"""
+
+needs_library = pytest.mark.skipif(
+    not (CRIU_LIBRARY.exists() and scan_supported()), reason="needs a C compiler when icecore is built, and Linux 6.7"
+)
 
 
 def ask(pid: int, *ranges: tuple[int, int] | tuple[int, int, int], hidden: Path | None) -> list[int]:
@@ -49,8 +69,7 @@ def ask(pid: int, *ranges: tuple[int, int] | tuple[int, int, int], hidden: Path 
 def test_private_anonymous_memory_is_hidden_and_written_down(tmp_path: Path) -> None:
     code = """
     a = anonymous(8 << 20); ctypes.memset(a, 1, 8 << 20)
-    b = anonymous(2 << 20); ctypes.memset(b, 1, 2 << 20)
-    libc.prctl(0x53564d41, 0, ctypes.c_void_p(b), 2 << 20, b"a name")
+    b = anonymous(4 << 20); libc.mprotect(b, 4096, 0); ctypes.memset(b + 4096, 1, (4 << 20) - 4096)
     libc.sbrk.restype = ctypes.c_void_p
     c = libc.sbrk(4 << 20); ctypes.memset(c, 1, 4 << 20)
     say(a, b, c); hear()
@@ -60,8 +79,9 @@ def test_private_anonymous_memory_is_hidden_and_written_down(tmp_path: Path) -> 
     with target(code) as it:
         a, b, c = map(int, it.hear())
         heap = -(-c // 4096) * 4096
-        ranges = [(a, a + 8 * MIB), (b, b + 2 * MIB), (heap, heap + 3 * MIB), (a + MIB, a + 3 * MIB)]
-        assert ask(it.pid, *ranges, hidden=None) == [8 * MIB, 2 * MIB, 3 * MIB, 2 * MIB]
+        b += 4096
+        ranges = [(a, a + 8 * MIB), (b, b + LEAST_BYTES), (heap, heap + 3 * MIB), (a + MIB, a + 4 * MIB)]
+        assert ask(it.pid, *ranges, hidden=None) == [8 * MIB, LEAST_BYTES, 3 * MIB, 3 * MIB]
         assert read_hidden(file) == {}
         assert ask(it.pid, *ranges, hidden=file) == [0, 0, 0, 0]
         # What was asked for twice is there once.
@@ -74,7 +94,7 @@ def test_all_else_is_seen(tmp_path: Path) -> None:
     shared = anonymous(4 << 20, flags=0x21); ctypes.memset(shared, 1, 4 << 20)
     f = os.memfd_create("x"); os.ftruncate(f, 4 << 20)
     private = libc.mmap(None, 4 << 20, 3, 2, f, 0); ctypes.memset(private, 1, 4 << 20)
-    small = anonymous(1 << 20); ctypes.memset(small, 1, 1 << 20)
+    small = anonymous(4 << 20); ctypes.memset(small, 1, 4 << 20)
     two = anonymous(4 << 20); libc.mprotect(two + (2 << 20), 2 << 20, 1); ctypes.memset(two, 1, 2 << 20)
     guarded = anonymous(4 << 20); libc.madvise(guarded, 1 << 20, 102)
     say(shared, private, small, two, guarded); hear()
@@ -87,12 +107,12 @@ def test_all_else_is_seen(tmp_path: Path) -> None:
             it.pid,
             (shared, shared + 4 * MIB),
             (private, private + 4 * MIB),
-            (small, small + MIB - 4096),
+            (small, small + LEAST_BYTES - 4096),
             (two, two + 4 * MIB),
             (guarded, guarded + 4 * MIB, int(guards_told())),
             hidden=file,
         )
-    assert seen == [4 * MIB, 4 * MIB, MIB - 4096, 2 * MIB, MIB if guards_told() else 0]
+    assert seen == [4 * MIB, 4 * MIB, LEAST_BYTES - 4096, 2 * MIB, MIB if guards_told() else 0]
     assert file.stat().st_size == 0
 
 
@@ -119,6 +139,36 @@ def test_a_process_with_very_many_mappings(tmp_path: Path) -> None:
         a, b = map(int, it.hear())
         assert ask(it.pid, (a, a + 4 * MIB), (b, b + 4 * MIB), hidden=file) == [0, 0]
         assert read_hidden(file)[it.pid].tolist() == [(b, b + 4 * MIB)]
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
+def test_lines_of_maps_are_read_as_by_the_dumper(tmp_path: Path) -> None:
+    """Also such as this kernel does not write: names of anonymous memory are an option of it."""
+    (tmp_path / "main.c").write_text(_READ)
+    command = ["cc", "-std=gnu11", "-Wall", "-Werror", "-Wno-unused-function", f"-I{SOURCE.parent}", "-o", "read", "main.c"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
+    start = "7f0000000000-7f0000400000"
+    kinds = {
+        f"{start} rw-p 00000000 00:00 0 ": True,
+        f"{start} ---p 00000000 00:00 0": True,
+        f"{start} rw-p 00000000 00:00 0                          [heap]": True,
+        f"{start} rw-p 00000000 00:00 0                          [anon:a name [x]": True,
+        f"{start} rw-s 00000000 00:00 0 ": False,
+        f"{start} rw-p 00000000 00:00 0                          [stack]": False,
+        f"{start} rw-p 00000000 00:00 0                          [anon_shmem:x]": False,
+        f"{start} rw-p 00000000 00:00 0                          anon_inode:[perf_event]": False,
+        f"{start} rw-p 00001000 fd:01 1234                       /lib/x [heap]": False,
+        f"{start} rw-p 00000000 00:01 77                         /memfd:[heap] (deleted)": False,
+        f"{start} rw-p 00000000 00:05 9                          /dev/zero": False,
+    }
+    lines = [*kinds, *Path("/proc/self/maps").read_text().splitlines()]
+    done = subprocess.run([tmp_path / "read"], input="\n".join(lines) + "\n", capture_output=True, text=True, timeout=20, check=True)
+    said = [line.split() for line in done.stdout.splitlines()]
+    parsed = procfs.parse_maps("\n".join([*lines, ""]).encode())
+    assert len(parsed) == len(said) == len(lines)
+    assert [private == "1" for private, _, _ in said] == [mapping.anonymous for mapping in parsed]
+    assert [mapping.anonymous for mapping in parsed[: len(kinds)]] == list(kinds.values())
+    assert all((int(a), int(b)) == (m.start, m.end) for (_, a, b), m in zip(said, parsed, strict=True))
 
 
 def test_what_overlaps_is_told_once(tmp_path: Path) -> None:
