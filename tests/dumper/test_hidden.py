@@ -123,6 +123,61 @@ def test_the_same_is_recorded_as_if_nothing_were_hidden(
         assert {ours[a] for a in area if a in ours and a < address + (1 << 20) * 3} == {PE_LAZY if lazy else PE_PRESENT}
 
 
+#: 24 MiB of which parts are written, protected, unmapped, locked, shared, advised about. Parts are executable or guard pages, not both: CRIU runs what it
+#: injects in the first mapping that is executable, guard pages or not.
+_LAYOUT = """
+import random
+chosen = random.Random({seed})
+libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+size = 24 * MIB
+m = private(size + 2 * MIB)
+m += -m % (2 * MIB)
+for _ in range(chosen.randrange(3, 40)):
+    first = chosen.randrange(size // 4096)
+    if chosen.random() < 0.5:
+        first = first // 256 * 256
+    count = min(size // 4096 - first, chosen.choice([1, 3, 100, 256, 500, 512, 513, 1024, 2000]))
+    at, length = m + first * 4096, count * 4096
+    what = chosen.choice(["write"] * 4 + ["no access"] * 4 + ["read"] * 2 + ["drop"] * 2 + ["unmap", "share", "advise", "lock"] + ["{more}"] * 2)
+    if what == "write":
+        libc.mprotect(at, length, 3)
+        with open("/proc/self/mem", "r+b", 0) as memory:
+            memory.seek(at)
+            try: memory.write(os.urandom(length))
+            except OSError: pass
+    elif what == "no access": libc.mprotect(at, length, 0)
+    elif what == "read": libc.mprotect(at, length, 1)
+    elif what == "execute": libc.mprotect(at, length, 7)
+    elif what == "drop": libc.madvise(at, length, chosen.choice([4, 20, 21]))
+    elif what == "unmap": libc.munmap(at, length)
+    elif what == "guard": libc.madvise(at, length, 102)
+    elif what == "share": libc.mmap(at, length, 3, 0x31, -1, 0)
+    elif what == "advise": libc.madvise(at, length, chosen.choice([10, 12, 14, 15, 16, 18]))
+    elif what == "lock": libc.mlock(ctypes.c_void_p(at), length)
+"""
+
+
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.torture) for seed in range(8, 300))])
+def test_a_random_layout(seed: int, puppet: Puppet, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    puppet.do(_LAYOUT.format(seed=seed, more="execute" if seed % 2 or not guards_told() else "guard"))
+    address = puppet.number("m")
+    area = set(range(address, address + (24 << 20), PAGE))
+
+    def taken() -> tuple[dict[int, int], dict[int, bytes]]:
+        recorded = store.read(store.dump(puppet.pid).snapshot)
+        pages = recorded.pages(recorded.space("process", str(puppet.pid)))
+        return pages_of(pagemap_of(recorded, puppet.pid)), {at: page for at, page in pages.items() if at in area}
+
+    flags, pages = taken()
+    prepare = Window.prepare
+    monkeypatch.setattr(Window, "prepare", lambda window, command, hidden: prepare(window, command, None))
+    flags_seen, pages_seen = taken()
+    assert pages == pages_seen
+    if PE_LAZY in flags_seen.values():
+        assert all(flags[at] == flags_seen[at] for at in pages)
+
+
 def test_most_of_it_is_hidden(puppet: Puppet, store: Store) -> None:
     """Else all of these tests would pass with a library that does nothing."""
     puppet.do("m = private(64 * MIB); put(m, os.urandom(MIB) * 64)")
