@@ -86,6 +86,13 @@ setup(
             [],
         ),
         Program(
+            "icecore.host/libicecore-scan.so",
+            ["host/scan_cells.c"],
+            LIBRARY_FLAGS,
+            "memory is scanned through the interpreter, which is slower on many cores",
+            [],
+        ),
+        Program(
             "icecore.host.resident/libicecore-resident.so",
             PRELOAD_SOURCES,
             PRELOAD_FLAGS,

@@ -36,6 +36,7 @@ from icecore.host import limits, procfs
 from icecore.host.criu import Criu, DumpArguments, explain, find_criu, lazy_dump_command, stream_dump_command
 from icecore.host.hidden import hides
 from icecore.host.namespaces import dump_options
+from icecore.host.scanning import native_scan_lacks
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import MANIFEST_FORMAT, Manifest, Sizes
 from icecore.store.names import new_snapshot_id
@@ -49,6 +50,8 @@ _RUNNING_SECONDS = 5.0
 _MOST_STREAMS = 16
 #: Threads at most, where nothing else is asked for: with more it takes longer (measured on 16 cores).
 SCAN_THREADS = 8
+#: Where they do not need the interpreter between cells (`icecore.host.scanning`).
+NATIVE_SCAN_THREADS = 12
 ENCODE_THREADS = 4
 #: Staging that is prefaulted when nothing is known of how much changes, as a share of the private memory.
 _GUESS = 0.125
@@ -246,7 +249,7 @@ class _Dump:
         self.workdir = workdir
         self.emit = emit
         self.stack = stack
-        self.threads = options.scan_threads or limits.threads_for(SCAN_THREADS)
+        self.threads = options.scan_threads or limits.threads_for(SCAN_THREADS if native_scan_lacks() else NATIVE_SCAN_THREADS)
         self.encoders = options.scan_threads or limits.threads_for(ENCODE_THREADS)
 
     def run(self, after: _After) -> tuple[str, Manifest, int, bool]:

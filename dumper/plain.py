@@ -31,6 +31,8 @@ class CompactPages:
         Damaged: The file has not as many pages.
     """
 
+    process = None
+
     def __init__(self, path: Path, extents: npt.NDArray[np.void]) -> None:
         self._path = str(path)
         length = extents["pages"].astype(np.int64) * PAGE

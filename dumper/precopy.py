@@ -152,6 +152,7 @@ class _Vanishing:
 
     def __init__(self, reader: RemoteReader) -> None:
         self._reader = reader
+        self.process = reader.process
 
     def read_into(self, iovecs: int, count: int, buffer: Slot, size: int) -> None:
         try:

@@ -16,12 +16,22 @@ from icecore.dumper.fingerprints import FINGERPRINT, KnownCells
 from icecore.dumper.staging import SMALL_BYTES, Packer, Slot, Staging
 from icecore.errors import DumpFailed
 from icecore.events import Advance, unwatched
+from icecore.host.scanning import CHANGED, NOT_READ, Columns, NativeScan, native_scan_lacks
+from icecore.store.cell import CELL_BYTES
 
 _BATCH = 16
+_MOST_ROWS = 4096
 
 
 class Source(Protocol):
-    """Where a scan reads: a process's memory, or a file laid out like one."""
+    """Where a scan reads: a process's memory, or a file laid out like one.
+
+    Attributes:
+        process: Pid of the process whose memory it is; None: it is no process's.
+    """
+
+    @property
+    def process(self) -> int | None: ...
 
     def read_into(self, iovecs: int, count: int, buffer: Slot, size: int) -> None:
         """Read ``count`` iovecs (at address ``iovecs``; ``size`` bytes in all) into the start of the slot, or raise."""
@@ -62,20 +72,29 @@ class _Shared:
     stop: threading.Event
     failures: list[BaseException]
     advance: Advance
+    native: NativeScan | None
+
+    @property
+    def batch(self) -> int:
+        """How many rows a thread takes at a time: of small cells more, where that costs the interpreter nothing."""
+        if self.native is None or not len(self.plan):
+            return _BATCH
+        return max(_BATCH, min(_MOST_ROWS, _BATCH * CELL_BYTES * len(self.plan) // max(1, self.plan.bytes)))
 
 
 class _Cursor:
     """Hands out batches of rows."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, batch: int) -> None:
         self._rows = rows
+        self._batch = batch
         self._next = 0
         self._lock = threading.Lock()
 
     def take(self) -> range:
         with self._lock:
             start = self._next
-            self._next = min(self._rows, start + _BATCH)
+            self._next = min(self._rows, start + self._batch)
             return range(start, self._next)
 
 
@@ -104,21 +123,17 @@ def scan(
     Raises:
         DumpFailed: A page could not be read, or ``stop`` was set.
     """
+    candidates, fingerprint, row = known.find(plan.key), np.empty(len(plan), FINGERPRINT), np.full(len(plan), -1, np.int64)
+    native = None
+    if source.process is not None and not native_scan_lacks():
+        columns = Columns(
+            plan.runs, plan.first_run, plan.length, np.ascontiguousarray(plan.bitmap), candidates, known.fingerprint, fingerprint, row
+        )
+        native = NativeScan(source.process, columns, seed)
     shared = _Shared(
-        plan,
-        known,
-        known.find(plan.key),
-        np.empty(len(plan), FINGERPRINT),
-        np.full(len(plan), -1, np.int64),
-        source,
-        seed,
-        staging,
-        keep,
-        stop,
-        [],
-        advance,
+        plan, known, candidates, fingerprint, row, source, seed, staging, keep, stop, [], advance, native
     )
-    cursor = _Cursor(len(plan))
+    cursor = _Cursor(len(plan), shared.batch)
     workers = [
         threading.Thread(target=_work, args=(shared, cursor), name=f"scan-{i}")
         for i in range(max(1, min(threads, len(plan) // 4)) - 1)
@@ -146,8 +161,10 @@ def _work(shared: _Shared, cursor: _Cursor) -> None:
     try:
         slot, packer = shared.staging.acquire(), Packer(shared.staging)
         try:
+            scan_batch = _scan_batch if shared.native is None else _scan_natively
             while (batch := cursor.take()) and not shared.stop.is_set() and not shared.failures:
-                slot = _scan_batch(shared, batch, slot, packer)
+                slot = scan_batch(shared, batch, slot, packer)
+                shared.advance(int(shared.plan.length[batch.start : batch.stop].sum()))
         finally:
             packer.close()
             shared.staging.release(slot)
@@ -156,7 +173,7 @@ def _work(shared: _Shared, cursor: _Cursor) -> None:
 
 
 def _scan_batch(shared: _Shared, batch: range, slot: Slot, packer: Packer) -> Slot:
-    """Scan some rows; returns the slot that the thread now owns. Everything numpy is turned into plain ints once a batch."""
+    """Scan some rows in Python; returns the slot that the thread now owns. Everything numpy is turned into plain ints once a batch."""
     plan, known = shared.plan, shared.known
     low, high = batch.start, batch.stop
     first = plan.first_run[low : high + 1].tolist()
@@ -178,12 +195,32 @@ def _scan_batch(shared: _Shared, batch: range, slot: Slot, packer: Packer) -> Sl
         found[16 * i : 16 * i + 16] = value
         if rows[i] >= 0 and expected[16 * i : 16 * i + 16] == value:
             shared.row[low + i] = rows[i]
-        elif size <= SMALL_BYTES:
-            shared.keep(low + i, packer.take(slot, size))
         else:
-            fresh = shared.staging.acquire()
-            shared.keep(low + i, slot)
-            slot = fresh
+            slot = _hand_on(shared, low + i, size, slot, packer)
     shared.fingerprint[low:high] = np.frombuffer(found, FINGERPRINT)
-    shared.advance(sum(sizes))
     return slot
+
+
+def _scan_natively(shared: _Shared, batch: range, slot: Slot, packer: Packer) -> Slot:
+    """The same, up to each cell that is not known without the interpreter."""
+    assert shared.native is not None
+    at = batch.start
+    while at < batch.stop:
+        at, why = shared.native.until(at, batch.stop, slot.address)
+        if why == NOT_READ:
+            # Not at once, or not at all: the source knows other ways.
+            slot = _scan_batch(shared, range(at, at + 1), slot, packer)
+        elif why == CHANGED:
+            slot = _hand_on(shared, at, int(shared.plan.length[at]), slot, packer)
+        at += 1
+    return slot
+
+
+def _hand_on(shared: _Shared, row: int, size: int, slot: Slot, packer: Packer) -> Slot:
+    """Give away what is in the slot; returns the slot that the thread now owns."""
+    if size <= SMALL_BYTES:
+        shared.keep(row, packer.take(slot, size))
+        return slot
+    fresh = shared.staging.acquire()
+    shared.keep(row, slot)
+    return fresh

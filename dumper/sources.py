@@ -35,6 +35,8 @@ class FileSource:
         size: Bytes at the time of the snapshot: a file that is longer now is read up to there.
     """
 
+    process = None
+
     def __init__(self, descriptor: int, size: int, name: str) -> None:
         self._descriptor = descriptor
         self._size = size
@@ -78,6 +80,8 @@ class PagesImage:
         path: The image.
         extents: EXTENT records of the pagemap entries whose pages lie in the image, in the image's order.
     """
+
+    process = None
 
     def __init__(self, path: str, extents: npt.NDArray[np.void]) -> None:
         self.path = path

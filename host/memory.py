@@ -277,6 +277,8 @@ class RemoteReader:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
+        #: Whose memory it is, for who reads it by process_vm_readv himself.
+        self.process = pid
         self._memory: int | None = None
         self._opening = threading.Lock()
 

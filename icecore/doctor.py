@@ -24,6 +24,7 @@ from icecore.host.cuda.job import private_root_lack
 from icecore.host.hidden import hides
 from icecore.host.images import load_pycriu
 from icecore.host.resident.keeper import keeper_path, preload_path
+from icecore.host.scanning import native_scan_lacks
 from icecore.host.userfaultfd import create
 from icecore.places import state_directory
 from icecore.repository import Repository
@@ -50,6 +51,7 @@ def examine(config: Config, location: str) -> Iterator[Finding]:
     yield from _platform()
     yield from _privileges()
     yield from _criu(config)
+    yield _scanning()
     yield _pipes(config)
     yield _io_uring()
     yield from _gpus()
@@ -118,6 +120,14 @@ def _pycriu(criu: Criu) -> Finding:
     except IcecoreError as error:
         return Finding("pycriu", "warning", error.message, error.cure)
     return Finding("pycriu", "good", f"in {criu.pycriu}")
+
+
+def _scanning() -> Finding:
+    lacks = native_scan_lacks()
+    if not lacks:
+        return Finding("scanning", "good", "memory is read and fingerprinted without the interpreter")
+    cure = "install gcc, then icecore once more" if "compiler" in lacks else "pip install --force-reinstall --only-binary=xxhash xxhash, or install libxxhash0"
+    return Finding("scanning", "warning", f"through the interpreter, which is slower on many cores: {lacks}", cure)
 
 
 def _pipes(config: Config) -> Finding:

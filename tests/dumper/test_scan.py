@@ -7,6 +7,7 @@ import mmap
 import os
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -21,7 +22,9 @@ from icecore.dumper.scan import ScanResult, scan
 from icecore.dumper.sources import FileSource, PagesImage
 from icecore.dumper.staging import Slot, Staging
 from icecore.errors import Damaged, DumpFailed
+from icecore.host import scanning
 from icecore.host.memory import RemoteReader
+from icecore.host.scanning import Columns, NativeScan, native_scan_lacks
 from icecore.store.cell import CELL, CELL_BYTES, PAGE
 from icecore.store.manifest import Region
 
@@ -51,6 +54,17 @@ class Memory:
             )
 
 
+@pytest.fixture(params=["native", "interpreted"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How cells of a process are scanned."""
+    if request.param == "interpreted":
+        monkeypatch.setattr("icecore.dumper.scan.native_scan_lacks", lambda: "the test wants it")
+    elif native_scan_lacks():
+        pytest.skip(native_scan_lacks())
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("way")
 def test_scan_hands_on_what_changed_and_nothing_else() -> None:
     memory, kept = Memory(), dict[int, bytes]()
     with Staging(64 << 20) as staging:
@@ -72,6 +86,129 @@ def test_scan_hands_on_what_changed_and_nothing_else() -> None:
         memory.map[page * PAGE + 17] ^= 1
         third = memory.scan(known, staging, kept)
         assert list(kept) == third.changed.tolist() == [page // 256]
+
+
+class Layout:
+    """Memory in which cells are whole, small or scattered, some pages cannot be read but through /proc/PID/mem, and single bytes change."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = np.random.default_rng(seed)
+        self.map = mmap.mmap(-1, 40 * CELL_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+        self.bytes = np.frombuffer(self.map, np.uint8)
+        self.bytes[:] = self.random.integers(0, 256, len(self.bytes), np.uint8)
+        there = np.zeros(40 * 256, np.bool_)
+        for cell, kind in enumerate(self.random.integers(0, 5, 40).tolist()):
+            own = there[cell * 256 : cell * 256 + 256]
+            if kind == 0:
+                own[:] = True
+            elif kind == 1:
+                own[self.random.integers(0, 256)] = True
+            elif kind == 2:
+                own[::2] = True
+            elif kind == 3:
+                own[:] = self.random.random(256) < 0.5
+        edges = np.flatnonzero(np.diff(there, prepend=False, append=False)).reshape(-1, 2)
+        self.extents = np.array([(self.address + low * PAGE, high - low) for low, high in edges], EXTENT)
+        self.regions = [Region(self.address, len(self.bytes), self.address + 3 * PAGE - CELL_BYTES)]
+        self.plan = plan_cells(self.regions, self.extents)
+        self.there = np.flatnonzero(there)
+
+    def change(self, bytes_: int) -> None:
+        """Change so many bytes anywhere."""
+        self.bytes[self.random.integers(0, len(self.bytes), bytes_)] += 1
+
+    def protect(self, pages: int) -> None:
+        """Let nobody read so many pages."""
+        for page in self.random.choice(self.there, pages).tolist():
+            assert not _mprotect(self.address + page * PAGE, PAGE, 0)
+
+    def expected(self) -> list[bytes]:
+        """The bytes of each cell."""
+        with open("/proc/self/mem", "rb", buffering=0) as memory:
+            return [
+                b"".join(os.pread(memory.fileno(), int(run["length"]), int(run["address"])) for run in self.plan.runs[low:high])
+                for low, high in zip(self.plan.first_run[:-1].tolist(), self.plan.first_run[1:].tolist(), strict=True)
+            ]
+
+
+_mprotect = ctypes.CDLL(None).mprotect
+_mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_scan_finds_what_is_there(seed: int, way: str) -> None:
+    layout = Layout(seed)
+    known, kept = KnownCells.none(), dict[int, bytes]()
+    layout.protect([0, 7][seed % 2])
+    with Staging(64 << 20) as staging, RemoteReader(os.getpid()) as reader:
+
+        def keep(row: int, slot: Slot) -> None:
+            assert row not in kept
+            kept[row] = bytes(slot.view(0, int(layout.plan.length[row])))
+            staging.release(slot)
+
+        advanced: list[int] = []
+        stop = threading.Event()
+        for changes in (0, 0, 3, 100, 0):
+            if changes and not seed % 2:
+                layout.change(changes)
+            kept.clear()
+            advanced.clear()
+            before = [known.fingerprint[row].tobytes() if row >= 0 else b"" for row in known.find(layout.plan.key)]
+            found = scan(
+                layout.plan, reader, known, seed=seed, staging=staging, threads=4, keep=keep, stop=stop, advance=advanced.append
+            )
+            expected = layout.expected()
+            fingerprints = [
+                xxhash.xxh3_128_digest(layout.plan.bitmap[row].tobytes() + data, seed) for row, data in enumerate(expected)
+            ]
+            assert [one.tobytes() for one in found.fingerprint] == fingerprints
+            changed = [row for row, pair in enumerate(zip(before, fingerprints, strict=True)) if pair[0] != pair[1]]
+            assert found.changed.tolist() == sorted(kept) == changed
+            assert all(kept[row] == expected[row] for row in kept)
+            assert (found.row[found.row >= 0] == np.setdiff1d(np.arange(len(layout.plan)), changed)).all()
+            assert sum(advanced) == layout.plan.bytes
+            known = KnownCells(layout.plan.key, found.fingerprint, np.zeros(len(layout.plan), CELL))
+
+
+@pytest.mark.usefixtures("way")
+def test_a_page_that_is_gone_ends_the_scan() -> None:
+    layout = Layout(1)
+    plan = plan_cells([Region(0, 1 << 40, 0)], np.array([(layout.address, 2), (1 << 30, 3)], EXTENT)[::-1])
+    with Staging(64 << 20) as staging, RemoteReader(os.getpid()) as reader, pytest.raises(DumpFailed, match="cannot be read"):
+        scan(
+            plan, reader, KnownCells.none(), seed=1, staging=staging, threads=2, keep=lambda row, slot: staging.release(slot),
+            stop=threading.Event(),
+        )  # fmt: skip
+
+
+def test_what_keeps_scans_in_the_interpreter_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scanning._loaded.cache_clear()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(scanning, "_NAMES", ("no_such_function",))
+            if scanning.LIBRARY.exists():
+                assert "XXH3" in native_scan_lacks()
+            patch.setattr(scanning, "LIBRARY", tmp_path / "none")
+            scanning._loaded.cache_clear()
+            assert "compiler" in native_scan_lacks()
+            columns = Columns(*(np.empty(0, np.uint8) for _ in range(8)))
+            with pytest.raises(RuntimeError, match="compiler"):
+                NativeScan(1, columns, 1)
+    finally:
+        scanning._loaded.cache_clear()
+
+
+@pytest.mark.skipif(bool(native_scan_lacks()), reason="there is no native scan")
+def test_arrays_that_c_would_misread_are_refused() -> None:
+    kinds = ("V16", "<u4", "<u8", "u1", "<i8", "V16", "V16", "<i8")
+    good = [np.zeros(4, kind) for kind in kinds]
+    NativeScan(1, Columns(*good), 1)
+    for number, kind in enumerate(kinds):
+        for bad in (np.zeros(8, kind)[::2], np.zeros(4, "<u2")):
+            with pytest.raises(ValueError, match="looks like in C"):
+                NativeScan(1, Columns(*good[:number], bad, *good[number + 1 :]), 1)
 
 
 def test_a_bounded_staging_makes_the_scan_wait_and_an_abandoned_one_ends_it() -> None:
