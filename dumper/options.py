@@ -24,7 +24,7 @@ class DumpOptions:
         tcp: What happens to TCP connections that leave the tree: ``keep`` (dumped established) or ``close`` (closed at restore).
         tags: Free labels of the snapshot.
         pinned: Never forget this snapshot by policy.
-        scan_threads: Threads that scan, and that encode; 0: one per core, eight and four at most.
+        scan_threads: Threads that scan, and that encode; 0: one per core, twelve (eight, where scanning takes the interpreter) and four at most.
         memory: ``in-place``: CRIU only refers to the memory, which is read where it is. ``streamed``: CRIU sends all of it, which makes the window longer by
             that time; for where the other way cannot work (too few descriptors or pipes that may not grow, a kernel without userfaultfd).
         before: Shell command run before anything is frozen; a failure gives the dump up.
