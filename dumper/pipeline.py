@@ -157,6 +157,7 @@ class Pipeline:
         self._gate.set()
         # The scan outruns the store many times over: a wider margin would only open the gate where staging would have sufficed.
         self._low = max(4, min(_SPILL_SLOTS, staging.capacity // 8))
+        staging.when_empty = self._spill
         self._mark = _Mark(threads)
         self._failure: BaseException | None = None
         self._advance: Advance = unwatched
@@ -179,7 +180,12 @@ class Pipeline:
             self._staging.release(slot)
             raise self._failure
         self._queue.put((sink, row, slot))
-        if not self._gate.is_set() and self._staging.available < self._low:
+        if self._staging.available < self._low:
+            self._spill()
+
+    def _spill(self) -> None:
+        """Open the gate, if anything waits behind it. Threads that scan can take all slots that are left without handing one on."""
+        if not self._gate.is_set() and not self._queue.empty():
             self.spilled = True
             self._gate.set()
 

@@ -114,7 +114,7 @@ def pre_copy(
             regions = inherit_origins(cut(regions, allocations(reader, regions)), before.space.regions if before else [])
             plan = plan_cells(regions, present_extents(pid, ranges_of(regions), machinery.threads))
             m = machinery
-            look = _Look(stream, regions, _Vanishing(reader), m.pipeline, m.staging, m.seed, m.threads, m.stop)
+            look = _Look(stream, regions, Vanishing(reader), m.pipeline, m.staging, m.seed, m.threads, m.stop)
             restless = np.isin(plan.key, before.restless) if before else np.zeros(len(plan), np.bool_)
             if int(plan.length[restless].sum()) < _LEAST_RESTLESS:
                 restless[:] = False
@@ -147,7 +147,7 @@ def pre_copy(
     return PreCopied(regions, stored, seen, int(plan.length[changed].sum()), kept, plan.bytes)
 
 
-class _Vanishing:
+class Vanishing:
     """A reader of a process that goes on: a cell of which a page is unmapped between planning and reading counts as zeros, and the window corrects it."""
 
     def __init__(self, reader: RemoteReader) -> None:

@@ -20,7 +20,8 @@ from icecore.host.scanning import CHANGED, NOT_READ, Columns, NativeScan, native
 from icecore.store.cell import CELL_BYTES
 
 _BATCH = 16
-_MOST_ROWS = 4096
+#: What a row costs beside its bytes, as bytes that could be read meanwhile: a system call.
+_ROW_COST = 4096
 
 
 class Source(Protocol):
@@ -75,27 +76,37 @@ class _Shared:
     native: NativeScan | None
 
     @property
-    def batch(self) -> int:
-        """How many rows a thread takes at a time: of small cells more, where that costs the interpreter nothing."""
-        if self.native is None or not len(self.plan):
-            return _BATCH
-        return max(_BATCH, min(_MOST_ROWS, _BATCH * CELL_BYTES * len(self.plan) // max(1, self.plan.bytes)))
+    def over(self) -> bool:
+        """Whether there is no use in going on."""
+        return self.stop.is_set() or bool(self.failures)
 
 
 class _Cursor:
-    """Hands out batches of rows."""
+    """Hands out batches of rows; ``ends``: where each ends."""
 
-    def __init__(self, rows: int, batch: int) -> None:
-        self._rows = rows
-        self._batch = batch
+    def __init__(self, ends: list[int]) -> None:
+        self._ends = ends
         self._next = 0
         self._lock = threading.Lock()
 
     def take(self) -> range:
         with self._lock:
-            start = self._next
-            self._next = min(self._rows, start + self._batch)
-            return range(start, self._next)
+            number = self._next
+            self._next += 1
+        if number >= len(self._ends):
+            return range(0)
+        return range(self._ends[number - 1] if number else 0, self._ends[number])
+
+
+def _batches(length: npt.NDArray[np.uint64], threads: int, native: bool) -> list[int]:
+    """Where batches of rows end: so many rows each, or, where rows cost the interpreter nothing, about as much work each."""
+    if not native:
+        return [*range(_BATCH, len(length), _BATCH), len(length)]
+    work = np.cumsum(length.astype(np.int64) + _ROW_COST)
+    share = min(_BATCH * CELL_BYTES, int(work[-1]) // (4 * threads) + 1)
+    ends = np.searchsorted(work, np.arange(share, int(work[-1]) + share, share)) + 1
+    ends = np.minimum(ends, len(length))
+    return ends[np.concatenate(([True], ends[1:] > ends[:-1]))].tolist()  # type: ignore[no-any-return]
 
 
 def scan(
@@ -130,10 +141,8 @@ def scan(
             plan.runs, plan.first_run, plan.length, np.ascontiguousarray(plan.bitmap), candidates, known.fingerprint, fingerprint, row
         )
         native = NativeScan(source.process, columns, seed)
-    shared = _Shared(
-        plan, known, candidates, fingerprint, row, source, seed, staging, keep, stop, [], advance, native
-    )
-    cursor = _Cursor(len(plan), shared.batch)
+    shared = _Shared(plan, known, candidates, fingerprint, row, source, seed, staging, keep, stop, [], advance, native)
+    cursor = _Cursor(_batches(plan.length, threads, native is not None) if len(plan) else [])
     workers = [
         threading.Thread(target=_work, args=(shared, cursor), name=f"scan-{i}")
         for i in range(max(1, min(threads, len(plan) // 4)) - 1)
@@ -162,7 +171,7 @@ def _work(shared: _Shared, cursor: _Cursor) -> None:
         slot, packer = shared.staging.acquire(), Packer(shared.staging)
         try:
             scan_batch = _scan_batch if shared.native is None else _scan_natively
-            while (batch := cursor.take()) and not shared.stop.is_set() and not shared.failures:
+            while (batch := cursor.take()) and not shared.over:
                 slot = scan_batch(shared, batch, slot, packer)
                 shared.advance(int(shared.plan.length[batch.start : batch.stop].sum()))
         finally:
@@ -205,7 +214,7 @@ def _scan_natively(shared: _Shared, batch: range, slot: Slot, packer: Packer) ->
     """The same, up to each cell that is not known without the interpreter."""
     assert shared.native is not None
     at = batch.start
-    while at < batch.stop:
+    while at < batch.stop and not shared.over:
         at, why = shared.native.until(at, batch.stop, slot.address)
         if why == NOT_READ:
             # Not at once, or not at all: the source knows other ways.

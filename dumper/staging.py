@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -131,6 +131,8 @@ class Staging:
         self._made = 0
         self._abandoned: BaseException | None = None
         self._change = threading.Condition()
+        #: Called before anybody waits for a slot: whoever holds slots back should let them go.
+        self.when_empty: Callable[[], None] = lambda: None
 
     @property
     def available(self) -> int:
@@ -193,6 +195,7 @@ class Staging:
                 if self._made < self.capacity:
                     self._grow()
                     continue
+                self.when_empty()
                 self._change.wait(1.0)
 
     def release(self, slot: Slot) -> None:

@@ -8,7 +8,8 @@
 #include <sys/types.h>
 #include <sys/uio.h>
 
-#define BITMAP ((size_t)32) /* bytes */
+#define CELL ((size_t)1 << 20) /* bytes; so much room has a slot */
+#define BITMAP ((size_t)32)
 #define FINGERPRINT ((size_t)16)
 
 /* XXH128_hash_t */
@@ -31,6 +32,9 @@ struct cells {
 	int64_t pid;
 };
 
+/* Whether the caller means the same by it. */
+__attribute__((visibility("default"))) const uint64_t scan_cells_size = sizeof(struct cells);
+
 enum why { ALL_KNOWN, CHANGED, NOT_READ };
 
 /* As xxhash's canonical form: the high half first, the most significant byte first. */
@@ -51,6 +55,10 @@ __attribute__((visibility("default"))) int64_t scan_cells(const struct cells *ce
 		struct iovec here = {slot, length};
 		uint8_t *fingerprint = cells->fingerprint + FINGERPRINT * (size_t)i;
 
+		if (length > CELL) {
+			*why = NOT_READ;
+			return i;
+		}
 		memcpy(slot - BITMAP, cells->bitmap + BITMAP * (size_t)i, BITMAP);
 		if (process_vm_readv((pid_t)cells->pid, &here, 1, runs, cells->first_run[i + 1] - cells->first_run[i], 0) != (ssize_t)length) {
 			*why = NOT_READ;

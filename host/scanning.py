@@ -70,16 +70,29 @@ class NativeScan:
     """
 
     def __init__(self, pid: int, columns: Columns, seed: int) -> None:
-        library, hashed = _loaded() or _missing()
+        lacks = native_scan_lacks()
+        if lacks:
+            raise RuntimeError(lacks)
         self._columns = columns
-        arrays = [getattr(columns, name) for name in Columns.__dataclass_fields__]
-        types = ("V16", "<u4", "<u8", "u1", "<i8", "V16", "V16", "<i8")
-        for array, wanted in zip(arrays, types, strict=True):
-            if not array.flags.c_contiguous or array.dtype.itemsize != np.dtype(wanted).itemsize:
-                raise ValueError(f"an array of {array.dtype} is not what {wanted} looks like in C")
-        self._cells = _Cells(*(array.ctypes.data for array in arrays), hashed, seed, pid)
+        count = len(columns.length)
+        wanted: dict[str, tuple[str, int | None]] = {
+            "runs": ("V16", None),
+            "first_run": ("u4", count + 1),
+            "length": ("u8", count),
+            "bitmap": ("u1", 32 * count),
+            "candidate": ("i8", count),
+            "known": ("V16", None),
+            "fingerprint": ("V16", count),
+            "row": ("i8", count),
+        }
+        for name, (kind, size) in wanted.items():
+            array = getattr(columns, name)
+            fits = array.flags.c_contiguous and f"{array.dtype.kind}{array.dtype.itemsize}" == kind
+            if not fits or size not in (None, array.size) or (name in ("fingerprint", "row") and not array.flags.writeable):
+                raise ValueError(f"{name}: {array.size} of {array.dtype} are not what the scan takes")
+        self._cells = _Cells(*(getattr(columns, name).ctypes.data for name in wanted), _hash_address(), seed, pid)
         self._address = ctypes.addressof(self._cells)
-        self._call = library.scan_cells
+        self._call = _library().scan_cells
 
     def until(self, start: int, stop: int, slot: int) -> tuple[int, int]:
         """Scan cells from ``start`` to ``stop``, up to one that is not known or cannot be read at once.
@@ -94,28 +107,38 @@ class NativeScan:
         return self._call(self._address, start, stop, slot, ctypes.addressof(why)), why.value
 
 
+@functools.cache
 def native_scan_lacks() -> str:
     """What keeps this from being used here; "" if nothing does."""
     if not LIBRARY.exists():
         return "icecore was built without a C compiler"
-    return "" if _loaded() else "no XXH3 to be called from C: neither in the Python package xxhash nor in libxxhash.so.0"
+    try:
+        size = ctypes.c_uint64.in_dll(_library(), "scan_cells_size").value
+    except (OSError, ValueError, AttributeError) as error:
+        return f"{LIBRARY.name} cannot be used: {error}"
+    if size != ctypes.sizeof(_Cells):
+        return f"{LIBRARY.name} is another version's"
+    return "" if _hash_address() else "no XXH3 to be called from C: neither in the Python package xxhash nor in libxxhash.so.0"
 
 
 @functools.cache
-def _loaded() -> tuple[ctypes.CDLL, int] | None:
-    """The library, and the address of the hash function."""
-    if not LIBRARY.exists():
-        return None
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(LIBRARY))
+    library.scan_cells.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
+    library.scan_cells.restype = ctypes.c_int64
+    return library
+
+
+@functools.cache
+def _hash_address() -> int:
+    """The address of the hash function; 0: there is none."""
     package = importlib.util.find_spec("xxhash._xxhash")
     for name in (package.origin if package else None, "libxxhash.so.0"):
         with suppress(OSError):
-            hashed = _hash(ctypes.CDLL(name)) if name else 0
-            if hashed:
-                library = ctypes.CDLL(str(LIBRARY))
-                library.scan_cells.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
-                library.scan_cells.restype = ctypes.c_int64
-                return library, hashed
-    return None
+            address = _hash(ctypes.CDLL(name)) if name else 0
+            if address:
+                return address
+    return 0
 
 
 def _hash(library: ctypes.CDLL) -> int:
@@ -128,7 +151,3 @@ def _hash(library: ctypes.CDLL) -> int:
             if found.high.to_bytes(8, "big") + found.low.to_bytes(8, "big") == xxhash.xxh3_128_digest(_PROBE, 7):
                 return ctypes.cast(function, ctypes.c_void_p).value or 0
     return 0
-
-
-def _missing() -> tuple[ctypes.CDLL, int]:
-    raise RuntimeError(native_scan_lacks())

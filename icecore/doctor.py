@@ -126,7 +126,7 @@ def _scanning() -> Finding:
     lacks = native_scan_lacks()
     if not lacks:
         return Finding("scanning", "good", "memory is read and fingerprinted without the interpreter")
-    cure = "install gcc, then icecore once more" if "compiler" in lacks else "pip install --force-reinstall --only-binary=xxhash xxhash, or install libxxhash0"
+    cure = "install gcc, then icecore once more" if "XXH3" not in lacks else "pip install --force-reinstall --only-binary=xxhash xxhash, or install libxxhash0"
     return Finding("scanning", "warning", f"through the interpreter, which is slower on many cores: {lacks}", cure)
 
 

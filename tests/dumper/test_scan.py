@@ -5,20 +5,26 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import shutil
+import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pytest
 import xxhash
 import zstandard
 
+from icecore.doctor import _scanning
 from icecore.dumper.cells import EXTENT, plan_cells
 from icecore.dumper.fingerprints import Fingerprints, KnownCells, decode_fingerprints, encode_fingerprints
-from icecore.dumper.pipeline import without_zero_pages
-from icecore.dumper.scan import ScanResult, scan
+from icecore.dumper.pipeline import Pipeline, without_zero_pages
+from icecore.dumper.precopy import Vanishing
+from icecore.dumper.scan import ScanResult, _batches, scan
 from icecore.dumper.sources import FileSource, PagesImage
 from icecore.dumper.staging import Slot, Staging
 from icecore.errors import Damaged, DumpFailed
@@ -115,8 +121,11 @@ class Layout:
         self.there = np.flatnonzero(there)
 
     def change(self, bytes_: int) -> None:
-        """Change so many bytes anywhere."""
-        self.bytes[self.random.integers(0, len(self.bytes), bytes_)] += 1
+        """Change so many bytes anywhere, readable or not."""
+        with open("/proc/self/mem", "r+b", buffering=0) as memory:
+            for at in (self.address + self.random.integers(0, len(self.bytes), bytes_)).tolist():
+                value = os.pread(memory.fileno(), 1, at)
+                os.pwrite(memory.fileno(), bytes([value[0] ^ 1]), at)
 
     def protect(self, pages: int) -> None:
         """Let nobody read so many pages."""
@@ -132,15 +141,15 @@ class Layout:
             ]
 
 
-_mprotect = ctypes.CDLL(None).mprotect
-_mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_mprotect, _munmap = ctypes.CDLL(None).mprotect, ctypes.CDLL(None).munmap
+_mprotect.argtypes, _munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], [ctypes.c_void_p, ctypes.c_size_t]
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_scan_finds_what_is_there(seed: int, way: str) -> None:
     layout = Layout(seed)
     known, kept = KnownCells.none(), dict[int, bytes]()
-    layout.protect([0, 7][seed % 2])
+    layout.protect([0, 40][seed % 2])
     with Staging(64 << 20) as staging, RemoteReader(os.getpid()) as reader:
 
         def keep(row: int, slot: Slot) -> None:
@@ -151,13 +160,12 @@ def test_a_scan_finds_what_is_there(seed: int, way: str) -> None:
         advanced: list[int] = []
         stop = threading.Event()
         for changes in (0, 0, 3, 100, 0):
-            if changes and not seed % 2:
-                layout.change(changes)
+            layout.change(changes)
             kept.clear()
             advanced.clear()
             before = [known.fingerprint[row].tobytes() if row >= 0 else b"" for row in known.find(layout.plan.key)]
             found = scan(
-                layout.plan, reader, known, seed=seed, staging=staging, threads=4, keep=keep, stop=stop, advance=advanced.append
+                layout.plan, reader, known, seed=seed, staging=staging, threads=8, keep=keep, stop=stop, advance=advanced.append
             )
             expected = layout.expected()
             fingerprints = [
@@ -183,32 +191,148 @@ def test_a_page_that_is_gone_ends_the_scan() -> None:
         )  # fmt: skip
 
 
-def test_what_keeps_scans_in_the_interpreter_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scanning._loaded.cache_clear()
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(scanning, "_NAMES", ("no_such_function",))
-            if scanning.LIBRARY.exists():
-                assert "XXH3" in native_scan_lacks()
-            patch.setattr(scanning, "LIBRARY", tmp_path / "none")
-            scanning._loaded.cache_clear()
-            assert "compiler" in native_scan_lacks()
-            columns = Columns(*(np.empty(0, np.uint8) for _ in range(8)))
-            with pytest.raises(RuntimeError, match="compiler"):
-                NativeScan(1, columns, 1)
-    finally:
-        scanning._loaded.cache_clear()
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Nothing is remembered of what there is, before and after."""
+    cached = (native_scan_lacks, scanning._library, scanning._hash_address)
+    for one in cached:
+        one.cache_clear()
+    yield
+    for one in cached:
+        one.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh")
+def test_without_a_hash_function_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scanning, "_NAMES", ("no_such_function",))
+    if scanning.LIBRARY.exists():
+        assert "XXH3" in native_scan_lacks()
+        with pytest.raises(RuntimeError, match="XXH3"):
+            NativeScan(1, Columns(*(np.empty(0, np.uint8) for _ in range(8))), 1)
+        assert {finding.state for finding in [_scanning()]} == {"warning"}
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize(("content", "words"), [(None, "compiler"), (b"no library", "cannot be used"), (b"", "cannot be used")])
+def test_without_its_library_it_is_said(
+    content: bytes | None, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / "library").write_bytes(content)
+    monkeypatch.setattr(scanning, "LIBRARY", tmp_path / "library")
+    assert words in native_scan_lacks()
+    assert _scanning().state == "warning" and "gcc" in _scanning().cure
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
+@pytest.mark.parametrize(("size", "words"), [("8", "another version"), ("", "cannot be used")])
+def test_a_library_of_another_version_is_not_used(
+    size: str, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text = f"unsigned long scan_cells_size = {size};" if size else ""
+    (tmp_path / "old.c").write_text(f"long scan_cells(void) {{ return 0; }} {text}")
+    subprocess.run(["cc", "-shared", "-o", "library", "old.c"], cwd=tmp_path, check=True, timeout=60)
+    monkeypatch.setattr(scanning, "LIBRARY", tmp_path / "library")
+    assert words in native_scan_lacks()
 
 
 @pytest.mark.skipif(bool(native_scan_lacks()), reason="there is no native scan")
 def test_arrays_that_c_would_misread_are_refused() -> None:
-    kinds = ("V16", "<u4", "<u8", "u1", "<i8", "V16", "V16", "<i8")
-    good = [np.zeros(4, kind) for kind in kinds]
-    NativeScan(1, Columns(*good), 1)
-    for number, kind in enumerate(kinds):
-        for bad in (np.zeros(8, kind)[::2], np.zeros(4, "<u2")):
-            with pytest.raises(ValueError, match="looks like in C"):
-                NativeScan(1, Columns(*good[:number], bad, *good[number + 1 :]), 1)
+    good = {
+        "runs": np.zeros(9, "V16"),
+        "first_run": np.zeros(5, "<u4"),
+        "length": np.zeros(4, "<u8"),
+        "bitmap": np.zeros((4, 32), "u1"),
+        "candidate": np.zeros(4, "<i8"),
+        "known": np.zeros(0, "V16"),
+        "fingerprint": np.zeros(4, "V16"),
+        "row": np.zeros(4, "<i8"),
+    }
+    NativeScan(1, Columns(**good), 1)
+    bad = [(name, array.astype("<u2") if array.dtype.kind != "V" else array.view("u1")) for name, array in good.items()]
+    bad += [(name, np.zeros((2 * len(array), *array.shape[1:]), array.dtype)[::2]) for name, array in good.items() if len(array)]
+    bad += [(name, array[1:]) for name, array in good.items() if name not in ("runs", "known")]
+    bad += [("length", np.zeros(4, "<f8")), ("row", np.zeros(4, "<u8")), ("bitmap", np.zeros(4, "u1"))]
+    for name in ("fingerprint", "row"):
+        fixed = good[name].copy()
+        fixed.flags.writeable = False
+        bad.append((name, fixed))
+    for name, array in bad:
+        with pytest.raises(ValueError, match="not what the scan takes"):
+            NativeScan(1, Columns(**{**good, name: array}), 1)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_batches_are_about_as_much_work_each(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    small, whole = int(random.integers(0, 30000)), int(random.integers(1, 300))
+    length = np.concatenate([np.full(small, PAGE), np.full(whole, CELL_BYTES)]).astype(np.uint64)
+    for threads in (1, 12):
+        ends = _batches(length, threads, True)
+        assert ends[-1] == len(length) and all(low < high for low, high in zip([0, *ends], ends, strict=False))
+        work = [int((length[low:high] + np.uint64(PAGE)).sum()) for low, high in zip([0, *ends], ends, strict=False)]
+        total = sum(work)
+        assert max(work) <= min(16 << 20, total // (4 * threads)) + CELL_BYTES + 2 * PAGE
+        assert len(ends) >= min(3 * threads, len(length) // 2)
+    assert _batches(length, 4, False) == [*range(16, len(length), 16), len(length)]
+
+
+@pytest.mark.usefixtures("way")
+def test_a_scan_that_is_stopped_ends_soon() -> None:
+    layout, stop, seen = Layout(3), threading.Event(), []
+
+    def keep(row: int, slot: Slot) -> None:
+        staging.release(slot)
+        seen.append(row)
+        stop.set()
+
+    with Staging(64 << 20) as staging, RemoteReader(os.getpid()) as reader, pytest.raises(DumpFailed, match="stopped"):
+        scan(layout.plan, reader, KnownCells.none(), seed=1, staging=staging, threads=1, keep=keep, stop=stop)
+    assert len(seen) <= 16
+
+
+@pytest.mark.usefixtures("way")
+def test_what_changes_and_vanishes_while_it_is_scanned() -> None:
+    """Pre-copy looks at a process that goes on: what it took away counts as zeros."""
+    layout = Layout(5)
+    gone = int(np.argmax(layout.plan.length))
+    with Staging(64 << 20) as staging, RemoteReader(os.getpid()) as reader:
+        keep = lambda row, slot: staging.release(slot)  # noqa: E731
+        more = {"seed": 1, "staging": staging, "threads": 3, "keep": keep, "stop": threading.Event()}
+        before = scan(layout.plan, Vanishing(reader), KnownCells.none(), **more)
+        known = KnownCells(layout.plan.key, before.fingerprint, np.zeros(len(layout.plan), CELL))
+        run = layout.plan.runs[layout.plan.first_run[gone]]
+        assert not _munmap(int(run["address"]), int(run["length"]))
+        after = scan(layout.plan, Vanishing(reader), known, **more)
+    assert after.changed.tolist() == [gone]
+    nothing = layout.plan.bitmap[gone].tobytes() + bytes(int(layout.plan.length[gone]))
+    assert after.fingerprint[gone].tobytes() == xxhash.xxh3_128_digest(nothing, 1)
+
+
+def test_threads_that_take_all_slots_for_themselves_make_it_spill() -> None:
+    """Each takes one before it hands anything on, and with many threads none is left for what comes next."""
+    layout, stored = Layout(2), []
+
+    class Store:
+        def store_cell(self, stream: int, cell: int, *rest: object, **more: object) -> npt.NDArray[np.void]:
+            stored.append(cell)
+            return np.zeros((), CELL)
+
+    with Staging(1, 12) as staging, Pipeline(Store(), staging, 2) as pipeline:
+        pipeline.close_gate()
+        sink = pipeline.space(0, layout.plan, layout.regions, KnownCells.none())
+        queued = staging.capacity - 12
+        for row in range(queued):
+            pipeline.put(sink, row % len(layout.plan), staging.acquire())
+        held = [staging.acquire() for _ in range(staging.available)]
+        assert len(held) == 12 and not pipeline.spilled and not stored
+        thread = threading.Thread(target=lambda: held.append(staging.acquire()), daemon=True)
+        thread.start()
+        thread.join(10)
+        assert len(held) == 13 and pipeline.spilled
+        pipeline.drain()
+        assert len(stored) == queued
 
 
 def test_a_bounded_staging_makes_the_scan_wait_and_an_abandoned_one_ends_it() -> None:
