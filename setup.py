@@ -82,7 +82,7 @@ setup(
             "icecore.host/libicecore-criu.so",
             CRIU_SOURCES,
             CRIU_FLAGS,
-            "windows are longer, by 60 ms for each GiB of memory in small pages, and need a descriptor for every 2 MiB",
+            "windows are longer, by some 45 ms for each GiB of memory in small pages, and need a descriptor for every 2 MiB",
             [],
         ),
         Program(

@@ -166,11 +166,11 @@ class _Serving:
         from icecore.dumper.present import present_extents, private_regions, ranges_of
         from icecore.dumper.scan import scan
         from icecore.dumper.staging import Slot, Staging
-        from icecore.host import libc
+        from icecore.host import libc, procfs
         from icecore.host.memory import HugeBuffer, RemoteReader
         from icecore.store.cell import CELL, CELL_BYTES
 
-        regions = private_regions(pid)
+        regions = private_regions(procfs.read_maps(pid))
         plan = plan_cells(regions, present_extents(pid, ranges_of(regions), threads))
         firsts = plan.first_run.tolist()
         addresses = plan.runs.ctypes.data

@@ -67,6 +67,11 @@ class Captured:
     lost: set[str] = field(default_factory=set)
     scanned: int = 0
 
+    @property
+    def hidden(self) -> int:
+        """Bytes of pages that CRIU did not see."""
+        return sum(int(pagemap.hidden["pages"].sum()) for pagemap in self.images.processes) * PAGE
+
 
 class Capture:
     """Reads a frozen tree and what CRIU wrote of it.

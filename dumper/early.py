@@ -27,7 +27,7 @@ from icecore.dumper.fingerprints import KnownCells
 from icecore.dumper.grid import grid
 from icecore.dumper.parent import Parent
 from icecore.dumper.precopy import PreCopied
-from icecore.dumper.present import present_extents, private_regions, ranges_of
+from icecore.dumper.present import Present, present_extents, private_regions, ranges_of
 from icecore.dumper.scan import scan
 from icecore.dumper.spaces import Machinery, Scanned
 from icecore.errors import NotFound
@@ -45,16 +45,13 @@ _RING = "/[aio]"
 _AFTER = "files.img"
 
 
-Present = tuple[list[Region], npt.NDArray[np.void]]
-
-
 @dataclass(frozen=True)
 class Early:
     """What was read early of a tree.
 
     Attributes:
         threads: Those that were held then, by host pid.
-        present: Image id → private anonymous mappings, and the pages of them that held something (EXTENT records).
+        present: Image id → its memory that is not executable, as it was then.
         processes: Image id → cells that were read.
     """
 
@@ -157,9 +154,10 @@ class EarlyScan:
         with phase(self._emit, "dump.early") as running:
             for pid in held:
                 image = images[pid]
-                if any(mapping.path.startswith(_RING) for mapping in procfs.read_maps(pid)):
+                mappings = procfs.read_maps(pid)
+                if any(mapping.path.startswith(_RING) for mapping in mappings):
                     continue
-                regions = [region for region in private_regions(pid) if not region.protection & procfs.PROT_EXEC]
+                regions = [region for region in private_regions(mappings) if not region.protection & procfs.PROT_EXEC]
                 extents = present_extents(pid, ranges_of(regions), self._machinery.threads)
                 present[image] = regions, extents
                 if int(extents["pages"].sum()) * PAGE >= _LEAST_BYTES:

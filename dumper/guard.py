@@ -395,7 +395,7 @@ def main() -> None:
     # CRIU works while the job stands still: it goes before whatever else this machine does, where that is allowed.
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, WINDOW_PRIORITY)
-    # CRIU holds references to all private memory in pipes: it inherits as many descriptors as it may have.
+    # CRIU holds references to the private memory that it sees in pipes: it inherits as many descriptors as it may have.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     make_room()

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from icecore.dumper.cells import EXTENT
 from icecore.dumper.images import Pagemap
-from icecore.dumper.present import present_extents
+from icecore.dumper.present import Present, present_extents
 from icecore.errors import DumpFailed
 from icecore.host.hidden import Ranges
 from icecore.host.pagemap_image import ENTRY, PE_LAZY, PE_PRESENT, load_pagemap, write_pagemap
@@ -25,14 +25,14 @@ _ANONYMOUS = 0x02 | 0x20  # MAP_PRIVATE and MAP_ANONYMOUS
 
 
 def find_hidden(
-    pid: int, regions: list[Region], hidden: Ranges, known: tuple[list[Region], Extents] | None, threads: int
+    pid: int, regions: list[Region], hidden: Ranges, known: Present | None, threads: int
 ) -> Extents:
     """The pages of a frozen process that hold something, in ranges that were hidden.
 
     Args:
         regions: The VMAs of its mm image.
         hidden: RANGE records, ascending, each within one of ``regions``.
-        known: Regions whose pages were looked up since the process stands still, and these pages.
+        known: What was looked up since the process stands still.
         threads: How many look up what is left.
 
     Returns:

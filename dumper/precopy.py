@@ -22,6 +22,7 @@ from icecore.dumper.spaces import Machinery, ParentSpace
 from icecore.dumper.staging import Slot, Staging
 from icecore.errors import DumpFailed, NotFound
 from icecore.events import Advance, unwatched
+from icecore.host import procfs
 from icecore.host.memory import RemoteReader
 from icecore.store.cell import CELL
 from icecore.store.manifest import Region
@@ -110,7 +111,7 @@ def pre_copy(
     known = before.known if before else KnownCells.none()
     try:
         with RemoteReader(pid) as reader:
-            regions = private_regions(pid)
+            regions = private_regions(procfs.read_maps(pid))
             regions = inherit_origins(cut(regions, allocations(reader, regions)), before.space.regions if before else [])
             plan = plan_cells(regions, present_extents(pid, ranges_of(regions), machinery.threads))
             m = machinery

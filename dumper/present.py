@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +13,14 @@ from icecore.host.pagemap import contents_of
 from icecore.store.cell import PAGE
 from icecore.store.manifest import Region
 
+#: Private anonymous mappings of a process, and the pages of them that hold something (EXTENT records).
+Present = tuple[list[Region], npt.NDArray[np.void]]
 
-def private_regions(pid: int) -> list[Region]:
-    """The private anonymous mappings of a process, but for its stacks: what CRIU will leave to be read in place."""
+
+def private_regions(mappings: Iterable[procfs.Mapping]) -> list[Region]:
+    """The private anonymous ones among the mappings of a process, but for its stacks: what CRIU will leave to be read in place."""
     out = []
-    for mapping in procfs.read_maps(pid):
+    for mapping in mappings:
         if mapping.anonymous:
             kind = "heap" if mapping.path == "[heap]" else "anonymous"
             out.append(

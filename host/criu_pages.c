@@ -1,7 +1,7 @@
 /* Loaded into CRIU: private anonymous memory seems empty to it; rule: what was kept from it is written down first, or nothing is.
  *
  * In a lazy dump CRIU (4.0 to 4.2: criu/mem.c, generate_iovs and drain_pages) walks the pages of one process after the other and has each put its own into pipes, where nobody
- * fetches them: the dumper reads them in place. That is 60 ms for each GiB of 4 KiB pages in which the tree stands still, and a descriptor for every 2 MiB.
+ * fetches them: the dumper reads them in place. That is some 45 ms for each GiB of 4 KiB pages in which the tree stands still, and a descriptor for every 2 MiB.
  * Where ICECORE_HIDDEN names a file, PAGEMAP_SCAN (criu/pagemap-cache.c, pmc_fill) of a range within one private anonymous mapping of another process
  * finds nothing there, and a struct hidden says so at the end of that file.
  *

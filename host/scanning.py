@@ -6,9 +6,8 @@ import ctypes
 import functools
 import importlib.util
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,16 +27,7 @@ class _Hash(ctypes.Structure):
     _fields_ = [("low", ctypes.c_uint64), ("high", ctypes.c_uint64)]
 
 
-class _Cells(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("runs", "first_run", "length", "bitmap", "candidate", "known", "fingerprint", "row", "hash")),
-        ("seed", ctypes.c_uint64),
-        ("pid", ctypes.c_int64),
-    ]
-
-
-@dataclass(frozen=True)
-class Columns:
+class Columns(NamedTuple):
     """What is scanned, as scan_cells.c wants it: arrays without gaps, of n cells.
 
     Attributes:
@@ -60,6 +50,25 @@ class Columns:
     fingerprint: npt.NDArray[np.void]
     row: npt.NDArray[np.int64]
 
+    def check(self) -> None:
+        """Raise ValueError if C would misread any of them."""
+        n = len(self.length)
+        kinds = ("V16", "u4", "u8", "u1", "i8", "V16", "V16", "i8")
+        sizes = (None, n + 1, n, 32 * n, n, None, n, n)
+        for name, kind, size in zip(self._fields, kinds, sizes, strict=True):
+            array: npt.NDArray[Any] = getattr(self, name)
+            fits = array.flags.c_contiguous and f"{array.dtype.kind}{array.dtype.itemsize}" == kind
+            if not fits or size not in (None, array.size) or (name in ("fingerprint", "row") and not array.flags.writeable):
+                raise ValueError(f"{name}: {array.size} of {array.dtype} are not what the scan takes")
+
+
+class _Cells(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in (*Columns._fields, "hash")),
+        ("seed", ctypes.c_uint64),
+        ("pid", ctypes.c_int64),
+    ]
+
 
 class NativeScan:
     """One scan of one process. Several threads may use it at once.
@@ -73,24 +82,9 @@ class NativeScan:
         lacks = native_scan_lacks()
         if lacks:
             raise RuntimeError(lacks)
+        columns.check()
         self._columns = columns
-        count = len(columns.length)
-        wanted: dict[str, tuple[str, int | None]] = {
-            "runs": ("V16", None),
-            "first_run": ("u4", count + 1),
-            "length": ("u8", count),
-            "bitmap": ("u1", 32 * count),
-            "candidate": ("i8", count),
-            "known": ("V16", None),
-            "fingerprint": ("V16", count),
-            "row": ("i8", count),
-        }
-        for name, (kind, size) in wanted.items():
-            array = getattr(columns, name)
-            fits = array.flags.c_contiguous and f"{array.dtype.kind}{array.dtype.itemsize}" == kind
-            if not fits or size not in (None, array.size) or (name in ("fingerprint", "row") and not array.flags.writeable):
-                raise ValueError(f"{name}: {array.size} of {array.dtype} are not what the scan takes")
-        self._cells = _Cells(*(getattr(columns, name).ctypes.data for name in wanted), _hash_address(), seed, pid)
+        self._cells = _Cells(*(getattr(columns, name).ctypes.data for name in Columns._fields), _hash_address(), seed, pid)
         self._address = ctypes.addressof(self._cells)
         self._call = _library().scan_cells
 

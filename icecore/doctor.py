@@ -109,7 +109,7 @@ def _criu(config: Config) -> Iterator[Finding]:
     yield Finding("CRIU", "good", f"{version} at {criu.path}; 'criu check' passes")
     if not CRIU_LIBRARY.exists():
         message = "built without a C compiler: windows are longer by 7 ms for each GiB of addresses that a job has reserved (GPU jobs: a hundred and more)"
-        message += " and by up to 60 ms for each GiB that it uses"
+        message += " and by some 45 ms for each GiB of small pages that it uses"
         yield Finding("CRIU's library", "warning", message, "install gcc, then icecore once more")
     yield _pycriu(criu)
 

@@ -35,6 +35,7 @@ KINDS = {
     "executable": ("m = private(3 * MIB, protection=7); put(m, os.urandom(2 * MIB))", True),
     "grows down": ("m = private(3 * MIB, more=0x100); put(m + MIB, os.urandom(MIB))", True),
     "droppable": ("m = libc.mmap(None, 3 * MIB, 3, 0x28, -1, 0); put(m, os.urandom(MIB))", None),
+    # Plain where the kernel has no names of anonymous memory.
     "named": ("m = private(3 * MIB); put(m, os.urandom(MIB)); libc.prctl(0x53564d41, 0, ctypes.c_void_p(m), 3 * MIB, b'a b x')", True),
     # CRIU makes all readable, so that the two become one, and asks for both at once.
     "two that merge": (
@@ -188,7 +189,10 @@ def test_most_of_it_is_hidden(puppet: Puppet, store: Store) -> None:
         seen.append(pages_of(decode_pagemap((images / f"pagemap-{puppet.pid}.img").read_bytes())[1]))
         seen.append((images / "hidden.log").stat().st_size)
 
-    store.dump(puppet.pid, events=Events({("dump.files", "begin"): look}))
+    events = Events({("dump.files", "begin"): look})
+    store.dump(puppet.pid, events=events)
+    (said,) = [event.fields["hidden"] for event in events.all if event.name == "dump.window" and "hidden" in event.fields]
+    assert said >= 64 << 20
     address = puppet.number("m")
     assert not any(address <= at < address + (64 << 20) for at in seen[0]) and seen[1] >= 24
 
