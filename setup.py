@@ -86,6 +86,13 @@ setup(
             [],
         ),
         Program(
+            "icecore.host/libicecore-devices.so",
+            ["host/criu_devices.c"],
+            LIBRARY_FLAGS,
+            "GPU jobs can neither be dumped nor restored",
+            [],
+        ),
+        Program(
             "icecore.host/libicecore-scan.so",
             ["host/scan_cells.c"],
             LIBRARY_FLAGS,

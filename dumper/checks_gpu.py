@@ -11,7 +11,7 @@ from icecore.dumper.checks import Refusal
 from icecore.dumper.gpus import GpuLook, GpuProcess
 from icecore.dumper.look import Look
 from icecore.host import limits
-from icecore.host.cuda import nccl
+from icecore.host.cuda import holder, nccl
 from icecore.host.cuda.driver import EXTRA_CURE, has_bindings
 from icecore.host.cuda.inventory import Inventory
 
@@ -41,6 +41,11 @@ def driver(found: Look) -> list[Refusal]:
     if found.gpus.backend.world is None and not has_bindings():
         return [Refusal("gpu-driver", "cuda.bindings, which makes the driver's calls, is not installed", EXTRA_CURE)]
     return []
+
+
+def plugin(found: Look) -> list[Refusal]:
+    """What lets CRIU hold the tree while the driver works."""
+    return [] if found.gpus is None or holder.PLUGIN.exists() else [Refusal("gpu-plugin", *holder.LACK)]
 
 
 def _each(

@@ -1,4 +1,4 @@
-"""The device memory of a dump: every GPU process is locked and checkpointed before CRIU's window and brought back after it; the rule: none stays behind.
+"""The device memory of a dump; its rule: none stays behind. Every GPU process is locked, then checkpointed and brought back while CRIU holds all other threads.
 
 The calls are made by a helper that the guard started (`icecore.host.cuda.helper`). It undoes them when this process is gone; when the helper itself
 is lost, another one takes over.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 
 from icecore.dumper.checks_gpu import inherited
@@ -33,6 +35,8 @@ _PAUSE_SECONDS = 0.2
 #: How much longer than the window the helper waits before it brings the processes back by itself.
 _GRACE_SECONDS = 2.0
 _GO_SECONDS = 60.0
+#: From when CRIU is hung up on until it is about to let the tree go.
+_HELD_SECONDS = 30.0
 _SLOWEST_RATE = 0.5e9
 
 Ranges = Mapping[int, Sequence[tuple[int, int]]]
@@ -77,6 +81,10 @@ class Devices:
         self._resident = resident
         self._helper = Helper(guard.start, word)
 
+    def holder(self) -> socket.socket:
+        """For the plugin of the CRIU that will hold the tree; to be closed."""
+        return self._helper.holder()
+
     def close(self) -> None:
         """End helper and worker. May be called twice."""
         self._helper.close()
@@ -115,8 +123,8 @@ class Devices:
 
     # -- in the window
 
-    def stop(self, limit: float | None, machinery: Machinery, parent: Parent | None) -> None:
-        """Lock and checkpoint all; of resident memory, begin to copy what changed.
+    def lock(self, limit: float | None, machinery: Machinery, parent: Parent | None) -> None:
+        """Lock all; of resident memory, begin to copy what changed. CRIU is to freeze the tree now.
 
         Args:
             machinery, parent: What these copies are stored with, and compared with.
@@ -133,6 +141,25 @@ class Devices:
                 self._resident.take_away(self._lock_for, self._unlock, limit)
                 self._resident.begin_copy(machinery, parent)
             self._lock()
+        except (DeviceError, NotFound, ResidentFailed) as error:
+            raise _uncapturable(error) from error
+
+    def checkpoint(self, seconds: float) -> bool:
+        """Checkpoint all, while CRIU holds every other thread of the tree: what the driver takes away meanwhile nobody may touch.
+
+        Args:
+            seconds: How long CRIU may take to freeze the tree.
+
+        Returns:
+            Whether it was done; otherwise CRIU did not come to hold the tree.
+
+        Raises:
+            DumpFailed: One could not be; the context manager brings all back.
+        """
+        try:
+            if not self._helper.hold(self.pids, seconds):
+                self._helper.leave()  # a CRIU that comes to it later fails
+                return False
             before = {pid: procfs.read_maps(pid) for pid in self.pids}
             with phase(self._emit, "dump.gpu.checkpoint") as running:
                 done, failed = self._helper.checkpoint(self.pids, populate=self._populate)
@@ -148,8 +175,10 @@ class Devices:
                 reasons = dict.fromkeys(one.not_populated for one in done.values() if one.not_populated)
                 if reasons:
                     running.fields["not_populated"] = "; ".join(reasons)
-        except (DeviceError, NotFound, ResidentFailed) as error:
-            raise DumpFailed(f"device memory cannot be captured: {error.message}", cure=error.cure) from error
+            self._helper.go_on()
+        except (DeviceError, NotFound) as error:
+            raise _uncapturable(error) from error
+        return True
 
     def _lock(self) -> None:
         """All or none. A rank that waits for one that is locked already never comes to rest: then all go on, and it is tried again."""
@@ -192,16 +221,22 @@ class Devices:
         return [] if self._resident is None else self._resident.store(machinery)
 
     def go(self) -> None:
-        """Bring all back to running: CRIU has let go of them.
+        """Bring all back, before CRIU, which was hung up on, lets go of them. Resident memory is for `give_back`.
 
         Raises:
             DumpFailed: One cannot be.
         """
         size = sum(end - start for ranges in self.ranges.values() for start, end in ranges)
-        with phase(self._emit, "dump.gpu.restore") as running:
-            running.bytes = size
+        try:
             # No window ends this any more; a process that does nothing for so long is stopped, or the driver hangs.
             self._helper.deadline(_GO_SECONDS + size / _SLOWEST_RATE)
+            held = self._helper.hold(self.pids, _HELD_SECONDS)
+        except DeviceError as error:
+            raise DumpFailed(f"GPU processes cannot be brought back: {error.message}", cure=error.cure) from error
+        if not held:
+            raise DumpFailed("CRIU let go of GPU processes before the driver had brought them back")
+        with phase(self._emit, "dump.gpu.restore") as running:
+            running.bytes = size
             failed = self._helper.restore({pid: {} for pid in self.pids})
         if not failed:
             with phase(self._emit, "dump.gpu.unlock"):
@@ -209,6 +244,17 @@ class Devices:
         if failed:
             self._undo()
             self._raise(failed, "brought back at the first attempt")
+        try:
+            self._helper.go_on()
+        except DeviceError as error:
+            raise DumpFailed(f"CRIU does not let go of GPU processes: {error.message}", cure=error.cure) from error
+
+    def give_back(self) -> None:
+        """CRIU has let go of them, too: they have their resident memory again, and run.
+
+        Raises:
+            DumpFailed: One cannot have it.
+        """
         if self._resident is not None:
             try:
                 self._resident.give_back()
@@ -219,9 +265,14 @@ class Devices:
         self._helper.deadline(None)
         self._touched = False
 
+    def leave(self) -> None:
+        """The tree is about to be killed: CRIU is not to wait for anybody when it is let go."""
+        self._touched = False
+        with suppress(DeviceError):  # without the helper CRIU does not wait
+            self._helper.leave()
+
     def gone(self, *, keep_resident: bool) -> None:
         """The tree was killed: there is nothing to bring back. ``keep_resident``: its resident memory stays on the GPUs."""
-        self._touched = False
         if self._resident is not None:
             self._helper.resident([])
             self._resident.gone(keep=keep_resident)
@@ -279,6 +330,7 @@ class Devices:
         Raises:
             DumpFailed: One of them cannot be brought back.
         """
+        self._guard.hang_up()  # CRIU, if it holds the tree, comes to its end, and waits there until it is done
         try:
             left = self._helper.undo()
         except HelperLost:
@@ -313,3 +365,7 @@ class Devices:
             cures = dict.fromkeys(error.cure for error in failed.values() if error.cure)
             words = "; ".join(error.message for error in failed.values())
             raise DumpFailed(f"GPU processes could not be {what}: {words}", cure="; ".join(cures))
+
+
+def _uncapturable(error: IcecoreError) -> DumpFailed:
+    return DumpFailed(f"device memory cannot be captured: {error.message}", cure=error.cure)

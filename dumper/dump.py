@@ -34,6 +34,7 @@ from icecore.errors import DumpFailed, IcecoreError, PreflightRefused, UsageErro
 from icecore.events import Event, Sink, discard, phase
 from icecore.host import limits, procfs
 from icecore.host.criu import Criu, DumpArguments, explain, find_criu, lazy_dump_command, stream_dump_command
+from icecore.host.cuda.holder import plugin_folder
 from icecore.host.hidden import hides
 from icecore.host.namespaces import dump_options
 from icecore.host.scanning import native_scan_lacks
@@ -46,6 +47,7 @@ _PRE_COPY_BYTES = 256 << 20
 _PRE_COPY_STAGING = 128 << 20
 _STREAM_SECONDS = 60.0
 _RUNNING_SECONDS = 5.0
+_FREEZE_SECONDS = 30.0
 #: Shard streams at most: each holds a shard buffer.
 _MOST_STREAMS = 16
 #: Threads at most, where nothing else is asked for: with more it takes longer (measured on 16 cores).
@@ -300,20 +302,30 @@ class _Dump:
             abandon=storing.abandon,
         )
         capture = Capture(self.options, images, self.criu.version, storing.parent, copied, storing.machinery, self.emit)
-        with devices or nullcontext(), window:
+        # The driver first brings back what it has moved out, then CRIU lets go.
+        with window, devices or nullcontext():
             with phase(self.emit, "dump.criu"):
                 hidden = images / HIDDEN_FILE
                 hidden.touch()
                 # A stream is all that there will be of the memory.
                 hiding = self.options.memory != "streamed" and hides(self.criu)
-                window.prepare(self._criu_command(images, devices is not None), hidden if hiding else None)
+                command = self._criu_command(images, devices is not None)
+                with devices.holder() if devices is not None else nullcontext() as holder:
+                    window.prepare(command, hidden if hiding else None, holder)
             with phase(self.emit, "dump.window") as running, _undisturbed():
                 streamed = self.options.memory == "streamed"
                 window.begin()
-                if devices is not None:
+                if devices is None:
+                    window.go()
+                else:
                     # What the parent tells of what will change may be wrong; the driver copies for so long that all can be had meanwhile.
                     with storing.staging.growing(found.gpus.most_bytes >> 20 if found.gpus else 0):
-                        devices.stop(window.left, storing.machinery, storing.parent)
+                        devices.lock(window.left, storing.machinery, storing.parent)
+                        window.go()
+                        left = _FREEZE_SECONDS if window.left is None else min(_FREEZE_SECONDS, window.left)
+                        if not devices.checkpoint(left):
+                            window.freeze()  # says why
+                            raise DumpFailed(f"CRIU did not freeze the tree within {left:.0f} s")
                 device = devices.ranges if devices is not None else {}
                 if streamed:
                     window.freeze(streamed=True)
@@ -332,9 +344,12 @@ class _Dump:
                 if devices is not None:
                     devices.wait_copied(window.check)
                 if not self.options.stop:
-                    window.thaw(list(captured.pids))
+                    window.thaw()
                     if devices is not None:
                         devices.go()
+                    window.thawed(list(captured.pids))
+                    if devices is not None:
+                        devices.give_back()
                         window.over()
                     window.end()
                     running.fields["window_seconds"] = window.seconds
@@ -345,6 +360,8 @@ class _Dump:
             manifest = self._store(capture, captured, window.seconds, devices)
             snapshot = storing.writer.commit(manifest)
             if self.options.stop:
+                if devices is not None:
+                    devices.leave()
                 window.kill(list(captured.pids))
                 if devices is not None:
                     devices.gone(keep_resident=self.options.keep_resident)
@@ -428,12 +445,10 @@ class _Dump:
         staging.reserve(min(staging.capacity, guess // (1 << 20) + 3 * self.threads))
 
     def _plugins(self, images: Path, devices: bool) -> list[str]:
-        """Where CRIU takes its plugins from. With NVIDIA GPUs from nowhere, unless asked: a CUDA plugin would make the driver's calls a second time."""
+        """Where CRIU takes its plugins from. Not from where it looks itself: CRIU's plugin for CUDA would make the driver's calls a second time."""
         folder = self.options.criu_plugins
-        if not folder and devices:
-            none = images / "no-plugins"
-            none.mkdir(exist_ok=True)
-            folder = str(none)
+        if devices:
+            folder = str(plugin_folder(images / "plugins", folder))
         return ["--libdir", folder] if folder else []
 
     def _criu_command(self, images: Path, devices: bool) -> list[str]:

@@ -107,13 +107,21 @@ class Guard:
             raise DumpFailed(f"CRIU ended early with status {reply.get('status')}")
         return reply
 
-    def prepare(self, command: Sequence[str], timeout: float, *, hidden: Path | None = None) -> int | None:
+    def prepare(
+        self,
+        command: Sequence[str],
+        timeout: float,
+        *,
+        hidden: Path | None = None,
+        devices: socket.socket | None = None,
+    ) -> int | None:
         """Start ``command`` (``criu dump …``); returns once it waits, nothing of the tree touched, for `freeze`. Without that it ends with the guard.
 
         Args:
             command: Argument vector; ``{pages}`` and ``{status}`` are replaced by descriptor numbers, ``{hold}`` by the path of CRIU's action script.
             timeout: Seconds until the attempt is given up.
             hidden: An empty file, for what CRIU is kept from seeing (`icecore.host.hidden`); None: it sees everything.
+            devices: The end of its plugin for GPU processes (`icecore.host.cuda.holder`); None: there are none.
 
         Returns:
             None when it waits; its exit status when it ended before.
@@ -126,7 +134,8 @@ class Guard:
             self._pages = ours
         try:
             order = {"prepare": list(command), "hidden": str(hidden) if hidden else None}
-            socket.send_fds(self._socket, [json.dumps(order).encode()], [theirs.fileno()])
+            passed = [end.fileno() for end in (theirs, devices) if end is not None]
+            socket.send_fds(self._socket, [json.dumps(order).encode()], passed)
         except OSError as error:
             self.hang_up()
             raise GuardLost(f"the dump's guard process ended unexpectedly: {error}") from error
@@ -144,12 +153,28 @@ class Guard:
             raise DumpFailed(f"CRIU cannot be started: {reply['error']}", cure="run tools/install-criu")
         return int(str(reply.get("status", -1)))
 
-    def freeze(self, timeout: float, limit: float | None, *, streamed: bool = False) -> int | None:
-        """Let the CRIU that `prepare` started go on, and return once it serves; the tree then stands still until ``thaw``.
+    def go(self, limit: float | None) -> None:
+        """Let the CRIU that `prepare` started go on: it freezes the tree.
+
+        Args:
+            limit: Seconds from now after which the tree shall run again whatever this process does; None: no limit.
+
+        Raises:
+            DumpFailed: The tree was let go before.
+        """
+        self.pages()
+        order = {"go": True, "limit": None if limit is None else limit + _GRACE_SECONDS}
+        try:
+            self._socket.send(json.dumps(order).encode())
+        except OSError as error:
+            self.hang_up()
+            raise GuardLost(f"the dump's guard process ended unexpectedly: {error}") from error
+
+    def frozen(self, timeout: float, *, streamed: bool = False) -> int | None:
+        """After `go`, wait until CRIU serves; the tree then stands still until ``thaw``.
 
         Args:
             timeout: Seconds until the attempt is given up: the page socket closes, and CRIU thaws the tree as soon as it gets there.
-            limit: Seconds from now after which the tree shall run again whatever this process does; None: no limit.
             streamed: CRIU does not serve but streams: the tree is frozen once the first of it can be read.
 
         Returns:
@@ -159,12 +184,6 @@ class Guard:
             DumpFailed: No answer in time.
         """
         pages = self.pages()
-        order = {"go": True, "limit": None if limit is None else limit + _GRACE_SECONDS}
-        try:
-            self._socket.send(json.dumps(order).encode())
-        except OSError as error:
-            self.hang_up()
-            raise GuardLost(f"the dump's guard process ended unexpectedly: {error}") from error
         self._streamed = streamed
         try:
             if streamed and wait_for_stream(pages, self._socket, timeout):
@@ -299,7 +318,7 @@ class _Server:
         self.say(event="ready")
         while self.dumper_alive and not released:
             try:
-                message, descriptors, _, _ = socket.recv_fds(self.control, _MESSAGE, 1)
+                message, descriptors, _, _ = socket.recv_fds(self.control, _MESSAGE, 2)
             except ConnectionResetError:
                 message = b""  # the dumper died with an answer of ours unread
             if not message:
@@ -309,7 +328,7 @@ class _Server:
             if request.get("release"):
                 released = True
             elif "prepare" in request:
-                self.prepare(request["prepare"], request["hidden"], socket.socket(fileno=descriptors[0]))
+                self.prepare(request["prepare"], request["hidden"], [socket.socket(fileno=number) for number in descriptors])
             elif "go" in request:
                 self.go(request["limit"])
             elif "start" in request:
@@ -334,9 +353,9 @@ class _Server:
         self.started.append(started)
         self.say(event="started", pid=started.pid)
 
-    def prepare(self, command: list[str], hidden: str | None, pages: socket.socket) -> None:
+    def prepare(self, command: list[str], hidden: str | None, ends: list[socket.socket]) -> None:
         try:
-            self.prepared = Prepared(command, pages, self.life, hidden)
+            self.prepared = Prepared(command, ends[0], ends[1] if len(ends) > 1 else None, self.life, hidden)
         except OSError as error:
             self.say(event="ended", status=-1, error=f"{command[0]}: {error.strerror}")
             return

@@ -36,6 +36,7 @@ CHECKS: tuple[Check, ...] = (
     checks.file_budget,
     checks.workdir,
     checks_gpu.driver,
+    checks_gpu.plugin,
     checks_gpu.managed,
     checks_gpu.ipc,
     checks_gpu.shared,

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Sequence
 
 from icecore.host.criu import dump_environment
+from icecore.host.cuda.holder import VARIABLE
 
 # Whoever waits for the end of CRIU through the pipe `life` waits for the script's too.
 _SCRIPT = """#!/bin/sh
@@ -37,6 +38,7 @@ class Prepared:
     Args:
         command: ``{pages}``, ``{status}`` and ``{hold}`` (CRIU's action script) are replaced.
         pages: CRIU's end of the page-server connection; from now on this object's.
+        devices: The end of CRIU's plugin for GPU processes (`icecore.host.cuda.holder`); from now on this object's. None: there are none.
         life: Writing end of a pipe, which CRIU and the script inherit.
         hidden: Path of the file for what CRIU is kept from seeing (`icecore.host.hidden`); None: it sees everything.
 
@@ -44,7 +46,9 @@ class Prepared:
         OSError: It cannot be started.
     """
 
-    def __init__(self, command: Sequence[str], pages: socket.socket, life: int, hidden: str | None) -> None:
+    def __init__(
+        self, command: Sequence[str], pages: socket.socket, devices: socket.socket | None, life: int, hidden: str | None
+    ) -> None:
         self.pages = pages
         self._open: set[int] = set()
         try:
@@ -55,10 +59,15 @@ class Prepared:
             script = _executable(_SCRIPT.format(life=_path(life), arrived=_path(arrived), go=_path(go)))
             self._open.add(script)
             numbers = {"{pages}": str(pages.fileno()), "{status}": str(status), "{hold}": _path(script)}
+            environment = dump_environment(hidden)
+            given = []
+            if devices is not None:
+                given.append(devices.fileno())
+                environment[VARIABLE] = str(devices.fileno())
             self.criu = subprocess.Popen(
                 [numbers.get(word, word) for word in command],
-                env=dump_environment(hidden),
-                pass_fds=[pages.fileno(), life, status],
+                env=environment,
+                pass_fds=[pages.fileno(), life, status, *given],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -66,6 +75,9 @@ class Prepared:
         except BaseException:
             self._close()
             raise
+        finally:
+            if devices is not None:
+                devices.close()
         self._close(status)
 
     def _pipe(self) -> tuple[int, int]:

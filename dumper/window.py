@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -85,16 +86,17 @@ class Window:
         if self._exceeded is not None and error is not None and error is not self._exceeded:
             raise self._exceeded from error
 
-    def prepare(self, command: Sequence[str], hidden: Path | None) -> None:
-        """Start CRIU as far as it gets without looking at the tree. `begin` and `freeze` come later, if at all.
+    def prepare(self, command: Sequence[str], hidden: Path | None, devices: socket.socket | None = None) -> None:
+        """Start CRIU as far as it gets without looking at the tree. `begin`, `go` and `freeze` come later, if at all.
 
         Args:
             hidden: Where is to be written what it is kept from seeing; None: it sees everything.
+            devices: The end of its plugin for GPU processes (`icecore.host.cuda.holder`); None: there are none.
 
         Raises:
             DumpFailed: It failed.
         """
-        ended = self._guard.prepare(command, _PREPARE_SECONDS, hidden=hidden)
+        ended = self._guard.prepare(command, _PREPARE_SECONDS, hidden=hidden, devices=devices)
         if ended is not None:
             raise self._explain(ended)
 
@@ -111,19 +113,33 @@ class Window:
         """Seconds until the limit; None: there is none."""
         return None if self._limit is None else max(0.0, self.started + self._limit - time.monotonic())
 
-    def freeze(self, *, streamed: bool = False) -> None:
-        """Have the CRIU that was prepared freeze the tree: returns when it stands still and CRIU has written all but the memory that is read in place.
+    def go(self) -> None:
+        """Have the CRIU that was prepared freeze the tree. `prepare` and `begin` came before.
 
-        With ``streamed`` it returns when CRIU begins to send that memory; the rest is written once all is received. `prepare` and `begin` came before.
+        Raises:
+            WindowExceeded: It is too late.
+            DumpFailed: CRIU is not there any more.
+        """
+        self.check()
+        self._frozen = True
+        try:
+            self._guard.go(self.left)
+        except BaseException:
+            self._frozen = False
+            self._end_watch()
+            raise
+
+    def freeze(self, *, streamed: bool = False) -> None:
+        """After `go`: returns when the tree stands still and CRIU has written all but the memory that is read in place.
+
+        With ``streamed`` it returns when CRIU begins to send that memory; the rest is written once all is received.
 
         Raises:
             WindowExceeded: It took longer than the limit.
             DumpFailed: CRIU could not dump the tree; it runs on.
         """
-        self.check()
-        self._frozen = True
         try:
-            served = self._guard.freeze((self._limit or 600.0) + _THAW_SECONDS, self.left, streamed=streamed)
+            served = self._guard.frozen((self._limit or 600.0) + _THAW_SECONDS, streamed=streamed)
         except BaseException:
             self._frozen = False
             self._end_watch()
@@ -141,12 +157,12 @@ class Window:
         if self._exceeded is not None:
             raise self._exceeded
 
-    def thaw(self, pids: Sequence[int]) -> None:
-        """Let the tree run again; returns when CRIU has let go of these processes. It has not ended yet: `end` follows.
+    def thaw(self) -> None:
+        """Have CRIU let the tree run again; `thawed` and `end` follow.
 
         Raises:
             WindowExceeded: The limit passed first, so that what was read may not belong together.
-            DumpFailed: CRIU did not hold the tree until now, or does not let go.
+            DumpFailed: CRIU did not hold the tree until now.
         """
         self.check()
         self._end_watch()
@@ -155,6 +171,13 @@ class Window:
         self._frozen = False
         self._ending = True
         self._guard.hang_up()
+
+    def thawed(self, pids: Sequence[int]) -> None:
+        """After `thaw`: returns when CRIU has let go of these processes. It has not ended yet.
+
+        Raises:
+            DumpFailed: It does not.
+        """
         held = wait_untraced(pids, _THAW_SECONDS)
         self.over()
         if held:

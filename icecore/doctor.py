@@ -18,6 +18,7 @@ from icecore.dumper.checks_gpu import LEAST_DRIVER
 from icecore.errors import IcecoreError, MissingTool
 from icecore.host import limits, namespaces
 from icecore.host.criu import CRIU_LIBRARY, Criu, find_criu
+from icecore.host.cuda import holder
 from icecore.host.cuda.backend import find_backend
 from icecore.host.cuda.driver import EXTRA_CURE, has_bindings
 from icecore.host.cuda.job import private_root_lack
@@ -179,6 +180,8 @@ def _gpus() -> Iterator[Finding]:
         yield Finding("GPUs", "good", words)
     if backend.world is None and not has_bindings():
         yield Finding("cuda.bindings", "bad", "not installed", EXTRA_CURE)
+    if not holder.PLUGIN.exists():
+        yield Finding("CRIU's plugin", "bad", *holder.LACK)
     try:
         preload_path()
         keeper_path()

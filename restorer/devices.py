@@ -1,11 +1,15 @@
 """The device memory of a restore: the driver moves it on while it is still being fetched; its rule: all go on together, or none does.
 
-The driver reads from the lowest address on, and waits in a page fault where it overtakes the fetching, which goes in the same order."""
+CRIU holds all other threads meanwhile (`icecore.host.cuda.holder`). The driver reads from the lowest address on, and waits in a page fault where it overtakes
+the fetching, which goes in the same order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from functools import partial
 
 from icecore.errors import NotFound, RestoreFailed
@@ -38,6 +42,10 @@ class Devices:
         """End the helper. The tree runs, or is dead."""
         self._helper.close()
 
+    def holder(self) -> socket.socket:
+        """For the plugin of the CRIU that will hold the tree; to be closed."""
+        return self._helper.holder()
+
     @property
     def plan(self) -> GpuPlan:
         """Who they are, and which GPUs they get."""
@@ -45,23 +53,32 @@ class Devices:
 
     def bring_back(
         self,
-        below: int,
+        root: Callable[[], int],
         sizes: Mapping[int, int],
         failure: Callable[[], BaseException | None],
-    ) -> None:
-        """Restore and unlock all. The tree runs, but for its CUDA calls.
+        seconds: float,
+    ) -> bool:
+        """Restore and unlock all, while CRIU holds the tree, which is built; then it goes on.
 
         Args:
-            below: An ancestor of the tree's processes, host pid.
+            root: Gives the tree's first process, host pid, once CRIU holds the tree.
             sizes: Image id → how many bytes that are.
             failure: What has broken the restore meanwhile; then this gives up.
+            seconds: How long CRIU may take until it holds it.
+
+        Returns:
+            Whether it was done; otherwise CRIU did not come to hold the tree.
 
         Raises:
             RestoreFailed: The driver could not; the tree must be killed.
             MissingTool: There is no driver.
         """
         self._helper.wait_ready()
-        pids = host_pids(below, self._plan)
+        # Nobody runs until its pid is known.
+        if not self._hold([], seconds):
+            return False
+        pids = host_pids(root(), self._plan)
+        self._hold(pids.values(), seconds)
         failed: list[DeviceError] = []
 
         def one(image: int) -> None:
@@ -82,6 +99,17 @@ class Devices:
             _check(failed, failure)
         with phase(self._emit, "restore.gpu.unlock", processes=len(pids)):
             _check(list(self._helper.unlock(pids.values()).values()), failure)
+        try:
+            self._helper.go_on()
+        except DeviceError as error:
+            _check([error], failure)
+        return True
+
+    def _hold(self, pids: Iterable[int], seconds: float) -> bool:
+        try:
+            return self._helper.hold(list(pids), seconds)
+        except DeviceError as error:
+            raise RestoreFailed(f"the driver cannot work: {error.message}", cure=error.cure) from error
 
 
 def _check(failed: list[DeviceError], failure: Callable[[], BaseException | None]) -> None:
@@ -94,18 +122,16 @@ def _check(failed: list[DeviceError], failure: Callable[[], BaseException | None
         raise RestoreFailed(f"the driver could not bring device memory back: {words}", cure="; ".join(cures))
 
 
-def host_pids(below: int, plan: GpuPlan) -> dict[int, int]:
-    """Image id → pid here.
+def host_pids(root: int, plan: GpuPlan) -> dict[int, int]:
+    """Image id → pid here, of a tree's processes.
 
     Raises:
         RestoreFailed: A process is not there.
     """
     found: dict[int, int] = {}
-    for pid in descendants(below):
-        try:
+    for pid in (root, *descendants(root)):
+        with suppress(NotFound):
             found[procfs.status(pid).own_pid] = pid
-        except NotFound:
-            continue  # CRIU itself, ending
     missing = [image for image in plan.processes if image not in found]
     if missing:
         raise RestoreFailed(f"GPU processes {missing} of the snapshot are not there after CRIU restored it")

@@ -11,6 +11,7 @@ import numpy as np
 
 from icecore.errors import RestoreFailed
 from icecore.events import Progress
+from icecore.host.memory import address_of
 from icecore.restorer.daemon import Daemon
 from icecore.restorer.fetch import Decoder, Fetcher, Limits, Spent
 from icecore.restorer.guard import Guard
@@ -24,6 +25,8 @@ from icecore.store.backend import Backend
 from icecore.store.cell import CELL, Records
 from icecore.store.loop import LoopThread
 
+#: What share of all cells is placed before device memory in any case.
+_LITTLE = 0.125
 _POLL_SECONDS = 0.2
 
 
@@ -38,7 +41,7 @@ class Filling:
         limits: Threads, memory, patience.
         loop: Where the repository lives.
         failed: Told once, from whatever thread, that the tree must die, and why.
-        device_first: Device memory before the host's, or after it.
+        device_first: Device memory before the host's, unless that is little: the driver's thread faults for some of it before it comes to device memory.
         placers: Processes that place; without any this one does it.
     """
 
@@ -69,10 +72,10 @@ class Filling:
             self._family_of.extend([len(self._families)] * len(family))
             self._families.append(family)
         self._rows = [(self._first[family.process], len(family)) for family in self._families]
-        self._device_first = device_first
         #: A byte for each cell: 1 while it is the host's and not placed; and how many are.
         self._host = bytearray(b"".join((~part.device).tobytes() for part in memory))
         self._host_left = sum(self._host)
+        self._device_first = device_first and self._host_left > _LITTLE * len(self._host)
         self._counting = threading.Lock()
         self._host_resident = threading.Event()
         if not self._host_left:
@@ -99,13 +102,16 @@ class Filling:
         """How many processes place; 0: threads of this one do."""
         return len(self._placers.all) if self._placers is not None else 0
 
+    def listen(self) -> None:
+        """From now on CRIU and the kernel are heard."""
+        self.daemon.start()
+
     def start(self, first: Sequence[tuple[int, int]] = ()) -> None:
-        """Listen, and fetch ahead; nothing but faults is served before `open`.
+        """After `listen`: fetch ahead; nothing but faults is served before `open`.
 
         Args:
             first: (process, cell of it) that are wanted before the others, in that order.
         """
-        self.daemon.start()
         self._fetcher.start(self._order(first), opened=False, faulting=len(self._families))
 
     def open(self) -> None:
@@ -190,8 +196,7 @@ class Filling:
 
     def _place(self, row: int, data: memoryview) -> None:
         number = self._family_of[row]
-        address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
-        self._families[number].fill(row - self._rows[number][0], address)
+        self._families[number].fill(row - self._rows[number][0], address_of(data))
         self._count(row)
 
     def _through(self, placer: Placer, batches: Sequence[Batch]) -> list[int]:
@@ -211,11 +216,12 @@ class Filling:
         for number in {number for number, _ in owners}:
             mine = [(row, state, address) for (n, row), state, address in outcomes if n == number]
             self._families[number].note([(row, state) for row, state, _ in mine])
-            # What was in the way, and children that were born meanwhile.
-            self._families[number].fill_all([(row, at) for row, state, at in mine if state is not State.MISSING], placer)
+            # What was in the way.
+            self._families[number].fill_all([(row, at) for row, state, at in mine if state is State.HELD], placer)
         for row in rows:
             self._count(row)
-        return [row for row, state in zip(rows, answer.states, strict=True) if state is State.MISSING]
+        # What could not be had, and what children miss that were born meanwhile.
+        return [row for row, (number, own) in zip(rows, owners, strict=True) if self._families[number].misses(own)]
 
     def _count(self, row: int) -> None:
         """Note that a row was placed."""

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,9 +80,12 @@ class Guard:
         """The socket's descriptor, to be polled for messages."""
         return self._socket.fileno()
 
-    def run(self, argv: Sequence[str], descriptors: Sequence[int] = ()) -> None:
-        """Start CRIU. It inherits ``descriptors`` under the numbers that they have here."""
-        self._send({"do": "run", "argv": list(argv), "numbers": list(descriptors)}, descriptors)
+    def run(
+        self, argv: Sequence[str], descriptors: Sequence[int] = (), environment: Mapping[str, str] | None = None
+    ) -> None:
+        """Start CRIU. It inherits ``descriptors`` under the numbers that they have here, and has ``environment`` beside the guard's."""
+        own = dict(environment or {})
+        self._send({"do": "run", "argv": list(argv), "numbers": list(descriptors), "environment": own}, descriptors)
 
     def kill(self) -> None:
         """Ask for the end of CRIU and the tree; ``killed`` is said when nothing is left."""

@@ -117,7 +117,7 @@ class Guard:
         elif what == "close":
             os.close(self.kept.pop(request["keep"]))
         elif what == "run":
-            self.run(request["argv"], descriptors, request["numbers"])
+            self.run(request["argv"], descriptors, request["numbers"], request["environment"])
         elif what == "kill":
             self.kill_tree()
             self.say({"say": "killed"})
@@ -127,7 +127,7 @@ class Guard:
             return bool(request["stay"])
         return True
 
-    def run(self, argv: list[str], descriptors: list[int], numbers: list[int]) -> None:
+    def run(self, argv: list[str], descriptors: list[int], numbers: list[int], environment: dict[str, str]) -> None:
         """Start CRIU, with the descriptors that came along under the given numbers."""
         # First out of the way of all those numbers, so that no descriptor is overwritten before it is placed.
         above = max(numbers, default=2) + 1
@@ -139,7 +139,7 @@ class Guard:
             self.criu = os.posix_spawn(
                 argv[0],
                 argv,
-                os.environ,
+                {**os.environ, **environment},
                 file_actions=[
                     (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
                     (os.POSIX_SPAWN_DUP2, output, 1),

@@ -9,13 +9,14 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from icecore.errors import Damaged, IcecoreError, RestoreFailed, RestoreRefused
 from icecore.events import Event, Phase, Sink, Value, discard, phase
 from icecore.host.criu import Criu, find_criu
+from icecore.host.cuda.holder import VARIABLE, plugin_folder
 from icecore.host.job import ExitStatus, Job
 from icecore.host.jobs import Registry, Restoring
 from icecore.host.limits import threads_for
@@ -401,18 +402,19 @@ class _Run:
         arguments = criu_arguments(manifest, self.options, [*own, *self._plugins(images)], held)
         if self.options.mode == "lazy":
             self.early = self.loop.run(workingset.recall(self.repository, manifest.lineage, self.snapshot))
-        tree.filling.start(tree.filling.rows_at(self.early))
+        tree.filling.listen()
         with phase(self.emit, "restore.criu") as running:
-            tree.build(criu, images, arguments, prefix, descriptors, self.options.criu_seconds)
+            with self.devices.holder() if self.devices is not None else nullcontext() as holder:
+                environment = {VARIABLE: str(holder.fileno())} if holder is not None else {}
+                given = [*descriptors, *([holder.fileno()] if holder is not None else [])]
+                tree.build(criu, images, arguments, prefix, given, self.options.criu_seconds, environment, self.early)
             running.fields["faults"] = tree.daemon.faults
 
     def _plugins(self, images: Path) -> list[str]:
-        """Where CRIU takes its plugins from. With NVIDIA GPUs from nowhere, unless asked: a CUDA plugin would make the driver's calls a second time."""
+        """Where CRIU takes its plugins from. Not from where it looks itself: CRIU's plugin for CUDA would make the driver's calls a second time."""
         folder = self.options.criu_plugins
-        if not folder and self.devices is not None:
-            none = images.with_name("no-plugins")
-            none.mkdir(exist_ok=True)
-            folder = str(none)
+        if self.devices is not None:
+            folder = str(plugin_folder(images.with_name("plugins"), folder))
         return ["--libdir", folder] if folder else []
 
     def _fill(self, tree: Tree) -> None:
@@ -442,22 +444,24 @@ class _Run:
         return restored
 
     def _resume_before_devices(self, tree: Tree) -> int:
-        """The tree runs, but for its CUDA calls, once the host's memory is there, and the driver moves device memory on as it comes."""
+        """Once the host's memory is there the driver moves device memory on as it comes; the tree runs once all is."""
         with ThreadPoolExecutor(1, "fill") as pool:
             filled = pool.submit(self._fill, tree)
             try:
                 tree.filling.wait_for_host()
-                pid = tree.resume(self.options.criu_seconds)
                 self._bring_devices_back(tree)
             except BaseException as error:
                 tree.filling.fail(error)
                 raise
             filled.result()
+        pid = tree.resume(self.options.criu_seconds)
+        self._map_resident(tree)
         return pid
 
     def _return_while_filling(self, tree: Tree, manifest: Manifest, images: Path) -> Restored:
-        pid = tree.running(self.options.criu_seconds)
         self._bring_devices_back(tree)
+        pid = tree.running(self.options.criu_seconds)
+        self._map_resident(tree)
         restored = self._running(pid)
         shutil.rmtree(images, ignore_errors=True)
 
@@ -475,12 +479,15 @@ class _Run:
         return restored
 
     def _bring_devices_back(self, tree: Tree) -> None:
-        """The tree's CUDA calls wait until then. Until it is done the guard kills the tree if this process dies."""
+        """The tree waits until then. Until it is done the guard kills the tree if this process dies."""
         if self.devices is not None:
-            tree.bring_devices_back(self.devices, self.device_bytes)
-            if self.resident is not None:
-                tree.map_resident(self.resident, self.devices.plan)
-                self.resident.close()
+            tree.bring_devices_back(self.devices, self.device_bytes, self.options.criu_seconds)
+
+    def _map_resident(self, tree: Tree) -> None:
+        """The tree runs, but for the threads that its preload has parked."""
+        if self.devices is not None and self.resident is not None:
+            tree.map_resident(self.resident, self.devices.plan)
+            self.resident.close()
 
     def _running(self, pid: int) -> Restored:
         """The tree runs."""

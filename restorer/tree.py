@@ -122,6 +122,8 @@ class Tree:
         prefix: Sequence[str],
         descriptors: Sequence[int],
         seconds: float,
+        environment: Mapping[str, str],
+        first: Sequence[tuple[int, int]],
     ) -> None:
         """Run CRIU; returns once the tree is built and its memory can be placed.
 
@@ -129,9 +131,13 @@ class Tree:
             prefix: Command line before CRIU's.
             descriptors: What CRIU inherits, under the same numbers.
             seconds: How long it may take.
+            environment: Beside the guard's.
+            first: (process, address) of the cells that are wanted first.
         """
         command = restore_command(criu, images, self._work, arguments, pid_file=self._pid_file)
-        self._guard.run([*prefix, *command], descriptors)
+        self._guard.run([*prefix, *command], descriptors, environment)
+        # CRIU has enough to do before any memory is asked for; so many threads take a while to start.
+        self.filling.start(self.filling.rows_at(first))
         if not self.daemon.wait_for(lambda d: d.restored or d.criu_status is not None, seconds):
             raise RestoreFailed(f"CRIU did not build the tree within {seconds:.0f} s")
         if not self.daemon.restored:
@@ -157,6 +163,10 @@ class Tree:
                 raise RestoreFailed(f"CRIU did not end within {seconds:.0f} s after it built the tree")
         if self.daemon.criu_status != 0:
             raise self._explain()
+        return self._root()
+
+    def _root(self) -> int:
+        """The root's pid, which CRIU writes down once it has built the tree."""
         try:
             return int(self._pid_file.read_text())
         except (OSError, ValueError) as error:
@@ -168,16 +178,19 @@ class Tree:
         why = f": {self.daemon.criu_error}" if self.daemon.criu_error else ""
         return RestoreFailed(f"{message} (criu's exit status {self.daemon.criu_status}{why})", cure=cure)
 
-    def bring_devices_back(self, devices: Devices, sizes: Mapping[int, int]) -> None:
-        """Have the driver restore the device memory of a running tree, while it is being filled.
+    def bring_devices_back(self, devices: Devices, sizes: Mapping[int, int], seconds: float) -> None:
+        """Have the driver restore the device memory of a tree that is built and does not run yet, while it is being filled.
 
         Args:
             sizes: Image id → bytes of it.
+            seconds: How long CRIU may take from now until it has built the tree.
 
         Raises:
             RestoreFailed: It could not, or the filling broke.
         """
-        devices.bring_back(self._guard.pid, sizes, lambda: self.failure)
+        if not devices.bring_back(self._root, sizes, lambda: self.failure, seconds):
+            self.running(seconds)  # says why CRIU ended
+            raise RestoreFailed("CRIU let the tree go before the driver had brought its device memory back")
 
     def map_resident(self, resident: Resident, plan: GpuPlan) -> None:
         """Have the processes map their resident memory, once it is there, and run. The driver has unlocked them.
@@ -185,7 +198,7 @@ class Tree:
         Raises:
             RestoreFailed: They could not, or the filling broke.
         """
-        resident.map(host_pids(self._guard.pid, plan), lambda: self.failure)
+        resident.map(host_pids(self._root(), plan), lambda: self.failure)
 
     # -- letting it go ------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
@@ -96,6 +96,37 @@ class Helper:
         """The thread in which the driver restores a process."""
         return int(self._result(self._send("restore-thread", pid), "restore-thread", pid, _STATE_SECONDS))
 
+    def holder(self) -> socket.socket:
+        """The end of a socket for the plugin in the CRIU that will hold the processes; to be closed. Does not wait until the helper is ready."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours:
+            self._pass("holder", 0, [ours.fileno()], {})
+        return theirs
+
+    def hold(self, pids: Collection[int], seconds: float) -> bool:
+        """Wait until CRIU holds the tree, and have the driver's threads in these processes run.
+
+        Returns:
+            Whether it holds it: it may have ended, or take longer.
+
+        Raises:
+            DeviceError: They do not run.
+        """
+        found = self._result(self._send("hold", 0, pids=list(pids), seconds=seconds), "hold", 0, seconds + _STATE_SECONDS)
+        return bool(found)
+
+    def go_on(self) -> None:
+        """The driver's threads stand again, and CRIU goes on.
+
+        Raises:
+            DeviceError: It does not.
+        """
+        self._result(self._send("go-on", 0), "go-on", 0, _STATE_SECONDS)
+
+    def leave(self) -> None:
+        """The processes are dead: CRIU need not wait for anything."""
+        self._result(self._send("leave", 0), "leave", 0, _STATE_SECONDS)
+
     def lock(self, pids: Iterable[int], seconds: float) -> dict[int, DeviceError]:
         """Lock all, at once; those that could not be, and why."""
         return self._each("lock", {pid: {"seconds": seconds} for pid in pids})[1]
@@ -158,6 +189,9 @@ class Helper:
     # -- within
 
     def _send(self, call: str, pid: int, **more: object) -> Future[Any]:
+        return self._pass(call, pid, [], more)
+
+    def _pass(self, call: str, pid: int, descriptors: Sequence[int], more: Mapping[str, object]) -> Future[Any]:
         future: Future[Any] = Future()
         with self._lock:
             number, self._next = self._next, self._next + 1
@@ -166,7 +200,8 @@ class Helper:
                 return future
             self._waiting[number] = (call, pid, future)
         try:
-            self._socket.send(json.dumps({"id": number, "call": call, "pid": pid, **more}).encode())
+            message = json.dumps({"id": number, "call": call, "pid": pid, **more}).encode()
+            socket.send_fds(self._socket, [message], descriptors)
         except OSError:
             self._end()
         return future

@@ -1,6 +1,6 @@
 """A driver for tests that behaves like the real one, without a GPU; its rule: the state lives in the target, so that it outlives whoever calls.
 
-The target (tests/programs/fake_cuda.py) has a page at a fixed address in which this leaves its request; a thread of the target, as the driver has
+The target (tests/programs/fake_device.c) has a page at a fixed address in which this leaves its request; a thread of the target, as the driver has
 one there, acts on it and answers. So it works by pid, from any process, through dumps, restores and namespaces. The *world* is a directory:
 
 - ``inventory.json``: ``{"driver": "580.159.03", "gpus": [{"uuid": …, "name": …, "memory": …, "minor": …}]}``; ``used``, ``mig`` as in `Gpu`,
@@ -82,8 +82,8 @@ class FakeDriver:
 
     def restore_thread(self, pid: int) -> int:
         """See `DeviceCheckpoint`."""
-        header = _header(pid)
-        if header is None:
+        header, fault = _header(pid), self._fault("restore-thread", pid)
+        if header is None or fault is not None:
             raise device_error("restore-thread", pid, 1, _NAMES[1])
         return int(header[6])
 

@@ -3,7 +3,7 @@
 It is started by the guard of a dump (or by the restorer), outlives both where it must, and is never part of a job. Over a SOCK_SEQPACKET socket
 it gets one JSON object a message, ``{"id": 1, "call": "lock", "pid": 123, …}``, and answers ``{"id": 1, "value": …}`` or ``{"id": 1, "error": {…}}``; each call
 has a thread of its own. When the socket ends (its client died, or is done), or the deadline that it was given passes, it waits until CRIU
-has let go of the processes that it locked and has not unlocked, brings them back to running, and ends.
+lets it, or has let go of the processes that it locked and has not unlocked, brings them back to running, and ends.
 
 Arguments: the number of the socket's descriptor, that of a pipe which it only holds (whoever has the other end learns of its end), and a word that
 stands in its command line.
@@ -18,17 +18,18 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from icecore.errors import IcecoreError, NotFound
-from icecore.host import procfs
-from icecore.host.cuda.api import DeviceCheckpoint, DeviceError, IllegalState, State
+from icecore.host import procfs, ptrace
+from icecore.host.cuda.api import DeviceCheckpoint, DeviceError, IllegalState, State, device_error
 from icecore.host.cuda.backend import find_backend
-from icecore.host.cuda.populate import Populating
+from icecore.host.cuda.holder import Holder, NotHeld
+from icecore.host.cuda.populate import Populating, host_thread
 from icecore.host.resident.client import Agent
 
 MESSAGE = 1 << 16
@@ -37,6 +38,9 @@ _POLL_SECONDS = 0.005
 _WORKER_SECONDS = 10.0
 _ATTEMPTS = 3
 _PAUSE_SECONDS = 0.2
+_STOP_SECONDS = 0.2
+#: Calls that are refused once all is being undone.
+_ACTING = frozenset(("lock", "checkpoint", "restore", "unlock", "hold", "go-on"))
 
 
 class Undo:
@@ -46,6 +50,8 @@ class Undo:
         self._api = api
         self._touched: dict[int, int] = {}
         self._agents: list[Agent] = []
+        self._holder: Holder | None = None
+        self._over = False
         self._lock = threading.Lock()
         self._one_at_a_time = threading.Lock()
 
@@ -64,6 +70,48 @@ class Undo:
         with self._lock:
             self._agents = agents
 
+    def held_by(self, holder: Holder) -> None:
+        """A CRIU holds them, or will."""
+        self._holder = holder
+
+    def begin(self) -> None:
+        """All is about to be undone: nothing more is begun."""
+        self._over = True
+
+    @property
+    def over(self) -> bool:
+        """All is undone, or is being undone."""
+        return self._over
+
+    def hold(self, pids: Iterable[int], seconds: float) -> bool:
+        """Wait until that CRIU holds the tree, and have it let the driver's threads in these processes go.
+
+        Returns:
+            Whether it holds it: it may have ended, or take longer.
+
+        Raises:
+            NotHeld, DeviceError: They cannot be.
+        """
+        if self._holder is None or not self._holder.wait(seconds):
+            return False
+        self._holder.let_go([_drivers_thread(self._api, pid) for pid in pids])
+        return True
+
+    def go_on(self) -> None:
+        """Nothing runs any more, and CRIU goes on.
+
+        Raises:
+            NotHeld: It does not.
+        """
+        if self._holder is None:
+            raise NotHeld("no CRIU holds the tree")
+        self._holder.go_on()
+
+    def leave(self) -> None:
+        """Nothing is to be done any more while CRIU holds them: they are dead."""
+        if self._holder is not None:
+            self._holder.leave()
+
     def all(self) -> dict[int, str]:
         """Bring every process back to running; pid → why it could not be."""
         with self._one_at_a_time:
@@ -73,19 +121,55 @@ class Undo:
         with self._lock:
             touched = dict(self._touched)
         failed: dict[int, str] = {}
+        holder = self._holder
+        reached = self._reach(holder, touched) if holder is not None else frozenset()
+        if holder is not None and not reached:
+            holder.leave()  # it may have come to where it waits for orders by now
 
-        def one(pid: int, started: int) -> None:
+        def one(pid: int, *, held: bool) -> None:
             try:
-                back_to_running(self._api, pid, started)
+                back_to_running(self._api, pid, touched[pid], held=held)
                 self.running(pid)
             except IcecoreError as error:
                 failed[pid] = str(error)
 
-        in_parallel(partial(one, pid, started) for pid, started in touched.items())
+        in_parallel(partial(one, pid, held=True) for pid in reached)
+        if holder is not None:
+            if reached:
+                with suppress(NotHeld):
+                    holder.go_on(failed=True)
+            holder.leave()
+        in_parallel(partial(one, pid, held=False) for pid in touched if pid not in reached)
         with self._lock:
             agents, self._agents = self._agents, []
         in_parallel(partial(give_back, agent) for agent in agents)
         return failed
+
+
+    def _reach(self, holder: Holder, touched: Mapping[int, int]) -> frozenset[int]:
+        """Wait until CRIU holds them, if it does or will; those in which the driver can work then."""
+        end = time.monotonic() + _TRACED_SECONDS
+        while not holder.wait(_POLL_SECONDS):
+            if holder.lost or time.monotonic() > end or not any(_traced(pid) for pid in touched):
+                return frozenset()
+        threads = {}
+        for pid, started in touched.items():
+            with suppress(DeviceError, NotFound):
+                if _lives(pid, started):
+                    threads[pid] = _drivers_thread(self._api, pid)
+        try:
+            holder.let_go(threads.values())
+        except NotHeld:
+            return frozenset()
+        return frozenset(threads)
+
+
+def _drivers_thread(api: DeviceCheckpoint, pid: int) -> int:
+    """The thread in which the driver works in a process, by its number here."""
+    thread = host_thread(pid, api.restore_thread(pid))
+    if not thread:
+        raise device_error("restore-thread", pid, 1, "it has no such thread")
+    return thread
 
 
 def give_back(agent: Agent) -> None:
@@ -97,21 +181,28 @@ def give_back(agent: Agent) -> None:
         agent.go()
 
 
-def back_to_running(api: DeviceCheckpoint, pid: int, started: int) -> None:
+def back_to_running(api: DeviceCheckpoint, pid: int, started: int, *, held: bool = False) -> None:
     """Restore and unlock a process from whatever state it is in; one that has ended is left alone.
+
+    Args:
+        held: CRIU traces it, but for the driver's thread.
 
     Raises:
         DeviceError: It stays where it is.
     """
     for attempt in range(1, _ATTEMPTS + 1):
-        _wait_untraced(pid, started)
+        if not held:
+            _wait_untraced(pid, started)
         try:
             for _ in State:
                 if not _lives(pid, started):
                     return
                 match api.state(pid):
-                    case State.CHECKPOINTED:
+                    case State.CHECKPOINTED if held:
                         api.restore(pid, {})
+                    case State.CHECKPOINTED:
+                        with _others_standing(api, pid):
+                            api.restore(pid, {})
                     case State.LOCKED:
                         api.unlock(pid)
                     case _:
@@ -124,6 +215,19 @@ def back_to_running(api: DeviceCheckpoint, pid: int, started: int) -> None:
             time.sleep(_PAUSE_SECONDS * attempt)
 
 
+@contextmanager
+def _others_standing(api: DeviceCheckpoint, pid: int) -> Iterator[None]:
+    """Nobody but the driver's thread runs in a process: here, where no CRIU holds it (any more). For the calling thread."""
+    drivers = _drivers_thread(api, pid)
+    with ExitStack() as stack:
+        seen = {drivers}
+        while new := set(procfs.threads(pid)) - seen:
+            for thread in new:
+                stack.enter_context(ptrace.standing(thread, _STOP_SECONDS))
+            seen |= new
+        yield
+
+
 def _lives(pid: int, started: int) -> bool:
     try:
         return procfs.start_time(pid) == started and not procfs.is_zombie(pid)
@@ -134,9 +238,15 @@ def _lives(pid: int, started: int) -> bool:
 def _wait_untraced(pid: int, started: int) -> None:
     """Until CRIU has let go: the thread in which the driver restores a process must run."""
     end = time.monotonic() + _TRACED_SECONDS
-    with suppress(NotFound):
-        while time.monotonic() < end and _lives(pid, started) and procfs.status(pid).tracer:
-            time.sleep(_POLL_SECONDS)
+    while time.monotonic() < end and _lives(pid, started) and _traced(pid):
+        time.sleep(_POLL_SECONDS)
+
+
+def _traced(pid: int) -> bool:
+    try:
+        return procfs.status(pid).tracer != 0
+    except NotFound:
+        return False
 
 
 def in_parallel(work: Iterable[Callable[[], None]]) -> None:
@@ -176,12 +286,16 @@ class _Server:
         self.say({"id": 0, "value": os.getpid()})
         while True:
             try:
-                data = self._control.recv(MESSAGE)
+                data, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
             except OSError:
                 break
             if not data:
                 break
             request: dict[str, Any] = json.loads(data)
+            if request["call"] == "holder":
+                self._undo.held_by(Holder(socket.socket(fileno=descriptors[0]), self._undo_all))
+                self.say({"id": request["id"], "value": None})
+                continue
             if request["call"] == "deadline":
                 self._set_deadline(request["seconds"])
                 self.say({"id": request["id"], "value": None})
@@ -195,6 +309,7 @@ class _Server:
 
     def _undo_all(self) -> dict[int, str]:
         """Once the calls that are under way have ended: a process is not to be touched by two at a time."""
+        self._undo.begin()
         for thread in self._calls:
             if thread is not threading.current_thread():
                 thread.join()
@@ -222,6 +337,8 @@ class _Server:
 
     def _make(self, request: dict[str, Any]) -> object:
         api, pid = self._api, int(request.get("pid", 0))
+        if self._undo.over and request["call"] in _ACTING:
+            raise device_error(request["call"], pid, 600, "it took too long, or failed, and is being undone")
         match request["call"]:
             case "state":
                 return api.state(pid).value
@@ -241,6 +358,12 @@ class _Server:
                 self._undo.running(pid)
             case "restore-thread":
                 return api.restore_thread(pid)
+            case "hold":
+                return self._undo.hold(request["pids"], float(request["seconds"]))
+            case "go-on":
+                self._undo.go_on()
+            case "leave":
+                self._undo.leave()
             case "resident":
                 self._undo.standing([Agent(Path(place), own, tracee=seen) for place, own, seen in request["agents"]])
             case "adopt":

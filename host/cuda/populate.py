@@ -153,7 +153,7 @@ class Populating:
     def _unfit(self) -> str:
         if os.uname().machine != "x86_64":
             return "on x86-64 only"
-        self._tracee = _thread_of(self._pid, self._said)
+        self._tracee = host_thread(self._pid, self._said)
         if not self._tracee:
             return "the driver does not say in which thread it works"
         status = procfs.status(self._tracee)
@@ -252,7 +252,7 @@ class Populating:
             raise ProcessLookupError(self._tracee)
 
 
-def _thread_of(pid: int, said: int) -> int:
+def host_thread(pid: int, said: int) -> int:
     """A thread of a process by its number here, given that or the one that it has in its own pid namespace; 0: there is none."""
     if not said:
         return 0

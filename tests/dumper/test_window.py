@@ -283,7 +283,8 @@ def test_a_guard_hangs_up_when_the_limit_has_passed(tmp_path: Path) -> None:
         assert guard.prepare(_SERVER, 20) is None
         time.sleep(1.5)  # the limit counts from later on
         began = time.monotonic()
-        assert guard.freeze(20, 0.2) is None
+        guard.go(0.2)
+        assert guard.frozen(20) is None
         assert guard._expect("ended", 20)["status"] == 0
         assert time.monotonic() - began > 1.0
     finally:

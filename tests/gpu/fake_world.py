@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+
+import pytest
 
 from tests.programs import driving, fake_cuda
 
 PROGRAM = Path(fake_cuda.__file__)
 GPUS = tuple(f"GPU-{n:08x}-0000-4000-8000-00000000000{n}" for n in range(4))
 MIB = 3
+
+
+@functools.cache
+def library() -> str:
+    """What `PROGRAM` loads, compiled for this session, where jobs with a private /dev/shm see it too."""
+    if not shutil.which("cc"):
+        pytest.skip("needs a C compiler")
+    folder = Path(tempfile.mkdtemp(prefix="icecore-fake-device-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    built, source = folder / "fake_device.so", PROGRAM.with_name("fake_device.c")
+    flags = ["-shared", "-fPIC", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread"]
+    subprocess.run(["cc", *flags, "-o", built, source], check=True, timeout=60)
+    return str(built)
 
 
 class World:
@@ -46,6 +64,11 @@ class World:
         self._faults += 1
         (self.root / "faults" / f"{self._faults:04d}").write_text(json.dumps({"call": call, **how}))
 
+    def clear_faults(self) -> None:
+        """No call goes wrong any more."""
+        for path in (self.root / "faults").iterdir():
+            path.unlink()
+
     def clear(self) -> None:
         """What killed processes have left on the GPUs is gone, as the real driver sees to."""
         for path in (self.root / "gpu").glob("*/*"):
@@ -67,6 +90,7 @@ class Target:
     Args:
         folder: Its output goes there.
         gpus: One for each process.
+        lent: Each uses memory of the driver in a thread that nothing but being stopped holds back from it.
     """
 
     def __init__(
@@ -79,12 +103,14 @@ class Target:
         busy: float = 0.0,
         also: Sequence[str] = (),
         out: str = "",
+        lent: bool = False,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.mib = mib
         self.out = folder / "lines"
         self.outs = [self.out, *(folder / f"lines.{n}" for n in range(1, len(gpus)))]
         self.order = {
+            "library": library(),
             "world": str(world.root),
             "gpu": gpus[0],
             "children": list(gpus[1:]),
@@ -92,6 +118,7 @@ class Target:
             "out": out or str(self.out),
             "busy": busy,
             "also": list(also),
+            "lent": lent,
         }
         self.command = [sys.executable, "-S", str(PROGRAM), json.dumps(self.order)]
         self.process: subprocess.Popen[bytes] | None = None

@@ -17,7 +17,7 @@ import pytest
 from icecore.dumper.devices import LOCK_ONE
 from icecore.dumper.guard import GuardLost
 from icecore.dumper.options import DumpOptions
-from icecore.errors import DumpFailed, IcecoreError, PreflightRefused, StoreError, WindowExceeded
+from icecore.errors import DumpFailed, IcecoreError, NotFound, PreflightRefused, StoreError, WindowExceeded
 from icecore.events import Event
 from icecore.host import limits, procfs
 from icecore.host.criu import find_criu
@@ -116,7 +116,7 @@ FAULTS: dict[str, Callable[[World], None]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_call_that_fails(fault: str, store: Store, launch: Launch, world: World) -> None:
-    target = launch(GPUS[:3])
+    target = launch(GPUS[:3], lent=True)
     FAULTS[fault](world)
     with pytest.raises(DumpFailed) as caught:
         store.dump(target.pid)
@@ -128,7 +128,7 @@ def test_a_call_that_fails(fault: str, store: Store, launch: Launch, world: Worl
 
 
 def test_a_lock_that_times_out_is_tried_again(store: Store, launch: Launch, world: World) -> None:
-    target = launch(GPUS[:2])
+    target = launch(GPUS[:2], lent=True)
     events = Events()
     for _ in range(3):
         world.fault("lock", code=600)
@@ -150,7 +150,7 @@ def test_a_lock_that_never_comes(store: Store, launch: Launch, world: World) -> 
 @pytest.mark.parametrize("moment", ["dump.criu", "dump.gpu.lock", "dump.gpu.checkpoint", "dump.files"])
 @pytest.mark.parametrize("who", ["interrupted", "guard", "helper", "guard and helper", "criu"])
 def test_a_window_that_breaks_off(who: str, moment: str, store: Store, launch: Launch) -> None:
-    target = launch(GPUS[:2])
+    target = launch(GPUS[:2], lent=True)
 
     def hook(event: Event) -> None:
         if who == "interrupted":
@@ -170,7 +170,7 @@ def test_a_window_that_breaks_off(who: str, moment: str, store: Store, launch: L
 
 
 def test_a_window_that_is_too_long(store: Store, launch: Launch, world: World) -> None:
-    target = launch(GPUS[:2])
+    target = launch(GPUS[:2], lent=True)
     world.fault("checkpoint", code=0, seconds=1.5)
     with pytest.raises(WindowExceeded):
         store.dump(target.pid, DumpOptions(max_window=1.0))
@@ -184,7 +184,7 @@ def test_a_window_that_is_too_long(store: Store, launch: Launch, world: World) -
 def test_a_dumper_that_is_killed_or_stopped(how: signal.Signals, moment: str, store: Store, launch: Launch) -> None:
     if how is signal.SIGSTOP and moment in ("dump.gpu.restore", "dump.store"):
         pytest.skip("its window is over")
-    target = launch(GPUS[:2])
+    target = launch(GPUS[:2], lent=True)
     state = "begin" if moment in ("dump.files", "dump.store", "dump.gpu.restore") else "end"
     order = {
         "repository": str(store.backend.root),  # type: ignore[attr-defined]
@@ -216,7 +216,7 @@ def test_a_dumper_that_is_killed_or_stopped(how: signal.Signals, moment: str, st
 
 @pytest.mark.parametrize("stop", [False, True])
 def test_a_store_that_fails(stop: bool, store: Store, launch: Launch) -> None:
-    target = launch(GPUS[:2])
+    target = launch(GPUS[:2], lent=True)
     broken = FaultyBackend(
         store.backend, lambda call: Outcome.FAIL if call.name.startswith("snapshots/") else Outcome.PASS
     )
@@ -225,12 +225,14 @@ def test_a_store_that_fails(stop: bool, store: Store, launch: Launch) -> None:
     runs_on(target, store.workdir)
 
 
-def test_a_criu_that_fails(store: Store, launch: Launch) -> None:
-    target = launch(GPUS[:2])
-    options = replace(DumpOptions(), criu_plugins="/no/such/folder")
-    with pytest.raises(DumpFailed):
-        store.dump(target.pid, options)
-    runs_on(target, store.workdir)
+def test_a_criu_that_fails(store: Store, launch: Launch, tmp_path: Path) -> None:
+    target = launch(GPUS[:2], lent=True)
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "broken.so").touch()
+    for folder, error in ((tmp_path / "plugins", DumpFailed), (tmp_path / "none", NotFound)):
+        with pytest.raises(error):
+            store.dump(target.pid, replace(DumpOptions(), criu_plugins=str(folder)))
+        runs_on(target, store.workdir)
 
 
 @pytest.mark.parametrize("status", [0, 3])
@@ -238,7 +240,7 @@ def test_the_driver_does_not_wait_for_the_end_of_criu(
     status: int, store: Store, launch: Launch, tmp_path: Path
 ) -> None:
     """What CRIU says in the end still decides."""
-    target = launch(GPUS[:2])
+    target = launch(GPUS[:2], lent=True)
     found, slow, seconds = find_criu(), tmp_path / "criu", 3.0
     slow.write_text(f'#!/bin/sh\n{found.path} "$@"\n[ "$1" = dump ] && sleep {seconds} && exit {status}\n')
     slow.chmod(0o755)
@@ -254,7 +256,7 @@ def test_the_driver_does_not_wait_for_the_end_of_criu(
 
 
 def test_a_dump_that_stops_the_job(store: Store, launch: Launch, world: World) -> None:
-    target = launch(GPUS[:2])
+    target = launch(GPUS[:2], lent=True)
     result = store.dump(target.pid, DumpOptions(stop=True))
     assert store.snapshots() == [result.snapshot] and not any(world.on(gpu) for gpu in GPUS)
     assert not leftovers(store.workdir)

@@ -71,6 +71,16 @@ def test_what_the_driver_refuses(helper: Helper, launch: Launch, world: World) -
     target.wait_steps(2)
 
 
+def test_memory_of_the_driver_is_fatal_to_threads_that_run_while_the_driver_moves_it(helper: Helper, launch: Launch) -> None:
+    target = launch(lent=True)
+    assert target.process is not None
+    assert not helper.lock([target.pid], 5.0)
+    time.sleep(0.2)
+    assert target.process.poll() is None
+    helper.checkpoint([target.pid])
+    assert target.process.wait(10) == -signal.SIGSEGV
+
+
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["locked", "checkpointed"])
 @pytest.mark.parametrize("how", ["undo", "gone", "deadline", "another"])
 def test_what_was_locked_runs_again(how: str, checkpointed: bool, launch: Launch, world: World) -> None:

@@ -13,7 +13,7 @@ from icecore.dumper.options import DumpOptions
 from icecore.dumper.preflight import refuse
 from icecore.host import limits
 from icecore.host.criu import find_criu
-from icecore.host.cuda import nccl
+from icecore.host.cuda import holder, nccl
 
 from .conftest import Launch
 from .fake_world import GPUS, Target, World
@@ -51,6 +51,12 @@ def test_the_machine(name: str, change: Callable[[World], None], words: str, lau
     change(world)
     found = refusals(target)
     assert list(found) == [name] and words in found[name]
+
+
+def test_without_the_plugin(launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    target = launch()
+    monkeypatch.setattr(holder, "PLUGIN", tmp_path / "libicecore-devices.so")
+    assert "C compiler" in refusals(target)["gpu-plugin"]
 
 
 def test_mps(launch: Launch, world: World) -> None:

@@ -1,8 +1,9 @@
-"""A process that plays a CUDA process for `icecore.host.cuda.fake`: device memory outside of itself, a thread of the driver's that moves it in and out.
+"""A process that plays a CUDA process for `icecore.host.cuda.fake`: it computes, while fake_device.c holds its memory and plays its driver.
 
-python fake_cuda.py '{"world": …, "gpu": "GPU-…", "mib": 4, "out": FILE, "busy": 0, "children": ["GPU-…"]}'
+python fake_cuda.py '{"library": fake_device.so, "world": …, "gpu": "GPU-…", "mib": 4, "out": FILE, "busy": 0, "children": ["GPU-…"], "lent": false}'
 
-Each step reads and writes device memory and appends a line ``STEP DIGEST`` to its output: the same lines whatever happens to it in between.
+Each step reads and writes device memory and appends a line ``STEP DIGEST`` to its output: the same lines whatever happens to it in between. With ``lent``,
+a thread that makes no CUDA call uses memory of the driver, which is not there for a moment of each checkpoint and restore.
 """
 
 from __future__ import annotations
@@ -11,33 +12,19 @@ import ctypes
 import hashlib
 import json
 import os
-import secrets
 import socket
-import struct
 import sys
-import threading
 import time
 import uuid
 from pathlib import Path
 from typing import Any
 
-CONTROL, HEADER, DEVICE = 0x6FA4E0000000, struct.Struct("<8sQQIiIIIIQ16s"), 0x6FA500000000
-RUNNING, LOCKED, CHECKPOINTED = 0, 1, 2
-OK, INVALID, ILLEGAL, NOT_READY = 0, 1, 401, 600
+#: Where the driver maps device memory while the process is checkpointed.
+DEVICE = 0x6FA500000000
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
 libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-
-
-def anonymous(address: int, size: int) -> Any:
-    """A private mapping at an address of its own, as a writable buffer."""
-    if (
-        libc.mmap(address, size, 3, 0x22 | 0x8000 | 0x100000, -1, 0) != address
-    ):  # MAP_PRIVATE, MAP_ANONYMOUS, MAP_POPULATE (as the real one has it), MAP_FIXED_NOREPLACE
-        raise OSError(ctypes.get_errno(), "mmap")
-    return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
 
 def expected(steps: int, mib: int) -> list[str]:
@@ -61,111 +48,36 @@ def chain(step: int, size: int, memory: Any) -> tuple[int, bytes]:
 
 
 class Device:
-    """Device memory: a file on the GPU that it is on. Its calls wait while the process is locked."""
+    """Device memory on a GPU. Its calls wait while the process is locked."""
 
-    def __init__(self, world: Path, gpu: str, size: int) -> None:
-        self.world, self.gpu, self.size = world, gpu, size
-        self.lock = threading.Lock()
-        self.state = RUNNING
-        self.page = anonymous(CONTROL, 4096)
-        self.nodes: list[int] = []
-        self.file = -1
-        self.place = Path()
-        self.take(fresh(size >> 20))
-        threading.Thread(target=self.serve, daemon=True).start()
-
-    def take(self, content: Any) -> None:
-        """Memory on the GPU, with that content; also opens what a CUDA process has open."""
-        self.place = self.world / "gpu" / self.gpu / secrets.token_hex(8)
-        self.file = os.open(self.place, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        os.pwrite(self.file, content, 0)
-        gpus = [gpu["uuid"] for gpu in json.loads((self.world / "inventory.json").read_text())["gpus"]]
-        names = [f"nvidia{gpus.index(self.gpu)}", "nvidiactl", "nvidia-uvm"]
-        self.nodes = [os.open(self.world / "dev" / name, os.O_RDWR) for name in names]
-
-    def leave(self, held: Any) -> None:
-        """Move the content to ``held``; the GPU is let go."""
-        os.preadv(self.file, [held], 0)
-        for descriptor in (self.file, *self.nodes):
-            os.close(descriptor)
-        self.place.unlink()
+    def __init__(self, order: dict[str, Any], gpu: str) -> None:
+        self.size = order["mib"] << 20
+        self.library = ctypes.CDLL(order["library"])
+        known = json.loads((Path(order["world"]) / "inventory.json").read_text())
+        gpus = [one["uuid"] for one in known["gpus"]]
+        failed = self.library.device_start(
+            order["world"].encode(),
+            b"".join(uuid.UUID(one.removeprefix("GPU-")).bytes for one in gpus),
+            len(gpus),
+            gpus.index(gpu),
+            fresh(order["mib"]),
+            ctypes.c_size_t(self.size),
+            order.get("lent", False),
+        )
+        if failed:
+            raise OSError(failed, os.strerror(failed), gpu)
 
     def step(self, number: int, busy: float) -> bytes:
-        with self.lock:
+        file = self.library.device_enter()
+        try:
             time.sleep(busy)
             at = number * 40507 % (self.size - 64)
-            piece = os.pread(self.file, 64, at)
+            piece = os.pread(file, 64, at)
             digest = hashlib.blake2b(b"%d" % number + piece, digest_size=16).digest()
-            os.pwrite(self.file, digest, at)
+            os.pwrite(file, digest, at)
             return digest
-
-    # -- the driver's thread
-
-    def serve(self) -> None:
-        answered = 0
-        self.tell(0, OK)
-        while True:
-            request = struct.unpack_from("<Q", self.page, 8)[0]
-            if request == answered:
-                time.sleep(0.001)
-                continue
-            operation, milliseconds, pairs = (struct.unpack_from("<I", self.page, at)[0] for at in (24, 40, 44))
-            answered = request
-            self.tell(request, self.act(operation, milliseconds, pairs))
-
-    def tell(self, answer: int, result: int) -> None:
-        request, operation = struct.unpack_from("<Q", self.page, 8)[0], struct.unpack_from("<I", self.page, 24)[0]
-        old = struct.unpack_from("<II", self.page, 40)
-        thread = threading.get_native_id()
-        uuid_bytes = uuid.UUID(self.gpu.removeprefix("GPU-")).bytes
-        header = HEADER.pack(
-            b"FAKECUDA",
-            request,
-            struct.unpack_from("<Q", self.page, 16)[0],
-            operation,
-            result,
-            self.state,
-            thread,
-            *old,
-            self.size,
-            uuid_bytes,
-        )
-        self.page[: HEADER.size] = header
-        struct.pack_into("<Q", self.page, 16, answer)
-
-    def act(self, operation: int, milliseconds: int, pairs: int) -> int:
-        match operation, self.state:
-            case 1, 0:
-                if not self.lock.acquire(timeout=milliseconds / 1000 if milliseconds else -1):
-                    return NOT_READY
-                self.state = LOCKED
-            case 2, 1:
-                self.leave(anonymous(DEVICE, self.size))
-                self.state = CHECKPOINTED
-            case 3, 2:
-                at = HEADER.size
-                for number in range(pairs):
-                    old, new = (
-                        f"GPU-{uuid.UUID(bytes=bytes(self.page[at + 32 * number + 16 * i : at + 32 * number + 16 * i + 16]))}"
-                        for i in (0, 1)
-                    )
-                    if old == self.gpu:
-                        self.gpu = new
-                        break
-                else:
-                    if pairs:
-                        return INVALID
-                if not (self.world / "gpu" / self.gpu).is_dir():
-                    return INVALID
-                self.take((ctypes.c_char * self.size).from_address(DEVICE))
-                libc.munmap(DEVICE, self.size)
-                self.state = LOCKED
-            case 4, 1:
-                self.lock.release()
-                self.state = RUNNING
-            case _:
-                return ILLEGAL
-        return OK
+        finally:
+            self.library.device_leave()
 
 
 def take(what: str, world: Path) -> Any:
@@ -198,7 +110,7 @@ def main(order: dict[str, Any]) -> None:
             gpus, out = [gpu], f"{out}.{number}"
             break
     held = [take(what, Path(order["world"])) for what in order.get("also", ())]
-    device = Device(Path(order["world"]), gpus[0], order["mib"] << 20)
+    device = Device(order, gpus[0])
     with open(out, "a", encoding="ascii") as lines:
         step = 0
         while True:

@@ -1,0 +1,213 @@
+/* A plugin of CRIU (criu(8), --libdir): while a tree stands still, the threads in which the driver works may go on, and no others; its rule: who is at the
+ * other end of the socket ICECORE_DEVICES says which threads go, and until when; without him CRIU goes on as if there were no plugin.
+ *
+ * A checkpoint of the driver takes mappings away that it has in a process, and its restore brings them back: a thread that reads or writes there meanwhile
+ * ends the process. So all other threads are held by CRIU: a dump gives the word "held" once the tree stands still and before anything is collected, and
+ * before it is let go "end", or "failed"; a restore gives "held" when all is there and before anything runs. Then it takes orders, each one message, and
+ * answers each with an errno: "let THREAD…" (they run, untraced, with all signals blocked), "take" (they stand again, as they did), and last, without an answer,
+ * "go" or "fail". See icecore.host.cuda.holder. */
+
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ptrace.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+/* criu-plugin.h of version 0.2.0: CRIU 4.0 is the first to have all of these. */
+enum { STAGE_DUMP, STAGE_PRE_DUMP, STAGE_RESTORE };
+enum { RESUME_DEVICES_LATE = 9, CHECKPOINT_DEVICES = 11, HOOKS };
+
+static int begin(int which);
+static void end(int which, int result);
+static int hold(int pid);
+
+__attribute__((visibility("default"))) struct {
+	const char *name;
+	int (*init)(int stage);
+	void (*exit)(int stage, int result);
+	unsigned version, max_hooks;
+	void *hooks[HOOKS];
+} CR_PLUGIN_DESC = {
+	.name = "icecore",
+	.init = begin,
+	.exit = end,
+	.version = 0x200,
+	.max_hooks = HOOKS,
+	.hooks = { [RESUME_DEVICES_LATE] = hold, [CHECKPOINT_DEVICES] = hold },
+};
+
+/* CRIU's own, into its log; 1 is an error. */
+extern void print_on_level(unsigned level, const char *format, ...) __attribute__((weak));
+#define SAY(...) do { if (print_on_level) print_on_level(1, "icecore: " __VA_ARGS__); } while (0)
+
+enum { MOST = 4096, MESSAGE = 1 << 16 };
+static struct { pid_t id; uint64_t mask; } gone[MOST];
+static int gone_count;
+static int peer = -1;
+static bool held, doomed;
+static int stage;
+
+static bool suspended(pid_t thread)
+{
+	char path[64], line[256];
+	int mode = 0;
+
+	snprintf(path, sizeof path, "/proc/%d/status", thread);
+	FILE *file = fopen(path, "re");
+	while (file && fgets(line, sizeof line, file))
+		sscanf(line, "Seccomp: %d", &mode);
+	if (file)
+		fclose(file);
+	return mode != 0;
+}
+
+static int let_go(pid_t thread)
+{
+	const uint64_t all = ~0ull;
+
+	if (gone_count == MOST)
+		return E2BIG;
+	if (ptrace(PTRACE_GETSIGMASK, thread, sizeof all, &gone[gone_count].mask) || ptrace(PTRACE_SETSIGMASK, thread, sizeof all, &all))
+		return errno;
+	if (ptrace(PTRACE_DETACH, thread, NULL, NULL)) {
+		int why = errno;
+		ptrace(PTRACE_SETSIGMASK, thread, sizeof all, &gone[gone_count].mask);
+		return why;
+	}
+	gone[gone_count++].id = thread;
+	return 0;
+}
+
+/* As CRIU had stopped it, with the options that CRIU gives its tracees (compel_wait_task). */
+static int take_back(pid_t thread, const uint64_t *mask)
+{
+	int status;
+	long options = PTRACE_O_TRACESYSGOOD | (suspended(thread) ? PTRACE_O_SUSPEND_SECCOMP : 0);
+
+	if (ptrace(PTRACE_SEIZE, thread, NULL, 0) || ptrace(PTRACE_INTERRUPT, thread, NULL, NULL))
+		return errno;
+	for (;;) {
+		pid_t found = waitpid(thread, &status, __WALL);
+		if (found < 0 && errno == EINTR)
+			continue;
+		if (found < 0)
+			return errno;
+		if (!WIFSTOPPED(status))
+			return ESRCH;
+		if (status >> 16 == PTRACE_EVENT_STOP)
+			break;
+		/* A signal was just being delivered: it is, and then the thread stops. */
+		if (ptrace(PTRACE_CONT, thread, NULL, (void *)(long)WSTOPSIG(status)))
+			return errno;
+	}
+	if (ptrace(PTRACE_SETOPTIONS, thread, NULL, (void *)options) || ptrace(PTRACE_SETSIGMASK, thread, sizeof *mask, mask))
+		return errno;
+	return 0;
+}
+
+static int take_all(void)
+{
+	int failed = 0;
+
+	while (gone_count) {
+		gone_count--;
+		int why = take_back(gone[gone_count].id, &gone[gone_count].mask);
+		if (why) {
+			SAY("thread %d does not stand again: %s\n", gone[gone_count].id, strerror(why));
+			failed = why;
+		}
+	}
+	return failed;
+}
+
+static int let_all(char *words)
+{
+	char *rest = NULL;
+
+	for (char *word = strtok_r(words, " ", &rest); word; word = strtok_r(NULL, " ", &rest)) {
+		int why = let_go(atoi(word));
+		if (why) {
+			SAY("thread %s cannot be let go: %s\n", word, strerror(why));
+			return why;
+		}
+	}
+	return 0;
+}
+
+static bool say(const char *words)
+{
+	ssize_t done;
+
+	do
+		done = send(peer, words, strlen(words), MSG_NOSIGNAL);
+	while (done < 0 && errno == EINTR);
+	return done >= 0;
+}
+
+/* Take orders until CRIU may go on; 0, or -1: this has failed. */
+static int serve(const char *word)
+{
+	static char order[MESSAGE];
+	char answer[32];
+	int result = -1;
+
+	for (bool there = say(word); there;) {
+		ssize_t length = recv(peer, order, sizeof order - 1, 0);
+		if (length < 0 && errno == EINTR)
+			continue;
+		if (length <= 0)
+			break;
+		order[length] = 0;
+		if (!strcmp(order, "go") || !strcmp(order, "fail")) {
+			result = take_all() || *order == 'f' ? -1 : 0;
+			return result;
+		}
+		int why = !strncmp(order, "let ", 4) ? let_all(order + 4) : !strcmp(order, "take") ? take_all() : EINVAL;
+		snprintf(answer, sizeof answer, "%d", why);
+		there = say(answer);
+	}
+	SAY("nobody says any more what is to be done\n");
+	take_all();
+	close(peer);
+	peer = -1;
+	return -1;
+}
+
+static int begin(int which)
+{
+	const char *number = getenv("ICECORE_DEVICES");
+
+	stage = which;
+	if (stage != STAGE_PRE_DUMP && number && fcntl(atoi(number), F_SETFD, FD_CLOEXEC) == 0)
+		peer = atoi(number);
+	return 0;
+}
+
+/* Called for each process, when all stand still. What a restore's hook returns CRIU does not heed: no process that lacks something may run. */
+static int hold(int pid)
+{
+	if (!held && peer < 0)
+		return -ENOTSUP;
+	if (!held) {
+		alarm(0); /* CRIU 4.0 calls this while its time-out for freezing runs */
+		held = true;
+		doomed = serve("held") != 0;
+	}
+	if (doomed && stage == STAGE_RESTORE)
+		kill(pid, SIGKILL);
+	return doomed ? -1 : 0;
+}
+
+static void end(int which, int result)
+{
+	if (which == STAGE_DUMP && held && peer >= 0)
+		serve(result ? "failed" : "end");
+}

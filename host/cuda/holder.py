@@ -1,0 +1,181 @@
+"""The CRIU that holds a tree while the driver works in it (host/criu_devices.c); its rule: what was let go stands again before CRIU goes on.
+
+The driver's checkpoint takes mappings away from a process and its restore brings them back; a thread that touches them meanwhile ends the process. So of all
+its threads only the one in which the driver works may run, and CRIU, which holds them, lets it.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+
+from icecore.errors import IcecoreError, MissingTool, NotFound
+
+#: CRIU's plugin; not there where the build found no compiler.
+PLUGIN = Path(__file__).parent.with_name("libicecore-devices.so")
+#: Names the plugin's end of the socket in CRIU's environment, by its number.
+VARIABLE = "ICECORE_DEVICES"
+#: What is to be said where it is not there.
+LACK = (
+    f"{PLUGIN.name} was not built, with which CRIU holds the threads of a GPU process while the driver works in it: they could end it",
+    "install a C compiler, then icecore once more",
+)
+_ANSWER_SECONDS = 30.0
+_MESSAGE = 256
+
+
+def plugin_folder(folder: Path, others: str) -> Path:
+    """Make a directory of CRIU's plugins (``--libdir``), with ours.
+
+    Args:
+        folder: Is made.
+        others: A directory of other plugins that CRIU is to load too; "": none.
+
+    Raises:
+        MissingTool: Ours was not built.
+        NotFound: There is no such directory.
+    """
+    if others and not Path(others).is_dir():
+        raise NotFound(f"there is no directory {others}", cure="name the one that has CRIU's plugins (--criu-plugins)")
+    if not PLUGIN.exists():
+        raise MissingTool(LACK[0], cure=LACK[1])
+    folder.mkdir(exist_ok=True)
+    plugins = {plugin.name: plugin for plugin in (*(Path(others).glob("*.so") if others else ()), PLUGIN)}
+    for name, plugin in plugins.items():
+        (folder / name).symlink_to(plugin.absolute())
+    return folder
+
+
+class NotHeld(IcecoreError):
+    """CRIU does not hold the tree, or has not done what it was told."""
+
+
+class Holder:
+    """What CRIU's plugin says, and is told. Thread-safe; threads run only between `let_go` and `go_on`.
+
+    Args:
+        peer: Our end of the socket.
+        failed: Called, in a thread of its own, when CRIU has failed and waits to let the tree go.
+    """
+
+    def __init__(self, peer: socket.socket, failed: Callable[[], object]) -> None:
+        peer.settimeout(None)
+        self._peer = peer
+        self._failed = failed
+        self._change = threading.Condition()
+        self._lost = False
+        self._held = False
+        self._left = False
+        self._answer: str | None = None
+        self._gone: set[int] = set()
+        self._orders = threading.Lock()
+        threading.Thread(target=self._listen, name="holder", daemon=True).start()
+
+    @property
+    def lost(self) -> bool:
+        """There is no such CRIU any more, or nothing more is wanted of it."""
+        return self._lost or self._left
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until the tree is held and CRIU waits for orders; whether it does."""
+        with self._change:
+            self._change.wait_for(lambda: self._held or self.lost, seconds)
+            return self._held and not self.lost
+
+    def let_go(self, threads: Collection[int]) -> None:
+        """Threads of a tree that is held run again, with all signals blocked.
+
+        Raises:
+            NotHeld: They do not.
+        """
+        with self._orders:
+            wanted = [thread for thread in threads if thread not in self._gone]
+            if wanted:
+                self._gone.update(wanted)
+                self._order(f"let {' '.join(map(str, wanted))}")
+
+    def go_on(self, *, failed: bool = False) -> None:
+        """All stand again, and CRIU goes on, to the end of its dump or until it lets the tree go.
+
+        Args:
+            failed: What it does has failed: a dump ends with that, a restore with the end of the tree.
+
+        Raises:
+            NotHeld: CRIU has ended, or a thread has.
+        """
+        with self._orders:
+            if self._gone and not failed:
+                self._order("take")
+            self._gone.clear()
+            self._release("fail" if failed else "go")
+
+    def leave(self) -> None:
+        """Nothing is to be done any more wherever CRIU comes to: what is not at its end fails. Returns at once."""
+        with self._change:
+            self._left = True
+            self._change.notify_all()
+            held = self._held
+        if held:
+            with suppress(NotHeld):
+                self._release("fail")
+
+    def _order(self, words: str) -> None:
+        with self._change:
+            if not self._held or self.lost:
+                raise NotHeld("CRIU does not hold the tree")
+            self._answer = None
+        self._send(words)
+        with self._change:
+            in_time = self._change.wait_for(lambda: self._answer is not None or self._lost, _ANSWER_SECONDS)
+            answer = self._answer
+        if not in_time:
+            self._end()  # a late answer would be taken for the next one's
+        if answer != "0":
+            raise NotHeld(f"CRIU could not: {words} (error {answer})" if answer else "CRIU ended while it held the tree")
+
+    def _release(self, words: str) -> None:
+        with self._change:
+            if not self._held:
+                raise NotHeld("CRIU does not hold the tree")
+            self._held = False
+        self._send(words)
+
+    def _send(self, words: str) -> None:
+        try:
+            self._peer.send(words.encode())
+        except OSError as error:
+            self._end()
+            raise NotHeld(f"CRIU has ended: {error}") from error
+
+    def _end(self) -> None:
+        with self._change:
+            self._lost = True
+            self._held = False
+            self._change.notify_all()
+        with suppress(OSError):
+            self._peer.shutdown(socket.SHUT_RDWR)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                word = self._peer.recv(_MESSAGE).decode()
+            except OSError:
+                word = ""
+            if not word:
+                self._end()
+                return
+            with self._change:
+                if word.isdecimal():
+                    self._answer = word
+                else:
+                    self._held = True
+                self._change.notify_all()
+                left = self._left and self._held
+            if left:
+                with suppress(NotHeld):
+                    self._release("fail")
+            elif word == "failed":
+                threading.Thread(target=self._failed, name="failed", daemon=True).start()
