@@ -128,6 +128,11 @@ def cell_table(start: Addresses, length: Addresses, origin: Addresses) -> CellTa
     )
 
 
+def address_of(data: memoryview) -> int:
+    """Where a buffer lies."""
+    return int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])
+
+
 class HugeBuffer:
     """Anonymous memory on huge pages, faulted in once and then reused: first touch of small pages runs at an eighth
     of that speed.

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+from collections import Counter
 from contextlib import suppress
 
 import msgspec
@@ -18,7 +19,7 @@ import numpy as np
 
 from icecore.errors import IcecoreError
 from icecore.host import userfaultfd
-from icecore.host.memory import HugeBuffer
+from icecore.host.memory import HugeBuffer, address_of
 from icecore.host.resident.worker import MOST_DESCRIPTORS
 from icecore.restorer.cells import page_pieces
 from icecore.restorer.locks import SharedLock
@@ -42,6 +43,7 @@ from icecore.restorer.placing import (
 )
 from icecore.restorer.reading import Reading
 from icecore.restorer.stager import Stager
+from icecore.store import codec
 from icecore.store.cell import BITMAP_BYTES, CELL, CELL_BYTES
 from icecore.store.cipher import Key
 from icecore.store.decoder import ChunkDecoder
@@ -64,6 +66,8 @@ class Placer:
         self._decoder = ChunkDecoder(Key(order.key, order.encryption))
         self._stored = HugeBuffer(order.room, prefault=False)
         self._rooms = HugeBuffer(ROOM_CELLS * CELL_BYTES, prefault=False)
+        # Where every cell is read or decoded to: it stays in the processor's cache, and the driver, which copies at the same time, has the memory to itself.
+        self._hot = HugeBuffer(CELL_BYTES, prefault=False)
         self._scratch = Scratch()
         self._lock = SharedLock(order.lock) if order.lock else None
         self._targets: dict[int, int] = {}
@@ -94,20 +98,33 @@ class Placer:
         states, addresses, why = [State.MISSING] * count, [0] * count, ""
         records = np.frombuffer(request.records, CELL)
         reading = Reading(self._backend, request.reads, self._stored.view(0, request.size))
-        for number, cell in enumerate(request.cells):
-            room = self._rooms.view(number * CELL_BYTES, (number + 1) * CELL_BYTES)
+        needed = Counter(cell.start for cell in request.cells)
+        needed.update(cell.base_start for cell in request.cells if cell.base_stop > cell.base_start)
+        for number, cell in sorted(enumerate(request.cells), key=lambda item: item[1].start):
             try:
-                stored = reading.until(max(cell.stop, cell.base_stop))
-                base = stored[cell.base_start : cell.base_stop] if cell.base_stop > cell.base_start else None
-                data = self._decoder.decode(records[number], stored[cell.start : cell.stop], base, room, self._scratch)
+                data = self._read(cell, records[number], reading, alone=needed[cell.start] == 1)
             except IcecoreError as error:
                 why = str(error)
                 continue
-            address = addresses[number] = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
             pages = request.pages[BITMAP_BYTES * number : BITMAP_BYTES * (number + 1)]
             pieces = page_pieces(records[number]["data"].tobytes(), pages)
-            states[number] = self._put(cell, address, pieces)
+            states[number] = self._put(cell, address_of(data), pieces)
+            if states[number] is State.HELD:  # the restorer will say where it is to go
+                room = self._rooms.view(number * CELL_BYTES, (number + 1) * CELL_BYTES)
+                room[: len(data)] = data
+                addresses[number] = address_of(room)
         return Delivered(states, addresses, why)
+
+    def _read(self, cell: Wanted, record: np.void, reading: Reading, *, alone: bool) -> memoryview:
+        """A cell's verified bytes, until the next is read. ``alone``: no other one needs its stored bytes."""
+        size = cell.stop - cell.start
+        if alone and size <= CELL_BYTES and int(record["place"]["codec"]) == codec.RAW and not self._decoder.encrypted:
+            stored = self._hot.view(0, size)
+            if reading.straight(cell.start, stored):
+                return self._decoder.decode(record, stored, None, self._rooms.view(0, CELL_BYTES), self._scratch)
+        stored = reading.until(max(cell.stop, cell.base_stop))
+        base = stored[cell.base_start : cell.base_stop] if cell.base_stop > cell.base_start else None
+        return self._decoder.decode(record, stored[cell.start : cell.stop], base, self._hot.view(), self._scratch)
 
     def _put(self, cell: Wanted, source: int, pieces: list[tuple[int, int, int]]) -> State:
         """Place a cell where it was in the snapshot, if its process still has that as it was."""

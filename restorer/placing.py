@@ -86,7 +86,8 @@ class State(enum.IntEnum):
 
 
 class Delivered(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """For each cell its state, and where its verified bytes lie in the placer's memory until the next `Deliver`; ``why``: of one that could not be had."""
+    """For each cell its state, and of one that is held where its verified bytes lie in the placer's memory until the next `Deliver`; ``why``: of one
+    that could not be had."""
 
     states: list[State]
     addresses: list[int]

@@ -17,6 +17,7 @@ import numpy as np
 
 from icecore.errors import RestoreFailed
 from icecore.events import Progress
+from icecore.host.memory import address_of
 from icecore.host.resident.working import HostRegion, Worker, WorkerFailed
 from icecore.restorer.cells import FULL_CELL, page_pieces
 from icecore.restorer.fetch import Fetcher, Spent, Through
@@ -206,10 +207,10 @@ class Filling:
         slot = self._slot()
         to = self._region.address + slot * CELL_BYTES
         if bitmap == FULL_CELL:
-            ctypes.memmove(to, _address(data), CELL_BYTES)
+            ctypes.memmove(to, address_of(data), CELL_BYTES)
         else:
             ctypes.memset(to, 0, CELL_BYTES)
-            source = _address(data) if len(data) else 0
+            source = address_of(data) if len(data) else 0
             for at, position, length in page_pieces(bitmap, bitmap):
                 ctypes.memmove(to + at, source + position, length)
 
@@ -222,7 +223,3 @@ class Filling:
         wanted = self._wanted
         cell = (wanted.handle[row], wanted.offset[row])
         self._worker.place(wanted.devices[wanted.device[row]], [cell], [slot * CELL_BYTES]).add_done_callback(done)
-
-
-def _address(data: memoryview) -> int:
-    return int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])

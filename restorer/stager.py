@@ -18,7 +18,7 @@ from itertools import chain
 import numpy as np
 
 from icecore.errors import IcecoreError
-from icecore.host.memory import HugeBuffer
+from icecore.host.memory import HugeBuffer, address_of
 from icecore.host.resident.gpu_thread import PLACE_MESSAGE
 from icecore.restorer.cells import FULL_CELL, page_pieces
 from icecore.restorer.placing import STAGED_CELLS, Bounds, Part, Region, Stage, Staged
@@ -148,13 +148,8 @@ class Stager:
         room = to if whole else self._room.view()
         data = self._decoder.decode(record, stored[cell.start : cell.stop], base, room, self._scratch, verified=verified or not whole)
         if not whole:
-            ctypes.memset(_address(to), 0, CELL_BYTES)
+            ctypes.memset(address_of(to), 0, CELL_BYTES)
             for offset, position, length in page_pieces(bitmap, bitmap):
                 to[offset : offset + length] = data[position : position + length]
-        elif _address(data) != _address(to):  # it was stored raw
+        elif address_of(data) != address_of(to):  # it was stored raw
             to[:] = data
-
-
-def _address(data: memoryview) -> int:
-    address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
-    return address
