@@ -113,6 +113,40 @@ static int take_back(pid_t thread, const uint64_t *mask)
 	return 0;
 }
 
+/* Whether a thread waits, and how much it has worked so far (proc(5), stat): -1, it is at work; clock ticks otherwise. */
+static long idle_after(pid_t thread)
+{
+	char path[64], text[1024], state = 0;
+	unsigned long user = 0, system = 0;
+
+	snprintf(path, sizeof path, "/proc/%d/stat", thread);
+	int file = open(path, O_RDONLY | O_CLOEXEC);
+	ssize_t length = file < 0 ? -1 : read(file, text, sizeof text - 1);
+	if (file >= 0)
+		close(file);
+	text[length < 0 ? 0 : length] = 0;
+	char *name_end = strrchr(text, ')');
+	if (!name_end || sscanf(name_end + 1, " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %lu %lu", &state, &user, &system) != 3)
+		return 0; /* it has ended */
+	return state == 'S' ? (long)(user + system) : -1;
+}
+
+/* Who gave the orders is gone, perhaps in the middle of a call: the driver ends what it has begun by itself. */
+static void let_end(void)
+{
+	enum { PAUSE_MS = 20, QUIET = 10, MOST_SECONDS = 60 };
+
+	for (int at = 0; at < gone_count; at++) {
+		long before = -1;
+		for (int quiet = 0, left = MOST_SECONDS * 1000 / PAUSE_MS; quiet < QUIET && left; left--) {
+			long now = idle_after(gone[at].id);
+			quiet = now >= 0 && now == before ? quiet + 1 : 0;
+			before = now;
+			usleep(PAUSE_MS * 1000);
+		}
+	}
+}
+
 static int take_all(void)
 {
 	int failed = 0;
@@ -175,6 +209,7 @@ static int serve(const char *word)
 		there = say(answer);
 	}
 	SAY("nobody says any more what is to be done\n");
+	let_end();
 	take_all();
 	close(peer);
 	peer = -1;

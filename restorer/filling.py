@@ -3,7 +3,6 @@ they wait for. The rule: when this says that everything is resident, every descr
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -27,7 +26,6 @@ from icecore.store.loop import LoopThread
 
 #: What share of all cells is placed before device memory in any case.
 _LITTLE = 0.125
-_POLL_SECONDS = 0.2
 
 
 class Filling:
@@ -41,7 +39,6 @@ class Filling:
         limits: Threads, memory, patience.
         loop: Where the repository lives.
         failed: Told once, from whatever thread, that the tree must die, and why.
-        device_first: Device memory before the host's, unless that is little: the driver's thread faults for some of it before it comes to device memory.
         placers: Processes that place; without any this one does it.
     """
 
@@ -55,7 +52,6 @@ class Filling:
         loop: LoopThread,
         failed: Callable[[BaseException], None],
         *,
-        device_first: bool = True,
         placers: Placers | None = None,
     ) -> None:
         self._failed = failed
@@ -72,14 +68,8 @@ class Filling:
             self._family_of.extend([len(self._families)] * len(family))
             self._families.append(family)
         self._rows = [(self._first[family.process], len(family)) for family in self._families]
-        #: A byte for each cell: 1 while it is the host's and not placed; and how many are.
-        self._host = bytearray(b"".join((~part.device).tobytes() for part in memory))
-        self._host_left = sum(self._host)
-        self._device_first = device_first and self._host_left > _LITTLE * len(self._host)
-        self._counting = threading.Lock()
-        self._host_resident = threading.Event()
-        if not self._host_left:
-            self._host_resident.set()
+        #: A byte for each cell: whether it is device memory.
+        self._device = b"".join(part.device.tobytes() for part in memory)
         parts = [part.cells.records for part in memory]
         records: Records = np.concatenate(parts) if parts else np.empty(0, CELL)
         self._fetcher = Fetcher(
@@ -124,15 +114,6 @@ class Filling:
             if len(family) and not family.members:
                 raise RestoreFailed(f"CRIU handed over no userfaultfd of process {family.process}")
         self._fetcher.open()
-
-    def wait_for_host(self) -> None:
-        """Wait until all that is no device memory is resident.
-
-        Raises:
-            Whatever prevents it.
-        """
-        while not self._host_resident.wait(_POLL_SECONDS) and not self._fetcher.wait(0):
-            pass
 
     def complete(self, progress: Progress, seconds: float | None = None) -> None:
         """Wait until everything is resident and every descriptor is closed.
@@ -180,15 +161,15 @@ class Filling:
         return found
 
     def _order(self, first: Sequence[tuple[int, int]]) -> list[int]:
+        """Device memory before the host's, because the driver moves it on; but little host memory first, because the driver needs some of it before."""
         early = list(dict.fromkeys(self._first[process] + row for process, row in first))
         taken = set(early)
         device, host = [], []
-        host_row = bytes(self._host)
         for start, count in self._rows:
             rows = [row for row in range(start, start + count) if row not in taken]
-            device.append([row for row in rows if not host_row[row]])
-            host.append([row for row in rows if host_row[row]])
-        kinds = (device, host) if self._device_first else (host, device)
+            device.append([row for row in rows if self._device[row]])
+            host.append([row for row in rows if not self._device[row]])
+        kinds = (host, device) if sum(map(len, host)) <= _LITTLE * len(self._device) else (device, host)
         return early + [row for parts in kinds for row in interleave([part for part in parts if part])]
 
     def _urgent(self, family: Family, row: int) -> None:
@@ -197,7 +178,6 @@ class Filling:
     def _place(self, row: int, data: memoryview) -> None:
         number = self._family_of[row]
         self._families[number].fill(row - self._rows[number][0], address_of(data))
-        self._count(row)
 
     def _through(self, placer: Placer, batches: Sequence[Batch]) -> list[int]:
         """Have a placer deliver a batch, the only one; the rows that it could not have."""
@@ -218,20 +198,8 @@ class Filling:
             self._families[number].note([(row, state) for row, state, _ in mine])
             # What was in the way.
             self._families[number].fill_all([(row, at) for row, state, at in mine if state is State.HELD], placer)
-        for row in rows:
-            self._count(row)
         # What could not be had, and what children miss that were born meanwhile.
         return [row for row, (number, own) in zip(rows, owners, strict=True) if self._families[number].misses(own)]
-
-    def _count(self, row: int) -> None:
-        """Note that a row was placed."""
-        number = self._family_of[row]
-        if self._host[row] and not self._families[number].misses(row - self._rows[number][0]):
-            with self._counting:  # two workers may have placed it, one for a fault
-                self._host_left -= self._host[row]
-                self._host[row] = 0
-                if not self._host_left:
-                    self._host_resident.set()
 
     def _needed(self, row: int) -> bool:
         number = self._family_of[row]

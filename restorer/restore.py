@@ -265,7 +265,6 @@ class _Run:
             self.reader,
             self.limits,
             self.loop,
-            device_first=options.mode == "lazy",
             placers=placers,
         )
         self._build(self.tree, manifest, criu, images)
@@ -444,11 +443,10 @@ class _Run:
         return restored
 
     def _resume_before_devices(self, tree: Tree) -> int:
-        """Once the host's memory is there the driver moves device memory on as it comes; the tree runs once all is."""
+        """The driver moves device memory on as it comes; the tree runs once all memory is there."""
         with ThreadPoolExecutor(1, "fill") as pool:
             filled = pool.submit(self._fill, tree)
             try:
-                tree.filling.wait_for_host()
                 self._bring_devices_back(tree)
             except BaseException as error:
                 tree.filling.fail(error)

@@ -71,7 +71,6 @@ class Tree:
         decoder: Decodes and verifies them.
         limits: Threads, memory, patience.
         loop: Where the repository lives.
-        device_first: Fetch device memory before the host's.
         placers: Processes that place; None: this one does.
 
     Attributes:
@@ -89,7 +88,6 @@ class Tree:
         limits: Limits,
         loop: LoopThread,
         *,
-        device_first: bool = False,
         placers: Placers | None = None,
     ) -> None:
         self._what = what
@@ -97,7 +95,7 @@ class Tree:
         self._work = work
         self._pid_file = work / "restored.pid"
         self.filling = Filling(
-            guard, memory, backend, decoder, limits, loop, self._failed, device_first=device_first, placers=placers
+            guard, memory, backend, decoder, limits, loop, self._failed, placers=placers
         )
         self.daemon = self.filling.daemon
         self.failure: BaseException | None = None

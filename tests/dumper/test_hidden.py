@@ -111,7 +111,7 @@ def test_the_same_is_recorded_as_if_nothing_were_hidden(
         monkeypatch.setattr(EarlyScan, "finish", lambda scan: [finish(scan), None][1])
     ours = pages_of(watched(puppet, store, lost=kind == "droppable"))
     prepare = Window.prepare
-    monkeypatch.setattr(Window, "prepare", lambda window, command, hidden: prepare(window, command, None))
+    monkeypatch.setattr(Window, "prepare", lambda window, command, hidden, devices: prepare(window, command, None, devices))
     theirs = pages_of(watched(puppet, store, lost=kind == "droppable"))
     # Whatever Python itself did between the two dumps is none of this test's.
     area = range(address, address + 9 * (1 << 20), PAGE)
@@ -172,7 +172,7 @@ def test_a_random_layout(seed: int, puppet: Puppet, store: Store, monkeypatch: p
 
     flags, pages = taken()
     prepare = Window.prepare
-    monkeypatch.setattr(Window, "prepare", lambda window, command, hidden: prepare(window, command, None))
+    monkeypatch.setattr(Window, "prepare", lambda window, command, hidden, devices: prepare(window, command, None, devices))
     flags_seen, pages_seen = taken()
     assert pages == pages_seen
     if PE_LAZY in flags_seen.values():
