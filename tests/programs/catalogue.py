@@ -199,6 +199,7 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
                 name="many-vmas",
                 what="20 000 VMAs of alternating protections, with data behind PROT_NONE.",
                 source="many_vmas.c",
+                quick=("--vmas", "5000"),
                 needs=("cc",),
                 damage=("read-write", "read-only", "inaccessible"),
             ),

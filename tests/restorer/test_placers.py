@@ -160,7 +160,10 @@ def test_a_placer_that_hangs_ends_the_restore_and_is_killed(tmp_path: Path, cach
         with pytest.raises(RestoreFailed, match="placer process"):
             it.restore(replace(FULL, stall_seconds=2.0), emit=emit).wait_resident(60)
         assert it.remains() == []
-        assert processes(str(it.workdir)) == []
+        end = time.monotonic() + 5
+        while processes(str(it.workdir)):  # the kernel kills them once their parent is gone
+            assert time.monotonic() < end
+            time.sleep(0.01)
 
 
 def test_a_restorer_that_is_killed_takes_them_along(tmp_path: Path, cache: Path) -> None:

@@ -39,8 +39,8 @@ class Trip:
     work: Path
     cache: Path
 
-    def start(self, program: Program, *, own_namespaces: bool = False) -> driving.Running:
-        """Start a program in its quick size (but for those whose point is their size), or skip where this machine cannot."""
+    def start(self, program: Program, *, own_namespaces: bool = False, full: bool = False) -> driving.Running:
+        """Start a program in its quick size (but for ``full``, and those whose point is their size), or skip where this machine cannot."""
         if lacking := missing(program):
             pytest.skip(f"this machine has no {', '.join(lacking)}")
         sockets = program.clients != "none"
@@ -48,7 +48,7 @@ class Trip:
             pytest.skip(f"CRIU {self.criu.version} cannot dump internet sockets on Linux {platform.release()}")
         state = self.work / "state"
         state.mkdir()
-        arguments = program.arguments if program.name in _IN_FULL else program.quick
+        arguments = program.arguments if full or program.name in _IN_FULL else program.quick
         running = driving.start(program, state, self.cache, arguments, own_namespaces=own_namespaces)
         driving.wait_ready(program, state)
         return running
