@@ -176,11 +176,13 @@ def main() -> None:
     for ignored in _IGNORED:
         signal.signal(ignored, signal.SIG_IGN)
     numbers = [int(word) for word in sys.argv[2:]]
-    children = []
+    children, parent = [], os.getpid()
     for number in numbers:
         child = os.fork()
         if child == 0:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != parent:
+                os._exit(1)  # it has ended before
             for other in numbers:
                 if other != number:
                     os.close(other)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -233,7 +234,7 @@ class Placers:
         try:
             self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()  # the placers die with it
+            os.killpg(self._process.pid, signal.SIGKILL)  # it leads a session, and all placers are in its group
             self._process.wait(_END_SECONDS)
             raise RestoreFailed(f"a placer process did not end within {_END_SECONDS:.0f} s") from None
 
