@@ -1,5 +1,5 @@
 /* A plugin of CRIU (criu(8), --libdir): while a tree stands still, the threads in which the driver works may go on, and no others; its rule: who is at the
- * other end of the socket ICECORE_DEVICES says which threads go, and until when; without him CRIU goes on as if there were no plugin.
+ * other end of the socket ICECORE_DEVICES says which threads go, and until when; once he is gone nothing is kept: a dump fails, what a restore built is killed.
  *
  * A checkpoint of the driver takes mappings away that it has in a process, and its restore brings them back: a thread that reads or writes there meanwhile
  * ends the process. So all other threads are held by CRIU: a dump gives the word "held" once the tree stands still and before anything is collected, and

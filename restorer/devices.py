@@ -78,7 +78,8 @@ class Devices:
         if not self._hold([], seconds):
             return False
         pids = host_pids(root(), self._plan)
-        self._hold(pids.values(), seconds)
+        if not self._hold(pids.values(), seconds):
+            return False
         failed: list[DeviceError] = []
 
         def one(image: int) -> None:
