@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from icecore.dumper.files import ghosts
 from icecore.dumper.look import Look
 from icecore.errors import NotFound
-from icecore.host import limits
+from icecore.host import limits, procfs
 from icecore.host.hidden import LEAST_BYTES, hides
 from icecore.host.pagemap import Pagemap
 
@@ -221,6 +222,13 @@ def message_queues(found: Look) -> list[Refusal]:
     except FileNotFoundError:
         return []
     pids = set(found.pids)
+
+    def used(pid: str, at: str) -> bool:
+        """Whether it was this process, and not one that had its pid before; queues have whole seconds."""
+        with suppress(NotFound):
+            return int(pid) in pids and int(at) + 2 > procfs.began(int(pid))
+        return False
+
     return [
         Refusal(
             "message-queue",
@@ -228,5 +236,5 @@ def message_queues(found: Look) -> list[Refusal]:
             "start the job with 'icecore run', which gives it an ipc namespace of its own",
         )
         for row in rows
-        if pids & {int(row[5]), int(row[6])}
+        if used(row[5], row[11]) or used(row[6], row[12])
     ]

@@ -4,10 +4,11 @@
  * A checkpoint of the driver takes mappings away that it has in a process, and its restore brings them back: a thread that reads or writes there meanwhile
  * ends the process. So all other threads are held by CRIU: a dump gives the word "held" once the tree stands still and before anything is collected, and
  * before it is let go "end", or "failed"; a restore gives "held" when all is there and before anything runs. Then it takes orders, each one message, and
- * answers each with an errno: "let THREAD…" (they run, untraced, with all signals blocked), "take" (they stand again, as they did), and last, without an answer,
- * "go" or "fail". See icecore.host.cuda.holder. */
+ * answers each with an errno: "let THREAD…" (they run, untraced, with all signals blocked), "take" (they stand again, as they did), "bind PROCESS…" (should CRIU
+ * end before it lets them go, the kernel kills them), and last, without an answer, "go" or "fail". See icecore.host.cuda.holder. */
 
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
@@ -52,7 +53,7 @@ enum { MOST = 4096, MESSAGE = 1 << 16 };
 static struct { pid_t id; uint64_t mask; } gone[MOST];
 static int gone_count;
 static int peer = -1;
-static bool held, doomed;
+static bool held, doomed, bound;
 static int stage;
 
 static bool suspended(pid_t thread)
@@ -86,11 +87,20 @@ static int let_go(pid_t thread)
 	return 0;
 }
 
-/* As CRIU had stopped it, with the options that CRIU gives its tracees (compel_wait_task). */
+/* Give a thread the options that CRIU gives its tracees (compel_wait_task), and others. Who is filtered itself may not suspend filters; CRIU goes on then. */
+static int set_options(pid_t thread, long others)
+{
+	long options = PTRACE_O_TRACESYSGOOD | others;
+
+	if (suspended(thread) && !ptrace(PTRACE_SETOPTIONS, thread, NULL, (void *)(options | PTRACE_O_SUSPEND_SECCOMP)))
+		return 0;
+	return ptrace(PTRACE_SETOPTIONS, thread, NULL, (void *)options) ? errno : 0;
+}
+
+/* As CRIU had stopped it. */
 static int take_back(pid_t thread, const uint64_t *mask)
 {
-	int status;
-	long options = PTRACE_O_TRACESYSGOOD | (suspended(thread) ? PTRACE_O_SUSPEND_SECCOMP : 0);
+	int status, why;
 
 	if (ptrace(PTRACE_SEIZE, thread, NULL, 0) || ptrace(PTRACE_INTERRUPT, thread, NULL, NULL))
 		return errno;
@@ -108,13 +118,12 @@ static int take_back(pid_t thread, const uint64_t *mask)
 		if (ptrace(PTRACE_CONT, thread, NULL, (void *)(long)WSTOPSIG(status)))
 			return errno;
 	}
-	if (ptrace(PTRACE_SETOPTIONS, thread, NULL, (void *)options) || ptrace(PTRACE_SETSIGMASK, thread, sizeof *mask, mask))
-		return errno;
-	return 0;
+	why = set_options(thread, bound ? PTRACE_O_EXITKILL : 0);
+	return why ? why : ptrace(PTRACE_SETSIGMASK, thread, sizeof *mask, mask) ? errno : 0;
 }
 
-/* Whether a thread waits, and how much it has worked so far (proc(5), stat): -1, it is at work; clock ticks otherwise. */
-static long idle_after(pid_t thread)
+/* A thread's state and the clock ticks for which it has worked so far (proc(5), stat); 0: it has ended. */
+static char state_of(pid_t thread, unsigned long *worked)
 {
 	char path[64], text[1024], state = 0;
 	unsigned long user = 0, system = 0;
@@ -127,8 +136,54 @@ static long idle_after(pid_t thread)
 	text[length < 0 ? 0 : length] = 0;
 	char *name_end = strrchr(text, ')');
 	if (!name_end || sscanf(name_end + 1, " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %lu %lu", &state, &user, &system) != 3)
-		return 0; /* it has ended */
-	return state == 'S' ? (long)(user + system) : -1;
+		return 0;
+	*worked = user + system;
+	return state;
+}
+
+/* Whether a thread waits, and how much it has worked so far: -1, it is at work; clock ticks otherwise. */
+static long idle_after(pid_t thread)
+{
+	unsigned long worked = 0;
+	char state = state_of(thread, &worked);
+
+	return !state ? 0 : state == 'S' ? (long)worked : -1;
+}
+
+/* A process may lack memory that nothing but CRIU's hold keeps it from touching: it must not outlive that. */
+static int bind_process(pid_t pid)
+{
+	char path[64];
+	unsigned long worked;
+	int failed = 0;
+
+	snprintf(path, sizeof path, "/proc/%d/task", pid);
+	DIR *folder = opendir(path);
+	if (!folder)
+		return errno;
+	for (struct dirent *entry; !failed && (entry = readdir(folder));) {
+		pid_t thread = atoi(entry->d_name);
+		int why = thread ? set_options(thread, PTRACE_O_EXITKILL) : 0;
+		if (why && state_of(thread, &worked) != 'Z')
+			failed = why;
+	}
+	closedir(folder);
+	return failed;
+}
+
+static int bind_all(char *words)
+{
+	char *rest = NULL;
+
+	bound = true;
+	for (char *word = strtok_r(words, " ", &rest); word; word = strtok_r(NULL, " ", &rest)) {
+		int why = bind_process(atoi(word));
+		if (why) {
+			SAY("process %s cannot be bound: %s\n", word, strerror(why));
+			return why;
+		}
+	}
+	return 0;
 }
 
 /* Who gave the orders is gone, perhaps in the middle of a call: the driver ends what it has begun by itself. */
@@ -204,7 +259,13 @@ static int serve(const char *word)
 			result = take_all() || *order == 'f' ? -1 : 0;
 			return result;
 		}
-		int why = !strncmp(order, "let ", 4) ? let_all(order + 4) : !strcmp(order, "take") ? take_all() : EINVAL;
+		int why = EINVAL;
+		if (!strncmp(order, "let ", 4))
+			why = let_all(order + 4);
+		else if (!strncmp(order, "bind ", 5))
+			why = bind_all(order + 5);
+		else if (!strcmp(order, "take"))
+			why = take_all();
 		snprintf(answer, sizeof answer, "%d", why);
 		there = say(answer);
 	}

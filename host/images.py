@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import struct
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from icecore.errors import Damaged, MissingTool
 from icecore.host.criu import Criu
+from icecore.host.memory import MADV_HUGEPAGE
 from icecore.host.protobuf import Message, WireError, decode_columns, read_varint
 
 COMMON, SERVICE = 0x54564319, 0x55105940
@@ -48,6 +50,8 @@ VMA = np.dtype(
 Vmas = npt.NDArray[np.void]
 
 ALIVE, DEAD, STOPPED = 1, 2, 3
+
+_MM_HEAD, _MM_VMA, _VMA_MADVISE = 12, 14, 9
 
 #: file_entry.type (images/fdinfo.proto).
 REGULAR_FILE, PIPE, FIFO, INET_SOCKET, UNIX_SOCKET, TERMINAL, EXTERNAL, MEMFD = 1, 2, 3, 4, 5, 11, 16, 18
@@ -220,10 +224,10 @@ def load_mm(folder: Path, pid: int) -> AddressSpace:
     data = path.read_bytes()
     try:
         magic, kind, size = struct.unpack_from("<III", data)
-        if (magic, kind) != (COMMON, MM) or size != len(data) - 12:
+        if (magic, kind) != (COMMON, MM) or size != len(data) - _MM_HEAD:
             raise WireError("wrong magic or length")
         start, end, rest = [], [], bytearray()
-        at = 12
+        at = _MM_HEAD
         while at < len(data):
             begin = at
             key, at = read_varint(data, at)
@@ -234,7 +238,7 @@ def load_mm(folder: Path, pid: int) -> AddressSpace:
                 if length > len(data) - at:
                     raise WireError("cut off")
                 at += length
-                if key >> 3 == 14:
+                if key >> 3 == _MM_VMA:
                     start.append(at - length)
                     end.append(at)
                     continue
@@ -265,6 +269,22 @@ def load_mm(folder: Path, pid: int) -> AddressSpace:
         (mm.integer(8), mm.integer(9)),
         (mm.integer(10), mm.integer(11)),
     )
+
+
+def ask_for_huge_pages(folder: Path, pid: int, starts: Collection[int]) -> None:
+    """Have CRIU ask for huge pages (MADV_HUGEPAGE) in the VMAs of a process that begin there."""
+    path = folder / f"mm-{pid}.img"
+    data = path.read_bytes()
+    mm = Message.decode(memoryview(data)[_MM_HEAD:])
+    begins = tuple(Message([(1, 0, start)]).encode() for start in starts)  # not each VMA of many is taken apart
+    for at, (number, kind, value) in enumerate(mm.fields):
+        if number == _MM_VMA and isinstance(value, bytes) and value.startswith(begins):
+            vma = Message.decode(value)
+            vma.set(_VMA_MADVISE, vma.integer(_VMA_MADVISE) | 1 << MADV_HUGEPAGE)
+            mm.fields[at] = (number, kind, vma.encode())
+    body = mm.encode()
+    path.unlink()
+    path.write_bytes(data[: _MM_HEAD - 4] + struct.pack("<I", len(body)) + body)
 
 
 def load_files(folder: Path) -> list[RegularFile]:

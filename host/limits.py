@@ -22,6 +22,9 @@ CRIU_PIPE_PAGES = 1024
 CRIU_DESCRIPTORS = 64
 CRIU_DESCRIPTORS_PER_PROCESS = 16
 
+_BUDDYINFO, _MEMINFO = Path("/proc/buddyinfo"), Path("/proc/meminfo")
+_HUGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+
 _SOFT_DIRTY = np.uint64(1 << 55)
 
 _NAMES = (
@@ -129,6 +132,34 @@ def huge_pages() -> str:
         return "never"
     found = re.search(r"\[(\w+)\]", text)
     return found[1] if found else "never"
+
+
+def huge_page_bytes() -> int:
+    """Size of a transparent huge page; 0: there are none."""
+    try:
+        return int(_HUGE_SIZE.read_text()) if huge_pages() != "never" else 0
+    except OSError:
+        return 0
+
+
+def free_huge_bytes() -> int:
+    """Free memory in pieces of at least a huge page: for more, the kernel would have to compact, which takes longer than it gains (proc(5), buddyinfo).
+
+    What a confidential machine has not accepted yet counts, too: the kernel does that in such pieces.
+    """
+    order = (huge_page_bytes() // PAGE).bit_length() - 1
+    found = 0
+    if order < 0:
+        return 0
+    try:
+        zones, memory = _BUDDYINFO.read_text(), _MEMINFO.read_text()
+    except OSError:
+        return 0  # the kernel does not say
+    for line in zones.splitlines():
+        counts = [int(word) for word in line.partition("zone")[2].split()[1:]]
+        found += sum(count << at for at, count in enumerate(counts) if at >= order) * PAGE
+    unaccepted = re.search(r"^Unaccepted:\s*(\d+) kB$", memory, re.MULTILINE)
+    return found + (int(unaccepted[1]) << 10 if unaccepted else 0)
 
 
 def memory_available() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -133,6 +134,12 @@ def _stat_fields(pid: int) -> tuple[str, list[str]]:
 def start_time(pid: int) -> int:
     """When the process started, in clock ticks after boot: with the pid it names a process for good."""
     return int(_stat_fields(pid)[1][19])
+
+
+def began(pid: int) -> float:
+    """When the process started, in seconds since 1970."""
+    since_boot = start_time(pid) / os.sysconf("SC_CLK_TCK")
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot
 
 
 def is_kernel_thread(pid: int) -> bool:

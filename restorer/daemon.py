@@ -85,6 +85,8 @@ class Daemon:
         self._change = threading.Condition()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name="faults", daemon=True)
+        #: Called when CRIU has ended.
+        self.ended: Callable[[], None] = lambda: None
         self.restored = False
         self.criu_pid = 0
         self.criu_status: int | None = None
@@ -139,10 +141,9 @@ class Daemon:
         self._wake()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        for descriptor, (_, member) in self._by_descriptor.items():
+        for _, member in self._by_descriptor.values():
             with member.lock.writing():  # nobody may place through a number that soon means another file
-                member.gone = True
-                os.close(descriptor)
+                member.close()
         self._by_descriptor.clear()
         for descriptor in (self._wake_read, self._wake_write):
             if descriptor >= 0:
@@ -229,6 +230,7 @@ class Daemon:
                 self._say(criu_pid=message.number("pid"))
             case "ended":
                 self._say(criu_status=message.number("status"), criu_error=str(message.about.get("why", "")))
+                self.ended()
             case "exited":
                 with self._change:
                     self.exits[message.number("pid")] = message.number("status")
@@ -250,10 +252,9 @@ class Daemon:
         family.add(member)
 
     def _forget(self, member: Member) -> None:
-        member.gone = True
         self._by_descriptor.pop(member.descriptor, None)
         self._poll.unregister(member.descriptor)
-        os.close(member.descriptor)
+        member.close()
         self._guard.close_descriptor(member.keep)
 
     def _read_events(self, family: Family, member: Member) -> None:
@@ -303,6 +304,8 @@ class Daemon:
                 return
             original = member.map.original(fault.address)
             row = family.row_at(original) if original is not None else None
+            if row is not None and member.direct and member.direct[row]:
+                return  # it waited before the cell was to be written: it has been woken
             if row is not None and original is not None and family.wants(row, original):
                 if (family.process, row) not in self._touched:
                     self._touched.add((family.process, row))

@@ -1,13 +1,15 @@
-"""The device memory of a restore: the driver moves it on while it is still being fetched; its rule: all go on together, or none does.
+"""The device memory of a restore, which the driver moves on; its rule: all go on together, or none does.
 
-CRIU holds all other threads meanwhile (`icecore.host.cuda.holder`). The driver reads from the lowest address on, and waits in a page fault where it overtakes
-the fetching, which goes in the same order.
+CRIU holds all other threads meanwhile (`icecore.host.cuda.holder`), and what it holds dies with it. In a process for whose memory there are huge pages the
+driver begins when they are written. What comes through userfaultfd it moves on while that is still being fetched: it reads from the lowest address on, and
+waits in a page fault where it overtakes the fetching, which goes in the same order.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from functools import partial
@@ -16,8 +18,9 @@ from icecore.errors import NotFound, RestoreFailed
 from icecore.events import Sink, phase
 from icecore.host import procfs
 from icecore.host.cuda.api import DeviceError
-from icecore.host.cuda.client import Helper, start_here
+from icecore.host.cuda.client import CALL_SECONDS, Helper, start_here
 from icecore.host.cuda.helper import in_parallel
+from icecore.restorer.filling import Filling
 from icecore.restorer.gpus import GpuPlan
 from icecore.restorer.guard_process import descendants
 
@@ -55,7 +58,9 @@ class Devices:
         self,
         root: Callable[[], int],
         sizes: Mapping[int, int],
+        filling: Filling,
         failure: Callable[[], BaseException | None],
+        end_of_criu: Callable[[], BaseException | None],
         seconds: float,
     ) -> bool:
         """Restore and unlock all, while CRIU holds the tree, which is built; then it goes on.
@@ -63,7 +68,9 @@ class Devices:
         Args:
             root: Gives the tree's first process, host pid, once CRIU holds the tree.
             sizes: Image id → how many bytes that are.
+            filling: Of the tree; is opened once CRIU holds it.
             failure: What has broken the restore meanwhile; then this gives up.
+            end_of_criu: Why CRIU has ended meanwhile; then, too.
             seconds: How long CRIU may take until it holds it.
 
         Returns:
@@ -75,52 +82,90 @@ class Devices:
         """
         self._helper.wait_ready()
         # Nobody runs until its pid is known.
-        if not self._hold([], seconds):
+        if not self._held(seconds):
             return False
-        pids = host_pids(root(), self._plan)
-        if not self._hold(pids.values(), seconds):
-            return False
-        failed: list[DeviceError] = []
+        first = root()
+        pids = host_pids(first, self._plan)
+        try:
+            self._helper.bind([first, *descendants(first)])
+        except DeviceError as error:
+            _check([error], failure, end_of_criu)
+        filling.open(pids)
+        failed: list[BaseException] = []
+        lost: list[int] = []
+        waited: list[float] = []
+        began = time.monotonic()
 
         def one(image: int) -> None:
+            while not filling.wait_for_device_memory(image, _POLL_SECONDS):
+                if failure() or end_of_criu():
+                    return
+            waited.append(time.monotonic() - began)
+            if not self._helper.hold([pids[image]], _POLL_SECONDS):
+                lost.append(image)
+                return
             future = self._helper.begin_restore(pids[image], self._plan.processes[image])
-            while failure() is None:
-                try:
+            until = time.monotonic() + CALL_SECONDS
+            while not (failure() or end_of_criu()):
+                with suppress(FutureTimeout):
                     future.result(_POLL_SECONDS)
                     return
-                except FutureTimeout:
-                    continue
-                except DeviceError as error:
-                    failed.append(error)
-                    return
+                if time.monotonic() > until:
+                    raise RestoreFailed(f"the driver has not restored process {image} within {CALL_SECONDS:.0f} s")
+
+        def noting(image: int) -> None:
+            try:
+                one(image)
+            except DeviceError as error:
+                failed.append(error if _lives(pids[image]) else RestoreFailed(f"process {image} ended while it was restored"))
+            except BaseException as error:  # noqa: BLE001 - raised once all have ended
+                failed.append(error)
 
         with phase(self._emit, "restore.gpu.restore", processes=len(pids)) as running:
             running.bytes = sum(sizes.get(image, 0) for image in pids)
-            in_parallel(partial(one, image) for image in pids)
-            _check(failed, failure)
+            in_parallel(partial(noting, image) for image in pids)
+            running.fields |= {"huge": filling.direct, "waited": max(waited, default=0.0)}
+            _check(failed, failure, end_of_criu)
+        if lost:
+            return False
         with phase(self._emit, "restore.gpu.unlock", processes=len(pids)):
-            _check(list(self._helper.unlock(pids.values()).values()), failure)
+            _check(list(self._helper.unlock(pids.values()).values()), failure, end_of_criu)
         try:
             self._helper.go_on()
         except DeviceError as error:
-            _check([error], failure)
+            _check([error], failure, end_of_criu)
         return True
 
-    def _hold(self, pids: Iterable[int], seconds: float) -> bool:
+    def _held(self, seconds: float) -> bool:
         try:
-            return self._helper.hold(list(pids), seconds)
+            return self._helper.hold([], seconds)
         except DeviceError as error:
             raise RestoreFailed(f"the driver cannot work: {error.message}", cure=error.cure) from error
 
 
-def _check(failed: list[DeviceError], failure: Callable[[], BaseException | None]) -> None:
-    first = failure()
+def _lives(pid: int) -> bool:
+    try:
+        return not procfs.is_zombie(pid)
+    except NotFound:
+        return False
+
+
+def _check(
+    failed: Sequence[BaseException],
+    failure: Callable[[], BaseException | None],
+    end_of_criu: Callable[[], BaseException | None],
+) -> None:
+    """Raise the cause before what follows from it."""
+    first = failure() or next((error for error in failed if not isinstance(error, DeviceError)), None)
     if first is not None:
         raise first
-    if failed:
-        cures = dict.fromkeys(error.cure for error in failed if error.cure)
-        words = "; ".join(error.message for error in failed)
+    found = [error for error in failed if isinstance(error, DeviceError)]
+    if found:
+        cures = dict.fromkeys(error.cure for error in found if error.cure)
+        words = "; ".join(error.message for error in found)
         raise RestoreFailed(f"the driver could not bring device memory back: {words}", cure="; ".join(cures))
+    if (ended := end_of_criu()) is not None:
+        raise ended
 
 
 def host_pids(root: int, plan: GpuPlan) -> dict[int, int]:

@@ -1,11 +1,12 @@
 """CRIU's image directory rebuilt from a snapshot: the image files as they were, the page images from memory cells.
 
-The rule: what CRIU would copy itself is in a page image, what comes through userfaultfd is not, and every page of every
-pagemap is in exactly one of the two.
+The rule: what CRIU would copy itself is in a page image, what comes through userfaultfd or is written directly is not, and every
+page of every pagemap is in exactly one of the two.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 from collections.abc import Sequence
@@ -17,7 +18,19 @@ import numpy as np
 import numpy.typing as npt
 
 from icecore.errors import Damaged
-from icecore.host.images import load_mm
+from icecore.host import limits
+from icecore.host.cuda.populate import SMALLEST
+from icecore.host.images import (
+    MAP_ANONYMOUS,
+    MAP_HUGETLB,
+    MAP_LOCKED,
+    MAP_PRIVATE,
+    MAP_SHARED,
+    Vmas,
+    ask_for_huge_pages,
+    load_mm,
+)
+from icecore.host.memory import HUGE_PAGE, MADV_HUGEPAGE
 from icecore.host.pagemap_image import PE_LAZY, PE_PARENT, PE_PRESENT, Entries, load_pagemap, write_pagemap
 from icecore.restorer.cells import (
     EXTENT,
@@ -35,12 +48,12 @@ from icecore.store.reader import SnapshotReader
 
 _NAME = re.compile(r"[A-Za-z0-9_.+:-]{1,200}\Z")
 _READERS = 16
-_MADV_WIPEONFORK = 18
+_MADV_NOHUGEPAGE, _MADV_WIPEONFORK = 15, 18
 
 
 @dataclass(frozen=True)
 class LazyMemory:
-    """The pages of one process that come through userfaultfd.
+    """The pages of one process that come through userfaultfd, or are written where it had been.
 
     Attributes:
         process: CRIU's id of the process.
@@ -48,6 +61,7 @@ class LazyMemory:
         wanted: u1[n, 32], those pages.
         wiped: Ranges (start, end) that a forked child finds empty (MADV_WIPEONFORK).
         device: bool[n], which cells are device memory.
+        huge: Large VMAs (start, end) of device memory that can be of huge pages.
     """
 
     process: int
@@ -55,6 +69,7 @@ class LazyMemory:
     wanted: Bytes
     wiped: list[tuple[int, int]]
     device: npt.NDArray[np.bool_]
+    huge: list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -128,6 +143,7 @@ def plan_memory(
     version: tuple[int, ...],
     *,
     lazily: bool,
+    huge: bool = False,
 ) -> Memory:
     """Divide the snapshot's memory, and make the pagemaps say so.
 
@@ -136,6 +152,7 @@ def plan_memory(
         memory: The process and shared spaces with their cells.
         version: Of the CRIU that will read the pagemaps.
         lazily: Whether pages that can come through userfaultfd do; else all go into the page images.
+        huge: Whether device memory is to be of huge pages, where the kernel has some; then the mm images ask for them.
 
     Raises:
         Damaged: A pagemap is missing or names pages that the snapshot does not hold.
@@ -178,35 +195,93 @@ def plan_memory(
             images.append(FileTarget(str(folder / f"pages-{pages_id}.img"), 0, *_nothing(cells)))
         if can_wait.any():
             own, pages = _kept(cells, covered(cells.records["data"], cells.base, _extents(entries[can_wait])))
-            wiped = wiped_ranges(folder, int(space.key))
-            lazy.append(LazyMemory(int(space.key), own, pages, wiped, _in_device_regions(space, own)))
+            devices = device_ranges(space)
+            vmas = _vmas(folder, int(space.key))
+            ranges = _make_huge(folder, int(space.key), vmas, devices) if huge and devices else []
+            lazy.append(LazyMemory(int(space.key), own, pages, wiped_ranges(vmas), within(own, devices), ranges))
     return Memory(images, lazy)
 
 
-def _in_device_regions(space: Space, cells: SpaceCells) -> npt.NDArray[np.bool_]:
-    """bool[n]: which cells lie in regions of device memory."""
-    regions = [region for region in space.regions if region.kind == "device"]
-    starts = np.array([region.start for region in regions], np.uint64)
-    ends = np.array([region.start + region.length for region in regions], np.uint64)
-    if not regions:
+def device_ranges(space: Space) -> list[tuple[int, int]]:
+    """Where device memory is, (start, end) in address order; a VMA of it may have been cut into many regions."""
+    found: list[tuple[int, int]] = []
+    for region in space.regions:
+        if region.kind == "device" and found and found[-1][1] == region.start:
+            found[-1] = (found[-1][0], region.start + region.length)
+        elif region.kind == "device":
+            found.append((region.start, region.start + region.length))
+    return found
+
+
+def within(cells: SpaceCells, ranges: Sequence[tuple[int, int]]) -> npt.NDArray[np.bool_]:
+    """bool[n]: which cells lie in one of these ranges (start, end), which are in address order."""
+    if not ranges:
         return np.zeros(len(cells), np.bool_)
+    starts, ends = np.array(ranges, np.uint64).T
     at = np.searchsorted(starts, cells.low, side="right") - 1
     inside: npt.NDArray[np.bool_] = (at >= 0) & (cells.low < ends[np.maximum(at, 0)])
     return inside
 
 
-def wiped_ranges(folder: Path, process: int) -> list[tuple[int, int]]:
-    """The VMAs of a process that its children find empty.
+def first_part(cells: SpaceCells, ranges: Sequence[tuple[int, int]], room: int) -> list[tuple[int, int]]:
+    """The first ``room`` bytes, or a little less, of ranges (start, end) in address order; no cell is divided."""
+    found = []
+    for start, end in ranges:
+        until = end
+        if room < end - start:
+            until = start + room // HUGE_PAGE * HUGE_PAGE
+            divided = (cells.low < np.uint64(until)) & (cells.high > np.uint64(until))
+            until = int(cells.low[divided].min(initial=until))
+        if until > start:
+            found.append((start, until))
+        room -= end - start
+        if room <= 0:
+            break
+    return found
+
+
+def _vmas(folder: Path, process: int) -> Vmas:
+    """The VMAs that CRIU will make.
 
     Raises:
-        Damaged: Its mm image is missing or makes no sense.
+        Damaged: The process's mm image is missing or makes no sense.
     """
     try:
-        vmas = load_mm(folder, process).vmas
+        return load_mm(folder, process).vmas
     except OSError as error:
         raise Damaged("image", f"mm-{process}.img", str(error)) from error
+
+
+def wiped_ranges(vmas: Vmas) -> list[tuple[int, int]]:
+    """The VMAs of a process that its children find empty."""
     wiped = vmas[(vmas["madvise"] >> np.uint64(_MADV_WIPEONFORK) & np.uint64(1)) != 0]
     return list(zip(wiped["start"].tolist(), wiped["end"].tolist(), strict=True))
+
+
+def _make_huge(folder: Path, process: int, vmas: Vmas, devices: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Have the large VMAs within ``devices`` made of huge pages, as far as the kernel does that; those."""
+    policy = limits.huge_pages()
+    if policy == "never" or limits.free_huge_bytes() < SMALLEST:
+        return []
+    large = large_vmas(vmas, devices)
+    asked = (large["madvise"] >> np.uint64(MADV_HUGEPAGE) & np.uint64(1)) != 0
+    if policy == "madvise" and not asked.all():
+        ask_for_huge_pages(folder, process, set(large["start"].tolist()))
+    return list(zip(large["start"].tolist(), large["end"].tolist(), strict=True))
+
+
+def large_vmas(vmas: Vmas, devices: Sequence[tuple[int, int]]) -> Vmas:
+    """The VMAs of `SMALLEST` bytes at least that lie within ``devices``, which are in address order, and may be of huge pages."""
+    kind = MAP_PRIVATE | MAP_ANONYMOUS
+    fit = (vmas["flags"] & (kind | MAP_SHARED | MAP_LOCKED | MAP_HUGETLB) == kind) & (vmas["protection"] & mmap.PROT_WRITE != 0)
+    fit &= (vmas["madvise"] >> np.uint64(_MADV_NOHUGEPAGE) & np.uint64(1)) == 0
+    fit &= vmas["end"] - vmas["start"] >= np.uint64(SMALLEST)
+    if devices:
+        firsts, lasts = np.array(devices, np.uint64).T
+        at = np.searchsorted(firsts, vmas["start"], side="right") - 1
+        fit &= (at >= 0) & (vmas["end"] <= lasts[np.maximum(at, 0)])
+    found: Vmas = vmas[fit]
+    return found
 
 
 def _nothing(cells: SpaceCells) -> tuple[SpaceCells, FileLayout, Bytes]:

@@ -114,10 +114,10 @@ class Placer:
         return answer
 
     def target(self, member: Member) -> int:
-        """The number of a member's userfaultfd, which is handed over if the placer does not have it."""
+        """The number of a member's userfaultfd and memory, which are handed over if the placer does not have them."""
         if member.keep not in self._targets:
             self._forget_gone()
-            self._send(Target(member.keep), [member.descriptor])
+            self._send(Target(member.keep), [member.descriptor, *([member.memory] if member.memory >= 0 else [])])
             self._targets[member.keep] = member
         return member.keep
 

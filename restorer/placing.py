@@ -52,7 +52,8 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Wanted(NamedTuple):
-    """A cell to deliver: the bounds of its stored bytes, and of its base's, in the buffer; the address of its window; its family; that one's userfaultfd."""
+    """A cell to deliver: the bounds of its stored bytes, and of its base's, in the buffer; the address of its window; its family; that one's `Target`;
+    whether it is written through its /proc/PID/mem."""
 
     start: int
     stop: int
@@ -61,6 +62,7 @@ class Wanted(NamedTuple):
     window: int
     family: int
     target: int
+    direct: bool
 
 
 class Deliver(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -95,13 +97,13 @@ class Delivered(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Target(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The userfaultfd that comes with this message has that number from now on; no answer."""
+    """The userfaultfd that comes with this message, and the process's /proc/PID/mem if that does too, have that number from now on; no answer."""
 
     number: int
 
 
 class Forget(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Close that userfaultfd; no answer."""
+    """Close what has that number; no answer."""
 
     number: int
 

@@ -365,7 +365,8 @@ class _Run:
             for space in memory_spaces
             if space.kind == "process"
         }
-        memory = plan_memory(folder, list(zip(memory_spaces, cells, strict=True)), criu.version, lazily=True)
+        # From far away, fetching takes so long that the driver had better move on what is there.
+        memory = plan_memory(folder, list(zip(memory_spaces, cells, strict=True)), criu.version, lazily=True, huge=not far)
         running.bytes += self._write(memory.page_images)
         self.put_back.commit()
         running.fields |= {
@@ -408,6 +409,8 @@ class _Run:
                 given = [*descriptors, *([holder.fileno()] if holder is not None else [])]
                 tree.build(criu, images, arguments, prefix, given, self.options.criu_seconds, environment, self.early)
             running.fields["faults"] = tree.daemon.faults
+        if self.devices is None or not tree.filling.can_write:
+            tree.filling.open()
 
     def _plugins(self, images: Path) -> list[str]:
         """Where CRIU takes its plugins from. Not from where it looks itself: CRIU's plugin for CUDA would make the driver's calls a second time."""
@@ -443,7 +446,7 @@ class _Run:
         return restored
 
     def _resume_before_devices(self, tree: Tree) -> int:
-        """The driver moves device memory on as it comes; the tree runs once all memory is there."""
+        """The driver moves device memory on; the tree runs once all memory is there."""
         with ThreadPoolExecutor(1, "fill") as pool:
             filled = pool.submit(self._fill, tree)
             try:

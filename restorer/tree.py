@@ -66,7 +66,7 @@ class Tree:
         what: What is restored, for messages.
         guard: A guard that has not started CRIU yet.
         work: CRIU's working directory, the guard's own.
-        memory: What comes through userfaultfd.
+        memory: What comes through userfaultfd, or is written where it had been.
         backend: Where the chunks are.
         decoder: Decodes and verifies them.
         limits: Threads, memory, patience.
@@ -94,11 +94,11 @@ class Tree:
         self._guard = guard
         self._work = work
         self._pid_file = work / "restored.pid"
-        self.filling = Filling(
-            guard, memory, backend, decoder, limits, loop, self._failed, placers=placers
-        )
+        self.filling = Filling(guard, memory, backend, decoder, limits, loop, self._failed, placers=placers)
         self.daemon = self.filling.daemon
         self.failure: BaseException | None = None
+        self._held = False
+        self.daemon.ended = self._criu_ended
         self._lock = threading.Lock()
         self._settled = False
 
@@ -110,7 +110,13 @@ class Tree:
         os.mkfifo(fifo, 0o600)
         script.write_text(_HOLD.format(fifo=fifo))
         script.chmod(0o700)
+        self._held = True
         return script
+
+    def _criu_ended(self) -> None:
+        """Nothing but `resume` lets a held tree go."""
+        if self._held and self.daemon.restored:
+            self._failed(self._explain())
 
     def build(
         self,
@@ -123,7 +129,7 @@ class Tree:
         environment: Mapping[str, str],
         first: Sequence[tuple[int, int]],
     ) -> None:
-        """Run CRIU; returns once the tree is built and its memory can be placed.
+        """Run CRIU; returns once the tree is built and the filling can be opened.
 
         Args:
             prefix: Command line before CRIU's.
@@ -140,10 +146,10 @@ class Tree:
             raise RestoreFailed(f"CRIU did not build the tree within {seconds:.0f} s")
         if not self.daemon.restored:
             raise self._explain()
-        self.filling.open()
 
     def resume(self, seconds: float) -> int:
         """Let a held tree go; the root's pid."""
+        self._held = False
         descriptor = os.open(self._work / "go", os.O_RDWR | os.O_CLOEXEC)
         try:
             os.write(descriptor, b"go\n")
@@ -177,7 +183,7 @@ class Tree:
         return RestoreFailed(f"{message} (criu's exit status {self.daemon.criu_status}{why})", cure=cure)
 
     def bring_devices_back(self, devices: Devices, sizes: Mapping[int, int], seconds: float) -> None:
-        """Have the driver restore the device memory of a tree that is built and does not run yet, while it is being filled.
+        """Have the driver restore the device memory of a tree that is built and does not run yet, and fill it.
 
         Args:
             sizes: Image id → bytes of it.
@@ -186,9 +192,17 @@ class Tree:
         Raises:
             RestoreFailed: It could not, or the filling broke.
         """
-        if not devices.bring_back(self._root, sizes, lambda: self.failure, seconds):
+        held, self._held = self._held, False  # CRIU may end because of what the driver or its helper did, which says more
+        if not devices.bring_back(self._root, sizes, self.filling, lambda: self.failure, self._end_of_criu, seconds):
             self.running(seconds)  # says why CRIU ended
             raise RestoreFailed("CRIU let the tree go before the driver had brought its device memory back")
+        self._held = held
+        if self.daemon.criu_status is not None:
+            self._criu_ended()
+
+    def _end_of_criu(self) -> RestoreFailed | None:
+        """Why CRIU has ended, if it has."""
+        return self._explain() if self.daemon.criu_status is not None else None
 
     def map_resident(self, resident: Resident, plan: GpuPlan) -> None:
         """Have the processes map their resident memory, once it is there, and run. The driver has unlocked them.

@@ -21,6 +21,7 @@ from icecore.host.cuda.helper import MESSAGE
 
 #: A call that moves memory takes as long as the memory is large; this only ends what hangs.
 CALL_SECONDS = 900.0
+_BOUND_AT_ONCE = 4096
 _START_SECONDS = 60.0
 _STATE_SECONDS = 60.0
 
@@ -114,6 +115,16 @@ class Helper:
         """
         found = self._result(self._send("hold", 0, pids=list(pids), seconds=seconds), "hold", 0, seconds + _STATE_SECONDS)
         return bool(found)
+
+    def bind(self, pids: Collection[int]) -> None:
+        """Have these processes die with the CRIU that holds them, should it end before it lets them go.
+
+        Raises:
+            DeviceError: It does not hold them.
+        """
+        every = list(pids)
+        for at in range(0, len(every), _BOUND_AT_ONCE):  # a message has room for so many
+            self._result(self._send("bind", 0, pids=every[at : at + _BOUND_AT_ONCE]), "bind", 0, _STATE_SECONDS)
 
     def go_on(self) -> None:
         """The driver's threads stand again, and CRIU goes on.

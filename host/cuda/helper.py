@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -96,6 +96,16 @@ class Undo:
             return False
         self._holder.let_go([_drivers_thread(self._api, pid) for pid in pids])
         return True
+
+    def bind(self, pids: Collection[int]) -> None:
+        """These die with that CRIU, should it end before it lets them go.
+
+        Raises:
+            NotHeld: They do not.
+        """
+        if self._holder is None:
+            raise NotHeld("no CRIU holds the tree")
+        self._holder.bind(pids)
 
     def go_on(self) -> None:
         """Nothing runs any more, and CRIU goes on.
@@ -360,6 +370,8 @@ class _Server:
                 return api.restore_thread(pid)
             case "hold":
                 return self._undo.hold(request["pids"], float(request["seconds"]))
+            case "bind":
+                self._undo.bind(request["pids"])
             case "go-on":
                 self._undo.go_on()
             case "leave":

@@ -97,6 +97,15 @@ class Holder:
                 self._gone.update(wanted)
                 self._order(f"let {' '.join(map(str, wanted))}")
 
+    def bind(self, pids: Collection[int]) -> None:
+        """Processes of a tree that is held die with CRIU, should it end before it lets them go.
+
+        Raises:
+            NotHeld: They do not.
+        """
+        with self._orders:
+            self._order(f"bind {' '.join(map(str, pids))}")
+
     def go_on(self, *, failed: bool = False) -> None:
         """All stand again, and CRIU goes on, to the end of its dump or until it lets the tree go.
 

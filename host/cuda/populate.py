@@ -12,13 +12,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import re
 import signal
 import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -29,8 +27,6 @@ from icecore.host import libc, limits, procfs, ptrace
 
 #: From how many bytes on a mapping counts as the driver's.
 SMALLEST = 64 << 20
-_BUDDYINFO, _MEMINFO = Path("/proc/buddyinfo"), Path("/proc/meminfo")
-_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _MMAP, _MADVISE, _MADV_HUGEPAGE = 9, 28, 14
 #: MAP_PRIVATE, MAP_ANONYMOUS and MAP_POPULATE; what it may have beside them: MAP_FIXED_NOREPLACE.
 _KIND, _ALSO, _MAP_POPULATE = 0x8022, 0x100000, 0x8000
@@ -44,28 +40,6 @@ _SPIN_SECONDS, _POLL_SECONDS = 0.001, 0.0002
 _THREADS = 16
 #: Pages touched by one call.
 _HUGE_AT_ONCE, _SMALL_AT_ONCE = 32, 1024
-
-
-def huge_page_bytes() -> int:
-    """Size of a transparent huge page; 0: there are none."""
-    try:
-        return int(_SIZE.read_text()) if limits.huge_pages() != "never" else 0
-    except OSError:
-        return 0
-
-
-def free_huge_bytes() -> int:
-    """Free memory in pieces of at least a huge page: for more, the kernel would have to compact, which takes longer than it gains (proc(5), buddyinfo).
-
-    What a confidential machine has not accepted yet counts, too: the kernel does that in such pieces.
-    """
-    order = (huge_page_bytes() // mmap.PAGESIZE).bit_length() - 1
-    found = 0
-    for line in _BUDDYINFO.read_text().splitlines():
-        counts = [int(word) for word in line.partition("zone")[2].split()[1:]]
-        found += sum(count << at for at, count in enumerate(counts) if at >= order) * mmap.PAGESIZE
-    unaccepted = re.search(r"^Unaccepted:\s*(\d+) kB$", _MEMINFO.read_text(), re.MULTILINE)
-    return found + (int(unaccepted[1]) << 10 if unaccepted else 0)
 
 
 def touch(pid: int, start: int, length: int, page: int) -> int:
@@ -212,19 +186,21 @@ class Populating:
         self._set({_R10: flags})
         if start < 0:
             return  # the driver is told
-        length, page = call.arguments[1], self._huge_page(start, call.arguments[1])
-        first = -(-start // page) * page
-        self.bytes = touch(self._pid, first, start + length - first, page)
-        self.huge = self.bytes if page > mmap.PAGESIZE else 0
+        end, page = start + call.arguments[1], limits.huge_page_bytes()
+        until = self._huge_until(start, end, page)
+        if until:
+            first = -(-start // page) * page
+            self.huge = touch(self._pid, first, until - first, page)
+        self.bytes = self.huge + touch(self._pid, until or start, end - (until or start), mmap.PAGESIZE)
 
-    def _huge_page(self, start: int, length: int) -> int:
-        """The size of the pages that the new mapping will be of."""
-        size = huge_page_bytes()
-        if not size or free_huge_bytes() < length:
-            return mmap.PAGESIZE
-        if limits.huge_pages() == "madvise" and self._advise(start, length) < 0:
-            return mmap.PAGESIZE
-        return size
+    def _huge_until(self, start: int, end: int, page: int) -> int:
+        """Where the huge pages of the new mapping end: as many as are free; 0: it has none."""
+        if not page:
+            return 0
+        until = min(end, (start + limits.free_huge_bytes()) // page * page)
+        if until - start < SMALLEST - page or (limits.huge_pages() == "madvise" and self._advise(start, until - start) < 0):
+            return 0
+        return until
 
     def _advise(self, start: int, length: int) -> int:
         """Have the thread, which has just made a system call, make another one; no handler runs on registers that are not its own."""

@@ -24,8 +24,9 @@ from icecore.dumper.options import DumpOptions
 from icecore.dumper.preflight import refuse, warn
 from icecore.dumper.target import Target
 from icecore.errors import NotFound, PreflightRefused
-from icecore.host import limits
+from icecore.host import limits, procfs
 from icecore.host.criu import find_criu
+from tests.programs import driving
 
 from .conftest import Start
 from .failing import Dumper, Job
@@ -209,6 +210,8 @@ def test_system_v_shared_memory_of_the_host(start: Start, store: Store) -> None:
     running = start("tree-system-v")
     assert set(refused(store, running.pid)) >= {"system-v"}
     assert not standing(running.pid)
+    driving.ask_finish(running.program, running.state_dir)  # it takes its own along
+    assert driving.wait_finished(running.program, running.state_dir).passed
 
 
 # -- descriptors
@@ -359,7 +362,7 @@ def test_a_pipe_within_the_tree(has: Has) -> None:
     assert warn(look(pid, find_criu(), "/dev/shm", DumpOptions())) == []
 
 
-def test_a_system_v_message_queue_of_the_host(has: Has) -> None:
+def test_a_system_v_message_queue_of_the_host(has: Has, monkeypatch: pytest.MonkeyPatch) -> None:
     pid = has(
         "q = libc.msgget(0, 0o1600); libc.msgsnd(q, struct.pack('l8s', 1, b'hello'), 8, 0)\n"
         "open('queue', 'w').write(str(q))"
@@ -368,5 +371,7 @@ def test_a_system_v_message_queue_of_the_host(has: Has) -> None:
     try:
         (warning,) = warn(look(pid, find_criu(), "/dev/shm", DumpOptions()))
         assert warning.name == "message-queue"
+        monkeypatch.setattr(procfs, "began", lambda pid: time.time() + 60)
+        assert warn(look(pid, find_criu(), "/dev/shm", DumpOptions())) == []  # it has the pid of one that is gone
     finally:
         ctypes.CDLL(None).msgctl(queue, 0, None)

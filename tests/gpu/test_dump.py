@@ -83,7 +83,7 @@ def test_the_drivers_mapping_is_made_for_it(wanted: bool, store: Store, launch: 
     [done] = [event.fields for event in events.named("dump.gpu.checkpoint") if event.fields["state"] == "end"]
     assert done["populated"] == (populate.SMALLEST if wanted else 0) and "not_populated" not in done
     # With little memory free in pieces of 2 MiB it is of small pages.
-    huge = wanted and limits.huge_pages() != "never" and populate.free_huge_bytes() > 16 * populate.SMALLEST
+    huge = wanted and limits.huge_pages() != "never" and limits.free_huge_bytes() > 16 * populate.SMALLEST
     assert done["huge"] == populate.SMALLEST if huge else done["huge"] in (0, populate.SMALLEST)
     assert [("hg" in flags) for flags in found] == [bool(done["huge"]) and limits.huge_pages() == "madvise"]
     target.reap()

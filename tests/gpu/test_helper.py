@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from icecore.host.cuda import populate
+from icecore.host import limits
 from icecore.host.cuda.api import HelperLost, IllegalState, LockTimeout, NotSupported, Placement, State
 from icecore.host.cuda.client import Helper, start_here
 
@@ -34,10 +34,10 @@ def test_free_memory_in_pieces_of_a_huge_page(tmp_path: Path, monkeypatch: pytes
         "Node 0, zone   Normal  21692  33155  16579   9674   5959   2517   1497   1244   1263      0      2 \n"
     )
     (tmp_path / "meminfo").write_text("MemFree:         1000 kB\nUnaccepted:      8192 kB\n")
-    monkeypatch.setattr(populate, "_BUDDYINFO", tmp_path / "buddyinfo")
-    monkeypatch.setattr(populate, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(populate, "huge_page_bytes", lambda: 512 * mmap.PAGESIZE)
-    assert populate.free_huge_bytes() == (63 * 512 + 666 * 1024) * mmap.PAGESIZE + (8 << 20)
+    monkeypatch.setattr(limits, "_BUDDYINFO", tmp_path / "buddyinfo")
+    monkeypatch.setattr(limits, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(limits, "huge_page_bytes", lambda: 512 * mmap.PAGESIZE)
+    assert limits.free_huge_bytes() == (63 * 512 + 666 * 1024) * mmap.PAGESIZE + (8 << 20)
 
 
 def test_a_round_of_two_processes_to_other_gpus(helper: Helper, launch: Launch, world: World) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from icecore.host import limits, procfs
-from icecore.host.cuda.populate import SMALLEST, Populating, free_huge_bytes
+from icecore.host.cuda.populate import SMALLEST, Populating
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -94,7 +94,7 @@ def check(target: Target, said: list[str], made: Populating) -> None:
         assert int(said[1]) << 10 >= made.bytes
     else:
         assert made.bytes == SMALLEST + 12288
-        assert limits.huge_pages() == "never" or free_huge_bytes() < 8 * SMALLEST
+        assert limits.huge_pages() == "never" or limits.free_huge_bytes() < 8 * SMALLEST
 
 
 @pytest.mark.parametrize("meanwhile", ["nothing", "signals", "stops"])
@@ -129,6 +129,17 @@ def test_a_mapping_is_there(target: Target, meanwhile: str) -> None:
     assert not procfs.status(target.thread).tracer
     assert [line for line in status.read_text().splitlines() if line.startswith("SigBlk")] == blocked
     assert meanwhile != "signals" or int(said[2]) > 0
+
+
+@pytest.mark.skipif(limits.huge_pages() == "never", reason="this machine has no huge pages")
+def test_a_mapping_for_which_there_are_not_enough_huge_pages(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "free_huge_bytes", lambda: SMALLEST + 12288)
+    with Populating(target.pid, target.thread) as made:
+        said = target.make(2 * SMALLEST)
+    assert said[0] == "True" and not made.why
+    assert SMALLEST - (4 << 20) <= made.huge <= SMALLEST + 12288
+    assert 2 * SMALLEST - (2 << 20) < made.bytes <= 2 * SMALLEST
+    assert limits.huge_pages() == "always" or int(said[1]) << 10 <= made.huge
 
 
 def test_a_process_of_another_pid_namespace() -> None:

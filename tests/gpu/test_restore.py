@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target as DumpTarget
-from icecore.errors import RestoreFailed, RestoreRefused, StoreError
+from icecore.errors import NotFound, RestoreFailed, RestoreRefused, StoreError
+from icecore.events import Event
+from icecore.host import limits, process_memory, procfs
 from icecore.host.cuda.backend import VARIABLE
 from icecore.host.job import Job
 from icecore.host.jobs import Registry
 from icecore.host.namespaces import Isolation
+from icecore.restorer import fetch
+from icecore.restorer.guard_process import descendants
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import Restored, check, restore
 from icecore.store.faulty import Call, FaultyBackend, Outcome
+from icecore.store.local import LocalBackend
 from tests.dumper.world import Events, Store
 from tests.programs import driving, fake_cuda
 
 from .conftest import Launch
 from .fake_world import GPUS, MIB, Target, World
+
+#: Where a target's driver has its mapping; so many that the mapping is made of huge pages.
+DEVICE, MIBS = 0x6FA500000000, 70
 
 pytestmark = [pytest.mark.criu, pytest.mark.timeout(90)]
 
@@ -74,6 +88,152 @@ def test_a_lineage_of_two_gpu_processes(
     target.reap()
     bring_back(store, again)
     goes_on(target)
+
+
+def huge_kib(pid: int) -> int:
+    """KiB of huge pages in the driver's mapping of a target."""
+    smaps = Path(f"/proc/{pid}/smaps").read_text()
+    of_it = smaps.partition(f"{DEVICE:x}-")[2].partition("VmFlags")[0]
+    return int(of_it.partition("AnonHugePages:")[2].split()[0]) if of_it else 0
+
+
+@pytest.mark.skipif(limits.huge_pages() == "never", reason="this machine has no huge pages")
+@pytest.mark.parametrize(
+    ("mode", "placers", "free", "expected"),
+    [("full", 0, 2 * MIBS, MIBS), ("lazy", 2, 2 * MIBS, MIBS), ("full", 2, MIBS, MIBS // 2 // 2 * 2), ("lazy", 0, MIBS, MIBS // 2 // 2 * 2)],
+)
+def test_device_memory_of_huge_pages(
+    mode: str, placers: int, free: int, expected: int, store: Store, launch: Launch, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is written as far as there are huge pages, not placed by userfaultfd, and the driver waits for it; whatever its mapping was made of at the dump."""
+    target = launch(GPUS[:2], mib=MIBS)
+    restored = Events()
+    snapshot = store.dump(target.pid, DumpOptions(stop=True, populate=bool(placers))).snapshot
+    target.reap()
+    monkeypatch.setattr(limits, "free_huge_bytes", lambda: free << 20)
+    for _ in range(2):
+        world.fault("restore", code=0, seconds=1.0)
+    seen: dict[int, int] = {}
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.02):
+            for pid in driving.members(target.out.parent):
+                with suppress(OSError):
+                    seen[pid] = max(seen.get(pid, 0), huge_kib(pid))
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        bring_back(store, snapshot, restored, mode=mode, placers=placers)
+    finally:
+        over.set()
+        looking.join()
+    goes_on(target)
+    ended = restored.named("restore.gpu.restore")[-1].fields
+    assert ended["huge"] == 2 * expected << 20
+    assert len(seen) == 2 and min(seen.values()) > 0.8 * (expected << 10)  # the kernel makes a small one here and there
+    assert max(seen.values()) <= expected << 10
+    assert restored.named("restore.memory")[-1].fields["redone"] == 0
+
+
+@pytest.mark.skipif(limits.huge_pages() == "never", reason="this machine has no huge pages")
+@pytest.mark.parametrize(
+    ("fault", "mode"), [("store", "full"), ("helper", "lazy"), ("process", "full"), ("criu", "full"), ("criu", "lazy")]
+)
+def test_a_restore_that_fails_while_memory_is_written(
+    fault: str, mode: str, store: Store, launch: Launch, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing would catch whoever touched what is not there yet: nobody runs, and nobody survives that."""
+    target = launch(GPUS[:2], mib=MIBS)
+    snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
+    target.reap()
+    monkeypatch.setattr(limits, "free_huge_bytes", lambda: 2 * MIBS << 20)
+    calls, struck, free = itertools.count(), threading.Event(), list[int]()
+
+    def strike() -> None:
+        assert {procfs.status(pid).tracer > 0 for pid in driving.members(target.out.parent)} == {True}
+        if fault == "process":
+            os.kill(driving.members(target.out.parent)[-1], signal.SIGKILL)
+        elif fault != "store":
+            os.kill(started("criu" if fault == "criu" else "icecore.host.cuda.helper")[0], signal.SIGKILL)
+        while fault == "criu" and (left := driving.members(target.out.parent)):
+            free.extend(pid for pid in left if is_free(pid))
+        struck.set()
+
+    def write(*arguments: int) -> bool:
+        if next(calls) == 20:
+            strike()
+        return put(*arguments)
+
+    def read(self: LocalBackend, *arguments: Any) -> Any:
+        if fault == "store" and struck.is_set():
+            raise StoreError("it is broken")
+        return read_into(self, *arguments)
+
+    put, read_into = process_memory.write, LocalBackend.read_into
+    with monkeypatch.context() as patched:
+        patched.setattr(process_memory, "write", write)
+        patched.setattr(LocalBackend, "read_into", read)
+        patched.setattr(fetch, "MAX_CELLS", 1)
+        with pytest.raises(StoreError if fault == "store" else RestoreFailed):
+            bring_back(store, snapshot, mode=mode)
+    assert struck.is_set() and not free
+    gone(target, 10.0)
+    world.clear()
+    bring_back(store, snapshot, mode=mode)
+    goes_on(target)
+
+
+def is_free(pid: int) -> bool:
+    """Whether a process may run: nobody traces it, and it has not been killed."""
+    with suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        pending = int(status.partition("SigPnd:")[2].split()[0], 16) | int(status.partition("ShdPnd:")[2].split()[0], 16)
+        dead = status.partition("State:")[2].split()[0] in "ZX" or pending >> (signal.SIGKILL - 1) & 1
+        return not dead and status.partition("TracerPid:")[2].split()[0] == "0"
+    return False
+
+
+def started(name: str) -> list[int]:
+    """The processes below this one that run a program or module of that name."""
+    found = []
+    for pid in descendants(os.getpid()):
+        with suppress(NotFound):
+            if name in [Path(word).name for word in procfs.command_line(pid)]:
+                found.append(pid)
+    return found
+
+
+def gone(target: Target, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while driving.members(target.out.parent):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_placer_that_ends_while_memory_is_written(store: Store, launch: Launch, world: World) -> None:
+    target = launch(GPUS[:2], mib=MIBS)
+    snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
+    target.reap()
+
+    def strike(event: Event) -> None:
+        os.kill(max(started("icecore.restorer.placer_process")), signal.SIGKILL)
+
+    bring_back(store, snapshot, Events({("restore.gpu.restore", "begin"): strike}), placers=2)
+    goes_on(target)
+
+
+def test_memory_from_far_away(store: Store, launch: Launch, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver begins at once: it has time enough."""
+    target = launch(GPUS[:2], mib=MIBS)
+    events = Events()
+    snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
+    target.reap()
+    monkeypatch.setattr(LocalBackend, "direct", False)
+    bring_back(store, snapshot, events)
+    goes_on(target)
+    assert events.named("restore.gpu.restore")[-1].fields["huge"] == 0
 
 
 def test_other_gpus(store: Store, launch: Launch, world: World) -> None:
@@ -151,10 +311,7 @@ def test_a_restore_that_fails(fault: str, mode: str, store: Store, launch: Launc
         world.fault(fault, code=801)
     with pytest.raises(StoreError if fault == "store" else RestoreFailed):
         bring_back(through, snapshot, mode=mode, attempts=1)
-    until = time.monotonic() + 10
-    while driving.members(target.out.parent):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    gone(target, 10.0)
     world.clear()
     bring_back(store, snapshot, mode=mode)
     goes_on(target)
@@ -195,10 +352,7 @@ def test_a_restorer_that_is_killed(pause: list[str], mode: str, store: Store, la
         assert restorer.stdout is not None
         assert restorer.stdout.readline() == b"paused\n"
         restorer.kill()
-    until = time.monotonic() + 10
-    while driving.members(target.out.parent):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    gone(target, 10.0)
 
 
 @pytest.fixture

@@ -232,11 +232,11 @@ def wait_step(state_dir: Path, since_ns: int, timeout_s: float = 60.0) -> int:
     return at
 
 
-def damage(root: int, now: Progress, region: str) -> int:
-    """Flips one bit in the middle of a region of a program whose first process is ``root``; returns the address."""
+def damage(root: int, now: Progress, region: str, *, after: int = 0) -> int:
+    """Flips one bit in the middle of a region of a program whose first process is ``root``, or ``after`` bytes further on; returns the address."""
     _, address, size, inner = next(found for found in now.regions if found[0].startswith(region))
     pid = next(pid for pid in tree_of(root) if innermost(pid) == inner)
-    at = address + size // 2 + (1 if size > 4096 else 100)
+    at = address + size // 2 + (1 if size > 4096 else 100) + after
     with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
         memory.seek(at)
         byte = memory.read(1)[0]

@@ -270,6 +270,25 @@ with LoopThread() as loop:
         assert last is None or last.errors == ()
 
 
+def test_a_criu_that_is_killed_ends_a_restore_that_it_holds(tmp_path: Path, cache: Path) -> None:
+    """It lets the tree go by that, long before it is filled: then the tree is killed, whatever the filling is at."""
+    with dumped("memory-pattern", tmp_path, cache) as it:
+        driving.forget(tmp_path)
+
+        def emit(event: Event) -> None:
+            if event.name == "restore.memory" and event.fields["state"] == "begin":
+                tree = descendants(os.getpid())
+                (criu,) = [pid for pid in tree if procfs.executable(pid).endswith("/criu")]
+                members = [pid for pid in descendants(os.getpid()) if procfs.executable(pid).endswith("memory_pattern")]
+                assert members
+                os.kill(criu, signal.SIGKILL)
+                await_gone(members)
+
+        with pytest.raises(RestoreFailed, match="criu"):
+            it.restore(FULL, emit=emit).wait_resident(60)
+        assert it.remains() == []
+
+
 def test_a_guard_that_is_killed_ends_the_restore_and_the_tree(tmp_path: Path, cache: Path) -> None:
     with dumped("memory-pattern", tmp_path, cache, ("--mib", "64")) as it:
         driving.forget(tmp_path)
