@@ -74,10 +74,11 @@ def test_without_a_pid_namespace_only_its_own_tree_is_ended(registry: Registry) 
     with subprocess.Popen(["sleep", "60"]) as bystander:
         try:
             # Two forks: the sleeper's parent ends, so it comes to the init, its subreaper.
-            job = run(registry, "(sleep 61 & echo $! ) ; sleep 0.2; exit 4", Isolation(pid=False))
+            job = run(registry, "trap 'exit 4' USR1; (sleep 61 & echo $! ); while :; do sleep 0.02; done", Isolation(pid=False))
             until(lambda: output(job).endswith("\n"))
             sleeper = int(output(job))
-            assert procfs.status(sleeper).parent == job.pid
+            until(lambda: procfs.status(sleeper).parent == job.pid)
+            job.kill(signal.SIGUSR1)
             assert job.wait(10).code == 4
             assert not procfs.exists(sleeper) or procfs.is_zombie(sleeper)
             assert bystander.poll() is None
