@@ -38,9 +38,7 @@ class Phases:
         for event, (_, _, size) in PHASES.items():
             fields = events.get(event, {})
             if int(fields.get(size, 0)) >= LEAST_BYTES:
-                # Of several processes some drivers are at work while others still wait.
-                idle = float(fields.get("waited", 0)) if fields.get("processes") == 1 else 0.0
-                self.found.setdefault((step, event), []).append((int(fields[size]), float(fields["seconds"]) - idle))
+                self.found.setdefault((step, event), []).append((int(fields[size]), float(fields["seconds"])))
 
     def results(self, part: str, where: str, floors: Mapping[str, float], gpus: int) -> list[Result]:
         """The floors, and each phase as a share of its own: GB/s by GB/s."""

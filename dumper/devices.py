@@ -10,7 +10,7 @@ import json
 import random
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 
@@ -57,6 +57,7 @@ class Devices:
     Attributes:
         pids: The processes with CUDA state. Host pids.
         ranges: Where each one's device memory lies in its own memory, once it is checkpointed: (start, end).
+        temporary: Those of them where nothing was before, and nothing is once they are brought back: the driver takes them away again.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Devices:
         self._touched = False
         self.pids: list[int] = []
         self.ranges: dict[int, list[tuple[int, int]]] = {}
+        self.temporary: dict[int, list[tuple[int, int]]] = {}
         self._resident = resident
         self._helper = Helper(guard.start, word)
 
@@ -169,6 +171,10 @@ class Devices:
                         "the driver put device memory where this icecore does not look", cure="use a newer icecore"
                     )
                 self.ranges = {pid: procfs.appeared(before[pid], procfs.read_maps(pid)) for pid in self.pids}
+                # Where the driver had mapped pinned memory, it does so again.
+                self.temporary = {
+                    pid: _free_of(ranges, (m for m in before[pid] if m.protection & procfs.PROT_READ)) for pid, ranges in self.ranges.items()
+                }
                 running.bytes = sum(end - start for ranges in self.ranges.values() for start, end in ranges)
                 running.fields["populated"] = sum(one.populated for one in done.values())
                 running.fields["huge"] = sum(one.huge for one in done.values())
@@ -239,6 +245,7 @@ class Devices:
             running.bytes = size
             failed = self._helper.restore({pid: {} for pid in self.pids})
         if not failed:
+            self._note_temporary()
             with phase(self._emit, "dump.gpu.unlock"):
                 failed = self._helper.unlock(self.pids)
         if failed:
@@ -248,6 +255,12 @@ class Devices:
             self._helper.go_on()
         except DeviceError as error:
             raise DumpFailed(f"CRIU does not let go of GPU processes: {error.message}", cure=error.cure) from error
+
+    def _note_temporary(self) -> None:
+        """While nothing else runs in them."""
+        for pid, ranges in self.temporary.items():
+            with suppress(NotFound):
+                self.temporary[pid] = _free_of(ranges, (m for m in procfs.read_maps(pid) if m.protection & procfs.PROT_READ))
 
     def give_back(self) -> None:
         """CRIU has let go of them, too: they have their resident memory again, and run.
@@ -286,7 +299,11 @@ class Devices:
         inventory = self._look.inventory
         used = {p.pid: p for p in self._look.processes}
         processes = {
-            str(images[pid]): {"gpus": list(used[pid].opened), "contexts": dict(used[pid].contexts)}
+            str(images[pid]): {
+                "gpus": list(used[pid].opened),
+                "contexts": dict(used[pid].contexts),
+                "temporary": self.temporary.get(pid, []),
+            }
             for pid in self.pids
         }
         resident = {} if self._resident is None else self._resident.describe(images)
@@ -365,6 +382,12 @@ class Devices:
             cures = dict.fromkeys(error.cure for error in failed.values() if error.cure)
             words = "; ".join(error.message for error in failed.values())
             raise DumpFailed(f"GPU processes could not be {what}: {words}", cure="; ".join(cures))
+
+
+def _free_of(ranges: Sequence[tuple[int, int]], mappings: Iterable[procfs.Mapping]) -> list[tuple[int, int]]:
+    """The ranges in which none of the mappings has a part."""
+    taken = [(m.start, m.end) for m in mappings]
+    return [(start, end) for start, end in ranges if not any(first < end and start < last for first, last in taken)]
 
 
 def _uncapturable(error: IcecoreError) -> DumpFailed:

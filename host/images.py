@@ -4,9 +4,10 @@ images of any version from 4.0 on are understood."""
 from __future__ import annotations
 
 import importlib.util
+import os
 import struct
 import sys
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +18,6 @@ import numpy.typing as npt
 
 from icecore.errors import Damaged, MissingTool
 from icecore.host.criu import Criu
-from icecore.host.memory import MADV_HUGEPAGE
 from icecore.host.protobuf import Message, WireError, decode_columns, read_varint
 
 COMMON, SERVICE = 0x54564319, 0x55105940
@@ -51,7 +51,8 @@ Vmas = npt.NDArray[np.void]
 
 ALIVE, DEAD, STOPPED = 1, 2, 3
 
-_MM_HEAD, _MM_VMA, _VMA_MADVISE = 12, 14, 9
+_MM_HEAD, _MM_VMA = 12, 14
+_VMA_OFFSET, _VMA_FILE, _VMA_FLAGS, _VMA_STATUS = 3, 4, 6, 7
 
 #: file_entry.type (images/fdinfo.proto).
 REGULAR_FILE, PIPE, FIFO, INET_SOCKET, UNIX_SOCKET, TERMINAL, EXTERNAL, MEMFD = 1, 2, 3, 4, 5, 11, 16, 18
@@ -271,20 +272,39 @@ def load_mm(folder: Path, pid: int) -> AddressSpace:
     )
 
 
-def ask_for_huge_pages(folder: Path, pid: int, starts: Collection[int]) -> None:
-    """Have CRIU ask for huge pages (MADV_HUGEPAGE) in the VMAs of a process that begin there."""
+def map_file(folder: Path, pid: int, offsets: Mapping[int, int], file: int) -> None:
+    """Have CRIU map a file, privately, where a process had private anonymous memory.
+
+    Args:
+        offsets: Where a VMA begins → what of the file it begins with.
+        file: The file's id (`add_file`).
+    """
     path = folder / f"mm-{pid}.img"
     data = path.read_bytes()
     mm = Message.decode(memoryview(data)[_MM_HEAD:])
-    begins = tuple(Message([(1, 0, start)]).encode() for start in starts)  # not each VMA of many is taken apart
+    begins = tuple(Message([(1, 0, start)]).encode() for start in offsets)  # not each VMA of many is taken apart
     for at, (number, kind, value) in enumerate(mm.fields):
         if number == _MM_VMA and isinstance(value, bytes) and value.startswith(begins):
             vma = Message.decode(value)
-            vma.set(_VMA_MADVISE, vma.integer(_VMA_MADVISE) | 1 << MADV_HUGEPAGE)
+            vma.set(_VMA_OFFSET, offsets[vma.integer(1)])
+            vma.set(_VMA_FILE, file)
+            vma.set(_VMA_FLAGS, vma.integer(_VMA_FLAGS) & ~MAP_ANONYMOUS)
+            vma.set(_VMA_STATUS, vma.integer(_VMA_STATUS) & ~VMA_ANON_PRIVATE | VMA_FILE_PRIVATE)
             mm.fields[at] = (number, kind, vma.encode())
     body = mm.encode()
     path.unlink()
     path.write_bytes(data[: _MM_HEAD - 4] + struct.pack("<I", len(body)) + body)
+
+
+def add_file(folder: Path, name: str) -> int:
+    """A regular file more in files.img, of that name, which CRIU gets as a descriptor (``--inherit-fd``); its id."""
+    entries = read_image(folder / "files.img", FILES)
+    free = 1 + max((entry.integer(2) for entry in entries), default=0)
+    owner = Message([(number, 0, 0) for number in range(1, 6)])
+    file = Message([(1, 0, free), (2, 0, os.O_RDWR), (3, 0, 0), (5, 2, owner.encode()), (6, 2, f"/{name}".encode())])
+    (folder / "files.img").unlink()
+    write_image(folder / "files.img", [*entries, Message([(1, 0, REGULAR_FILE), (2, 0, free), (3, 2, file.encode())])], FILES)
+    return free
 
 
 def load_files(folder: Path) -> list[RegularFile]:

@@ -19,8 +19,6 @@ _libc.process_vm_readv.argtypes = [
 _libc.process_vm_readv.restype = ctypes.c_ssize_t
 _libc.process_vm_writev.argtypes = _libc.process_vm_readv.argtypes
 _libc.process_vm_writev.restype = ctypes.c_ssize_t
-_libc.pwrite.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64]
-_libc.pwrite.restype = ctypes.c_ssize_t
 _libc.ioctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p]
 _libc.ioctl.restype = ctypes.c_int
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -32,8 +30,6 @@ _libc.syscall.restype = ctypes.c_long
 process_vm_readv = _libc.process_vm_readv
 #: The same in the other direction.
 process_vm_writev = _libc.process_vm_writev
-#: ``pwrite(fd, address, length, offset)``; bytes written, or -1.
-pwrite = _libc.pwrite
 #: ``ioctl(fd, request, address of the argument)``; -1 on error.
 ioctl = _libc.ioctl
 #: ``syscall(number, …)`` for calls that the C library has no name for; -1 on error.

@@ -27,6 +27,8 @@ EVENT_FEATURES = FEATURE_EVENT_FORK | FEATURE_EVENT_REMAP | FEATURE_EVENT_REMOVE
 
 REGISTER_MISSING = 1 << 0
 REGISTER_WRITE_PROTECT = 1 << 1
+#: Of a file in memory: also who touches a page that the file has and the process has not yet is reported (Linux 5.14).
+REGISTER_MINOR = 1 << 2
 
 COPY_DONT_WAKE = 1 << 0
 COPY_WRITE_PROTECT = 1 << 1

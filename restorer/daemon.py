@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 
 from icecore.errors import IcecoreError, RestoreFailed
-from icecore.host import procfs, userfaultfd
+from icecore.host import procfs
 from icecore.host.userfaultfd import Event, Fault, Fork, Remap, Remove, Unmap
 from icecore.restorer.guard import Guard, GuardLost, Message
 from icecore.restorer.guard_process import EVENT_BYTES, descendants
@@ -141,9 +141,10 @@ class Daemon:
         self._wake()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        for _, member in self._by_descriptor.values():
+        for descriptor, (_, member) in self._by_descriptor.items():
             with member.lock.writing():  # nobody may place through a number that soon means another file
-                member.close()
+                member.gone = True
+                os.close(descriptor)
         self._by_descriptor.clear()
         for descriptor in (self._wake_read, self._wake_write):
             if descriptor >= 0:
@@ -252,9 +253,10 @@ class Daemon:
         family.add(member)
 
     def _forget(self, member: Member) -> None:
+        member.gone = True
         self._by_descriptor.pop(member.descriptor, None)
         self._poll.unregister(member.descriptor)
-        member.close()
+        os.close(member.descriptor)
         self._guard.close_descriptor(member.keep)
 
     def _read_events(self, family: Family, member: Member) -> None:
@@ -303,9 +305,9 @@ class Daemon:
             if member.gone:
                 return
             original = member.map.original(fault.address)
+            if original is not None and family.filed_at(original):
+                return  # whoever waits there is woken once it is in the file
             row = family.row_at(original) if original is not None else None
-            if row is not None and member.direct and member.direct[row]:
-                return  # it waited before the cell was to be written: it has been woken
             if row is not None and original is not None and family.wants(row, original):
                 if (family.process, row) not in self._touched:
                     self._touched.add((family.process, row))
@@ -329,14 +331,9 @@ class Daemon:
                     while self._apply_events(family, member, faults):
                         if time.monotonic() > deadline:
                             return  # it does not stop changing; the next round goes on
-                    if member.left and not member.gone and not self._dead(member):
+                    if member.left and not member.gone and not member.dead():
                         raise RestoreFailed(
                             f"process {family.process} still misses {member.left} cells at the end of its restore"
                         )
                     self._forget(member)
         self._say(complete=True)
-
-    def _dead(self, member: Member) -> bool:
-        """Whether a member's process has ended."""
-        placed = userfaultfd.place_zero(member.descriptor, 0, _PAGE)
-        return placed.stop is userfaultfd.Stop.DEAD

@@ -1,8 +1,7 @@
 """The device memory of a restore, which the driver moves on; its rule: all go on together, or none does.
 
-CRIU holds all other threads meanwhile (`icecore.host.cuda.holder`), and what it holds dies with it. In a process for whose memory there are huge pages the
-driver begins when they are written. What comes through userfaultfd it moves on while that is still being fetched: it reads from the lowest address on, and
-waits in a page fault where it overtakes the fetching, which goes in the same order.
+CRIU holds all other threads meanwhile (`icecore.host.cuda.holder`), and what it holds dies with it. The driver moves memory on while that is still being
+fetched: it reads from the lowest address on, and waits in a page fault where it overtakes the fetching, which goes in the same order.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Devices:
         Args:
             root: Gives the tree's first process, host pid, once CRIU holds the tree.
             sizes: Image id → how many bytes that are.
-            filling: Of the tree; is opened once CRIU holds it.
+            filling: Of the tree.
             failure: What has broken the restore meanwhile; then this gives up.
             end_of_criu: Why CRIU has ended meanwhile; then, too.
             seconds: How long CRIU may take until it holds it.
@@ -90,17 +89,11 @@ class Devices:
             self._helper.bind([first, *descendants(first)])
         except DeviceError as error:
             _check([error], failure, end_of_criu)
-        filling.open(pids)
+        filling.attach_device_file()
         failed: list[BaseException] = []
         lost: list[int] = []
-        waited: list[float] = []
-        began = time.monotonic()
 
         def one(image: int) -> None:
-            while not filling.wait_for_device_memory(image, _POLL_SECONDS):
-                if failure() or end_of_criu():
-                    return
-            waited.append(time.monotonic() - began)
             if not self._helper.hold([pids[image]], _POLL_SECONDS):
                 lost.append(image)
                 return
@@ -124,10 +117,10 @@ class Devices:
         with phase(self._emit, "restore.gpu.restore", processes=len(pids)) as running:
             running.bytes = sum(sizes.get(image, 0) for image in pids)
             in_parallel(partial(noting, image) for image in pids)
-            running.fields |= {"huge": filling.direct, "waited": max(waited, default=0.0)}
             _check(failed, failure, end_of_criu)
         if lost:
             return False
+        filling.check_device_file(pids.values())
         with phase(self._emit, "restore.gpu.unlock", processes=len(pids)):
             _check(list(self._helper.unlock(pids.values()).values()), failure, end_of_criu)
         try:

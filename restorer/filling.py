@@ -3,22 +3,21 @@ they wait for. The rule: when this says that everything is resident, every descr
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 import numpy as np
 
 from icecore.errors import RestoreFailed
 from icecore.events import Progress
-from icecore.host import limits, process_memory, userfaultfd
 from icecore.host.memory import address_of
 from icecore.restorer.daemon import Daemon
+from icecore.restorer.device_file import DeviceFile
 from icecore.restorer.fetch import Decoder, Fetcher, Limits, Spent
 from icecore.restorer.guard import Guard
-from icecore.restorer.images import LazyMemory, first_part, within
+from icecore.restorer.images import LazyMemory
 from icecore.restorer.locks import SharedLock
-from icecore.restorer.members import Family
+from icecore.restorer.members import Family, Member
 from icecore.restorer.placers import Placer, Placers
 from icecore.restorer.placing import State, Wanted
 from icecore.restorer.plan import Batch, interleave
@@ -28,6 +27,7 @@ from icecore.store.loop import LoopThread
 
 #: What share of all cells is placed before device memory in any case.
 _LITTLE = 0.125
+_NO_USERFAULTFD = "CRIU handed over no userfaultfd of process {}"
 
 
 class Filling:
@@ -35,13 +35,14 @@ class Filling:
 
     Args:
         guard: Has not started CRIU yet.
-        memory: What comes through userfaultfd or is written, by process.
+        memory: What comes through userfaultfd, by process.
         backend: Where the chunks are.
         decoder: Decodes and verifies them.
         limits: Threads, memory, patience.
         loop: Where the repository lives.
         failed: Told once, from whatever thread, that the tree must die, and why.
         placers: Processes that place; without any this one does it.
+        device_file: The device memory that does not come through userfaultfd.
     """
 
     def __init__(
@@ -55,26 +56,20 @@ class Filling:
         failed: Callable[[BaseException], None],
         *,
         placers: Placers | None = None,
+        device_file: DeviceFile | None = None,
     ) -> None:
         self._failed = failed
+        self._device_file = device_file
         self._placers = placers
         families: dict[int, Family] = {}
         self.daemon = Daemon(guard, families, self._urgent, failed)
         self._families: list[Family] = []
-        self._memory = memory
-        self._numbers: dict[int, int] = {}
-        #: Whether `open` had better know who is held.
-        self.can_write = any(part.huge for part in memory)
-        #: Bytes that are written directly.
-        self.direct = 0
-        self._opened = False
         self._first: dict[int, int] = {}
         self._family_of: list[int] = []
         for part in memory:
-            family = Family(part.process, part.cells, part.wanted, self.daemon.check_unmapped, part.wiped)
+            family = Family(part.process, part.cells, part.wanted, self.daemon.check_unmapped, part.wiped, part.filed)
             families[part.process] = family
             self._first[part.process] = len(self._family_of)
-            self._numbers[part.process] = len(self._families)
             self._family_of.extend([len(self._families)] * len(family))
             self._families.append(family)
         self._rows = [(self._first[family.process], len(family)) for family in self._families]
@@ -114,53 +109,16 @@ class Filling:
         """
         self._fetcher.start(self._order(first), opened=False, faulting=len(self._families))
 
-    def open(self, held: Mapping[int, int] | None = None) -> None:
-        """Everything is registered with userfaultfd: place what the plan says. Only the first call counts.
-
-        Args:
-            held: CRIU's id of a process → its pid, of those of which nothing runs before `wait_for_device_memory` has said so, whatever happens.
+    def open(self) -> None:
+        """Everything is registered with userfaultfd: place what the plan says.
 
         Raises:
             RestoreFailed: CRIU handed over no userfaultfd for a process whose memory waits here.
         """
-        if self._opened:
-            return
-        self._opened = True
         for family in self._families:
             if len(family) and not family.members:
-                raise RestoreFailed(f"CRIU handed over no userfaultfd of process {family.process}")
-        held = held or {}
-        huge = [part for part in self._memory if part.process in held and part.huge]
-        sizes = [sum(end - start for start, end in part.huge) for part in huge]
-        free = limits.free_huge_bytes() if huge else 0
-        for part, size in zip(huge, sizes, strict=True):
-            self._write_directly(part, held[part.process], min(size, free * size // sum(sizes)))
+                raise RestoreFailed(_NO_USERFAULTFD.format(family.process))
         self._fetcher.open()
-
-    def _write_directly(self, part: LazyMemory, pid: int, room: int) -> None:
-        """Huge pages are made by writing into them: userfaultfd could only place small ones.
-
-        Args:
-            room: For how many bytes of its mappings there are some; the driver, too, begins at the lowest address.
-        """
-        ranges = first_part(part.cells, part.huge, room)
-        if not ranges:
-            return
-        for member in self._families[self._numbers[part.process]].members[:1]:
-            try:
-                with member.lock.writing():
-                    member.write_directly(process_memory.open_memory(pid), within(part.cells, ranges).tobytes())
-                    for start, end in ranges:
-                        userfaultfd.unregister(member.descriptor, start, end - start)
-            except OSError as error:
-                why = "it has ended" if error.errno in (errno.ENOENT, errno.ESRCH) else str(error)
-                raise RestoreFailed(f"cannot write into process {part.process}: {why}") from error
-            self.direct += sum(end - start for start, end in ranges)
-
-    def wait_for_device_memory(self, process: int, seconds: float) -> bool:
-        """Whether what a process must not run without is there, or will never be; what it may run without is placed meanwhile."""
-        number = self._numbers.get(process)
-        return number is None or all(member.wait_for_direct(seconds) for member in self._families[number].members[:1])
 
     def complete(self, progress: Progress, seconds: float | None = None) -> None:
         """Wait until everything is resident and every descriptor is closed.
@@ -175,6 +133,8 @@ class Filling:
         self._fetcher.wait(seconds)
         if self._placers is not None:
             self._placers.close()
+        if self._device_file is not None:
+            self._device_file.wait()
         self.daemon.finish()
         self.daemon.wait_for(lambda d: d.complete, seconds)
         self._fetcher.stop()
@@ -190,6 +150,33 @@ class Filling:
     def fail(self, error: BaseException) -> None:
         """Stop filling because of an error from elsewhere."""
         self._fetcher.fail(error)
+        if self._device_file is not None:
+            self._device_file.fail(error)
+
+    def attach_device_file(self) -> None:
+        """CRIU holds the tree, in which nothing has run yet: it may read what is in the file of device memory, and waits for the rest.
+
+        Raises:
+            RestoreFailed: CRIU handed over no userfaultfd for a process whose memory waits here.
+            Whatever has prevented that the file is filled.
+        """
+        if self._device_file is not None:
+            self._device_file.attach(self._member, self._failed)
+
+    def check_device_file(self, pids: Iterable[int]) -> None:
+        """The driver has moved everything on; nothing of the tree runs yet.
+
+        Raises:
+            MappingStays: A process would keep the file.
+        """
+        if self._device_file is not None:
+            self._device_file.check_unmapped(pids)
+
+    def _member(self, process: int) -> Member:
+        for family in self._families:
+            if family.process == process and family.members:
+                return family.members[0]
+        raise RestoreFailed(_NO_USERFAULTFD.format(process))
 
     def touched(self) -> list[tuple[int, int]]:
         """(process, `Family.address` of the cell) in the order in which the tree first asked for them."""
@@ -208,7 +195,7 @@ class Filling:
         return found
 
     def _order(self, first: Sequence[tuple[int, int]]) -> list[int]:
-        """Device memory before the host's, because the driver waits for it; but little host memory first, because the driver needs some of it before."""
+        """Device memory before the host's, because the driver moves it on; but little host memory first, because the driver needs some of it before."""
         early = list(dict.fromkeys(self._first[process] + row for process, row in first))
         taken = set(early)
         device, host = [], []
@@ -235,10 +222,8 @@ class Filling:
         for cell, (number, own) in zip(batch.cells, owners, strict=True):
             family = self._families[number]
             window, bits = family.window(own)
-            member = family.members[0]
-            direct = bool(member.direct and member.direct[own])
-            at = (cell.start, cell.stop, cell.base_start, cell.base_stop)
-            wanted.append(Wanted(*at, window, number, placer.target(member), direct))
+            target = placer.target(family.members[0])
+            wanted.append(Wanted(cell.start, cell.stop, cell.base_start, cell.base_stop, window, number, target))
             pages.append(bits)
         answer = placer.deliver(batch, wanted, self._records[rows], b"".join(pages))
         outcomes = list(zip(owners, answer.states, answer.addresses, strict=True))

@@ -63,6 +63,19 @@ def recorded(manifest: Manifest) -> tuple[str, list[Old], dict[int, list[str]], 
         raise Damaged("manifest", manifest.snapshot, f"what it says of GPUs: {error}") from error
 
 
+def temporary(manifest: Manifest) -> dict[int, list[tuple[int, int]]]:
+    """Image id of a process → where the driver had device memory in it, (start, end) in address order, as far as it takes that away again.
+
+    Raises:
+        Damaged: It makes no sense.
+    """
+    try:
+        processes = json.loads(manifest.extra.get("cuda", '{"processes": {}}'))["processes"]
+        return {int(image): [(int(start), int(end)) for start, end in one.get("temporary", ())] for image, one in processes.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged("manifest", manifest.snapshot, f"what it says of device memory: {error}") from error
+
+
 def assign(old: Sequence[Old], here: Sequence[Gpu], wanted: Mapping[str, str]) -> dict[str, str]:
     """Old UUID → new UUID for every GPU that the job had open; the driver wants all of them named, the used ones and the others.
 

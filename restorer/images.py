@@ -1,7 +1,7 @@
 """CRIU's image directory rebuilt from a snapshot: the image files as they were, the page images from memory cells.
 
-The rule: what CRIU would copy itself is in a page image, what comes through userfaultfd or is written directly is not, and every
-page of every pagemap is in exactly one of the two.
+The rule: what CRIU would copy itself is in a page image, what comes through userfaultfd or lies in a file that CRIU maps is not, and every
+page of every pagemap is in exactly one of the three.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from icecore.errors import Damaged
-from icecore.host import limits
 from icecore.host.cuda.populate import SMALLEST
 from icecore.host.images import (
     MAP_ANONYMOUS,
@@ -27,10 +26,11 @@ from icecore.host.images import (
     MAP_PRIVATE,
     MAP_SHARED,
     Vmas,
-    ask_for_huge_pages,
+    add_file,
     load_mm,
+    map_file,
 )
-from icecore.host.memory import HUGE_PAGE, MADV_HUGEPAGE
+from icecore.host.memory import HUGE_PAGE
 from icecore.host.pagemap_image import PE_LAZY, PE_PARENT, PE_PRESENT, Entries, load_pagemap, write_pagemap
 from icecore.restorer.cells import (
     EXTENT,
@@ -48,12 +48,16 @@ from icecore.store.reader import SnapshotReader
 
 _NAME = re.compile(r"[A-Za-z0-9_.+:-]{1,200}\Z")
 _READERS = 16
-_MADV_NOHUGEPAGE, _MADV_WIPEONFORK = 15, 18
+_MADV_WIPEONFORK = 18
+#: Mappings with less between them keep their distance in the file, so that no cell is in two places of it.
+_NEAR = 1 << 30
+#: The name under which CRIU gets the file (`Memory.filed`).
+FILE_NAME = "icecore-device-memory"
 
 
 @dataclass(frozen=True)
 class LazyMemory:
-    """The pages of one process that come through userfaultfd, or are written where it had been.
+    """The pages of one process that come through userfaultfd.
 
     Attributes:
         process: CRIU's id of the process.
@@ -61,7 +65,7 @@ class LazyMemory:
         wanted: u1[n, 32], those pages.
         wiped: Ranges (start, end) that a forked child finds empty (MADV_WIPEONFORK).
         device: bool[n], which cells are device memory.
-        huge: Large VMAs (start, end) of device memory that can be of huge pages.
+        filed: Ranges (start, end) that come from a file (`FiledMemory`).
     """
 
     process: int
@@ -69,15 +73,37 @@ class LazyMemory:
     wanted: Bytes
     wiped: list[tuple[int, int]]
     device: npt.NDArray[np.bool_]
-    huge: list[tuple[int, int]]
+    filed: list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class FiledMemory:
+    """The device memory of one process that is put into a file, which CRIU maps there.
+
+    Attributes:
+        process: CRIU's id of the process.
+        cells: Its cells that have such pages with bytes.
+        wanted: u1[n, 32], those pages.
+        position: i8[n], where in the file each cell's window begins.
+        ranges: The mappings, (start, end) in address order.
+    """
+
+    process: int
+    cells: SpaceCells
+    wanted: Bytes
+    position: npt.NDArray[np.int64]
+    ranges: list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class Memory:
-    """How the snapshot's memory is brought back: ``page_images`` to be written, and the rest lazily."""
+    """How the snapshot's memory is brought back: ``page_images`` to be written, what CRIU maps from a file of ``size`` bytes, named `FILE_NAME`, and the rest
+    lazily."""
 
     page_images: list[FileTarget]
     lazy: list[LazyMemory]
+    filed: list[FiledMemory]
+    size: int
 
 
 def read_spaces(reader: SnapshotReader, spaces: Sequence[Space], *, parallel: bool) -> list[SpaceCells]:
@@ -143,7 +169,7 @@ def plan_memory(
     version: tuple[int, ...],
     *,
     lazily: bool,
-    huge: bool = False,
+    temporary: Mapping[int, Sequence[tuple[int, int]]] | None = None,
 ) -> Memory:
     """Divide the snapshot's memory, and make the pagemaps say so.
 
@@ -152,14 +178,18 @@ def plan_memory(
         memory: The process and shared spaces with their cells.
         version: Of the CRIU that will read the pagemaps.
         lazily: Whether pages that can come through userfaultfd do; else all go into the page images.
-        huge: Whether device memory is to be of huge pages, where the kernel has some; then the mm images ask for them.
+        temporary: Image id of a process → where its device memory lies, (start, end) in address order, which the driver takes away again. Large mappings of
+            that come from a file; then the mm images say so.
 
     Raises:
         Damaged: A pagemap is missing or names pages that the snapshot does not hold.
     """
     images: list[FileTarget] = []
     lazy: list[LazyMemory] = []
+    filed: list[FiledMemory] = []
+    mapped: list[Mapping[int, int]] = []
     taken: set[int] = set()
+    position = HUGE_PAGE
     for space, cells in memory:
         name = f"pagemap-{space.key}.img" if space.kind == "process" else f"pagemap-shmem-{space.key}.img"
         path = folder / name
@@ -169,6 +199,14 @@ def plan_memory(
             raise Damaged("manifest", "of the snapshot", f"there is no {name}") from None
         _check_order(entries, name)
         check_complete(cells, _extents(entries), f"of {space.kind} {space.key}")
+        ranges: list[tuple[int, int]] = []
+        if space.kind == "process" and temporary and (given := temporary.get(int(space.key))):
+            ranges = mappable(_vmas(folder, int(space.key)), given, entries)
+        if ranges:
+            offsets, position = lay_out(ranges, position)
+            filed.append(_filed(int(space.key), cells, offsets, ranges, _extents(clipped(entries, ranges))))
+            mapped.append(offsets)
+            entries = clipped(entries, gaps(ranges))
         can_wait = (entries["flags"] & PE_LAZY) != 0
         if space.kind != "process":
             can_wait[:] = False
@@ -178,7 +216,7 @@ def plan_memory(
         else:
             wanted["flags"] = np.where(can_wait, PE_LAZY | PE_PRESENT, PE_PRESENT)
             can_wait[:] = False
-        if (wanted["flags"] != entries["flags"]).any():
+        if ranges or (wanted["flags"] != entries["flags"]).any():
             os.unlink(path)
             write_pagemap(path, pages_id, wanted, version)
         written = wanted[~can_wait]
@@ -193,13 +231,14 @@ def plan_memory(
             # CRIU opens it all the same.
             taken.add(pages_id)
             images.append(FileTarget(str(folder / f"pages-{pages_id}.img"), 0, *_nothing(cells)))
-        if can_wait.any():
+        if can_wait.any() or ranges:
             own, pages = _kept(cells, covered(cells.records["data"], cells.base, _extents(entries[can_wait])))
-            devices = device_ranges(space)
-            vmas = _vmas(folder, int(space.key))
-            ranges = _make_huge(folder, int(space.key), vmas, devices) if huge and devices else []
-            lazy.append(LazyMemory(int(space.key), own, pages, wiped_ranges(vmas), within(own, devices), ranges))
-    return Memory(images, lazy)
+            wiped = wiped_ranges(_vmas(folder, int(space.key)))
+            lazy.append(LazyMemory(int(space.key), own, pages, wiped, within(own, device_ranges(space)), ranges))
+    for part, offsets in zip(filed, mapped, strict=True):
+        # A file for each: of two processes with a mapping of one file at the same place CRIU lets the younger inherit the other's, whatever part of it that is.
+        map_file(folder, part.process, offsets, add_file(folder, FILE_NAME))
+    return Memory(images, lazy, filed, position)
 
 
 def device_ranges(space: Space) -> list[tuple[int, int]]:
@@ -223,21 +262,54 @@ def within(cells: SpaceCells, ranges: Sequence[tuple[int, int]]) -> npt.NDArray[
     return inside
 
 
-def first_part(cells: SpaceCells, ranges: Sequence[tuple[int, int]], room: int) -> list[tuple[int, int]]:
-    """The first ``room`` bytes, or a little less, of ranges (start, end) in address order; no cell is divided."""
-    found = []
+def lay_out(ranges: Sequence[tuple[int, int]], position: int) -> tuple[dict[int, int], int]:
+    """Where mappings go in a file: at places that are to 2 MiB as their addresses are, so that they can be of huge pages.
+
+    Args:
+        ranges: (start, end) in address order.
+        position: Where the first may go; a cell's window may begin before it.
+
+    Returns:
+        Start → position in the file, and where the next may go.
+    """
+    found: dict[int, int] = {}
+    last, moved = -_NEAR, 0
     for start, end in ranges:
-        until = end
-        if room < end - start:
-            until = start + room // HUGE_PAGE * HUGE_PAGE
-            divided = (cells.low < np.uint64(until)) & (cells.high > np.uint64(until))
-            until = int(cells.low[divided].min(initial=until))
-        if until > start:
-            found.append((start, until))
-        room -= end - start
-        if room <= 0:
-            break
-    return found
+        if start - last >= _NEAR:
+            moved = position + (start - position) % HUGE_PAGE - start
+        found[start] = start + moved
+        last, position = end, -(-(end + moved) // HUGE_PAGE) * HUGE_PAGE + HUGE_PAGE
+    return found, position
+
+
+def _filed(
+    process: int, cells: SpaceCells, offsets: Mapping[int, int], ranges: list[tuple[int, int]], extents: Extents
+) -> FiledMemory:
+    """What of a process's cells goes into the file."""
+    own, pages = _kept(cells, covered(cells.records["data"], cells.base, extents))
+    starts = np.array([start for start, _ in ranges], np.uint64)
+    at = np.searchsorted(starts, own.high, side="left") - 1
+    moved = np.array([offsets[start] - start for start, _ in ranges], np.int64)
+    return FiledMemory(process, own, pages, own.base.astype(np.int64) + moved[at], ranges)
+
+
+def clipped(entries: Entries, ranges: Sequence[tuple[int, int]]) -> Entries:
+    """What of entries, in address order, lies in ranges (start, end), in address order."""
+    found = []
+    ends = entries["address"] + entries["pages"] * np.uint64(PAGE)
+    for start, end in np.array(ranges, np.uint64).reshape(-1, 2):
+        first, last = np.searchsorted(ends, start, side="right"), np.searchsorted(entries["address"], end, side="left")
+        part = entries[first:last].copy()
+        part["address"] = np.maximum(part["address"], start)
+        part["pages"] = (np.minimum(ends[first:last], end) - part["address"]) // np.uint64(PAGE)
+        found.append(part)
+    return np.concatenate(found) if found else entries[:0]
+
+
+def gaps(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """What lies between ranges (start, end) in address order, before the first, and after the last."""
+    bounds = [0, *(bound for both in ranges for bound in both), 1 << 63]
+    return [(start, end) for start, end in zip(bounds[::2], bounds[1::2], strict=True) if start < end]
 
 
 def _vmas(folder: Path, process: int) -> Vmas:
@@ -258,30 +330,18 @@ def wiped_ranges(vmas: Vmas) -> list[tuple[int, int]]:
     return list(zip(wiped["start"].tolist(), wiped["end"].tolist(), strict=True))
 
 
-def _make_huge(folder: Path, process: int, vmas: Vmas, devices: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Have the large VMAs within ``devices`` made of huge pages, as far as the kernel does that; those."""
-    policy = limits.huge_pages()
-    if policy == "never" or limits.free_huge_bytes() < SMALLEST:
-        return []
-    large = large_vmas(vmas, devices)
-    asked = (large["madvise"] >> np.uint64(MADV_HUGEPAGE) & np.uint64(1)) != 0
-    if policy == "madvise" and not asked.all():
-        ask_for_huge_pages(folder, process, set(large["start"].tolist()))
-    return list(zip(large["start"].tolist(), large["end"].tolist(), strict=True))
-
-
-def large_vmas(vmas: Vmas, devices: Sequence[tuple[int, int]]) -> Vmas:
-    """The VMAs of `SMALLEST` bytes at least that lie within ``devices``, which are in address order, and may be of huge pages."""
+def mappable(vmas: Vmas, temporary: Sequence[tuple[int, int]], entries: Entries) -> list[tuple[int, int]]:
+    """The VMAs, (start, end), of `SMALLEST` bytes at least that lie within ``temporary`` and could as well be private mappings of a file."""
     kind = MAP_PRIVATE | MAP_ANONYMOUS
     fit = (vmas["flags"] & (kind | MAP_SHARED | MAP_LOCKED | MAP_HUGETLB) == kind) & (vmas["protection"] & mmap.PROT_WRITE != 0)
-    fit &= (vmas["madvise"] >> np.uint64(_MADV_NOHUGEPAGE) & np.uint64(1)) == 0
+    fit &= (vmas["madvise"] >> np.uint64(_MADV_WIPEONFORK) & np.uint64(1)) == 0
     fit &= vmas["end"] - vmas["start"] >= np.uint64(SMALLEST)
-    if devices:
-        firsts, lasts = np.array(devices, np.uint64).T
-        at = np.searchsorted(firsts, vmas["start"], side="right") - 1
-        fit &= (at >= 0) & (vmas["end"] <= lasts[np.maximum(at, 0)])
-    found: Vmas = vmas[fit]
-    return found
+    firsts, lasts = np.array(temporary, np.uint64).T
+    at = np.searchsorted(firsts, vmas["start"], side="right") - 1
+    fit &= (at >= 0) & (vmas["end"] <= lasts[np.maximum(at, 0)])
+    found = zip(vmas["start"][fit].tolist(), vmas["end"][fit].tolist(), strict=True)
+    fixed = entries[(entries["flags"] & PE_LAZY) == 0]
+    return [bounds for bounds in found if not len(clipped(fixed, [bounds]))]
 
 
 def _nothing(cells: SpaceCells) -> tuple[SpaceCells, FileLayout, Bytes]:

@@ -2,24 +2,21 @@
 
 The rule that makes it safe: a placement holds the read lock of its member's map from looking the address up until the
 bytes are there and noted as there; the kernel's events are read and applied under the write lock. So what an event
-says (moved, dropped, forked) applies to exactly the placements that came before it. What is written directly has no
-events and no map: its process stands until all of it is there.
+says (moved, dropped, forked) applies to exactly the placements that came before it.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from operator import and_
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from icecore.errors import RestoreFailed
-from icecore.host import process_memory, userfaultfd
+from icecore.host import userfaultfd
 from icecore.host.userfaultfd import Stop
 from icecore.restorer.addressmap import AddressMap
 from icecore.restorer.cells import SpaceCells, page_pieces
@@ -76,26 +73,9 @@ class Member:
         gone: The process has ended, or everything was placed and the descriptor is closed.
         forked: It is a child that a restored process forked.
         woken: How often a thread was waiting, by address, for a page that had been placed.
-        memory: Its /proc/PID/mem; -1: not open.
-        direct: A byte for each cell: whether it is written through ``memory``; empty: none is.
     """
 
-    __slots__ = (
-        "_awaited",
-        "_count",
-        "_there",
-        "descriptor",
-        "direct",
-        "forked",
-        "gone",
-        "keep",
-        "left",
-        "lock",
-        "map",
-        "memory",
-        "missing",
-        "woken",
-    )
+    __slots__ = ("_count", "descriptor", "forked", "gone", "keep", "left", "lock", "map", "missing", "woken")
 
     def __init__(self, descriptor: int, keep: int, cells: int) -> None:
         self.descriptor = descriptor
@@ -107,37 +87,11 @@ class Member:
         self.gone = False
         self.forked = False
         self.woken: dict[int, int] = {}
-        self.memory = -1
-        self.direct = b""
-        self._awaited = 0
-        self._there = threading.Event()
         self._count = threading.Lock()
 
-    def write_directly(self, memory: int, direct: bytes) -> None:
-        """These cells are written through ``memory``, which this closes; nobody runs before they are there. The write lock is held until nothing of them is
-        registered any more."""
-        with self._count:
-            self.memory, self.direct = memory, direct
-            self._awaited = sum(map(and_, self.missing, direct))
-            if not self._awaited:
-                self._there.set()
-
-    def wait_for_direct(self, seconds: float) -> bool:
-        """Whether all cells that are written directly are there, or will never be."""
-        if not self.direct or self.gone:
-            return True
-        if not self._there.wait(seconds):
-            return False
-        with self.lock.writing():  # whoever writes one of them for the second time has done so
-            return True
-
-    def close(self) -> None:
-        """Nothing is placed any more. The write lock is held."""
-        self.gone = True
-        os.close(self.descriptor)
-        if self.memory >= 0:
-            os.close(self.memory)
-            self.memory = -1
+    def dead(self) -> bool:
+        """Whether its process has ended. ``lock`` is held."""
+        return userfaultfd.place_zero(self.descriptor, 0, PAGE).stop is Stop.DEAD
 
     def child(self, descriptor: int, keep: int, wiped: Sequence[tuple[int, int]]) -> Member:
         """A child that was just forked. The write lock is held: what is missing here is missing there, and what is
@@ -159,10 +113,6 @@ class Member:
             if self.missing[row]:
                 self.missing[row] = 0
                 self.left -= 1
-                if self.direct and self.direct[row]:
-                    self._awaited -= 1
-                    if not self._awaited:
-                        self._there.set()
 
 
 class Family:
@@ -175,6 +125,7 @@ class Family:
         unregistered: Asked when the kernel says that a page cannot be placed although it should be there; raises if
             the page is mapped.
         wiped: Ranges (start, end) that a forked child finds empty (MADV_WIPEONFORK).
+        filed: Ranges (start, end) that come from a file (`icecore.restorer.device_file`), which answers who waits there.
     """
 
     def __init__(
@@ -184,9 +135,11 @@ class Family:
         wanted: Bytes,
         unregistered: Callable[[Family, Member, int], None],
         wiped: Sequence[tuple[int, int]] = (),
+        filed: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.process = process
         self.wiped = wiped
+        self._filed = filed
         self.members: tuple[Member, ...] = ()
         self.registered = False
         self._unregistered = unregistered
@@ -229,6 +182,10 @@ class Family:
         """Whether the page at an original address in a cell's window is one that is placed."""
         page = (original - self._base[row]) // PAGE
         return bool(self._wanted[32 * row + page // 8] >> (page % 8) & 1)
+
+    def filed_at(self, original: int) -> bool:
+        """Whether an original address is one that comes from a file."""
+        return any(start <= original < end for start, end in self._filed)
 
     def absent_from(self, original: int) -> int:
         """How many bytes from an original address on, up to ``ZERO_BYTES``, have no page that is placed."""
@@ -346,10 +303,6 @@ class Family:
         self, member: Member, row: int, source: int, pieces: list[tuple[int, int, int]], placing: Placing
     ) -> tuple[Stop, list[int]]:
         """One try; returns why it ended and where pages are not registered."""
-        if member.direct and member.direct[row]:
-            base = self._base[row]
-            there = all(process_memory.write(member.memory, base + o, source + at, length) for o, at, length in pieces)
-            return Stop.DONE if there else Stop.DEAD, []
         moves = self._moves(member, row, source, pieces)
         outcomes = placing.place(member, moves) if moves else []
         for outcome in outcomes:

@@ -18,10 +18,11 @@ import msgspec
 import numpy as np
 
 from icecore.errors import IcecoreError
-from icecore.host import process_memory, userfaultfd
+from icecore.host import userfaultfd
 from icecore.host.memory import HugeBuffer, address_of
 from icecore.host.resident.worker import MOST_DESCRIPTORS
 from icecore.restorer.cells import page_pieces
+from icecore.restorer.file_placer import FilePlacer
 from icecore.restorer.locks import SharedLock
 from icecore.restorer.placing import (
     MESSAGE,
@@ -30,6 +31,7 @@ from icecore.restorer.placing import (
     Deliver,
     Delivered,
     Done,
+    File,
     Forget,
     Open,
     Place,
@@ -38,6 +40,7 @@ from icecore.restorer.placing import (
     Request,
     Stage,
     State,
+    Store,
     Target,
     Wanted,
 )
@@ -70,8 +73,9 @@ class Placer:
         self._hot = HugeBuffer(CELL_BYTES, prefault=False)
         self._scratch = Scratch()
         self._lock = SharedLock(order.lock) if order.lock else None
-        self._targets: dict[int, list[int]] = {}
+        self._targets: dict[int, int] = {}
         self._stager: Stager | None = None
+        self._file: FilePlacer | None = None
 
     def answer(self, request: Request, descriptors: list[int]) -> Answer | None:
         """Do what a message says."""
@@ -85,11 +89,15 @@ class Placer:
                 return self._stager.stage(request)
             case Region():
                 self._stager = Stager(request, descriptors[0], descriptors[1:], self._backend, self._decoder, self._stored)
+            case Store():
+                assert self._file is not None
+                return self._file.store(request)
+            case File(size):
+                self._file = FilePlacer(size, descriptors[0], self._backend, self._decoder, self._stored)
             case Target(number):
-                self._targets[number] = descriptors
+                self._targets[number] = descriptors[0]
             case Forget(number):
-                for descriptor in self._targets.pop(number):
-                    os.close(descriptor)
+                os.close(self._targets.pop(number))
             case Open():
                 raise ValueError("a second opening")
         return None
@@ -129,12 +137,9 @@ class Placer:
 
     def _put(self, cell: Wanted, source: int, pieces: list[tuple[int, int, int]]) -> State:
         """Place a cell where it was in the snapshot, if its process still has that as it was."""
-        target, *memory = self._targets[cell.target]
+        target = self._targets[cell.target]
         assert self._lock is not None
         with self._lock.reading():
-            if cell.direct:
-                written = (process_memory.write(memory[0], cell.window + o, source + at, length) for o, at, length in pieces)
-                return State.PLACED if all(written) else State.DEAD
             if self._lock.changed(cell.family):
                 return State.HELD
             for offset, position, length in pieces:
@@ -146,7 +151,7 @@ class Placer:
         return State.PLACED
 
     def _place(self, request: Place) -> Done:
-        target = self._targets[request.target][0]
+        target = self._targets[request.target]
         outcomes = []
         try:
             for destination, source, length in request.moves:

@@ -24,6 +24,7 @@ from icecore.restorer.placing import (
     Deliver,
     Delivered,
     Done,
+    File,
     Forget,
     Move,
     Open,
@@ -31,8 +32,11 @@ from icecore.restorer.placing import (
     Place,
     Region,
     Request,
+    Spot,
     Stage,
     Staged,
+    Store,
+    Stored,
     Target,
     Wanted,
 )
@@ -114,10 +118,10 @@ class Placer:
         return answer
 
     def target(self, member: Member) -> int:
-        """The number of a member's userfaultfd and memory, which are handed over if the placer does not have them."""
+        """The number of a member's userfaultfd, which is handed over if the placer does not have it."""
         if member.keep not in self._targets:
             self._forget_gone()
-            self._send(Target(member.keep), [member.descriptor, *([member.memory] if member.memory >= 0 else [])])
+            self._send(Target(member.keep), [member.descriptor])
             self._targets[member.keep] = member
         return member.keep
 
@@ -150,6 +154,27 @@ class Placer:
         answer = self._ask(Stage(list(parts), digested))
         assert isinstance(answer, Staged)
         return answer
+
+    def open_file(self, size: int, file: int) -> None:
+        """Where `store` is to put cells: a file of so many bytes."""
+        self._send(File(size), [file])
+
+    def store(self, batch: Batch, cells: Sequence[Spot], records: Records, pages: bytes) -> list[bool]:
+        """Have cells of a batch read, decoded, verified, and put into the file.
+
+        Args:
+            records: CELL[n], of these cells.
+            pages: 32 bytes for each, the pages that are wanted there.
+
+        Returns:
+            For each cell whether it is there.
+
+        Raises:
+            PlacerLost: It has ended.
+        """
+        answer = self._ask(Store(list(batch.reads), list(cells), records.tobytes(), pages, batch.size))
+        assert isinstance(answer, Stored)
+        return answer.there
 
     def close(self) -> None:
         """Let it end."""

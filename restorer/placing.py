@@ -5,7 +5,8 @@ long as their process is not known to have changed its address space. Otherwise 
 locks meanwhile, tells it where they belong now (`Place`). Between the two, and among the placers, `icecore.restorer.locks.SharedLock` stands: whoever places
 holds it for reading, whoever reads a process's events for writing.
 
-Resident device memory goes another way: a placer puts cells into its own part of pinned memory, and has the GPU worker copy them (`Region`, `Stage`).
+Device memory goes other ways. What the driver moves on goes into a file, which processes map where they had that memory (`File`, `Store`); of resident memory a
+placer puts cells into its own part of pinned memory, and has the GPU worker copy them (`Region`, `Stage`).
 """
 
 from __future__ import annotations
@@ -52,8 +53,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Wanted(NamedTuple):
-    """A cell to deliver: the bounds of its stored bytes, and of its base's, in the buffer; the address of its window; its family; that one's `Target`;
-    whether it is written through its /proc/PID/mem."""
+    """A cell to deliver: the bounds of its stored bytes, and of its base's, in the buffer; the address of its window; its family; that one's userfaultfd."""
 
     start: int
     stop: int
@@ -62,7 +62,6 @@ class Wanted(NamedTuple):
     window: int
     family: int
     target: int
-    direct: bool
 
 
 class Deliver(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -97,13 +96,13 @@ class Delivered(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Target(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The userfaultfd that comes with this message, and the process's /proc/PID/mem if that does too, have that number from now on; no answer."""
+    """The userfaultfd that comes with this message has that number from now on; no answer."""
 
     number: int
 
 
 class Forget(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Close what has that number; no answer."""
+    """Close that userfaultfd; no answer."""
 
     number: int
 
@@ -170,5 +169,39 @@ class Staged(msgspec.Struct, frozen=True, array_like=True, tag=True):
     broken: str = ""
 
 
-Request = Open | Deliver | Target | Forget | Place | Region | Stage
-Answer = Ready | Delivered | Done | Staged
+class File(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The file that comes with this message, of ``size`` bytes, is where `Store` puts cells. No answer."""
+
+    size: int
+
+
+class Spot(NamedTuple):
+    """A cell to put into the file: the bounds of its stored bytes, and of its base's, in the buffer; where its window begins in the file."""
+
+    start: int
+    stop: int
+    base_start: int
+    base_stop: int
+    position: int
+
+
+class Store(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Read ranges into the buffer of ``size`` bytes; decode and verify cells, and put them into the file. ``records``: their CELL records; ``pages``: 32 bytes
+    each, the pages that are wanted there."""
+
+    reads: list[Read]
+    cells: list[Spot]
+    records: bytes
+    pages: bytes
+    size: int
+
+
+class Stored(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """For each cell whether its pages are in the file; ``why``: of one that could not be had."""
+
+    there: list[bool]
+    why: str = ""
+
+
+Request = Open | Deliver | Target | Forget | Place | Region | Stage | File | Store
+Answer = Ready | Delivered | Done | Staged | Stored

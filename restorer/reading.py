@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from icecore.host.memory import address_of
 from icecore.restorer.plan import Read
+from icecore.store import codec
+from icecore.store.cell import CELL_BYTES
+from icecore.store.decoder import ChunkDecoder
 from icecore.store.local import LocalBackend
 from icecore.store.names import object_name
+from icecore.store.pool import Scratch
 
 
 class Reading:
@@ -48,6 +55,41 @@ class Reading:
             return False
         self._next(to)
         return True
+
+    def whole_cell(
+        self,
+        bounds: tuple[int, int, int, int],
+        record: np.void,
+        decoder: ChunkDecoder,
+        to: memoryview,
+        room: memoryview,
+        scratch: Scratch,
+        *,
+        alone: bool,
+        verified: bool = True,
+    ) -> None:
+        """Bring a cell all of whose pages are there to ``to``, without going through another place if that can be.
+
+        Args:
+            bounds: Of its stored bytes, and of its base's, in the buffer.
+            to, room: `CELL_BYTES` each.
+            alone: No other cell needs its stored bytes.
+            verified: Whether its bytes must be the snapshot's.
+
+        Raises:
+            As `until`; Damaged: It is not what was written.
+        """
+        start, stop, base_start, base_stop = bounds
+        raw = int(record["place"]["codec"]) == codec.RAW and not decoder.encrypted
+        if raw and alone and stop - start == CELL_BYTES and self.straight(start, to):
+            if verified:
+                decoder.decode(record, to, None, room, scratch)
+            return
+        stored = self.until(max(stop, base_stop))
+        base = stored[base_start:base_stop] if base_stop > base_start else None
+        data = decoder.decode(record, stored[start:stop], base, to, scratch, verified=verified)
+        if address_of(data) != address_of(to):  # it was stored raw
+            to[:] = data
 
     def _next(self, to: memoryview) -> None:
         assert self._read is not None

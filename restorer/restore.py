@@ -19,17 +19,19 @@ from icecore.host.criu import Criu, find_criu
 from icecore.host.cuda.holder import VARIABLE, plugin_folder
 from icecore.host.job import ExitStatus, Job
 from icecore.host.jobs import Registry, Restoring
-from icecore.host.limits import threads_for
+from icecore.host.limits import kernel_version, threads_for
 from icecore.host.namespaces import INSTANCE_MOUNT, RunRecord
 from icecore.host.resident.client import Keeper
 from icecore.restorer import workingset
 from icecore.restorer.cells import SpaceCells
+from icecore.restorer.device_file import DeviceFile, MappingStays
 from icecore.restorer.devices import Devices
 from icecore.restorer.fetch import PLACE_THREADS, PLACER_BYTES, Limits
 from icecore.restorer.files import PutBack
 from icecore.restorer.filewriter import FileTarget, write_files
+from icecore.restorer.gpus import temporary
 from icecore.restorer.guard import Guard
-from icecore.restorer.images import Memory, image_targets, plan_memory, read_spaces, spaces_of
+from icecore.restorer.images import FILE_NAME, Memory, image_targets, plan_memory, read_spaces, spaces_of
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.placers import Placers, placers_for
 from icecore.restorer.plan import room_for
@@ -46,6 +48,8 @@ from icecore.store.state import SnapshotRecord
 
 _DEFAULT_WORKDIR = "/dev/shm"
 _GUARD_SECONDS = 60.0
+#: The first Linux whose userfaultfd tells of pages that a file in memory has and a process has not mapped yet.
+_FIRST_MINOR_FAULTS = (5, 14)
 #: Bytes fetched and not yet placed, for each process with device memory.
 _BUDGET = 512 << 20
 #: File systems that a job with a private root has for itself: their files come with CRIU's images.
@@ -126,7 +130,14 @@ def restore(
         Damaged: An object of the snapshot is not what was written; nothing of the tree runs.
         StoreError: The storage failed; nothing of the tree runs.
     """
-    run = _Run(repository, loop, snapshot, options or RestoreOptions(), criu, registry, emit)
+    try:
+        return _attempt(_Run(repository, loop, snapshot, options or RestoreOptions(), criu, registry, emit))
+    except MappingStays as error:
+        emit(Event("restore.warning", {"name": "device-memory", "message": f"{error.message}; it is restored once more, without a file for it"}))
+    return _attempt(_Run(repository, loop, snapshot, options or RestoreOptions(), criu, registry, emit, with_file=False))
+
+
+def _attempt(run: _Run) -> Restored:
     try:
         return run.start()
     except BaseException as error:
@@ -195,6 +206,8 @@ class _Run:
         criu: Criu | None,
         registry: Registry | None,
         emit: Sink,
+        *,
+        with_file: bool = True,
     ) -> None:
         self.began = time.perf_counter()
         self.repository = repository
@@ -215,6 +228,11 @@ class _Run:
         self.devices: Devices | None = None
         self.device_bytes: dict[int, int] = {}
         self.resident: Resident | None = None
+        self.with_file = with_file and kernel_version() >= _FIRST_MINOR_FAULTS
+        self.device_file: DeviceFile | None = None
+        self.filed: Future[None] | None = None
+        self.file_placers: Placers | None = None
+        self.temporary: dict[int, list[tuple[int, int]]] = {}
 
     @property
     def failure(self) -> BaseException | None:
@@ -249,7 +267,12 @@ class _Run:
                 registry.restoring(record, snapshot=self.snapshot, lineage=manifest.lineage, name=options.instance)
             )
         self._begin_resident(manifest, record, str(work))
-        placers = self._placers(manifest.sizes.logical - resident_bytes(manifest), str(work), str(work))
+        self.temporary = temporary(manifest) if self.devices is not None and self.with_file else {}
+        device_bytes = sum(end - start for ranges in self.temporary.values() for start, end in ranges)
+        self.file_placers = self._placers(device_bytes, str(work))
+        if self.file_placers is not None:
+            self.stack.callback(self.file_placers.close)
+        placers = self._placers(manifest.sizes.logical - resident_bytes(manifest) - device_bytes, str(work), str(work))
         if placers is not None:
             self.stack.callback(placers.close)
         with phase(self.emit, "restore.images", snapshot=self.snapshot) as running:
@@ -266,6 +289,7 @@ class _Run:
             self.limits,
             self.loop,
             placers=placers,
+            device_file=self.device_file,
         )
         self._build(self.tree, manifest, criu, images)
         if options.mode == "full":
@@ -365,8 +389,11 @@ class _Run:
             for space in memory_spaces
             if space.kind == "process"
         }
-        # From far away, fetching takes so long that the driver had better move on what is there.
-        memory = plan_memory(folder, list(zip(memory_spaces, cells, strict=True)), criu.version, lazily=True, huge=not far)
+        memory = plan_memory(
+            folder, list(zip(memory_spaces, cells, strict=True)), criu.version, lazily=True, temporary=self.temporary
+        )
+        if memory.filed:
+            self._begin_device_file(memory)
         running.bytes += self._write(memory.page_images)
         self.put_back.commit()
         running.fields |= {
@@ -374,6 +401,28 @@ class _Run:
             "page_image_bytes": sum(target.size for target in memory.page_images),
         }
         return memory
+
+    def _begin_device_file(self, memory: Memory) -> None:
+        """Device memory begins to come now: it needs neither CRIU nor the processes."""
+        backend, limits = self.repository.backend, self.limits
+        made = DeviceFile(memory.filed, memory.size, backend, self.reader, limits, self.loop, placers=self.file_placers)
+        pool = self.stack.enter_context(ThreadPoolExecutor(1, "device-file"))
+        self.stack.callback(made.close)
+
+        def fill() -> None:
+            with phase(self.emit, "restore.gpu.memory") as running:
+                made.run(running.progress)
+                spent = made.spent
+                running.bytes = spent.produced
+                running.fields |= {
+                    "stored": spent.stored,
+                    "cells": spent.cells,
+                    "placers": made.placers,
+                    "redone": spent.redone,
+                    **{f"{name}_thread_seconds": getattr(spent, name) for name in ("read", "decode", "sink")},
+                }
+
+        self.device_file, self.filed = made, pool.submit(fill)
 
     def _logs(self, sizes: Mapping[str, int], cells: Mapping[str, SpaceCells]) -> list[FileTarget]:
         """What the job's logs held goes into the new instance's."""
@@ -399,6 +448,9 @@ class _Run:
         own, prefix, descriptors = (
             (self.restoring.options, self.restoring.prefix, self.restoring.pass_fds) if self.restoring else ([], [], ())
         )
+        if self.device_file is not None:
+            own = [*own, "--inherit-fd", f"fd[{self.device_file.descriptor}]:{FILE_NAME}"]
+            descriptors = (*descriptors, self.device_file.descriptor)
         arguments = criu_arguments(manifest, self.options, [*own, *self._plugins(images)], held)
         if self.options.mode == "lazy":
             self.early = self.loop.run(workingset.recall(self.repository, manifest.lineage, self.snapshot))
@@ -409,8 +461,6 @@ class _Run:
                 given = [*descriptors, *([holder.fileno()] if holder is not None else [])]
                 tree.build(criu, images, arguments, prefix, given, self.options.criu_seconds, environment, self.early)
             running.fields["faults"] = tree.daemon.faults
-        if self.devices is None or not tree.filling.can_write:
-            tree.filling.open()
 
     def _plugins(self, images: Path) -> list[str]:
         """Where CRIU takes its plugins from. Not from where it looks itself: CRIU's plugin for CUDA would make the driver's calls a second time."""
@@ -483,6 +533,10 @@ class _Run:
         """The tree waits until then. Until it is done the guard kills the tree if this process dies."""
         if self.devices is not None:
             tree.bring_devices_back(self.devices, self.device_bytes, self.options.criu_seconds)
+        if self.device_file is not None and self.filed is not None:
+            self.filed.result()
+            # Where its pages are small, giving them back takes a while.
+            threading.Thread(target=self.device_file.close, name="device-file", daemon=True).start()
 
     def _map_resident(self, tree: Tree) -> None:
         """The tree runs, but for the threads that its preload has parked."""

@@ -23,7 +23,6 @@ from icecore.host.resident.gpu_thread import PLACE_MESSAGE
 from icecore.restorer.cells import FULL_CELL, page_pieces
 from icecore.restorer.placing import STAGED_CELLS, Bounds, Part, Region, Stage, Staged
 from icecore.restorer.reading import Reading
-from icecore.store import codec
 from icecore.store.cell import CELL, CELL_BYTES
 from icecore.store.decoder import ChunkDecoder
 from icecore.store.local import LocalBackend
@@ -137,19 +136,12 @@ class Stager:
     def _cell(self, cell: Bounds, record: np.void, reading: Reading, to: memoryview, *, alone: bool, verified: bool) -> None:
         """Put a cell where it is to be copied from. ``alone``: no other one needs its stored bytes."""
         bitmap = record["data"].tobytes()
-        whole = bitmap == FULL_CELL
-        raw = int(record["place"]["codec"]) == codec.RAW and not self._decoder.encrypted
-        if whole and raw and alone and cell.stop - cell.start == CELL_BYTES and reading.straight(cell.start, to):
-            if verified:
-                self._decoder.decode(record, to, None, self._room.view(), self._scratch)
+        if bitmap == FULL_CELL:
+            reading.whole_cell(cell[:4], record, self._decoder, to, self._room.view(), self._scratch, alone=alone, verified=verified)
             return
         stored = reading.until(max(cell.stop, cell.base_stop))
         base = stored[cell.base_start : cell.base_stop] if cell.base_stop > cell.base_start else None
-        room = to if whole else self._room.view()
-        data = self._decoder.decode(record, stored[cell.start : cell.stop], base, room, self._scratch, verified=verified or not whole)
-        if not whole:
-            ctypes.memset(address_of(to), 0, CELL_BYTES)
-            for offset, position, length in page_pieces(bitmap, bitmap):
-                to[offset : offset + length] = data[position : position + length]
-        elif address_of(data) != address_of(to):  # it was stored raw
-            to[:] = data
+        data = self._decoder.decode(record, stored[cell.start : cell.stop], base, self._room.view(), self._scratch)
+        ctypes.memset(address_of(to), 0, CELL_BYTES)
+        for offset, position, length in page_pieces(bitmap, bitmap):
+            to[offset : offset + length] = data[position : position + length]

@@ -14,6 +14,7 @@ from pathlib import Path
 from icecore.errors import NotFound, RestoreFailed
 from icecore.host import procfs
 from icecore.host.criu import Criu, RestoreArguments, explain, restore_command
+from icecore.restorer.device_file import DeviceFile
 from icecore.restorer.devices import Devices, host_pids
 from icecore.restorer.fetch import Decoder, Limits
 from icecore.restorer.filling import Filling
@@ -66,12 +67,13 @@ class Tree:
         what: What is restored, for messages.
         guard: A guard that has not started CRIU yet.
         work: CRIU's working directory, the guard's own.
-        memory: What comes through userfaultfd, or is written where it had been.
+        memory: What comes through userfaultfd.
         backend: Where the chunks are.
         decoder: Decodes and verifies them.
         limits: Threads, memory, patience.
         loop: Where the repository lives.
         placers: Processes that place; None: this one does.
+        device_file: The device memory that does not come through userfaultfd.
 
     Attributes:
         failure: What broke first, once something has; the tree is killed then.
@@ -89,12 +91,15 @@ class Tree:
         loop: LoopThread,
         *,
         placers: Placers | None = None,
+        device_file: DeviceFile | None = None,
     ) -> None:
         self._what = what
         self._guard = guard
         self._work = work
         self._pid_file = work / "restored.pid"
-        self.filling = Filling(guard, memory, backend, decoder, limits, loop, self._failed, placers=placers)
+        self.filling = Filling(
+            guard, memory, backend, decoder, limits, loop, self._failed, placers=placers, device_file=device_file
+        )
         self.daemon = self.filling.daemon
         self.failure: BaseException | None = None
         self._held = False
@@ -129,7 +134,7 @@ class Tree:
         environment: Mapping[str, str],
         first: Sequence[tuple[int, int]],
     ) -> None:
-        """Run CRIU; returns once the tree is built and the filling can be opened.
+        """Run CRIU; returns once the tree is built and its memory can be placed.
 
         Args:
             prefix: Command line before CRIU's.
@@ -146,6 +151,7 @@ class Tree:
             raise RestoreFailed(f"CRIU did not build the tree within {seconds:.0f} s")
         if not self.daemon.restored:
             raise self._explain()
+        self.filling.open()
 
     def resume(self, seconds: float) -> int:
         """Let a held tree go; the root's pid."""
@@ -183,7 +189,7 @@ class Tree:
         return RestoreFailed(f"{message} (criu's exit status {self.daemon.criu_status}{why})", cure=cure)
 
     def bring_devices_back(self, devices: Devices, sizes: Mapping[int, int], seconds: float) -> None:
-        """Have the driver restore the device memory of a tree that is built and does not run yet, and fill it.
+        """Have the driver restore the device memory of a tree that is built and does not run yet, while it is being filled.
 
         Args:
             sizes: Image id → bytes of it.

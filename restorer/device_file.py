@@ -1,0 +1,276 @@
+"""Device memory on its way to the driver, through a file in memory that CRIU maps where the driver had left it; its rule: no page is seen before it is there.
+
+It is fetched into the file from the restore's beginning on: that needs no process. The file is of huge pages, where userfaultfd could place small ones only,
+and to unmap it frees nothing; so the driver, which unmaps all at the end of its work, does not do that page by page. What is not there yet when CRIU holds
+the tree is registered with userfaultfd: the driver, which reads from the lowest address on, waits in a page fault where it overtakes the fetching, which goes
+in the same order; what is there is given back to the kernel from the lowest address on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+
+import numpy as np
+
+from icecore.errors import NotFound, RestoreFailed
+from icecore.events import Progress
+from icecore.host import huge_file, procfs, userfaultfd
+from icecore.host.memory import HUGE_PAGE, address_of
+from icecore.restorer.cells import page_pieces
+from icecore.restorer.fetch import Decoder, Fetcher, Limits, Spent
+from icecore.restorer.images import FiledMemory
+from icecore.restorer.members import Member
+from icecore.restorer.placers import Placer, PlacerLost, Placers
+from icecore.restorer.placing import Spot
+from icecore.restorer.plan import Batch, interleave
+from icecore.store.backend import Backend
+from icecore.store.loop import LoopThread
+
+#: So much more must be there before it is given back to the kernel.
+_STEP = 64 << 20
+
+
+class MappingStays(RestoreFailed):
+    """The driver has left memory mapped that it was known to take away: that must be anonymous."""
+
+
+class _Process:
+    """What of a process's mappings is there. ``lock`` guards the rest."""
+
+    def __init__(self, part: FiledMemory) -> None:
+        self.image = part.process
+        self.ranges = part.ranges
+        self.lock = threading.Lock()
+        self.member: Member | None = None
+        self._low: list[int] = part.cells.low.tolist()
+        self._there = bytearray(len(self._low))
+        self._front = 0
+        self._released = part.ranges[0][0]
+
+    def misses(self, row: int) -> bool:
+        return not self._there[row]
+
+    def add(self, row: int) -> None:
+        """A cell is there."""
+        with self.lock:
+            self._there[row] = 1
+            if self.member is not None:
+                self._release(self.member)
+
+    def attach(self, member: Member) -> None:
+        """See `DeviceFile.attach`."""
+        with self.lock:
+            self._released = self._until()
+            mode = userfaultfd.REGISTER_MISSING | userfaultfd.REGISTER_MINOR
+            self._each(member, userfaultfd.register, self._released, self.ranges[-1][1], mode)
+            self.member = member
+
+    def _until(self) -> int:
+        """Up to where everything is there. A huge page that is there in part is not divided."""
+        while self._front < len(self._low) and self._there[self._front]:
+            self._front += 1
+        return self.ranges[-1][1] if self._front == len(self._low) else self._low[self._front] // HUGE_PAGE * HUGE_PAGE
+
+    def _release(self, member: Member) -> None:
+        until = self._until()
+        if until - self._released >= _STEP or self._front == len(self._low):
+            self._each(member, userfaultfd.unregister, self._released, until)
+            self._released = max(until, self._released)
+
+    def _each(self, member: Member, call: Callable[..., None], start: int, end: int, *more: int) -> None:
+        """A call for each of the mappings' parts between two addresses."""
+        with member.lock.reading():
+            for first, last in self.ranges:
+                low, high = max(first, start), min(last, end)
+                if low >= high or member.gone:
+                    continue
+                try:
+                    call(member.descriptor, low, high - low, *more)
+                except OSError as error:
+                    if not member.dead():
+                        raise RestoreFailed(f"the device memory of process {self.image} cannot wait for its bytes: {error}") from error
+
+
+class DeviceFile:
+    """Fills the file of a restore.
+
+    Args:
+        memory: What goes into it.
+        size: Of the file.
+        backend: Where the chunks are.
+        decoder: Decodes and verifies them.
+        limits: Threads, memory, patience.
+        loop: Where the repository lives.
+        placers: Processes that do it, not begun, and this object's now; without any threads of this one do.
+
+    Attributes:
+        descriptor: Of the file, for CRIU.
+        placers: How many processes fill it.
+
+    Raises:
+        RestoreFailed: There can be no such file here.
+    """
+
+    def __init__(
+        self,
+        memory: Sequence[FiledMemory],
+        size: int,
+        backend: Backend,
+        decoder: Decoder,
+        limits: Limits,
+        loop: LoopThread,
+        *,
+        placers: Placers | None = None,
+    ) -> None:
+        self._lock = threading.Lock()
+        self._failure: BaseException | None = None
+        self._failed: Callable[[BaseException], None] | None = None
+        self._placers = placers
+        self.placers = len(placers.all) if placers is not None else 0
+        self._processes = [_Process(part) for part in memory]
+        self._first = np.cumsum([0, *(len(part.cells) for part in memory)]).tolist()
+        self._records = np.concatenate([part.cells.records for part in memory])
+        self._data = self._records["data"].tobytes()
+        self._pages = b"".join(part.wanted.tobytes() for part in memory)
+        self._position: list[int] = np.concatenate([part.position for part in memory]).tolist()
+        try:
+            self.descriptor = huge_file.create(size)
+        except OSError as error:
+            raise RestoreFailed(f"there can be no file for device memory: {error}") from error
+        self._mapped: mmap.mmap | None = mmap.mmap(self.descriptor, size)
+        with memoryview(self._mapped) as view:
+            self._address = address_of(view)
+        self._fetcher = Fetcher(
+            backend, decoder, self._records, self._store, limits, loop, needed=self._misses, failed=self._fail
+        )
+        if placers is not None:
+            placers.begin()
+            for placer in placers.all:
+                with suppress(PlacerLost):  # who asks it first is told
+                    placer.open_file(size, self.descriptor)
+            self._fetcher.hand_out(placers.all, self._through)
+
+    @property
+    def spent(self) -> Spent:
+        """What the workers did; complete once `run` has ended."""
+        return self._fetcher.spent
+
+    def run(self, progress: Progress) -> None:
+        """Fill it; may be called by a thread of its own, once.
+
+        Raises:
+            Whatever prevents it.
+        """
+        rows = [list(range(*bounds)) for bounds in zip(self._first[:-1], self._first[1:], strict=True)]
+        self._fetcher.progress = progress
+        try:
+            self._fetcher.start(interleave([own for own in rows if own] or [[]]))
+            self._fetcher.wait()
+            if self._placers is not None:
+                self._placers.close()
+        except BaseException as error:
+            self._fetcher.fail(error)
+            raise
+        self._fetcher.stop()
+
+    def wait(self) -> None:
+        """Wait until all is there; then nothing of it is registered any more.
+
+        Raises:
+            Whatever prevents it.
+        """
+        self._fetcher.wait()
+
+    def attach(self, member: Callable[[int], Member], failed: Callable[[BaseException], None]) -> None:
+        """CRIU holds the tree, and the file is mapped: from now on the processes may read what is there, and wait for the rest.
+
+        Args:
+            member: CRIU's id of a process → its address space.
+            failed: Told once, from whatever thread, that the tree must die, and why.
+
+        Raises:
+            Whatever has gone wrong before.
+        """
+        with self._lock:
+            self._failed = failed
+            if self._failure is not None:
+                raise self._failure
+        for process in self._processes:
+            process.attach(member(process.image))
+
+    def check_unmapped(self, pids: Iterable[int]) -> None:
+        """The driver has moved on what is in the file; nothing runs yet.
+
+        Raises:
+            MappingStays: A process would keep the file.
+        """
+        own = os.fstat(self.descriptor)
+        for pid in pids:
+            with suppress(NotFound):
+                if any(m.inode == own.st_ino and m.device == (os.major(own.st_dev), os.minor(own.st_dev)) for m in procfs.read_maps(pid)):
+                    raise MappingStays(f"the driver has not unmapped all device memory of process {pid}")
+
+    def fail(self, error: BaseException) -> None:
+        """Stop filling because of an error from elsewhere."""
+        with self._lock:
+            self._failed = None
+        self._fetcher.fail(error)
+
+    def close(self) -> None:
+        """Give the memory back, as far as no process has it mapped. May be called twice."""
+        self.fail(RestoreFailed("the restore was given up"))  # nothing, once all is there
+        self._fetcher.stop()
+        with self._lock:
+            mapped, self._mapped = self._mapped, None
+        if mapped is not None:
+            try:
+                if self._placers is not None:
+                    self._placers.close()
+            finally:
+                mapped.close()
+                os.close(self.descriptor)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._failure, failed = error, self._failed
+        if failed is not None:
+            failed(error)
+
+    def _of(self, row: int) -> tuple[_Process, int]:
+        number = bisect_right(self._first, row) - 1
+        return self._processes[number], row - self._first[number]
+
+    def _misses(self, row: int) -> bool:
+        process, own = self._of(row)
+        return process.misses(own)
+
+    def _there(self, row: int) -> None:
+        process, own = self._of(row)
+        process.add(own)
+
+    def _bits(self, row: int) -> bytes:
+        return self._pages[32 * row : 32 * row + 32]
+
+    def _store(self, row: int, data: memoryview) -> None:
+        """Put a cell's wanted pages into the file; called by the fetcher's threads."""
+        source, to = address_of(data), self._address + self._position[row]
+        for offset, position, length in page_pieces(self._data[32 * row : 32 * row + 32], self._bits(row)):
+            ctypes.memmove(to + offset, source + position, length)
+        self._there(row)
+
+    def _through(self, placer: Placer, batches: Sequence[Batch]) -> list[int]:
+        """Have a placer put a batch, the only one, into the file; the rows that it could not have."""
+        (batch,) = batches
+        rows = [cell.row for cell in batch.cells]
+        spots = [Spot(*cell[1:], self._position[cell.row]) for cell in batch.cells]
+        there = placer.store(batch, spots, self._records[rows], b"".join(map(self._bits, rows)))
+        for row, stored in zip(rows, there, strict=True):
+            if stored:
+                self._there(row)
+        return [row for row, stored in zip(rows, there, strict=True) if not stored]
