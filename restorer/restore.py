@@ -336,7 +336,7 @@ class _Run:
         """Processes that place, if they pay; they start while CRIU's images are written. To be closed."""
         options, backend = self.options, self.repository.backend
         count = options.placers or (0 if options.threads else placers_for(size, self.limits.budget, processes=self.drivers))
-        if not count or not backend.direct or not backend.folder:
+        if not count or not size or not backend.direct or not backend.folder:
             return None
         room, key = room_for(PLACER_BYTES), self.repository.keys.chunk
         return Placers(count, backend.folder, key, room=room, patience=options.stall_seconds, word=word, lock=lock)

@@ -66,6 +66,17 @@ def test_three_snapshots_of_two_gpu_processes(store: Store, launch: Launch, worl
     assert events.named("dump.gpu.checkpoint")[1].fields["bytes"] == 2 * MIB << 20
 
 
+@pytest.mark.parametrize("stop", [False, True])
+def test_what_is_temporary_is_noted(stop: bool, store: Store, launch: Launch, world: World) -> None:
+    """The driver's mapping; not memory that was the driver's before, and is again afterwards."""
+    target = launch(lent=True)
+    result = store.dump(target.pid, DumpOptions(stop=stop))
+    manifest = store.read(result.snapshot).manifest
+    assert result.sizes.device > MIB << 20
+    (process,) = json.loads(manifest.extra["cuda"])["processes"].values()
+    assert process["temporary"] == [[fake_cuda.DEVICE, fake_cuda.DEVICE + (MIB << 20)]]
+
+
 @pytest.mark.parametrize("wanted", [True, False])
 def test_the_drivers_mapping_is_made_for_it(wanted: bool, store: Store, launch: Launch, world: World) -> None:
     if os.uname().machine != "x86_64":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,19 +26,22 @@ from icecore.host.cuda.backend import VARIABLE
 from icecore.host.job import Job
 from icecore.host.jobs import Registry
 from icecore.host.namespaces import Isolation
+from icecore.restorer import device_file
+from icecore.restorer import restore as restorer
 from icecore.restorer.guard_process import descendants
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import Restored, check, restore
 from icecore.store.faulty import Call, FaultyBackend, Outcome
 from icecore.store.local import LocalBackend
+from icecore.store.manifest import Manifest
 from tests.dumper.world import Events, Store
 from tests.programs import driving, fake_cuda
 
 from .conftest import Launch
 from .fake_world import GPUS, MIB, Target, World
 
-#: Where a target's driver has its mapping; so many that the mapping is made of huge pages.
-DEVICE, MIBS = 0x6FA500000000, 70
+#: Where a target's driver has its mapping; so many that it comes back through a file.
+DEVICE, MIBS = fake_cuda.DEVICE, 70
 
 pytestmark = [pytest.mark.criu, pytest.mark.timeout(90)]
 
@@ -132,6 +137,118 @@ def test_device_memory_in_a_file(mode: str, placers: int, store: Store, launch: 
     assert not restored.named("restore.warning")
 
 
+@pytest.mark.parametrize("mode", ["full", "lazy"])
+def test_a_driver_that_overtakes_the_fetching_waits(
+    mode: str, store: Store, launch: Launch, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = launch(GPUS[:2], mib=MIBS)
+    snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
+    target.reap()
+    rows, waited = itertools.count(), threading.Event()
+
+    def add(self: device_file._Process, row: int) -> None:
+        if next(rows) == 3:
+            until_attached(self)
+            time.sleep(1.0)
+            assert self.member is not None and not self.member.gone
+            waited.set()
+        elif row > MIBS // 2:
+            waited.wait(20)
+        put(self, row)
+
+    put = device_file._Process.add
+    monkeypatch.setattr(device_file._Process, "add", add)
+    events = Events()
+    bring_back(store, snapshot, events, mode=mode)
+    goes_on(target)
+    assert waited.is_set()
+    began, ended = (event.at for event in events.named("restore.gpu.restore"))
+    assert ended - began > 0.9
+    assert events.named("restore.memory")[-1].fields["faults"]
+
+
+def until_attached(process: device_file._Process) -> None:
+    end = time.monotonic() + 20
+    while process.member is None:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    ("fault", "mode"),
+    [("store", "full"), ("store early", "lazy"), ("helper", "lazy"), ("process", "full"), ("criu", "full"), ("criu", "lazy")],
+)
+def test_a_restore_that_fails_while_the_driver_waits(
+    fault: str, mode: str, store: Store, launch: Launch, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody survives it, and nobody has run before."""
+    target = launch(GPUS[:2], mib=MIBS)
+    snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
+    target.reap()
+    rows, struck, free = itertools.count(), threading.Event(), list[int]()
+
+    def strike() -> None:
+        assert {procfs.status(pid).tracer > 0 for pid in driving.members(target.out.parent)} == {True}
+        if fault == "process":
+            os.kill(driving.members(target.out.parent)[-1], signal.SIGKILL)
+        elif fault != "store":
+            os.kill(started("criu" if fault == "criu" else "icecore.host.cuda.helper")[0], signal.SIGKILL)
+        while fault == "criu" and (left := driving.members(target.out.parent)):
+            free.extend(pid for pid in left if is_free(pid))
+        struck.set()
+
+    def add(self: device_file._Process, row: int) -> None:
+        if fault != "store early" and next(rows) == 3:
+            until_attached(self)
+            time.sleep(0.3)
+            strike()
+        put(self, row)
+
+    def read(self: LocalBackend, *arguments: Any) -> Any:
+        if (fault == "store" and struck.is_set()) or (fault == "store early" and threading.current_thread().name.startswith("place-")):
+            struck.set()
+            raise StoreError("it is broken")
+        return read_into(self, *arguments)
+
+    put, read_into = device_file._Process.add, LocalBackend.read_into
+    with monkeypatch.context() as patched:
+        patched.setattr(device_file._Process, "add", add)
+        patched.setattr(LocalBackend, "read_into", read)
+        with pytest.raises(StoreError if fault.startswith("store") else RestoreFailed):
+            bring_back(store, snapshot, mode=mode, threads=1 if fault == "store" else 0)
+    assert struck.is_set() and not free
+    gone(target, 10.0)
+    assert not any("device-file" in thread.name for thread in threading.enumerate())
+    world.clear()
+    bring_back(store, snapshot, mode=mode)
+    goes_on(target)
+
+
+def test_memory_that_the_driver_does_not_take_away_is_restored_without_a_file(
+    store: Store, launch: Launch, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file's mapping must not stay in a process: it could not be dumped again."""
+    target = launch(GPUS[:2], mib=MIBS, also=["large"])
+    snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
+    target.reap()
+    known = restorer.temporary
+
+    def everything(manifest: Manifest) -> dict[int, list[tuple[int, int]]]:
+        assert list(known(manifest).values()) == 2 * [[(DEVICE, DEVICE + (MIBS << 20))]]
+        return {int(s.key): [(r.start, r.start + r.length) for r in s.regions if r.lazy] for s in manifest.spaces if s.kind == "process"}
+
+    monkeypatch.setattr(restorer, "temporary", everything)
+    events = Events()
+    bring_back(store, snapshot, events)
+    goes_on(target)
+    assert [event.fields["name"] for event in events.named("restore.warning")] == ["device-memory"]
+    assert [event.fields["state"] for event in events.named("restore.gpu.memory")].count("end") == 1
+    again = store.dump(driving.members(target.out.parent)[0], DumpOptions(stop=True)).snapshot
+    target.reap()
+    bring_back(store, again)
+    goes_on(target)
+
+
 def is_free(pid: int) -> bool:
     """Whether a process may run: nobody traces it, and it has not been killed."""
     with suppress(OSError):
@@ -172,7 +289,6 @@ def test_a_placer_that_ends_while_memory_is_written(store: Store, launch: Launch
 
 
 def test_memory_from_far_away(store: Store, launch: Launch, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver begins at once: it has time enough."""
     target = launch(GPUS[:2], mib=MIBS)
     events = Events()
     snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
@@ -180,7 +296,7 @@ def test_memory_from_far_away(store: Store, launch: Launch, world: World, monkey
     monkeypatch.setattr(LocalBackend, "direct", False)
     bring_back(store, snapshot, events)
     goes_on(target)
-    assert events.named("restore.gpu.restore")[-1].fields["huge"] == 0
+    assert events.named("restore.gpu.memory")[-1].fields["bytes"] == 2 * MIBS << 20
 
 
 def test_other_gpus(store: Store, launch: Launch, world: World) -> None:
@@ -270,6 +386,7 @@ from pathlib import Path
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import restore
 from icecore.store.local import LocalBackend
+from icecore.store.manifest import Manifest
 from icecore.store.loop import LoopThread
 from icecore.store.repository import Repository
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import mmap
+from typing import Any
 
 import numpy as np
 
 from icecore.host.images import MAP_ANONYMOUS, MAP_PRIVATE, MAP_SHARED, VMA
+from icecore.host.pagemap_image import ENTRY, PE_LAZY, PE_PRESENT
 from icecore.restorer import images
-from icecore.restorer.cells import SpaceCells
-from icecore.store.cell import CELL
+from icecore.store.cell import PAGE
 from icecore.store.manifest import Region, Space
 
 _MIB = 1 << 20
@@ -27,36 +28,50 @@ def test_device_memory_that_was_cut() -> None:
     assert found == [(4 * _MIB, 168 * _MIB), (170 * _MIB, 173 * _MIB), (180 * _MIB, 250 * _MIB)]
 
 
-def test_which_mappings_can_be_of_huge_pages() -> None:
+def entries(*rows: tuple[int, int, int]) -> np.ndarray[Any, np.dtype[np.void]]:
+    """Pagemap entries: first page, pages, flags."""
+    return np.array([(first * PAGE, pages, flags) for first, pages, flags in rows], ENTRY)
+
+
+def test_which_mappings_can_be_of_a_file() -> None:
     own, write = MAP_PRIVATE | MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE
     rows = [
-        (0, 64, own, write),
-        (64, 164, own, write),
-        (164, 300, own, write),  # not all of it is device memory
-        (300, 400, MAP_SHARED | MAP_ANONYMOUS, write),
-        (400, 500, own, mmap.PROT_READ),
-        (500, 563, own, write),  # too small
-        (600, 700, own, write),  # no device memory
+        (0, 64, own, write, 0),
+        (64, 164, own, write, 0),
+        (164, 300, own, write, 0),  # not all of it is temporary
+        (300, 400, MAP_SHARED | MAP_ANONYMOUS, write, 0),
+        (400, 500, own, mmap.PROT_READ, 0),
+        (500, 563, own, write, 0),  # too small
+        (600, 700, own, write, 0),  # not temporary
+        (700, 800, own, write, 1 << 18),  # a file's mapping cannot be wiped in children
+        (800, 900, own, write, 0),  # CRIU restores a page of it by itself
     ]
     vmas = np.zeros(len(rows), VMA)
     for at, row in enumerate(rows):
-        vmas[at]["start"], vmas[at]["end"], vmas[at]["flags"], vmas[at]["protection"] = row[0] * _MIB, row[1] * _MIB, *row[2:]
-    devices = [(0, 200 * _MIB), (300 * _MIB, 600 * _MIB)]
-    assert images.large_vmas(vmas, devices).tolist() == vmas[:2].tolist()
+        vmas[at]["start"], vmas[at]["end"], vmas[at]["flags"], vmas[at]["protection"], vmas[at]["madvise"] = row[0] * _MIB, row[1] * _MIB, *row[2:]
+    temporary = [(0, 200 * _MIB), (300 * _MIB, 600 * _MIB), (700 * _MIB, 900 * _MIB)]
+    pages = entries((0, 100 << 8, PE_LAZY | PE_PRESENT), (850 << 8, 1, PE_PRESENT))
+    assert images.mappable(vmas, temporary, pages) == [(0, 64 * _MIB), (64 * _MIB, 164 * _MIB)]
 
 
-def test_the_first_part_divides_no_cell() -> None:
-    bounds = np.arange(9, dtype=np.uint64) * np.uint64(_MIB) + np.uint64(_MIB // 2)
-    cells = SpaceCells(np.empty(8, CELL), bounds[:-1], bounds[:-1], bounds[1:])
-    start, end = int(bounds[0]), int(bounds[-1])
-    after = (end + _MIB, end + 5 * _MIB)
-    assert images.first_part(cells, [(start, end)], 8 * _MIB) == [(start, end)]
-    assert images.first_part(cells, [(start, end)], 5 * _MIB) == [(start, start + 4 * _MIB)]
-    assert images.first_part(cells, [(start, end), after], 5 * _MIB) == [(start, start + 4 * _MIB)]
-    assert images.first_part(cells, [(start, end), after], 11 * _MIB) == [(start, end), (after[0], after[0] + 2 * _MIB)]
-    assert images.first_part(cells, [(start, end), after], 9 * _MIB) == [(start, end)]
-    shifted = SpaceCells(cells.records, *(column + np.uint64(4096) for column in (cells.base, cells.low, cells.high)))
-    assert images.first_part(shifted, [(start, end)], 5 * _MIB) == [(start, start + 3 * _MIB + 4096)]
-    assert images.first_part(cells, [(start, end)], _MIB) == []
-    few = SpaceCells(cells.records[:1], cells.base[:1], cells.low[:1], cells.high[:1])  # what is empty has no cells
-    assert images.first_part(few, [(start, end)], 5 * _MIB) == [(start, start + 4 * _MIB)]
+def test_entries_are_cut_where_a_file_begins_and_ends() -> None:
+    pages = entries((0, 10, 1), (10, 5, 2), (20, 10, 2), (40, 1, 2))
+    ranges = [(3 * PAGE, 12 * PAGE), (25 * PAGE, 27 * PAGE), (30 * PAGE, 40 * PAGE)]
+    assert images.clipped(pages, ranges).tolist() == entries((3, 7, 1), (10, 2, 2), (25, 2, 2)).tolist()
+    rest = entries((0, 3, 1), (12, 3, 2), (20, 5, 2), (27, 3, 2), (40, 1, 2))
+    assert images.clipped(pages, images.gaps(ranges)).tolist() == rest.tolist()
+    assert images.gaps([(0, 5), (5, 7)]) == [(7, 1 << 63)]
+    assert len(images.clipped(pages, [])) == 0
+
+
+def test_mappings_lie_in_the_file_as_they_are_to_huge_pages() -> None:
+    far = 1 << 40
+    ranges = [(3 * _MIB, 70 * _MIB), (70 * _MIB, 200 * _MIB), (201 * _MIB + PAGE, 300 * _MIB), (far + PAGE, far + 64 * _MIB)]
+    found, end = images.lay_out(ranges, 2 * _MIB)
+    assert list(found) == [start for start, _ in ranges]
+    assert all((position - start) % (2 * _MIB) == 0 and position >= 2 * _MIB for start, position in found.items())
+    first, second, third, fourth = found.values()
+    assert (second - first, third - first) == (67 * _MIB, 198 * _MIB + PAGE)  # no cell is in two places
+    assert third + 99 * _MIB < fourth < third + 110 * _MIB and fourth + 64 * _MIB - PAGE < end < fourth + 70 * _MIB
+    again, _ = images.lay_out(ranges[:1], end)
+    assert again[3 * _MIB] >= end

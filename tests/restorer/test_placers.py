@@ -225,7 +225,7 @@ def test_cells_of_all_kinds(encrypted: bool, tmp_path: Path) -> None:
                 shared.set_changed(0)  # nothing is placed then
             placers.begin()
             target = Member(os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC), 7, 3)
-            wanted = [Wanted(c.start, c.stop, c.base_start, c.base_stop, c.row << 20, 0, placer.target(target), False) for c in batch.cells]
+            wanted = [Wanted(c.start, c.stop, c.base_start, c.base_stop, c.row << 20, 0, placer.target(target)) for c in batch.cells]
             done = placer.deliver(batch, wanted, records, records["data"].tobytes())
             assert done.why == "" and done.states == [State.HELD] * 3
             (pid,) = descendants(placers._process.pid)
