@@ -18,6 +18,7 @@ PHASES = {
     "dump.resident.fingerprint": ("fingerprint", "device", "bytes"),
     "dump.resident.copy": ("copy aside", "device", "bytes"),
     "restore.memory": ("fetch and place", "memory, huge pages", "bytes"),
+    "restore.gpu.memory": ("fetch into the file", "memory, huge pages", "bytes"),
     "restore.gpu.restore": ("driver back", "pcie in", "bytes"),
     "restore.resident.memory": ("fetch and place on the GPU", "pcie in", "bytes"),
 }

@@ -286,6 +286,8 @@ def map_file(folder: Path, pid: int, offsets: Mapping[int, int], file: int) -> N
     for at, (number, kind, value) in enumerate(mm.fields):
         if number == _MM_VMA and isinstance(value, bytes) and value.startswith(begins):
             vma = Message.decode(value)
+            if vma.integer(_VMA_STATUS) & VMA_GUARD:
+                continue
             vma.set(_VMA_OFFSET, offsets[vma.integer(1)])
             vma.set(_VMA_FILE, file)
             vma.set(_VMA_FLAGS, vma.integer(_VMA_FLAGS) & ~MAP_ANONYMOUS)

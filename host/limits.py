@@ -142,6 +142,11 @@ def huge_page_bytes() -> int:
         return 0
 
 
+def overcommits() -> bool:
+    """Whether memory can be mapped that may turn out not to be there (vm.overcommit_memory is not 2)."""
+    return _sysctl("vm.overcommit_memory") != 2
+
+
 def free_huge_bytes() -> int:
     """Free memory in pieces of at least a huge page: for more, the kernel would have to compact, which takes longer than it gains (proc(5), buddyinfo).
 

@@ -41,6 +41,7 @@ TITLES: Mapping[str, str] = {
     "restore.criu": "building the tree",
     "restore.resident.memory": "filling resident memory",
     "restore.resident.map": "mapping resident memory",
+    "restore.gpu.memory": "filling device memory",
     "restore.gpu.restore": "device memory back",
     "restore.images": "writing images",
     "restore.memory": "filling memory",

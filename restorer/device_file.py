@@ -9,6 +9,7 @@ in the same order; what is there is given back to the kernel from the lowest add
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import threading
@@ -24,7 +25,7 @@ from icecore.host import huge_file, procfs, userfaultfd
 from icecore.host.memory import HUGE_PAGE, address_of
 from icecore.restorer.cells import page_pieces
 from icecore.restorer.fetch import Decoder, Fetcher, Limits, Spent
-from icecore.restorer.images import FiledMemory
+from icecore.restorer.images import FiledMemory, gaps, huge_pages
 from icecore.restorer.members import Member
 from icecore.restorer.placers import Placer, PlacerLost, Placers
 from icecore.restorer.placing import Spot
@@ -36,8 +37,8 @@ from icecore.store.loop import LoopThread
 _STEP = 64 << 20
 
 
-class MappingStays(RestoreFailed):
-    """The driver has left memory mapped that it was known to take away: that must be anonymous."""
+class Unusable(RestoreFailed):
+    """Device memory cannot come through a file: it must be placed."""
 
 
 class _Process:
@@ -50,6 +51,8 @@ class _Process:
         self.member: Member | None = None
         self._low: list[int] = part.cells.low.tolist()
         self._there = bytearray(len(self._low))
+        #: What the file has no pages for: where the zero page is mapped, reading takes no memory.
+        self._holes = gaps(huge_pages(part.cells.low, part.cells.high))
         self._front = 0
         self._released = part.ranges[0][0]
 
@@ -65,11 +68,19 @@ class _Process:
 
     def attach(self, member: Member) -> None:
         """See `DeviceFile.attach`."""
+        start, end = self.ranges[0][0], self.ranges[-1][1]
+        mode = userfaultfd.REGISTER_MISSING | userfaultfd.REGISTER_MINOR
         with self.lock:
-            self._released = self._until()
-            mode = userfaultfd.REGISTER_MISSING | userfaultfd.REGISTER_MINOR
-            self._each(member, userfaultfd.register, self._released, self.ranges[-1][1], mode)
+            self._each(member, start, end, lambda uffd, at, size: userfaultfd.register(uffd, at, size, mode))
+            for low, high in self._holes:
+                self._each(member, low, high, userfaultfd.place_zero)
             self.member = member
+            self._release(member)
+
+    def detach(self) -> None:
+        """Nothing of it waits for anything any more."""
+        with self.lock:
+            self.member = None
 
     def _until(self) -> int:
         """Up to where everything is there. A huge page that is there in part is not divided."""
@@ -80,21 +91,29 @@ class _Process:
     def _release(self, member: Member) -> None:
         until = self._until()
         if until - self._released >= _STEP or self._front == len(self._low):
-            self._each(member, userfaultfd.unregister, self._released, until)
+            self._each(member, self._released, until, _give_back)
             self._released = max(until, self._released)
 
-    def _each(self, member: Member, call: Callable[..., None], start: int, end: int, *more: int) -> None:
-        """A call for each of the mappings' parts between two addresses."""
+    def _each(self, member: Member, start: int, end: int, call: Callable[[int, int, int], object]) -> None:
+        """A call (userfaultfd, start, length) for each of the mappings' parts between two addresses."""
         with member.lock.reading():
             for first, last in self.ranges:
                 low, high = max(first, start), min(last, end)
                 if low >= high or member.gone:
                     continue
                 try:
-                    call(member.descriptor, low, high - low, *more)
+                    call(member.descriptor, low, high - low)
                 except OSError as error:
                     if not member.dead():
-                        raise RestoreFailed(f"the device memory of process {self.image} cannot wait for its bytes: {error}") from error
+                        raise Unusable(f"the device memory of process {self.image} cannot wait for its bytes: {error}") from error
+
+
+def _give_back(descriptor: int, start: int, length: int) -> None:
+    try:
+        userfaultfd.unregister(descriptor, start, length)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # the driver has unmapped it already
+            raise
 
 
 class DeviceFile:
@@ -114,7 +133,7 @@ class DeviceFile:
         placers: How many processes fill it.
 
     Raises:
-        RestoreFailed: There can be no such file here.
+        Unusable: There can be no such file here.
     """
 
     def __init__(
@@ -142,8 +161,13 @@ class DeviceFile:
         try:
             self.descriptor = huge_file.create(size)
         except OSError as error:
-            raise RestoreFailed(f"there can be no file for device memory: {error}") from error
-        self._mapped: mmap.mmap | None = mmap.mmap(self.descriptor, size)
+            raise Unusable(f"there can be no file for device memory: {error}") from error
+        try:
+            self._mapped: mmap.mmap | None = mmap.mmap(self.descriptor, size)
+        except OSError as error:
+            os.close(self.descriptor)
+            raise Unusable(f"the file for device memory cannot be mapped: {error}") from error
+        self._mapped.madvise(mmap.MADV_DONTDUMP)
         with memoryview(self._mapped) as view:
             self._address = address_of(view)
         self._fetcher = Fetcher(
@@ -172,12 +196,11 @@ class DeviceFile:
         try:
             self._fetcher.start(interleave([own for own in rows if own] or [[]]))
             self._fetcher.wait()
-            if self._placers is not None:
-                self._placers.close()
         except BaseException as error:
             self._fetcher.fail(error)
             raise
         self._fetcher.stop()
+        self._end_placers()
 
     def wait(self) -> None:
         """Wait until all is there; then nothing of it is registered any more.
@@ -204,17 +227,24 @@ class DeviceFile:
         for process in self._processes:
             process.attach(member(process.image))
 
+    def _end_placers(self) -> None:
+        if self._placers is not None:
+            with suppress(RestoreFailed):  # one that had to be killed: what it had not done has been done
+                self._placers.close()
+
     def check_unmapped(self, pids: Iterable[int]) -> None:
         """The driver has moved on what is in the file; nothing runs yet.
 
         Raises:
-            MappingStays: A process would keep the file.
+            Unusable: A process would keep the file.
         """
         own = os.fstat(self.descriptor)
         for pid in pids:
             with suppress(NotFound):
                 if any(m.inode == own.st_ino and m.device == (os.major(own.st_dev), os.minor(own.st_dev)) for m in procfs.read_maps(pid)):
-                    raise MappingStays(f"the driver has not unmapped all device memory of process {pid}")
+                    raise Unusable(f"the driver has not unmapped all device memory of process {pid}")
+        for process in self._processes:
+            process.detach()
 
     def fail(self, error: BaseException) -> None:
         """Stop filling because of an error from elsewhere."""
@@ -229,12 +259,10 @@ class DeviceFile:
         with self._lock:
             mapped, self._mapped = self._mapped, None
         if mapped is not None:
-            try:
-                if self._placers is not None:
-                    self._placers.close()
-            finally:
-                mapped.close()
-                os.close(self.descriptor)
+            self._end_placers()
+            mapped.close()
+            os.ftruncate(self.descriptor, 0)  # CRIU has a descriptor of it until it ends
+            os.close(self.descriptor)
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:

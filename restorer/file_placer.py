@@ -29,7 +29,9 @@ class FilePlacer:
     """
 
     def __init__(self, size: int, file: int, backend: LocalBackend, decoder: ChunkDecoder, stored: HugeBuffer) -> None:
-        self._file = memoryview(mmap.mmap(file, size))
+        mapped = mmap.mmap(file, size)
+        mapped.madvise(mmap.MADV_DONTDUMP)
+        self._file = memoryview(mapped)
         os.close(file)
         self._backend, self._decoder, self._stored = backend, decoder, stored
         self._room = HugeBuffer(CELL_BYTES, prefault=False)

@@ -51,6 +51,8 @@ _READERS = 16
 _MADV_WIPEONFORK = 18
 #: Mappings with less between them keep their distance in the file, so that no cell is in two places of it.
 _NEAR = 1 << 30
+#: By how much a mapping's huge pages may exceed its bytes.
+SPARE = 0.125
 #: The name under which CRIU gets the file (`Memory.filed`).
 FILE_NAME = "icecore-device-memory"
 
@@ -201,7 +203,7 @@ def plan_memory(
         check_complete(cells, _extents(entries), f"of {space.kind} {space.key}")
         ranges: list[tuple[int, int]] = []
         if space.kind == "process" and temporary and (given := temporary.get(int(space.key))):
-            ranges = mappable(_vmas(folder, int(space.key)), given, entries)
+            ranges = [bounds for bounds in mappable(_vmas(folder, int(space.key)), given, entries) if _dense(cells, bounds)]
         if ranges:
             offsets, position = lay_out(ranges, position)
             filed.append(_filed(int(space.key), cells, offsets, ranges, _extents(clipped(entries, ranges))))
@@ -291,6 +293,26 @@ def _filed(
     at = np.searchsorted(starts, own.high, side="left") - 1
     moved = np.array([offsets[start] - start for start, _ in ranges], np.int64)
     return FiledMemory(process, own, pages, own.base.astype(np.int64) + moved[at], ranges)
+
+
+def huge_pages(low: npt.NDArray[np.uint64], high: npt.NDArray[np.uint64]) -> list[tuple[int, int]]:
+    """The ranges (start, end) in address order, of whole huge pages, of which cells (u8[n], u8[n], ascending) have a part."""
+    found: list[tuple[int, int]] = []
+    starts, ends = low // np.uint64(HUGE_PAGE) * np.uint64(HUGE_PAGE), -(-high.astype(np.int64) // HUGE_PAGE) * HUGE_PAGE
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], end)
+        else:
+            found.append((start, end))
+    return found
+
+
+def _dense(cells: SpaceCells, bounds: tuple[int, int]) -> bool:
+    """Whether a mapping takes little more memory in huge pages than the bytes that it has."""
+    extent = np.array([(bounds[0], (bounds[1] - bounds[0]) // PAGE)], EXTENT)
+    own, pages = _kept(cells, covered(cells.records["data"], cells.base, extent))
+    taken = sum(end - start for start, end in huge_pages(own.low, own.high))
+    return taken <= int(np.bitwise_count(pages).sum(dtype=np.int64)) * PAGE * (1 + SPARE) + 2 * HUGE_PAGE
 
 
 def clipped(entries: Entries, ranges: Sequence[tuple[int, int]]) -> Entries:

@@ -19,19 +19,19 @@ from icecore.host.criu import Criu, find_criu
 from icecore.host.cuda.holder import VARIABLE, plugin_folder
 from icecore.host.job import ExitStatus, Job
 from icecore.host.jobs import Registry, Restoring
-from icecore.host.limits import kernel_version, threads_for
+from icecore.host.limits import kernel_version, memory_available, overcommits, threads_for
 from icecore.host.namespaces import INSTANCE_MOUNT, RunRecord
 from icecore.host.resident.client import Keeper
 from icecore.restorer import workingset
 from icecore.restorer.cells import SpaceCells
-from icecore.restorer.device_file import DeviceFile, MappingStays
+from icecore.restorer.device_file import DeviceFile, Unusable
 from icecore.restorer.devices import Devices
 from icecore.restorer.fetch import PLACE_THREADS, PLACER_BYTES, Limits
 from icecore.restorer.files import PutBack
 from icecore.restorer.filewriter import FileTarget, write_files
 from icecore.restorer.gpus import temporary
 from icecore.restorer.guard import Guard
-from icecore.restorer.images import FILE_NAME, Memory, image_targets, plan_memory, read_spaces, spaces_of
+from icecore.restorer.images import FILE_NAME, SPARE, Memory, image_targets, plan_memory, read_spaces, spaces_of
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.placers import Placers, placers_for
 from icecore.restorer.plan import room_for
@@ -132,7 +132,7 @@ def restore(
     """
     try:
         return _attempt(_Run(repository, loop, snapshot, options or RestoreOptions(), criu, registry, emit))
-    except MappingStays as error:
+    except Unusable as error:
         emit(Event("restore.warning", {"name": "device-memory", "message": f"{error.message}; it is restored once more, without a file for it"}))
     return _attempt(_Run(repository, loop, snapshot, options or RestoreOptions(), criu, registry, emit, with_file=False))
 
@@ -228,7 +228,7 @@ class _Run:
         self.devices: Devices | None = None
         self.device_bytes: dict[int, int] = {}
         self.resident: Resident | None = None
-        self.with_file = with_file and kernel_version() >= _FIRST_MINOR_FAULTS
+        self.with_file = with_file and kernel_version() >= _FIRST_MINOR_FAULTS and overcommits()
         self.device_file: DeviceFile | None = None
         self.filed: Future[None] | None = None
         self.file_placers: Placers | None = None
@@ -267,12 +267,11 @@ class _Run:
                 registry.restoring(record, snapshot=self.snapshot, lineage=manifest.lineage, name=options.instance)
             )
         self._begin_resident(manifest, record, str(work))
-        self.temporary = temporary(manifest) if self.devices is not None and self.with_file else {}
-        device_bytes = sum(end - start for ranges in self.temporary.values() for start, end in ranges)
+        host_bytes, device_bytes = self._plan_device_file(manifest)
         self.file_placers = self._placers(device_bytes, str(work))
         if self.file_placers is not None:
             self.stack.callback(self.file_placers.close)
-        placers = self._placers(manifest.sizes.logical - resident_bytes(manifest) - device_bytes, str(work), str(work))
+        placers = self._placers(host_bytes, str(work), str(work))
         if placers is not None:
             self.stack.callback(placers.close)
         with phase(self.emit, "restore.images", snapshot=self.snapshot) as running:
@@ -295,6 +294,19 @@ class _Run:
         if options.mode == "full":
             return self._resume_when_resident(self.tree)
         return self._return_while_filling(self.tree, manifest, images)
+
+    def _plan_device_file(self, manifest: Manifest) -> tuple[int, int]:
+        """Bytes that are placed, and bytes that come through a file."""
+        resident = resident_bytes(manifest)
+        every = max(0, manifest.sizes.logical - resident)
+        if self.devices is None or not self.with_file:
+            return every, 0
+        self.temporary = temporary(manifest)
+        mapped = sum(end - start for ranges in self.temporary.values() for start, end in ranges)
+        device = min(mapped, max(0, manifest.sizes.device - resident))
+        if memory_available() < every + device * SPARE:
+            self.temporary, device = {}, 0
+        return every - device, device
 
     def _begin_resident(self, manifest: Manifest, record: RunRecord | None, word: str) -> None:
         """Resident device memory begins to come now: it needs neither CRIU nor the processes."""
@@ -586,7 +598,8 @@ class _Run:
 
     def undo(self, error: BaseException) -> None:
         """Kill what was started, and remove what was made."""
-        self.emit(Event("restore.failed", {"snapshot": self.snapshot, "error": f"{type(error).__name__}: {error}"}))
+        if not (self.with_file and isinstance(error, Unusable)):  # else it is tried again
+            self.emit(Event("restore.failed", {"snapshot": self.snapshot, "error": f"{type(error).__name__}: {error}"}))
         if self.tree is not None:
             self.tree.kill(error)
         elif self.guard is not None:

@@ -242,6 +242,7 @@ def test_memory_that_the_driver_does_not_take_away_is_restored_without_a_file(
     bring_back(store, snapshot, events)
     goes_on(target)
     assert [event.fields["name"] for event in events.named("restore.warning")] == ["device-memory"]
+    assert not events.named("restore.failed")
     assert [event.fields["state"] for event in events.named("restore.gpu.memory")].count("end") == 1
     again = store.dump(driving.members(target.out.parent)[0], DumpOptions(stop=True)).snapshot
     target.reap()
@@ -386,7 +387,6 @@ from pathlib import Path
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import restore
 from icecore.store.local import LocalBackend
-from icecore.store.manifest import Manifest
 from icecore.store.loop import LoopThread
 from icecore.store.repository import Repository
 

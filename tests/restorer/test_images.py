@@ -64,6 +64,13 @@ def test_entries_are_cut_where_a_file_begins_and_ends() -> None:
     assert len(images.clipped(pages, [])) == 0
 
 
+def test_huge_pages_of_cells() -> None:
+    low = np.array([3, 4, 5, 9, 20], np.uint64) * np.uint64(_MIB) + np.uint64(PAGE)
+    high = np.array([4, 5, 6, 10, 21], np.uint64) * np.uint64(_MIB)
+    assert images.huge_pages(low, high) == [(2 * _MIB, 6 * _MIB), (8 * _MIB, 10 * _MIB), (20 * _MIB, 22 * _MIB)]
+    assert images.huge_pages(low[:0], high[:0]) == []
+
+
 def test_mappings_lie_in_the_file_as_they_are_to_huge_pages() -> None:
     far = 1 << 40
     ranges = [(3 * _MIB, 70 * _MIB), (70 * _MIB, 200 * _MIB), (201 * _MIB + PAGE, 300 * _MIB), (far + PAGE, far + 64 * _MIB)]
