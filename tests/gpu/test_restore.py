@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -22,6 +23,7 @@ from icecore.dumper.target import Target as DumpTarget
 from icecore.errors import NotFound, RestoreFailed, RestoreRefused, StoreError
 from icecore.events import Event
 from icecore.host import procfs
+from icecore.host.criu import Criu
 from icecore.host.cuda.backend import VARIABLE
 from icecore.host.job import Job
 from icecore.host.jobs import Registry
@@ -35,6 +37,7 @@ from icecore.store.faulty import Call, FaultyBackend, Outcome
 from icecore.store.local import LocalBackend
 from icecore.store.manifest import Manifest
 from tests.dumper.world import Events, Store
+from tests.host.criu_harness import crius
 from tests.programs import driving, fake_cuda
 
 from .conftest import Launch
@@ -135,6 +138,17 @@ def test_device_memory_in_a_file(mode: str, placers: int, store: Store, launch: 
     names = [(event.name, event.fields.get("state")) for event in restored.all]
     assert names.index(("restore.gpu.memory", "begin")) < names.index(("restore.criu", "begin"))
     assert not restored.named("restore.warning")
+
+
+@pytest.mark.parametrize("criu", crius(), ids=lambda criu: ".".join(map(str, criu.version)))
+def test_every_criu_maps_the_file(criu: Criu, store: Store, launch: Launch, world: World) -> None:
+    target = launch(GPUS[:2], mib=MIBS)
+    snapshot = store.dump(target.pid, DumpOptions(stop=True), criu=criu).snapshot
+    target.reap()
+    events = Events()
+    restore(store.repository, store.loop, snapshot, criu=criu, emit=events).wait_resident(30)
+    goes_on(target)
+    assert events.named("restore.gpu.memory")[-1].fields["bytes"] == 2 * MIBS << 20
 
 
 @pytest.mark.parametrize("mode", ["full", "lazy"])
@@ -248,6 +262,24 @@ def test_memory_that_the_driver_does_not_take_away_is_restored_without_a_file(
     target.reap()
     bring_back(store, again)
     goes_on(target)
+
+
+def test_where_there_can_be_no_file_userfaultfd_does_it(
+    store: Store, launch: Launch, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = launch(GPUS[:2], mib=MIBS)
+    snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
+    target.reap()
+
+    def refuse(size: int) -> int:
+        raise PermissionError(errno.EPERM, "fsopen: no")
+
+    monkeypatch.setattr(device_file.huge_file, "create", refuse)
+    events = Events()
+    bring_back(store, snapshot, events)
+    goes_on(target)
+    assert ["fsopen: no" in str(event.fields["message"]) for event in events.named("restore.warning")] == [True]
+    assert not events.named("restore.gpu.memory") and not events.named("restore.failed")
 
 
 def is_free(pid: int) -> bool:
@@ -435,7 +467,7 @@ def test_two_instances_on_two_gpus_beside_the_original(
     """In a private root, with its own pids: as `icecore run --gpu` starts them."""
     world.move(tmp_path)
     monkeypatch.setenv(VARIABLE, f"fake:{world.root}")
-    order = json.dumps(Target(world, tmp_path / "target", out="/dev/stdout").order)
+    order = json.dumps(Target(world, tmp_path / "target", mib=MIBS, out="/dev/stdout").order)
     code = f"import sys; sys.argv[1:] = [{order!r}]; exec(open({str(Path(fake_cuda.__file__))!r}).read())"
     job = registry.start([sys.executable, "-S", "-c", code], name="gpu", isolation=Isolation(root=True, network=True))
     wait_lines(job, 5)
@@ -453,12 +485,13 @@ def test_two_instances_on_two_gpus_beside_the_original(
                 emit=events,
             )
         )
+        assert events.named("restore.gpu.memory")[-1].fields["bytes"] == MIBS << 20
     jobs = [one.job for one in restored if one.job is not None]
     assert len(jobs) == 2
     for one in (job, *jobs):
         wait_lines(one, 40)
         lines = one.log_path("stdout").read_text().split("\n")[:-1]
-        assert lines == fake_cuda.expected(len(lines), MIB)
+        assert lines == fake_cuda.expected(len(lines), MIBS)
     assert [world.on(gpu) for gpu in GPUS] == [1, 1, 1, 0]
 
 
