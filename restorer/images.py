@@ -189,7 +189,7 @@ def plan_memory(
     images: list[FileTarget] = []
     lazy: list[LazyMemory] = []
     filed: list[FiledMemory] = []
-    mapped: list[Mapping[int, int]] = []
+    mapped: list[dict[int, int]] = []
     taken: set[int] = set()
     position = HUGE_PAGE
     for space, cells in memory:

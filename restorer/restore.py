@@ -268,14 +268,12 @@ class _Run:
             )
         self._begin_resident(manifest, record, str(work))
         host_bytes, device_bytes = self._plan_device_file(manifest)
-        self.file_placers = self._placers(device_bytes, str(work))
-        if self.file_placers is not None:
-            self.stack.callback(self.file_placers.close)
-        placers = self._placers(host_bytes, str(work), str(work))
-        if placers is not None:
-            self.stack.callback(placers.close)
+        self.file_placers = self._own_placers(device_bytes, str(work))
+        placers = self._own_placers(host_bytes, str(work), str(work))
         with phase(self.emit, "restore.images", snapshot=self.snapshot) as running:
             memory = self._write_files(manifest, images, criu, requirements, running)
+        if device_bytes and not memory.filed:  # it is placed, after all
+            placers = self._own_placers(host_bytes + device_bytes, str(work), str(work))
         what = f"the restore of snapshot {self.snapshot}"
         backend = self.repository.backend
         self.tree = Tree(
@@ -352,6 +350,13 @@ class _Run:
             return None
         room, key = room_for(PLACER_BYTES), self.repository.keys.chunk
         return Placers(count, backend.folder, key, room=room, patience=options.stall_seconds, word=word, lock=lock)
+
+    def _own_placers(self, size: int, word: str, lock: str = "") -> Placers | None:
+        """As `_placers`; they end with the restore at the latest."""
+        placers = self._placers(size, word, lock)
+        if placers is not None:
+            self.stack.callback(placers.close)
+        return placers
 
     def _open(self) -> Manifest:
         """The manifest that a session pins, which keeps all that it needs from being deleted."""

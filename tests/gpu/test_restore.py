@@ -28,7 +28,7 @@ from icecore.host.cuda.backend import VARIABLE
 from icecore.host.job import Job
 from icecore.host.jobs import Registry
 from icecore.host.namespaces import Isolation
-from icecore.restorer import device_file
+from icecore.restorer import device_file, images
 from icecore.restorer import restore as restorer
 from icecore.restorer.guard_process import descendants
 from icecore.restorer.options import RestoreOptions
@@ -280,6 +280,19 @@ def test_where_there_can_be_no_file_userfaultfd_does_it(
     goes_on(target)
     assert ["fsopen: no" in str(event.fields["message"]) for event in events.named("restore.warning")] == [True]
     assert not events.named("restore.gpu.memory") and not events.named("restore.failed")
+
+
+def test_a_mapping_with_few_bytes_is_placed(store: Store, launch: Launch, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In huge pages it would take much more memory than it has bytes."""
+    target = launch(GPUS[:2], mib=MIBS)
+    snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
+    target.reap()
+    monkeypatch.setattr(images, "SPARE", -0.9)
+    events = Events()
+    bring_back(store, snapshot, events, placers=2)
+    goes_on(target)
+    ended = events.named("restore.memory")[-1].fields
+    assert not events.named("restore.gpu.memory") and int(str(ended["bytes"])) > 2 * MIBS << 20 and ended["placers"] == 2
 
 
 def is_free(pid: int) -> bool:
