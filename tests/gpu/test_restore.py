@@ -105,7 +105,7 @@ def of_the_file(pid: int) -> tuple[int, int]:
     return found, huge
 
 
-@pytest.mark.parametrize(("mode", "placers"), [("full", 0), ("lazy", 2), ("full", 2), ("lazy", 0)])
+@pytest.mark.parametrize(("mode", "placers"), [("full", 2), ("lazy", 0)])
 def test_device_memory_in_a_file(mode: str, placers: int, store: Store, launch: Launch, world: World) -> None:
     """The driver finds it mapped from a file, whatever its mapping was made of at the dump, and leaves nothing of that behind."""
     target = launch(GPUS[:2], mib=MIBS)

@@ -70,7 +70,8 @@ def test_three_snapshots(store: Store, launch: Launch, joined: Machine, children
             assert [(r.start, r.length, r.name) for r in space.regions] == [
                 (address, size, device) for _, address, size, _, device, _ in known["processes"][key]["allocations"]
             ]
-    assert sizes[1].stored < 2 << 20 and sizes[2].stored < 2 << 20
+    # All of it has changed a little, and the faster the machine the more: as deltas, not once more.
+    assert max(sizes[1].stored, sizes[2].stored) < sizes[0].device // 4
     assert sizes[2].device > 2 * MIB  # without the zeros
 
 
