@@ -37,7 +37,7 @@ from icecore.store.loop import LoopThread
 _STEP = 64 << 20
 
 
-class Unusable(RestoreFailed):
+class FileUnusable(RestoreFailed):
     """Device memory cannot come through a file: it must be placed."""
 
 
@@ -105,7 +105,7 @@ class _Process:
                     call(member.descriptor, low, high - low)
                 except OSError as error:
                     if not member.dead():
-                        raise Unusable(f"the device memory of process {self.image} cannot wait for its bytes: {error}") from error
+                        raise FileUnusable(f"the device memory of process {self.image} cannot wait for its bytes: {error}") from error
 
 
 def _give_back(descriptor: int, start: int, length: int) -> None:
@@ -133,7 +133,7 @@ class DeviceFile:
         placers: How many processes fill it.
 
     Raises:
-        Unusable: There can be no such file here.
+        FileUnusable: There can be no such file here.
     """
 
     def __init__(
@@ -161,12 +161,12 @@ class DeviceFile:
         try:
             self.descriptor = huge_file.create(size)
         except OSError as error:
-            raise Unusable(f"there can be no file for device memory: {error}") from error
+            raise FileUnusable(f"there can be no file for device memory: {error}") from error
         try:
             self._mapped: mmap.mmap | None = mmap.mmap(self.descriptor, size)
         except OSError as error:
             os.close(self.descriptor)
-            raise Unusable(f"the file for device memory cannot be mapped: {error}") from error
+            raise FileUnusable(f"the file for device memory cannot be mapped: {error}") from error
         self._mapped.madvise(mmap.MADV_DONTDUMP)
         with memoryview(self._mapped) as view:
             self._address = address_of(view)
@@ -236,13 +236,13 @@ class DeviceFile:
         """The driver has moved on what is in the file; nothing runs yet.
 
         Raises:
-            Unusable: A process would keep the file.
+            FileUnusable: A process would keep the file.
         """
         own = os.fstat(self.descriptor)
         for pid in pids:
             with suppress(NotFound):
                 if any(m.inode == own.st_ino and m.device == (os.major(own.st_dev), os.minor(own.st_dev)) for m in procfs.read_maps(pid)):
-                    raise Unusable(f"the driver has not unmapped all device memory of process {pid}")
+                    raise FileUnusable(f"the driver has not unmapped all device memory of process {pid}")
         for process in self._processes:
             process.detach()
 

@@ -167,7 +167,7 @@ class Filling:
         """The driver has moved everything on; nothing of the tree runs yet.
 
         Raises:
-            Unusable: A process would keep the file.
+            FileUnusable: A process would keep the file.
         """
         if self._device_file is not None:
             self._device_file.check_unmapped(pids)

@@ -24,7 +24,7 @@ from icecore.host.namespaces import INSTANCE_MOUNT, RunRecord
 from icecore.host.resident.client import Keeper
 from icecore.restorer import workingset
 from icecore.restorer.cells import SpaceCells
-from icecore.restorer.device_file import DeviceFile, Unusable
+from icecore.restorer.device_file import DeviceFile, FileUnusable
 from icecore.restorer.devices import Devices
 from icecore.restorer.fetch import PLACE_THREADS, PLACER_BYTES, Limits
 from icecore.restorer.files import PutBack
@@ -132,7 +132,7 @@ def restore(
     """
     try:
         return _attempt(_Run(repository, loop, snapshot, options or RestoreOptions(), criu, registry, emit))
-    except Unusable as error:
+    except FileUnusable as error:
         emit(Event("restore.warning", {"name": "device-memory", "message": f"{error.message}; it is restored once more, without a file for it"}))
     return _attempt(_Run(repository, loop, snapshot, options or RestoreOptions(), criu, registry, emit, with_file=False))
 
@@ -603,7 +603,7 @@ class _Run:
 
     def undo(self, error: BaseException) -> None:
         """Kill what was started, and remove what was made."""
-        if not (self.with_file and isinstance(error, Unusable)):  # else it is tried again
+        if not (self.with_file and isinstance(error, FileUnusable)):  # else it is tried again
             self.emit(Event("restore.failed", {"snapshot": self.snapshot, "error": f"{type(error).__name__}: {error}"}))
         if self.tree is not None:
             self.tree.kill(error)

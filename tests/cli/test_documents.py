@@ -89,7 +89,7 @@ def error_classes() -> list[type[IcecoreError]]:
 def test_exit_codes_are_documented() -> None:
     table = {int(code): set(classes.replace("`", "").split(", ")) for code, classes, *_ in rows("cli.md", "Exit codes") if code.isdecimal()}
     assert {code for code in table if code < 100} == {0, *(kind.exit_code for kind in error_classes())}
-    private = {"GuardLost", "NotHeld", "PlacerLost"}  # met by nobody but as something else
+    private = {"FileUnusable", "GuardLost", "NotHeld", "PlacerLost"}  # met by nobody but as something else
     for kind in error_classes():
         if kind.__name__ not in private:
             assert kind.__name__ in table[kind.exit_code], f"{kind.__name__} has exit code {kind.exit_code}"

@@ -21,7 +21,7 @@ import pytest
 from icecore.errors import Damaged, RestoreFailed
 from icecore.restorer import device_file
 from icecore.restorer.cells import EXTENT, SpaceCells, covered
-from icecore.restorer.device_file import DeviceFile, Unusable, _Process
+from icecore.restorer.device_file import DeviceFile, FileUnusable, _Process
 from icecore.restorer.fetch import Limits
 from icecore.restorer.images import FiledMemory, lay_out
 from icecore.restorer.members import Member
@@ -204,5 +204,5 @@ def test_what_fails_elsewhere_ends_it_and_is_not_told_again() -> None:
 def test_a_mapping_that_stays_is_found() -> None:
     with repository_place() as place, filed(place, "threads") as held, reading(held) as (_, _, pid):
         held.file.check_unmapped([os.getpid() + (1 << 24)])
-        with pytest.raises(Unusable, match=str(pid)):
+        with pytest.raises(FileUnusable, match=str(pid)):
             held.file.check_unmapped([pid])
