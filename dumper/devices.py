@@ -172,9 +172,7 @@ class Devices:
                     )
                 self.ranges = {pid: procfs.appeared(before[pid], procfs.read_maps(pid)) for pid in self.pids}
                 # Where the driver had mapped pinned memory, it does so again.
-                self.temporary = {
-                    pid: _free_of(ranges, (m for m in before[pid] if m.protection & procfs.PROT_READ)) for pid, ranges in self.ranges.items()
-                }
+                self.temporary = {pid: _free_of(ranges, before[pid]) for pid, ranges in self.ranges.items()}
                 running.bytes = sum(end - start for ranges in self.ranges.values() for start, end in ranges)
                 running.fields["populated"] = sum(one.populated for one in done.values())
                 running.fields["huge"] = sum(one.huge for one in done.values())
@@ -260,7 +258,7 @@ class Devices:
         """While nothing else runs in them."""
         for pid, ranges in self.temporary.items():
             with suppress(NotFound):
-                self.temporary[pid] = _free_of(ranges, (m for m in procfs.read_maps(pid) if m.protection & procfs.PROT_READ))
+                self.temporary[pid] = _free_of(ranges, procfs.read_maps(pid))
 
     def give_back(self) -> None:
         """CRIU has let go of them, too: they have their resident memory again, and run.
@@ -385,8 +383,8 @@ class Devices:
 
 
 def _free_of(ranges: Sequence[tuple[int, int]], mappings: Iterable[procfs.Mapping]) -> list[tuple[int, int]]:
-    """The ranges in which none of the mappings has a part."""
-    taken = [(m.start, m.end) for m in mappings]
+    """The ranges in which none of the mappings has a part, but for addresses that are only reserved."""
+    taken = [(m.start, m.end) for m in mappings if m.protection & procfs.PROT_READ]
     return [(start, end) for start, end in ranges if not any(first < end and start < last for first, last in taken)]
 
 

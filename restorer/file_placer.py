@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections import Counter
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from icecore.errors import IcecoreError
 from icecore.host.memory import HugeBuffer
 from icecore.restorer.cells import FULL_CELL, page_pieces
 from icecore.restorer.placing import Spot, Store, Stored
-from icecore.restorer.reading import Reading
+from icecore.restorer.reading import Reading, in_order
 from icecore.store.cell import BITMAP_BYTES, CELL, CELL_BYTES
 from icecore.store.decoder import ChunkDecoder
 from icecore.store.local import LocalBackend
@@ -42,12 +41,10 @@ class FilePlacer:
         there, why = [False] * len(request.cells), ""
         records = np.frombuffer(request.records, CELL)
         reading = Reading(self._backend, request.reads, self._stored.view(0, request.size))
-        needed = Counter(cell.start for cell in request.cells)
-        needed.update(cell.base_start for cell in request.cells if cell.base_stop > cell.base_start)
-        for number, cell in sorted(enumerate(request.cells), key=lambda item: item[1].start):
+        for number, cell, alone in in_order(request.cells):
             pages = request.pages[BITMAP_BYTES * number : BITMAP_BYTES * (number + 1)]
             try:
-                self._cell(cell, records[number], pages, reading, alone=needed[cell.start] == 1)
+                self._cell(cell, records[number], pages, reading, alone=alone)
             except IcecoreError as error:
                 why = str(error)
                 continue

@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import sys
-from collections import Counter
 from contextlib import suppress
 
 import msgspec
@@ -44,7 +43,7 @@ from icecore.restorer.placing import (
     Target,
     Wanted,
 )
-from icecore.restorer.reading import Reading
+from icecore.restorer.reading import Reading, in_order
 from icecore.restorer.stager import Stager
 from icecore.store import codec
 from icecore.store.cell import BITMAP_BYTES, CELL, CELL_BYTES
@@ -107,11 +106,9 @@ class Placer:
         states, addresses, why = [State.MISSING] * count, [0] * count, ""
         records = np.frombuffer(request.records, CELL)
         reading = Reading(self._backend, request.reads, self._stored.view(0, request.size))
-        needed = Counter(cell.start for cell in request.cells)
-        needed.update(cell.base_start for cell in request.cells if cell.base_stop > cell.base_start)
-        for number, cell in sorted(enumerate(request.cells), key=lambda item: item[1].start):
+        for number, cell, alone in in_order(request.cells):
             try:
-                data = self._read(cell, records[number], reading, alone=needed[cell.start] == 1)
+                data = self._read(cell, records[number], reading, alone=alone)
             except IcecoreError as error:
                 why = str(error)
                 continue

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -14,6 +16,26 @@ from icecore.store.decoder import ChunkDecoder
 from icecore.store.local import LocalBackend
 from icecore.store.names import object_name
 from icecore.store.pool import Scratch
+
+
+class _Stored(Protocol):
+    @property
+    def start(self) -> int: ...
+    @property
+    def base_start(self) -> int: ...
+    @property
+    def base_stop(self) -> int: ...
+
+
+_Cell = TypeVar("_Cell", bound=_Stored)
+
+
+def in_order(cells: Sequence[_Cell]) -> Iterator[tuple[int, _Cell, bool]]:
+    """Cells, (number, cell, whether no other one needs its stored bytes), in the order in which these are read."""
+    needed = Counter(cell.start for cell in cells)
+    needed.update(cell.base_start for cell in cells if cell.base_stop > cell.base_start)
+    for number, cell in sorted(enumerate(cells), key=lambda item: item[1].start):
+        yield number, cell, needed[cell.start] == 1
 
 
 class Reading:

@@ -11,7 +11,6 @@ import os
 import socket
 import sys
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
@@ -22,7 +21,7 @@ from icecore.host.memory import HugeBuffer, address_of
 from icecore.host.resident.gpu_thread import PLACE_MESSAGE
 from icecore.restorer.cells import FULL_CELL, page_pieces
 from icecore.restorer.placing import STAGED_CELLS, Bounds, Part, Region, Stage, Staged
-from icecore.restorer.reading import Reading
+from icecore.restorer.reading import Reading, in_order
 from icecore.store.cell import CELL, CELL_BYTES
 from icecore.store.decoder import ChunkDecoder
 from icecore.store.local import LocalBackend
@@ -112,13 +111,11 @@ class Stager:
         there, why = [False] * len(part.cells), ""
         records = np.frombuffer(part.records, CELL)
         reading = Reading(self._backend, part.reads, self._stored.view(0, part.size))
-        needed = Counter(cell.start for cell in part.cells)
-        needed.update(cell.base_start for cell in part.cells if cell.base_stop > cell.base_start)
-        for number, cell in sorted(enumerate(part.cells), key=lambda item: item[1].start):
+        for number, cell, alone in in_order(part.cells):
             place = at + number * CELL_BYTES
             to = self._region[place : place + CELL_BYTES]
             try:
-                self._cell(cell, records[number], reading, to, alone=needed[cell.start] == 1, verified=verified)
+                self._cell(cell, records[number], reading, to, alone=alone, verified=verified)
             except IcecoreError as error:
                 why = str(error)
                 continue
