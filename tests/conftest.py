@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,9 @@ from icecore.store.s3 import S3Place
 from tests.seaweedfs import Server, running
 
 BUCKET = "icecore-tests"
+
+# With it, print() writes a line in two calls, and a job may be frozen between the two; the tests' jobs flush what they print.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 
 @pytest.fixture(scope="session")
