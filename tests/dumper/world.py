@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -69,16 +69,17 @@ class Store:
     backend: Backend
     repository: Repository
     workdir: Path
+    gpu_shared: bool = False
 
     @classmethod
-    def make(cls, loop: LoopThread, root: Path, workdir: Path) -> Store:
-        """A new one on a local directory."""
+    def make(cls, loop: LoopThread, root: Path, workdir: Path, *, gpu_shared: bool = False) -> Store:
+        """A new one on a local directory. ``gpu_shared``: of all that is dumped it is known that it shares no device memory."""
 
         async def create() -> tuple[Backend, Repository]:
             backend = LocalBackend(root, create=True)
             return backend, await Repository.create(backend)
 
-        return cls(loop, *loop.run(create()), workdir)
+        return cls(loop, *loop.run(create()), workdir, gpu_shared)
 
     def through(self, backend: Backend) -> Store:
         """The same repository, opened through another back end."""
@@ -86,7 +87,7 @@ class Store:
         async def reopen() -> Repository:
             return await Repository.open(backend)
 
-        return Store(self.loop, backend, self.loop.run(reopen()), self.workdir)
+        return Store(self.loop, backend, self.loop.run(reopen()), self.workdir, self.gpu_shared)
 
     def dump(
         self,
@@ -99,6 +100,7 @@ class Store:
         """Dump, and leave nothing behind."""
         if isinstance(target, int):
             target = Target.of_process(target, "job")
+        options = replace(options or DumpOptions(), gpu_shared=self.gpu_shared)
         return dump(
             self.repository, self.loop, target, options, criu=criu, workdir=str(self.workdir), emit=events or Events()
         )

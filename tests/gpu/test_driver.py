@@ -40,7 +40,7 @@ def test_what_reaches_the_driver(tmp_path: Path) -> None:
     )
     environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-P", "-c", _SCRIPT], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-P", "-u", "-c", _SCRIPT], env=environment, capture_output=True, text=True, timeout=60
     )
     lines = done.stdout.splitlines()
     assert sorted(lines[:3]) == [f"lock {pid} 1500" for pid in (21, 22, 23)], done.stderr
