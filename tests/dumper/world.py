@@ -15,6 +15,7 @@ import numpy.typing as npt
 from icecore.dumper.dump import DumpResult, dump
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
+from icecore.errors import NotFound
 from icecore.events import Event
 from icecore.host import procfs
 from icecore.host.criu import Criu
@@ -293,7 +294,12 @@ def until_clean(workdir: Path, seconds: float = 20.0) -> None:
 
 def standing(root: int) -> list[int]:
     """Members of the tree that are stopped by a tracer."""
-    return [pid for pid in procfs.tree(root) if procfs.status(pid).state == "t"]
+    found = []
+    for pid in procfs.tree(root):
+        with suppress(NotFound):  # it has ended meanwhile
+            if procfs.status(pid).state == "t":
+                found.append(pid)
+    return found
 
 
 @contextmanager

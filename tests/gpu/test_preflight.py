@@ -19,7 +19,7 @@ from icecore.host.cuda import holder, nccl
 from .conftest import Launch
 from .fake_world import GPUS, Target, World
 
-pytestmark = [pytest.mark.criu, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.criu
 
 
 def refusals(target: Target, **options: object) -> dict[str, str]:
@@ -121,7 +121,11 @@ def test_nccl_that_is_only_loaded(launch: Launch) -> None:
 
 @pytest.mark.parametrize(("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
 def test_nccl_with_a_peer_in_another_tree(family: socket.AddressFamily, host: str, launch: Launch) -> None:
-    with socket.create_server((host, 0), family=family) as peer:
+    try:
+        peer = socket.create_server((host, 0), family=family)
+    except OSError as error:
+        pytest.skip(f"{host}: {error}")
+    with peer:
         also = [f"nccl to {'v6 ' if family == socket.AF_INET6 else ''}{peer.getsockname()[1]}"]
         assert "NCCL_P2P_DISABLE=1" in refusals(launch(also=also))["gpu-nccl"]
         with peer.accept()[0]:

@@ -27,7 +27,7 @@ from .conftest import NewMachine
 from .joined import Ring
 from .machine import HERE, MIB, Machine, until, uuid_of
 
-pytestmark = [pytest.mark.criu, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.criu
 BUFFERS = 2
 
 
