@@ -138,7 +138,9 @@ class Output:
             if self._bars is not None:
                 self._bars.event(event)
             text = describe(event)
-            if text and (self._bars is None or event.fields.get("state") == "failed" or "state" not in event.fields):
+            # Beside bars phases say nothing in the end, but how long a GPU job will stand still.
+            tells = event.fields.get("state") in (None, "failed") or "moved_bytes" in event.fields
+            if text and (self._bars is None or tells):
                 self._pause()
                 print(text, file=self._stderr, flush=True)
 
@@ -216,10 +218,8 @@ def describe(event: Event) -> str:
             words.append(f"{_number(fields, 'gb_per_s'):.2f} GB/s")
         if state == "failed":
             words.append("failed")  # why is told once, at the end
-        if "resident_bytes" in fields:
-            stays, moved = units.size(_number(fields, "resident_bytes")), units.size(_number(fields, "moved_bytes"))
-            least = units.seconds(_number(fields, "window_seconds"))
-            words.append(f"{stays} stay on GPUs, {moved} are moved: a window of about {least} if all of it changed")
+        if "moved_bytes" in fields:
+            words.append(_window_words(fields))
         return "  ".join(words)
     if event.name == "run.gpu":
         return _gpu_words(fields)
@@ -228,6 +228,19 @@ def describe(event: Event) -> str:
     if "error" in fields and event.name != "restore.failed":
         return f"warning: {event.name}: {fields['error']}"
     return ""
+
+
+def _window_words(fields: Mapping[str, Any]) -> str:
+    """What preflight says of a GPU job: short lines."""
+    seconds, least, most = (units.seconds(_number(fields, f"window_{which}")) for which in ("seconds", "least", "most"))
+    window = f"  a window of about {seconds} ({least} to {most})"
+    moved = f"{units.size(_number(fields, 'moved_bytes'))} are moved"
+    if "resident_bytes" not in fields:
+        return f"of device memory {moved}\n{window}"
+    without = _number(fields, "no_room")
+    why = f"; {units.size(without)} have no room aside" if without else ""
+    stays = f"{units.size(_number(fields, 'resident_bytes'))} stay on GPUs, {moved}"
+    return f"{stays}\n{window}, if all that stays has changed{why}"
 
 
 def _gpu_words(fields: Mapping[str, Any]) -> str:

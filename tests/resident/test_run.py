@@ -71,10 +71,12 @@ def test_a_job_and_its_instances(cli: Cli, visible: Machine, root: str) -> None:
     for event in events:
         check_event(event, documented)
     looked = next(event for event in events if event["event"] == "dump.preflight" and event["state"] == "end")
-    assert (looked["resident_bytes"], looked["moved_bytes"]) == (BUFFERS * 4 * MIB, MIB // 2)
+    assert (looked["resident_bytes"], looked["moved_bytes"], looked["no_room"]) == (BUFFERS * 4 * MIB, MIB // 2, 0)
+    assert looked["window_least"] < looked["window_seconds"] < looked["window_most"] < 1.0
     assert [event["bytes"] for event in events if event["event"] == "dump.resident.unmap" and event["state"] == "end"] == [BUFFERS * 4 * MIB]
     goes_on(job)
-    assert "8.0 MiB stay on GPUs" in cli.run("dump", "gpu").stderr
+    said = cli.run("dump", "gpu").stderr
+    assert "8.0 MiB stay on GPUs, " in said and " are moved\n  a window of about 400." in said and "if all that stays has changed\n" in said
     assert cli.one("snapshot.details", "show", "gpu")["resident_bytes"] == BUFFERS * 4 * MIB
     assert "of it resident" in cli.run("show", "gpu").stdout
     if root == "private":  # beside the first, on the other GPU
