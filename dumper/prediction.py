@@ -49,7 +49,7 @@ def predict(found: Look) -> dict[str, Value]:
         "window_most": seconds.most,
     }
     if resident is not None:
-        fields |= {"resident_bytes": resident.bytes, "no_room": resident.copies.left}
+        fields |= {"resident_bytes": resident.bytes, "no_room": resident.copies.left, "left": dict(resident.left)}
     return fields
 
 

@@ -387,6 +387,7 @@ class Resident:
                 "imports": [
                     [one.allocation.identity, images[one.owner[0]], one.owner[1]] for one in self._sharing.imports[pid]
                 ],
+                "left": self.look.reports[pid].counts.left,
             }
             for pid, pairs in self._sharing.owned.items()
         }

@@ -52,6 +52,14 @@ class ResidentLook:
         return sum(report.counts.resident_bytes for report in self.reports.values())
 
     @property
+    def left(self) -> dict[str, int]:
+        """What their preloads left to the driver: `Counts.left` of all."""
+        total: Counter[str] = Counter()
+        for report in self.reports.values():
+            total.update(report.counts.left)
+        return dict(total)
+
+    @property
     def most_window_seconds(self) -> float:
         """How much longer a window will take if all of it has changed: GPUs copy at the same time, and what has no room is stored."""
         device, host, left = self.copies

@@ -49,6 +49,14 @@ TITLES: Mapping[str, str] = {
     "store.commit": "committing",
 }
 
+#: What the preload leaves to the driver, by the names of its counts.
+_LEFT: Mapping[str, str] = {
+    "pool": "in pools",
+    "small": "in small allocations",
+    "managed": "of managed memory",
+    "foreign": "of other kinds",
+}
+
 
 class Output:
     """Where a command's words go.
@@ -240,7 +248,20 @@ def _window_words(fields: Mapping[str, Any]) -> str:
     without = _number(fields, "no_room")
     why = f"; {units.size(without)} have no room aside" if without else ""
     stays = f"{units.size(_number(fields, 'resident_bytes'))} stay on GPUs, {moved}"
-    return f"{stays}\n{window}, if all that stays has changed{why}"
+    left = left_words(fields.get("left", {}))
+    return "\n".join([stays, f"{window}, if all that stays has changed{why}", *([f"  {left}"] if left else [])])
+
+
+def left_words(left: Mapping[str, int]) -> str:
+    """What of a job's device memory the preload has left to the driver (docs/format.md); empty: nothing."""
+    sizes = {kind: left.get(f"{name}_bytes", 0) for name, kind in _LEFT.items()}
+    parts = ", ".join(f"{units.size(size)} {kind}" for kind, size in sizes.items() if size)
+    words = [f"{units.size(sum(sizes.values()))} with the driver: {parts}"] if parts else []
+    if left.get("captured"):
+        words.append(f"{left['captured']} allocated in stream captures")
+    if left.get("ipc_exports"):
+        words.append(f"{left['ipc_exports']} shared by CUDA IPC")
+    return "; ".join(words)
 
 
 def _gpu_words(fields: Mapping[str, Any]) -> str:

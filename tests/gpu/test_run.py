@@ -99,7 +99,9 @@ def test_dump_show_and_restore(cli: Cli, world: World, tmp_path: Path, monkeypat
         if event["event"] == "snapshot.regions" and event["kind"] == "device"
     ]
     assert [event["bytes"] for event in regions] == [MIB << 20]
-    assert GPUS[0] in cli.run("show", "gpu").stdout
+    shown = cli.run("show", "gpu").stdout
+    assert GPUS[0] in shown and "3.0 MiB of data; 3.0 MiB with its zeros" in shown and "of it moved" in shown
+    assert "resident" not in shown and "allocated" not in shown
     cli.run("kill", "gpu", "-s", "KILL")
     bad = [
         event

@@ -65,6 +65,7 @@ def test_three_snapshots(store: Store, launch: Launch, joined: Machine, children
         manifest = store.read(result.snapshot).manifest
         known = json.loads(manifest.extra["resident"])
         assert known["directory"] == str(joined.directory)
+        assert all(about["left"] == {"small_bytes": MIB // 2} for about in known["processes"].values())
         spaces = {space.key: space for space in manifest.spaces if space.kind == "device"}
         assert spaces.keys() == known["processes"].keys() == {str(p.image_id) for p in manifest.processes}
         for key, space in spaces.items():

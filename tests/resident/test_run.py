@@ -72,13 +72,21 @@ def test_a_job_and_its_instances(cli: Cli, visible: Machine, root: str) -> None:
         check_event(event, documented)
     looked = next(event for event in events if event["event"] == "dump.preflight" and event["state"] == "end")
     assert (looked["resident_bytes"], looked["moved_bytes"], looked["no_room"]) == (BUFFERS * 4 * MIB, MIB // 2, 0)
+    assert looked["left"] == {"small_bytes": MIB // 2}
     assert looked["window_least"] < looked["window_seconds"] < looked["window_most"] < 1.0
     assert [event["bytes"] for event in events if event["event"] == "dump.resident.unmap" and event["state"] == "end"] == [BUFFERS * 4 * MIB]
     goes_on(job)
     said = cli.run("dump", "gpu").stderr
     assert "8.0 MiB stay on GPUs, " in said and " are moved\n  a window of about 400." in said and "if all that stays has changed\n" in said
-    assert cli.one("snapshot.details", "show", "gpu")["resident_bytes"] == BUFFERS * 4 * MIB
-    assert "of it resident" in cli.run("show", "gpu").stdout
+    assert "\n  512 KiB with the driver: 512 KiB in small allocations\n" in said
+    shown = cli.one("snapshot.details", "show", "gpu")
+    check_event(shown, documented)
+    assert (shown["resident_bytes"], shown["moved_bytes"]) == (BUFFERS * 4 * MIB, MIB // 2)
+    assert shown["device_bytes"] < shown["resident_bytes"] + shown["moved_bytes"] and shown["left"] == {"small_bytes": MIB // 2}
+    lines = {line[:14].strip(): line[14:].strip() for line in cli.run("show", "gpu").stdout.splitlines()}
+    assert lines["device memory"].endswith("of data; 8.5 MiB with its zeros")
+    assert lines["of it resident"].startswith("8.0 MiB with its zeros") and lines["of it moved"].startswith("512 KiB with its zeros")
+    assert lines["allocated"] == "512 KiB with the driver: 512 KiB in small allocations"
     if root == "private":  # beside the first, on the other GPU
         for event in cli.events("restore", "gpu", "--name", "second", "--gpu-map", "0=1"):
             check_event(event, documented)
