@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from icecore import api
+from icecore.config import Config, RunSettings
 from icecore.errors import MissingTool
 from icecore.events import Event
 from icecore.host.cuda import nccl
@@ -18,6 +19,7 @@ from icecore.host.job import Job as Running
 from icecore.host.jobs import Registry
 from icecore.host.namespaces import Isolation
 from icecore.host.resident.client import Keeper
+from icecore.output import describe
 from tests.cli.conftest import Cli
 from tests.cli.conftest import cli as cli
 from tests.cli.documents import check_event, documented_events
@@ -154,6 +156,19 @@ def test_without_the_preload(cli: Cli, visible: Machine) -> None:
     goes_on(job)
 
 
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_python_api(asked: bool | None, tmp_path: Path) -> None:
+    events: list[Event] = []
+    config = Config(state=str(tmp_path / "state"), run=RunSettings(resident=asked is not True))
+    job = api.run(["sleep", "60"], gpu=True, resident=asked, config=config, emit=events.append)
+    environment = Path(f"/proc/{job.pid}/environ").read_bytes()
+    job.kill(9)
+    job.wait(10)
+    [about] = [event for event in events if event.name == "run.gpu"]
+    assert about.fields["resident"] is (asked is not False) is (b"ICECORE_RESIDENT=" in environment)
+    assert ("its device memory is resident" in describe(about)) is (asked is not False)
+
+
 def test_where_no_compiler_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> Path:
         raise MissingTool("it was not built", cure="install gcc")
@@ -165,7 +180,7 @@ def test_where_no_compiler_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     job.kill(9)
     job.wait(10)
     [about] = [event.fields for event in events if event.name == "run.gpu"]
-    assert about["resident"] is False and "it was not built (install gcc)" in about["notes"]  # type: ignore[operator]
+    assert about["resident"] is False and "is resident" not in describe(Event("run.gpu", about)) and "it was not built (install gcc)" in about["notes"]  # type: ignore[operator]
 
 
 def test_uuids(visible: Machine) -> None:
