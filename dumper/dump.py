@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from icecore.dumper.capture import HIDDEN_FILE, Capture, Captured
-from icecore.dumper.checks_gpu import predicted_window
 from icecore.dumper.devices import Devices
 from icecore.dumper.early import EarlyScan
 from icecore.dumper.facts import describe_requirements
@@ -24,6 +23,7 @@ from icecore.dumper.guard import WINDOW_PRIORITY, Guard
 from icecore.dumper.look import Look, look
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.precopy import PreCopied, pre_copy
+from icecore.dumper.prediction import predict
 from icecore.dumper.preflight import check_target, require, warn
 from icecore.dumper.resident import Resident
 from icecore.dumper.storing import Storing
@@ -260,12 +260,7 @@ class _Dump:
         with phase(self.emit, "dump.preflight", pid=self.target.pid) as running:
             found = self._preflight()
             running.fields |= {"processes": len(found.processes), "private_bytes": found.private_bytes}
-            if found.resident is not None and found.gpus is not None:
-                running.fields |= {
-                    "resident_bytes": found.resident.bytes,
-                    "moved_bytes": found.gpus.device_bytes,
-                    "window_seconds": predicted_window(found),
-                }
+            running.fields |= predict(found)
         after.due = True
         _hook(self.options.before, self.target, "", self.options.hook_seconds)
         images = self._make_workdir()

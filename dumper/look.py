@@ -103,7 +103,7 @@ def look(pid: int, criu: Criu, workdir: str, options: DumpOptions) -> Look:
     gpus = look_at_gpus(find_backend(), [(p.pid, p.mappings, p.descriptors, p.sockets) for p in processes])
     resident = None
     if gpus is not None:
-        gpus, resident = look_at_resident(gpus)
+        gpus, resident = look_at_resident(gpus, options.staging_bytes)
     return Look(
         root=pid,
         processes=processes,

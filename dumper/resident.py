@@ -35,7 +35,7 @@ from icecore.errors import DumpFailed, IcecoreError
 from icecore.events import Sink, Value, phase
 from icecore.host import limits
 from icecore.host.resident.client import Agent
-from icecore.host.resident.copyplan import divide
+from icecore.host.resident.copyplan import divide, host_room
 from icecore.host.resident.gpu import NOWHERE, ON_DEVICE, spare_room
 from icecore.host.resident.keeper import start_keeper
 from icecore.host.resident.sharing import Shares, Taken, find_shares
@@ -152,9 +152,8 @@ class Resident:
                 said = {"not_looked": error.message}
         # Of what changed in the parent nobody knows on which GPU it is: it may be on each, but not on all.
         likely = sizes.total() if parent is None else max(parent.manifest.sizes.changed, changed)
-        short = min(likely, sum(max(0, size - self._spare[device]) for device, size in wanted.items()))
         available = max(0, limits.memory_available() - 2 * moved)
-        most = max(min(staging_bytes, sizes.total(), available // 4), min(short, available // 2))
+        most = host_room(sizes, self._spare, wanted=wanted, likely=likely, staging=staging_bytes, available=available)
         self._region = HostRegion((_RING + most // CELL_BYTES) * CELL_BYTES)
         self._region.prefault()
         self._worker.take_host(self._region, min(sizes))
@@ -388,6 +387,7 @@ class Resident:
                 "imports": [
                     [one.allocation.identity, images[one.owner[0]], one.owner[1]] for one in self._sharing.imports[pid]
                 ],
+                "left": self.look.reports[pid].counts.left,
             }
             for pid, pairs in self._sharing.owned.items()
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -10,15 +11,21 @@ from pathlib import Path
 
 from icecore.dumper.gpus import GpuLook
 from icecore.errors import NotFound
-from icecore.host import procfs
+from icecore.host import limits, procfs
 from icecore.host.resident.client import Agent, Keeper, Report, ResidentFailed
+from icecore.host.resident.copyplan import NOTHING, Foreseen, foresee, host_room
+from icecore.host.resident.gpu import spare_room
 from icecore.host.resident.protocol import VARIABLE
 from icecore.host.resident.sharing import Taken, share_any
 
-#: What a window takes beside the copies of what changed: parking, the driver's checkpoint and restore of what is left, CRIU (docs/resident.md).
-WINDOW_SECONDS = 1.0
-#: Bytes a second at which changed cells are copied at the least.
-COPY_RATE = 45e9
+#: Bytes a second at which what changed is copied aside on its GPU (docs/resident.md: 0.4–0.9 TB/s), and through its bus into pinned memory (its target there).
+DEVICE_RATE, HOST_RATE = 400e9, 45e9
+#: At which the window stores that for which there is no room: a first snapshot of 112 GiB took 9.9 s, for 41 of them (docs/resident.md).
+STORE_RATE = 5e9
+#: Seconds of the driver's checkpoint and of CRIU beside which that goes on (docs/resident.md: what a window of 0.54 s consists of).
+BESIDE_SECONDS = 0.3
+#: What the worker's own context takes of each GPU's free memory (docs/resident.md).
+_WORKER_BYTES = 500 << 20
 
 
 @dataclass(frozen=True)
@@ -30,12 +37,14 @@ class ResidentLook:
         pids: Each, as this machine sees it → as it sees itself.
         reports: How each is.
         outsiders: Processes that are not in the tree, as the keeper sees them, and have memory of it.
+        copies: Where copies will go if all of it changes, and that is seen before the window.
     """
 
     directory: str
     pids: Mapping[int, int]
     reports: Mapping[int, Report]
     outsiders: Sequence[int] = ()
+    copies: Foreseen = NOTHING
 
     @property
     def bytes(self) -> int:
@@ -43,33 +52,72 @@ class ResidentLook:
         return sum(report.counts.resident_bytes for report in self.reports.values())
 
     @property
+    def left(self) -> dict[str, int]:
+        """What their preloads left to the driver: `Counts.left` of all."""
+        total: Counter[str] = Counter()
+        for report in self.reports.values():
+            total.update(report.counts.left)
+        return dict(total)
+
+    @property
     def most_window_seconds(self) -> float:
-        """How long a window will take if all of it has changed, of what is resident alone."""
-        return WINDOW_SECONDS + self.bytes / COPY_RATE
+        """How much longer a window will take if all of it has changed: GPUs copy at the same time, and what has no room is stored."""
+        device, host, left = self.copies
+        aside = (device.get(one, 0) / DEVICE_RATE + host.get(one, 0) / HOST_RATE for one in {*device, *host})
+        return max(0.0, max(aside, default=0.0) + left / STORE_RATE - BESIDE_SECONDS)
 
     def seen_from(self, pid: int) -> Path:
         """The directory through a process, as long as that lives."""
         return Path(f"/proc/{pid}/root{self.directory}")
 
 
-def look_at_resident(gpus: GpuLook) -> tuple[GpuLook, ResidentLook | None]:
-    """Which of the GPU processes have resident memory, and the look at GPUs with that taken off."""
+def look_at_resident(gpus: GpuLook, staging_bytes: int) -> tuple[GpuLook, ResidentLook | None]:
+    """Which of the GPU processes have resident memory, and the look at GPUs with that taken off.
+
+    Args:
+        staging_bytes: What is pinned for copies in any case.
+    """
     directory, pids, reports = "", {}, {}
+    sizes: Counter[str] = Counter()
     for process in gpus.processes:
         named = resident_directory(process.pid)
         if not named or (directory and named != directory):
             continue  # one tree, one directory: what is elsewhere goes through the driver
         with suppress(NotFound, ResidentFailed, OSError):
             own = procfs.status(process.pid).own_pid
-            report = Agent(Path(f"/proc/{process.pid}/root{named}"), own, tracee=process.pid).report()
+            agent = Agent(Path(f"/proc/{process.pid}/root{named}"), own, tracee=process.pid)
+            report = agent.report()
             directory, pids[process.pid], reports[process.pid] = named, own, report
+            sizes += _sizes(agent, report)
     if not pids:
         return gpus, None
     less = [
         replace(process, resident=reports[process.pid].counts.resident_bytes) if process.pid in reports else process
         for process in gpus.processes
     ]
-    return replace(gpus, processes=less), ResidentLook(directory, pids, reports, _outsiders(directory, reports))
+    without = replace(gpus, processes=less)
+    copies = _foreseen(without, sizes, staging_bytes)
+    return without, ResidentLook(directory, pids, reports, _outsiders(directory, reports), copies)
+
+
+def _sizes(agent: Agent, report: Report) -> Counter[str]:
+    """Bytes by GPU; where the process does not tell, of none."""
+    try:
+        sizes: Counter[str] = Counter()
+        for one in agent.allocations():
+            sizes[one.device] += 0 if one.imported else one.size
+        return sizes
+    except (NotFound, ResidentFailed):
+        return Counter({"": report.counts.resident_bytes})
+
+
+def _foreseen(gpus: GpuLook, sizes: Mapping[str, int], staging_bytes: int) -> Foreseen:
+    """By the rule of `icecore.dumper.resident.Resident.prepare` for a first snapshot, with what NVML says is free."""
+    known = {gpu.uuid: gpu for gpu in gpus.inventory.gpus} if gpus.inventory is not None else {}
+    spare = {one: spare_room(known[one].memory - known[one].used - _WORKER_BYTES) for one in sizes if one in known}
+    available = max(0, limits.memory_available() - 2 * gpus.most_bytes)
+    host = host_room(sizes, spare, wanted=sizes, likely=sum(sizes.values()), staging=staging_bytes, available=available)
+    return foresee(sizes, spare, host)
 
 
 def _outsiders(directory: str, reports: Mapping[int, Report]) -> list[int]:

@@ -81,6 +81,7 @@ def run(
     cwd: str | os.PathLike[str] = "",
     environment: Mapping[str, str] | None = None,
     gpu: bool = False,
+    resident: bool | None = None,
     config: Config | None = None,
     emit: Sink = discard,
 ) -> Job:
@@ -96,6 +97,7 @@ def run(
         environment: Its environment; default: this process's, but for the passphrase of a repository.
         gpu: It uses NVIDIA GPUs: it gets what CUDA needs in a pid namespace of its own (unless ``isolation`` says otherwise), and NCCL is told what
             makes its jobs snapshotable (docs/gpu.md).
+        resident: With ``gpu``: windows leave its device memory where it is (docs/resident.md); None: what the configuration says.
         config: Instead of the one that is found (`icecore.config.load`).
         emit: Gets the events.
 
@@ -121,7 +123,7 @@ def run(
             environment=environment,
             pid=pid,
             root=root,
-            resident=own.resident,
+            resident=own.resident if resident is None else resident,
             emit=emit,
         )
     return registry(config).start(command, name=name, isolation=isolation, cwd=cwd, environment=environment, emit=emit)

@@ -49,6 +49,14 @@ TITLES: Mapping[str, str] = {
     "store.commit": "committing",
 }
 
+#: What the preload leaves to the driver, by the names of its counts.
+_LEFT: Mapping[str, str] = {
+    "pool": "in pools",
+    "small": "in small allocations",
+    "managed": "of managed memory",
+    "foreign": "of other kinds",
+}
+
 
 class Output:
     """Where a command's words go.
@@ -138,7 +146,9 @@ class Output:
             if self._bars is not None:
                 self._bars.event(event)
             text = describe(event)
-            if text and (self._bars is None or event.fields.get("state") == "failed" or "state" not in event.fields):
+            # Beside bars phases say nothing in the end, but how long a GPU job will stand still.
+            tells = event.fields.get("state") in (None, "failed") or "moved_bytes" in event.fields
+            if text and (self._bars is None or tells):
                 self._pause()
                 print(text, file=self._stderr, flush=True)
 
@@ -216,10 +226,8 @@ def describe(event: Event) -> str:
             words.append(f"{_number(fields, 'gb_per_s'):.2f} GB/s")
         if state == "failed":
             words.append("failed")  # why is told once, at the end
-        if "resident_bytes" in fields:
-            stays, moved = units.size(_number(fields, "resident_bytes")), units.size(_number(fields, "moved_bytes"))
-            least = units.seconds(_number(fields, "window_seconds"))
-            words.append(f"{stays} stay on GPUs, {moved} are moved: a window of about {least} if all of it changed")
+        if "moved_bytes" in fields:
+            words.append(_window_words(fields))
         return "  ".join(words)
     if event.name == "run.gpu":
         return _gpu_words(fields)
@@ -230,12 +238,40 @@ def describe(event: Event) -> str:
     return ""
 
 
+def _window_words(fields: Mapping[str, Any]) -> str:
+    """What preflight says of a GPU job: short lines."""
+    seconds, least, most = (units.seconds(_number(fields, f"window_{which}")) for which in ("seconds", "least", "most"))
+    window = f"  a window of about {seconds} ({least} to {most})"
+    moved = f"{units.size(_number(fields, 'moved_bytes'))} are moved"
+    if "resident_bytes" not in fields:
+        return f"of device memory {moved}\n{window}"
+    without = _number(fields, "no_room")
+    why = f"; {units.size(without)} have no room aside" if without else ""
+    stays = f"{units.size(_number(fields, 'resident_bytes'))} stay on GPUs, {moved}"
+    left = left_words(fields.get("left", {}))
+    return "\n".join([stays, f"{window}, if all that stays has changed{why}", *([f"  {left}"] if left else [])])
+
+
+def left_words(left: Mapping[str, int]) -> str:
+    """What of a job's device memory the preload has left to the driver (docs/format.md); empty: nothing."""
+    sizes = {kind: left.get(f"{name}_bytes", 0) for name, kind in _LEFT.items()}
+    parts = ", ".join(f"{units.size(size)} {kind}" for kind, size in sizes.items() if size)
+    words = [f"{units.size(sum(sizes.values()))} with the driver: {parts}"] if parts else []
+    if left.get("captured"):
+        words.append(f"{left['captured']} allocated in stream captures")
+    if left.get("ipc_exports"):
+        words.append(f"{left['ipc_exports']} shared by CUDA IPC")
+    return "; ".join(words)
+
+
 def _gpu_words(fields: Mapping[str, Any]) -> str:
     """What `run --gpu` did."""
     lines = [f"--gpu set {' '.join(f'{key}={value}' for key, value in fields['added'].items()) or 'nothing'}: {fields['cost']}"]
     if fields["kept"]:
         own = " ".join(f"{key}={value}" for key, value in fields["kept"].items())
         lines.append(f"warning: you set {own}: a job whose ranks use that cannot be snapshotted")
+    if fields["resident"]:
+        lines.append("its device memory is resident: windows leave it on its GPUs; to allocate it costs a little more")
     return "\n".join([*lines, *(f"note: {note}" for note in fields["notes"])])
 
 

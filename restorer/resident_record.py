@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +75,15 @@ def recorded(manifest: Manifest) -> tuple[str, dict[int, RecordedProcess]]:
         return directory, processes
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged("manifest", manifest.snapshot, f"what it says of resident memory: {error}") from error
+
+
+def left_to_driver(manifest: Manifest) -> dict[str, int]:
+    """What the preloads of its processes had left to the driver (docs/format.md); nothing where it does not say, or makes no sense: nothing depends on it."""
+    total: Counter[str] = Counter()
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
+        for about in json.loads(manifest.extra["resident"])["processes"].values():
+            total.update({str(name): int(some) for name, some in about.get("left", {}).items()})
+    return dict(total)
 
 
 def resident_bytes(manifest: Manifest) -> int:

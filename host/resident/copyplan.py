@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +72,49 @@ def divide(cells: int, short: Mapping[str, int]) -> dict[str, int]:
     parts = {device: some if total <= cells else some * cells // total for device, some in short.items()}
     left = cells - sum(parts.values())
     return {device: part + left // len(parts) for device, part in parts.items()}
+
+
+def host_room(
+    sizes: Mapping[str, int], spare: Mapping[str, int], *, wanted: Mapping[str, int], likely: int, staging: int, available: int
+) -> int:
+    """How many bytes of host memory are pinned for copies.
+
+    Args:
+        sizes: By device, bytes of its allocations.
+        spare: By device, bytes of its memory that copies may take.
+        wanted: By device, how many of its bytes are likely to change.
+        likely: How many are on all devices together, at the most.
+        staging: Pinned in any case, where there is so much.
+        available: Bytes of the host's memory that may be taken at all.
+    """
+    short = min(likely, sum(max(0, size - spare.get(device, 0)) for device, size in wanted.items()))
+    return max(min(staging, sum(sizes.values()), available // 4), min(short, available // 2))
+
+
+class Foreseen(NamedTuple):
+    """Where copies will go if all of some memory has changed: bytes by device, on it and in the host's memory, and those for which there is no room."""
+
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+    left: int
+
+
+NOTHING = Foreseen({}, {}, 0)
+
+
+def foresee(sizes: Mapping[str, int], spare: Mapping[str, int], host: int) -> Foreseen:
+    """What the plans of all devices will come to.
+
+    Args:
+        sizes, spare: As for `host_room`, whose answer is ``host``.
+    """
+    if not sizes:
+        return NOTHING
+    device = {one: min(size, spare.get(one, 0)) for one, size in sizes.items()}
+    short = {one: size - device[one] for one, size in sizes.items()}
+    parts = divide(host // CELL, {one: -(-some // CELL) for one, some in short.items()})
+    there = {one: min(some, parts[one] * CELL) for one, some in short.items()}
+    return Foreseen(device, there, sum(short.values()) - sum(there.values()))
 
 
 def plan_copies(

@@ -19,6 +19,7 @@ _LAYOUT = struct.Struct("<IIiIQQQQQQ16s16siiII400s")
 _COUNTS = 26
 _CUDA_ERROR = 10000
 _IMPORTED, _EXPORTED = 16, 32
+_LEFT = ("pool_bytes", "small_bytes", "managed_bytes", "foreign_bytes", "captured", "ipc_exports")
 
 
 class Operation(IntEnum):
@@ -177,6 +178,11 @@ class Counts:
     def driver_bytes(self) -> int:
         """What a window leaves for the driver to copy."""
         return self.small_bytes + self.pool_bytes + self.managed_bytes + self.foreign_bytes
+
+    @property
+    def left(self) -> dict[str, int]:
+        """What stayed with the driver, by these names: bytes that are live, and how often it was for other reasons; without zeros."""
+        return {name: some for name in _LEFT if (some := int(getattr(self, name)))}
 
 
 @dataclass(frozen=True)

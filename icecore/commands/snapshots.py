@@ -242,12 +242,17 @@ def snapshot_fields(record: SnapshotRecord) -> dict[str, Value]:
 
 def show(arguments: argparse.Namespace, context: Context) -> int:
     """icecore show."""
+    from icecore.output import left_words
+    from icecore.restorer.resident_record import left_to_driver
+
     repository, record = context.repository().locate(arguments.snapshot)
     manifest = repository.manifest(record)
     output, sizes = context.output, manifest.sizes
     output.result("snapshot", snapshot_fields(record))
     host = sizes.logical - sizes.device
-    resident = sum(region.length for space in manifest.spaces if space.kind == "device" for region in space.regions)
+    device = [(space.kind == "device", region.length) for space in manifest.spaces for region in space.regions if region.kind == "device"]
+    resident, moved = (sum(length for stays, length in device if stays is which) for which in (True, False))
+    left = left_to_driver(manifest)
     details: dict[str, Value] = {
         "snapshot": manifest.snapshot,
         "host": manifest.host,
@@ -263,6 +268,8 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
         "own_namespaces": _namespaces(manifest),
         "gpus": [dict(gpu) for gpu in manifest.requirements.devices],
         "resident_bytes": resident,
+        "moved_bytes": moved,
+        "left": dict(left),
     }
     output.result("snapshot.details", details)
     if not output.as_json:
@@ -273,9 +280,12 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
             ("parent", manifest.parent or "none"),
             ("taken", f"{units.moment(manifest.created_ns / 1e9)} on {manifest.host}"),
             ("window", units.seconds(manifest.window_seconds)),
-            ("host memory", f"{units.size(host)} of data, {units.size(sizes.zero)} of zeros"),
-            ("device memory", units.size(sizes.device)),
-            ("of it resident", f"{units.size(resident)} allocated; windows leave it where it is" if resident else "none"),
+            ("host memory", f"{units.size(host)} of data"),
+            ("device memory", f"{units.size(sizes.device)} of data; {units.size(resident + moved)} with its zeros" if device else "none"),
+            *([("of it resident", f"{units.size(resident)} with its zeros; windows leave it where it is")] if resident else []),
+            *([("of it moved", f"{units.size(moved)} with its zeros, by the driver")] if moved else []),
+            *([("allocated", words)] if (words := left_words(left)) else []),
+            ("zeros", f"{units.size(sizes.zero)} in all memory, which take no room"),
             ("changed", f"{units.size(sizes.changed)} against the parent" if manifest.parent else units.size(sizes.changed)),
             ("stored", f"{units.size(sizes.stored)} new: {_codecs(sizes.by_codec)}"),
             ("needs", f"{manifest.requirements.architecture}, kernel like {manifest.requirements.kernel}, CRIU {manifest.requirements.criu}"),

@@ -81,6 +81,11 @@ def test_dump_show_and_restore(cli: Cli, world: World, tmp_path: Path, monkeypat
     events = cli.events("dump", "gpu")
     for event in events:
         check_event(event, documented)
+    looked = next(event for event in events if event["event"] == "dump.preflight" and event["state"] == "end")
+    assert looked["moved_bytes"] == MIB << 20 and "resident_bytes" not in looked
+    said = cli.run("dump", "gpu").stderr
+    assert "of device memory 3.0 MiB are moved\n  a window of about 401." in said and "changed" not in said
+    cli.run("forget", "latest")
     (record,) = cli.events("ls")
     assert record["device"] == MIB << 20 and "3.0 MiB" in cli.run("ls").stdout
     shown = {event["event"]: event for event in cli.events("show", "gpu")}
@@ -94,7 +99,9 @@ def test_dump_show_and_restore(cli: Cli, world: World, tmp_path: Path, monkeypat
         if event["event"] == "snapshot.regions" and event["kind"] == "device"
     ]
     assert [event["bytes"] for event in regions] == [MIB << 20]
-    assert GPUS[0] in cli.run("show", "gpu").stdout
+    shown = cli.run("show", "gpu").stdout
+    assert GPUS[0] in shown and "3.0 MiB of data; 3.0 MiB with its zeros" in shown and "of it moved" in shown
+    assert "resident" not in shown and "allocated" not in shown
     cli.run("kill", "gpu", "-s", "KILL")
     bad = [
         event

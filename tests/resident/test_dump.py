@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from icecore.dumper import resident_look
 from icecore.dumper.look import look
 from icecore.dumper.options import DumpOptions
 from icecore.errors import IcecoreError, WindowExceeded
@@ -65,6 +66,7 @@ def test_three_snapshots(store: Store, launch: Launch, joined: Machine, children
         manifest = store.read(result.snapshot).manifest
         known = json.loads(manifest.extra["resident"])
         assert known["directory"] == str(joined.directory)
+        assert all(about["left"] == {"small_bytes": MIB // 2} for about in known["processes"].values())
         spaces = {space.key: space for space in manifest.spaces if space.kind == "device"}
         assert spaces.keys() == known["processes"].keys() == {str(p.image_id) for p in manifest.processes}
         for key, space in spaces.items():
@@ -114,7 +116,29 @@ def test_preflight_knows_what_is_resident(launch: Launch, joined: Machine) -> No
     assert found.resident.bytes == job.resident
     assert found.gpus.processes[0].contexts == {uuid_of(0): job.resident + MIB // 2}
     assert found.gpus.device_bytes == MIB // 2
-    assert 1.0 < found.resident.most_window_seconds < 1.1
+    assert found.resident.copies == ({uuid_of(0): 0}, {uuid_of(0): job.resident}, 0)  # the worker has a context on so small a GPU
+    assert found.resident.most_window_seconds == 0.0  # it goes on beside the driver's part
+
+
+@pytest.mark.parametrize("joined", [600 * MIB], indirect=True)
+def test_what_is_foreseen_is_what_is_copied(store: Store, launch: Launch, joined: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the window, by the rule of the window: what is copied on GPUs and into the host's memory, and what there is no room for."""
+    job = launch(gpus=(0, 1), mib=20, buffers=4)  # 40 MiB on each, and 23 of room
+    monkeypatch.setattr(resident_look, "_WORKER_BYTES", 0)  # the fake has no context
+    monkeypatch.setattr("icecore.host.limits.memory_available", lambda: 20 * MIB)
+    known = json.loads((joined.cuda / "inventory.json").read_text())
+    for number, one in enumerate(known["gpus"]):
+        one["used"] = joined.used(number)
+    (joined.cuda / "inventory.json").write_text(json.dumps(known))
+    options, events = DumpOptions(staging_bytes=4 * MIB), Events()
+    until(lambda: look(job.pid, find_criu(), "/dev/shm", options).gpus.processes[0].contexts)  # type: ignore[union-attr]
+    store.dump(job.pid, options, events=events)
+    ends = {event.name: event.fields for event in events.all if event.fields.get("state") == "end"}
+    looked, prepared, copied = (ends[f"dump.{name}"] for name in ("preflight", "resident.prepare", "resident.copy"))
+    assert looked["resident_bytes"] == job.resident == copied["bytes"]
+    assert looked["no_room"] == copied["in_window"] and 16 * MIB < looked["no_room"] < 40 * MIB
+    assert 4 * MIB < prepared["pinned"] - 32 * MIB < 10 * MIB
+    runs_on(job, store)
 
 
 def fault(machine: Machine, name: str, text: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from icecore import api
+from icecore.config import Config, RunSettings
 from icecore.errors import MissingTool
 from icecore.events import Event
 from icecore.host.cuda import nccl
@@ -18,6 +19,7 @@ from icecore.host.job import Job as Running
 from icecore.host.jobs import Registry
 from icecore.host.namespaces import Isolation
 from icecore.host.resident.client import Keeper
+from icecore.output import describe
 from tests.cli.conftest import Cli
 from tests.cli.conftest import cli as cli
 from tests.cli.documents import check_event, documented_events
@@ -71,12 +73,22 @@ def test_a_job_and_its_instances(cli: Cli, visible: Machine, root: str) -> None:
     for event in events:
         check_event(event, documented)
     looked = next(event for event in events if event["event"] == "dump.preflight" and event["state"] == "end")
-    assert (looked["resident_bytes"], looked["moved_bytes"]) == (BUFFERS * 4 * MIB, MIB // 2)
+    assert (looked["resident_bytes"], looked["moved_bytes"], looked["no_room"]) == (BUFFERS * 4 * MIB, MIB // 2, 0)
+    assert looked["left"] == {"small_bytes": MIB // 2}
+    assert looked["window_least"] < looked["window_seconds"] < looked["window_most"] < 1.0
     assert [event["bytes"] for event in events if event["event"] == "dump.resident.unmap" and event["state"] == "end"] == [BUFFERS * 4 * MIB]
     goes_on(job)
-    assert "8.0 MiB stay on GPUs" in cli.run("dump", "gpu").stderr
-    assert cli.one("snapshot.details", "show", "gpu")["resident_bytes"] == BUFFERS * 4 * MIB
-    assert "of it resident" in cli.run("show", "gpu").stdout
+    said = cli.run("dump", "gpu").stderr
+    assert "8.0 MiB stay on GPUs, " in said and " are moved\n  a window of about 400." in said and "if all that stays has changed\n" in said
+    assert "\n  512 KiB with the driver: 512 KiB in small allocations\n" in said
+    shown = cli.one("snapshot.details", "show", "gpu")
+    check_event(shown, documented)
+    assert (shown["resident_bytes"], shown["moved_bytes"]) == (BUFFERS * 4 * MIB, MIB // 2)
+    assert shown["device_bytes"] < shown["resident_bytes"] + shown["moved_bytes"] and shown["left"] == {"small_bytes": MIB // 2}
+    lines = {line[:14].strip(): line[14:].strip() for line in cli.run("show", "gpu").stdout.splitlines()}
+    assert lines["device memory"].endswith("of data; 8.5 MiB with its zeros")
+    assert lines["of it resident"].startswith("8.0 MiB with its zeros") and lines["of it moved"].startswith("512 KiB with its zeros")
+    assert lines["allocated"] == "512 KiB with the driver: 512 KiB in small allocations"
     if root == "private":  # beside the first, on the other GPU
         for event in cli.events("restore", "gpu", "--name", "second", "--gpu-map", "0=1"):
             check_event(event, documented)
@@ -144,6 +156,19 @@ def test_without_the_preload(cli: Cli, visible: Machine) -> None:
     goes_on(job)
 
 
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_python_api(asked: bool | None, tmp_path: Path) -> None:
+    events: list[Event] = []
+    config = Config(state=str(tmp_path / "state"), run=RunSettings(resident=asked is not True))
+    job = api.run(["sleep", "60"], gpu=True, resident=asked, config=config, emit=events.append)
+    environment = Path(f"/proc/{job.pid}/environ").read_bytes()
+    job.kill(9)
+    job.wait(10)
+    [about] = [event for event in events if event.name == "run.gpu"]
+    assert about.fields["resident"] is (asked is not False) is (b"ICECORE_RESIDENT=" in environment)
+    assert ("its device memory is resident" in describe(about)) is (asked is not False)
+
+
 def test_where_no_compiler_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> Path:
         raise MissingTool("it was not built", cure="install gcc")
@@ -155,7 +180,7 @@ def test_where_no_compiler_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     job.kill(9)
     job.wait(10)
     [about] = [event.fields for event in events if event.name == "run.gpu"]
-    assert about["resident"] is False and "it was not built (install gcc)" in about["notes"]  # type: ignore[operator]
+    assert about["resident"] is False and "is resident" not in describe(Event("run.gpu", about)) and "it was not built (install gcc)" in about["notes"]  # type: ignore[operator]
 
 
 def test_uuids(visible: Machine) -> None:

@@ -1,0 +1,57 @@
+"""What people are told, of events and figures that no test can bring about."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from icecore.events import Event
+from icecore.host.resident.protocol import Counts
+from icecore.output import describe, left_words
+from icecore.restorer.resident_record import left_to_driver
+from icecore.store.manifest import Manifest
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("counts", "words"),
+    [
+        (Counts(resident=3, resident_bytes=9 * MIB, allocations=12), ""),
+        (Counts(small=2, small_bytes=5 * MIB, pool=1, pool_bytes=40 * MIB), "45.0 MiB with the driver: 40.0 MiB in pools, 5.0 MiB in small allocations"),
+        (Counts(managed_bytes=MIB, foreign_bytes=2 * MIB), "3.0 MiB with the driver: 1.0 MiB of managed memory, 2.0 MiB of other kinds"),
+        (Counts(captured=3, ipc_exports=2), "3 allocated in stream captures; 2 shared by CUDA IPC"),
+    ],
+)
+def test_what_is_left_to_the_driver(counts: Counts, words: str) -> None:
+    assert left_words(counts.left) == words
+    assert all(counts.left.values()), "zeros are left out"
+
+
+def test_what_snapshots_say_of_it() -> None:
+    """Nothing depends on it: what makes no sense is not told."""
+
+    def left(text: str | None) -> dict[str, int]:
+        return left_to_driver(cast(Manifest, SimpleNamespace(extra={} if text is None else {"resident": text})))
+
+    both = {"processes": {"1": {"left": {"small_bytes": 2}}, "2": {"left": {"small_bytes": 3, "captured": 1}}}}
+    assert left(json.dumps(both)) == {"small_bytes": 5, "captured": 1}
+    older = {"processes": {"1": {"token": ""}}}
+    assert left(None) == left(json.dumps(older)) == left("[]") == left("{") == left('{"processes": {"1": {"left": [1]}}}') == {}
+
+
+def test_a_window_without_room() -> None:
+    looked = {"state": "end", "seconds": 0.02, "moved_bytes": 650 * MIB, "window_seconds": 9.9, "window_least": 9.0, "window_most": 10.5}
+    assert describe(Event("dump.preflight", dict(looked))).split("  ", 2)[2].splitlines() == [
+        "of device memory 650 MiB are moved",
+        "  a window of about 9.90 s (9.00 s to 10.50 s)",
+    ]
+    resident = {"resident_bytes": 112 << 30, "no_room": 41 << 30, "left": {"pool_bytes": MIB}}
+    assert describe(Event("dump.preflight", {**looked, **resident})).split("  ", 2)[2].splitlines() == [
+        "112 GiB stay on GPUs, 650 MiB are moved",
+        "  a window of about 9.90 s (9.00 s to 10.50 s), if all that stays has changed; 41.0 GiB have no room aside",
+        "  1.0 MiB with the driver: 1.0 MiB in pools",
+    ]
