@@ -143,10 +143,17 @@ static void give_back(CUcontext context, int64_t nanoseconds)
 
 	pthread_mutex_lock(&table_lock);
 	for (size_t left = SPARES; left && (at = find(context, nanoseconds)) < some; left--) {
-		struct allocation *found = table_find(spares[at].address);
+		struct spare what = spares[at];
 		take_out(at);
-		release(found);
+		pthread_mutex_unlock(&table_lock);
+		bool entered = !context && !driver()->cuCtxPushCurrent_v2(what.context); /* the agent has none; where it is given, it has ended */
+		pthread_mutex_lock(&table_lock);
+		release(table_find(what.address));
 		__atomic_store_n(&given_back, given_back + 1, __ATOMIC_RELEASE);
+		pthread_mutex_unlock(&table_lock);
+		if (entered)
+			driver()->cuCtxPopCurrent_v2(&what.context);
+		pthread_mutex_lock(&table_lock);
 	}
 	pthread_mutex_unlock(&table_lock);
 }
