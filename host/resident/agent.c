@@ -24,6 +24,8 @@
 #define FROZEN_NANOSECONDS 500000000ll
 #define START_NANOSECONDS 5000000000ll /* on a machine that is busy */
 #define LONGEST_LOOK_NANOSECONDS 10000000000ull
+#define WINDOW_NANOSECONDS 10000000000ull /* for so long after the beginning of one, the driver's lock may be somebody's */
+#define NEVER (-(int64_t)WINDOW_NANOSECONDS)
 #define STACK ((size_t)1 << 20)
 
 static pthread_mutex_t start_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -31,7 +33,7 @@ static bool started, prepared;
 static int listener = -1;
 static ino_t listener_inode;
 static int state; /* enum resident_state; the agent's own */
-static int64_t lease, lease_end;
+static int64_t lease, lease_end, last_parked = NEVER;
 
 static bool listening(void)
 {
@@ -75,6 +77,7 @@ static int park(const struct resident_message *wanted, struct resident_message *
 	if (state == RESIDENT_UNMAPPED)
 		return EALREADY;
 	allocations_looked_at(0);
+	last_parked = now();
 	int error = park_begin(now() + (int64_t)wanted->nanoseconds, (int64_t)wanted->requested, answer);
 	if (error == 0 || error == EAGAIN)
 		state = RESIDENT_PARKED;
@@ -145,6 +148,8 @@ static int list(int to)
 	if (!lock_for_a_while())
 		return -1;
 	for (struct allocation *at = NULL; !result && (at = table_next_held(at));) {
+		if (at->kind == KIND_SPARE)
+			continue;
 		struct resident_message one = {
 			.version = RESIDENT_VERSION, .operation = AGENT_LIST,    .identity = at->identity, .address = at->address,
 			.size = at->size,            .requested = at->requested, .ordinal = at->device,    .pid = getpid(),
@@ -248,7 +253,7 @@ static void tend_keeper(bool lost)
 	pthread_mutex_lock(&table_lock);
 	if (lost)
 		holding_close();
-	if ((counts.resident || counts.imported) && (holding_socket() < 0 || count_unheld()))
+	if ((counts.resident || counts.spare || counts.imported) && (holding_socket() < 0 || count_unheld()))
 		holding_complete();
 	pthread_mutex_unlock(&table_lock);
 }
@@ -297,6 +302,8 @@ static void *agent(void *unused)
 		}
 		if (state == RESIDENT_RUNNING)
 			tend_keeper(keeper >= 0 && ready[1].revents); /* it died: another one gets everything */
+		if (state == RESIDENT_RUNNING && (uint64_t)(last - last_parked) > WINDOW_NANOSECONDS)
+			spares_give_back_old();
 	}
 	return NULL;
 }
@@ -314,6 +321,8 @@ static void in_child(void)
 	state = RESIDENT_RUNNING;
 	started = false;
 	allocations_of_child();
+	spares_of_child();
+	last_parked = NEVER;
 	handles_of_child();
 	ipc_of_child();
 	peers_of_child();

@@ -88,8 +88,8 @@ CUresult set_access(const struct allocation *what)
 	return driver()->cuMemSetAccess(what->address, what->size, access, some);
 }
 
-/* Takes one whose use has ended off the table, the device and the keeper. */
-static void release(struct allocation *at)
+/* Takes it off the table, the device and the keeper. */
+void release(struct allocation *at)
 {
 	const struct driver *d = driver();
 	struct allocation what = *at;
@@ -169,9 +169,12 @@ CUresult create_physical(CUhandle *out, size_t size, const struct allocation_pro
 {
 	const struct driver *d = driver();
 	bool held = others_may_hold_memory(); /* asked first: what they let go of after that is found */
+	uint64_t before = spares_given_back();
 	CUresult result = d->cuMemCreate(out, size, properties, 0);
 	CUcontext context;
 
+	if (result == CUDA_ERROR_OUT_OF_MEMORY && spares_make_room(before))
+		result = d->cuMemCreate(out, size, properties, 0);
 	if (result == CUDA_ERROR_OUT_OF_MEMORY && !d->cuCtxGetCurrent(&context) && context && release_all_deferred(context))
 		result = d->cuMemCreate(out, size, properties, 0);
 	while (result == CUDA_ERROR_OUT_OF_MEMORY && (held || others_may_hold_memory())) {
@@ -198,6 +201,10 @@ static CUresult allocate(CUdeviceptr *out, size_t bytes)
 	if (!device.usable || bytes > SIZE_MAX - device.granularity)
 		return -1;
 	made.size = (bytes + device.granularity - 1) / device.granularity * device.granularity;
+	if (spare_take(&made)) {
+		*out = made.address;
+		return CUDA_SUCCESS;
+	}
 	struct allocation_properties properties = properties_of(made.device, device.rdma);
 	result = create_physical(&made.handle, made.size, &properties);
 	if (result) {
@@ -256,7 +263,7 @@ static bool forget(CUdeviceptr address, struct allocation *copy)
 {
 	pthread_mutex_lock(&table_lock);
 	struct allocation *found = table_find(address);
-	if (found && found->kind != KIND_RESIDENT) {
+	if (found && found->kind != KIND_RESIDENT && found->kind != KIND_SPARE) {
 		*copy = *found;
 		table_remove(found);
 	}
@@ -270,6 +277,15 @@ static void note_again(const struct allocation *copy)
 	table_add(copy);
 	pthread_mutex_unlock(&table_lock);
 }
+
+/* What the driver is asked for: once more where spares were in its way. */
+#define OR_WITH_ROOM(result, call) \
+	do { \
+		uint64_t before_ = spares_given_back(); \
+		result = call; \
+		if (result == CUDA_ERROR_OUT_OF_MEMORY && spares_make_room(before_)) \
+			result = call; \
+	} while (0)
 
 static CUresult allocate_noting(CUdeviceptr *out, size_t bytes)
 {
@@ -286,7 +302,7 @@ static CUresult allocate_noting(CUdeviceptr *out, size_t bytes)
 		}
 	}
 	if (result < 0) {
-		result = driver()->cuMemAlloc_v2(out, bytes);
+		OR_WITH_ROOM(result, driver()->cuMemAlloc_v2(out, bytes));
 		note(result, out, bytes, bytes < LEAST_SIZE ? KIND_SMALL : KIND_FOREIGN);
 	}
 	return result;
@@ -313,7 +329,7 @@ CUresult resident_cuMemAllocPitch_v2(CUdeviceptr *out, size_t *pitch, size_t wid
 	enter();
 	if (!out || !pitch || !height || !resident_directory() || !width || width > SIZE_MAX / 2 / height || width * height < LEAST_SIZE ||
 	    d->cuMemAllocPitch_v2(&row, pitch, width, 1, element)) {
-		result = d->cuMemAllocPitch_v2(out, pitch, width, height, element);
+		OR_WITH_ROOM(result, d->cuMemAllocPitch_v2(out, pitch, width, height, element));
 		if (!result)
 			note(result, out, *pitch * height, *pitch * height < LEAST_SIZE ? KIND_SMALL : KIND_FOREIGN);
 	} else {
@@ -363,7 +379,8 @@ static CUresult free_resident(CUdeviceptr address, CUresult (*wait)(CUstream), C
 		defer(found); /* nothing can be waited for in a stream capture: released with the next that is freed outside of one */
 		result = CUDA_SUCCESS;
 	} else {
-		release(found);
+		if (wait || result || !spare_keep(found)) /* a stream's end is not that of all that may use it */
+			release(found);
 		if (!wait && !result)
 			release_deferred(context, began);
 	}
@@ -375,7 +392,8 @@ static CUresult free_noted(CUdeviceptr address, CUresult (*call)(CUdeviceptr, CU
 {
 	struct allocation copy = {0};
 	bool noted = address && forget(address, &copy);
-	CUresult result = call ? call(address, stream) : driver()->cuMemFree_v2(address);
+	CUdeviceptr asked = spare_hidden(address);
+	CUresult result = call ? call(asked, stream) : driver()->cuMemFree_v2(asked);
 
 	if (result && noted && copy.address)
 		note_again(&copy);
@@ -415,7 +433,8 @@ FREE_ASYNC(cuMemFreeAsync_ptsz)
 		if (!driver() || !driver()->name) \
 			return CUDA_ERROR_NOT_INITIALIZED; \
 		enter(); \
-		CUresult result = driver()->name arguments; \
+		CUresult result; \
+		OR_WITH_ROOM(result, driver()->name arguments); \
 		note(result, out, bytes, kind); \
 		leave(); \
 		return result; \

@@ -35,14 +35,16 @@ static bool both_devices(CUcontext other, CUdevice *here, CUdevice *there)
 
 static void change(CUdevice accessing, CUdevice owner, bool to)
 {
+	static const enum kind kinds[] = {KIND_RESIDENT, KIND_SPARE};
 	const struct driver *d = driver();
 	struct access access = {{LOCATION_DEVICE, accessing}, to ? ACCESS_READ_WRITE : 0};
 
 	pthread_mutex_lock(&table_lock);
 	peers[accessing][owner] = to;
-	for (struct allocation *at = NULL; (at = table_next(at, KIND_RESIDENT));)
-		if (at->device == owner)
-			d->cuMemSetAccess(at->address, at->size, &access, 1);
+	for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
+		for (struct allocation *at = NULL; (at = table_next(at, kinds[i]));)
+			if (at->device == owner)
+				d->cuMemSetAccess(at->address, at->size, &access, 1);
 	pthread_mutex_unlock(&table_lock);
 }
 
@@ -81,6 +83,7 @@ CUresult resident_cuCtxDisablePeerAccess(CUcontext peer)
 static void release_of(CUcontext context)
 {
 	ipc_forget_context(context);
+	spares_give_back(context);
 	pthread_mutex_lock(&table_lock);
 	for (struct allocation *at = NULL; (at = table_next(at, KIND_RESIDENT));)
 		if (at->context == context && !at->freed)
@@ -90,6 +93,11 @@ static void release_of(CUcontext context)
 		if (at->context == context)
 			at->context = NULL; /* what the application maps itself outlives contexts */
 	pthread_mutex_unlock(&table_lock);
+}
+
+static bool has_memory(void)
+{
+	return counts.resident || counts.spare || counts.imported;
 }
 
 static CUcontext primary(CUdevice device)
@@ -122,7 +130,7 @@ CUresult resident_cuDevicePrimaryCtxReset_v2(CUdevice device)
 	if (!driver() || !driver()->cuDevicePrimaryCtxReset_v2)
 		return CUDA_ERROR_NOT_INITIALIZED;
 	enter();
-	CUcontext context = counts.resident || counts.imported ? primary(device) : NULL;
+	CUcontext context = has_memory() ? primary(device) : NULL;
 	CUresult result = driver()->cuDevicePrimaryCtxReset_v2(device);
 	if (result == CUDA_SUCCESS && context)
 		release_of(context);
@@ -138,7 +146,7 @@ CUresult resident_cuDevicePrimaryCtxRelease_v2(CUdevice device)
 	if (!driver() || !driver()->cuDevicePrimaryCtxRelease_v2)
 		return CUDA_ERROR_NOT_INITIALIZED;
 	enter();
-	CUcontext context = counts.resident || counts.imported ? primary(device) : NULL;
+	CUcontext context = has_memory() ? primary(device) : NULL;
 	CUresult result = driver()->cuDevicePrimaryCtxRelease_v2(device);
 	if (result == CUDA_SUCCESS && context && !driver()->cuDevicePrimaryCtxGetState(device, &flags, &active) && !active)
 		release_of(context);

@@ -103,6 +103,11 @@ _Static_assert(sizeof(struct allocation_properties) == 32 && sizeof(struct acces
 	HOOKED(cuStreamEndCapture, (CUstream, void **)) \
 	HOOKED(cuStreamEndCapture_ptsz, (CUstream, void **)) \
 	HOOKED(cuStreamDestroy_v2, (CUstream)) \
+	HOOKED(cuPointerGetAttribute, (void *, int, CUdeviceptr)) \
+	HOOKED(cuPointerGetAttributes, (unsigned, int *, void **, CUdeviceptr)) \
+	HOOKED(cuMemGetAddressRange_v2, (CUdeviceptr *, size_t *, CUdeviceptr)) \
+	HOOKED(cuPointerSetAttribute, (const void *, int, CUdeviceptr)) \
+	HOOKED(cuMemGetHandleForAddressRange, (void *, CUdeviceptr, size_t, int, unsigned long long)) \
 	HOOKED(cuMemRetainAllocationHandle, (CUhandle *, CUdeviceptr)) \
 	HOOKED(cuMemGetAllocationPropertiesFromHandle, (struct allocation_properties *, CUhandle)) \
 	HOOKED(cuMemPoolExportToShareableHandle, (void *, CUpool, int, unsigned long long)) \

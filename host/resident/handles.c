@@ -136,8 +136,12 @@ CUresult resident_cuMemCreate(CUhandle *out, size_t size, const struct allocatio
 		return CUDA_ERROR_NOT_INITIALIZED;
 	enter();
 	CUresult result = create(out, size, properties, flags);
-	if (result < 0)
+	if (result < 0) {
+		uint64_t before = spares_given_back();
 		result = driver()->cuMemCreate(out, size, properties, flags);
+		if (result == CUDA_ERROR_OUT_OF_MEMORY && spares_make_room(before))
+			result = driver()->cuMemCreate(out, size, properties, flags);
+	}
 	leave();
 	return result;
 }
@@ -405,12 +409,12 @@ struct allocation *containing(CUdeviceptr address)
 	return NULL;
 }
 
-/* By cuMemAlloc or cuIpcOpenMemHandle, as the application knows it. */
+/* By cuMemAlloc or cuIpcOpenMemHandle, as the application knows it, or one that it has released. */
 static bool mapped_by_us(CUdeviceptr address)
 {
 	pthread_mutex_lock(&table_lock);
 	struct allocation *found = table_find(address);
-	bool is = found && (found->kind == KIND_RESIDENT || (found->kind == KIND_MAPPING && found->opened));
+	bool is = found && (found->kind == KIND_RESIDENT || found->kind == KIND_SPARE || (found->kind == KIND_MAPPING && found->opened));
 	pthread_mutex_unlock(&table_lock);
 	return is;
 }
@@ -543,7 +547,7 @@ CUresult resident_cuMemRetainAllocationHandle(CUhandle *out, CUdeviceptr address
 		result = CUDA_ERROR_INVALID_VALUE; /* as of cuMemAlloc's own */
 	pthread_mutex_unlock(&table_lock);
 	if (result < 0)
-		result = d->cuMemRetainAllocationHandle(out, address);
+		result = d->cuMemRetainAllocationHandle(out, spare_hidden(address));
 	leave();
 	return result;
 }

@@ -50,6 +50,11 @@ static const struct hook {
 	{"cuMemSetAccess", "cuMemSetAccess", 10020, resident_cuMemSetAccess, NULL},
 	{"cuMemExportToShareableHandle", "cuMemExportToShareableHandle", 10020, resident_cuMemExportToShareableHandle, NULL},
 	{"cuMemImportFromShareableHandle", "cuMemImportFromShareableHandle", 10020, resident_cuMemImportFromShareableHandle, NULL},
+	{"cuPointerGetAttribute", "cuPointerGetAttribute", 4000, resident_cuPointerGetAttribute, NULL},
+	{"cuPointerGetAttributes", "cuPointerGetAttributes", 7000, resident_cuPointerGetAttributes, NULL},
+	{"cuMemGetAddressRange_v2", "cuMemGetAddressRange", 3020, resident_cuMemGetAddressRange_v2, NULL},
+	{"cuPointerSetAttribute", "cuPointerSetAttribute", 6000, resident_cuPointerSetAttribute, NULL},
+	{"cuMemGetHandleForAddressRange", "cuMemGetHandleForAddressRange", 11070, resident_cuMemGetHandleForAddressRange, NULL},
 	{"cuMemRetainAllocationHandle", "cuMemRetainAllocationHandle", 11000, resident_cuMemRetainAllocationHandle, NULL},
 	{"cuMemGetAllocationPropertiesFromHandle", "cuMemGetAllocationPropertiesFromHandle", 10020, resident_cuMemGetAllocationPropertiesFromHandle, NULL},
 	{"cuMemPoolExportToShareableHandle", "cuMemPoolExportToShareableHandle", 11020, resident_cuMemPoolExportToShareableHandle, NULL},
@@ -211,6 +216,11 @@ LINKED(cuMemUnmap, (CUdeviceptr a, size_t b), (a, b))
 LINKED(cuMemSetAccess, (CUdeviceptr a, size_t b, const struct access *c, size_t d), (a, b, c, d))
 LINKED(cuMemExportToShareableHandle, (void *a, CUhandle b, int c, unsigned long long d), (a, b, c, d))
 LINKED(cuMemImportFromShareableHandle, (CUhandle * a, void *b, int c), (a, b, c))
+LINKED(cuPointerGetAttribute, (void *a, int b, CUdeviceptr c), (a, b, c))
+LINKED(cuPointerGetAttributes, (unsigned a, int *b, void **c, CUdeviceptr d), (a, b, c, d))
+LINKED(cuMemGetAddressRange_v2, (CUdeviceptr * a, size_t *b, CUdeviceptr c), (a, b, c))
+LINKED(cuPointerSetAttribute, (const void *a, int b, CUdeviceptr c), (a, b, c))
+LINKED(cuMemGetHandleForAddressRange, (void *a, CUdeviceptr b, size_t c, int d, unsigned long long e), (a, b, c, d, e))
 LINKED(cuMemRetainAllocationHandle, (CUhandle * a, CUdeviceptr b), (a, b))
 LINKED(cuMemGetAllocationPropertiesFromHandle, (struct allocation_properties * a, CUhandle b), (a, b))
 LINKED(cuMemPoolExportToShareableHandle, (void *a, CUpool b, int c, unsigned long long d), (a, b, c, d))

@@ -82,7 +82,7 @@ CUresult resident_cuIpcGetMemHandle(struct ipc_handle *out, CUdeviceptr address)
 	enter();
 	CUresult result = out && driver()->usable && has_context() ? refer(out, address) : -1;
 	if (result < 0) {
-		result = driver()->cuIpcGetMemHandle(out, address);
+		result = driver()->cuIpcGetMemHandle(out, spare_hidden(address));
 		count_driver(result);
 	}
 	leave();

@@ -79,6 +79,8 @@ struct resident_counts {
 	uint64_t unparkable;        /* what was shared with other processes in a way that no window can take away: ever */
 	uint64_t multicast;         /* multicast objects: ever */
 	uint64_t ipc_exports;       /* by CUDA's legacy IPC, exported or opened, of what stayed with the driver: ever */
+	uint64_t spare, spare_bytes; /* released, and kept for the next who asks */
+	uint64_t recycled;           /* allocations that got such a one */
 };
 
 #define RESIDENT_CUDA_ERROR 10000

@@ -16,7 +16,7 @@ OLDEST_VERSION = 1
 VARIABLE = "ICECORE_RESIDENT"
 
 _LAYOUT = struct.Struct("<IIiIQQQQQQ16s16siiII400s")
-_COUNTS = 26
+_COUNTS = 29
 _CUDA_ERROR = 10000
 _IMPORTED, _EXPORTED = 16, 32
 _LEFT = ("pool_bytes", "small_bytes", "managed_bytes", "foreign_bytes", "captured", "ipc_exports")
@@ -140,6 +140,8 @@ class Counts:
         unparkable: What was shared with other processes in a way that no window can take away; what was once stays counted.
         multicast: Multicast objects, which no window can take away either; likewise.
         ipc_exports: How often memory that stayed with the driver was exported or opened by CUDA's legacy IPC; of resident memory that is among `exports`.
+        spare: Released by the application, and kept for the next that it allocates. A window gives them back.
+        recycled: Allocations that got such a one.
     """
 
     resident: int = 0
@@ -168,6 +170,9 @@ class Counts:
     unparkable: int = 0
     multicast: int = 0
     ipc_exports: int = 0
+    spare: int = 0
+    spare_bytes: int = 0
+    recycled: int = 0
 
     @classmethod
     def unpack(cls, text: bytes) -> Counts:

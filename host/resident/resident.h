@@ -20,6 +20,7 @@
 
 enum kind {
 	KIND_RESIDENT, /* cuMemAlloc's, made by us */
+	KIND_SPARE,    /* one of these that was released, for the next who asks (spare.c) */
 	KIND_SMALL,
 	KIND_POOL,
 	KIND_MANAGED,
@@ -32,7 +33,7 @@ struct allocation {
 	CUdeviceptr address; /* 0: an empty place in the table, 1: one that was vacated; of KIND_HANDLE, the handle that the application has */
 	size_t size, requested;
 	enum kind kind;
-	/* only of resident ones, handles and (context, mapped) mappings */
+	/* only of resident and spare ones, handles and (context, mapped) mappings */
 	uint64_t identity;
 	CUhandle handle;
 	CUcontext context;
@@ -42,6 +43,7 @@ struct allocation {
 	bool held;      /* by the keeper */
 	uint64_t freed; /* by the application: BEING_FREED, or when it was deferred, because nothing can be waited for in a stream capture */
 	bool mapped, has_handle;
+	bool altered; /* by the application, in a way that a release would undo */
 	/* only of handles */
 	uint32_t references, mappings; /* the application's */
 	int handle_types;              /* as it asked for them */
@@ -64,8 +66,9 @@ extern struct resident_counts counts; /* also under table_lock */
 struct allocation *table_find(CUdeviceptr address);
 struct allocation *table_add(const struct allocation *what); /* NULL: no memory */
 void table_remove(struct allocation *what);
+void table_change(struct allocation *what, enum kind to);
 struct allocation *table_next(struct allocation *after, enum kind kind); /* from NULL on; until NULL */
-struct allocation *table_next_held(struct allocation *after);            /* the same of all that the keeper has: resident ones and handles */
+struct allocation *table_next_held(struct allocation *after);            /* the same of all that the keeper has: resident and spare ones, and handles */
 void table_clear(void);
 
 /* interpose.c */
@@ -78,11 +81,22 @@ CUresult create_physical(CUhandle *out, size_t size, const struct allocation_pro
 uint64_t new_identity(void);                                                                        /* under table_lock */
 void devices_again(void); /* after a restore, which may have been onto other GPUs */
 CUresult set_access(const struct allocation *what);
+void release(struct allocation *at); /* under table_lock, which it lets go of for a while: one whose use has ended */
 void defer(struct allocation *what); /* under table_lock, as the next */
 void release_deferred(CUcontext context, uint64_t until); /* of what was deferred until then; the context has been synchronised since */
 void allocations_forked(void); /* in the parent */
 void allocations_looked_at(int64_t nanoseconds); /* by a client, for so long; 0: no more */
 void allocations_of_child(void);
+
+/* spare.c */
+bool spare_keep(struct allocation *what);   /* under table_lock: whether one that was released, and waited for, stays for the next who asks */
+bool spare_take(struct allocation *wanted); /* not under table_lock, as all that follow: by context, device and size; whether `address` is there now */
+void spares_give_back(CUcontext context);   /* NULL: of all contexts */
+void spares_give_back_old(void);            /* by the agent */
+uint64_t spares_given_back(void);           /* how many were so far: asked before memory turns out to be short */
+bool spares_make_room(uint64_t before);     /* memory is short: gives all back; whether there is more of it than before */
+CUdeviceptr spare_hidden(CUdeviceptr address); /* with which the driver is asked: of memory that was released, one that is nobody's */
+void spares_of_child(void);
 
 /* handles.c */
 CUresult set_access_again(const struct allocation *mapping);

@@ -21,9 +21,9 @@ static size_t start(CUdeviceptr address, size_t size)
 static void count(const struct allocation *what, int by)
 {
 	static uint64_t *const of[][2] = {
-		[KIND_RESIDENT] = {&counts.resident, &counts.resident_bytes}, [KIND_SMALL] = {&counts.small, &counts.small_bytes},
-		[KIND_POOL] = {&counts.pool, &counts.pool_bytes},             [KIND_MANAGED] = {&counts.managed, &counts.managed_bytes},
-		[KIND_FOREIGN] = {&counts.foreign, &counts.foreign_bytes},
+		[KIND_RESIDENT] = {&counts.resident, &counts.resident_bytes}, [KIND_SPARE] = {&counts.spare, &counts.spare_bytes},
+		[KIND_SMALL] = {&counts.small, &counts.small_bytes},          [KIND_POOL] = {&counts.pool, &counts.pool_bytes},
+		[KIND_MANAGED] = {&counts.managed, &counts.managed_bytes},    [KIND_FOREIGN] = {&counts.foreign, &counts.foreign_bytes},
 	};
 	enum kind kind = what->kind;
 
@@ -36,7 +36,7 @@ static void count(const struct allocation *what, int by)
 		kind = KIND_RESIDENT;
 	}
 	*of[kind][0] += (uint64_t)by;
-	*of[kind][1] += (uint64_t)by * (kind == KIND_RESIDENT ? what->size : what->requested);
+	*of[kind][1] += (uint64_t)by * (kind == KIND_RESIDENT || kind == KIND_SPARE ? what->size : what->requested);
 }
 
 static struct allocation *insert(struct allocation *into, size_t size, const struct allocation *what)
@@ -101,6 +101,13 @@ void table_remove(struct allocation *what)
 	what->address = VACATED;
 }
 
+void table_change(struct allocation *what, enum kind to)
+{
+	count(what, -1);
+	what->kind = to;
+	count(what, 1);
+}
+
 struct allocation *table_next(struct allocation *after, enum kind kind)
 {
 	for (size_t at = after ? (size_t)(after - places) + 1 : 0; at < room; at++)
@@ -112,7 +119,7 @@ struct allocation *table_next(struct allocation *after, enum kind kind)
 struct allocation *table_next_held(struct allocation *after)
 {
 	for (size_t at = after ? (size_t)(after - places) + 1 : 0; at < room; at++)
-		if (places[at].address > VACATED && (places[at].kind == KIND_RESIDENT || places[at].kind == KIND_HANDLE))
+		if (places[at].address > VACATED && (places[at].kind == KIND_RESIDENT || places[at].kind == KIND_SPARE || places[at].kind == KIND_HANDLE))
 			return &places[at];
 	return NULL;
 }

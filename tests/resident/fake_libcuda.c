@@ -66,7 +66,7 @@ static struct block *blocks;
 static struct physical *physicals;
 static bool spoiled; /* by a checkpoint that cannot be restored */
 static struct context primaries[8];
-static int devices = -1, calls_of_context_synchronize;
+static int devices = -1;
 static int gpu_of[8] = {0, 1, 2, 3, 4, 5, 6, 7}; /* other than itself after a restore onto another GPU */
 static bool used[8];
 static atomic_int *door;
@@ -93,11 +93,37 @@ static void pass_door(void)
 	}
 }
 
+static struct tally {
+	struct tally *next;
+	const char *name;
+	unsigned long calls;
+} *tallies;
+
+static void count_call(struct tally *what, const char *name)
+{
+	if (!what->calls++) {
+		what->name = name;
+		what->next = tallies;
+		tallies = what;
+	}
+}
+
+/* For tests: how often it was called; NULL: anything. */
+EXPORT unsigned long fake_calls(const char *name)
+{
+	unsigned long some = 0;
+	for (struct tally *at = tallies; at; at = at->next)
+		some += !name || !strcmp(name, at->name) ? at->calls : 0;
+	return some;
+}
+
 #define ENTER \
 	if (!door) \
 		return NOT_INITIALIZED; \
 	pass_door(); \
 	pthread_mutex_lock(&driver_lock); \
+	static struct tally tally_; \
+	count_call(&tally_, __func__); \
 	free(malloc(3000 + (size_t)depth))
 #define LEAVE(result) \
 	do { \
@@ -227,7 +253,7 @@ static bool forbidden(void)
 	return any;
 }
 EXPORT int cuThreadExchangeStreamCaptureMode(int *mode) { ENTER; int before = thread_mode; thread_mode = *mode; *mode = before; LEAVE(0); }
-EXPORT int cuCtxSynchronize(void) { ENTER; calls_of_context_synchronize++; LEAVE(!usable() ? NO_CONTEXT : fails_captures(NULL) ? CAPTURING : 0); }
+EXPORT int cuCtxSynchronize(void) { ENTER; LEAVE(!usable() ? NO_CONTEXT : fails_captures(NULL) ? CAPTURING : 0); }
 EXPORT int cuStreamSynchronize(void *stream) { ENTER; LEAVE(fails_captures(stream) ? CAPTURING : 0); }
 EXPORT int cuStreamBeginCapture_v2(void *stream, int mode)
 {
@@ -560,6 +586,43 @@ EXPORT int cuMemRetainAllocationHandle(struct physical **out, ptr address)
 }
 EXPORT int cuMemPoolExportToShareableHandle(int *out, void *pool, int type, unsigned long long flags) { ENTER; (void)pool, (void)type, (void)flags; *out = memfd_create("pool", 0); LEAVE(0); }
 EXPORT int cuMulticastCreate(void **out, const void *properties) { ENTER; (void)properties; *out = (void *)0x4D43; LEAVE(0); }
+/* -- what is told of an address, and done to it for good */
+static struct block *holding(ptr address)
+{
+	for (int kind = 0; kind < 4; kind++)
+		if (meets(address, 1, kind))
+			return meets(address, 1, kind);
+	return NULL;
+}
+EXPORT int cuPointerGetAttribute(unsigned *out, int attribute, ptr address) { ENTER; (void)attribute; *out = 2; LEAVE(holding(address) ? 0 : INVALID); }
+EXPORT int cuPointerGetAttributes(unsigned count, int *attributes, unsigned **out, ptr address)
+{
+	ENTER;
+	(void)attributes;
+	for (unsigned i = 0; i < count; i++)
+		*out[i] = holding(address) ? 2 : 0; /* never an error */
+	LEAVE(0);
+}
+EXPORT int cuMemGetAddressRange_v2(ptr *base, size_t *size, ptr address)
+{
+	ENTER;
+	struct block *found = holding(address);
+	if (!found)
+		LEAVE(INVALID);
+	*base = found->address;
+	*size = found->size;
+	LEAVE(0);
+}
+EXPORT int cuPointerSetAttribute(const void *value, int attribute, ptr address) { ENTER; (void)value, (void)attribute; LEAVE(holding(address) ? 0 : INVALID); }
+EXPORT int cuMemGetHandleForAddressRange(int *out, ptr address, size_t size, int type, unsigned long long flags)
+{
+	ENTER;
+	(void)size, (void)type, (void)flags;
+	if (!holding(address))
+		LEAVE(INVALID);
+	*out = memfd_create("dma-buf", MFD_CLOEXEC);
+	LEAVE(0);
+}
 /* For tests: the devices that reach an address, as bits; 0 where nothing is mapped. */
 EXPORT unsigned fake_access(ptr address)
 {

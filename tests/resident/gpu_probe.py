@@ -107,14 +107,20 @@ def ck(r):
     return r[1] if len(r) == 2 else None
 ck(cu.cuInit(0)); ck(cu.cuCtxSetCurrent(ck(cu.cuDevicePrimaryCtxRetain(0))))
 found = {}
-for mib, count in ((1, 400), (2, 400), (32, 200), (1024, 20)):
+mib = 1 << 20
+for name, sizes, at_once in (
+    ("1 MiB", [mib] * 400, 1), ("2 MiB", [2 * mib] * 400, 1), ("2 MiB, 8 at a time", [2 * mib] * 800, 8), ("32 MiB", [32 * mib] * 200, 1),
+    ("4 MiB and a little less", [4 * mib - 4096 * (n % 7) for n in range(400)], 1), ("1 GiB", [1024 * mib] * 20, 1),
+    ("70 to 108 MiB, each once", [n * mib for n in range(70, 110, 2)], 1),
+):
     gets, frees = [], []
-    for _ in range(count):
-        a = time.perf_counter(); p = ck(cu.cuMemAlloc(mib << 20)); b = time.perf_counter(); ck(cu.cuMemFree(p)); c = time.perf_counter()
-        gets.append(b - a); frees.append(c - b)
-    held = [ck(cu.cuMemAlloc(mib << 20)) for _ in range(min(count, 50))] if mib < 1024 else []
-    for p in held: ck(cu.cuMemFree(p))
-    found[mib] = (1e6 * statistics.median(gets), 1e6 * statistics.median(frees))
+    for first in range(0, len(sizes), at_once):
+        held = []
+        for size in sizes[first : first + at_once]:
+            a = time.perf_counter(); held.append(ck(cu.cuMemAlloc(size))); gets.append(time.perf_counter() - a)
+        for p in held:
+            a = time.perf_counter(); ck(cu.cuMemFree(p)); frees.append(time.perf_counter() - a)
+    found[name] = [1e6 * figure for figure in (statistics.median(gets), statistics.median(frees), (sum(gets) + sum(frees)) / len(sizes))]
 print(json.dumps(found))
 """
 
@@ -446,10 +452,11 @@ def doors(probe: Probe) -> None:
 def overhead(probe: Probe) -> None:
     """The cost where no snapshot is taken."""
     for name in ("first", "second"):
-        for resident in (False, True):
-            found = json.loads(probe.run(ALLOCATE, resident=resident).splitlines()[-1])
-            text = "; ".join(f"{mib} MiB {get:.0f} + {free:.0f}" for mib, (get, free) in found.items())
-            print(f"  {name} {'with   ' if resident else 'without'}: alloc + free in µs: {text}", flush=True)
+        both = [json.loads(probe.run(ALLOCATE, resident=resident).splitlines()[-1]) for resident in (False, True)]
+        print(f"  {name}: loops of alloc + free, medians in µs (both, on average)", flush=True)
+        for loop, without in both[0].items():
+            texts = [f"{get:.0f} + {free:.0f} ({mean:.0f})" for get, free, mean in (without, both[1][loop])]
+            print(f"    {loop:26} without {texts[0]:26} with {texts[1]:26} × {both[1][loop][2] / without[2]:.2f}", flush=True)
     medians = {}
     for resident in (False, True, False, True):
         out = probe.folder / f"overhead-{resident}-{time.monotonic_ns()}"

@@ -22,7 +22,7 @@ typedef unsigned long long ptr;
 int cuInit(unsigned), cuCtxCreate_v2(void **, unsigned, int), cuCtxSetCurrent(void *), cuMemAlloc_v2(ptr *, size_t), cuMemFree_v2(ptr);
 int cuMemsetD8_v2(ptr, unsigned char, size_t);
 
-static void *contexts[2];
+static void *contexts[4]; /* two on each device */
 static int threads, buffers, devices;
 static size_t words;
 static atomic_int stop;
@@ -57,7 +57,7 @@ static void *worker(void *number)
 	ptr at[buffers];
 	uint64_t seeds[buffers];
 
-	cuCtxSetCurrent(contexts[(uintptr_t)number % devices]);
+	cuCtxSetCurrent(contexts[(uintptr_t)number % (2 * devices)]);
 	for (int i = 0; i < buffers; i++) {
 		at[i] = get(words * 8);
 		seeds[i] = 0;
@@ -184,8 +184,8 @@ int main(int count, char **arguments)
 	devices = atoi(arguments[4]);
 	if (cuInit(0))
 		wrong("init", 0);
-	for (int i = 0; i < devices; i++)
-		if (cuCtxCreate_v2(&contexts[i], 0, i))
+	for (int i = 0; i < 2 * devices; i++)
+		if (cuCtxCreate_v2(&contexts[i], 0, i % devices))
 			wrong("context", i);
 	for (int i = 0; i < threads; i++)
 		pthread_create(&made[i], NULL, worker, (void *)(uintptr_t)i);

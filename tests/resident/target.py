@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import json
 import os
 import socket
@@ -291,6 +292,63 @@ def info() -> tuple[int, int]:
     unused, total = ctypes.c_size_t(), ctypes.c_size_t()
     assert cuda.cuMemGetInfo_v2(ctypes.byref(unused), ctypes.byref(total)) == 0
     return unused.value, total.value
+
+
+def loop(size: int, rounds: int, some: int = 1) -> list[int]:
+    """So many allocations, written and released, in each round; the addresses of the last."""
+    addresses: list[int] = []
+    for _ in range(rounds):
+        made = [alloc(size) for _ in range(some)]
+        assert [code for code, _ in made] == [0] * some, made
+        addresses = [address for _, address in made]
+        for address in addresses:
+            ctypes.memset(address, 0x5A, 4096)
+        assert [free(address) for address in addresses] == [0] * some
+    return addresses
+
+
+def calls() -> dict[str, int]:
+    """How often the fake driver was asked for what it takes to allocate, and for anything."""
+    names = ("cuMemCreate", "cuMemMap", "cuMemUnmap", "cuMemExportToShareableHandle", "cuMemAlloc_v2", "cuCtxSynchronize")
+    cuda.fake_calls.restype = ctypes.c_ulong
+    return {name or "all": cuda.fake_calls(name.encode() if name else None) for name in (*names, "")}
+
+
+def told(address: int) -> list[object]:
+    """What the driver tells of an address, by each of its calls: results, and what is there."""
+    word, base, size = ctypes.c_uint(), ctypes.c_ulonglong(), ctypes.c_size_t()
+    kinds, places = (ctypes.c_int * 1)(2), (ctypes.c_void_p * 1)(ctypes.addressof(word))
+    at = ctypes.c_ulonglong(address)
+    return [
+        cuda.cuPointerGetAttribute(ctypes.byref(word), 2, at),
+        vm("cuPointerGetAttributes", 1, kinds, places, address),
+        word.value,
+        cuda.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), at),
+        cuda.cuPointerSetAttribute(ctypes.byref(word), 6, at),
+        ipc_handle(address)[0],
+        retained(address)[0],
+    ]
+
+
+def recycle(threads: int, sizes: list[list[int]]) -> int:
+    """Threads that allocate, write, check and release, each its sizes in turn, until `churned`."""
+
+    def run(seed: int) -> None:
+        for number in itertools.count():
+            if _stop.is_set():
+                return
+            size = sizes[seed][number % len(sizes[seed])]
+            code, address = alloc(size)
+            assert code == 0, (seed, size, code)
+            value = bytes([number + 85 * seed & 0xFF]) * 4096
+            for at in (address, address + size - 4096):
+                ctypes.memmove(at, value, 4096)
+            for at in (address, address + size - 4096):
+                assert ctypes.string_at(at, 4096) == value, (seed, number)
+            assert free(address) == 0
+            _rounds.append(seed)
+
+    return _begin(threads, run)
 
 
 def masked(mask: int, seconds: float = 60.0) -> int:

@@ -1,0 +1,255 @@
+/* Memory that was released and is asked for again and again; rule: to the application it is released: nothing that it asks tells the difference, and it is given
+ * back to the device before anybody who asks here has to go without.
+ *
+ * To make an allocation that can be taken over costs the driver's calls for physical memory, address, mapping, access and descriptor, and the keeper's answer at its
+ * release: twenty times the driver's own. A loop that allocates and releases would pay that in every round. So what is released stays mapped, with the keeper and
+ * in the table, where the same size was asked for shortly after its last release, and the next who asks for that size in that context gets it. What is not asked for
+ * within seconds is given back, and what is released once, or with others at the end of something, at once.
+ *
+ * It keeps its identity, by which others know an allocation: so what was ever exported does not stay, nor what was given a property that a fresh one has not.
+ */
+#define _GNU_SOURCE
+#include <string.h>
+
+#include "capture.h"
+#include "hooks.h"
+#include "resident.h"
+
+#define SPARES 32
+#define MOST_BYTES ((size_t)64 << 20) /* of each device */
+#define SOON_NANOSECONDS 5000000000ll
+#define SHORT_NANOSECONDS 1000000000ll /* after memory was short */
+#define NOBODYS 4096ull                /* an address at which there is no memory of any kind */
+
+static struct spare {
+	CUdeviceptr address;
+	size_t size;
+	CUcontext context;
+	CUdevice device;
+	int64_t since;
+} spares[SPARES]; /* the last one last; under table_lock, as all that follows */
+static size_t some;
+static struct habit {
+	CUcontext context;
+	size_t size;
+	int64_t released;
+	bool again; /* it was asked for soon after that */
+} habits[SPARES];
+static int64_t last_short = -SHORT_NANOSECONDS;
+static uint64_t given_back;
+
+/* Who gives back, one at a time: who is short of memory waits for whoever does so already. Taken before table_lock, inside `enter` … `leave`. */
+static pthread_mutex_t giving_lock = PTHREAD_MUTEX_INITIALIZER;
+
+/* Whether less time has passed; a restore may have set the clock back. */
+static bool within(int64_t nanoseconds, int64_t since)
+{
+	int64_t passed = now() - since;
+
+	return passed >= 0 && passed < nanoseconds;
+}
+
+static struct habit *find_habit(CUcontext context, size_t size)
+{
+	for (struct habit *at = habits; at < habits + SPARES; at++)
+		if (at->size == size && at->context == context)
+			return at;
+	return NULL;
+}
+
+static struct habit *make_habit(CUcontext context, size_t size)
+{
+	struct habit *oldest = habits;
+
+	for (struct habit *at = habits; at < habits + SPARES; at++)
+		if (at->released < oldest->released)
+			oldest = at;
+	*oldest = (struct habit){.context = context, .size = size};
+	return oldest;
+}
+
+static void take_out(size_t index)
+{
+	memmove(&spares[index], &spares[index + 1], (some - index - 1) * sizeof *spares);
+	__atomic_store_n(&some, some - 1, __ATOMIC_RELEASE);
+}
+
+static bool has_room(CUdevice device, size_t size)
+{
+	for (size_t i = 0; i < some; i++)
+		size += spares[i].device == device ? spares[i].size : 0;
+	return some < SPARES && size <= MOST_BYTES;
+}
+
+bool spare_keep(struct allocation *what)
+{
+	struct habit *habit = find_habit(what->context, what->size);
+
+	if (!habit)
+		habit = make_habit(what->context, what->size);
+	habit->again = habit->again && within(SOON_NANOSECONDS, habit->released);
+	habit->released = now();
+	if (!habit->again || within(SHORT_NANOSECONDS, last_short) || what->exported || what->altered || capture_active() || !has_room(what->device, what->size))
+		return false;
+	spares[some] = (struct spare){what->address, what->size, what->context, what->device, habit->released};
+	__atomic_store_n(&some, some + 1, __ATOMIC_RELEASE);
+	table_change(what, KIND_SPARE);
+	return true;
+}
+
+bool spare_take(struct allocation *wanted)
+{
+	struct allocation *found = NULL;
+
+	pthread_mutex_lock(&table_lock);
+	for (size_t i = some; i-- > 0 && !found;)
+		if (spares[i].size == wanted->size && spares[i].context == wanted->context && spares[i].device == wanted->device) {
+			found = table_find(spares[i].address);
+			take_out(i);
+		}
+	if (found) {
+		table_change(found, KIND_RESIDENT);
+		found->freed = 0;
+		wanted->address = found->address;
+		counts.allocations++;
+		counts.recycled++;
+		if (found->requested != wanted->requested) {
+			found->requested = wanted->requested;
+			holding_add(found, -1);
+		}
+	} else {
+		struct habit *habit = find_habit(wanted->context, wanted->size);
+		if (habit)
+			habit->again = within(SOON_NANOSECONDS, habit->released);
+	}
+	pthread_mutex_unlock(&table_lock);
+	return found != NULL;
+}
+
+/* Of a context (NULL: any), and that nobody has asked for in so long; `some`: there is none. */
+static size_t find(CUcontext context, int64_t nanoseconds)
+{
+	size_t at = 0;
+
+	while (at < some && ((context && spares[at].context != context) || within(nanoseconds, spares[at].since)))
+		at++;
+	return at;
+}
+
+/* Under giving_lock. No more than there can have been as it began: others go on. */
+static void give_back(CUcontext context, int64_t nanoseconds)
+{
+	size_t at;
+
+	pthread_mutex_lock(&table_lock);
+	for (size_t left = SPARES; left && (at = find(context, nanoseconds)) < some; left--) {
+		struct spare what = spares[at];
+		take_out(at);
+		pthread_mutex_unlock(&table_lock);
+		bool entered = !context && !driver()->cuCtxPushCurrent_v2(what.context); /* the agent has none; where it is given, it has ended */
+		pthread_mutex_lock(&table_lock);
+		release(table_find(what.address));
+		__atomic_store_n(&given_back, given_back + 1, __ATOMIC_RELEASE);
+		pthread_mutex_unlock(&table_lock);
+		if (entered)
+			driver()->cuCtxPopCurrent_v2(&what.context);
+		pthread_mutex_lock(&table_lock);
+	}
+	pthread_mutex_unlock(&table_lock);
+}
+
+void spares_give_back(CUcontext context)
+{
+	pthread_mutex_lock(&giving_lock);
+	give_back(context, 0);
+	pthread_mutex_unlock(&giving_lock);
+}
+
+void spares_give_back_old(void)
+{
+	/* Whoever gives back may wait for the driver's lock, and the agent must not. */
+	if (!__atomic_load_n(&some, __ATOMIC_ACQUIRE) || capture_active() || pthread_mutex_trylock(&giving_lock))
+		return;
+	give_back(NULL, SOON_NANOSECONDS);
+	pthread_mutex_unlock(&giving_lock);
+}
+
+uint64_t spares_given_back(void)
+{
+	return __atomic_load_n(&given_back, __ATOMIC_ACQUIRE);
+}
+
+bool spares_make_room(uint64_t before)
+{
+	pthread_mutex_lock(&giving_lock);
+	pthread_mutex_lock(&table_lock);
+	last_short = now(); /* what others release meanwhile is there for all */
+	pthread_mutex_unlock(&table_lock);
+	give_back(NULL, 0);
+	pthread_mutex_unlock(&giving_lock);
+	return spares_given_back() != before;
+}
+
+CUdeviceptr spare_hidden(CUdeviceptr address)
+{
+	CUdeviceptr asked = address;
+
+	if (!__atomic_load_n(&some, __ATOMIC_ACQUIRE))
+		return address;
+	pthread_mutex_lock(&table_lock);
+	for (size_t i = 0; i < some; i++)
+		if (address >= spares[i].address && address - spares[i].address < spares[i].size)
+			asked = NOBODYS;
+	pthread_mutex_unlock(&table_lock);
+	return asked;
+}
+
+void spares_of_child(void)
+{
+	pthread_mutex_init(&giving_lock, NULL);
+	some = 0;
+	memset(habits, 0, sizeof habits);
+	last_short = -SHORT_NANOSECONDS;
+}
+
+/* -- what an application asks of an address, and what it does with memory that a release does not undo */
+
+#define ASKED(name, parameters, arguments) \
+	CUresult resident_##name parameters \
+	{ \
+		if (!driver() || !driver()->name) \
+			return CUDA_ERROR_NOT_INITIALIZED; \
+		enter(); \
+		address = spare_hidden(address); \
+		CUresult result = driver()->name arguments; \
+		leave(); \
+		return result; \
+	}
+ASKED(cuPointerGetAttribute, (void *out, int attribute, CUdeviceptr address), (out, attribute, address))
+ASKED(cuPointerGetAttributes, (unsigned count, int *attributes, void **out, CUdeviceptr address), (count, attributes, out, address))
+ASKED(cuMemGetAddressRange_v2, (CUdeviceptr * base, size_t *size, CUdeviceptr address), (base, size, address))
+
+static void note_altered(CUdeviceptr address)
+{
+	pthread_mutex_lock(&table_lock);
+	struct allocation *found = containing(address);
+	if (found && found->kind == KIND_RESIDENT)
+		found->altered = true;
+	pthread_mutex_unlock(&table_lock);
+}
+
+#define ALTERING(name, parameters, arguments) \
+	CUresult resident_##name parameters \
+	{ \
+		if (!driver() || !driver()->name) \
+			return CUDA_ERROR_NOT_INITIALIZED; \
+		enter(); \
+		address = spare_hidden(address); \
+		CUresult result = driver()->name arguments; \
+		if (!result && resident_directory()) \
+			note_altered(address); \
+		leave(); \
+		return result; \
+	}
+ALTERING(cuPointerSetAttribute, (const void *value, int attribute, CUdeviceptr address), (value, attribute, address))
+ALTERING(cuMemGetHandleForAddressRange, (void *out, CUdeviceptr address, size_t size, int type, unsigned long long flags), (out, address, size, type, flags))
