@@ -75,6 +75,11 @@ def recorded(manifest: Manifest) -> tuple[str, dict[int, RecordedProcess]]:
         raise Damaged("manifest", manifest.snapshot, f"what it says of resident memory: {error}") from error
 
 
+def outlives(manifest: Manifest) -> bool:
+    """Whether resident memory is to outlive the job where it breaks off; of a manifest that `recorded` has understood."""
+    return bool(json.loads(manifest.extra.get("resident", "{}")).get("outlives"))
+
+
 def resident_bytes(manifest: Manifest) -> int:
     """What the processes have mapped of it: it goes neither into host memory nor through page faults."""
     return sum(region.length for space in manifest.spaces if space.kind == "device" for region in space.regions)
