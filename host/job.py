@@ -310,7 +310,8 @@ class Job:
         Raises:
             NotFound: It has ended.
         """
-        if number == signal.SIGSTOP:  # the one signal that the init cannot pass on
+        # What the init cannot pass on. Its own death would end the others only where it has a pid namespace; without one it ends them once the command is dead.
+        if number == signal.SIGSTOP or (number == signal.SIGKILL and not self.description.isolation.pid):
             os.kill(self.main_process(), number)
             return
         fd = self._open()

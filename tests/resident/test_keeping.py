@@ -252,7 +252,7 @@ def test_a_restore_that_fails_leaves_it_where_it_is(store: Store, launch: Launch
     keep_all(job, tmp_path)
     job.kill()
     (joined.cuda / "faults" / "1").write_text('{"call": "restore", "code": 801}')
-    with pytest.raises(Exception, match="801|restore"):
+    with pytest.raises(Exception, match=r"801|restore"):
         bring_back(store, snapshot, from_resident=True)
     until(lambda: joined.used(0) == job.resident)
     bring_back(store, snapshot, from_resident=True)
