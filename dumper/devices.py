@@ -297,7 +297,7 @@ class Devices:
             self._resident.outlive(init, status)
         except (IcecoreError, OSError) as error:
             message = f"device memory does not outlive a crash of this job: {getattr(error, 'message', error)}"
-            cure = "the next dump tries again; what is an older keeper's goes on with the job's next start or restore"
+            cure = "the next dump tries again; a keeper that an older icecore started lasts as long as its job"
             self._emit(Event("dump.warning", {"name": "keep-resident", "message": message, "cure": cure}))
 
     def describe(self, images: Mapping[int, int]) -> dict[str, str]:
