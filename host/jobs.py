@@ -241,10 +241,11 @@ class Registry:
 
     def kept(self, job: Job) -> int:
         """Bytes of device memory that are kept of an instance although it has ended: for ``restore --from-resident``, until `remove`."""
-        if job.state in ("running", "starting") or not self._has_last(job):
-            return 0
-        with suppress(IcecoreError):
-            keeper = Keeper(_keeper_place(job))
+        with suppress(IcecoreError, OSError):
+            place = _keeper_place(job)
+            if job.state in ("running", "starting") or not (place / "keeper").is_socket() or not self._has_last(job):
+                return 0
+            keeper = Keeper(place)
             tokens = [process.token for process in keeper.processes() if not process.alive]
             return sum(one.size for token in tokens for one in keeper.allocations(token) if not one.imported)
         return 0
@@ -265,8 +266,9 @@ class Registry:
         with self._lock():
             if Job.load(job.directory).state in ("running", "starting"):
                 raise UsageError(f"job {job.name} ({job.instance}) runs", cure=f"'icecore kill {job.name}' first")
-            if self._has_last(job):
-                _let_go(_keeper_place(job))
+            place = _keeper_place(job)
+            if place.exists() and self._has_last(job):
+                _let_go(place)
             shutil.rmtree(job.directory)
 
     def remove_ended(self, older_than: float = 0.0) -> list[Job]:

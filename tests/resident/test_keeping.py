@@ -6,19 +6,22 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from errno import EINVAL
 from pathlib import Path
 
 import pytest
 
 from icecore.dumper.options import DumpOptions
+from icecore.dumper.target import Target
 from icecore.events import Value
-from icecore.host.resident.client import ResidentFailed
+from icecore.host.resident.client import Keeper, ResidentFailed
 from icecore.host.resident.protocol import Allocation
 from icecore.host.resident.sharing import repeated
 from tests.dumper.world import Events, Store
 
 from .joined import Job, Ring
-from .machine import MIB, Machine, Target, until, uuid_of
+from .machine import MIB, Machine, until, uuid_of
+from .machine import Target as Process
 from .test_restore import bring_back, ended
 
 pytestmark = pytest.mark.timeout(120)
@@ -49,7 +52,7 @@ def init(tmp_path: Path) -> Iterator[Init]:
     made.end()
 
 
-def kept(target: Target, init: Init, mib: int = 8, **how: float) -> bytes:
+def kept(target: Process, init: Init, mib: int = 8, **how: float) -> bytes:
     """It has memory, and a snapshot; its token."""
     assert target(f"alloc({mib} * MIB)")[0] == 0
     token = target.agent.report().token
@@ -57,7 +60,7 @@ def kept(target: Target, init: Init, mib: int = 8, **how: float) -> bytes:
     return token
 
 
-def test_a_job_that_breaks_off(machine: Machine, target: Target, init: Init) -> None:
+def test_a_job_that_breaks_off(machine: Machine, target: Process, init: Init) -> None:
     token = kept(target, init)
     target.end()
     init.end("killed 9\n")
@@ -71,7 +74,7 @@ def test_a_job_that_breaks_off(machine: Machine, target: Target, init: Init) -> 
 
 @pytest.mark.parametrize(("words", "held"), [("exited 0\n", 0), ("exited 1\n", 8), ("", 8), ("killed 15\n", 8)])
 @pytest.mark.parametrize("first", ["process", "job"])
-def test_how_a_job_ends(words: str, held: int, first: str, machine: Machine, target: Target, init: Init) -> None:
+def test_how_a_job_ends(words: str, held: int, first: str, machine: Machine, target: Process, init: Init) -> None:
     token = kept(target, init)
     for who in (target.end, lambda: init.end(words))[:: 1 if first == "process" else -1]:
         who()
@@ -81,14 +84,14 @@ def test_how_a_job_ends(words: str, held: int, first: str, machine: Machine, tar
     assert machine.used() == 0
 
 
-def test_what_lives_is_not_dropped(machine: Machine, target: Target, init: Init) -> None:
+def test_what_lives_is_not_dropped(machine: Machine, target: Process, init: Init) -> None:
     token = kept(target, init)
     with pytest.raises(ResidentFailed):
         machine.keeper.drop(token, [1])
     assert machine.used() == 8 * MIB
 
 
-def test_while_the_job_runs_on_it_is_there_for_a_while(machine: Machine, target: Target, init: Init) -> None:
+def test_while_the_job_runs_on_it_is_there_for_a_while(machine: Machine, target: Process, init: Init) -> None:
     token = kept(target, init, seconds=1.0)
     identity = machine.keeper.allocations(token)[0].identity
     target.end()
@@ -99,7 +102,7 @@ def test_while_the_job_runs_on_it_is_there_for_a_while(machine: Machine, target:
     assert machine.keeper.processes() == []
 
 
-def test_a_job_that_begins_anew_by_itself_has_the_memory(machine: Machine, target: Target, init: Init) -> None:
+def test_a_job_that_begins_anew_by_itself_has_the_memory(machine: Machine, target: Process, init: Init) -> None:
     kept(target, init, 40)
     target.end()
     machine.keeper.processes()
@@ -109,7 +112,7 @@ def test_a_job_that_begins_anew_by_itself_has_the_memory(machine: Machine, targe
     assert machine.used() == 4 * MIB
 
 
-def test_an_allocation_that_finds_no_memory_gets_it(machine: Machine, target: Target, init: Init) -> None:
+def test_an_allocation_that_finds_no_memory_gets_it(machine: Machine, target: Process, init: Init) -> None:
     other = machine.target()
     other("start()")
     assert other("alloc(2 * MIB)")[0] == 0
@@ -121,7 +124,7 @@ def test_an_allocation_that_finds_no_memory_gets_it(machine: Machine, target: Ta
     assert other("alloc(50 * MIB)")[0] == 2
 
 
-def test_a_job_that_broke_off_yields_to_nobody(machine: Machine, target: Target, init: Init) -> None:
+def test_a_job_that_broke_off_yields_to_nobody(machine: Machine, target: Process, init: Init) -> None:
     kept(target, init, 40)
     target.end()
     init.end("exited 1\n")
@@ -257,6 +260,31 @@ def test_a_restore_that_fails_leaves_it_where_it_is(store: Store, launch: Launch
     until(lambda: joined.used(0) == job.resident)
     bring_back(store, snapshot, from_resident=True)
     job.goes_on()
+
+
+@pytest.mark.criu
+def test_a_dump_says_that_nothing_is_kept(
+    store: Store, launch: Launch, joined: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a keeper that an older icecore started; by another it is, whoever dumps."""
+
+    def refuse(*_: object) -> None:
+        raise ResidentFailed("the keeper refused", EINVAL)
+
+    job = launch()
+    target = Target(job.pid, "job", status=str(tmp_path / "status"))
+    (tmp_path / "status").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(Keeper, "keep", refuse)
+        events = Events()
+        store.dump(target, events=events)
+    assert [event.fields["name"] for event in events.named("dump.warning")] == ["keep-resident"]
+    snapshot = store.dump(target).snapshot
+    job.kill()
+    assert joined.used(0) == job.resident
+    bring_back(store, snapshot)
+    job.goes_on()
+    assert joined.used(0) == job.resident + MIB // 2
 
 
 @pytest.mark.criu
