@@ -3,6 +3,8 @@ it is left."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import tempfile
 import threading
@@ -339,14 +341,24 @@ class _Run:
         """The keeper that has the memory: that of the instance which ended. Of several it is the one that was last at this snapshot, or has its job's name."""
         wanted = {process.token for process in processes.values()}
         for other in (place, *(self.registry or Registry()).keepers(self.snapshot, manifest.job)):
-            with suppress(IcecoreError):
-                known = [one for one in Keeper(other).processes() if one.token in wanted]
-                if any(one.retained for one in known) and not any(one.alive for one in known):
-                    return other
+            if self._claim(other, wanted):
+                return other
         raise RestoreRefused(
-            "the snapshot's device memory is not held on this machine any more",
+            "the snapshot's device memory is not held on this machine any more, or another restore takes it",
             cure="restore without --from-resident: all is fetched then",
         )
+
+    def _claim(self, place: Path, wanted: set[bytes]) -> bool:
+        """Whether a keeper has memory that nobody else has, or takes while this restore lasts: two would write to one memory."""
+        with suppress(IcecoreError, OSError), ExitStack() as stack:
+            folder = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, folder)
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            known = [one for one in Keeper(place).processes() if one.token in wanted]
+            if any(one.retained for one in known) and not any(one.alive for one in known):
+                self.stack.callback(stack.pop_all().close)
+                return True
+        return False
 
     def _let_go(self, processes: Mapping[int, RecordedProcess]) -> None:
         """Have no keeper hold what is fetched anew: there may not be room for both."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
+from icecore.errors import RestoreRefused
 from icecore.events import Value
 from icecore.host.resident.client import Keeper, ResidentFailed
 from icecore.host.resident.protocol import Allocation
@@ -254,6 +256,11 @@ def test_a_restore_that_fails_leaves_it_where_it_is(store: Store, launch: Launch
     snapshot = store.dump(job.pid).snapshot
     keep_all(job, tmp_path)
     job.kill()
+    folder = os.open(joined.directory, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)  # as another restore has it
+    with pytest.raises(RestoreRefused, match="another restore"):
+        bring_back(store, snapshot, from_resident=True)
+    os.close(folder)
     (joined.cuda / "faults" / "1").write_text('{"call": "restore", "code": 801}')
     with pytest.raises(Exception, match=r"801|restore"):
         bring_back(store, snapshot, from_resident=True)
