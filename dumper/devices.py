@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 
 from icecore.dumper.checks_gpu import inherited
@@ -21,7 +22,7 @@ from icecore.dumper.parent import Parent
 from icecore.dumper.resident import Resident
 from icecore.dumper.spaces import Machinery, SpaceCapture
 from icecore.errors import DumpFailed, IcecoreError, MissingTool, NotFound, PreflightRefused
-from icecore.events import Sink, phase
+from icecore.events import Event, Sink, phase
 from icecore.host import procfs
 from icecore.host.cuda.api import DeviceError, HelperLost, LockTimeout, Placement, State
 from icecore.host.cuda.client import Helper, start_here
@@ -287,6 +288,17 @@ class Devices:
         if self._resident is not None:
             self._helper.resident([])
             self._resident.gone(keep=keep_resident)
+
+    def outlive(self, init: int, status: Path) -> None:
+        """There is the snapshot: see `icecore.dumper.resident.Resident.outlive`."""
+        if self._resident is None:
+            return
+        try:
+            self._resident.outlive(init, status)
+        except (IcecoreError, OSError) as error:
+            message = f"device memory does not outlive a crash of this job: {getattr(error, 'message', error)}"
+            cure = "the next dump tries again; a keeper that an older icecore started lasts as long as its job"
+            self._emit(Event("dump.warning", {"name": "keep-resident", "message": message, "cure": cure}))
 
     def describe(self, images: Mapping[int, int]) -> dict[str, str]:
         """What a restore needs to know, for the manifest's ``extra``.

@@ -354,6 +354,8 @@ class _Dump:
                 self._check_running(captured)
             manifest = self._store(capture, captured, window.seconds, devices)
             snapshot = storing.writer.commit(manifest)
+            if devices is not None and self.target.status and not self.options.stop:
+                devices.outlive(self.target.pid, Path(self.target.status))
             if self.options.stop:
                 if devices is not None:
                     devices.leave()
@@ -382,7 +384,7 @@ class _Dump:
             return None
         resident = None
         if found.resident is not None:
-            resident = Resident(found.resident, str(images), self.emit)
+            resident = Resident(found.resident, str(images), self.emit, outlives=bool(self.target.status))
             self.stack.callback(resident.close)
         devices = Devices(found.gpus, guard, str(images), self.options.gpu_lock, self.emit, resident, self.options.populate)
         self.stack.callback(devices.close)

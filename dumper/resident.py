@@ -34,7 +34,7 @@ from icecore.dumper.spaces import Machinery, Scanned, SpaceCapture
 from icecore.errors import DumpFailed, IcecoreError
 from icecore.events import Sink, Value, phase
 from icecore.host import limits
-from icecore.host.resident.client import Agent
+from icecore.host.resident.client import Agent, Keeper
 from icecore.host.resident.copyplan import divide, host_room
 from icecore.host.resident.gpu import NOWHERE, ON_DEVICE, spare_room
 from icecore.host.resident.keeper import start_keeper
@@ -71,11 +71,13 @@ class Resident:
         look: Who has some.
         word: Shows in the worker's command line.
         emit: Gets the ``dump.resident.…`` phases.
+        outlives: Once there is the snapshot the job's memory outlives it, unless it ends well (`outlive`).
     """
 
-    def __init__(self, look: ResidentLook, word: str, emit: Sink) -> None:
+    def __init__(self, look: ResidentLook, word: str, emit: Sink, *, outlives: bool = False) -> None:
         limits.raise_descriptor_limit()  # one for each allocation, twice
         self.look = look
+        self._outlives = outlives
         self._emit = emit
         self._directory = os.open(look.seen_from(next(iter(look.pids))), os.O_PATH | os.O_CLOEXEC)
         # Through a descriptor: the job may be gone when its memory is let go of.
@@ -220,6 +222,15 @@ class Resident:
         """The processes were killed; ``keep``: their memory stays where it is."""
         assert self._tree is not None
         self._tree.ended(keep=keep)
+
+    def outlive(self, init: int, status: Path) -> None:
+        """There is the snapshot: from now on its memory outlives the job, unless it ends well (`Keeper.keep`).
+
+        Raises:
+            NotFound, ResidentFailed, OSError: It does not.
+        """
+        for report in self.look.reports.values():
+            Keeper(self._place).keep(report.token, init, status)
 
     # -- copying
 
@@ -391,4 +402,5 @@ class Resident:
             }
             for pid, pairs in self._sharing.owned.items()
         }
-        return {"resident": json.dumps({"directory": self.look.directory, "processes": processes})}
+        known: dict[str, object] = {"directory": self.look.directory, "processes": processes}
+        return {"resident": json.dumps({**known, "outlives": True} if self._outlives else known)}

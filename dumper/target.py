@@ -18,12 +18,14 @@ class Target:
         job: The job's name.
         parent: Snapshot id that the tree was last dumped to or restored from; empty: the job's newest snapshot, if there is one.
         record: How `icecore run` started it; None for any other tree.
+        status: Where its init writes how it ended, if its resident device memory is to outlive it unless that is well; empty: it is not.
     """
 
     pid: int
     job: str
     parent: str = ""
     record: RunRecord | None = None
+    status: str = ""
 
     @classmethod
     def of_process(cls, pid: int, job: str = "") -> Target:

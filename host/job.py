@@ -53,6 +53,8 @@ class Description:
         lineage: The lineage its snapshots belong to; empty before the first.
         snapshot: The one it was last dumped to or restored from: the parent of its next. Empty before the first.
         owner: Pid and start time of the process that starts or restores it.
+        resident: Where the keeper of its device memory is, as this machine sees it (`icecore.host.resident`); empty: it has none, or icecore was older.
+        keep_resident: From its first snapshot on that memory outlives it, unless it ends well.
     """
 
     name: str
@@ -69,6 +71,8 @@ class Description:
     restored_from: str = ""
     lineage: str = ""
     snapshot: str = ""
+    resident: str = ""
+    keep_resident: bool = False
 
 
 @dataclass(frozen=True)
@@ -150,6 +154,12 @@ class Job:
         job.save()
         return job
 
+    def with_resident(self, place: Path, *, keep: bool) -> Job:
+        """The same, written down with where its keeper is, and whether its device memory outlives it."""
+        job = Job(self.directory, replace(self.description, resident=str(place), keep_resident=keep))
+        job.save()
+        return job
+
     # -- what it is
 
     @property
@@ -166,6 +176,11 @@ class Job:
     def pid(self) -> int:
         """The init's pid; 0 before there is one."""
         return self.description.pid
+
+    @property
+    def status_path(self) -> Path:
+        """Where its init writes how the command ended, as this machine sees it."""
+        return self.directory / "status"
 
     def log_path(self, stream: Stream) -> Path:
         """The file of one stream, as this machine sees it."""
@@ -216,7 +231,7 @@ class Job:
         if self.state in ("running", "starting"):
             return None
         try:
-            line = (self.directory / "status").read_text()
+            line = self.status_path.read_text()
         except FileNotFoundError:
             line = ""
         found = re.fullmatch(r"(exited|killed) (\d+)\n", line)
@@ -295,7 +310,8 @@ class Job:
         Raises:
             NotFound: It has ended.
         """
-        if number == signal.SIGSTOP:  # the one signal that the init cannot pass on
+        # What the init cannot pass on. Its own death would end the others only where it has a pid namespace; without one it ends them once the command is dead.
+        if number == signal.SIGSTOP or (number == signal.SIGKILL and not self.description.isolation.pid):
             os.kill(self.main_process(), number)
             return
         fd = self._open()

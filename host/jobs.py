@@ -116,6 +116,7 @@ class Registry:
         environment: Mapping[str, str] | None = None,
         umask: int | None = None,
         resident: bool = False,
+        keep_resident: bool = False,
         emit: Sink = discard,
     ) -> Job:
         """Start a command so that it can be snapshotted and restored; it survives this process.
@@ -131,15 +132,19 @@ class Registry:
             environment: Default: this process's. Both get `RESTORABLE_ENVIRONMENT` where they do not set it themselves.
             umask: Default: this process's.
             resident: Its device memory shall stay where it is in windows (`icecore.host.resident`): with the preload, and a keeper of its own.
+            keep_resident: With ``resident``: from its first snapshot on that memory shall outlive the job, unless it ends with status 0, for a restore
+                from there (`icecore.restorer.options.RestoreOptions.from_resident`). `remove` lets go of it.
 
         Raises:
-            UsageError: A bad name, or one that a living job has; a program that cannot be executed.
+            UsageError: A bad name, or one that a living job has; a program that cannot be executed; ``keep_resident`` without ``resident``.
             NotFound: No such program or directory.
             MissingTool: The init was not built, or (with ``resident``) the preload.
             StartFailed: The kernel refused a step.
         """
         if not command or not command[0]:
             raise UsageError("no command was given")
+        if keep_resident and not resident:
+            raise UsageError("only resident memory can be kept", cure="leave out --keep-resident, or --no-resident")
         isolation = isolation or Isolation()
         own = dict(os.environ if environment is None else environment)
         added = {key: value for key, value in RESTORABLE_ENVIRONMENT.items() if key not in own}
@@ -158,7 +163,9 @@ class Registry:
         job = self._note_down(described, exact=bool(name), init=init_program().read_bytes())
         try:
             if resident:
-                own.update(_keep_resident(job.directory, job.instance, isolation, own))
+                seen = Path(INSTANCE_MOUNT) / "resident" if isolation.root else _RESIDENT / job.instance
+                job = job.with_resident(_keeper_place(job), keep=keep_resident)
+                own.update(_with_keeper(_keeper_place(job), seen, own))
         except BaseException:
             shutil.rmtree(job.directory, ignore_errors=True)
             raise
@@ -225,10 +232,28 @@ class Registry:
             shutil.rmtree(job.directory, ignore_errors=True)
             raise
 
-    def keepers(self) -> list[Path]:
-        """Where the keepers of instances lie that have one of their own, newest first."""
-        places = [job.directory / "resident" for job in reversed(self.instances())]
+    def keepers(self, snapshot: str = "", name: str = "") -> list[Path]:
+        """Where the keepers of instances are: first of those last dumped to or restored from a snapshot, then of those with a name, and newer ones first."""
+        jobs = self.instances()[::-1]
+        jobs.sort(key=lambda job: (job.description.snapshot != snapshot, job.name != name))
+        places = dict.fromkeys(_keeper_place(job) for job in jobs)
         return [place for place in places if (place / "keeper").is_socket()]
+
+    def kept(self, job: Job) -> int:
+        """Bytes of device memory that are kept of an instance although it has ended: for ``restore --from-resident``, until `remove`."""
+        with suppress(IcecoreError, OSError):
+            place = _keeper_place(job)
+            if job.state in ("running", "starting") or not (place / "keeper").is_socket() or not self._has_last(job):
+                return 0
+            keeper = Keeper(place)
+            tokens = [process.token for process in keeper.processes() if not process.alive]
+            return sum(one.size for token in tokens for one in keeper.allocations(token) if not one.imported)
+        return 0
+
+    def _has_last(self, job: Job) -> bool:
+        """Whether no later instance has the same keeper, as those of one snapshot have without a root of their own: what is kept is the last one's."""
+        same = [other for other in self.instances() if _keeper_place(other) == _keeper_place(job)]
+        return not same or same[-1].instance == job.instance
 
     # -- removing
 
@@ -241,9 +266,10 @@ class Registry:
         with self._lock():
             if Job.load(job.directory).state in ("running", "starting"):
                 raise UsageError(f"job {job.name} ({job.instance}) runs", cure=f"'icecore kill {job.name}' first")
-            _let_go(job.directory / "resident")
+            place = _keeper_place(job)
+            if place.exists() and self._has_last(job):
+                _let_go(place)
             shutil.rmtree(job.directory)
-            _let_go(_RESIDENT / job.instance)
 
     def remove_ended(self, older_than: float = 0.0) -> list[Job]:
         """Forget all instances that have ended and were created more than ``older_than`` seconds ago."""
@@ -297,8 +323,7 @@ class Registry:
 
 
 def _let_go(place: Path) -> None:
-    """Have a keeper let go of what it kept of processes that have ended, and remove its directory, unless somebody uses it: an instance that was restored
-    may have the first one's."""
+    """Have a keeper let go of what it kept of processes that have ended, and remove its directory, unless somebody uses it."""
     with suppress(IcecoreError):
         try:
             keeper = Keeper(place)
@@ -313,10 +338,14 @@ def _let_go(place: Path) -> None:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _keep_resident(directory: Path, instance: str, isolation: Isolation, environment: Mapping[str, str]) -> dict[str, str]:
-    """Start the keeper of an instance; what its environment needs. Where it has no root of its own, all see one short path, which a restore finds again."""
-    seen = Path(INSTANCE_MOUNT) / "resident" if isolation.root else _RESIDENT / instance
-    place = directory / "resident" if isolation.root else seen
+def _keeper_place(job: Job) -> Path:
+    """Where an instance's keeper is, if it has one. Where it has no root of its own, all see one short path, which a restore finds again."""
+    known = job.description
+    return Path(known.resident or (job.directory / "resident" if known.isolation.root else _RESIDENT / job.instance))
+
+
+def _with_keeper(place: Path, seen: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """Start a keeper; what its job's environment needs, which sees it there."""
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     start_keeper(place)
     return keeper_environment(str(seen), environment)
@@ -384,6 +413,10 @@ class Restoring:
     def redirected(self) -> dict[str, Path]:
         """Paths in the images of files that are the instance's own → the new instance's files. Nothing else may be put at those paths."""
         return {path: self.job.directory / name for name, path in self._record.files.items()}
+
+    def has_keeper(self, place: Path, *, keep: bool) -> None:
+        """Note down where the keeper of its device memory is, and whether that memory outlives it."""
+        self.job = self.job.with_resident(place, keep=keep)
 
     def started(self, pid: int) -> Job:
         """Note down the restored init.

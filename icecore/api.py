@@ -15,7 +15,7 @@ from icecore.dumper.dump import DumpResult
 from icecore.dumper.dump import dump as _dump
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
-from icecore.errors import Damaged, MissingTool, NotFound
+from icecore.errors import Damaged, MissingTool, NotFound, UsageError
 from icecore.events import Event, Sink, discard
 from icecore.hooks import run_hook
 from icecore.host import procfs
@@ -82,6 +82,7 @@ def run(
     environment: Mapping[str, str] | None = None,
     gpu: bool = False,
     resident: bool | None = None,
+    keep_resident: bool | None = None,
     config: Config | None = None,
     emit: Sink = discard,
 ) -> Job:
@@ -98,6 +99,8 @@ def run(
         gpu: It uses NVIDIA GPUs: it gets what CUDA needs in a pid namespace of its own (unless ``isolation`` says otherwise), and NCCL is told what
             makes its jobs snapshotable (docs/gpu.md).
         resident: With ``gpu``: windows leave its device memory where it is (docs/resident.md); None: what the configuration says.
+        keep_resident: With ``gpu``: where it breaks off after a snapshot, its device memory stays on its GPUs, for a restore with
+            `RestoreOptions.from_resident`, until the instance is removed. Default: what the configuration says.
         config: Instead of the one that is found (`icecore.config.load`).
         emit: Gets the events.
 
@@ -124,8 +127,11 @@ def run(
             pid=pid,
             root=root,
             resident=own.resident if resident is None else resident,
+            keep_resident=own.keep_resident if keep_resident is None else keep_resident,
             emit=emit,
         )
+    if keep_resident:
+        raise UsageError("only the device memory of GPU jobs can be kept", cure="add --gpu, or leave out --keep-resident")
     return registry(config).start(command, name=name, isolation=isolation, cwd=cwd, environment=environment, emit=emit)
 
 
@@ -144,6 +150,7 @@ def start_gpu(
     pid: Word = "",
     root: Word = "",
     resident: bool = True,
+    keep_resident: bool = False,
     emit: Sink = discard,
 ) -> Job:
     """Start a GPU job in ``jobs``; see `run` and `icecore.host.cuda.job.gpu_run`."""
@@ -164,6 +171,7 @@ def start_gpu(
         cwd=cwd,
         environment={**variables, **how.added},
         resident=resident,
+        keep_resident=keep_resident and resident,
         emit=emit,
     )
     emit(
@@ -176,6 +184,7 @@ def start_gpu(
                 "cost": how.cost,
                 "root": how.isolation.root,
                 "resident": resident,
+                "keep_resident": keep_resident and resident,
                 "notes": notes,
             },
         )
@@ -221,7 +230,8 @@ def dump(
             aim = Target.of_process(root, options.job)
         else:
             parent = job.description.snapshot or job.description.restored_from
-            aim = Target(root, options.job or job.name, parent, job.record())
+            status = str(job.status_path) if job.description.keep_resident else ""
+            aim = Target(root, options.job or job.name, parent, job.record(), status)
         result = _dump(
             opened.core, opened.loop, aim, options, criu=criu_of(config), workdir=config.dump.workdir, emit=emit
         )

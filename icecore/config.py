@@ -203,13 +203,15 @@ class RestoreSettings:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """[run]: defaults of ``icecore run``: which namespaces of the host a job shares, and which are its own; whether a GPU job's memory is to stay in place."""
+    """[run]: defaults of ``icecore run``: which namespaces of the host a job shares, and which are its own; whether a GPU job's memory is to stay in place,
+    and to outlive a crash."""
 
     pid: Literal["host", "private"] = _setting("private", choice("host", "private"))
     ipc: Literal["host", "private"] = _setting("private", choice("host", "private"))
     network: Literal["host", "private"] = _setting("host", choice("host", "private"))
     root: Literal["host", "private"] = _setting("host", choice("host", "private"))
     resident: bool = _setting(True, SWITCH)
+    keep_resident: bool = _setting(False, SWITCH)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ class RestoreOptions:
         tcp: TCP connections that were open: ``keep`` them or let them be found closed (``close``).
         root: Directory that is the root of the tree's file system (jobs with a private root). Empty: this one's.
         gpu_map: GPU that the job had → GPU of this machine that it gets: UUIDs, their beginnings, or numbers. The others stay where they are if they can.
-        from_resident: Device memory is still held on the GPUs (a dump that ended the job left it there): cells that are as in the snapshot are not fetched.
+        from_resident: Device memory is still held on the GPUs (a dump that ended the job left it there, or a crash of one that keeps it): cells that are as
+            in the snapshot are not fetched.
         criu_plugins: Directory of CRIU's plugins (``--libdir``), for AMD GPUs. Empty: none.
         criu_seconds: Seconds that CRIU may take to build the tree, memory left out.
         stall_seconds: Seconds without any byte arriving after which the storage counts as failed.

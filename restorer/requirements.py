@@ -140,7 +140,7 @@ def _gpus(manifest: Manifest, options: RestoreOptions) -> tuple[list[Requirement
     moved = {old: new for own in plan.processes.values() for old, new in own.items() if old != new}
     words = ", ".join(f"{old} → {new}" for old, new in moved.items())
     checks.append(Requirement("gpu", True, f"the GPUs of the job are there: {words or 'the same ones'}"))
-    for gpu, size in gpus.needs(manifest, here, plan):
+    for gpu, size in gpus.needs(manifest, here, plan) if not options.from_resident else ():  # it has what it needs
         free = gpu.memory - gpu.used
         checks.append(
             Requirement(

@@ -3,8 +3,8 @@ runs once all of its memory is there and verified, or it does not run.
 
 It comes through `icecore.restorer.resident_filling`, with placers where the repository is a directory and there are cores for them.
 
-With ``from_resident`` the memory is the keeper's, still held on the GPUs since the processes were ended: its fingerprints are compared with the snapshot's,
-and only cells that differ are fetched.
+With ``from_resident`` the memory is the keeper's, still held on the GPUs since the processes ended: its fingerprints are compared with the snapshot's, and only
+cells that differ are fetched. What the keeper holds beside what the snapshot has is let go of first; what it does not hold is new, and fetched.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,8 +25,10 @@ import numpy.typing as npt
 from icecore.errors import Damaged, FormatTooNew, IcecoreError, RestoreFailed, RestoreRefused, StoreError
 from icecore.events import Sink, phase
 from icecore.host.limits import raise_descriptor_limit
-from icecore.host.resident.client import Agent, Keeper
+from icecore.host.resident.client import Agent, Keeper, ResidentFailed
 from icecore.host.resident.keeper import start_keeper
+from icecore.host.resident.protocol import Allocation
+from icecore.host.resident.sharing import repeated
 from icecore.host.resident.working import HostRegion, Worker, WorkerFailed
 from icecore.restorer.cells import SpaceCells, space_cells
 from icecore.restorer.fetch import Fetcher, Limits
@@ -49,13 +51,14 @@ _LINGER_SECONDS = 0.3
 
 @dataclass
 class _Piece:
-    """One allocation: the worker's number for it, the GPU that it is on now, and a descriptor of it."""
+    """One allocation: the worker's number for it, the GPU that it is on now, and a descriptor of it; ``held``: it has been there before."""
 
     process: int
     about: Recorded
     device: str
     handle: int
     descriptor: int = -1
+    held: bool = False
 
 
 class Resident:
@@ -115,10 +118,7 @@ class Resident:
             self._filling.stop()
         if self._placers is not None:
             self._placers.close()
-        for piece in self._pieces:
-            if piece.descriptor >= 0:
-                os.close(piece.descriptor)
-                piece.descriptor = -1
+        self._close_descriptors()
         if self._region is not None:
             self._region.close()
             self._region = None
@@ -155,6 +155,15 @@ class Resident:
             except IcecoreError as error:
                 raise RestoreFailed(f"resident memory could not be mapped: {error.message}", cure=error.cure) from error
 
+    def outlive(self, init: int, status: Path) -> None:
+        """They run: from now on their memory outlives them, unless they end well (`Keeper.keep`).
+
+        Raises:
+            NotFound, ResidentFailed, OSError: It does not.
+        """
+        for process in self._processes.values():
+            Keeper(self._place).keep(process.token, init, status)
+
     # -- within
 
     def _descriptors(self, image: int) -> dict[int, int]:
@@ -184,33 +193,48 @@ class Resident:
                 keeper.forget(known.token)
 
     def _take(self, keeper: Keeper) -> None:
-        """Descriptors of what the keeper holds.
+        """Descriptors of what the keeper holds; what else it holds of processes that have ended it lets go of.
 
         Raises:
-            RestoreRefused: It does not hold all of it, or not where it shall be.
+            RestoreRefused: It does not hold memory where it shall be.
         """
-        cure = "restore without --from-resident: all is fetched then"
-        for image, process in self._processes.items():
-            held = {one.identity: (one, descriptor) for one, descriptor in keeper.take(process.token)}
-            own = [piece for piece in self._pieces if piece.process == image]
-            for piece in own:
-                found, descriptor = held.pop(piece.about.identity, (None, -1))
-                piece.descriptor = descriptor
-                if found is None or (found.address, found.size) != (piece.about.address, piece.about.size):
-                    self._give_up(held)
-                    raise RestoreRefused(f"the memory of process {image} is not held on this machine any more", cure=cure)
-                if found.device != piece.device:
-                    self._give_up(held)
-                    raise RestoreRefused(f"memory of process {image} is held on {found.device}, not on {piece.device}", cure=cure)
-            for _, descriptor in held.values():
-                os.close(descriptor)
+        found: list[tuple[_Piece, Allocation]] = []
+        spare: dict[bytes, list[int]] = {}
+        with ExitStack() as stack:
+            stack.callback(self._close_descriptors)
+            for image, process in self._processes.items():
+                own = {piece.about.identity: piece for piece in self._pieces if piece.process == image}
+                for one, descriptor in keeper.take(process.token):
+                    piece = own.get(one.identity)
+                    if piece is None or (one.address, one.size) != (piece.about.address, piece.about.size):
+                        os.close(descriptor)
+                        spare.setdefault(process.token, []).append(one.identity)
+                        continue
+                    piece.descriptor, piece.held = descriptor, True
+                    found.append((piece, one))
+            for piece, one in found:
+                if one.device != piece.device:
+                    message = f"memory of process {piece.process} is held on {one.device}, not on {piece.device}"
+                    raise RestoreRefused(message, cure="restore without --from-resident: all is fetched then")
+            # Since the snapshot, or on another way from there, one may have come to have another's.
+            for number in repeated([(one, piece.descriptor) for piece, one in found]):
+                piece = found[number][0]
+                os.close(piece.descriptor)
+                piece.descriptor, piece.held = -1, False
+            stack.pop_all()
+        with suppress(ResidentFailed):  # an older keeper: it lets go once the processes are back
+            for token, identities in spare.items():
+                keeper.drop(token, identities)
+        tokens = {process.token for process in self._processes.values()}
+        for known in keeper.processes():
+            if known.token not in tokens and not known.alive:
+                keeper.forget(known.token)
 
-    def _give_up(self, held: Mapping[int, tuple[object, int]]) -> None:
-        for descriptor in (*(fd for _, fd in held.values()), *(piece.descriptor for piece in self._pieces)):
-            if descriptor >= 0:
-                os.close(descriptor)
+    def _close_descriptors(self) -> None:
         for piece in self._pieces:
-            piece.descriptor = -1
+            if piece.descriptor >= 0:
+                os.close(piece.descriptor)
+            piece.descriptor, piece.held = -1, False
 
     def _by_device(self) -> dict[str, list[_Piece]]:
         found: dict[str, list[_Piece]] = {}
@@ -275,11 +299,12 @@ class Resident:
         return Fetcher(self._repository.backend, self._reader, wanted.records, place, self._limits, self._loop, failed=lambda _: None)
 
     def _have(self, device: str, pieces: Sequence[_Piece]) -> None:
-        handles, sizes = [piece.handle for piece in pieces], [piece.about.size for piece in pieces]
-        if self._held:
-            self._worker.map(device, handles, sizes, [piece.descriptor for piece in pieces])
-            return
-        for piece, descriptor in zip(pieces, self._worker.allocate(device, handles, sizes), strict=True):
+        there, new = [piece for piece in pieces if piece.held], [piece for piece in pieces if not piece.held]
+        if there:
+            sizes, descriptors = [piece.about.size for piece in there], [piece.descriptor for piece in there]
+            self._worker.map(device, [piece.handle for piece in there], sizes, descriptors)
+        made = self._worker.allocate(device, [piece.handle for piece in new], [piece.about.size for piece in new]) if new else []
+        for piece, descriptor in zip(new, made, strict=True):
             piece.descriptor = descriptor
 
     def _cells(self, space: Space) -> SpaceCells:
@@ -330,12 +355,12 @@ class Resident:
         seed: int,
         known: Fingerprints | None,
     ) -> npt.NDArray[np.bool_]:
-        """Which cells are not as the snapshot has them."""
-        differing = np.ones(len(cells), np.bool_)
+        """Which cells are not as the snapshot has them. New memory is zeros."""
+        differing = np.array(cells.records["data"].any(axis=1), np.bool_)
         if known is None or len(known.key) != len(cells) or (known.key != cells.base).any():
-            return differing
+            return np.ones(len(cells), np.bool_)
         there = known.fingerprint.view(np.uint64).reshape(-1, 2)
-        for piece in own.values():
+        for piece in (piece for piece in own.values() if piece.held):
             words = self._worker.fingerprints(piece.device, [piece.handle], seed)
             first = int(np.searchsorted(cells.base, np.uint64(piece.about.address)))
             differing[first : first + len(words)] = (there[first : first + len(words)] != words).any(axis=1)

@@ -86,6 +86,11 @@ def left_to_driver(manifest: Manifest) -> dict[str, int]:
     return dict(total)
 
 
+def outlives(manifest: Manifest) -> bool:
+    """Whether resident memory is to outlive the job where it breaks off; of a manifest that `recorded` has understood."""
+    return bool(json.loads(manifest.extra.get("resident", "{}")).get("outlives"))
+
+
 def resident_bytes(manifest: Manifest) -> int:
     """What the processes have mapped of it: it goes neither into host memory nor through page faults."""
     return sum(region.length for space in manifest.spaces if space.kind == "device" for region in space.regions)

@@ -3,6 +3,8 @@ it is left."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import tempfile
 import threading
@@ -37,7 +39,7 @@ from icecore.restorer.placers import Placers, placers_for
 from icecore.restorer.plan import room_for
 from icecore.restorer.requirements import Requirements, check_requirements
 from icecore.restorer.resident import Resident
-from icecore.restorer.resident_record import RecordedProcess, recorded, resident_bytes
+from icecore.restorer.resident_record import RecordedProcess, outlives, recorded, resident_bytes
 from icecore.restorer.tree import Tree, criu_arguments
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import Manifest
@@ -314,8 +316,13 @@ class _Run:
         if self.devices is None or not processes:
             return
         place = Path(f"{self.options.root}{directory}")
-        if self.restoring is not None and record is not None and record.isolation.root and directory.startswith(f"{INSTANCE_MOUNT}/"):
-            place = self.restoring.job.directory / directory.removeprefix(f"{INSTANCE_MOUNT}/")
+        if self.restoring is not None and record is not None:
+            if record.isolation.root and directory.startswith(f"{INSTANCE_MOUNT}/"):
+                place = self.restoring.job.directory / directory.removeprefix(f"{INSTANCE_MOUNT}/")
+            self.restoring.has_keeper(place, keep=outlives(manifest))
+        held = self._held_at(manifest, processes, place) if self.options.from_resident else None
+        if held is None:
+            self._let_go(processes)
         self.resident = Resident(
             self.repository,
             self.loop,
@@ -323,24 +330,45 @@ class _Run:
             self.limits,
             self.devices.plan,
             place,
-            held=self._held_at(processes, place) if self.options.from_resident else None,
+            held=held,
             placers=lambda size: self._placers(size, word),
             word=word,
             emit=self.emit,
         )
         self.stack.callback(self.resident.close)
 
-    def _held_at(self, processes: Mapping[int, RecordedProcess], place: Path) -> Path:
-        """The keeper that has the memory: that of the instance which ended."""
+    def _held_at(self, manifest: Manifest, processes: Mapping[int, RecordedProcess], place: Path) -> Path:
+        """The keeper that has the memory: that of the instance which ended. Of several it is the one that was last at this snapshot, or has its job's name."""
         wanted = {process.token for process in processes.values()}
-        for other in (place, *(self.registry or Registry()).keepers()):
-            with suppress(IcecoreError):
-                if wanted <= {one.token for one in Keeper(other).processes() if one.retained and not one.alive}:
-                    return other
+        for other in (place, *(self.registry or Registry()).keepers(self.snapshot, manifest.job)):
+            if self._claim(other, wanted):
+                return other
         raise RestoreRefused(
-            "the snapshot's device memory is not held on this machine any more",
+            "the snapshot's device memory is not held on this machine any more, or another restore takes it",
             cure="restore without --from-resident: all is fetched then",
         )
+
+    def _claim(self, place: Path, wanted: set[bytes]) -> bool:
+        """Whether a keeper has memory that nobody else has, or takes while this restore lasts: two would write to one memory."""
+        with suppress(IcecoreError, OSError), ExitStack() as stack:
+            folder = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, folder)
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            known = [one for one in Keeper(place).processes() if one.token in wanted]
+            if any(one.retained for one in known) and not any(one.alive for one in known):
+                self.stack.callback(stack.pop_all().close)
+                return True
+        return False
+
+    def _let_go(self, processes: Mapping[int, RecordedProcess]) -> None:
+        """Have no keeper hold what is fetched anew: there may not be room for both."""
+        wanted = {process.token for process in processes.values()}
+        for place in (self.registry or Registry()).keepers():
+            with suppress(IcecoreError):
+                keeper = Keeper(place)
+                for known in keeper.processes():
+                    if known.token in wanted and not known.alive:
+                        keeper.forget(known.token)
 
     def _placers(self, size: int, word: str, lock: str = "") -> Placers | None:
         """Processes that place, if they pay; they start while CRIU's images are written. To be closed."""
@@ -564,6 +592,12 @@ class _Run:
     def _running(self, pid: int) -> Restored:
         """The tree runs."""
         job = self.restoring.started(pid) if self.restoring is not None else None
+        if job is not None and job.description.keep_resident and self.resident is not None:
+            try:
+                self.resident.outlive(job.pid, job.status_path)
+            except (IcecoreError, OSError) as error:
+                message = f"device memory does not outlive a crash of this job: {getattr(error, 'message', error)}"
+                self.emit(Event("restore.warning", {"name": "keep-resident", "message": message}))
         seconds = time.perf_counter() - self.began
         instance = job.instance if job is not None else ""
         fields: dict[str, Value] = {"snapshot": self.snapshot, "pid": pid, "seconds": seconds, "instance": instance}

@@ -177,6 +177,8 @@ CUresult create_physical(CUhandle *out, size_t size, const struct allocation_pro
 		result = d->cuMemCreate(out, size, properties, 0);
 	if (result == CUDA_ERROR_OUT_OF_MEMORY && !d->cuCtxGetCurrent(&context) && context && release_all_deferred(context))
 		result = d->cuMemCreate(out, size, properties, 0);
+	if (result == CUDA_ERROR_OUT_OF_MEMORY && holding_yielded())
+		result = d->cuMemCreate(out, size, properties, 0);
 	while (result == CUDA_ERROR_OUT_OF_MEMORY && (held || others_may_hold_memory())) {
 		nanosleep(&(struct timespec){0, 1000000}, NULL);
 		held = others_may_hold_memory();

@@ -35,6 +35,8 @@ T = TypeVar("T")
 
 _ANSWER_SECONDS = 10.0
 _LEASE_SECONDS = 30.0
+#: In which a job whose process broke off comes to its end: torchrun gives the others 30 s to end by themselves.
+_KEPT_SECONDS = 60.0
 _LONGEST_ADDRESS = 108
 _HUNG_UP = (EPROTO, ECONNRESET, EPIPE)
 
@@ -372,6 +374,29 @@ class Keeper(_Speaker):
     def forget(self, token: bytes) -> None:
         """Let go of all that it holds of a process; no error where that is nothing."""
         self._ask(Message(Operation.KEEPER_FORGET, token=token), good=(0, ENOENT))
+
+    def keep(self, token: bytes, init: int, status: Path, seconds: float = _KEPT_SECONDS) -> None:
+        """From now on the memory of a process outlives it, unless its job ends well; no error where it has ended already.
+
+        Args:
+            init: The job's init, as this machine sees it. Its end is the job's.
+            status: In this file it writes how the command ended (`icecore.host.job`). ``exited 0`` is well.
+            seconds: Where the process ends and the job runs on, its memory is let go of after this time at the latest.
+
+        Raises:
+            ResidentFailed: Also with the code EINVAL: the keeper is older.
+        """
+        message = Message(Operation.KEEPER_KEEP, token=token, pid=init, lease=_ns(seconds))
+        file = os.open(status, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._ask(message, file, good=(0, ENOENT))
+        finally:
+            os.close(file)
+
+    def drop(self, token: bytes, identities: Sequence[int]) -> None:
+        """Let go of some of what it holds of a process that has ended; no error where it does not hold them."""
+        for identity in identities:
+            self._ask(Message(Operation.KEEPER_DROP, token=token, identity=identity), good=(0, ENOENT))
 
     def _ask(self, message: Message, descriptor: int = -1, good: tuple[int, ...] = (0,)) -> None:
         def ask() -> Message:

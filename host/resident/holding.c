@@ -1,6 +1,6 @@
 /* The connection to the keeper; rule: whatever becomes of the keeper, allocation and release go on, and what it lacks is handed over once it answers again.
  *
- * Everything here but holding_fetch_of is called under table_lock. A descriptor of ours may have been closed by an application that closes all it finds, and its number may be
+ * Everything here but holding_fetch_of and holding_yielded is called under table_lock. A descriptor of ours may have been closed by an application that closes all it finds, and its number may be
  * the application's by now: each is compared with what we opened before it is used.
  */
 #define _GNU_SOURCE
@@ -358,6 +358,18 @@ int holding_fetch_of(const uint8_t *token, uint64_t identity, size_t *size, int 
 		close(*descriptor);
 	*size = (size_t)message.size;
 	return error;
+}
+
+/* By a connection of its own, too: one that waits for memory may be within anything. */
+bool holding_yielded(void)
+{
+	struct resident_message message = {.version = RESIDENT_VERSION, .operation = KEEPER_YIELD};
+	int keeper = resident_directory() ? call_keeper() : -1;
+	bool some = keeper >= 0 && packet_send(keeper, &message, -1) == 0 && packet_receive(keeper, &message, NULL, 0) == 1 && !message.result && message.count;
+
+	if (keeper >= 0)
+		close(keeper);
+	return some;
 }
 
 /* What a child kept open, its parent could not free. */

@@ -4,7 +4,8 @@
  *
  * Rule: it does nothing that can fail in a way that loses a descriptor: no CUDA, no threads, no files; its memory is locked and it is the last that the
  * kernel kills. C, because an interpreter is many times larger and allocates at every message. What a process allocated is let go of when it frees
- * it, and when it ends, unless it was parked then (the descriptors are all there is of the memory). It ends when its socket has been unlinked and it holds nothing any more.
+ * it, and when it ends, unless it was parked then (the descriptors are all there is of the memory), or is in a snapshot of a job whose memory is to outlive
+ * a crash (KEEPER_KEEP). It ends when its socket has been unlinked and it holds nothing any more.
  */
 
 #define _GNU_SOURCE
@@ -25,7 +26,7 @@
 #include "packet.h"
 
 #define LIMIT_SECONDS 2
-#define IDLE_SECONDS 300 /* without any process */
+#define IDLE_NANOSECONDS 300000000000ll /* without any process */
 #define LOOK_MILLISECONDS 2000
 
 struct held {
@@ -39,6 +40,10 @@ struct process {
 	uint8_t token[16];
 	int pid, pidfd; /* pidfd: -1 once it has ended */
 	bool alive, retained;
+	bool kept;       /* once it has ended, unless its job ends well */
+	bool left;       /* it has ended, and is retained for that alone */
+	uint64_t lease;  /* nanoseconds for which it is while the job runs on */
+	int64_t let_go;  /* when that is over; 0: never */
 	struct held *held;
 	size_t count, room;
 	struct connection *connection;
@@ -51,9 +56,26 @@ struct connection {
 	bool closed;
 };
 
+enum job_state { JOB_UNKNOWN, JOB_RUNS, JOB_ENDED, JOB_BROKE };
+
+/* That of the processes that are kept. How it ended its init has written down (host/init.c): nobody else sees it of a job that is nobody's child, and of a program
+ * that knows nothing of us. */
+static struct job {
+	enum job_state state;
+	int pidfd, status;
+} job = {JOB_UNKNOWN, -1, -1};
+
 static struct process *processes;
 static struct connection *connections;
 static int events;
+
+static int64_t now(void)
+{
+	struct timespec time;
+
+	clock_gettime(CLOCK_MONOTONIC, &time);
+	return time.tv_sec * 1000000000ll + time.tv_nsec;
+}
 
 static void watch(int descriptor, void *what)
 {
@@ -141,8 +163,93 @@ static void ended(struct process *process)
 		close(process->pidfd);
 	process->pidfd = -1;
 	process->alive = false;
-	if (!process->retained)
+	if (process->retained)
+		return;
+	process->left = process->kept && process->count && (job.state == JOB_RUNS || job.state == JOB_BROKE);
+	process->retained = process->left;
+	process->let_go = job.state == JOB_RUNS ? now() + (int64_t)process->lease : 0;
+	if (!process->left)
 		drop_all(process);
+}
+
+static void let_go(struct process *process)
+{
+	process->retained = process->left = false;
+	drop_all(process);
+}
+
+/* Of what ended while its job runs on: how many processes' memory was kept until then. */
+static uint32_t yield(void)
+{
+	uint32_t some = 0;
+
+	for (struct process *process = processes; process && job.state == JOB_RUNS; process = process->next)
+		if (process->left) {
+			let_go(process);
+			some++;
+		}
+	return some;
+}
+
+static void forget_job(void)
+{
+	if (job.pidfd >= 0)
+		close(job.pidfd);
+	if (job.status >= 0)
+		close(job.status);
+	job = (struct job){JOB_UNKNOWN, -1, -1};
+}
+
+/* An init that left no word was killed, and its job with it. */
+static void job_ended(void)
+{
+	char line[16] = "";
+	bool well = pread(job.status, line, sizeof line - 1, 0) > 0 && !strcmp(line, "exited 0\n");
+
+	forget_job();
+	job.state = well ? JOB_ENDED : JOB_BROKE;
+	for (struct process *process = processes; process; process = process->next) {
+		process->let_go = 0;
+		if (process->left && well)
+			let_go(process);
+	}
+}
+
+static bool is_over(int pidfd)
+{
+	struct pollfd look = {.fd = pidfd, .events = POLLIN};
+
+	return pidfd >= 0 && poll(&look, 1, 0) > 0;
+}
+
+/* Whoever has ended is known to have, although its event may not have been met yet. */
+static void look_around(void)
+{
+	for (struct process *process = processes; process; process = process->next)
+		if (is_over(process->pidfd))
+			ended(process);
+	if (is_over(job.pidfd))
+		job_ended();
+}
+
+static int keep(const struct resident_message *message, int status)
+{
+	struct process *process = find(message->token);
+
+	if (!process || !process->alive || status < 0) {
+		if (status >= 0)
+			close(status);
+		return status < 0 ? EINVAL : ENOENT;
+	}
+	process->kept = true;
+	process->lease = message->lease;
+	forget_job();
+	job = (struct job){JOB_RUNS, message->pid > 0 ? (int)syscall(SYS_pidfd_open, message->pid, 0) : -1, status};
+	if (job.pidfd >= 0)
+		watch(job.pidfd, &job);
+	else
+		job_ended();
+	return 0;
 }
 
 static void forget_empty(void)
@@ -169,17 +276,16 @@ static int hello(struct connection *connection, const struct resident_message *m
 		return ENOMEM;
 	if (getsockopt(connection->socket, SOL_SOCKET, SO_PEERCRED, &peer, &length))
 		return errno;
-	if (process->alive && process->pid != peer.pid) {
-		struct pollfd look = {.fd = process->pidfd, .events = POLLIN};
-		if (process->pidfd < 0 || poll(&look, 1, 0) == 0)
-			return EBUSY; /* two copies of one process need a keeper each */
-	}
+	if (process->alive && process->pid != peer.pid && !is_over(process->pidfd))
+		return EBUSY; /* two copies of one process need a keeper each */
+	if (!process->kept)
+		yield(); /* the job goes on with others */
 	if (process->pidfd >= 0)
 		close(process->pidfd);
 	process->pidfd = peer.pid > 0 ? (int)syscall(SYS_pidfd_open, peer.pid, 0) : -1;
 	process->pid = peer.pid;
 	process->alive = true;
-	process->retained = false;
+	process->retained = process->left = false;
 	if (process->pidfd >= 0)
 		watch(process->pidfd, process);
 	if (process->connection)
@@ -277,6 +383,7 @@ static int serve(struct connection *connection)
 		process->retained = true;
 		break;
 	case KEEPER_PROCESSES:
+		look_around();
 		if (list_processes(connection->socket, message.version))
 			return -1;
 		answer.operation = KEEPER_END;
@@ -290,7 +397,7 @@ static int serve(struct connection *connection)
 	case KEEPER_FETCH:
 		process = find(message.token);
 		index = process ? place(process, message.identity) : 0;
-		if (process && index < process->count) {
+		if (process && !process->left && index < process->count) {
 			answer = process->held[index].what;
 			answer.version = message.version;
 			answer.operation = message.operation;
@@ -314,6 +421,7 @@ static int serve(struct connection *connection)
 		process = find(message.token);
 		if (process) {
 			process->retained = message.count != 0;
+			process->left = false;
 			if (!process->alive && !process->retained)
 				drop_all(process);
 		} else
@@ -321,10 +429,28 @@ static int serve(struct connection *connection)
 		break;
 	case KEEPER_FORGET:
 		process = find(message.token);
-		if (process) {
-			process->retained = false;
-			drop_all(process);
-		} else
+		if (process)
+			let_go(process);
+		else
+			answer.result = ENOENT;
+		break;
+	case KEEPER_KEEP:
+		answer.result = keep(&message, descriptor);
+		descriptor = -1;
+		break;
+	case KEEPER_YIELD:
+		look_around();
+		answer.count = yield();
+		break;
+	case KEEPER_DROP:
+		look_around();
+		process = find(message.token);
+		index = process ? place(process, message.identity) : 0;
+		if (process && process->alive)
+			answer.result = EBUSY;
+		else if (process && index < process->count)
+			drop(process, index);
+		else
 			answer.result = ENOENT;
 		break;
 	default:
@@ -443,18 +569,10 @@ static void harden(void)
 	signal(SIGINT, SIG_IGN);
 }
 
-static time_t seconds(void)
-{
-	struct timespec now;
-
-	clock_gettime(CLOCK_MONOTONIC, &now);
-	return now.tv_sec;
-}
-
 int main(int count, char **words)
 {
-	struct stat ours, now;
-	time_t last_used = seconds();
+	struct stat ours, there;
+	int64_t last_used = now();
 	int listener;
 
 	if (count != 2) {
@@ -481,6 +599,11 @@ int main(int count, char **words)
 				greet(listener);
 				continue;
 			}
+			if (what == &job) {
+				if (is_over(job.pidfd)) /* else the event was another's, before KEEPER_KEEP */
+					job_ended();
+				continue;
+			}
 			for (struct process *process = processes; process && !was_process; process = process->next)
 				if (process == what) {
 					was_process = true;
@@ -490,14 +613,17 @@ int main(int count, char **words)
 			if (!was_process && !((struct connection *)what)->closed && serve(what))
 				hang_up(what);
 		}
+		for (struct process *process = processes; process; process = process->next)
+			if (process->left && process->let_go && now() > process->let_go)
+				let_go(process);
 		sweep();
 		if (processes)
-			last_used = seconds();
-		if (seconds() - last_used > IDLE_SECONDS) {
+			last_used = now();
+		if (now() - last_used > IDLE_NANOSECONDS) {
 			unlink(words[1]); /* its job is over; one that is not gets another with its next dump */
 			return 0;
 		}
-		if (some == 0 && !processes && (stat(words[1], &now) || now.st_ino != ours.st_ino || now.st_dev != ours.st_dev))
+		if (some == 0 && !processes && (stat(words[1], &there) || there.st_ino != ours.st_ino || there.st_dev != ours.st_dev))
 			return 0;
 	}
 }

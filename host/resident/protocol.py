@@ -39,6 +39,9 @@ class Operation(IntEnum):
     KEEPER_RETAIN = 20
     KEEPER_FORGET = 21
     KEEPER_FETCH = 22
+    KEEPER_KEEP = 23
+    KEEPER_YIELD = 24
+    KEEPER_DROP = 25
     KEEPER_END = 31
     AGENT_STATUS = 64
     AGENT_LIST = 65

@@ -130,6 +130,7 @@ void holding_of_child(void);
 int holding_take(int (*each)(uint64_t identity, int descriptor)); /* 0, or an errno; `each` takes over the descriptor */
 bool holding_token(void); /* draws process_token, where that was not done yet; false: not possible */
 int holding_fetch_of(const uint8_t *token, uint64_t identity, size_t *size, int *descriptor); /* another process's, not under table_lock: 0, or an errno, ENOENT: it is gone */
+bool holding_yielded(void); /* not under table_lock: whether the keeper had memory of processes of this job that have ended, and has let go of it */
 int holding_fetch(const struct allocation *what); /* its descriptor, the caller's; -1: the keeper does not have it */
 int high_descriptor(int descriptor); /* the same file under a number that applications do not expect to close */
 

@@ -87,6 +87,16 @@ def find_shares(taken: Mapping[int, Sequence[Taken]]) -> Shares:
     return Shares(owned, imports)
 
 
+def repeated(taken: Sequence[Taken]) -> list[int]:
+    """Positions of those that are the memory of an earlier one.
+
+    Raises:
+        SharingUnclear: The kernel does not tell.
+    """
+    marked = [(number, one) for number, one in enumerate(taken) if one[0].imported or one[0].exported]
+    return sorted(number for group in _groups(marked) for number in sorted(number for number, _ in group)[1:])
+
+
 def share_any(some: Sequence[Taken], others: Sequence[Taken]) -> bool:
     """Whether any of these is the memory of any of the others."""
     marked = [(0, one) for one in some if one[0].imported or one[0].exported]

@@ -46,6 +46,8 @@ def add(commands: Commands) -> None:
         add_setting(parser, RunSettings, key, what)
     about = "with --gpu: a preload keeps device memory in place in windows, which are much shorter then (default: yes, where it was built)"
     add_setting(parser, RunSettings, "resident", about)
+    about = "with --gpu: device memory outlives a crash after a snapshot, for restore --from-resident, until rm (default: no)"
+    add_setting(parser, RunSettings, "keep_resident", about)
 
     parser = command("ps", ps, "List the jobs of this node.")
     parser.add_argument("-a", "--all", action="store_true", help="those that have ended, too")
@@ -81,6 +83,8 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
         raise UsageError("no command to run", cure="write it after '--': icecore run -- python3 train.py")
     if arguments.rm and arguments.detach:
         raise UsageError("--rm needs the foreground, because nobody else waits for the job's end", cure="leave out -d or --rm")
+    if arguments.keep_resident and not arguments.gpu:
+        raise UsageError("only the device memory of GPU jobs can be kept", cure="add --gpu, or leave out --keep-resident")
     own = overridden(context.config.run, arguments)
     isolation = Isolation(
         pid=own.pid == "private", ipc=own.ipc == "private", network=own.network == "private", root=own.root == "private"
@@ -105,6 +109,7 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
             pid=arguments.pid or "",
             root=arguments.root or "",
             resident=own.resident,
+            keep_resident=own.keep_resident,
             emit=context.output.event,
         )
     else:
@@ -127,12 +132,15 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
 
 def ps(arguments: argparse.Namespace, context: Context) -> int:
     """icecore ps."""
-    rows = []
-    for job in context.registry().instances():
+    rows, keeps = [], []
+    registry = context.registry()
+    for job in registry.instances():
         state = job.state
         if not arguments.all and state not in ("running", "starting"):
             continue
-        context.output.result("job", _fields(job))
+        kept = registry.kept(job)
+        keeps.append(units.size(kept) if kept else "–")
+        context.output.result("job", {**_fields(job), "kept_bytes": kept})
         known = job.description
         ended = job.status()
         rows.append(
@@ -148,7 +156,11 @@ def ps(arguments: argparse.Namespace, context: Context) -> int:
             ]
         )
     columns = ["JOB", "INSTANCE", "PID", "STATE", "SINCE", "RESTORED FROM", "LAST SNAPSHOT", "COMMAND"]
-    context.output.table(columns, rows, right=["PID"])
+    if any(keep != "–" for keep in keeps):
+        columns.insert(4, "KEPT ON GPUS")
+        for row, keep in zip(rows, keeps, strict=True):
+            row.insert(4, keep)
+    context.output.table(columns, rows, right=["PID", "KEPT ON GPUS"])
     return 0
 
 

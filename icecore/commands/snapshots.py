@@ -73,9 +73,8 @@ def add(commands: Commands) -> None:
     parser.add_argument("-n", "--dry-run", action="store_true", help="compare this machine with what it requires, start nothing")
     parser.add_argument("--name", default="", help="name of the restored job (default: the job's, with a number if that one runs)")
     parser.add_argument("-a", "--attach", action="store_true", help="follow its output and return its exit status")
-    parser.add_argument(
-        "--from-resident", action="store_true", help="device memory is still on its GPUs (dump --stop --keep-resident): compare it, fetch what differs"
-    )
+    about = "device memory is still on its GPUs (run --keep-resident, dump --stop --keep-resident): compare it, fetch what differs"
+    parser.add_argument("--from-resident", action="store_true", help=about)
     parser.add_argument("--root", default="", metavar="DIR", help="directory that is the root of its file system")
     parser.add_argument(
         "--gpu-map", action="append", default=[], metavar="OLD=NEW", help="GPU it had = GPU it gets: UUIDs or numbers; may be repeated"

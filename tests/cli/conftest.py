@@ -100,6 +100,8 @@ def cli(tmp_path: Path) -> Iterator[Cli]:
         if job.alive:
             job.kill(signal.SIGKILL)
             job.wait(timeout=30)
+        if job.description.keep_resident:  # a keeper would stay
+            made.registry.remove(job)
 
 
 @pytest.fixture

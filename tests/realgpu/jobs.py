@@ -75,6 +75,9 @@ class Lab:
         for job in icecore.Registry(Path(self.config.state)).instances():
             if job.alive:
                 job.kill(signal.SIGKILL)
+            if job.description.keep_resident:
+                job.wait(60)
+                icecore.Registry(Path(self.config.state)).remove(job)
         for process in self._started:
             self.kill(process.pid)
         if self.keeper is not None:
@@ -116,6 +119,7 @@ class Lab:
         *words: str,
         network: bool = False,
         resident: bool = True,
+        keep_resident: bool = False,
         environment: Mapping[str, str] | None = None,
     ) -> icecore.Job:
         """A job of `icecore run --gpu`."""
@@ -127,6 +131,7 @@ class Lab:
             cwd=self.folder,
             environment={**os.environ, **(environment or {})},
             gpu=True,
+            keep_resident=keep_resident,
             config=replace(self.config, run=replace(self.config.run, resident=resident)),
             emit=self.tell,
         )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import icecore
 from icecore.host.cuda.job import COMPILE
 from icecore.host.resident.client import Keeper
 
@@ -85,6 +87,31 @@ def test_memory_that_stayed(tmp_path: Path) -> None:
         held(made)
     finally:
         made.close()
+
+
+def test_memory_that_a_crash_left(lab: Lab) -> None:
+    """Killed in the middle of a step, twice; the second time what the first restore brought."""
+    needs(1, "torch")
+    wanted = reference(lab.folder)
+    out = lab.folder / "losses"
+    job = lab.run("train", TRAIN, "--out", str(out), "--pause", "0.02", keep_resident=True)
+    wait_lines(out, 20, lambda: job.log_path("stderr").read_text())
+    snapshot = lab.dump("train").snapshot
+    for _ in range(2):
+        same(wait_lines(out, len(lines(out)) + 30), wanted)
+        os.kill(job.main_process(), signal.SIGKILL)
+        job.wait(60)
+        assert job.description.resident
+        [process] = Keeper(Path(job.description.resident)).processes()
+        print("left:", process, flush=True)
+        assert process.retained and not process.alive and process.size > 32 << 20
+        restored = lab.restore(snapshot, from_resident=True)
+        assert restored.job is not None
+        job = restored.job
+    same(wait_lines(out, len(lines(out)) + 30), wanted)
+    lab.dump("train")
+    lab.kill(job.pid)
+    icecore.Registry(Path(lab.config.state)).remove(job)
 
 
 @pytest.mark.parametrize("gpus", [2, 4])

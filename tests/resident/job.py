@@ -3,6 +3,7 @@
     python job.py '{"out": FILE, "gpus": [0, 1], "mib": 4, "buffers": 3, "children": 1}'
 
 Each process appends ``STEP DIGEST`` to its output (children to ``FILE.1``, …) and has, beside what is resident, a small allocation that the driver moves.
+Once there is the file ``"end"``, it ends with status 0.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ def main(order: dict[str, Any]) -> None:
         for line in steps(buffers):
             print(line, file=lines, flush=True)
             time.sleep(0.005)
+            if "end" in order and os.path.exists(order["end"]):
+                break
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 
 from icecore import api
 from icecore.config import Config, RunSettings
-from icecore.errors import MissingTool
+from icecore.errors import MissingTool, UsageError
 from icecore.events import Event
 from icecore.host.cuda import nccl
 from icecore.host.cuda.backend import VARIABLE
@@ -43,7 +45,7 @@ def visible(new_machine: NewMachine, cli: Cli, tmp_path: Path) -> Machine:
 
 
 def start(cli: Cli, *words: str) -> Running:
-    order = json.dumps({"out": "/dev/stdout", "gpus": [0], "mib": 4, "buffers": BUFFERS})
+    order = json.dumps({"out": "/dev/stdout", "gpus": [0], "mib": 4, "buffers": BUFFERS, "end": str(cli.folder / "end")})
     cli.run("run", "-d", "--gpu", *words, "--name", "gpu", "--", sys.executable, "-S", str(HERE / "job.py"), order)
     job = cli.job("gpu")
     goes_on(job, 10)
@@ -119,6 +121,98 @@ def test_a_job_and_its_instances(cli: Cli, visible: Machine, root: str) -> None:
     if root == "host":
         cli.run("rm", "gpu")  # the first one's keeper is the third's
     until(lambda: visible.used(0) == 0)
+
+
+def restored_from_memory(cli: Cli, *words: str) -> int:
+    """How many cells that fetched."""
+    events = cli.events("restore", *words, "--from-resident")
+    for event in events:
+        check_event(event, documented_events())
+    [fetched] = [int(event["fetched"]) for event in events if event["event"] == "restore.resident.memory" and event["state"] == "end"]
+    return fetched
+
+
+def kept(cli: Cli) -> dict[str, int]:
+    """What ``ps -a`` says of each instance."""
+    return {event["instance"]: event["kept_bytes"] for event in cli.events("ps", "-a") if event["event"] == "job"}
+
+
+@pytest.mark.parametrize("root", ["private", "host"])
+def test_a_job_that_crashes(cli: Cli, visible: Machine, root: str) -> None:
+    size = BUFFERS * 4 * MIB
+    cli.run("init")
+    early = start(cli, "--root", root, "--keep-resident")
+    cli.run("kill", "gpu", "-s", "KILL")  # nothing could be restored from its memory
+    until(lambda: visible.used(0) == 0)
+    cli.run("rm", early.instance)
+    first = start(cli, "--root", root, "--keep-resident")
+    cli.run("dump", "gpu")
+    goes_on(first, 20)
+    os.kill(first.main_process(), signal.SIGKILL)
+    assert first.wait(20).signal == signal.SIGKILL
+    assert (visible.used(0), kept(cli)) == (size, {first.instance: size})
+    assert "KEPT ON GPUS" in cli.run("ps", "-a").stdout
+    assert restored_from_memory(cli, "gpu") == BUFFERS  # only the first cell of each changes
+    second = cli.job("gpu")
+    goes_on(second)
+    assert (visible.used(0), "KEPT" in cli.run("ps", "-a").stdout) == (size + MIB // 2, False)
+    # What was restored is treated alike, before its next snapshot too.
+    cli.run("kill", "gpu", "-s", "KILL")
+    assert kept(cli) == {first.instance: 0, second.instance: size}
+    cli.run("rm", first.instance)
+    assert restored_from_memory(cli, second.description.snapshot) <= BUFFERS
+    third = cli.job("gpu")
+    goes_on(third)
+    cli.run("dump", "gpu")
+    cli.run("kill", "gpu")
+    third.wait(20)
+    assert kept(cli) == {second.instance: 0, third.instance: size}
+    cli.run("rm", second.instance)
+    assert visible.used(0) == size
+    cli.run("rm", third.instance)
+    until(lambda: visible.used(0) == 0)
+    assert "not held" in cli.run("restore", "gpu", "--from-resident", status=6).stderr
+    cli.run("restore", "gpu")
+    goes_on(cli.job("gpu"))
+
+
+def test_a_job_that_ends_well(cli: Cli, visible: Machine) -> None:
+    cli.run("init")
+    job = start(cli, "--keep-resident")
+    cli.run("dump", "gpu")
+    (cli.folder / "end").touch()
+    assert job.wait(20).code == 0
+    until(lambda: visible.used(0) == 0)
+    assert kept(cli) == {job.instance: 0}
+    cli.run("rm", "gpu")
+
+
+def test_of_two_instances_each_has_its_own(cli: Cli, visible: Machine) -> None:
+    """They hold memory of the same snapshot; a restore without it lets go of both."""
+    size = BUFFERS * 4 * MIB
+    cli.environment["ICECORE_RUN_KEEP_RESIDENT"] = "true"
+    cli.run("init")
+    start(cli, "--root", "private")
+    cli.run("dump", "gpu")
+    cli.run("restore", "gpu", "--name", "second", "--gpu-map", "0=1")
+    goes_on(cli.job("second"))
+    cli.run("dump", "second")
+    for name in ("gpu", "second"):
+        cli.run("kill", name, "-s", "KILL")
+    assert (visible.used(0), visible.used(1)) == (size, size)
+    assert restored_from_memory(cli, "second", "--name", "third") <= BUFFERS
+    goes_on(cli.job("third"))
+    assert (visible.used(0), visible.used(1)) == (size, size + MIB // 2)
+    cli.run("kill", "third", "-s", "KILL")
+    cli.run("restore", "gpu", "--name", "fourth")
+    goes_on(cli.job("fourth"))
+    assert (visible.used(0), visible.used(1)) == (size + MIB // 2, 0)
+
+
+def test_what_cannot_be_kept(cli: Cli) -> None:
+    assert "add --gpu" in cli.run("run", "--keep-resident", "--", "true", status=2).stderr
+    with pytest.raises(UsageError, match="add --gpu"):
+        api.run(["true"], keep_resident=True)
 
 
 def test_ranks(cli: Cli, visible: Machine, tmp_path: Path) -> None:

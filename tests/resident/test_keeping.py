@@ -1,0 +1,304 @@
+"""Memory that outlives a process because it is in a snapshot: while its job runs on nobody lacks it for long, and a job that ends well leaves nothing."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from errno import EINVAL
+from pathlib import Path
+
+import pytest
+
+from icecore.dumper.options import DumpOptions
+from icecore.dumper.target import Target
+from icecore.errors import RestoreRefused
+from icecore.events import Value
+from icecore.host.resident.client import Keeper, ResidentFailed
+from icecore.host.resident.protocol import Allocation
+from icecore.host.resident.sharing import repeated
+from tests.dumper.world import Events, Store
+
+from .joined import Job, Ring
+from .machine import MIB, Machine, until, uuid_of
+from .machine import Target as Process
+from .test_restore import bring_back, ended
+
+pytestmark = pytest.mark.timeout(120)
+
+Launch = Callable[..., Job]
+
+
+class Init:
+    """What stands for a job's init: its end is the job's, and what is in its file says how that was."""
+
+    def __init__(self, folder: Path) -> None:
+        self.status = folder / "status"
+        self.status.touch()
+        self._process = subprocess.Popen(["sleep", "600"])
+        self.pid = self._process.pid
+
+    def end(self, words: str = "") -> None:
+        """It ends, with these last words."""
+        self.status.write_text(words)
+        self._process.kill()
+        self._process.wait(10)
+
+
+@pytest.fixture
+def init(tmp_path: Path) -> Iterator[Init]:
+    made = Init(tmp_path)
+    yield made
+    made.end()
+
+
+def kept(target: Process, init: Init, mib: int = 8, **how: float) -> bytes:
+    """It has memory, and a snapshot; its token."""
+    assert target(f"alloc({mib} * MIB)")[0] == 0
+    token = target.agent.report().token
+    target.machine.keeper.keep(token, init.pid, init.status, **how)
+    return token
+
+
+def test_a_job_that_breaks_off(machine: Machine, target: Process, init: Init) -> None:
+    token = kept(target, init)
+    target.end()
+    init.end("killed 9\n")
+    [process] = machine.keeper.processes()
+    assert (process.token, process.alive, process.retained, process.size) == (token, False, True, 8 * MIB)
+    machine.keeper.drop(token, [77])
+    assert machine.used() == 8 * MIB
+    machine.keeper.drop(token, [one.identity for one in machine.keeper.allocations(token)])
+    assert (machine.used(), machine.keeper.processes()) == (0, [])
+
+
+@pytest.mark.parametrize(("words", "held"), [("exited 0\n", 0), ("exited 1\n", 8), ("", 8), ("killed 15\n", 8)])
+@pytest.mark.parametrize("first", ["process", "job"])
+def test_how_a_job_ends(words: str, held: int, first: str, machine: Machine, target: Process, init: Init) -> None:
+    token = kept(target, init)
+    for who in (target.end, lambda: init.end(words))[:: 1 if first == "process" else -1]:
+        who()
+        machine.keeper.processes()
+    assert machine.used() == held * MIB
+    machine.keeper.forget(token)
+    assert machine.used() == 0
+
+
+def test_what_lives_is_not_dropped(machine: Machine, target: Process, init: Init) -> None:
+    token = kept(target, init)
+    with pytest.raises(ResidentFailed):
+        machine.keeper.drop(token, [1])
+    assert machine.used() == 8 * MIB
+
+
+def test_while_the_job_runs_on_it_is_there_for_a_while(machine: Machine, target: Process, init: Init) -> None:
+    token = kept(target, init, seconds=1.0)
+    identity = machine.keeper.allocations(token)[0].identity
+    target.end()
+    machine.keeper.processes()
+    assert machine.used() == 8 * MIB
+    assert machine.keeper.fetch(token, [identity]) == {}  # to the others its creator is gone
+    until(lambda: machine.used() == 0)
+    assert machine.keeper.processes() == []
+
+
+def test_a_job_that_begins_anew_by_itself_has_the_memory(machine: Machine, target: Process, init: Init) -> None:
+    kept(target, init, 40)
+    target.end()
+    machine.keeper.processes()
+    second = machine.target()
+    second("start()")
+    assert second("alloc(4 * MIB)")[0] == 0
+    assert machine.used() == 4 * MIB
+
+
+def test_an_allocation_that_finds_no_memory_gets_it(machine: Machine, target: Process, init: Init) -> None:
+    other = machine.target()
+    other("start()")
+    assert other("alloc(2 * MIB)")[0] == 0
+    kept(target, init, 40)
+    target.end()
+    machine.keeper.processes()
+    assert (machine.used(), other("alloc(50 * MIB)")[0]) == (42 * MIB, 0)
+    assert machine.used() == 52 * MIB
+    assert other("alloc(50 * MIB)")[0] == 2
+
+
+def test_a_job_that_broke_off_yields_to_nobody(machine: Machine, target: Process, init: Init) -> None:
+    kept(target, init, 40)
+    target.end()
+    init.end("exited 1\n")
+    other = machine.target()
+    other("start()")
+    assert (other("alloc(2 * MIB)")[0], other("alloc(50 * MIB)")[0]) == (0, 2)
+    assert machine.used() == 42 * MIB
+
+
+def test_the_same_memory_twice() -> None:
+    descriptors = [os.memfd_create("a"), os.memfd_create("b")]
+    descriptors += [os.dup(descriptors[0]), os.dup(descriptors[0]), os.dup(descriptors[1])]
+    try:
+        flags = [32, 0, 16, 16, 0]
+        taken = [
+            (Allocation(number, 0, 2 * MIB, 1, uuid_of(0), 0, bytes(16), flag), descriptor)
+            for number, (flag, descriptor) in enumerate(zip(flags, descriptors, strict=True))
+        ]
+        assert repeated(taken) == [2, 3]
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+# -- with real dumps and restores
+
+
+def keep_all(job: Job, folder: Path) -> None:
+    """As a dump of a job of `icecore run --keep-resident` does in the end; the job's first process is its init."""
+    status = folder / "status"
+    status.touch()
+    for process in job.machine.keeper.processes():
+        job.machine.keeper.keep(process.token, job.pid, status)
+
+
+def memory_phase(events: Events) -> dict[str, Value]:
+    [end] = [event.fields for event in events.named("restore.resident.memory") if event.fields["state"] == "end"]
+    return dict(end)
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize(("mode", "placers"), [("lazy", 0), ("full", 2)])
+def test_killed_and_brought_back(mode: str, placers: int, store: Store, launch: Launch, joined: Machine, tmp_path: Path) -> None:
+    job = launch(gpus=(0, 1), children=1)
+    snapshot = store.dump(job.pid).snapshot
+    keep_all(job, tmp_path)
+    job.wait_steps(40)
+    job.kill()
+    assert sum(joined.used(gpu) for gpu in range(2)) == job.resident
+    events = Events()
+    bring_back(store, snapshot, events, mode=mode, placers=placers, from_resident=True)
+    job.goes_on()
+    assert memory_phase(events)["fetched"] == len(job.pids) * job.buffers  # only the first cell of each buffer changes
+    assert sum(joined.used(gpu) for gpu in range(2)) == job.resident + len(job.pids) * MIB // 2
+    job.kill()
+
+
+@pytest.mark.criu
+def test_what_was_freed_since_is_fetched_and_what_was_made_since_is_let_go_of(
+    store: Store, launch: Launch, joined: Machine, tmp_path: Path
+) -> None:
+    job = launch(gpus=(0,), children=1)
+    snapshot = store.dump(job.pid).snapshot
+    keep_all(job, tmp_path)
+    stranger = joined.target()
+    stranger("start()")
+    assert stranger("alloc(8 * MIB)")[0] == 0
+    one, other = (process.token for process in joined.keeper.processes() if process.pid in job.pids)
+    joined.keeper.keep(stranger.agent.report().token, job.pid, tmp_path / "status")
+    stranger.end()
+    job.kill()
+    assert joined.used(0) == job.resident + 8 * MIB
+    # All of one process, and of the other's an allocation.
+    joined.keeper.forget(one)
+    gone = joined.keeper.allocations(other)[1]
+    joined.keeper.drop(other, [gone.identity])
+    assert joined.used(0) == (job.buffers - 1) * 4 * MIB + 8 * MIB
+    events = Events()
+    bring_back(store, snapshot, events, from_resident=True)
+    job.goes_on()
+    cells = (job.buffers + 1) * 4
+    assert cells <= int(memory_phase(events)["fetched"]) <= cells + job.buffers - 1  # type: ignore[call-overload]
+    assert joined.used(0) == job.resident + len(job.pids) * MIB // 2
+    job.kill()
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize("ipc", [False, True])
+def test_ranks_that_have_each_others_memory(ipc: bool, store: Store, launch: Launch, joined: Machine, tmp_path: Path) -> None:
+    job = launch(kind=Ring, ipc=ipc)
+    assert isinstance(job, Ring)
+    snapshot = store.dump(job.pid).snapshot
+    for whole in (True, False):
+        keep_all(job, tmp_path)
+        job.goes_on()
+        job.kill()
+        assert sum(joined.used(gpu) for gpu in range(2)) == job.resident
+        if not whole:  # a rank's own, with what the other has of it
+            token = joined.keeper.processes()[0].token
+            joined.keeper.drop(token, [one.identity for one in joined.keeper.allocations(token) if not one.imported])
+        job.pid = bring_back(store, snapshot, from_resident=True).pid
+        job.goes_on()
+        assert sum(joined.used(gpu) for gpu in range(2)) == job.resident + job.ranks * MIB // 2
+    job.kill()
+
+
+@pytest.mark.criu
+def test_a_rank_that_dies_before_its_job(store: Store, launch: Launch, joined: Machine, tmp_path: Path) -> None:
+    """Its memory is there, too, when the others follow it."""
+    job = launch(gpus=(0, 1), children=1)
+    snapshot = store.dump(job.pid).snapshot
+    keep_all(job, tmp_path)
+    [child] = [pid for pid in job.pids if pid != job.pid]
+    os.kill(child, signal.SIGKILL)
+    until(lambda: [one.retained for one in joined.keeper.processes() if not one.alive] == [True])
+    job.kill()
+    events = Events()
+    bring_back(store, snapshot, events, from_resident=True)
+    job.goes_on()
+    assert int(memory_phase(events)["fetched"]) <= len(job.pids) * job.buffers  # type: ignore[call-overload]
+    job.kill()
+
+
+@pytest.mark.criu
+def test_a_restore_that_fails_leaves_it_where_it_is(store: Store, launch: Launch, joined: Machine, tmp_path: Path) -> None:
+    job = launch()
+    snapshot = store.dump(job.pid).snapshot
+    keep_all(job, tmp_path)
+    job.kill()
+    folder = os.open(joined.directory, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)  # as another restore has it
+    with pytest.raises(RestoreRefused, match="another restore"):
+        bring_back(store, snapshot, from_resident=True)
+    os.close(folder)
+    (joined.cuda / "faults" / "1").write_text('{"call": "restore", "code": 801}')
+    with pytest.raises(Exception, match=r"801|restore"):
+        bring_back(store, snapshot, from_resident=True)
+    until(lambda: joined.used(0) == job.resident)
+    bring_back(store, snapshot, from_resident=True)
+    job.goes_on()
+
+
+@pytest.mark.criu
+def test_a_dump_says_that_nothing_is_kept(
+    store: Store, launch: Launch, joined: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a keeper that an older icecore started; by another it is, whoever dumps."""
+
+    def refuse(*_: object) -> None:
+        raise ResidentFailed("the keeper refused", EINVAL)
+
+    job = launch()
+    target = Target(job.pid, "job", status=str(tmp_path / "status"))
+    (tmp_path / "status").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(Keeper, "keep", refuse)
+        events = Events()
+        store.dump(target, events=events)
+    assert [event.fields["name"] for event in events.named("dump.warning")] == ["keep-resident"]
+    snapshot = store.dump(target).snapshot
+    job.kill()
+    assert joined.used(0) == job.resident
+    bring_back(store, snapshot)
+    job.goes_on()
+    assert joined.used(0) == job.resident + MIB // 2
+
+
+@pytest.mark.criu
+def test_a_dump_that_stops_the_job_leaves_nothing(store: Store, launch: Launch, joined: Machine, tmp_path: Path) -> None:
+    job = launch()
+    store.dump(job.pid)
+    keep_all(job, tmp_path)
+    store.dump(job.pid, DumpOptions(stop=True))
+    job.reap()
+    ended(job)
