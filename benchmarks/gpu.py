@@ -85,7 +85,7 @@ def measure(gib: float, gpus: int, rounds: int) -> list[Result]:
 
 def _dump(worker: Worker, job: Job, reserve: Reserve, found: Rounds, seen: Phases, name: str) -> None:
     with reserve.lent():
-        done = worker.ask("dump", pid=job.pid, job="gpu", max_window=600.0)
+        done = worker.ask("dump", pid=job.pid, job="gpu", max_window=600.0, gpu_shared=True)
     phases: dict[str, float] = {k.removeprefix("dump.gpu."): v for k, v in done["phases"].items() if "gpu" in k}
     found.add(f"window {name}", done["window"])
     found.add(f"driver of {name}", sum(phases.values()))

@@ -170,7 +170,7 @@ class Bench:
         with ExitStack() as stack:
             if reserve is not None:
                 stack.enter_context(reserve.lent())
-            done = worker.ask("dump", pid=job.pid, job="gpu", max_window=600.0, **more)
+            done = worker.ask("dump", pid=job.pid, job="gpu", max_window=600.0, gpu_shared=True, **more)
         self.found.add(f"window {case}", done["window"])
         self.found.add(f"stored {case}", done["stored"])
         self.phases.add(case, done["events"])

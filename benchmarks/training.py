@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """What snapshots of a training job add, by codec, beside the entropy of what changed: three snapshots some steps apart.
 
-Without --gpu the tests' training program (numpy); with it tests/realgpu/train.py (PyTorch, AdamW), device memory alone.
+Without --gpu the tests' training program (numpy); with it tests/realgpu/train.py (PyTorch, AdamW), device memory alone: stored bytes and codecs, too,
+are those of its new chunks.
 
 The floor is the order-0 entropy of the changed pages' bytes, for each cell the least over planes of 1, 2, 4 and 8 bytes and over the
 bytes themselves and their xor with the parent's pages: what a perfect coder of single bytes would need that knows each plane's
@@ -16,8 +17,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -33,6 +36,7 @@ from icecore.dumper.dump import dump
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.spaces import cell_keys
 from icecore.dumper.target import Target
+from icecore.store import codec
 from icecore.store.cell import CELL_BYTES, CELL_PAGES, PAGE
 from icecore.store.local import LocalBackend
 from icecore.store.loop import LoopThread
@@ -69,14 +73,22 @@ def _pages(reader: SnapshotReader, record: np.void, room: memoryview) -> npt.NDA
     return whole
 
 
-def floor(new: SnapshotReader, old: SnapshotReader, kinds: tuple[str, ...]) -> tuple[int, int, float]:
-    """What changed from one snapshot to the next.
+@dataclass(frozen=True)
+class Change:
+    """From one snapshot to the next: bytes of cells that changed, of pages in them that did, their entropy in bytes (from a sample of the cells), and the
+    bytes that were stored for them, by codec."""
 
-    Returns:
-        Bytes of cells that changed, bytes of pages in them that did, and their entropy in bytes (from a sample of the cells).
-    """
+    cells: int
+    pages: int
+    entropy: float
+    stored: Counter[str]
+
+
+def change(new: SnapshotReader, old: SnapshotReader, kinds: tuple[str, ...]) -> Change:
+    """What changed in regions of these kinds."""
     room, other = memoryview(bytearray(CELL_BYTES)), memoryview(bytearray(CELL_BYTES))
     changed: list[tuple[np.void, np.void | None]] = []
+    known = {place.tobytes() for space in old.manifest.spaces for rows in old.records(space) for place in rows["place"]}
     for space in (s for s in new.manifest.spaces if s.kind == "process"):
         before = next((s for s in old.manifest.spaces if (s.kind, s.key) == ("process", space.key)), None)
         theirs: dict[int, np.void] = {}
@@ -101,7 +113,10 @@ def floor(new: SnapshotReader, old: SnapshotReader, kinds: tuple[str, ...]) -> t
         if len(differ):
             bits += min(entropy(mine[differ].reshape(-1)), entropy((mine ^ base)[differ].reshape(-1)))
     scale = len(changed) / max(1, len(sample))
-    return len(changed) * CELL_BYTES, int(pages_changed * scale), bits * scale
+    stored: Counter[str] = Counter()
+    for place in {record["place"].tobytes(): record["place"] for record, _ in changed if record["place"].tobytes() not in known}.values():
+        stored[codec.name(int(place["codec"]))] += int(place["length"])
+    return Change(len(changed) * CELL_BYTES, int(pages_changed * scale), bits * scale, stored)
 
 
 @contextmanager
@@ -146,13 +161,13 @@ def measure(gpu: bool, mib: int, seconds: float) -> Table:
             readers.append(SnapshotReader.open(repository, done.snapshot, loop.loop))
             if not number:
                 continue
-            cells, pages, bits = floor(readers[-1], readers[-2], kinds)
-            codecs = sorted(done.sizes.by_codec.items(), key=lambda item: -item[1])
+            found = change(readers[-1], readers[-2], kinds)
+            stored = found.stored.total()
             table.add_row(
                 str(number + 1),
-                *(f"{value / 1e6:.1f}" for value in (cells, pages, done.sizes.stored, bits)),
-                f"{done.sizes.stored / bits:.2f}",
-                ", ".join(f"{name} {size / 1e6:.1f}" for name, size in codecs if size >= 100_000),
+                *(f"{value / 1e6:.1f}" for value in (found.cells, found.pages, stored, found.entropy)),
+                f"{stored / found.entropy:.2f}" if found.entropy else "",
+                ", ".join(f"{name} {size / 1e6:.1f}" for name, size in found.stored.most_common() if size >= 100_000),
             )
     return table
 

@@ -77,26 +77,22 @@ ipc = _each(
 
 
 def shared(found: Look) -> list[Refusal]:
-    """Several processes on one GPU may have memory of each other's through CUDA IPC. The importer shows no sign of that, and is lost. Of those under the
-    preload it is known that none exported or opened any that the driver has; what else they share by it, windows take away."""
+    """Processes may have memory of each other's through CUDA IPC, on one GPU or from one to another. The importer shows no sign of that, and is lost. Of
+    those under the preload it is known that none exported or opened any that the driver has; what else they share by it, windows take away."""
     gpus = found.gpus
     if gpus is None or gpus.inventory is None or gpus.inventory.branch >= _IPC_DRIVER or found.options.gpu_shared:
         return []
     reports = found.resident.reports if found.resident is not None else {}
-    open_books = {pid for pid, report in reports.items() if not report.counts.ipc_exports}
-    users: dict[str, list[int]] = {}
-    for process in gpus.processes:
-        for uuid in process.contexts:
-            users.setdefault(uuid, []).append(process.pid)
+    pids = [p.pid for p in gpus.processes]
+    if len(pids) < 2 or all(pid in reports and not reports[pid].counts.ipc_exports for pid in pids):
+        return []
     return [
         Refusal(
             "gpu-shared",
-            f"processes {', '.join(map(str, pids))} use the GPU {uuid}: memory that they share by CUDA IPC, which cannot be seen, this driver does "
-            "not restore",
-            f"if they share none, say so with --gpu-shared; else give each a GPU of its own, or install driver {_IPC_DRIVER} or newer",
+            f"processes {', '.join(map(str, pids))} use GPUs: device memory that they share by CUDA IPC, which cannot be seen, this driver does not restore",
+            "start the job with 'icecore run --gpu', which knows what they share; or, if they share none (vLLM: --disable-custom-all-reduce), say so with "
+            f"--gpu-shared; or install driver {_IPC_DRIVER} or newer",
         )
-        for uuid, pids in users.items()
-        if len(pids) > 1 and not open_books.issuperset(pids)
     ]
 
 
@@ -117,11 +113,12 @@ mig = _each(
 
 
 def transports(found: Look) -> list[Refusal]:
-    """NCCL between processes, or between GPUs of one process. Where all are under the preload, what they share through cuMem is taken away before."""
+    """NCCL between processes, in the tree or beside it, or between GPUs of one process. Where all are under the preload, what they share through cuMem is
+    taken away before."""
     if found.gpus is None:
         return []
     ranks = [p for p in found.gpus.processes if p.communicates]
-    if len(ranks) < 2 and not any(len(p.contexts) > 1 for p in ranks):
+    if len(ranks) < 2 and not any(len(p.contexts) > 1 or p.outside for p in ranks):
         return []
     known = found.resident.reports if found.resident is not None else {}
     parked = all(p.pid in known and known[p.pid].version >= nccl.PARKED_SINCE for p in ranks)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from icecore.dumper.sockets import Socket
+from icecore.dumper.sockets import Socket, connected_outside
 from icecore.errors import MissingTool, NotFound
 from icecore.host import procfs
 from icecore.host.cuda import nccl
@@ -27,6 +27,7 @@ class GpuProcess:
         contexts: Those on which it has a context, as far as NVML knows → bytes that it uses there.
         settings: ``NCCL_…`` as it was started with.
         communicates: NCCL is loaded and it has TCP sockets, as every NCCL communicator has.
+        outside: If so, one of these is connected to a process of this machine that is not in the tree.
         passes_descriptors: A communicator of NCCL's in it shares device memory through cuMem.
         managed: Bytes of managed memory (UVM) that it has mapped.
         ipc: It shares memory or events through CUDA's legacy IPC.
@@ -39,6 +40,7 @@ class GpuProcess:
     contexts: Mapping[str, int] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
     communicates: bool = False
+    outside: bool = False
     passes_descriptors: bool = False
     managed: int = 0
     ipc: bool = False
@@ -101,9 +103,12 @@ def look_at_gpus(
     except MissingTool as error:
         problem = (error.message, error.cure)
     found = []
+    inodes = {s.inode for *_, sockets in processes for s in sockets}
     for pid, mappings, descriptors, sockets in processes:
         if not nodes[pid]:
             continue
+        own = {s.inode for s in sockets if s.protocol in ("TCP", "TCPv6")}
+        communicates = bool(own) and any(nccl.is_library(m.path) for m in mappings)
         minors = sorted({minor for path in nodes[pid] if (minor := backend.minor(path)) is not None})
         gpus = [inventory.by_minor(minor) for minor in minors] if inventory else []
         settings: dict[str, str] = {}
@@ -115,8 +120,8 @@ def look_at_gpus(
                 opened=tuple(gpu.uuid for gpu in gpus if gpu is not None),
                 contexts=inventory.contexts.get(pid, {}) if inventory else {},
                 settings=settings,
-                communicates=any(nccl.is_library(m.path) for m in mappings)
-                and any(s.protocol in ("TCP", "TCPv6") for s in sockets),
+                communicates=communicates,
+                outside=communicates and connected_outside(pid, own, inodes),
                 passes_descriptors=nccl.passes_descriptors(pid, {s.inode for s in sockets if s.unix}),
                 managed=sum(m.length for m in mappings if _is_managed(m, backend)),
                 ipc=any(m.path.startswith(_IPC) for m in mappings)

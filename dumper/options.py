@@ -30,7 +30,7 @@ class DumpOptions:
         before: Shell command run before anything is frozen; a failure gives the dump up.
         after: Shell command run at the end, once the job runs again, also when the dump failed (ICECORE_SNAPSHOT is then empty).
         hook_seconds: What each of the two may take.
-        gpu_shared: Processes of the tree that use the same GPU are known to share no memory by CUDA IPC.
+        gpu_shared: Processes of the tree are known to share no device memory by CUDA IPC.
         gpu_lock: Seconds that a GPU process's submitted work may take to end before the dump; more than one attempt is made.
         populate: Make the mapping into which the driver moves device memory with all cores, of huge pages (`icecore.host.cuda.populate`).
         keep_resident: With ``stop``: leave resident device memory on its GPUs, for a restore from there (`RestoreOptions.from_resident`).

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from icecore.host import procfs
 
@@ -21,6 +24,8 @@ _SHOW_NAME, _SHOW_PEER = 1, 4
 _NAME, _PEER = 0, 2
 _ALL_STATES = 0xFFFFFFFF
 _SO_PASSCRED, _SO_PASSSEC = 16, 34
+#: TCP_ESTABLISHED, as /proc/net/tcp has it.
+_ESTABLISHED = "01"
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,30 @@ def _unix_socket(data: bytes) -> tuple[int, UnixSocket]:
             named = length > _ATTRIBUTE.size
         at += max(-(-length // 4) * 4, _ATTRIBUTE.size)
     return inode, UnixSocket(kind, peer, named)
+
+
+def connected_outside(pid: int, own: Collection[int], tree: Collection[int]) -> bool:
+    """Whether TCP connections of a process have their other end in its network namespace, but not in its tree.
+
+    Args:
+        own: Inodes of its TCP sockets.
+        tree: Inodes of all sockets of its tree.
+    """
+    ends: dict[tuple[str, str], int] = {}
+    for name in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+                words = line.split()
+                if words[3] == _ESTABLISHED:
+                    ends[_end(words[1]), _end(words[2])] = int(words[9])
+    return any(
+        inode in own and (there, here) in ends and ends[there, here] not in tree for (here, there), inode in ends.items()
+    )
+
+
+def _end(word: str) -> str:
+    """Address and port; an IPv4 address is the same in either table (::ffff:a.b.c.d, in words of the machine's order)."""
+    return word.removeprefix("0000000000000000FFFF0000")
 
 
 def owner(inode: int) -> str:

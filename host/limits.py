@@ -3,15 +3,10 @@ at every call, and never changed but where the name says so."""
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
 import resource
 from pathlib import Path
-
-import numpy as np
-
-from icecore.host.pagemap import Pagemap
 
 PAGE = 4096
 
@@ -24,8 +19,6 @@ CRIU_DESCRIPTORS_PER_PROCESS = 16
 
 _BUDDYINFO, _MEMINFO = Path("/proc/buddyinfo"), Path("/proc/meminfo")
 _HUGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
-
-_SOFT_DIRTY = np.uint64(1 << 55)
 
 _NAMES = (
     "CHOWN DAC_OVERRIDE DAC_READ_SEARCH FOWNER FSETID KILL SETGID SETUID SETPCAP LINUX_IMMUTABLE NET_BIND_SERVICE "
@@ -186,14 +179,3 @@ def free_space(path: str | Path) -> int:
     """Bytes that can still be written where ``path`` lies; on tmpfs no more than there is memory."""
     about = os.statvfs(path)
     return about.f_bavail * about.f_frsize
-
-
-def soft_dirty() -> bool:
-    """Whether the kernel tracks soft-dirty pages: a page that was just written then says so."""
-    with mmap.mmap(-1, PAGE) as page, Pagemap(os.getpid()) as pagemap:
-        page[0] = 1
-        array = np.frombuffer(page, np.uint8)
-        address = array.ctypes.data
-        entry = pagemap.entries(address, address + PAGE)[0]
-        del array
-        return bool(entry & _SOFT_DIRTY)

@@ -114,8 +114,10 @@ def wait(thread: int, *, block: bool) -> Stop | None:
 
 
 def _stopped(thread: int, seconds: float) -> int:
-    began = time.monotonic()
-    while (waited := time.monotonic() - began) < seconds:
+    began, last = time.monotonic(), False
+    while not last:
+        waited = time.monotonic() - began
+        last = waited >= seconds  # one more look: who waits may be what was held up
         try:
             stop = wait(thread, block=False)
         except ProcessLookupError:

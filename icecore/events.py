@@ -57,16 +57,16 @@ class Phase:
         self._sink = sink
         self._name = name
         self._lock = threading.Lock()
-        self._told = time.monotonic()
+        self._told, self._furthest = time.monotonic(), 0
 
     def progress(self, done: int, total: int) -> None:
-        """``done`` of ``total`` bytes are done: an event with ``state`` progress, five a second at most."""
+        """``done`` of ``total`` bytes are done: an event with ``state`` progress, five a second at most, and never less than before."""
         now = time.monotonic()
         with self._lock:
-            if now - self._told < _PROGRESS_SECONDS:
+            if now - self._told < _PROGRESS_SECONDS or done < self._furthest:
                 return
-            self._told = now
-        self._sink(Event(self._name, {"state": "progress", "bytes": min(done, total), "total": total}))
+            self._told, self._furthest = now, done
+            self._sink(Event(self._name, {"state": "progress", "bytes": min(done, total), "total": total}))
 
     def counter(self, total: int) -> Advance:
         """A function that is told of bytes as they are done, of ``total`` in all."""

@@ -9,6 +9,7 @@ import asyncio
 import atexit
 import os
 import re
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,7 +45,7 @@ _LISTED_AT_ONCE = 1000
 _DELETED_AT_ONCE = 1000
 #: A request may take this many seconds, and the time that its bytes need at this rate.
 _SLOWEST_BYTES_PER_SECOND = 1 << 20
-_LAST_THREADS_SECONDS = 0.05
+_LAST_THREADS_SECONDS, _MOST_THREADS_SECONDS = 0.05, 1.0
 
 
 @dataclass(frozen=True)
@@ -367,4 +368,21 @@ def _let_threads_end() -> None:
     They hand over a result by waking the event loop, and then need the interpreter once more; where it has begun to end meanwhile, Python before 3.14
     ends such threads in a way that aborts the process (seen once in 20 to 60 short-lived processes).
     """
-    atexit.register(time.sleep, _LAST_THREADS_SECONDS)
+    atexit.register(_wait_for_threads)
+
+
+def _wait_for_threads() -> None:
+    """Until none is on its way, as far as the kernel tells: on a busy machine one may have to wait for its turn."""
+    time.sleep(_LAST_THREADS_SECONDS)
+    end = time.monotonic() + _MOST_THREADS_SECONDS
+    own = threading.get_native_id()
+    while time.monotonic() < end and any(_runs(int(thread)) for thread in os.listdir("/proc/self/task") if int(thread) != own):
+        time.sleep(0.01)
+
+
+def _runs(thread: int) -> bool:
+    try:
+        with open(f"/proc/self/task/{thread}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "R"
+    except OSError:  # it has ended
+        return False

@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from icecore.store.s3 import S3Place
 from tests.seaweedfs import Server, running
 
 BUCKET = "icecore-tests"
 
-# With it, print() writes a line in two calls, and a job may be frozen between the two; the tests' jobs flush what they print.
-os.environ.pop("PYTHONUNBUFFERED", None)
+# What Python, S3 and icecore would be told by the surroundings. With PYTHONUNBUFFERED, print() writes a line in two calls, and a job may be frozen between
+# the two; the tests' jobs flush what they print.
+_OURS = ("ICECORE_CRIU_PREFIX", "ICECORE_TORTURE_SECONDS")
+for _name in [name for name in os.environ if re.match("AWS_|ICECORE_", name) and name not in _OURS]:
+    del os.environ[_name]
+for _name in ("UNBUFFERED", "WARNINGS", "DEVMODE", "TRACEMALLOC", "OPTIMIZE", "MALLOC"):
+    os.environ.pop(f"PYTHON{_name}", None)
+# Servers of tests are on this machine, whatever way others are to be asked.
+os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost,::1"
+
+# How long an example takes is the machine's affair: a pause of a fifth of a second is no failure.
+settings.register_profile("icecore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("icecore-same", settings.get_profile("icecore"), derandomize=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """In the ordinary run the examples are always the same: what it says is about the commit. New ones are drawn under torture."""
+    settings.load_profile("icecore" if config.getoption("markexpr") == "torture" else "icecore-same")
 
 
 @pytest.fixture(scope="session")

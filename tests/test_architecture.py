@@ -143,6 +143,14 @@ def test_the_floor_test_can_fail(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("module", ["icecore.dumper.guard", "icecore.host.cuda.helper", "icecore.restorer.guard_process"])
+def test_what_every_dump_or_restore_starts_loads_nothing_heavy(module: str) -> None:
+    """Each is a process of its own: numpy alone is three quarters of the start of one that has it."""
+    done = subprocess.run([sys.executable, "-P", "-c", f"import sys, {module}; print(*sys.modules)"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert not set(done.stdout.split()) & {"numpy", "zstandard", "rich", "numcodecs", "google.protobuf", "asyncio"}
+
+
 def test_importing_icecore_loads_nothing_heavy() -> None:
     code = "import sys, icecore; print(*sorted(n for n in sys.modules if n.startswith('icecore.') or n in HEAVY))"
     heavy = "HEAVY = {'numpy', 'msgspec', 'zstandard', 'rich', 'numcodecs', 'google.protobuf', 'asyncio'}\n"

@@ -66,9 +66,9 @@ def test_one_changed_bit_is_noticed(name: str, region: str, start: Start) -> Non
     running = start(name)
     now = driving.progress(running.state_dir)
     assert now is not None
-    driving.damage(running.pid, now, region)
-    if region == "blackboard":  # a page may be just about to be rewritten, never two neighbours
-        driving.damage(running.pid, now, region, after=4096)
+    # Where it is may be just about to be rewritten, without being looked at again; not so much one after the other.
+    for page in range({"blackboard": 8, "cache": 2}.get(region, 1)):
+        driving.damage(running.pid, now, region, after=page * {"blackboard": 4096}.get(region, 1 << 20))
     said, status = verdict(running)
     assert said.passed is False and said.errors
     assert status == 1

@@ -16,11 +16,10 @@ import signal
 import struct
 import threading
 import time
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
-
-import numpy as np
 
 from icecore.errors import NotFound
 from icecore.host import libc, limits, procfs, ptrace
@@ -57,10 +56,11 @@ def touch(pid: int, start: int, length: int, page: int) -> int:
         if enough.is_set():
             return 0
         count = min(at_once, pages - first)
-        own = np.array([ctypes.addressof(zeros), count], np.uint64)
-        theirs = np.ones((count, 2), np.uint64)
-        theirs[:, 0] = start + page * np.arange(first, first + count, dtype=np.uint64)
-        done = int(libc.process_vm_writev(pid, own.ctypes.data, 1, theirs.ctypes.data, count, 0))
+        # struct iovec: address and length
+        own = array("Q", [ctypes.addressof(zeros), count])
+        theirs = array("Q", [1]) * (2 * count)
+        theirs[::2] = array("Q", range(start + page * first, start + page * (first + count), page))
+        done = int(libc.process_vm_writev(pid, own.buffer_info()[0], 1, theirs.buffer_info()[0], count, 0))
         if done < count:
             enough.set()
         return max(0, done)

@@ -53,7 +53,7 @@ def add(commands: Commands) -> None:
         ("ghost_limit", "largest deleted file that is still open"),
         ("tcp", "connections that leave the tree: keep them, or have them closed at restore"),
         ("gpu_lock", "time that a process's work on its GPU may take to end, before another try"),
-        ("gpu_shared", "processes of the tree that use the same GPU share no memory by CUDA IPC"),
+        ("gpu_shared", "processes of the tree share no device memory by CUDA IPC"),
         ("populate", "make the memory into which the driver moves device memory with all cores, of huge pages"),
         ("criu_plugins", "directory of CRIU's plugins, for AMD GPUs"),
         ("link_rate", "bytes a second at which the snapshot will be read; decides how much to compress"),

@@ -80,7 +80,7 @@ class Cli:
         return self.registry.find(name)
 
 
-def until(holds: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+def until(holds: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
     """Wait until something holds."""
     limit = time.monotonic() + seconds
     while not holds():
@@ -99,7 +99,7 @@ def cli(tmp_path: Path) -> Iterator[Cli]:
     for job in made.registry.instances():
         if job.alive:
             job.kill(signal.SIGKILL)
-            job.wait(timeout=10)
+            job.wait(timeout=30)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from .failing import Job, Witness
 from .puppet import Puppet
 from .world import Events, Stillness, Store, assert_same_memory, leftovers, standing
 
-pytestmark = [pytest.mark.criu, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.criu
 
 _MIB = 1 << 20
 _TRIES = 10

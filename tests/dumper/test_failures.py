@@ -27,7 +27,7 @@ from .conftest import Start
 from .failing import Job, Witness, fails, members
 from .world import Events, Stillness, Store, assert_same_memory, leftovers, standing
 
-pytestmark = [pytest.mark.criu, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.criu
 
 
 def wrapper(path: Path, script: str) -> Criu:
@@ -105,10 +105,10 @@ def test_nothing_stands_still_before_the_window(job: Job, witness: Witness) -> N
     """However long it takes until then, CRIU waits, and it counts for nothing."""
 
     def watch(_: Event) -> None:
-        time.sleep(1.0)
+        time.sleep(3.2)
         job.runs(time.time_ns())
 
-    result = witness.store.dump(job.pid, DumpOptions(max_window=0.9), events=Events({("dump.criu", "end"): watch}))
+    result = witness.store.dump(job.pid, DumpOptions(max_window=3.0), events=Events({("dump.criu", "end"): watch}))
     assert witness.store.snapshots() == [witness.first, result.snapshot]
 
 
@@ -285,11 +285,11 @@ def test_a_window_that_takes_too_long(job: Job, witness: Witness) -> None:
 
     def dawdle(_: Event) -> None:
         begun = time.time_ns()
-        time.sleep(1.5)
+        time.sleep(4.0)
         ran.append(driving.steps(job.running.state_dir)[1] - begun)
 
     events = Events({("dump.files", "begin"): dawdle})
-    fails(job, witness, lambda: witness.store.dump(job.pid, DumpOptions(max_window=0.4), events=events), WindowExceeded)
+    fails(job, witness, lambda: witness.store.dump(job.pid, DumpOptions(max_window=2.0), events=events), WindowExceeded)
     assert ran[0] > 0  # it ran while the dumper was still busy
     witness.next_dump_is_good()
 

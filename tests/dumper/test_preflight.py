@@ -32,7 +32,7 @@ from .conftest import Start
 from .failing import Dumper, Job
 from .world import Events, Store, leftovers, standing
 
-pytestmark = [pytest.mark.criu, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.criu
 
 _PREAMBLE = """
 import ctypes, fcntl, mmap, os, select, signal, socket, struct, sys, time

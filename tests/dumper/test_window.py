@@ -28,7 +28,7 @@ from .failing import Dumper, Job, Witness, fails, members
 from .puppet import Puppet
 from .world import Events, Stillness, Store, assert_same_memory, leftovers, standing, until_clean
 
-pytestmark = [pytest.mark.criu, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.criu
 
 
 def watching(root: int) -> tuple[Stillness, Events]:

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from icecore.dumper.dump import DumpResult, dump
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
+from icecore.errors import NotFound
 from icecore.events import Event
 from icecore.host import procfs
 from icecore.host.criu import Criu
@@ -69,16 +70,17 @@ class Store:
     backend: Backend
     repository: Repository
     workdir: Path
+    gpu_shared: bool = False
 
     @classmethod
-    def make(cls, loop: LoopThread, root: Path, workdir: Path) -> Store:
-        """A new one on a local directory."""
+    def make(cls, loop: LoopThread, root: Path, workdir: Path, *, gpu_shared: bool = False) -> Store:
+        """A new one on a local directory. ``gpu_shared``: of all that is dumped it is known that it shares no device memory."""
 
         async def create() -> tuple[Backend, Repository]:
             backend = LocalBackend(root, create=True)
             return backend, await Repository.create(backend)
 
-        return cls(loop, *loop.run(create()), workdir)
+        return cls(loop, *loop.run(create()), workdir, gpu_shared)
 
     def through(self, backend: Backend) -> Store:
         """The same repository, opened through another back end."""
@@ -86,7 +88,7 @@ class Store:
         async def reopen() -> Repository:
             return await Repository.open(backend)
 
-        return Store(self.loop, backend, self.loop.run(reopen()), self.workdir)
+        return Store(self.loop, backend, self.loop.run(reopen()), self.workdir, self.gpu_shared)
 
     def dump(
         self,
@@ -99,6 +101,7 @@ class Store:
         """Dump, and leave nothing behind."""
         if isinstance(target, int):
             target = Target.of_process(target, "job")
+        options = replace(options or DumpOptions(), gpu_shared=self.gpu_shared)
         return dump(
             self.repository, self.loop, target, options, criu=criu, workdir=str(self.workdir), emit=events or Events()
         )
@@ -291,7 +294,12 @@ def until_clean(workdir: Path, seconds: float = 20.0) -> None:
 
 def standing(root: int) -> list[int]:
     """Members of the tree that are stopped by a tracer."""
-    return [pid for pid in procfs.tree(root) if procfs.status(pid).state == "t"]
+    found = []
+    for pid in procfs.tree(root):
+        with suppress(NotFound):  # it has ended meanwhile
+            if procfs.status(pid).state == "t":
+                found.append(pid)
+    return found
 
 
 @contextmanager

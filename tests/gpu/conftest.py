@@ -64,4 +64,4 @@ def workdir(tmp_path: Path, world: World) -> Iterator[Path]:
 
 @pytest.fixture
 def store(tmp_path: Path, loop: LoopThread, workdir: Path) -> Store:
-    return Store.make(loop, tmp_path / "repository", workdir)
+    return Store.make(loop, tmp_path / "repository", workdir, gpu_shared=True)

@@ -20,7 +20,7 @@ from tests.dumper.world import Events, Store
 
 from .conftest import Launch
 
-pytestmark = [pytest.mark.criu, pytest.mark.timeout(90)]
+pytestmark = pytest.mark.criu
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ began = time.monotonic()
 threads = [threading.Thread(target=driver.lock, args=(pid, 1.5)) for pid in (21, 22, 23)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
-print("parallel", time.monotonic() - began < 2)
+print("parallel", time.monotonic() - began < 2.8)
 print(driver.state(21).value, driver.state(7).value, driver.restore_thread(21), driver.checkpoint(21).value)
 driver.restore(21, {})
 driver.restore(21, {"GPU-00112233-4455-6677-8899-aabbccddeeff": "GPU-ffffffff-4455-6677-8899-aabbccddee00"})
@@ -40,7 +40,7 @@ def test_what_reaches_the_driver(tmp_path: Path) -> None:
     )
     environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-P", "-c", _SCRIPT], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-P", "-u", "-c", _SCRIPT], env=environment, capture_output=True, text=True, timeout=60
     )
     lines = done.stdout.splitlines()
     assert sorted(lines[:3]) == [f"lock {pid} 1500" for pid in (21, 22, 23)], done.stderr

@@ -27,12 +27,13 @@ from icecore.restorer.restore import restore
 from icecore.store.faulty import FaultyBackend, Outcome
 from tests.dumper.failing import members
 from tests.dumper.world import Events, Store, leftovers, standing, until_clean
+from tests.host.target import eventually
 from tests.programs import fake_cuda
 
 from .conftest import Launch
 from .fake_world import GPUS, MIB, Target, World
 
-pytestmark = [pytest.mark.criu, pytest.mark.timeout(90)]
+pytestmark = pytest.mark.criu
 
 _DRIVER = Path(__file__).parent.parent / "dumper" / "driver.py"
 
@@ -202,7 +203,7 @@ def test_a_dumper_that_is_killed_or_stopped(how: signal.Signals, moment: str, st
         "workdir": str(store.workdir),
         "pid": target.pid,
         "pause": [moment, state],
-        "options": {"max_window": 1.0 if how is signal.SIGSTOP else 20.0},
+        "options": {"max_window": 4.0 if how is signal.SIGSTOP else 20.0, "gpu_shared": True},
     }
     dumper = subprocess.Popen([sys.executable, "-P", str(_DRIVER), json.dumps(order)], stdout=subprocess.PIPE)
     try:
@@ -284,7 +285,7 @@ def test_what_the_driver_says_before_anything_is_locked(store: Store, launch: La
         ]
     )
     try:
-        time.sleep(0.3)
+        assert eventually(lambda: any(d.target.endswith("nvidia0") for d in procfs.descriptors(idle.pid)))
         with pytest.raises(PreflightRefused, match="no CUDA of its own"):
             store.dump(idle.pid)
     finally:

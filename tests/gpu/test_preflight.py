@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +19,7 @@ from icecore.host.cuda import holder, nccl
 from .conftest import Launch
 from .fake_world import GPUS, Target, World
 
-pytestmark = [pytest.mark.criu, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.criu
 
 
 def refusals(target: Target, **options: object) -> dict[str, str]:
@@ -80,9 +81,11 @@ def test_memory_that_the_driver_cannot_move(launch: Launch, world: World) -> Non
                 path.unlink()
 
 
-def test_processes_that_share_a_gpu(launch: Launch, world: World) -> None:
-    target = launch([GPUS[0], GPUS[0]])
-    assert "--gpu-shared" in refusals(target)["gpu-shared"]
+@pytest.mark.parametrize("gpus", [[GPUS[0], GPUS[0]], GPUS[:2]], ids=["one GPU", "a GPU each"])
+def test_processes_that_may_share_device_memory(gpus: list[str], launch: Launch, world: World) -> None:
+    target = launch(gpus)
+    cure = refusals(target)["gpu-shared"]
+    assert "run --gpu" in cure and "--gpu-shared" in cure
     assert refusals(target, gpu_shared=True) == {}
     inventory(driver="610.20")(world)
     assert refusals(target) == {}
@@ -106,20 +109,33 @@ SETTINGS: dict[str, tuple[dict[str, str], list[str]]] = {
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_nccl_between_processes(settings: str, launch: Launch) -> None:
     environment, cures = SETTINGS[settings]
-    found = refusals(launch(GPUS[:2], also=["nccl"], environment=environment))
+    found = refusals(launch(GPUS[:2], also=["nccl"], environment=environment), gpu_shared=True)
     assert ("gpu-nccl" in found) == bool(cures)
     assert all(cure in found["gpu-nccl"] for cure in cures) and (not cures or "run --gpu" in found["gpu-nccl"])
 
 
 def test_nccl_that_is_only_loaded(launch: Launch) -> None:
     assert refusals(launch(also=["nccl"])) == {}, "one process with one GPU has nobody to share with"
-    assert refusals(launch(GPUS[:2])) == {}
+    assert refusals(launch(GPUS[:2]), gpu_shared=True) == {}
+
+
+@pytest.mark.parametrize(("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+def test_nccl_with_a_peer_in_another_tree(family: socket.AddressFamily, host: str, launch: Launch) -> None:
+    try:
+        peer = socket.create_server((host, 0), family=family)
+    except OSError as error:
+        pytest.skip(f"{host}: {error}")
+    with peer:
+        also = [f"nccl to {'v6 ' if family == socket.AF_INET6 else ''}{peer.getsockname()[1]}"]
+        assert "NCCL_P2P_DISABLE=1" in refusals(launch(also=also))["gpu-nccl"]
+        with peer.accept()[0]:
+            assert refusals(launch(also=also, environment=dict(nccl.SNAPSHOTABLE))) == {}
 
 
 def test_nccl_set_by_its_configuration_file(launch: Launch, tmp_path: Path) -> None:
     file = tmp_path / "nccl.conf"
     file.write_text("# ours\n" + "\n".join(f"{key} = {value}" for key, value in nccl.SNAPSHOTABLE.items()))
-    assert refusals(launch(GPUS[:2], also=["nccl"], environment={"NCCL_CONF_FILE": str(file)})) == {}
+    assert refusals(launch(GPUS[:2], also=["nccl"], environment={"NCCL_CONF_FILE": str(file)}), gpu_shared=True) == {}
 
 
 def test_more_device_memory_than_the_window_or_the_host_can_take(

@@ -24,7 +24,7 @@ from tests.programs import fake_cuda
 
 from .fake_world import GPUS, MIB, Target, World
 
-pytestmark = [pytest.mark.criu, pytest.mark.timeout(90)]
+pytestmark = pytest.mark.criu
 
 _ENV = "import os; print(*sorted(f'{k}={v}' for k, v in os.environ.items() if k.startswith(('NCCL', 'GLOO'))), os.getpid(), os.listdir('/proc/1'), flush=True)"
 

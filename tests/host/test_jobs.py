@@ -19,7 +19,7 @@ from icecore.host.namespaces import Isolation
 
 from .criu_round import emptied, output, until
 
-pytestmark = [pytest.mark.criu, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.criu
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_waiters_in_other_threads_are_told(registry: Registry) -> None:
 
 def test_logs_to_the_end(registry: Registry) -> None:
     job = registry.start(
-        ["sh", "-c", "for i in 1 2 3 4 5; do echo $i; echo e$i >&2; sleep 0.03; done; printf last; exit 3"]
+        ["sh", "-c", "for i in 1 2 3 4 5; do echo $i; echo e$i >&2; sleep 0.3; done; printf last; exit 3"]
     )
     followed = list(job.logs(follow=True))
     assert b"".join(piece.data for piece in followed if piece.stream == "stdout") == b"1\n2\n3\n4\n5\nlast"

@@ -53,4 +53,3 @@ def test_the_rest_is_as_the_kernel_says():
     usage = shutil.disk_usage("/dev/shm")
     assert abs(limits.free_space("/dev/shm") - usage.free) < 1 << 30
     assert limits.pipe_max_size() == int(Path("/proc/sys/fs/pipe-max-size").read_text())
-    assert isinstance(limits.soft_dirty(), bool)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -24,7 +25,7 @@ from icecore.host.namespaces import Isolation, RestoreNamespaces, RunRecord, bin
 
 from .criu_round import dump, dumps_internet_sockets, emptied, installed, output, restore_tree, until
 
-pytestmark = [pytest.mark.criu, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.criu
 
 ISOLATIONS = [
     pytest.param(Isolation(), id="pid+ipc"),
@@ -166,6 +167,7 @@ def test_logs_that_were_put_back_go_on_where_they_were(registry: Registry, tmp_p
 
 def test_the_restored_one_is_found_though_its_restorer_died(registry: Registry, tmp_path: Path, criu: Criu) -> None:
     job = start(registry, COUNTER, Isolation(root=True))
+    until(lambda: last(job) >= 5)
     record = dump(criu, job, tmp_path / "images")
     orphan = restore_tree(criu, registry, record, tmp_path / "images", note=False, name="orphan")
     assert orphan.pid == 0
@@ -335,6 +337,7 @@ def test_building_a_root_leaves_this_process_where_it_is(tmp_path: Path) -> None
     mounts = Path("/proc/self/mountinfo").read_text()
     for name in RECORD.files:
         (tmp_path / name).touch()
+    gc.collect()  # what earlier tests left to be closed
     open_before = len(os.listdir("/proc/self/fd"))
     with RestoreNamespaces(
         replace(RECORD, isolation=Isolation(network=True, root=True), binds=bindable_mounts()), tmp_path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ sys.stdin.readline()
 
 def test_what_a_process_had_in_pipes_stays_until_it_is_released() -> None:
     make_room()
+    gc.collect()  # what earlier tests left to be closed
     before = len(os.listdir("/proc/self/fd"))
     with subprocess.Popen(
         [sys.executable, "-c", _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0

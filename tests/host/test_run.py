@@ -26,7 +26,7 @@ from icecore.host.start import Launch, Starting
 
 from .criu_round import emptied, output, until
 
-pytestmark = [pytest.mark.criu, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.criu
 
 EVERY_ISOLATION = [
     pytest.param(Isolation(), id="pid+ipc"),
@@ -62,7 +62,7 @@ def test_exit_status(registry: Registry, isolation: Isolation, script: str, word
 
 
 def test_what_the_command_leaves_behind_is_ended_first(registry: Registry) -> None:
-    job = run(registry, "(trap '' TERM; while :; do echo alive; sleep 0.02; done) & sleep 0.1; exit 3")
+    job = run(registry, "(trap '' TERM; while :; do echo alive; sleep 0.02; done) & sleep 0.5; exit 3")
     assert job.wait(10).code == 3
     written = len(output(job))
     assert written > 0

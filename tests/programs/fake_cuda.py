@@ -82,11 +82,16 @@ class Device:
 
 
 def take(what: str, world: Path) -> Any:
-    """Have what some CUDA programs have: NCCL with its sockets, managed memory, CUDA IPC, much memory of the host's."""
-    match what:
+    """Have what some CUDA programs have: NCCL with its sockets (``nccl to PORT``: to somebody else's), managed memory, CUDA IPC, much memory of the host's."""
+    name, _, peer = what.partition(" to ")
+    match name:
+        case "nccl" if peer:
+            host, port = ("::1" if peer.startswith("v6 ") else "127.0.0.1"), int(peer.removeprefix("v6 "))
+            return socket.create_connection((host, port), 10), mapped(world / "libnccl.so.2", 0, 0)
         case "nccl":
             listener = socket.create_server(("127.0.0.1", 0))
-            return listener, mapped(world / "libnccl.so.2", 0, 0)
+            mine = socket.create_connection(listener.getsockname(), 10)
+            return listener, mine, listener.accept(), mapped(world / "libnccl.so.2", 0, 0)
         case "managed":
             return mapped(world / "dev" / "nvidia-uvm", 0x7E0000000000, 0x7E0000000000)
         case "driver's own":

@@ -149,12 +149,25 @@ class Lab:
 
     # -- snapshots
 
-    def dump(self, target: int | str, **options: Any) -> icecore.DumpResult:
-        """Take a snapshot, and note what it took."""
+    def dump(
+        self, target: int | str, *, at: Mapping[tuple[str, str], Callable[[], None]] | None = None, **options: Any
+    ) -> icecore.DumpResult:
+        """Take a snapshot, and note what it took.
+
+        Args:
+            at: What is called at an event (name and state).
+        """
         events: list[Event] = []
         began = time.monotonic()
         chosen = icecore.DumpOptions(max_window=WINDOW_SECONDS, **options)
-        result = icecore.dump(target, self.repository, chosen, config=self.config, emit=events.append)
+
+        def emit(event: Event) -> None:
+            events.append(event)
+            hook = (at or {}).get((event.name, str(event.fields.get("state", ""))))
+            if hook is not None:
+                hook()
+
+        result = icecore.dump(target, self.repository, chosen, config=self.config, emit=emit)
         self.note("dump", time.monotonic() - began, events, window=result.window_seconds, device=result.sizes.device,
                   logical=result.sizes.logical, changed=result.sizes.changed, stored=result.sizes.stored)  # fmt: skip
         return result

@@ -2,7 +2,7 @@
 
     python3 tests/resident/gpu_probe.py [--gb 8] [--steps 60] [--criu PATH] [--seconds 540] [PART ...]
 
-As root, with torch, cuda.bindings and gcc. Parts, in this order unless named: doors, answers, overhead, fingerprint, digest, window, share, worker, stress,
+As root, with torch, cuda.bindings and gcc. Parts, in this order unless named: doors, overhead, fingerprint, digest, window, share, worker, stress,
 driver, kill. Each prints as it goes and `OK` or `FAILED` at its end; no process is left behind; the last lines sum up. The status is 1 where a part failed.
 """
 
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("doors", "answers", "overhead", "fingerprint", "digest", "window", "share", "ipc", "worker", "stress", "driver", "kill")
+PARTS = ("doors", "overhead", "fingerprint", "digest", "window", "share", "ipc", "worker", "stress", "driver", "kill")
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -266,44 +266,6 @@ else:
         print("freed", flush=True)
 """
 
-ANSWERS = """
-import sys, torch
-def out_of_memory():
-    try: torch.empty(1 << 45, dtype=torch.uint8, device="cuda"); return "no error"
-    except torch.OutOfMemoryError as e: return type(e).__name__
-def fill():
-    got = []
-    try:
-        while True: got.append(torch.empty(1 << 30, dtype=torch.uint8, device="cuda"))
-    except torch.OutOfMemoryError: pass
-    n = len(got); got.clear(); torch.cuda.empty_cache(); return n
-x = torch.ones(1 << 20, device="cuda")
-print("out of memory:", out_of_memory(), (x + 1).sum().item())
-print("GiB until out of memory:", fill(), fill())
-free, total = torch.cuda.mem_get_info(); print("all free again:", (total - free) < 4 << 30)
-g = torch.cuda.CUDAGraph(); s = torch.zeros(1 << 24, device="cuda")
-with torch.cuda.graph(g):
-    t = (s + 1).repeat(4); u = t * 2
-for _ in range(3): g.replay()
-torch.cuda.synchronize(); print("graph:", u.sum().item())
-big = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
-side = torch.cuda.Stream()
-g2 = torch.cuda.CUDAGraph()
-with torch.cuda.graph(g2, capture_error_mode="relaxed"):
-    w = s * 3
-    del big
-    from cuda.bindings import driver as cu
-    p = cu.cuMemAlloc(4 << 20); r = cu.cuMemFree(p[1])
-    print("alloc and free in a relaxed capture:", int(p[0]), int(r[0]))
-g2.replay(); torch.cuda.synchronize(); print("graph 2:", w.sum().item())
-c = torch.compile(lambda a: (a * 2).relu().sum()) if len(sys.argv) > 1 else None
-print("device to device:", torch.equal(x.clone(), x), "pinned:", torch.equal(x.cpu().pin_memory().cuda(), x))
-if torch.cuda.device_count() > 1:
-    y = x.to("cuda:1"); print("peer:", torch.equal(y.cpu(), x.cpu()), torch.cuda.can_device_access_peer(0, 1))
-torch.cuda.empty_cache()
-"""
-
-
 def bootstrap() -> Path:
     """Make ``icecore.host.resident`` of this tree importable, and build its programs."""
     folder = Path(tempfile.mkdtemp(prefix="icecore-probe-"))
@@ -479,20 +441,6 @@ def doors(probe: Probe) -> None:
     process.kill()
     process.wait(10)
     wait(lambda: not probe.keeper.processes(), 10, lambda: "the keeper still holds something")
-
-
-def answers(probe: Probe) -> None:
-    """Out of memory, graphs, captures, peers: the same with and without."""
-    found = {}
-    for resident in (False, True):
-        found[resident] = probe.run(ANSWERS, resident=resident)
-        print(f"  {'with' if resident else 'without'} the preload:")
-        print(textwrap.indent(found[resident], "    "), flush=True)
-    before, after = (found[which].splitlines() for which in (False, True))
-    differing = [(a, b) for a, b in zip(before, after, strict=False) if a != b and "until out of memory" not in a]
-    assert not differing and len(before) == len(after), differing
-    counts = [[int(word) for word in lines[1].split(":")[1].split()] for lines in (before, after)]
-    assert all(abs(a - b) <= 1 for a, b in zip(*counts, strict=True)), counts
 
 
 def overhead(probe: Probe) -> None:
@@ -953,7 +901,7 @@ def main() -> int:
     if unknown:
         parser.error(f"there is no part {unknown}")
     parts: dict[str, Callable[[Probe], None]] = {
-        "doors": doors, "answers": answers, "overhead": overhead, "fingerprint": fingerprint, "digest": digest,
+        "doors": doors, "overhead": overhead, "fingerprint": fingerprint, "digest": digest,
         "window": window, "share": share, "ipc": ipc, "worker": worker, "stress": stress, "driver": driver, "kill": kill,
     }  # fmt: skip
     probe = Probe(arguments, bootstrap())

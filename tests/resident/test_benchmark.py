@@ -22,7 +22,6 @@ GIB = 1 << 30
 
 @pytest.mark.criu
 @pytest.mark.torture
-@pytest.mark.timeout(120)
 def test_all_parts(joined: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_phases, "LEAST_BYTES", MIB)
     environment = joined.environment(resident=False)

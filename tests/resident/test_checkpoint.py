@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from icecore.host.criu import Criu
 from icecore.host.resident.client import Agent, State
 from icecore.host.resident.window import give_back
@@ -63,7 +61,6 @@ def _wait_for_steps(job: Job, more: int) -> None:
 
 
 @parametrize
-@pytest.mark.timeout(120)
 def test_killed_and_brought_back(criu: Criu, machine: Machine, tmp_path: Path) -> None:
     images = machine.root / "images"
     images.mkdir()

@@ -45,7 +45,7 @@ key = bytes(range(32))
 for _ in range(2):
     assert (memory.fingerprints(cells, 77) == fingerprint.reference(wanted, 77)).all()
     assert (memory.digests(cells, key) == digest.reference(wanted, key)).all()
-many = np.full(3000, again, np.uint64)  # more than there is room for at first
+many = np.full(1100, again, np.uint64)  # more than there is room for at first
 assert (memory.digests(many, key) == digest.reference(noise[:CELL], key)).all()
 spare = memory.take(2 * CELL)
 memory.give(spare)

@@ -27,7 +27,7 @@ from .joined import Job, Ring
 from .machine import MIB, Machine, until, uuid_of
 from .test_restore import bring_back, ended
 
-pytestmark = [pytest.mark.criu, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.criu
 
 Launch = Callable[..., Job]
 

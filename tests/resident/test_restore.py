@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -26,7 +25,7 @@ from tests.programs import driving
 from .joined import Job
 from .machine import MIB, Machine, until, uuid_of
 
-pytestmark = [pytest.mark.criu, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.criu
 
 Launch = Callable[..., Job]
 
@@ -244,6 +243,6 @@ def test_a_gpu_without_room(store: Store, launch: Launch, joined: Machine) -> No
     assert not driving.members(job.folder)
     other.goes_on()
     other.kill()
-    time.sleep(0.1)
+    until(lambda: joined.used(0) == 0)
     bring_back(store, snapshot)
     job.goes_on()

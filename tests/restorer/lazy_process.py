@@ -56,6 +56,11 @@ class Memory:
         """How many of the pages do not begin with zeros."""
         return sum(self.word(self.at(first + i)) != 0 for i in range(count))
 
+    def wait_for_go(self) -> None:
+        """Until the test says so."""
+        while not os.path.exists(f"{self.output}.go"):
+            time.sleep(0.005)
+
     def say(self, *words: Any) -> None:
         with open(self.output, "a") as file:
             file.write(" ".join(map(str, words)) + "\n")

@@ -11,7 +11,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -120,6 +120,16 @@ class Rig:
             time.sleep(0.005)
         raise AssertionError(f"it said only {lines}")
 
+    def go(self) -> None:
+        """Let the process go on that waits for it."""
+        self.output.with_name("said.go").touch()
+
+    def until_members(self, count: int) -> None:
+        end = time.monotonic() + 20
+        while len(self.members()) < count:
+            assert time.monotonic() < end, self.members()
+            time.sleep(0.005)
+
     def complete(self) -> None:
         self.fill_all()
         self.daemon.finish()
@@ -162,8 +172,9 @@ def test_faults_bring_their_cells() -> None:
 
 
 def test_filling_without_faults_completes_and_closes() -> None:
-    with rig("time.sleep(0.5); m.say(m.check(0, m.pages)); m.discard(0, 10); m.say(m.zeros(0, 10))") as it:
+    with rig("m.wait_for_go(); m.say(m.check(0, m.pages)); m.discard(0, 10); m.say(m.zeros(0, 10))") as it:
         it.complete()
+        it.go()
         assert it.said(2) == ["0", "0"]
         assert it.asked == [] and it.members()[0].left == 0
 
@@ -238,18 +249,19 @@ def test_a_child_that_outlives_its_parents_restore_is_filled_too() -> None:
     script = """
     for n in range(3):
         if os.fork() == 0:
-            time.sleep(0.6)
+            m.wait_for_go()
             if n == 2 and os.fork() == 0:
                 m.say("grandchild", m.check(0, m.pages))
                 os._exit(0)
             m.say("child", m.check(0, m.pages))
             os._exit(0)
-    time.sleep(1)
+    m.wait_for_go()
     m.say("parent", m.check(0, m.pages))
     """
     with rig(script) as it:
-        time.sleep(0.2)
+        it.until_members(4)
         it.complete()
+        it.go()
         assert sorted(it.said(5)) == ["child 0", "child 0", "child 0", "grandchild 0", "parent 0"]
         assert it.asked == []
 
@@ -285,11 +297,13 @@ def test_a_child_does_not_find_what_its_parent_keeps_from_it() -> None:
         assert it.said(2) == ["0", "0"]
 
 
-WIPES = """
-assert libc.madvise(m.at(256), 256 * PAGE, 18) == 0  # MADV_WIPEONFORK
-m.check(300, 1)
+def wipes(pages: int) -> str:
+    """So many pages from the 256th on are a child's to find empty."""
+    return f"""
+assert libc.madvise(m.at(256), {pages} * PAGE, 18) == 0  # MADV_WIPEONFORK
+m.check(260, 1)
 if os.fork() == 0:
-    m.say(m.zeros(256, 256), m.check(0, 256), m.check(512, 1000))
+    m.say(m.zeros(256, {pages}), m.check(0, 256), m.check({256 + pages}, 1000))
     os._exit(0)
 os.wait()
 m.say(m.check(0, m.pages))
@@ -297,14 +311,14 @@ m.say(m.check(0, m.pages))
 
 
 def test_a_child_finds_empty_what_the_snapshot_says_is_wiped() -> None:
-    with rig(WIPES, wiped=(256, 512)) as it:
+    with rig(wipes(256), wiped=(256, 512)) as it:
         assert it.said(2) == ["0 0 0", "0"]
         it.complete()
 
 
 def test_a_child_finds_empty_what_was_there_and_is_wiped_as_only_the_kernel_knows() -> None:
     """The memory was resident before; without the snapshot's word the child asks again and again, and is then believed."""
-    with rig("m.check(0, m.pages)\n" + WIPES) as it:
+    with rig("m.check(0, m.pages)\n" + wipes(16)) as it:
         assert it.said(2) == ["0 0 0", "0"]
         it.complete()
 
@@ -340,7 +354,8 @@ def test_what_is_asked_of_the_guard_after_its_death_fails_and_is_told() -> None:
         assert it.failures
         it.failures.clear()
         for pid in children:
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         it.close = lambda: (it.daemon.stop(), it.guard._socket.close())[-1]  # type: ignore[method-assign,func-returns-value]
 
 

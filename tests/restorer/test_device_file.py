@@ -30,8 +30,6 @@ from icecore.store.cell import CELL_BYTES, PAGE
 from icecore.store.local import LocalBackend
 from tests.restorer.places import Place, SlowBackend, repository_place, store_cells
 
-pytestmark = pytest.mark.timeout(60)
-
 _AT = 0x100000000000
 #: Two mappings with a page between them, in the middle of a cell; they begin and end within cells and huge pages.
 RANGES = [(_AT + 5 * PAGE, _AT + 40 * CELL_BYTES + 9 * PAGE), (_AT + 40 * CELL_BYTES + 10 * PAGE, _AT + 70 * CELL_BYTES - PAGE)]

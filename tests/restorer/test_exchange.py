@@ -20,7 +20,7 @@ from icecore.store.reader import SnapshotReader
 from tests.programs import driving, plain_criu
 from tests.restorer.criu_place import await_gone, criu_or_skip, dumped
 
-pytestmark = [pytest.mark.criu, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.criu
 
 
 @pytest.fixture(scope="session")

@@ -105,7 +105,7 @@ def test_a_fault_comes_before_the_plan_and_is_served_while_that_is_closed(stored
 
 @pytest.mark.parametrize("kind", ["direct", "loop"])
 def test_a_fault_jumps_a_long_queue(stored: Stored, kind: str) -> None:
-    sink = Collected(pause=0.02)
+    sink = Collected(pause=0.05)
     fetcher = Fetcher(backend_of(kind, stored), stored.reader, stored.records, sink, LIMITS, stored.place.loop)
     fetcher.start(range(CELLS))
     time.sleep(0.05)

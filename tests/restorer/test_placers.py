@@ -27,7 +27,7 @@ from tests.restorer.criu_place import Dumped, await_gone, dumped
 from tests.restorer.places import repository_place, store_cells
 from tests.restorer.test_restore import differing_pages, flip, remove, truncate
 
-pytestmark = [pytest.mark.criu, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.criu
 
 FULL = RestoreOptions(mode="full", placers=3)
 LAZY = RestoreOptions(mode="lazy", placers=3)

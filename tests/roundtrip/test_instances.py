@@ -20,7 +20,7 @@ from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import Restored, restore
 from tests.roundtrip.conftest import Trip
 
-pytestmark = [pytest.mark.criu, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.criu
 
 #: Chains a hash over its own memory, one line a step, with a child that does the same; ends with 7 once the file is there.
 CHAIN = """

@@ -58,7 +58,8 @@ def test_a_sequence_takes_few_large_requests(loop: LoopThread, data: bytes, thre
     assert got == [data[at : at + length] for at, length in wanted]
     reads = [call for call in there.calls if call.operation == "get_into"]
     assert len(wanted) > 70 and len(reads) < len(wanted) / 2
-    assert sum(call.bytes for call in reads) < 1.3 * SIZE
+    # A thread that is held up reads far behind the others, and what was read ahead is given up.
+    assert sum(call.bytes for call in reads) < (1.3 if threads == 1 else 2) * SIZE
 
 
 def test_scattered_reads_are_left_alone(loop: LoopThread, data: bytes) -> None:

@@ -218,7 +218,7 @@ def test_a_parents_references_that_cannot_be_are_damage() -> None:
 def test_many_small_regions_are_quick() -> None:
     """20 000 regions of one cell each, as a process with that many VMAs has; the bound is ten times what it takes."""
     records = [records_of([0], seed) for seed in range(20_000)]
-    started = time.perf_counter()
+    started = time.process_time()
     maps = MapWriter(KEYS)
     refs = parse_refs(maps.add(records, None), len(records))
     stored = maps.finish()
@@ -226,5 +226,5 @@ def test_many_small_regions_are_quick() -> None:
     nodes = memoryview(bytes(stored[0]))
     pieces = [nodes[o : o + n] for o, n in zip(refs["offset"].tolist(), refs["length"].tolist(), strict=True)]
     back, _ = NodeDecoder(KEYS.node).decode(pieces, refs)
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
     assert back.tobytes() == np.concatenate(records).tobytes()

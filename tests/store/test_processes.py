@@ -139,7 +139,7 @@ def restore(location: Location, seed: int, log: str) -> None:
 
 ROLES = (clean, clean, write, write, write, write, restore)
 _COMMITS = 4
-_START_SECONDS = 60.0
+_START_SECONDS = 180.0
 
 
 class Crew:
@@ -262,5 +262,5 @@ def test_processes_are_killed_at_random(
             crew.work(seconds, (0.8, 1.4) if seconds < 60 else (0.3, 2.5))
         finally:
             crew.end()
-        committed, read_ = asyncio.run(asyncio.wait_for(look(location, tmp_path), 90))
+        committed, read_ = asyncio.run(asyncio.wait_for(look(location, tmp_path), 240))
         print(f"{place}, {seconds:.0f} s: {committed} snapshots committed, {read_} restored, killed {dict(crew.killed)}")

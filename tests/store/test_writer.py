@@ -25,7 +25,7 @@ from icecore.store.shard import SHARD, parse_footer
 from icecore.store.trial import Objective
 from tests.store.images import FULL, KINDS, NONE, Image, Place, bitmap, image, local_place, make_data, place, touch
 
-THRIFTY = Objective(0.05e9, 2)
+THRIFTY = Objective(0.01e9, 2)
 
 
 @pytest.fixture
@@ -165,11 +165,11 @@ def test_deltas_between_different_page_sets(direct: bool) -> None:
 
 def test_pages_rewritten_with_other_bytes_are_patched(here: Place) -> None:
     before = image(1, "random")
-    first = here.take(before)
+    first = here.take(before, objective=THRIFTY)
     changed = bytearray(before[0][1])
     changed[5 * PAGE : 25 * PAGE] = make_data("text", 20)
     content = {0: (FULL, bytes(changed))}
-    second = here.take(content, first)
+    second = here.take(content, first, objective=THRIFTY)
     assert second.records[0]["place"]["codec"] & codec.DELTA == codec.PATCH
     assert second.statistics.stored < 20 * PAGE // 2
     assert here.content(second.snapshot) == content
