@@ -43,7 +43,7 @@ def predict(found: Look) -> dict[str, Value]:
         return {}
     seconds = window_of(found)
     fields: dict[str, Value] = {
-        "moved_bytes": gpus.device_bytes,
+        "moved_bytes": gpus.most_bytes,
         "window_seconds": seconds.usual,
         "window_least": seconds.least,
         "window_most": seconds.most,

@@ -35,7 +35,7 @@ from icecore.errors import DumpFailed, IcecoreError
 from icecore.events import Sink, Value, phase
 from icecore.host import limits
 from icecore.host.resident.client import Agent, Keeper
-from icecore.host.resident.copyplan import divide, host_room
+from icecore.host.resident.copyplan import divide, pinned_bytes
 from icecore.host.resident.gpu import NOWHERE, ON_DEVICE, spare_room
 from icecore.host.resident.keeper import start_keeper
 from icecore.host.resident.sharing import Shares, Taken, find_shares
@@ -155,7 +155,7 @@ class Resident:
         # Of what changed in the parent nobody knows on which GPU it is: it may be on each, but not on all.
         likely = sizes.total() if parent is None else max(parent.manifest.sizes.changed, changed)
         available = max(0, limits.memory_available() - 2 * moved)
-        most = host_room(sizes, self._spare, wanted=wanted, likely=likely, staging=staging_bytes, available=available)
+        most = pinned_bytes(sizes, self._spare, wanted=wanted, likely=likely, staging=staging_bytes, available=available)
         self._region = HostRegion((_RING + most // CELL_BYTES) * CELL_BYTES)
         self._region.prefault()
         self._worker.take_host(self._region, min(sizes))

@@ -13,7 +13,7 @@ from icecore.dumper.gpus import GpuLook
 from icecore.errors import NotFound
 from icecore.host import limits, procfs
 from icecore.host.resident.client import Agent, Keeper, Report, ResidentFailed
-from icecore.host.resident.copyplan import NOTHING, Foreseen, foresee, host_room
+from icecore.host.resident.copyplan import NOTHING, Foreseen, foresee, pinned_bytes
 from icecore.host.resident.gpu import spare_room
 from icecore.host.resident.protocol import VARIABLE
 from icecore.host.resident.sharing import Taken, share_any
@@ -116,7 +116,7 @@ def _foreseen(gpus: GpuLook, sizes: Mapping[str, int], staging_bytes: int) -> Fo
     known = {gpu.uuid: gpu for gpu in gpus.inventory.gpus} if gpus.inventory is not None else {}
     spare = {one: spare_room(known[one].memory - known[one].used - _WORKER_BYTES) for one in sizes if one in known}
     available = max(0, limits.memory_available() - 2 * gpus.most_bytes)
-    host = host_room(sizes, spare, wanted=sizes, likely=sum(sizes.values()), staging=staging_bytes, available=available)
+    host = pinned_bytes(sizes, spare, wanted=sizes, likely=sum(sizes.values()), staging=staging_bytes, available=available)
     return foresee(sizes, spare, host)
 
 

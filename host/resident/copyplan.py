@@ -74,7 +74,7 @@ def divide(cells: int, short: Mapping[str, int]) -> dict[str, int]:
     return {device: part + left // len(parts) for device, part in parts.items()}
 
 
-def host_room(
+def pinned_bytes(
     sizes: Mapping[str, int], spare: Mapping[str, int], *, wanted: Mapping[str, int], likely: int, staging: int, available: int
 ) -> int:
     """How many bytes of host memory are pinned for copies.
@@ -106,7 +106,7 @@ def foresee(sizes: Mapping[str, int], spare: Mapping[str, int], host: int) -> Fo
     """What the plans of all devices will come to.
 
     Args:
-        sizes, spare: As for `host_room`, whose answer is ``host``.
+        sizes, spare: As for `pinned_bytes`, whose answer is ``host``.
     """
     if not sizes:
         return NOTHING

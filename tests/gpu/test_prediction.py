@@ -16,7 +16,7 @@ from icecore.dumper.resident_look import ResidentLook
 from icecore.host.cuda.backend import Backend
 from icecore.host.cuda.inventory import Gpu, Inventory
 from icecore.host.resident.client import Report, State
-from icecore.host.resident.copyplan import NOTHING, Foreseen, foresee, host_room
+from icecore.host.resident.copyplan import NOTHING, Foreseen, foresee, pinned_bytes
 from icecore.host.resident.gpu import spare_room
 from icecore.host.resident.protocol import Counts
 
@@ -61,7 +61,7 @@ def test_a_first_snapshot_with_and_without_room() -> None:
     for size, host, windows, left in ((64 * GIB, 100 * GIB, [1.08, 1.19], 0), (112 * GIB, 116 * GIB, [9.9], 41)):
         sizes = {"GPU-1": size}
         spare = {"GPU-1": spare_room(139 * GIB - size)}
-        room = host_room(sizes, spare, wanted=sizes, likely=size, staging=2 * GIB, available=host)
+        room = pinned_bytes(sizes, spare, wanted=sizes, likely=size, staging=2 * GIB, available=host)
         copies = foresee(sizes, spare, room)
         assert sum(copies.device.values()) + sum(copies.host.values()) + copies.left == size
         assert round(copies.left / GIB) == left
