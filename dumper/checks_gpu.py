@@ -198,7 +198,7 @@ def _least_window(gpus: GpuLook, *, helped: bool) -> float:
 
 
 def predicted_window(found: Look) -> float:
-    """Seconds of a window, at the least, in which the driver moves memory and resident memory is copied, all of which changed; see `icecore.dumper.prediction`."""
+    """Seconds of a window, at the least, in which memory is moved or copied, if all of it changed; the rest: `icecore.dumper.prediction`."""
     if found.gpus is None:
         return 0.0
     return _least_window(found.gpus, helped=found.options.populate) + (found.resident.most_window_seconds if found.resident is not None else 0.0)
