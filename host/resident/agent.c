@@ -10,6 +10,7 @@
 #include <limits.h>
 #include <poll.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <sys/stat.h>
 #include <sys/un.h>
 
@@ -24,8 +25,8 @@
 #define FROZEN_NANOSECONDS 500000000ll
 #define START_NANOSECONDS 5000000000ll /* on a machine that is busy */
 #define LONGEST_LOOK_NANOSECONDS 10000000000ull
-#define WINDOW_NANOSECONDS 10000000000ull /* for so long after the beginning of one, the driver's lock may be somebody's */
-#define NEVER (-(int64_t)WINDOW_NANOSECONDS)
+#define WINDOW_NANOSECONDS 90000000000ll /* for so long after the beginning of one, the driver's lock may be somebody's: a dumper tries for 60 s */
+#define NEVER (-WINDOW_NANOSECONDS)
 #define STACK ((size_t)1 << 20)
 
 static pthread_mutex_t start_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -302,7 +303,8 @@ static void *agent(void *unused)
 		}
 		if (state == RESIDENT_RUNNING)
 			tend_keeper(keeper >= 0 && ready[1].revents); /* it died: another one gets everything */
-		if (state == RESIDENT_RUNNING && (uint64_t)(last - last_parked) > WINDOW_NANOSECONDS)
+		int64_t passed = now() - last_parked; /* a restore may have set the clock back */
+		if (state == RESIDENT_RUNNING && (passed < 0 || passed > WINDOW_NANOSECONDS))
 			spares_give_back_old();
 	}
 	return NULL;
@@ -340,8 +342,10 @@ void agent_start(void)
 		return;
 	pthread_mutex_lock(&start_lock);
 	if (!started) {
-		if (!prepared)
+		if (!prepared) {
 			pthread_atfork(NULL, allocations_forked, in_child);
+			atexit(spares_at_exit);
+		}
 		prepared = true;
 		pthread_attr_init(&attributes);
 		pthread_attr_setstacksize(&attributes, STACK);

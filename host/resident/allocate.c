@@ -159,10 +159,10 @@ void allocations_looked_at(int64_t nanoseconds)
 /* What was freed meanwhile is not free yet: a child has the descriptors that are kept since a window until it has begun to run, who looks at memory has it mapped. */
 static bool others_may_hold_memory(void)
 {
-	int64_t time = now();
+	int64_t time = now(), forked = time - __atomic_load_n(&last_fork, __ATOMIC_RELAXED);
 
 	return time < __atomic_load_n(&looked_until, __ATOMIC_RELAXED) ||
-	       (__atomic_load_n(&counts.windows, __ATOMIC_RELAXED) && time - __atomic_load_n(&last_fork, __ATOMIC_RELAXED) < CHILD_NANOSECONDS);
+	       (__atomic_load_n(&counts.windows, __ATOMIC_RELAXED) && forked >= 0 && forked < CHILD_NANOSECONDS); /* a restore may have set the clock back */
 }
 
 CUresult create_physical(CUhandle *out, size_t size, const struct allocation_properties *properties)

@@ -83,7 +83,7 @@ CUresult resident_cuCtxDisablePeerAccess(CUcontext peer)
 static void release_of(CUcontext context)
 {
 	ipc_forget_context(context);
-	spares_give_back(context);
+	spares_give_back(context, true);
 	pthread_mutex_lock(&table_lock);
 	for (struct allocation *at = NULL; (at = table_next(at, KIND_RESIDENT));)
 		if (at->context == context && !at->freed)
@@ -118,6 +118,7 @@ CUresult resident_cuCtxDestroy_v2(CUcontext context)
 	if (!driver() || !driver()->cuCtxDestroy_v2)
 		return CUDA_ERROR_NOT_INITIALIZED;
 	enter();
+	spares_give_back(context, false);
 	CUresult result = driver()->cuCtxDestroy_v2(context);
 	if (result == CUDA_SUCCESS)
 		release_of(context);
@@ -131,6 +132,8 @@ CUresult resident_cuDevicePrimaryCtxReset_v2(CUdevice device)
 		return CUDA_ERROR_NOT_INITIALIZED;
 	enter();
 	CUcontext context = has_memory() ? primary(device) : NULL;
+	if (context)
+		spares_give_back(context, false);
 	CUresult result = driver()->cuDevicePrimaryCtxReset_v2(device);
 	if (result == CUDA_SUCCESS && context)
 		release_of(context);
@@ -147,6 +150,8 @@ CUresult resident_cuDevicePrimaryCtxRelease_v2(CUdevice device)
 		return CUDA_ERROR_NOT_INITIALIZED;
 	enter();
 	CUcontext context = has_memory() ? primary(device) : NULL;
+	if (context)
+		spares_give_back(context, false);
 	CUresult result = driver()->cuDevicePrimaryCtxRelease_v2(device);
 	if (result == CUDA_SUCCESS && context && !driver()->cuDevicePrimaryCtxGetState(device, &flags, &active) && !active)
 		release_of(context);

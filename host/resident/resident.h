@@ -91,11 +91,12 @@ void allocations_of_child(void);
 /* spare.c */
 bool spare_keep(struct allocation *what);   /* under table_lock: whether one that was released, and waited for, stays for the next who asks */
 bool spare_take(struct allocation *wanted); /* not under table_lock, as all that follow: by context, device and size; whether `address` is there now */
-void spares_give_back(CUcontext context);   /* NULL: of all contexts */
+void spares_give_back(CUcontext context, bool gone); /* NULL: of all contexts; `gone`: it has been destroyed */
 void spares_give_back_old(void);            /* by the agent */
 uint64_t spares_given_back(void);           /* how many were so far: asked before memory turns out to be short */
 bool spares_make_room(uint64_t before);     /* memory is short: gives all back; whether there is more of it than before */
 CUdeviceptr spare_hidden(CUdeviceptr address); /* with which the driver is asked: of memory that was released, one that is nobody's */
+void spares_at_exit(void); /* what libcuda tears down is not given back any more */
 void spares_of_child(void);
 
 /* handles.c */

@@ -10,8 +10,10 @@
  */
 #define _GNU_SOURCE
 #include <string.h>
+#include <time.h>
 
 #include "capture.h"
+#include "contexts.h"
 #include "hooks.h"
 #include "resident.h"
 
@@ -27,8 +29,12 @@ static struct spare {
 	CUcontext context;
 	CUdevice device;
 	int64_t since;
-} spares[SPARES]; /* the last one last; under table_lock, as all that follows */
+} spares[SPARES]; /* the last one last; changed under table_lock, as all that follows, and under spares_lock */
 static size_t some;
+static pthread_mutex_t spares_lock = PTHREAD_MUTEX_INITIALIZER; /* the innermost: who asks about an address, at each launch perhaps, waits for nobody's allocation */
+static CUcontext users[DEVICES]; /* the one whose memory is on a device, as far as it is one */
+static bool several[DEVICES];
+static bool leaving;
 static struct habit {
 	CUcontext context;
 	size_t size;
@@ -60,18 +66,41 @@ static struct habit *find_habit(CUcontext context, size_t size)
 static struct habit *make_habit(CUcontext context, size_t size)
 {
 	struct habit *oldest = habits;
+	int64_t time = now();
 
-	for (struct habit *at = habits; at < habits + SPARES; at++)
+	for (struct habit *at = habits; at < habits + SPARES; at++) {
+		if (at->released > time)
+			at->released = INT64_MIN; /* a restore has set the clock back */
 		if (at->released < oldest->released)
 			oldest = at;
+	}
 	*oldest = (struct habit){.context = context, .size = size};
 	return oldest;
 }
 
 static void take_out(size_t index)
 {
+	pthread_mutex_lock(&spares_lock);
 	memmove(&spares[index], &spares[index + 1], (some - index - 1) * sizeof *spares);
 	__atomic_store_n(&some, some - 1, __ATOMIC_RELEASE);
+	pthread_mutex_unlock(&spares_lock);
+}
+
+static void note_user(CUdevice device, CUcontext context)
+{
+	several[device] |= users[device] && users[device] != context;
+	users[device] = context;
+}
+
+/* Whether only its own context can have used it, which has been waited for: another's kernels may still be at it. */
+static bool is_its_contexts_alone(const struct allocation *what)
+{
+	if (several[what->device])
+		return false;
+	for (CUdevice other = 0; other < DEVICES; other++)
+		if (peer_enabled(other, what->device))
+			return false;
+	return true;
 }
 
 static bool has_room(CUdevice device, size_t size)
@@ -89,10 +118,13 @@ bool spare_keep(struct allocation *what)
 		habit = make_habit(what->context, what->size);
 	habit->again = habit->again && within(SOON_NANOSECONDS, habit->released);
 	habit->released = now();
-	if (!habit->again || within(SHORT_NANOSECONDS, last_short) || what->exported || what->altered || capture_active() || !has_room(what->device, what->size))
+	if (!habit->again || within(SHORT_NANOSECONDS, last_short) || what->exported || what->altered || capture_active() || !is_its_contexts_alone(what) ||
+	    !has_room(what->device, what->size))
 		return false;
+	pthread_mutex_lock(&spares_lock);
 	spares[some] = (struct spare){what->address, what->size, what->context, what->device, habit->released};
 	__atomic_store_n(&some, some + 1, __ATOMIC_RELEASE);
+	pthread_mutex_unlock(&spares_lock);
 	table_change(what, KIND_SPARE);
 	return true;
 }
@@ -102,6 +134,7 @@ bool spare_take(struct allocation *wanted)
 	struct allocation *found = NULL;
 
 	pthread_mutex_lock(&table_lock);
+	note_user(wanted->device, wanted->context);
 	for (size_t i = some; i-- > 0 && !found;)
 		if (spares[i].size == wanted->size && spares[i].context == wanted->context && spares[i].device == wanted->device) {
 			found = table_find(spares[i].address);
@@ -137,7 +170,7 @@ static size_t find(CUcontext context, int64_t nanoseconds)
 }
 
 /* Under giving_lock. No more than there can have been as it began: others go on. */
-static void give_back(CUcontext context, int64_t nanoseconds)
+static void give_back(CUcontext context, int64_t nanoseconds, bool gone)
 {
 	size_t at;
 
@@ -146,7 +179,7 @@ static void give_back(CUcontext context, int64_t nanoseconds)
 		struct spare what = spares[at];
 		take_out(at);
 		pthread_mutex_unlock(&table_lock);
-		bool entered = !context && !driver()->cuCtxPushCurrent_v2(what.context); /* the agent has none; where it is given, it has ended */
+		bool entered = !gone && !driver()->cuCtxPushCurrent_v2(what.context); /* the agent has none */
 		pthread_mutex_lock(&table_lock);
 		release(table_find(what.address));
 		__atomic_store_n(&given_back, given_back + 1, __ATOMIC_RELEASE);
@@ -158,11 +191,20 @@ static void give_back(CUcontext context, int64_t nanoseconds)
 	pthread_mutex_unlock(&table_lock);
 }
 
-void spares_give_back(CUcontext context)
+void spares_give_back(CUcontext context, bool gone)
 {
 	pthread_mutex_lock(&giving_lock);
-	give_back(context, 0);
+	give_back(context, 0, gone);
 	pthread_mutex_unlock(&giving_lock);
+	if (!gone)
+		return;
+	pthread_mutex_lock(&table_lock);
+	memset(users, 0, sizeof users);
+	memset(several, 0, sizeof several);
+	for (struct allocation *at = NULL; (at = table_next(at, KIND_RESIDENT));)
+		if (at->context != context)
+			note_user(at->device, at->context);
+	pthread_mutex_unlock(&table_lock);
 }
 
 void spares_give_back_old(void)
@@ -170,7 +212,8 @@ void spares_give_back_old(void)
 	/* Whoever gives back may wait for the driver's lock, and the agent must not. */
 	if (!__atomic_load_n(&some, __ATOMIC_ACQUIRE) || capture_active() || pthread_mutex_trylock(&giving_lock))
 		return;
-	give_back(NULL, SOON_NANOSECONDS);
+	if (!leaving)
+		give_back(NULL, SOON_NANOSECONDS, false);
 	pthread_mutex_unlock(&giving_lock);
 }
 
@@ -185,7 +228,11 @@ bool spares_make_room(uint64_t before)
 	pthread_mutex_lock(&table_lock);
 	last_short = now(); /* what others release meanwhile is there for all */
 	pthread_mutex_unlock(&table_lock);
-	give_back(NULL, 0);
+	int mode = CAPTURE_MODE_RELAXED; /* somebody else's capture is not to fail by it */
+	bool exchanged = driver()->cuThreadExchangeStreamCaptureMode && !driver()->cuThreadExchangeStreamCaptureMode(&mode);
+	give_back(NULL, 0, false);
+	if (exchanged)
+		driver()->cuThreadExchangeStreamCaptureMode(&mode);
 	pthread_mutex_unlock(&giving_lock);
 	return spares_given_back() != before;
 }
@@ -196,18 +243,35 @@ CUdeviceptr spare_hidden(CUdeviceptr address)
 
 	if (!__atomic_load_n(&some, __ATOMIC_ACQUIRE))
 		return address;
-	pthread_mutex_lock(&table_lock);
+	pthread_mutex_lock(&spares_lock);
 	for (size_t i = 0; i < some; i++)
 		if (address >= spares[i].address && address - spares[i].address < spares[i].size)
 			asked = NOBODYS;
-	pthread_mutex_unlock(&table_lock);
+	pthread_mutex_unlock(&spares_lock);
 	return asked;
+}
+
+void spares_at_exit(void)
+{
+	struct timespec until;
+
+	/* Who gives back is let come to its end; it may be at the driver's door. */
+	clock_gettime(CLOCK_REALTIME, &until);
+	until.tv_sec++;
+	bool alone = !pthread_mutex_timedlock(&giving_lock, &until);
+	leaving = true;
+	if (alone)
+		pthread_mutex_unlock(&giving_lock);
 }
 
 void spares_of_child(void)
 {
 	pthread_mutex_init(&giving_lock, NULL);
+	pthread_mutex_init(&spares_lock, NULL);
 	some = 0;
+	memset(users, 0, sizeof users);
+	memset(several, 0, sizeof several);
+	leaving = false;
 	memset(habits, 0, sizeof habits);
 	last_short = -SHORT_NANOSECONDS;
 }

@@ -108,7 +108,7 @@ int window_unmap(int64_t until, struct resident_message *answer)
 		return EAGAIN; /* it would fail when its context is synchronised; captures are short */
 	if (counts.multicast || counts.unparkable)
 		return EOPNOTSUPP; /* something shared would stay mapped: the driver's restore would fail */
-	spares_give_back(NULL); /* nobody's contents */
+	spares_give_back(NULL, false); /* nobody's contents */
 	pthread_mutex_lock(&table_lock);
 	error = synchronise_all();
 	if (!error && !holding_park())
