@@ -262,6 +262,7 @@ class Registry:
 
         Raises:
             UsageError: It runs or is being started.
+            ResidentFailed: The keeper of its device memory does not answer; nothing is forgotten, and it can be tried again.
         """
         with self._lock():
             if Job.load(job.directory).state in ("running", "starting"):
@@ -323,19 +324,20 @@ class Registry:
 
 
 def _let_go(place: Path) -> None:
-    """Have a keeper let go of what it kept of processes that have ended, and remove its directory, unless somebody uses it."""
-    with suppress(IcecoreError):
-        try:
-            keeper = Keeper(place)
-            held = keeper.processes()
-            for process in held:
-                if not process.alive:
-                    keeper.forget(process.token)
-            if any(process.alive for process in held):
-                return
-        except NotFound:
-            pass
-        shutil.rmtree(place, ignore_errors=True)
+    """Have a keeper let go of what it kept of processes that have ended, and remove its directory, unless somebody uses it.
+
+    Raises:
+        ResidentFailed: It does not answer. Without its directory nobody could ask it any more.
+    """
+    with suppress(NotFound):  # it has ended, and let go of everything
+        keeper = Keeper(place)
+        held = keeper.processes()
+        for process in held:
+            if not process.alive:
+                keeper.forget(process.token)
+        if any(process.alive for process in held):
+            return
+    shutil.rmtree(place, ignore_errors=True)
 
 
 def _keeper_place(job: Job) -> Path:

@@ -1,4 +1,4 @@
-"""Starts keepers and finds the preload; rule: a keeper outlives whoever started it, and ends by itself once its directory is gone and it holds nothing."""
+"""Starts keepers and finds the preload; rule: a keeper outlives whoever started it, and ends by itself once its directory is gone and none of its processes lives."""
 
 from __future__ import annotations
 

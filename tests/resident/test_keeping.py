@@ -6,6 +6,7 @@ import fcntl
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from errno import EINVAL
 from pathlib import Path
@@ -16,13 +17,16 @@ from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
 from icecore.errors import RestoreRefused
 from icecore.events import Value
+from icecore.host.job import Job as Instance
+from icecore.host.jobs import Registry
+from icecore.host.resident import client
 from icecore.host.resident.client import Keeper, ResidentFailed
 from icecore.host.resident.protocol import Allocation
 from icecore.host.resident.sharing import repeated
 from tests.dumper.world import Events, Store
 
 from .joined import Job, Ring
-from .machine import MIB, Machine, until, uuid_of
+from .machine import MIB, Machine, gone, until, uuid_of
 from .machine import Target as Process
 from .test_restore import bring_back, ended
 
@@ -134,6 +138,49 @@ def test_a_job_that_broke_off_yields_to_nobody(machine: Machine, target: Process
     other("start()")
     assert (other("alloc(2 * MIB)")[0], other("alloc(50 * MIB)")[0]) == (0, 2)
     assert machine.used() == 42 * MIB
+
+
+def test_a_keeper_that_nobody_can_reach_holds_nothing(machine: Machine, target: Process, init: Init) -> None:
+    other = machine.target()
+    other("start()")
+    assert other("alloc(2 * MIB)")[0] == 0
+    kept(target, init)
+    pid = machine.keeper_pid()
+    target.end()
+    init.end("exited 1\n")
+    (machine.directory / "keeper").unlink()
+    time.sleep(2.5)  # longer than it takes to look
+    assert (machine.used(), gone(pid)) == (10 * MIB, False)  # somebody still lives
+    other.end()
+    until(lambda: gone(pid))
+    assert machine.used() == 0
+
+
+def instance(registry: Registry, machine: Machine) -> Instance:
+    """One that has ended, with the machine's keeper."""
+    job = registry.start(["true"])
+    job.wait(10)
+    return Instance.load(job.directory).with_resident(machine.directory, keep=True)
+
+
+def test_rm_where_the_keeper_does_not_answer(
+    machine: Machine, target: Process, init: Init, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = Registry(tmp_path / "state")
+    job = instance(registry, machine)
+    kept(target, init)
+    target.end()
+    init.end("exited 1\n")
+    pid = machine.keeper_pid()
+    os.kill(pid, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "_ANSWER_SECONDS", 0.2)
+        with pytest.raises(ResidentFailed, match="did not answer"):
+            registry.remove(job)
+    os.kill(pid, signal.SIGCONT)
+    assert (registry.find(job.instance).instance, machine.used()) == (job.instance, 8 * MIB)
+    registry.remove(job)
+    assert (registry.instances(), machine.used(), machine.directory.exists()) == ([], 0, False)
 
 
 def test_the_same_memory_twice() -> None:
