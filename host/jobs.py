@@ -324,14 +324,18 @@ class Registry:
 
 
 def _let_go(place: Path) -> None:
-    """Have a keeper let go of what it kept of processes that have ended, and remove its directory, unless somebody uses it.
+    """Have a keeper let go of what it kept of processes that have ended, keep nothing of those that live (an init that is killed may leave some), and
+    remove its directory, unless somebody uses it.
 
     Raises:
         ResidentFailed: It does not answer. Without its directory nobody could ask it any more.
     """
     with suppress(NotFound):  # it has ended, and let go of everything
         keeper = Keeper(place)
-        held = keeper.processes()
+        for process in keeper.processes():
+            if process.alive:
+                keeper.unkeep(process.token)
+        held = keeper.processes()  # one may have ended before
         for process in held:
             if not process.alive:
                 keeper.forget(process.token)

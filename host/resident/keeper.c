@@ -232,16 +232,19 @@ static void look_around(void)
 		job_ended();
 }
 
+/* Without a status file: not any more. */
 static int keep(const struct resident_message *message, int status)
 {
 	struct process *process = find(message->token);
 
-	if (!process || !process->alive || status < 0) {
+	if (!process || !process->alive) {
 		if (status >= 0)
 			close(status);
-		return status < 0 ? EINVAL : ENOENT;
+		return ENOENT;
 	}
-	process->kept = true;
+	process->kept = status >= 0;
+	if (!process->kept)
+		return 0;
 	process->lease = message->lease;
 	forget_job();
 	job = (struct job){JOB_RUNS, message->pid > 0 ? (int)syscall(SYS_pidfd_open, message->pid, 0) : -1, status};

@@ -183,6 +183,22 @@ def test_rm_where_the_keeper_does_not_answer(
     assert (registry.instances(), machine.used(), machine.directory.exists()) == ([], 0, False)
 
 
+def test_rm_while_a_process_outlives_its_init(machine: Machine, target: Process, init: Init, tmp_path: Path) -> None:
+    registry = Registry(tmp_path / "state")
+    job = instance(registry, machine)
+    other = machine.target()
+    other("start()")
+    gone_first = kept(other, init, 2)
+    kept(target, init)
+    init.end()
+    other.end()
+    assert [one.token for one in machine.keeper.processes() if not one.alive] == [gone_first]
+    registry.remove(job)
+    assert (machine.used(), target("alloc(2 * MIB)")[0]) == (8 * MIB, 0)
+    target.end()
+    assert (machine.keeper.processes(), machine.used()) == ([], 0)
+
+
 def test_the_same_memory_twice() -> None:
     descriptors = [os.memfd_create("a"), os.memfd_create("b")]
     descriptors += [os.dup(descriptors[0]), os.dup(descriptors[0]), os.dup(descriptors[1])]
