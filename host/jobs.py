@@ -239,6 +239,17 @@ class Registry:
         places = dict.fromkeys(_keeper_place(job) for job in jobs)
         return [place for place in places if (place / "keeper").is_socket()]
 
+    def left_keepers(self, lineage: str, besides: str = "") -> set[Path]:
+        """Where the keepers are, or were, of which all instances have ended, with one of a lineage among them.
+
+        Args:
+            lineage: Its id.
+            besides: An instance that does not count.
+        """
+        jobs = [job for job in self.instances() if job.instance != besides]
+        busy = {_keeper_place(job) for job in jobs if job.state in ("running", "starting")}
+        return {_keeper_place(job) for job in jobs if job.description.lineage == lineage} - busy
+
     def kept(self, job: Job) -> int:
         """Bytes of device memory that are kept of an instance although it has ended: for ``restore --from-resident``, until `remove`."""
         with suppress(IcecoreError, OSError):

@@ -322,7 +322,7 @@ class _Run:
             self.restoring.has_keeper(place, keep=outlives(manifest))
         held = self._held_at(manifest, processes, place) if self.options.from_resident else None
         if held is None:
-            self._let_go(processes)
+            self._let_go(manifest, processes)
         self.resident = Resident(
             self.repository,
             self.loop,
@@ -360,14 +360,19 @@ class _Run:
                 return True
         return False
 
-    def _let_go(self, processes: Mapping[int, RecordedProcess]) -> None:
-        """Have no keeper hold what is fetched anew: there may not be room for both."""
+    def _let_go(self, manifest: Manifest, processes: Mapping[int, RecordedProcess]) -> None:
+        """Have no keeper hold what is fetched anew, or what ended instances of this lineage left that are other processes now (workers that were started
+        again): there may not be room for both."""
+        registry = self.registry or Registry()
         wanted = {process.token for process in processes.values()}
-        for place in (self.registry or Registry()).keepers():
+        left = registry.left_keepers(manifest.lineage, self.restoring.job.instance if self.restoring is not None else "")
+        for place in registry.keepers():
             with suppress(IcecoreError):
                 keeper = Keeper(place)
-                for known in keeper.processes():
-                    if known.token in wanted and not known.alive:
+                held = keeper.processes()
+                every = place in left and not any(known.alive for known in held)
+                for known in held:
+                    if not known.alive and (every or known.token in wanted):
                         keeper.forget(known.token)
 
     def _placers(self, size: int, word: str, lock: str = "") -> Placers | None:

@@ -1,4 +1,4 @@
-"""Starts keepers and finds the preload; rule: a keeper outlives whoever started it, and ends by itself once its directory is gone and none of its processes lives."""
+"""Starts keepers and finds the preload; rule: a keeper outlives whoever started it, and ends by itself once its directory is gone and its processes are."""
 
 from __future__ import annotations
 

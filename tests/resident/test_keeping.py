@@ -277,6 +277,31 @@ def test_what_was_freed_since_is_fetched_and_what_was_made_since_is_let_go_of(
 
 
 @pytest.mark.criu
+@pytest.mark.parametrize("same", [True, False])
+def test_what_other_processes_of_the_lineage_left(
+    same: bool, store: Store, launch: Launch, joined: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers that were started again after the snapshot have other tokens."""
+    monkeypatch.setenv("ICECORE_STATE", str(tmp_path / "state"))
+    job = launch()
+    done = store.dump(job.pid)
+    left = instance(Registry(), joined).with_snapshot("another", done.lineage if same else "another")
+    keep_all(job, tmp_path)
+    stranger = joined.target()
+    stranger("start()")
+    assert stranger("alloc(8 * MIB)")[0] == 0
+    joined.keeper.keep(stranger.agent.report().token, job.pid, tmp_path / "status")
+    stranger.end()
+    job.kill()
+    assert joined.used(0) == job.resident + 8 * MIB
+    assert Registry().left_keepers(left.description.lineage) == {joined.directory}
+    assert Registry().left_keepers(left.description.lineage, left.instance) == set()
+    bring_back(store, done.snapshot)
+    job.goes_on()
+    assert joined.used(0) == job.resident + MIB // 2 + (0 if same else 8 * MIB)
+
+
+@pytest.mark.criu
 @pytest.mark.parametrize("ipc", [False, True])
 def test_ranks_that_have_each_others_memory(ipc: bool, store: Store, launch: Launch, joined: Machine, tmp_path: Path) -> None:
     job = launch(kind=Ring, ipc=ipc)
