@@ -33,8 +33,8 @@ from icecore.host.namespaces import (
     init_program,
 )
 from icecore.host.resident.client import Keeper
+from icecore.host.resident.keeper import claimed, start_keeper
 from icecore.host.resident.keeper import environment as keeper_environment
-from icecore.host.resident.keeper import start_keeper
 from icecore.host.start import Launch, Starting
 
 #: Where the keepers of jobs on the host's root have their directories.
@@ -272,7 +272,7 @@ class Registry:
         """Forget an instance that has ended, with its logs.
 
         Raises:
-            UsageError: It runs or is being started.
+            UsageError: It runs or is being started, or a restore takes the device memory that it left.
             ResidentFailed: The keeper of its device memory does not answer; nothing is forgotten, and it can be tried again.
         """
         with self._lock():
@@ -280,7 +280,10 @@ class Registry:
                 raise UsageError(f"job {job.name} ({job.instance}) runs", cure=f"'icecore kill {job.name}' first")
             place = _keeper_place(job)
             if place.exists() and self._has_last(job):
-                _let_go(place)
+                with claimed(place) as ours:
+                    if not ours:
+                        raise UsageError(f"job {job.name} ({job.instance}) is being restored from", cure="wait until that restore is done")
+                    _let_go(place)
             shutil.rmtree(job.directory)
 
     def remove_ended(self, older_than: float = 0.0) -> list[Job]:

@@ -3,8 +3,6 @@ it is left."""
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
 import tempfile
 import threading
@@ -24,6 +22,7 @@ from icecore.host.jobs import Registry, Restoring
 from icecore.host.limits import kernel_version, memory_available, overcommits, threads_for
 from icecore.host.namespaces import INSTANCE_MOUNT, RunRecord
 from icecore.host.resident.client import Keeper
+from icecore.host.resident.keeper import claimed
 from icecore.restorer import workingset
 from icecore.restorer.cells import SpaceCells
 from icecore.restorer.device_file import DeviceFile, FileUnusable
@@ -351,9 +350,8 @@ class _Run:
     def _claim(self, place: Path, wanted: set[bytes]) -> bool:
         """Whether a keeper has memory that nobody else has, or takes while this restore lasts: two would write to one memory."""
         with suppress(IcecoreError, OSError), ExitStack() as stack:
-            folder = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            stack.callback(os.close, folder)
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not stack.enter_context(claimed(place)):
+                return False
             known = [one for one in Keeper(place).processes() if one.token in wanted]
             if any(one.retained for one in known) and not any(one.alive for one in known):
                 self.stack.callback(stack.pop_all().close)
@@ -367,7 +365,9 @@ class _Run:
         wanted = {process.token for process in processes.values()}
         left = registry.left_keepers(manifest.lineage, self.restoring.job.instance if self.restoring is not None else "")
         for place in registry.keepers():
-            with suppress(IcecoreError):
+            with suppress(IcecoreError, OSError), claimed(place) as ours:
+                if not ours:  # another restore takes it
+                    continue
                 keeper = Keeper(place)
                 held = keeper.processes()
                 every = place in left and not any(known.alive for known in held)

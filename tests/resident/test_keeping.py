@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import subprocess
@@ -10,19 +9,24 @@ import time
 from collections.abc import Callable, Iterator
 from errno import EINVAL
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
-from icecore.errors import RestoreRefused
+from icecore.errors import NotFound, RestoreRefused, UsageError
 from icecore.events import Value
 from icecore.host.job import Job as Instance
 from icecore.host.jobs import Registry
 from icecore.host.resident import client
 from icecore.host.resident.client import Keeper, ResidentFailed
+from icecore.host.resident.keeper import claimed
 from icecore.host.resident.protocol import Allocation
 from icecore.host.resident.sharing import repeated
+from icecore.restorer.resident import Resident
+from icecore.restorer.restore import _Run
 from tests.dumper.world import Events, Store
 
 from .joined import Job, Ring
@@ -199,6 +203,26 @@ def test_rm_while_a_process_outlives_its_init(machine: Machine, target: Process,
     assert (machine.keeper.processes(), machine.used()) == ([], 0)
 
 
+def test_while_a_restore_takes_it_nobody_lets_go_of_it(machine: Machine, target: Process, init: Init, tmp_path: Path) -> None:
+    registry = Registry(tmp_path / "state")
+    job = instance(registry, machine)
+    token = kept(target, init)
+    target.end()
+    init.end("exited 1\n")
+    other: Any = SimpleNamespace(registry=registry, restoring=None)
+    manifest: Any = SimpleNamespace(lineage="")
+    processes: Any = {1: SimpleNamespace(token=token)}
+    with claimed(machine.directory) as ours, claimed(machine.directory) as again:
+        assert (ours, again) == (True, False)
+        with pytest.raises(UsageError, match="is being restored from"):
+            registry.remove(job)
+        _Run._let_go(other, manifest, processes)
+        assert machine.used() == 8 * MIB
+    _Run._let_go(other, manifest, processes)
+    assert machine.used() == 0
+    registry.remove(job)
+
+
 def test_the_same_memory_twice() -> None:
     descriptors = [os.memfd_create("a"), os.memfd_create("b")]
     descriptors += [os.dup(descriptors[0]), os.dup(descriptors[0]), os.dup(descriptors[1])]
@@ -339,16 +363,38 @@ def test_a_rank_that_dies_before_its_job(store: Store, launch: Launch, joined: M
 
 
 @pytest.mark.criu
+def test_the_keeper_that_had_it_ends_meanwhile(
+    store: Store, launch: Launch, joined: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends(self: Keeper, token: bytes) -> None:
+        raise NotFound(f"nobody answers at {self.directory}")
+
+    job = launch()
+    snapshot = store.dump(job.pid).snapshot
+    keep_all(job, tmp_path)
+    job.kill()
+    with monkeypatch.context() as patch:
+        made = Resident.__init__
+
+        def elsewhere(self: Resident, *words: Any, **named: Any) -> None:
+            made(self, *words, **named)
+            self._elsewhere = True
+
+        patch.setattr(Resident, "__init__", elsewhere)
+        patch.setattr(Keeper, "forget", ends)
+        bring_back(store, snapshot, from_resident=True)
+    job.goes_on()
+
+
+@pytest.mark.criu
 def test_a_restore_that_fails_leaves_it_where_it_is(store: Store, launch: Launch, joined: Machine, tmp_path: Path) -> None:
     job = launch()
     snapshot = store.dump(job.pid).snapshot
     keep_all(job, tmp_path)
     job.kill()
-    folder = os.open(joined.directory, os.O_RDONLY)
-    fcntl.flock(folder, fcntl.LOCK_EX)  # as another restore has it
-    with pytest.raises(RestoreRefused, match="another restore"):
+    with claimed(joined.directory) as ours, pytest.raises(RestoreRefused, match="another restore"):
+        assert ours
         bring_back(store, snapshot, from_resident=True)
-    os.close(folder)
     (joined.cuda / "faults" / "1").write_text('{"call": "restore", "code": 801}')
     with pytest.raises(Exception, match=r"801|restore"):
         bring_back(store, snapshot, from_resident=True)
