@@ -236,6 +236,7 @@ static void look_around(void)
 static int keep(const struct resident_message *message, int status)
 {
 	struct process *process = find(message->token);
+	int init;
 
 	if (!process || !process->alive) {
 		if (status >= 0)
@@ -245,9 +246,16 @@ static int keep(const struct resident_message *message, int status)
 	process->kept = status >= 0;
 	if (!process->kept)
 		return 0;
+	init = message->pid > 0 ? (int)syscall(SYS_pidfd_open, message->pid, 0) : -1;
+	if (init < 0 && message->pid > 0 && errno != ESRCH) { /* nothing is known of it */
+		int error = errno;
+		close(status);
+		process->kept = false;
+		return error;
+	}
 	process->lease = message->lease;
 	forget_job();
-	job = (struct job){JOB_RUNS, message->pid > 0 ? (int)syscall(SYS_pidfd_open, message->pid, 0) : -1, status};
+	job = (struct job){JOB_RUNS, init, status};
 	if (job.pidfd >= 0)
 		watch(job.pidfd, &job);
 	else

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from errno import EINVAL
+from errno import EINVAL, EMFILE
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,6 +100,22 @@ def test_what_lives_is_not_dropped(machine: Machine, target: Process, init: Init
     with pytest.raises(ResidentFailed):
         machine.keeper.drop(token, [1])
     assert machine.used() == 8 * MIB
+
+
+def test_a_keeper_without_descriptors_keeps_nothing(machine: Machine, target: Process, init: Init) -> None:
+    """That its job cannot be looked at does not mean that it ended."""
+    token = kept(target, init)
+    pid = machine.keeper_pid()
+    there = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+    free = [number for number in range(len(there) + 2) if number not in there]
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (free[1] + 1, hard))  # for the connection and the status file
+    with pytest.raises(ResidentFailed) as caught:
+        machine.keeper.keep(token, init.pid, init.status)
+    assert caught.value.code == EMFILE
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+    target.end()
+    assert (machine.keeper.processes(), machine.used()) == ([], 0)
 
 
 def test_while_the_job_runs_on_it_is_there_for_a_while(machine: Machine, target: Process, init: Init) -> None:
