@@ -597,12 +597,6 @@ class _Run:
     def _running(self, pid: int) -> Restored:
         """The tree runs."""
         job = self.restoring.started(pid) if self.restoring is not None else None
-        if job is not None and job.description.keep_resident and self.resident is not None:
-            try:
-                self.resident.outlive(job.pid, job.status_path)
-            except (IcecoreError, OSError) as error:
-                message = f"device memory does not outlive a crash of this job: {getattr(error, 'message', error)}"
-                self.emit(Event("restore.warning", {"name": "keep-resident", "message": message}))
         seconds = time.perf_counter() - self.began
         instance = job.instance if job is not None else ""
         fields: dict[str, Value] = {"snapshot": self.snapshot, "pid": pid, "seconds": seconds, "instance": instance}
@@ -612,6 +606,8 @@ class _Run:
     def _resident(self, tree: Tree, restored: Restored) -> None:
         """All memory is there: from now on the tree lives without us."""
         tree.release(stay=not self.options.detach)
+        if restored.job is not None:
+            self._outlive(restored.job)
         seconds = time.perf_counter() - self.began
         restored.seconds_to_resident = seconds
         self.emit(Event("restore.resident", {"snapshot": self.snapshot, "seconds": seconds}))
@@ -626,6 +622,16 @@ class _Run:
             tree.await_exit(restored.pid, done)
         self.stack.close()
         restored._resident.set_result(seconds)
+
+    def _outlive(self, job: Job) -> None:
+        """Not before all memory is there: where that fails the tree is killed, and would leave its device memory."""
+        if self.resident is None or not job.description.keep_resident:
+            return
+        try:
+            self.resident.outlive(job.pid, job.status_path)
+        except (IcecoreError, OSError) as error:
+            message = f"device memory does not outlive a crash of this job: {getattr(error, 'message', error)}"
+            self.emit(Event("restore.warning", {"name": "keep-resident", "message": message}))
 
     def _remember(self, tree: Tree, manifest: Manifest) -> None:
         touched = tree.filling.touched()

@@ -13,7 +13,7 @@ import pytest
 
 from icecore import api
 from icecore.config import Config, RunSettings
-from icecore.errors import MissingTool, UsageError
+from icecore.errors import MissingTool, RestoreFailed, UsageError
 from icecore.events import Event
 from icecore.host.cuda import nccl
 from icecore.host.cuda.backend import VARIABLE
@@ -22,6 +22,8 @@ from icecore.host.jobs import Registry
 from icecore.host.namespaces import Isolation
 from icecore.host.resident.client import Keeper
 from icecore.output import describe
+from icecore.restorer.options import RestoreOptions
+from icecore.restorer.restore import _Run
 from tests.cli.conftest import Cli
 from tests.cli.conftest import cli as cli
 from tests.cli.documents import check_event, documented_events
@@ -174,6 +176,28 @@ def test_a_job_that_crashes(cli: Cli, visible: Machine, root: str) -> None:
     assert "not held" in cli.run("restore", "gpu", "--from-resident", status=6).stderr
     cli.run("restore", "gpu")
     goes_on(cli.job("gpu"))
+
+
+def test_a_restore_that_breaks_off_while_it_runs(cli: Cli, visible: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tree is killed for want of host memory, and leaves nothing on the GPU."""
+    cli.run("init")
+    job = start(cli, "--keep-resident")
+    cli.run("dump", "gpu")
+    cli.run("kill", "gpu", "-s", "KILL")
+    cli.run("rm", job.instance)
+    until(lambda: visible.used(0) == 0)
+    for name, value in cli.environment.items():
+        monkeypatch.setenv(name, value)
+
+    def fails(*_: object) -> None:
+        raise RestoreFailed("the rest does not come")
+
+    monkeypatch.setattr(_Run, "_fill", fails)
+    restored = api.restore("gpu", options=RestoreOptions(mode="lazy"))
+    with pytest.raises(RestoreFailed, match="does not come"):
+        restored.wait_resident(30)
+    assert restored.job is not None and not restored.job.alive
+    until(lambda: visible.used(0) == 0)
 
 
 def test_a_job_that_ends_well(cli: Cli, visible: Machine) -> None:
