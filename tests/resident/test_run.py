@@ -237,6 +237,12 @@ def test_what_cannot_be_kept(cli: Cli) -> None:
     assert "add --gpu" in cli.run("run", "--keep-resident", "--", "true", status=2).stderr
     with pytest.raises(UsageError, match="add --gpu"):
         api.run(["true"], keep_resident=True)
+    for resident in ("--no-resident", "--rm"):
+        said = cli.run("run", "--gpu", "--keep-resident", resident, "--", "true", status=2).stderr
+        assert "can be kept" in said if resident == "--no-resident" else "--rm lets go" in said
+    with pytest.raises(UsageError, match="only resident memory"):
+        api.run(["true"], gpu=True, resident=False, keep_resident=True)
+    assert cli.registry.instances() == []
 
 
 def test_ranks(cli: Cli, visible: Machine, tmp_path: Path) -> None:
@@ -294,10 +300,13 @@ def test_where_no_compiler_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(api, "preload_path", missing)
     events: list[Event] = []
     registry = Registry(tmp_path / "state")
-    job = api.start_gpu(registry, ["sleep", "60"], Isolation(), emit=events.append)
+    with pytest.raises(MissingTool, match="it was not built"):
+        api.start_gpu(registry, ["sleep", "60"], Isolation(), keep_resident=True, must_keep=True)
+    job = api.start_gpu(registry, ["sleep", "60"], Isolation(), keep_resident=True, emit=events.append)  # as the configuration says
     job.kill(9)
     job.wait(10)
     [about] = [event.fields for event in events if event.name == "run.gpu"]
+    assert about["keep_resident"] is False
     assert about["resident"] is False and "is resident" not in describe(Event("run.gpu", about)) and "it was not built (install gcc)" in about["notes"]  # type: ignore[operator]
 
 
