@@ -2,10 +2,11 @@
  *
  *     icecore-keeper SOCKET
  *
- * Rule: it does nothing that can fail in a way that loses a descriptor: no CUDA, no threads, no files; its memory is locked and it is the last that the
- * kernel kills. C, because an interpreter is many times larger and allocates at every message. What a process allocated is let go of when it frees
- * it, and when it ends, unless it was parked then (the descriptors are all there is of the memory), or is in a snapshot of a job whose memory is to outlive
- * a crash (KEEPER_KEEP). It ends when its socket has been unlinked and nobody is there any more: what it still holds nobody could ask for.
+ * Rule: it does nothing that can fail in a way that loses a descriptor: no CUDA, no threads, no files but for one line of the status that it was handed;
+ * its memory is locked and it is the last that the kernel kills. C, because an interpreter is many times larger and allocates at every message. What a
+ * process allocated is let go of when it frees it, and when it ends, unless it was parked then (the descriptors are all there is of the memory), or is in
+ * a snapshot of a job whose memory is to outlive a crash (KEEPER_KEEP). It ends when its socket has been unlinked and nobody is there any more: what it
+ * still holds nobody could ask for.
  */
 
 #define _GNU_SOURCE
