@@ -292,6 +292,26 @@ class Job:
             return None
         return fd
 
+    def _open_command(self) -> int:
+        """A pidfd of the command. That it is the init's child is checked after it was opened, as in `_open`.
+
+        Raises:
+            NotFound: It has ended.
+        """
+        child = self.main_process()
+        ended = f"the command of job {self.name} has ended"
+        try:
+            fd = os.pidfd_open(child)
+        except ProcessLookupError as error:
+            raise NotFound(ended) from error
+        try:
+            if child not in procfs.children(self.pid) or not self.alive:
+                raise NotFound(ended)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
     def _sleep_until_end(self, seconds: float | None) -> bool:
         """Whether the init has ended within ``seconds``."""
         fd = self._open()
@@ -311,10 +331,16 @@ class Job:
             NotFound: It has ended.
         """
         # What the init cannot pass on. Its own death would end the others only where it has a pid namespace; without one it ends them once the command is dead.
-        if number == signal.SIGSTOP or (number == signal.SIGKILL and not self.description.isolation.pid):
-            os.kill(self.main_process(), number)
-            return
-        fd = self._open()
+        fd: int | None
+        if number == signal.SIGSTOP:
+            fd = self._open_command()
+        elif number == signal.SIGKILL and not self.description.isolation.pid:
+            try:
+                fd = self._open_command()
+            except NotFound:  # there is only the init
+                fd = self._open()
+        else:
+            fd = self._open()
         if fd is None:
             raise NotFound(f"job {self.name} does not run", cure="'icecore ps' lists the jobs of this node")
         try:

@@ -33,8 +33,8 @@ from icecore.host.namespaces import (
     init_program,
 )
 from icecore.host.resident.client import Keeper
+from icecore.host.resident.keeper import claimed, start_keeper
 from icecore.host.resident.keeper import environment as keeper_environment
-from icecore.host.resident.keeper import start_keeper
 from icecore.host.start import Launch, Starting
 
 #: Where the keepers of jobs on the host's root have their directories.
@@ -239,6 +239,17 @@ class Registry:
         places = dict.fromkeys(_keeper_place(job) for job in jobs)
         return [place for place in places if (place / "keeper").is_socket()]
 
+    def left_keepers(self, lineage: str, besides: str = "") -> set[Path]:
+        """Where the keepers are, or were, of which all instances have ended, with one of a lineage among them.
+
+        Args:
+            lineage: Its id.
+            besides: An instance that does not count.
+        """
+        jobs = [job for job in self.instances() if job.instance != besides]
+        busy = {_keeper_place(job) for job in jobs if job.state in ("running", "starting")}
+        return {_keeper_place(job) for job in jobs if job.description.lineage == lineage} - busy
+
     def kept(self, job: Job) -> int:
         """Bytes of device memory that are kept of an instance although it has ended: for ``restore --from-resident``, until `remove`."""
         with suppress(IcecoreError, OSError):
@@ -261,14 +272,18 @@ class Registry:
         """Forget an instance that has ended, with its logs.
 
         Raises:
-            UsageError: It runs or is being started.
+            UsageError: It runs or is being started, or a restore takes the device memory that it left.
+            ResidentFailed: The keeper of its device memory does not answer; nothing is forgotten, and it can be tried again.
         """
         with self._lock():
             if Job.load(job.directory).state in ("running", "starting"):
                 raise UsageError(f"job {job.name} ({job.instance}) runs", cure=f"'icecore kill {job.name}' first")
             place = _keeper_place(job)
             if place.exists() and self._has_last(job):
-                _let_go(place)
+                with claimed(place) as ours:
+                    if not ours:
+                        raise UsageError(f"job {job.name} ({job.instance}) is being restored from", cure="wait until that restore is done")
+                    _let_go(place)
             shutil.rmtree(job.directory)
 
     def remove_ended(self, older_than: float = 0.0) -> list[Job]:
@@ -323,19 +338,24 @@ class Registry:
 
 
 def _let_go(place: Path) -> None:
-    """Have a keeper let go of what it kept of processes that have ended, and remove its directory, unless somebody uses it."""
-    with suppress(IcecoreError):
-        try:
-            keeper = Keeper(place)
-            held = keeper.processes()
-            for process in held:
-                if not process.alive:
-                    keeper.forget(process.token)
-            if any(process.alive for process in held):
-                return
-        except NotFound:
-            pass
-        shutil.rmtree(place, ignore_errors=True)
+    """Have a keeper let go of what it kept of processes that have ended, keep nothing of those that live (an init that is killed may leave some), and
+    remove its directory, unless somebody uses it.
+
+    Raises:
+        ResidentFailed: It does not answer. Without its directory nobody could ask it any more.
+    """
+    with suppress(NotFound):  # it has ended, and let go of everything
+        keeper = Keeper(place)
+        for process in keeper.processes():
+            if process.alive:
+                keeper.unkeep(process.token)
+        held = keeper.processes()  # one may have ended before
+        for process in held:
+            if not process.alive:
+                keeper.forget(process.token)
+        if any(process.alive for process in held):
+            return
+    shutil.rmtree(place, ignore_errors=True)
 
 
 def _keeper_place(job: Job) -> Path:

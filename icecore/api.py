@@ -105,8 +105,9 @@ def run(
         emit: Gets the events.
 
     Raises:
-        UsageError: A bad or taken name, or a program that cannot be executed.
+        UsageError: A bad or taken name, a program that cannot be executed, or ``keep_resident`` of memory that is not resident.
         NotFound: There is no such program or directory.
+        MissingTool: What ``keep_resident`` needs was not built.
     """
     config = config or load()
     environment = passphrase.without_secrets(os.environ) if environment is None else environment
@@ -128,6 +129,7 @@ def run(
             root=root,
             resident=own.resident if resident is None else resident,
             keep_resident=own.keep_resident if keep_resident is None else keep_resident,
+            must_keep=bool(keep_resident),
             emit=emit,
         )
     if keep_resident:
@@ -151,15 +153,24 @@ def start_gpu(
     root: Word = "",
     resident: bool = True,
     keep_resident: bool = False,
+    must_keep: bool = False,
     emit: Sink = discard,
 ) -> Job:
-    """Start a GPU job in ``jobs``; see `run` and `icecore.host.cuda.job.gpu_run`."""
+    """Start a GPU job in ``jobs``; see `run` and `icecore.host.cuda.job.gpu_run`.
+
+    Args:
+        must_keep: ``keep_resident`` was asked for, and is not only what the configuration says: where it cannot be, nothing is started.
+    """
+    if must_keep and not resident:
+        raise UsageError("only resident memory can be kept", cure="leave out --keep-resident, or --no-resident; or add --resident")
     variables = dict(passphrase.without_secrets(os.environ) if environment is None else environment)
     missing: list[str] = []
     if resident:
         try:
             preload_path()
         except MissingTool as error:
+            if must_keep:
+                raise
             resident = False
             missing.append(f"{error.message} ({error.cure})")
     how = gpu_run(isolation, variables, pid=pid, root=root, resident=resident)

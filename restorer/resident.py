@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from icecore.errors import Damaged, FormatTooNew, IcecoreError, RestoreFailed, RestoreRefused, StoreError
+from icecore.errors import Damaged, FormatTooNew, IcecoreError, NotFound, RestoreFailed, RestoreRefused, StoreError
 from icecore.events import Sink, phase
 from icecore.host.limits import raise_descriptor_limit
 from icecore.host.resident.client import Agent, Keeper, ResidentFailed
@@ -151,7 +151,8 @@ class Resident:
                     self._worker.linger(_LINGER_SECONDS)
                 if self._holder is not None and self._elsewhere:
                     for process in self._processes.values():  # the instance's own keeper has it now
-                        self._holder.forget(process.token)
+                        with suppress(NotFound):  # that one has ended, and let go of all
+                            self._holder.forget(process.token)
             except IcecoreError as error:
                 raise RestoreFailed(f"resident memory could not be mapped: {error.message}", cure=error.cure) from error
 

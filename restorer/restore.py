@@ -3,8 +3,6 @@ it is left."""
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
 import tempfile
 import threading
@@ -24,6 +22,7 @@ from icecore.host.jobs import Registry, Restoring
 from icecore.host.limits import kernel_version, memory_available, overcommits, threads_for
 from icecore.host.namespaces import INSTANCE_MOUNT, RunRecord
 from icecore.host.resident.client import Keeper
+from icecore.host.resident.keeper import claimed
 from icecore.restorer import workingset
 from icecore.restorer.cells import SpaceCells
 from icecore.restorer.device_file import DeviceFile, FileUnusable
@@ -322,7 +321,7 @@ class _Run:
             self.restoring.has_keeper(place, keep=outlives(manifest))
         held = self._held_at(manifest, processes, place) if self.options.from_resident else None
         if held is None:
-            self._let_go(processes)
+            self._let_go(manifest, processes)
         self.resident = Resident(
             self.repository,
             self.loop,
@@ -351,23 +350,29 @@ class _Run:
     def _claim(self, place: Path, wanted: set[bytes]) -> bool:
         """Whether a keeper has memory that nobody else has, or takes while this restore lasts: two would write to one memory."""
         with suppress(IcecoreError, OSError), ExitStack() as stack:
-            folder = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            stack.callback(os.close, folder)
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not stack.enter_context(claimed(place)):
+                return False
             known = [one for one in Keeper(place).processes() if one.token in wanted]
             if any(one.retained for one in known) and not any(one.alive for one in known):
                 self.stack.callback(stack.pop_all().close)
                 return True
         return False
 
-    def _let_go(self, processes: Mapping[int, RecordedProcess]) -> None:
-        """Have no keeper hold what is fetched anew: there may not be room for both."""
+    def _let_go(self, manifest: Manifest, processes: Mapping[int, RecordedProcess]) -> None:
+        """Have no keeper hold what is fetched anew, or what ended instances of this lineage left that are other processes now (workers that were started
+        again): there may not be room for both."""
+        registry = self.registry or Registry()
         wanted = {process.token for process in processes.values()}
-        for place in (self.registry or Registry()).keepers():
-            with suppress(IcecoreError):
+        left = registry.left_keepers(manifest.lineage, self.restoring.job.instance if self.restoring is not None else "")
+        for place in registry.keepers():
+            with suppress(IcecoreError, OSError), claimed(place) as ours:
+                if not ours:  # another restore takes it
+                    continue
                 keeper = Keeper(place)
-                for known in keeper.processes():
-                    if known.token in wanted and not known.alive:
+                held = keeper.processes()
+                every = place in left and not any(known.alive for known in held)
+                for known in held:
+                    if not known.alive and (every or known.token in wanted):
                         keeper.forget(known.token)
 
     def _placers(self, size: int, word: str, lock: str = "") -> Placers | None:
@@ -592,12 +597,6 @@ class _Run:
     def _running(self, pid: int) -> Restored:
         """The tree runs."""
         job = self.restoring.started(pid) if self.restoring is not None else None
-        if job is not None and job.description.keep_resident and self.resident is not None:
-            try:
-                self.resident.outlive(job.pid, job.status_path)
-            except (IcecoreError, OSError) as error:
-                message = f"device memory does not outlive a crash of this job: {getattr(error, 'message', error)}"
-                self.emit(Event("restore.warning", {"name": "keep-resident", "message": message}))
         seconds = time.perf_counter() - self.began
         instance = job.instance if job is not None else ""
         fields: dict[str, Value] = {"snapshot": self.snapshot, "pid": pid, "seconds": seconds, "instance": instance}
@@ -607,6 +606,8 @@ class _Run:
     def _resident(self, tree: Tree, restored: Restored) -> None:
         """All memory is there: from now on the tree lives without us."""
         tree.release(stay=not self.options.detach)
+        if restored.job is not None:
+            self._outlive(restored.job)
         seconds = time.perf_counter() - self.began
         restored.seconds_to_resident = seconds
         self.emit(Event("restore.resident", {"snapshot": self.snapshot, "seconds": seconds}))
@@ -621,6 +622,16 @@ class _Run:
             tree.await_exit(restored.pid, done)
         self.stack.close()
         restored._resident.set_result(seconds)
+
+    def _outlive(self, job: Job) -> None:
+        """Not before all memory is there: where that fails the tree is killed, and would leave its device memory."""
+        if self.resident is None or not job.description.keep_resident:
+            return
+        try:
+            self.resident.outlive(job.pid, job.status_path)
+        except (IcecoreError, OSError) as error:
+            message = f"device memory does not outlive a crash of this job: {getattr(error, 'message', error)}"
+            self.emit(Event("restore.warning", {"name": "keep-resident", "message": message}))
 
     def _remember(self, tree: Tree, manifest: Manifest) -> None:
         touched = tree.filling.touched()

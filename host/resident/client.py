@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from errno import EAGAIN, ECONNRESET, EIO, EMFILE, ENOENT, EPIPE, EPROTO
+from errno import EAGAIN, ECONNRESET, EINVAL, EIO, EMFILE, ENOENT, EPIPE, EPROTO
 from pathlib import Path
 from typing import TypeVar
 
@@ -392,6 +392,10 @@ class Keeper(_Speaker):
             self._ask(message, file, good=(0, ENOENT))
         finally:
             os.close(file)
+
+    def unkeep(self, token: bytes) -> None:
+        """Its memory ends with the process after all; no error where that has ended already, or the keeper is older and keeps nothing."""
+        self._ask(Message(Operation.KEEPER_KEEP, token=token), good=(0, ENOENT, EINVAL))
 
     def drop(self, token: bytes, identities: Sequence[int]) -> None:
         """Let go of some of what it holds of a process that has ended; no error where it does not hold them."""

@@ -2,10 +2,11 @@
  *
  *     icecore-keeper SOCKET
  *
- * Rule: it does nothing that can fail in a way that loses a descriptor: no CUDA, no threads, no files; its memory is locked and it is the last that the
- * kernel kills. C, because an interpreter is many times larger and allocates at every message. What a process allocated is let go of when it frees
- * it, and when it ends, unless it was parked then (the descriptors are all there is of the memory), or is in a snapshot of a job whose memory is to outlive
- * a crash (KEEPER_KEEP). It ends when its socket has been unlinked and it holds nothing any more.
+ * Rule: it does nothing that can fail in a way that loses a descriptor: no CUDA, no threads, no files but for one line of the status that it was handed;
+ * its memory is locked and it is the last that the kernel kills. C, because an interpreter is many times larger and allocates at every message. What a
+ * process allocated is let go of when it frees it, and when it ends, unless it was parked then (the descriptors are all there is of the memory), or is in
+ * a snapshot of a job whose memory is to outlive a crash (KEEPER_KEEP). It ends when its socket has been unlinked and nobody is there any more: what it
+ * still holds nobody could ask for.
  */
 
 #define _GNU_SOURCE
@@ -232,19 +233,30 @@ static void look_around(void)
 		job_ended();
 }
 
+/* Without a status file: not any more. */
 static int keep(const struct resident_message *message, int status)
 {
 	struct process *process = find(message->token);
+	int init;
 
-	if (!process || !process->alive || status < 0) {
+	if (!process || !process->alive) {
 		if (status >= 0)
 			close(status);
-		return status < 0 ? EINVAL : ENOENT;
+		return ENOENT;
 	}
-	process->kept = true;
+	process->kept = status >= 0;
+	if (!process->kept)
+		return 0;
+	init = message->pid > 0 ? (int)syscall(SYS_pidfd_open, message->pid, 0) : -1;
+	if (init < 0 && message->pid > 0 && errno != ESRCH) { /* nothing is known of it */
+		int error = errno;
+		close(status);
+		process->kept = false;
+		return error;
+	}
 	process->lease = message->lease;
 	forget_job();
-	job = (struct job){JOB_RUNS, message->pid > 0 ? (int)syscall(SYS_pidfd_open, message->pid, 0) : -1, status};
+	job = (struct job){JOB_RUNS, init, status};
 	if (job.pidfd >= 0)
 		watch(job.pidfd, &job);
 	else
@@ -546,6 +558,25 @@ static int listen_at(const char *path)
 	return found;
 }
 
+/* Whether somebody who comes now would find us. */
+static bool is_found(const char *path, const struct stat *ours)
+{
+	struct stat there;
+
+	if (stat(path, &there))
+		return errno != ENOENT && errno != ENOTDIR;
+	return there.st_ino == ours->st_ino && there.st_dev == ours->st_dev;
+}
+
+/* Somebody may still ask for what we hold. */
+static bool is_used(void)
+{
+	for (struct process *process = processes; process; process = process->next)
+		if (process->alive)
+			return true;
+	return connections != NULL;
+}
+
 static void harden(void)
 {
 	struct rlimit files;
@@ -571,7 +602,7 @@ static void harden(void)
 
 int main(int count, char **words)
 {
-	struct stat ours, there;
+	struct stat ours;
 	int64_t last_used = now();
 	int listener;
 
@@ -623,7 +654,7 @@ int main(int count, char **words)
 			unlink(words[1]); /* its job is over; one that is not gets another with its next dump */
 			return 0;
 		}
-		if (some == 0 && !processes && (stat(words[1], &there) || there.st_ino != ours.st_ino || there.st_dev != ours.st_dev))
+		if (some == 0 && !is_used() && !is_found(words[1], &ours))
 			return 0;
 	}
 }

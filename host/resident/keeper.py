@@ -1,10 +1,13 @@
-"""Starts keepers and finds the preload; rule: a keeper outlives whoever started it, and ends by itself once its directory is gone and it holds nothing."""
+"""Starts and claims keepers, finds the preload; rule: a keeper outlives whoever started it, and ends once its directory and its processes are gone."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from icecore.errors import MissingTool, NotFound
@@ -47,6 +50,26 @@ def environment(directory: str, before: Mapping[str, str]) -> dict[str, str]:
     """What a job's environment needs: the preload, and the directory as the job sees it; whatever else is preloaded stays."""
     preloads = [str(preload_path()), *(word for word in (before.get("LD_PRELOAD"),) if word)]
     return {"LD_PRELOAD": ":".join(preloads), VARIABLE: directory}
+
+
+@contextmanager
+def claimed(directory: Path) -> Iterator[bool]:
+    """Whether nobody else has claimed what the keeper of a directory has kept; then nobody else can, within: to take it, or to let go of it.
+
+    Raises:
+        OSError: There is no such directory.
+    """
+    # A regular file: NFS has no such locks on directories.
+    lock = os.open(directory / "restoring", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = True
+        except BlockingIOError:
+            ours = False
+        yield ours
+    finally:
+        os.close(lock)
 
 
 def start_keeper(directory: Path) -> Keeper:

@@ -85,6 +85,8 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
         raise UsageError("--rm needs the foreground, because nobody else waits for the job's end", cure="leave out -d or --rm")
     if arguments.keep_resident and not arguments.gpu:
         raise UsageError("only the device memory of GPU jobs can be kept", cure="add --gpu, or leave out --keep-resident")
+    if arguments.keep_resident and arguments.rm:
+        raise UsageError("--rm lets go of what --keep-resident keeps", cure="leave out one of them")
     own = overridden(context.config.run, arguments)
     isolation = Isolation(
         pid=own.pid == "private", ipc=own.ipc == "private", network=own.network == "private", root=own.root == "private"
@@ -110,6 +112,7 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
             root=arguments.root or "",
             resident=own.resident,
             keep_resident=own.keep_resident,
+            must_keep=bool(arguments.keep_resident),
             emit=context.output.event,
         )
     else:

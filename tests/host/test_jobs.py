@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -102,6 +103,26 @@ def test_a_pid_that_is_another_process_by_now_is_not_the_job(registry: Registry)
         found.kill(signal.SIGKILL)
     assert job.alive  # it was not hit
     job.save()
+
+
+def test_a_command_whose_number_is_another_process_by_now(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a pid namespace its number is given out again: nobody else is hit, and where there is no command the init is."""
+    job = registry.start(["sleep", "60"], isolation=Isolation(pid=False))
+    command = job.main_process()
+    stranger = subprocess.Popen(["sleep", "60"])
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Job, "main_process", lambda _: stranger.pid)
+            with pytest.raises(NotFound, match="has ended"):
+                job.kill(signal.SIGSTOP)
+            assert job.alive
+            job.kill(signal.SIGKILL)
+            assert job.wait(10) == ExitStatus(signal=signal.SIGKILL)
+        assert stranger.poll() is None
+    finally:
+        os.kill(command, signal.SIGKILL)  # its init is gone
+        stranger.kill()
+        stranger.wait(10)
 
 
 def test_after_a_restart_of_the_machine_nobody_knows(registry: Registry) -> None:

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
+import resource
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
-from errno import EINVAL
+from errno import EINVAL, EMFILE
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
-from icecore.errors import RestoreRefused
+from icecore.errors import NotFound, RestoreRefused, UsageError
 from icecore.events import Value
+from icecore.host.job import Job as Instance
+from icecore.host.jobs import Registry
+from icecore.host.resident import client
 from icecore.host.resident.client import Keeper, ResidentFailed
+from icecore.host.resident.keeper import claimed
 from icecore.host.resident.protocol import Allocation
 from icecore.host.resident.sharing import repeated
+from icecore.restorer.resident import Resident
+from icecore.restorer.restore import _Run
 from tests.dumper.world import Events, Store
 
 from .joined import Job, Ring
-from .machine import MIB, Machine, until, uuid_of
+from .machine import MIB, Machine, gone, until, uuid_of
 from .machine import Target as Process
 from .test_restore import bring_back, ended
 
@@ -93,6 +102,22 @@ def test_what_lives_is_not_dropped(machine: Machine, target: Process, init: Init
     assert machine.used() == 8 * MIB
 
 
+def test_a_keeper_without_descriptors_keeps_nothing(machine: Machine, target: Process, init: Init) -> None:
+    """That its job cannot be looked at does not mean that it ended."""
+    token = kept(target, init)
+    pid = machine.keeper_pid()
+    there = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+    free = [number for number in range(len(there) + 2) if number not in there]
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (free[1] + 1, hard))  # for the connection and the status file
+    with pytest.raises(ResidentFailed) as caught:
+        machine.keeper.keep(token, init.pid, init.status)
+    assert caught.value.code == EMFILE
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+    target.end()
+    assert (machine.keeper.processes(), machine.used()) == ([], 0)
+
+
 def test_while_the_job_runs_on_it_is_there_for_a_while(machine: Machine, target: Process, init: Init) -> None:
     token = kept(target, init, seconds=1.0)
     identity = machine.keeper.allocations(token)[0].identity
@@ -134,6 +159,85 @@ def test_a_job_that_broke_off_yields_to_nobody(machine: Machine, target: Process
     other("start()")
     assert (other("alloc(2 * MIB)")[0], other("alloc(50 * MIB)")[0]) == (0, 2)
     assert machine.used() == 42 * MIB
+
+
+def test_a_keeper_that_nobody_can_reach_holds_nothing(machine: Machine, target: Process, init: Init) -> None:
+    other = machine.target()
+    other("start()")
+    assert other("alloc(2 * MIB)")[0] == 0
+    kept(target, init)
+    pid = machine.keeper_pid()
+    target.end()
+    init.end("exited 1\n")
+    (machine.directory / "keeper").unlink()
+    time.sleep(2.5)  # longer than it takes to look
+    assert (machine.used(), gone(pid)) == (10 * MIB, False)  # somebody still lives
+    other.end()
+    until(lambda: gone(pid))
+    assert machine.used() == 0
+
+
+def instance(registry: Registry, machine: Machine) -> Instance:
+    """One that has ended, with the machine's keeper."""
+    job = registry.start(["true"])
+    job.wait(10)
+    return Instance.load(job.directory).with_resident(machine.directory, keep=True)
+
+
+def test_rm_where_the_keeper_does_not_answer(
+    machine: Machine, target: Process, init: Init, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = Registry(tmp_path / "state")
+    job = instance(registry, machine)
+    kept(target, init)
+    target.end()
+    init.end("exited 1\n")
+    pid = machine.keeper_pid()
+    os.kill(pid, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "_ANSWER_SECONDS", 0.2)
+        with pytest.raises(ResidentFailed, match="did not answer"):
+            registry.remove(job)
+    os.kill(pid, signal.SIGCONT)
+    assert (registry.find(job.instance).instance, machine.used()) == (job.instance, 8 * MIB)
+    registry.remove(job)
+    assert (registry.instances(), machine.used(), machine.directory.exists()) == ([], 0, False)
+
+
+def test_rm_while_a_process_outlives_its_init(machine: Machine, target: Process, init: Init, tmp_path: Path) -> None:
+    registry = Registry(tmp_path / "state")
+    job = instance(registry, machine)
+    other = machine.target()
+    other("start()")
+    gone_first = kept(other, init, 2)
+    kept(target, init)
+    init.end()
+    other.end()
+    assert [one.token for one in machine.keeper.processes() if not one.alive] == [gone_first]
+    registry.remove(job)
+    assert (machine.used(), target("alloc(2 * MIB)")[0]) == (8 * MIB, 0)
+    target.end()
+    assert (machine.keeper.processes(), machine.used()) == ([], 0)
+
+
+def test_while_a_restore_takes_it_nobody_lets_go_of_it(machine: Machine, target: Process, init: Init, tmp_path: Path) -> None:
+    registry = Registry(tmp_path / "state")
+    job = instance(registry, machine)
+    token = kept(target, init)
+    target.end()
+    init.end("exited 1\n")
+    other: Any = SimpleNamespace(registry=registry, restoring=None)
+    manifest: Any = SimpleNamespace(lineage="")
+    processes: Any = {1: SimpleNamespace(token=token)}
+    with claimed(machine.directory) as ours, claimed(machine.directory) as again:
+        assert (ours, again) == (True, False)
+        with pytest.raises(UsageError, match="is being restored from"):
+            registry.remove(job)
+        _Run._let_go(other, manifest, processes)
+        assert machine.used() == 8 * MIB
+    _Run._let_go(other, manifest, processes)
+    assert machine.used() == 0
+    registry.remove(job)
 
 
 def test_the_same_memory_twice() -> None:
@@ -214,6 +318,31 @@ def test_what_was_freed_since_is_fetched_and_what_was_made_since_is_let_go_of(
 
 
 @pytest.mark.criu
+@pytest.mark.parametrize("same", [True, False])
+def test_what_other_processes_of_the_lineage_left(
+    same: bool, store: Store, launch: Launch, joined: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers that were started again after the snapshot have other tokens."""
+    monkeypatch.setenv("ICECORE_STATE", str(tmp_path / "state"))
+    job = launch()
+    done = store.dump(job.pid)
+    left = instance(Registry(), joined).with_snapshot("another", done.lineage if same else "another")
+    keep_all(job, tmp_path)
+    stranger = joined.target()
+    stranger("start()")
+    assert stranger("alloc(8 * MIB)")[0] == 0
+    joined.keeper.keep(stranger.agent.report().token, job.pid, tmp_path / "status")
+    stranger.end()
+    job.kill()
+    assert joined.used(0) == job.resident + 8 * MIB
+    assert Registry().left_keepers(left.description.lineage) == {joined.directory}
+    assert Registry().left_keepers(left.description.lineage, left.instance) == set()
+    bring_back(store, done.snapshot)
+    job.goes_on()
+    assert joined.used(0) == job.resident + MIB // 2 + (0 if same else 8 * MIB)
+
+
+@pytest.mark.criu
 @pytest.mark.parametrize("ipc", [False, True])
 def test_ranks_that_have_each_others_memory(ipc: bool, store: Store, launch: Launch, joined: Machine, tmp_path: Path) -> None:
     job = launch(kind=Ring, ipc=ipc)
@@ -251,16 +380,38 @@ def test_a_rank_that_dies_before_its_job(store: Store, launch: Launch, joined: M
 
 
 @pytest.mark.criu
+def test_the_keeper_that_had_it_ends_meanwhile(
+    store: Store, launch: Launch, joined: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends(self: Keeper, token: bytes) -> None:
+        raise NotFound(f"nobody answers at {self.directory}")
+
+    job = launch()
+    snapshot = store.dump(job.pid).snapshot
+    keep_all(job, tmp_path)
+    job.kill()
+    with monkeypatch.context() as patch:
+        made = Resident.__init__
+
+        def elsewhere(self: Resident, *words: Any, **named: Any) -> None:
+            made(self, *words, **named)
+            self._elsewhere = True
+
+        patch.setattr(Resident, "__init__", elsewhere)
+        patch.setattr(Keeper, "forget", ends)
+        bring_back(store, snapshot, from_resident=True)
+    job.goes_on()
+
+
+@pytest.mark.criu
 def test_a_restore_that_fails_leaves_it_where_it_is(store: Store, launch: Launch, joined: Machine, tmp_path: Path) -> None:
     job = launch()
     snapshot = store.dump(job.pid).snapshot
     keep_all(job, tmp_path)
     job.kill()
-    folder = os.open(joined.directory, os.O_RDONLY)
-    fcntl.flock(folder, fcntl.LOCK_EX)  # as another restore has it
-    with pytest.raises(RestoreRefused, match="another restore"):
+    with claimed(joined.directory) as ours, pytest.raises(RestoreRefused, match="another restore"):
+        assert ours
         bring_back(store, snapshot, from_resident=True)
-    os.close(folder)
     (joined.cuda / "faults" / "1").write_text('{"call": "restore", "code": 801}')
     with pytest.raises(Exception, match=r"801|restore"):
         bring_back(store, snapshot, from_resident=True)

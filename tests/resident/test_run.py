@@ -13,7 +13,7 @@ import pytest
 
 from icecore import api
 from icecore.config import Config, RunSettings
-from icecore.errors import MissingTool, UsageError
+from icecore.errors import MissingTool, RestoreFailed, UsageError
 from icecore.events import Event
 from icecore.host.cuda import nccl
 from icecore.host.cuda.backend import VARIABLE
@@ -22,6 +22,8 @@ from icecore.host.jobs import Registry
 from icecore.host.namespaces import Isolation
 from icecore.host.resident.client import Keeper
 from icecore.output import describe
+from icecore.restorer.options import RestoreOptions
+from icecore.restorer.restore import _Run
 from tests.cli.conftest import Cli
 from tests.cli.conftest import cli as cli
 from tests.cli.documents import check_event, documented_events
@@ -176,6 +178,28 @@ def test_a_job_that_crashes(cli: Cli, visible: Machine, root: str) -> None:
     goes_on(cli.job("gpu"))
 
 
+def test_a_restore_that_breaks_off_while_it_runs(cli: Cli, visible: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tree is killed for want of host memory, and leaves nothing on the GPU."""
+    cli.run("init")
+    job = start(cli, "--keep-resident")
+    cli.run("dump", "gpu")
+    cli.run("kill", "gpu", "-s", "KILL")
+    cli.run("rm", job.instance)
+    until(lambda: visible.used(0) == 0)
+    for name, value in cli.environment.items():
+        monkeypatch.setenv(name, value)
+
+    def fails(*_: object) -> None:
+        raise RestoreFailed("the rest does not come")
+
+    monkeypatch.setattr(_Run, "_fill", fails)
+    restored = api.restore("gpu", options=RestoreOptions(mode="lazy"))
+    with pytest.raises(RestoreFailed, match="does not come"):
+        restored.wait_resident(30)
+    assert restored.job is not None and not restored.job.alive
+    until(lambda: visible.used(0) == 0)
+
+
 def test_a_job_that_ends_well(cli: Cli, visible: Machine) -> None:
     cli.run("init")
     job = start(cli, "--keep-resident")
@@ -213,6 +237,12 @@ def test_what_cannot_be_kept(cli: Cli) -> None:
     assert "add --gpu" in cli.run("run", "--keep-resident", "--", "true", status=2).stderr
     with pytest.raises(UsageError, match="add --gpu"):
         api.run(["true"], keep_resident=True)
+    for resident in ("--no-resident", "--rm"):
+        said = cli.run("run", "--gpu", "--keep-resident", resident, "--", "true", status=2).stderr
+        assert "can be kept" in said if resident == "--no-resident" else "--rm lets go" in said
+    with pytest.raises(UsageError, match="only resident memory"):
+        api.run(["true"], gpu=True, resident=False, keep_resident=True)
+    assert cli.registry.instances() == []
 
 
 def test_ranks(cli: Cli, visible: Machine, tmp_path: Path) -> None:
@@ -270,10 +300,13 @@ def test_where_no_compiler_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(api, "preload_path", missing)
     events: list[Event] = []
     registry = Registry(tmp_path / "state")
-    job = api.start_gpu(registry, ["sleep", "60"], Isolation(), emit=events.append)
+    with pytest.raises(MissingTool, match="it was not built"):
+        api.start_gpu(registry, ["sleep", "60"], Isolation(), keep_resident=True, must_keep=True)
+    job = api.start_gpu(registry, ["sleep", "60"], Isolation(), keep_resident=True, emit=events.append)  # as the configuration says
     job.kill(9)
     job.wait(10)
     [about] = [event.fields for event in events if event.name == "run.gpu"]
+    assert about["keep_resident"] is False
     assert about["resident"] is False and "is resident" not in describe(Event("run.gpu", about)) and "it was not built (install gcc)" in about["notes"]  # type: ignore[operator]
 
 
