@@ -25,9 +25,15 @@ def verdict(program: Program, running: driving.Running) -> None:
     assert said.passed, said.errors
 
 
-@pytest.mark.parametrize("program", DUMPABLE, ids=lambda program: program.name)
-def test_it_goes_on_from_the_last_of_three_snapshots(program: Program, trip: Trip) -> None:
-    running = trip.start(program, own_namespaces=program.own_ipc, full=program.name == "many-vmas")
+@pytest.mark.parametrize(
+    ("program", "full"),
+    [
+        *(pytest.param(program, False, id=program.name) for program in DUMPABLE),
+        pytest.param(PROGRAMS["many-vmas"], True, id="20 000 vmas", marks=pytest.mark.torture),
+    ],
+)
+def test_it_goes_on_from_the_last_of_three_snapshots(program: Program, full: bool, trip: Trip) -> None:
+    running = trip.start(program, own_namespaces=program.own_ipc, full=full)
     try:
         for _ in range(2):
             trip.dump(running.pid)

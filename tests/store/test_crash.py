@@ -43,7 +43,7 @@ def test_crash_at_every_call(name: str, effect: bool, stride: int) -> None:
     asyncio.run(asyncio.wait_for(body(), 100))
 
 
-@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.torture)])
+@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.torture)])
 @pytest.mark.parametrize("outcome", [Outcome.FAIL, Outcome.LOSE])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_call_fails_once(name: str, outcome: Outcome, stride: int) -> None:
