@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 
 import pytest
 
@@ -47,6 +48,14 @@ def _shown(pid: int) -> int | None:
     return sum(found) if found else None
 
 
+def _settles_at(wanted: int) -> None:
+    """What is in use of the first GPU comes to this: what has ended is let go of in its own time."""
+    end = time.monotonic() + 20
+    while abs((used := read_inventory().gpus[0].used) - wanted) > _SLACK:
+        assert time.monotonic() < end, f"{used >> 20} MiB are in use, not {wanted >> 20}"
+        time.sleep(0.1)
+
+
 def test_tools_see_what_it_has(lab: Lab) -> None:
     """nvidia-smi by process and by GPU, and cudaMemGetInfo, while memory is held, through a snapshot, and after its process has ended."""
     needs(1, "torch")
@@ -62,10 +71,10 @@ def test_tools_see_what_it_has(lab: Lab) -> None:
         shown.append(_shown(pid))
         if own:
             lab.dump(pid)
-            assert abs(read_inventory().gpus[0].used - used[-1]) <= _SLACK
+            _settles_at(used[-1])
             assert _shown(pid) is None or abs(_shown(pid) - shown[-1]) <= _SLACK >> 20
         lab.kill(pid)
-        assert abs(read_inventory().gpus[0].used - idle) <= _SLACK
+        _settles_at(idle)
     for took, total in heard:
         assert 4 * GIB <= took <= 4 * GIB + _SLACK and total == heard[0][1]
     assert all(one - idle >= 4 * GIB for one in used) and abs(used[0] - used[1]) <= _SLACK
