@@ -278,23 +278,10 @@ void spares_of_child(void)
 
 /* -- what an application asks of an address, and what it does with memory that a release does not undo */
 
-#define ASKED(name, parameters, arguments) \
-	CUresult resident_##name parameters \
-	{ \
-		if (!driver() || !driver()->name) \
-			return CUDA_ERROR_NOT_INITIALIZED; \
-		enter(); \
-		address = spare_hidden(address); \
-		CUresult result = driver()->name arguments; \
-		leave(); \
-		return result; \
-	}
-ASKED(cuPointerGetAttribute, (void *out, int attribute, CUdeviceptr address), (out, attribute, address))
-ASKED(cuPointerGetAttributes, (unsigned count, int *attributes, void **out, CUdeviceptr address), (count, attributes, out, address))
-ASKED(cuMemGetAddressRange_v2, (CUdeviceptr * base, size_t *size, CUdeviceptr address), (base, size, address))
-
 static void note_altered(CUdeviceptr address)
 {
+	if (!resident_directory())
+		return;
 	pthread_mutex_lock(&table_lock);
 	struct allocation *found = containing(address);
 	if (found && found->kind == KIND_RESIDENT)
@@ -302,7 +289,7 @@ static void note_altered(CUdeviceptr address)
 	pthread_mutex_unlock(&table_lock);
 }
 
-#define ALTERING(name, parameters, arguments) \
+#define ASKED(alters, name, parameters, arguments) \
 	CUresult resident_##name parameters \
 	{ \
 		if (!driver() || !driver()->name) \
@@ -310,10 +297,13 @@ static void note_altered(CUdeviceptr address)
 		enter(); \
 		address = spare_hidden(address); \
 		CUresult result = driver()->name arguments; \
-		if (!result && resident_directory()) \
+		if (alters && !result) \
 			note_altered(address); \
 		leave(); \
 		return result; \
 	}
-ALTERING(cuPointerSetAttribute, (const void *value, int attribute, CUdeviceptr address), (value, attribute, address))
-ALTERING(cuMemGetHandleForAddressRange, (void *out, CUdeviceptr address, size_t size, int type, unsigned long long flags), (out, address, size, type, flags))
+ASKED(false, cuPointerGetAttribute, (void *out, int attribute, CUdeviceptr address), (out, attribute, address))
+ASKED(false, cuPointerGetAttributes, (unsigned count, int *attributes, void **out, CUdeviceptr address), (count, attributes, out, address))
+ASKED(false, cuMemGetAddressRange_v2, (CUdeviceptr * base, size_t *size, CUdeviceptr address), (base, size, address))
+ASKED(true, cuPointerSetAttribute, (const void *value, int attribute, CUdeviceptr address), (value, attribute, address))
+ASKED(true, cuMemGetHandleForAddressRange, (void *out, CUdeviceptr address, size_t size, int type, unsigned long long flags), (out, address, size, type, flags))
