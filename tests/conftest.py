@@ -18,7 +18,7 @@ BUCKET = "icecore-tests"
 
 # What Python, S3 and icecore would be told by the surroundings. With PYTHONUNBUFFERED, print() writes a line in two calls, and a job may be frozen between
 # the two; the tests' jobs flush what they print.
-_OURS = ("ICECORE_CRIU_PREFIX", "ICECORE_TORTURE_SECONDS")
+_OURS = ("ICECORE_CRIU", "ICECORE_CRIU_PREFIX", "ICECORE_TORTURE_SECONDS")
 for _name in [name for name in os.environ if re.match("AWS_|ICECORE_", name) and name not in _OURS]:
     del os.environ[_name]
 for _name in ("UNBUFFERED", "WARNINGS", "DEVMODE", "TRACEMALLOC", "OPTIMIZE", "MALLOC"):
