@@ -14,6 +14,9 @@ from icecore.dumper.sockets import UnixSocket, kernel_refuses_options, owner, un
 from icecore.host import procfs
 from icecore.host.criu import has_plugin
 
+#: /dev/nvidiaN and /dev/nvidiactl (Linux's list of allocated devices); resident memory that the keeper passed on may have been opened in a root that is gone,
+#: and has no path below /dev any more.
+_NVIDIA_MAJOR = 195
 _NVIDIA = re.compile(r"/dev/nvidia")
 _OTHER_GPU = re.compile(r"/dev/(kfd|dri/)")
 #: What anon_inode descriptors CRIU 4 can dump (bpf-map: where it was built with libbpf).
@@ -79,7 +82,7 @@ def devices(found: Look) -> list[Refusal]:
     out = []
     for process, descriptor in _all_descriptors(found):
         device = (process.devices or {}).get(descriptor.number)
-        if device is None or _NVIDIA.match(descriptor.target) or _OTHER_GPU.match(descriptor.target):
+        if device is None or device[0] == _NVIDIA_MAJOR or _NVIDIA.match(descriptor.target) or _OTHER_GPU.match(descriptor.target):
             continue  # judged by checks of their own
         known = device[0] in _KNOWN_MAJORS or device == _AUTOFS
         known = known or (device == _TUN and not in_hosts(found, "net"))

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -52,7 +52,7 @@ Vmas = npt.NDArray[np.void]
 ALIVE, DEAD, STOPPED = 1, 2, 3
 
 _MM_HEAD, _MM_VMA = 12, 14
-_VMA_OFFSET, _VMA_FILE, _VMA_FLAGS, _VMA_STATUS = 3, 4, 6, 7
+_VMA_START, _VMA_END, _VMA_OFFSET, _VMA_FILE, _VMA_FLAGS, _VMA_STATUS = 1, 2, 3, 4, 6, 7
 
 #: file_entry.type (images/fdinfo.proto).
 REGULAR_FILE, PIPE, FIFO, INET_SOCKET, UNIX_SOCKET, TERMINAL, EXTERNAL, MEMFD = 1, 2, 3, 4, 5, 11, 16, 18
@@ -272,30 +272,65 @@ def load_mm(folder: Path, pid: int) -> AddressSpace:
     )
 
 
-def map_file(folder: Path, pid: int, offsets: Mapping[int, int], file: int) -> None:
+def map_file(folder: Path, pid: int, pieces: Sequence[tuple[int, int, int]], file: int) -> None:
     """Have CRIU map a file, privately, where a process had private anonymous memory.
 
     Args:
-        offsets: Where a VMA begins → what of the file it begins with.
+        pieces: Start, end, and what of the file it begins with, each within one VMA; what is left of that stays anonymous.
         file: The file's id (`add_file`).
     """
+    vmas = load_mm(folder, pid).vmas
+    vmas = vmas[vmas["status"] & VMA_GUARD == 0]
+    within: dict[int, list[tuple[int, int, int]]] = {}
+    for piece in pieces:
+        at = int(np.searchsorted(vmas["start"], piece[0], side="right")) - 1
+        assert at >= 0 and piece[1] <= int(vmas["end"][at]), "a piece lies in one VMA"
+        within.setdefault(int(vmas["start"][at]), []).append(piece)
     path = folder / f"mm-{pid}.img"
     data = path.read_bytes()
     mm = Message.decode(memoryview(data)[_MM_HEAD:])
-    begins = tuple(Message([(1, 0, start)]).encode() for start in offsets)  # not each VMA of many is taken apart
-    for at, (number, kind, value) in enumerate(mm.fields):
+    begins = tuple(Message([(1, 0, start)]).encode() for start in within)  # not each VMA of many is taken apart
+    fields: list[tuple[int, int, int | bytes]] = []
+    for field in mm.fields:
+        number, kind, value = field
         if number == _MM_VMA and isinstance(value, bytes) and value.startswith(begins):
             vma = Message.decode(value)
-            if vma.integer(_VMA_STATUS) & VMA_GUARD:
+            if not vma.integer(_VMA_STATUS) & VMA_GUARD:
+                fields += [(number, kind, part) for part in _cut(vma, within[vma.integer(_VMA_START)], file)]
                 continue
-            vma.set(_VMA_OFFSET, offsets[vma.integer(1)])
-            vma.set(_VMA_FILE, file)
-            vma.set(_VMA_FLAGS, vma.integer(_VMA_FLAGS) & ~MAP_ANONYMOUS)
-            vma.set(_VMA_STATUS, vma.integer(_VMA_STATUS) & ~VMA_ANON_PRIVATE | VMA_FILE_PRIVATE)
-            mm.fields[at] = (number, kind, vma.encode())
-    body = mm.encode()
+        fields.append(field)
+    body = Message(fields).encode()
     path.unlink()
     path.write_bytes(data[: _MM_HEAD - 4] + struct.pack("<I", len(body)) + body)
+
+
+def _cut(vma: Message, pieces: Sequence[tuple[int, int, int]], file: int) -> Iterator[bytes]:
+    """A VMA of private anonymous memory in parts, in address order: pieces (start, end, offset) of a file, and what is left."""
+    at, last = vma.integer(_VMA_START), vma.integer(_VMA_END)
+    for start, end, offset in sorted(pieces):
+        if at < start:
+            yield _changed(vma, {_VMA_START: at, _VMA_END: start})
+        yield _changed(
+            vma,
+            {
+                _VMA_START: start,
+                _VMA_END: end,
+                _VMA_OFFSET: offset,
+                _VMA_FILE: file,
+                _VMA_FLAGS: vma.integer(_VMA_FLAGS) & ~MAP_ANONYMOUS,
+                _VMA_STATUS: vma.integer(_VMA_STATUS) & ~VMA_ANON_PRIVATE | VMA_FILE_PRIVATE,
+            },
+        )
+        at = end
+    if at < last:
+        yield _changed(vma, {_VMA_START: at, _VMA_END: last})
+
+
+def _changed(message: Message, values: Mapping[int, int]) -> bytes:
+    changed = Message(list(message.fields))
+    for number, value in values.items():
+        changed.set(number, value)
+    return changed.encode()
 
 
 def add_file(folder: Path, name: str) -> int:

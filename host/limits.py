@@ -143,21 +143,23 @@ def overcommits() -> bool:
 def free_huge_bytes() -> int:
     """Free memory in pieces of at least a huge page: for more, the kernel would have to compact, which takes longer than it gains (proc(5), buddyinfo).
 
-    What a confidential machine has not accepted yet counts, too: the kernel does that in such pieces.
+    What counts as free and is in no list of free pieces belongs to it: memory that a virtual machine has not accepted or taken into use yet, which it does in
+    pieces as large, when it is asked for.
     """
     order = (huge_page_bytes() // PAGE).bit_length() - 1
-    found = 0
     if order < 0:
         return 0
     try:
         zones, memory = _BUDDYINFO.read_text(), _MEMINFO.read_text()
     except OSError:
         return 0  # the kernel does not say
+    listed = found = 0
     for line in zones.splitlines():
         counts = [int(word) for word in line.partition("zone")[2].split()[1:]]
+        listed += sum(count << at for at, count in enumerate(counts)) * PAGE
         found += sum(count << at for at, count in enumerate(counts) if at >= order) * PAGE
-    unaccepted = re.search(r"^Unaccepted:\s*(\d+) kB$", memory, re.MULTILINE)
-    return found + (int(unaccepted[1]) << 10 if unaccepted else 0)
+    free = re.search(r"^MemFree:\s*(\d+) kB$", memory, re.MULTILINE)
+    return found + max(0, int(free[1]) * 1024 - listed if free else 0)
 
 
 def memory_available() -> int:

@@ -25,6 +25,9 @@ from icecore.host.images import (
     MAP_LOCKED,
     MAP_PRIVATE,
     MAP_SHARED,
+    VMA_GUARD,
+    VMA_HEAP,
+    VMA_STACK,
     Vmas,
     add_file,
     load_mm,
@@ -189,7 +192,7 @@ def plan_memory(
     images: list[FileTarget] = []
     lazy: list[LazyMemory] = []
     filed: list[FiledMemory] = []
-    mapped: list[dict[int, int]] = []
+    mapped: list[list[tuple[int, int, int]]] = []
     taken: set[int] = set()
     position = HUGE_PAGE
     for space, cells in memory:
@@ -207,7 +210,7 @@ def plan_memory(
         if ranges:
             offsets, position = lay_out(ranges, position)
             filed.append(_filed(int(space.key), cells, offsets, ranges, _extents(clipped(entries, ranges))))
-            mapped.append(offsets)
+            mapped.append([(start, end, offsets[start]) for start, end in ranges])
             entries = clipped(entries, gaps(ranges))
         can_wait = (entries["flags"] & PE_LAZY) != 0
         if space.kind != "process":
@@ -237,9 +240,9 @@ def plan_memory(
             own, pages = _kept(cells, covered(cells.records["data"], cells.base, _extents(entries[can_wait])))
             wiped = wiped_ranges(_vmas(folder, int(space.key)))
             lazy.append(LazyMemory(int(space.key), own, pages, wiped, within(own, device_ranges(space)), ranges))
-    for part, offsets in zip(filed, mapped, strict=True):
+    for part, pieces in zip(filed, mapped, strict=True):
         # A file for each: of two processes with a mapping of one file at the same place CRIU lets the younger inherit the other's, whatever part of it that is.
-        map_file(folder, part.process, offsets, add_file(folder, FILE_NAME))
+        map_file(folder, part.process, pieces, add_file(folder, FILE_NAME))
     return Memory(images, lazy, filed, position)
 
 
@@ -353,15 +356,21 @@ def wiped_ranges(vmas: Vmas) -> list[tuple[int, int]]:
 
 
 def mappable(vmas: Vmas, temporary: Sequence[tuple[int, int]], entries: Entries) -> list[tuple[int, int]]:
-    """The VMAs, (start, end), of `SMALLEST` bytes at least that lie within ``temporary`` and could as well be private mappings of a file."""
+    """What of ``temporary``, (start, end) in address order, could as well be private mappings of a file, in pieces of `SMALLEST` bytes at least.
+
+    A piece ends where its VMA does, but need not be all of one: the kernel makes one VMA of the driver's mapping and what it happens to lie beside.
+    """
     kind = MAP_PRIVATE | MAP_ANONYMOUS
     fit = (vmas["flags"] & (kind | MAP_SHARED | MAP_LOCKED | MAP_HUGETLB) == kind) & (vmas["protection"] & mmap.PROT_WRITE != 0)
+    fit &= vmas["status"] & (VMA_STACK | VMA_HEAP | VMA_GUARD) == 0
     fit &= (vmas["madvise"] >> np.uint64(_MADV_WIPEONFORK) & np.uint64(1)) == 0
     fit &= vmas["end"] - vmas["start"] >= np.uint64(SMALLEST)
-    firsts, lasts = np.array(temporary, np.uint64).T
-    at = np.searchsorted(firsts, vmas["start"], side="right") - 1
-    fit &= (at >= 0) & (vmas["end"] <= lasts[np.maximum(at, 0)])
-    found = zip(vmas["start"][fit].tolist(), vmas["end"][fit].tolist(), strict=True)
+    found = [
+        (max(start, first), min(end, last))
+        for start, end in zip(vmas["start"][fit].tolist(), vmas["end"][fit].tolist(), strict=True)
+        for first, last in temporary
+        if min(end, last) - max(start, first) >= SMALLEST
+    ]
     fixed = entries[(entries["flags"] & PE_LAZY) == 0]
     return [bounds for bounds in found if not len(clipped(fixed, [bounds]))]
 

@@ -268,13 +268,12 @@ class _Run:
                 registry.restoring(record, snapshot=self.snapshot, lineage=manifest.lineage, name=options.instance)
             )
         self._begin_resident(manifest, record, str(work))
-        host_bytes, device_bytes = self._plan_device_file(manifest)
-        self.file_placers = self._own_placers(device_bytes, str(work))
-        placers = self._own_placers(host_bytes, str(work), str(work))
+        size, filed = self._plan_device_file(manifest)
+        self.file_placers = self._own_placers(filed, str(work))
+        # As many although less is left to them: the driver is asked once the host's memory is there, and what cannot go through the file, after all, is theirs.
+        placers = self._own_placers(size, str(work), str(work))
         with phase(self.emit, "restore.images", snapshot=self.snapshot) as running:
             memory = self._write_files(manifest, images, criu, requirements, running)
-        if device_bytes and not memory.filed:  # it is placed, after all
-            placers = self._own_placers(host_bytes + device_bytes, str(work), str(work))
         what = f"the restore of snapshot {self.snapshot}"
         backend = self.repository.backend
         self.tree = Tree(
@@ -295,7 +294,7 @@ class _Run:
         return self._return_while_filling(self.tree, manifest, images)
 
     def _plan_device_file(self, manifest: Manifest) -> tuple[int, int]:
-        """Bytes that are placed, and bytes that come through a file."""
+        """Bytes to bring back, and how many of them can come through a file."""
         resident = resident_bytes(manifest)
         every = max(0, manifest.sizes.logical - resident)
         if self.devices is None or not self.with_file:
@@ -305,7 +304,7 @@ class _Run:
         device = min(mapped, max(0, manifest.sizes.device - resident))
         if memory_available() < every + device * SPARE:
             self.temporary, device = {}, 0
-        return every - device, device
+        return every, device
 
     def _begin_resident(self, manifest: Manifest, record: RunRecord | None, word: str) -> None:
         """Resident device memory begins to come now: it needs neither CRIU nor the processes."""

@@ -26,6 +26,8 @@ from icecore.host import libc, limits, procfs, ptrace
 
 #: From how many bytes on a mapping counts as the driver's.
 SMALLEST = 64 << 20
+#: Cells of a snapshot: what has huge pages ends with one, or all that comes after it would be cut otherwise than in the parent, where it ended elsewhere.
+CELL = 1 << 20
 _MMAP, _MADVISE, _MADV_HUGEPAGE = 9, 28, 14
 #: MAP_PRIVATE, MAP_ANONYMOUS and MAP_POPULATE; what it may have beside them: MAP_FIXED_NOREPLACE.
 _KIND, _ALSO, _MAP_POPULATE = 0x8022, 0x100000, 0x8000
@@ -188,16 +190,17 @@ class Populating:
             return  # the driver is told
         end, page = start + call.arguments[1], limits.huge_page_bytes()
         until = self._huge_until(start, end, page)
+        rest = start
         if until:
-            first = -(-start // page) * page
-            self.huge = touch(self._pid, first, until - first, page)
-        self.bytes = self.huge + touch(self._pid, until or start, end - (until or start), mmap.PAGESIZE)
+            first, rest = -(-start // page) * page, until // page * page
+            self.huge = touch(self._pid, first, rest - first, page)
+        self.bytes = self.huge + touch(self._pid, rest, end - rest, mmap.PAGESIZE)
 
     def _huge_until(self, start: int, end: int, page: int) -> int:
         """Where the huge pages of the new mapping end: as many as are free; 0: it has none."""
         if not page:
             return 0
-        until = min(end, (start + limits.free_huge_bytes()) // page * page)
+        until = min(end, start + limits.free_huge_bytes() // CELL * CELL)
         if until - start < SMALLEST - page or (limits.huge_pages() == "madvise" and self._advise(start, until - start) < 0):
             return 0
         return until

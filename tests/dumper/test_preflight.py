@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from icecore.dumper import checks
+from icecore.dumper import checks, checks_descriptors
 from icecore.dumper.checks_descriptors import kernel_refuses_options
 from icecore.dumper.look import look
 from icecore.dumper.options import DumpOptions
@@ -238,6 +238,24 @@ CASES = {
     "vsock": ("socket", "s = socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)"),
     "mptcp": ("socket", "s = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 262)"),
 }
+
+
+def test_a_gpu_that_was_opened_in_a_root_which_is_gone(has: Has, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its path no longer begins with /dev, as that of resident memory which another instance left: its number tells what it is."""
+    pid = has(
+        """
+os.mkdir('dev')
+if libc.unshare(0x20000) or libc.mount(None, b'/', None, 0x44000, None) or libc.mount(b'/dev', b'dev', None, 0x1000, None):  # private; bind
+    sys.exit(1)
+f = os.open('dev/fuse', os.O_RDWR)
+if libc.umount2(b'dev', 2):
+    sys.exit(1)
+"""
+    )
+    assert "is the device /fuse, which" in refusals(pid)["device"]
+    # No machine here has an NVIDIA GPU: what the process has open takes its part.
+    monkeypatch.setattr(checks_descriptors, "_NVIDIA_MAJOR", 10)
+    assert "device" not in refusals(pid)
 
 
 @pytest.mark.parametrize("case", CASES)

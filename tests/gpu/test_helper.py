@@ -31,11 +31,17 @@ def test_free_memory_in_pieces_of_a_huge_page(tmp_path: Path, monkeypatch: pytes
         "Node 0, zone    DMA32    505    606    588    492    351    239    135     83     67     63    664 \n"
         "Node 0, zone   Normal  21692  33155  16579   9674   5959   2517   1497   1244   1263      0      2 \n"
     )
-    (tmp_path / "meminfo").write_text("MemFree:         1000 kB\nUnaccepted:      8192 kB\n")
+    listed = sum(
+        int(count) << at for line in (tmp_path / "buddyinfo").read_text().splitlines() for at, count in enumerate(line.split()[-11:])
+    )
+    # Some is not accepted yet, or not taken into use: it is in no list of free pieces.
+    (tmp_path / "meminfo").write_text(f"MemTotal: 99999999 kB\nMemFree: {listed * mmap.PAGESIZE // 1024 + 8192} kB\n")
     monkeypatch.setattr(limits, "_BUDDYINFO", tmp_path / "buddyinfo")
     monkeypatch.setattr(limits, "_MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(limits, "huge_page_bytes", lambda: 512 * mmap.PAGESIZE)
     assert limits.free_huge_bytes() == (63 * 512 + 666 * 1024) * mmap.PAGESIZE + (8 << 20)
+    (tmp_path / "meminfo").write_text("MemTotal: 99999999 kB\nMemFree: 1000 kB\n")  # read a moment later
+    assert limits.free_huge_bytes() == (63 * 512 + 666 * 1024) * mmap.PAGESIZE
 
 
 def test_a_round_of_two_processes_to_other_gpus(helper: Helper, launch: Launch, world: World) -> None:

@@ -151,6 +151,20 @@ def test_every_criu_maps_the_file(criu: Criu, store: Store, launch: Launch, worl
     assert events.named("restore.gpu.memory")[-1].fields["bytes"] == 2 * MIBS << 20
 
 
+def test_the_kernel_has_made_one_mapping_of_device_memory_and_other_memory(store: Store, launch: Launch, world: World) -> None:
+    """What lies beside it is no device memory, and stays when the driver takes that away."""
+    target = launch(GPUS[:2], mib=MIBS)
+    snapshot = store.dump(target.pid, DumpOptions(stop=True, populate=False)).snapshot
+    target.reap()
+    for mode in ("full", "lazy"):
+        events = Events()
+        bring_back(store, snapshot, events, mode=mode)
+        assert events.named("restore.gpu.memory")[-1].fields["bytes"] == 2 * MIBS << 20
+        assert not events.named("restore.warning")
+        goes_on(target)
+        target.kill()
+
+
 @pytest.mark.parametrize("mode", ["full", "lazy"])
 def test_a_driver_that_overtakes_the_fetching_waits(
     mode: str, store: Store, launch: Launch, world: World, monkeypatch: pytest.MonkeyPatch

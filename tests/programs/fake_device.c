@@ -21,6 +21,8 @@
 #include <unistd.h>
 
 #define DEVICE ((char *)0x6FA500000000)
+#define BESIDE ((uint64_t *)(DEVICE + size)) /* memory of the process: the kernel makes one mapping of it and of device memory */
+#define WRITTEN 0x656469736562ull
 #define LENT ((char *)0x6FA4F0000000)
 #define CONTROL ((struct control *)0x6FA4E0000000)
 enum { PAGE = 4096, LENT_BYTES = 16 * PAGE, MOST_GPUS = 16 };
@@ -195,6 +197,7 @@ static int act(uint32_t operation, uint32_t milliseconds, uint32_t pairs)
 		if (to == gpus || !take(to, DEVICE))
 			return INVALID;
 		munmap(DEVICE, size);
+		must(*(volatile uint64_t *)BESIDE == WRITTEN, "memory beside the driver's is not what was written");
 		if (lent)
 			turn_lent(false);
 		state = LOCKED;
@@ -248,6 +251,8 @@ int device_start(const char *root, const uint8_t *known, unsigned count, unsigne
 	if (!take(number, content))
 		return errno;
 	map((char *)CONTROL, PAGE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1);
+	map((char *)BESIDE, PAGE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
+	*BESIDE = WRITTEN;
 	if (lent) {
 		map_lent_file();
 		must(pthread_create(&thread, NULL, use_lent, NULL) == 0, "thread");

@@ -72,7 +72,8 @@ def test_tools_see_what_it_has(lab: Lab) -> None:
         if own:
             lab.dump(pid)
             _settles_at(used[-1])
-            assert _shown(pid) is None or abs(_shown(pid) - shown[-1]) <= _SLACK >> 20
+            # Of a process the driver counts what it made, not what it imported, as all that is resident is after a window.
+            assert (now := _shown(pid)) is None or now <= shown[-1] + (_SLACK >> 20)
         lab.kill(pid)
         _settles_at(idle)
     for took, total in heard:

@@ -38,20 +38,24 @@ def test_which_mappings_can_be_of_a_file() -> None:
     rows = [
         (0, 64, own, write, 0),
         (64, 164, own, write, 0),
-        (164, 300, own, write, 0),  # not all of it is temporary
+        (164, 300, own, write, 0),  # its first part is temporary, which is too small
         (300, 400, MAP_SHARED | MAP_ANONYMOUS, write, 0),
         (400, 500, own, mmap.PROT_READ, 0),
         (500, 563, own, write, 0),  # too small
         (600, 700, own, write, 0),  # not temporary
         (700, 800, own, write, 1 << 18),  # a file's mapping cannot be wiped in children
         (800, 900, own, write, 0),  # CRIU restores a page of it by itself
+        (900, 1200, own, write, 0),  # what lies in the middle is temporary
+        (1200, 1300, own, write, 0),
     ]
     vmas = np.zeros(len(rows), VMA)
     for at, row in enumerate(rows):
         vmas[at]["start"], vmas[at]["end"], vmas[at]["flags"], vmas[at]["protection"], vmas[at]["madvise"] = row[0] * _MIB, row[1] * _MIB, *row[2:]
-    temporary = [(0, 200 * _MIB), (300 * _MIB, 600 * _MIB), (700 * _MIB, 900 * _MIB)]
+    temporary = [(0, 200 * _MIB), (300 * _MIB, 600 * _MIB), (700 * _MIB, 900 * _MIB), (910 * _MIB, 990 * _MIB), (1100 * _MIB, 1300 * _MIB)]
     pages = entries((0, 100 << 8, PE_LAZY | PE_PRESENT), (850 << 8, 1, PE_PRESENT))
-    assert images.mappable(vmas, temporary, pages) == [(0, 64 * _MIB), (64 * _MIB, 164 * _MIB)]
+    assert images.mappable(vmas, temporary, pages) == [
+        (start * _MIB, end * _MIB) for start, end in ((0, 64), (64, 164), (910, 990), (1100, 1200), (1200, 1300))
+    ]
 
 
 def test_entries_are_cut_where_a_file_begins_and_ends() -> None:
