@@ -73,7 +73,7 @@ def measure(gib: float, gpus: int, rounds: int) -> list[Result]:
         progress("gpu: restores")
         pids = procfs.tree(job.pid)
         with reserve.lent():
-            snapshot = worker.ask("dump", pid=job.pid, job="gpu", stop=True)["snapshot"]
+            snapshot = worker.ask("dump", pid=job.pid, job="gpu", stop=True, gpu_shared=True)["snapshot"]
         job.process.wait(60)
         gone(pids)  # a restore would wait until nobody has them any more
         for _ in range(rounds):
@@ -198,7 +198,7 @@ def scaling(gib: float, counts: Sequence[int], rounds: int) -> list[Result]:
                 _dump(worker, job, reserve, own if turn else Rounds(), phases, "nothing changed")
             pids = procfs.tree(job.pid)
             with reserve.lent():
-                snapshot = worker.ask("dump", pid=job.pid, job="gpu", stop=True)["snapshot"]
+                snapshot = worker.ask("dump", pid=job.pid, job="gpu", stop=True, gpu_shared=True)["snapshot"]
             job.process.wait(60)
             gone(pids)
             for _ in range(rounds):
