@@ -178,7 +178,8 @@ class DeviceFile:
             for placer in placers.all:
                 with suppress(PlacerLost):  # who asks it first is told
                     placer.open_file(size, self.descriptor)
-            self._fetcher.hand_out(placers.all, self._through)
+            # Nobody waits for it yet: threads of this interpreter, which has the images to write and CRIU to start, would only delay those.
+            self._fetcher.hand_out(placers.all, self._through, meanwhile=False)
 
     @property
     def spent(self) -> Spent:

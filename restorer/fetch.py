@@ -169,7 +169,7 @@ class Fetcher:
         self._threads: list[threading.Thread] = []
         self._placers: Sequence[Placer] = ()
         self._through: Through | None = None
-        self._batch_cells, self._batches = ROOM_CELLS, 1
+        self._batch_cells, self._batches, self._meanwhile = ROOM_CELLS, 1, True
         self._buffers: asyncio.Queue[HugeBuffer] | None = None
         self._fetching: set[concurrent.futures.Future[None]] = set()
         self.spent = Spent()
@@ -178,14 +178,17 @@ class Fetcher:
         self._bytes = int(data_pages(records).sum()) * PAGE
         self._delivered = 0
 
-    def hand_out(self, placers: Sequence[Placer], through: Through, *, cells: int = ROOM_CELLS, batches: int = 1) -> None:
+    def hand_out(
+        self, placers: Sequence[Placer], through: Through, *, cells: int = ROOM_CELLS, batches: int = 1, meanwhile: bool = True
+    ) -> None:
         """Have processes do what the workers would, one for each worker; for storage with direct reads, before `start`.
 
         Args:
             cells: Of a batch at most.
             batches: That a placer gets at once.
+            meanwhile: While its placer loads, a worker does its work itself, as far as more threads help.
         """
-        self._placers, self._through, self._batch_cells, self._batches = placers, through, cells, batches
+        self._placers, self._through, self._batch_cells, self._batches, self._meanwhile = placers, through, cells, batches, meanwhile
 
     def start(self, order: Sequence[int], *, opened: bool = True, faulting: int = 1) -> None:
         """Begin. Until `open` only urgent rows are delivered (and ranges fetched ahead, as far as the budget goes).
@@ -201,8 +204,7 @@ class Fetcher:
             self._submit(self._fetch_planned(len(order)))
         count = min(len(self._placers) or self._limits.threads, max(1, len(order)))
         placers = self._placers[:count] if self._placers else [None] * count
-        # While its placer loads, a worker does its work itself, as far as more threads help.
-        workers = [(f"place-{number}", False, placer, number < PLACE_THREADS) for number, placer in enumerate(placers)]
+        workers = [(f"place-{number}", False, placer, number < self._meanwhile) for number, placer in enumerate(placers)]
         if not opened:
             # A fault need not wait until a worker has placed what it is at, nor for another process's.
             workers += [(f"faults-{number}", True, None, True) for number in range(min(faulting, _FAULT_THREADS))]
