@@ -25,7 +25,7 @@ FIRST, FURTHER = Seen(0.3, 0.4, 0.7), Seen(0.7, 0.8, 0.9)
 Rates = tuple[float, float]
 #: What the driver usually moves out and in, bytes a second and process (docs/gpu.md): by itself, and with its mapping made for it.
 USUAL_ALONE: Rates = (2.0e9, 5.0e9)
-USUAL_HELPED: Rates = (4.0e9, 5.0e9)
+USUAL_HELPED: Rates = (5.0e9, 7.0e9)
 #: The slowest that it was seen to be: by itself, one process and four at once, and with its mapping made for it. The fastest: `icecore.dumper.checks_gpu`.
 SLOWEST_ALONE: Rates = (1.3e9, 3.8e9)
 SLOWEST_OF_SEVERAL: Rates = (0.6e9, 3.1e9)
