@@ -80,10 +80,13 @@ def gpus(found: Look) -> list[Refusal]:
 
 def devices(found: Look) -> list[Refusal]:
     out = []
+    cuda = {process.pid for process in found.gpus.processes} if found.gpus is not None else set()
     for process, descriptor in _all_descriptors(found):
         device = (process.devices or {}).get(descriptor.number)
-        if device is None or device[0] == _NVIDIA_MAJOR or _NVIDIA.match(descriptor.target) or _OTHER_GPU.match(descriptor.target):
+        if device is None or _NVIDIA.match(descriptor.target) or _OTHER_GPU.match(descriptor.target):
             continue  # judged by checks of their own
+        if device[0] == _NVIDIA_MAJOR and process.pid in cuda:
+            continue
         known = device[0] in _KNOWN_MAJORS or device == _AUTOFS
         known = known or (device == _TUN and not in_hosts(found, "net"))
         if not known or stat.S_ISBLK(descriptor.mode):

@@ -159,7 +159,7 @@ def free_huge_bytes() -> int:
         listed += sum(count << at for at, count in enumerate(counts)) * PAGE
         found += sum(count << at for at, count in enumerate(counts) if at >= order) * PAGE
     free = re.search(r"^MemFree:\s*(\d+) kB$", memory, re.MULTILINE)
-    return found + max(0, int(free[1]) * 1024 - listed if free else 0)
+    return found + max(0, int(free[1]) * 1024 - listed) if free and listed else found
 
 
 def memory_available() -> int:

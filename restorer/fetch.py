@@ -204,7 +204,7 @@ class Fetcher:
             self._submit(self._fetch_planned(len(order)))
         count = min(len(self._placers) or self._limits.threads, max(1, len(order)))
         placers = self._placers[:count] if self._placers else [None] * count
-        workers = [(f"place-{number}", False, placer, number < self._meanwhile) for number, placer in enumerate(placers)]
+        workers = [(f"place-{number}", False, placer, self._meanwhile and number < PLACE_THREADS) for number, placer in enumerate(placers)]
         if not opened:
             # A fault need not wait until a worker has placed what it is at, nor for another process's.
             workers += [(f"faults-{number}", True, None, True) for number in range(min(faulting, _FAULT_THREADS))]

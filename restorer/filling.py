@@ -171,6 +171,8 @@ class Filling:
         """
         if self._device_file is not None:
             self._device_file.check_unmapped(pids)
+            for family in self._families:
+                family.file_unmapped()
 
     def _member(self, process: int) -> Member:
         for family in self._families:

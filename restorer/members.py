@@ -187,6 +187,14 @@ class Family:
         """Whether an original address is one that comes from a file."""
         return any(start <= original < end for start, end in self._filed)
 
+    def file_unmapped(self) -> None:
+        """What came from a file is not mapped any more: whatever is there from now on is other memory."""
+        for member in self.members:
+            with member.lock.writing():
+                for start, end in self._filed:
+                    member.map.remove(start, end)
+        self._filed = ()
+
     def absent_from(self, original: int) -> int:
         """How many bytes from an original address on, up to ``ZERO_BYTES``, have no page that is placed."""
         length = 0

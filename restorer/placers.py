@@ -51,9 +51,11 @@ _BYTES = 32 << 20
 _LEAST_CORES = 5
 _LEAST_BYTES = 512 << 20
 _MOST = 16
+#: The same beside placers that fill a file, and how much is worth another one.
+_LEAST_BESIDE, _EACH_BESIDE, _MOST_BESIDE = 128 << 20, 64 << 20, 8
 
 
-def placers_for(size: int, budget: int, cores: int | None = None, *, processes: int = 1) -> int:
+def placers_for(size: int, budget: int, cores: int | None = None, *, processes: int = 1, beside: bool = False) -> int:
     """How many placers pay.
 
     Args:
@@ -61,8 +63,11 @@ def placers_for(size: int, budget: int, cores: int | None = None, *, processes: 
         budget: Bytes that all together may hold.
         cores: Of this machine.
         processes: How many wait for their memory at once: the driver moves each one's on by itself.
+        beside: Others fill a file meanwhile, and take the cores from threads; the driver, which is asked once this memory is there, waits for it.
     """
     cores = cores or os.cpu_count() or 1
+    if beside:
+        return 0 if cores < _LEAST_CORES or size < _LEAST_BESIDE else min(cores, size // _EACH_BESIDE, _MOST_BESIDE * processes, budget // _BYTES)
     return 0 if cores < _LEAST_CORES or size < _LEAST_BYTES else min(cores, _MOST * processes, budget // _BYTES)
 
 
@@ -97,10 +102,15 @@ class Placer:
         return self._ready
 
     def wait_ready(self) -> None:
-        """Wait until it has begun, or has ended."""
+        """Wait until it has begun, or has ended.
+
+        Raises:
+            PlacerLost: It does not begin.
+        """
         if not self._ready:
             select.select([self._control], [], [], self._patience)
-            assert self.ready
+            if not self.ready:
+                raise PlacerLost(f"a placer process did not begin within {self._patience:.0f} s")
 
     def deliver(self, batch: Batch, cells: Sequence[Wanted], records: Records, pages: bytes) -> Delivered:
         """Have cells of a batch read, decoded, verified, and placed if nothing speaks against that.
@@ -254,6 +264,8 @@ class Placers:
         Raises:
             RestoreFailed: One does not end; it was killed.
         """
+        if self._process.poll() is None and not any(placer.ready for placer in self.all):
+            os.killpg(self._process.pid, signal.SIGKILL)  # it is still loading: none has done anything
         for placer in self.all:
             placer.close()
         try:

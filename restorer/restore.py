@@ -270,10 +270,11 @@ class _Run:
         self._begin_resident(manifest, record, str(work))
         size, filed = self._plan_device_file(manifest)
         self.file_placers = self._own_placers(filed, str(work))
-        # As many although less is left to them: the driver is asked once the host's memory is there, and what cannot go through the file, after all, is theirs.
-        placers = self._own_placers(size, str(work), str(work))
+        placers = self._own_placers(size - filed, str(work), str(work), beside=filed > 0)
         with phase(self.emit, "restore.images", snapshot=self.snapshot) as running:
             memory = self._write_files(manifest, images, criu, requirements, running)
+        if filed and not memory.filed:  # it is placed, after all
+            placers = self._own_placers(size, str(work), str(work))
         what = f"the restore of snapshot {self.snapshot}"
         backend = self.repository.backend
         self.tree = Tree(
@@ -302,7 +303,7 @@ class _Run:
         self.temporary = temporary(manifest)
         mapped = sum(end - start for ranges in self.temporary.values() for start, end in ranges)
         device = min(mapped, max(0, manifest.sizes.device - resident))
-        if memory_available() < every + device * SPARE:
+        if memory_available() < every + device * SPARE + 2 * self.limits.budget:  # what placers hold, of each kind
             self.temporary, device = {}, 0
         return every, device
 
@@ -374,18 +375,20 @@ class _Run:
                     if not known.alive and (every or known.token in wanted):
                         keeper.forget(known.token)
 
-    def _placers(self, size: int, word: str, lock: str = "") -> Placers | None:
+    def _placers(self, size: int, word: str, lock: str = "", *, beside: bool = False) -> Placers | None:
         """Processes that place, if they pay; they start while CRIU's images are written. To be closed."""
         options, backend = self.options, self.repository.backend
-        count = options.placers or (0 if options.threads else placers_for(size, self.limits.budget, processes=self.drivers))
+        count = options.placers or (
+            0 if options.threads else placers_for(size, self.limits.budget, processes=self.drivers, beside=beside)
+        )
         if not count or not size or not backend.direct or not backend.folder:
             return None
         room, key = room_for(PLACER_BYTES), self.repository.keys.chunk
         return Placers(count, backend.folder, key, room=room, patience=options.stall_seconds, word=word, lock=lock)
 
-    def _own_placers(self, size: int, word: str, lock: str = "") -> Placers | None:
+    def _own_placers(self, size: int, word: str, lock: str = "", *, beside: bool = False) -> Placers | None:
         """As `_placers`; they end with the restore at the latest."""
-        placers = self._placers(size, word, lock)
+        placers = self._placers(size, word, lock, beside=beside)
         if placers is not None:
             self.stack.callback(placers.close)
         return placers

@@ -19,6 +19,7 @@ import pytest
 
 from icecore.dumper import checks, checks_descriptors
 from icecore.dumper.checks_descriptors import kernel_refuses_options
+from icecore.dumper.gpus import GpuLook, GpuProcess
 from icecore.dumper.look import look
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.preflight import refuse, warn
@@ -26,6 +27,7 @@ from icecore.dumper.target import Target
 from icecore.errors import NotFound, PreflightRefused
 from icecore.host import limits, procfs
 from icecore.host.criu import find_criu
+from icecore.host.cuda.backend import Backend
 from tests.programs import driving
 
 from .conftest import Start
@@ -255,7 +257,10 @@ if libc.umount2(b'dev', 2):
     assert "is the device /fuse, which" in refusals(pid)["device"]
     # No machine here has an NVIDIA GPU: what the process has open takes its part.
     monkeypatch.setattr(checks_descriptors, "_NVIDIA_MAJOR", 10)
-    assert "device" not in refusals(pid)
+    assert "device" in refusals(pid), "nobody else would say so of a process that uses no GPU"
+    found = look(pid, find_criu(), "/dev/shm", DumpOptions())
+    gpus = GpuLook(Backend("/dev/nvidia"), [GpuProcess(pid)])
+    assert not checks_descriptors.devices(replace(found, gpus=gpus))
 
 
 @pytest.mark.parametrize("case", CASES)

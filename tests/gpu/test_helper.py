@@ -42,6 +42,8 @@ def test_free_memory_in_pieces_of_a_huge_page(tmp_path: Path, monkeypatch: pytes
     assert limits.free_huge_bytes() == (63 * 512 + 666 * 1024) * mmap.PAGESIZE + (8 << 20)
     (tmp_path / "meminfo").write_text("MemTotal: 99999999 kB\nMemFree: 1000 kB\n")  # read a moment later
     assert limits.free_huge_bytes() == (63 * 512 + 666 * 1024) * mmap.PAGESIZE
+    (tmp_path / "buddyinfo").write_text("")  # hidden: nothing is known
+    assert limits.free_huge_bytes() == 0
 
 
 def test_a_round_of_two_processes_to_other_gpus(helper: Helper, launch: Launch, world: World) -> None:

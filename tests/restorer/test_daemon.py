@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from icecore.host import procfs
-from icecore.restorer.cells import space_cells
+from icecore.restorer.cells import SpaceCells, space_cells
 from icecore.restorer.daemon import Daemon
 from icecore.restorer.guard import Guard
 from icecore.restorer.guard_process import descendants
@@ -406,3 +406,18 @@ def test_a_restorer_that_is_killed_takes_the_tree_with_it_and_nothing_sees_zeros
         said = (folder.parent / "said").read_text().split() if (folder.parent / "said").exists() else []
         assert set(said) <= {"0"}, "somebody saw other bytes than the snapshot's"
         assert not folder.exists(), "the working directory was left behind"
+
+
+def test_memory_where_a_file_was_is_other_memory() -> None:
+    """A mapping below may grow into the gap that the driver leaves: who touches that waits for nobody."""
+    base = np.array([START], np.uint64)
+    cells = SpaceCells(np.zeros(1, CELL), base, base, base + np.uint64(1 << 20))
+    filed = [(START + (2 << 20), START + (70 << 20))]
+    family = Family(1, cells, np.full((1, 32), 255, np.uint8), lambda *_: None, filed=filed)
+    member = Member(-1, 1, 1)
+    family.add(member)
+    assert family.filed_at(filed[0][0]) and not family.filed_at(filed[0][1])
+    family.file_unmapped()
+    assert not family.filed_at(filed[0][0])
+    assert member.map.original(filed[0][0] - 1) == filed[0][0] - 1 and member.map.original(filed[0][1]) == filed[0][1]
+    assert member.map.original(filed[0][0]) is None and member.map.original(filed[0][1] - 1) is None

@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,13 +16,15 @@ import pytest
 
 from icecore.errors import Damaged, IcecoreError, ObjectMissing, RestoreFailed
 from icecore.events import Event
+from icecore.restorer.fetch import Fetcher, Limits
 from icecore.restorer.guard_process import descendants
 from icecore.restorer.locks import SharedLock
 from icecore.restorer.members import Member
 from icecore.restorer.options import RestoreOptions
-from icecore.restorer.placers import PlacerLost, Placers, placers_for
+from icecore.restorer.placers import Placer, PlacerLost, Placers, placers_for
 from icecore.restorer.placing import State, Wanted
-from icecore.restorer.plan import plan_batches
+from icecore.restorer.plan import Batch, plan_batches
+from icecore.store.local import LocalBackend
 from tests.programs import driving
 from tests.restorer.criu_place import Dumped, await_gone, dumped
 from tests.restorer.places import repository_place, store_cells
@@ -248,3 +251,51 @@ def test_how_many_pay() -> None:
     assert placers_for(8 << 30, 512 << 20, cores=128) == 16
     assert placers_for(32 << 30, 2 << 30, cores=48, processes=4) == 48
     assert placers_for(16 << 30, 1 << 30, cores=48, processes=2) == 32
+    beside = [placers_for(size << 20, 512 << 20, cores=16, beside=True) for size in (64, 400, 4096)]
+    assert beside == [0, 6, 8]
+    assert placers_for(400 << 20, 512 << 20, cores=4, beside=True) == 0
+    assert placers_for(4 << 30, 2 << 30, cores=64, processes=4, beside=True) == 32
+
+
+@pytest.mark.parametrize("meanwhile", [True, False])
+def test_who_works_while_placers_load(meanwhile: bool) -> None:
+    """So many threads as are as fast as more; none where its interpreter has something else to do."""
+    with repository_place() as place:
+        reader, records = store_cells(place, [(_WHOLE, os.urandom(1 << 20))] * 24)
+        keys = place.repository.keys
+        with Placers(8, str(place.root), keys.chunk, room=16 << 20, patience=0.5, word="test", lock="") as placers:
+            os.kill(placers._process.pid, signal.SIGSTOP)
+            themselves, through, enough = set[int](), [], threading.Event()
+
+            def sink(row: int, data: memoryview) -> None:
+                themselves.add(threading.get_ident())
+                enough.wait(0.05)
+
+            def ask(placer: Placer, batches: Sequence[Batch]) -> list[int]:
+                through.append(placer)
+                enough.wait(10)
+                placer.wait_ready()
+                raise AssertionError("it is stopped")
+
+            fetcher = Fetcher(LocalBackend(place.root), reader, records, sink, Limits(2, 64 << 20, 2, 5.0), place.loop)
+            fetcher.hand_out(placers.all, ask, cells=1, meanwhile=meanwhile)
+            fetcher.start(range(24))
+            end = time.monotonic() + 10
+            while len(themselves) + len(through) < 8:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            assert (len(themselves), len(set(through))) == ((6, 2) if meanwhile else (0, 8))
+            enough.set()
+            assert fetcher.wait(20)  # who does not begin is lost, and what it was to do is done here
+            fetcher.stop()
+            assert fetcher.spent.cells == 24 and fetcher.spent.redone >= len(through)
+
+
+def test_placers_that_still_load_are_ended_at_once() -> None:
+    with repository_place() as place:
+        placers = Placers(2, str(place.root), place.repository.keys.chunk, room=16 << 20, patience=20, word="test", lock="")
+        os.kill(placers._process.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        placers.close()
+        placers.close()
+        assert time.monotonic() - began < 4 and placers._process.returncode == -signal.SIGKILL
