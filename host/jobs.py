@@ -286,14 +286,9 @@ class Registry:
                     _let_go(place)
             shutil.rmtree(job.directory)
 
-    def remove_ended(self, older_than: float = 0.0) -> list[Job]:
-        """Forget all instances that have ended and were created more than ``older_than`` seconds ago."""
-        removed = []
-        for job in self.instances():
-            if job.state in ("ended", "failed") and time.time() - job.description.created >= older_than:
-                self.remove(job)
-                removed.append(job)
-        return removed
+    def ended(self, older_than: float = 0.0) -> list[Job]:
+        """The instances that have ended and were created more than ``older_than`` seconds ago."""
+        return [job for job in self.instances() if job.state in ("ended", "failed") and time.time() - job.description.created >= older_than]
 
     # -- within
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from icecore import units
 from icecore.commands.context import Commands, Context, Interrupted, add_setting, overridden
 from icecore.config import SECONDS, RunSettings
-from icecore.errors import UsageError
+from icecore.errors import IcecoreError, UsageError
 from icecore.events import Value
 from icecore.passphrase import without_secrets
 
@@ -280,13 +280,22 @@ def remove(arguments: argparse.Namespace, context: Context) -> int:
     registry = context.registry()
     if not arguments.job and arguments.ended is None:
         raise UsageError("no job is named", cure="name jobs, or give --ended 7d")
-    removed = [registry.find(name) for name in arguments.job]
-    for job in removed:
-        registry.remove(job)
+    found = [registry.find(name) for name in arguments.job]
     if arguments.ended is not None:
-        removed += registry.remove_ended(arguments.ended)
-    for job in removed:
-        context.output.result("job.removed", {"job": job.name, "instance": job.instance}, f"{job.name} ({job.instance}) forgotten")
+        named = {job.instance for job in found}
+        found += [job for job in registry.ended(arguments.ended) if job.instance not in named]
+    failure: IcecoreError | None = None
+    for job in found:  # one that cannot be forgotten does not keep the others
+        try:
+            registry.remove(job)
+        except IcecoreError as error:
+            if failure is not None:
+                context.output.error(failure)
+            failure = error
+        else:
+            context.output.result("job.removed", {"job": job.name, "instance": job.instance}, f"{job.name} ({job.instance}) forgotten")
+    if failure is not None:
+        raise failure
     return 0
 
 

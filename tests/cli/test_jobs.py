@@ -96,6 +96,17 @@ def test_attach_shows_what_comes_from_now_on(cli: Cli) -> None:
     assert cli.run("wait", "count", status=5).stdout == "count: exited 5\n"
 
 
+def test_what_cannot_be_forgotten_does_not_keep_the_others(cli: Cli) -> None:
+    cli.run("run", "-d", "--name", "count", "--", *COUNT)
+    for name in ("first", "second"):
+        cli.run("run", "--name", name, "--", "true")
+    done = cli.run("rm", "count", "first", "--ended", "0", status=2)
+    assert "count" in done.stderr and "runs" in done.stderr
+    assert [line.split(" (")[0] for line in done.stdout.splitlines()] == ["first", "second"]
+    assert cli.job("count").alive
+    assert [record["job"] for record in cli.events("ps", "-a") if record["event"] == "job"] == ["count"]
+
+
 def test_killing_the_starter_leaves_the_job(cli: Cli) -> None:
     following = cli.start("run", "--name", "count", "--", *COUNT)
     assert following.stdout is not None

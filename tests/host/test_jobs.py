@@ -188,9 +188,9 @@ def test_removing(registry: Registry) -> None:
     assert [job.instance for job in registry.instances()] == [living.instance]
     assert not dead.directory.exists()
     recent = ended(registry)
-    assert registry.remove_ended(older_than=3600) == []
-    assert [job.instance for job in registry.remove_ended()] == [recent.instance]
-    assert [job.instance for job in registry.instances()] == [living.instance]
+    assert registry.ended(older_than=3600) == []
+    assert [job.instance for job in registry.ended()] == [recent.instance]
+    assert [job.instance for job in registry.instances()] == [living.instance, recent.instance]
 
 
 def test_removing_a_job_with_a_private_root_removes_nothing_of_the_host(registry: Registry, tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_whose_starter_died(registry: Registry) -> None:
         registry.find("true").wait(0.1)
     Job(job.directory, replace(unborn, owner=(unborn.owner[0], unborn.owner[1] - 1))).save()
     assert registry.find("true").state == "failed"
-    assert [gone.instance for gone in registry.remove_ended()] == [job.instance]
+    assert [gone.instance for gone in registry.ended()] == [job.instance]
 
 
 def test_half_made_and_foreign_entries(registry: Registry) -> None:
