@@ -1,11 +1,10 @@
 """Resident device memory through whole dumps and restores: a deterministic training goes on bit for bit, and what each phase took.
 
-    python -m tests.realgpu.resident FOLDER [--gib 16] [--part PART ...] [--gpus 2]
+    tools/test-gpu --resident [FOLDER] [--gib 16] [--part PART ...] [--gpus 2]
 
 Parts: ``lineage`` (three snapshots, two restores), ``held`` (stopped, and brought back from memory that stayed on the GPU), ``driver`` (the same
 training without the preload, for comparison); and, only by themselves, ``ranks``: DDP on so many GPUs, whose ranks have each other's memory (NCCL's P2P);
 ``stress``: many snapshots of a job that never rests (`tests.realgpu.hammer`).
-Preload and keeper must have been built (``tools/test-gpu --build``).
 """
 
 from __future__ import annotations
