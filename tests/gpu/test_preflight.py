@@ -142,7 +142,7 @@ def test_more_device_memory_than_the_window_or_the_host_can_take(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = launch()
-    assert "--max-window" in refusals(target, max_window=0.001)["gpu-window"]
-    assert refusals(target, max_window=0.001, stop=True) == {}
+    assert "--max-window" in refusals(target, max_window=0.0005)["gpu-window"]
+    assert refusals(target, max_window=0.0005, stop=True) == {}
     monkeypatch.setattr(limits, "memory_available", lambda: 1 << 20)  # no test shall fill the machine
     assert "host memory" in refusals(target)["gpu-memory"]
