@@ -272,14 +272,14 @@ def load_mm(folder: Path, pid: int) -> AddressSpace:
     )
 
 
-def map_file(folder: Path, pid: int, pieces: Sequence[tuple[int, int, int]], file: int) -> None:
+def map_file(folder: Path, pid: int, vmas: Vmas, pieces: Sequence[tuple[int, int, int]], file: int) -> None:
     """Have CRIU map a file, privately, where a process had private anonymous memory.
 
     Args:
+        vmas: Of the process (`load_mm`).
         pieces: Start, end, and what of the file it begins with, each within one VMA; what is left of that stays anonymous.
         file: The file's id (`add_file`).
     """
-    vmas = load_mm(folder, pid).vmas
     vmas = vmas[vmas["status"] & VMA_GUARD == 0]
     within: dict[int, list[tuple[int, int, int]]] = {}
     for piece in pieces:

@@ -192,7 +192,7 @@ def plan_memory(
     images: list[FileTarget] = []
     lazy: list[LazyMemory] = []
     filed: list[FiledMemory] = []
-    mapped: list[list[tuple[int, int, int]]] = []
+    mapped: list[tuple[Vmas, list[tuple[int, int, int]]]] = []
     taken: set[int] = set()
     position = HUGE_PAGE
     for space, cells in memory:
@@ -205,12 +205,14 @@ def plan_memory(
         _check_order(entries, name)
         check_complete(cells, _extents(entries), f"of {space.kind} {space.key}")
         ranges: list[tuple[int, int]] = []
+        vmas: Vmas | None = None
         if space.kind == "process" and temporary and (given := temporary.get(int(space.key))):
-            ranges = [bounds for bounds in mappable(_vmas(folder, int(space.key)), given, entries) if _dense(cells, bounds)]
-        if ranges:
+            vmas = _vmas(folder, int(space.key))
+            ranges = [bounds for bounds in mappable(vmas, given, entries) if _dense(cells, bounds)]
+        if ranges and vmas is not None:
             offsets, position = lay_out(ranges, position)
             filed.append(_filed(int(space.key), cells, offsets, ranges, _extents(clipped(entries, ranges))))
-            mapped.append([(start, end, offsets[start]) for start, end in ranges])
+            mapped.append((vmas, [(start, end, offsets[start]) for start, end in ranges]))
             entries = clipped(entries, gaps(ranges))
         can_wait = (entries["flags"] & PE_LAZY) != 0
         if space.kind != "process":
@@ -238,11 +240,11 @@ def plan_memory(
             images.append(FileTarget(str(folder / f"pages-{pages_id}.img"), 0, *_nothing(cells)))
         if can_wait.any() or ranges:
             own, pages = _kept(cells, covered(cells.records["data"], cells.base, _extents(entries[can_wait])))
-            wiped = wiped_ranges(_vmas(folder, int(space.key)))
+            wiped = wiped_ranges(_vmas(folder, int(space.key)) if vmas is None else vmas)
             lazy.append(LazyMemory(int(space.key), own, pages, wiped, within(own, device_ranges(space)), ranges))
-    for part, pieces in zip(filed, mapped, strict=True):
+    for part, (vmas, pieces) in zip(filed, mapped, strict=True):
         # A file for each: of two processes with a mapping of one file at the same place CRIU lets the younger inherit the other's, whatever part of it that is.
-        map_file(folder, part.process, pieces, add_file(folder, FILE_NAME))
+        map_file(folder, part.process, vmas, pieces, add_file(folder, FILE_NAME))
     return Memory(images, lazy, filed, position)
 
 
