@@ -63,7 +63,7 @@ def placers_for(size: int, budget: int, cores: int | None = None, *, processes: 
         budget: Bytes that all together may hold.
         cores: Of this machine.
         processes: How many wait for their memory at once: the driver moves each one's on by itself.
-        beside: Others fill a file meanwhile, and take the cores from threads; the driver, which is asked once this memory is there, waits for it.
+        beside: Others fill a file meanwhile, and threads that place would keep this interpreter from asking the driver.
     """
     cores = cores or os.cpu_count() or 1
     if beside:
