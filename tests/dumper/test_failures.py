@@ -115,27 +115,46 @@ def test_nothing_stands_still_before_the_window(job: Job, witness: Witness) -> N
 # -- the store
 
 
-def failing_from(first: int) -> Callable[[Call], Outcome]:
-    """Every call fails from number ``first`` on."""
-    return lambda call: Outcome.FAIL if call.number >= first else Outcome.PASS
+Kind = tuple[str, str]
+#: The manifest's, and the transaction's after it, which is the commit.
+_MANIFEST, _TRANSACTION = ("create", "snapshots"), ("create", "log")
 
 
-def calls_of(store: Store, job: Job) -> list[tuple[str, str]]:
-    """``(operation, kind of object)`` of the store's calls in a dump, of which much is new: deltas alone would not be put into the index."""
+def kind_of(call: Call) -> Kind:
+    """The operation, and the kind of object."""
+    return call.operation, call.name.split("/")[0]
+
+
+def failing_from(kind: Kind | None) -> Callable[[Call], Outcome]:
+    """Every call fails from the first of a kind on (None: from the commit), at the latest from the commit. Not by number: how many there are differs."""
+    stored = failing = False
+
+    def plan(call: Call) -> Outcome:
+        nonlocal stored, failing
+        own = kind_of(call)
+        failing = failing or own == kind or (stored and own == _TRANSACTION)
+        stored = stored or own == _MANIFEST
+        return Outcome.FAIL if failing else Outcome.PASS
+
+    return plan
+
+
+def calls_of(store: Store, job: Job) -> list[Kind]:
+    """The store's calls in a dump, of which much is new: deltas alone would not be put into the index."""
     driving.change(job.running.state_dir, 1000, 50, 100)
     backend = FaultyBackend(store.backend)
     through = store.through(backend)
     opened = len(backend.calls)
     through.dump(job.pid)
-    return [(call.operation, call.name.split("/")[0]) for call in backend.calls[opened:]]
+    return [kind_of(call) for call in backend.calls[opened:]]
 
 
-def from_call_on(number: int, store: Store, job: Job, witness: Witness, *, stop: bool) -> bool:
-    """Dump with a store that fails from that call on, counted from the beginning of the dump; whether the dump failed."""
+def from_call_on(number: int, kind: Kind | None, store: Store, job: Job, witness: Witness, *, stop: bool) -> bool:
+    """Dump with a store that fails from such a call on; whether the dump failed. ``number``: another one each time."""
     driving.change(job.running.state_dir, number, 50, 50)
     backend = FaultyBackend(store.backend)
     through = store.through(backend)
-    backend.plan = failing_from(len(backend.calls) + number)
+    backend.plan = failing_from(kind)
     before = len(store.snapshots())
     try:
         through.dump(job.pid, DumpOptions(stop=stop))
@@ -157,27 +176,20 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("hasty")
 def test_a_store_that_fails_from_some_call_on(job: Job, witness: Witness) -> None:
     calls = calls_of(witness.store, job)
-    commit = len(calls) - 1 - calls[::-1].index(("create", "log"))
-    firsts = {calls.index(call) for call in calls[:commit]}
-    assert {calls[n] for n in firsts} >= {
-        ("get", "log"),
-        ("get", "hints"),
-        ("read_into", "nodes"),
-        ("create", "snapshots"),
-    }
-    for number in sorted(firsts | {commit}):
-        assert from_call_on(number + 1, witness.store, job, witness, stop=False), calls[number]
+    kinds = list(dict.fromkeys(calls[: len(calls) - 1 - calls[::-1].index(_TRANSACTION)]))
+    assert {*kinds} >= {("get", "log"), ("get", "hints"), ("read_into", "nodes"), _MANIFEST}
+    for number, kind in enumerate([*kinds, None], 1):
+        assert from_call_on(number, kind, witness.store, job, witness, stop=False), kind
     witness.next_dump_is_good()
     job.is_well()
 
 
 @pytest.mark.usefixtures("hasty")
 def test_a_store_that_fails_while_a_stopped_tree_waits(job: Job, witness: Witness) -> None:
-    calls = calls_of(witness.store, job)
-    commit = len(calls) - 1 - calls[::-1].index(("create", "log"))
-    numbers = [calls.index(("create", kind)) for kind in ("hints", "nodes", "snapshots", "index")]
-    for number in [*numbers, commit]:
-        assert from_call_on(number + 1, witness.store, job, witness, stop=True), calls[number]
+    kinds: list[Kind | None] = [("create", kind) for kind in ("hints", "nodes", "snapshots", "index")]
+    assert {*kinds} <= {*calls_of(witness.store, job)}
+    for number, kind in enumerate([*kinds, None], 1):
+        assert from_call_on(number, kind, witness.store, job, witness, stop=True), kind
     job.is_well()
 
 
