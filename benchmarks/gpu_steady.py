@@ -34,10 +34,16 @@ _SECONDS = 150.0
 
 def once(job: str, way: str, number: int) -> dict[str, float]:
     """The figures of one run."""
-    words, command = WAYS[way][0], [sys.executable, _JOB, job]
+    words, command, name = WAYS[way][0], [sys.executable, _JOB, job], f"steady-{os.getpid()}-{number}"
+    icecore = [sys.executable, "-P", "-m", "icecore.cli", "-q"]
     if words:
-        command = [sys.executable, "-P", "-m", "icecore.cli", "-q", *words, "--name", f"steady-{os.getpid()}-{number}", "--", *command]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS)
+        command = [*icecore, *words, "--name", name, "--", *command]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        if words:  # the job outlives who started it
+            subprocess.run([*icecore, "kill", name, "-s", "KILL"], stdin=subprocess.DEVNULL, timeout=60)
+        raise
     if done.returncode:
         raise RuntimeError(f"{job}, {way}: {done.stderr[-2000:]}")
     found: dict[str, float] = json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))

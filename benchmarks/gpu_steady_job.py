@@ -94,7 +94,12 @@ def collectives() -> dict[str, float]:
             subprocess.Popen([sys.executable, __file__, "rank", str(rank), f"{folder}/ranks"], stdout=subprocess.PIPE, text=True)
             for rank in range(2)
         ]
-        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+        try:
+            said = [rank.communicate(timeout=120)[0] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait(20)
     if any(rank.returncode for rank in ranks):
         raise RuntimeError("a rank failed")
     found: dict[str, float] = json.loads(said[0].splitlines()[-1])

@@ -19,7 +19,7 @@ LEAST_DRIVER = 570
 #: The first that restores what is shared through CUDA's legacy IPC.
 _IPC_DRIVER = 610
 #: The fastest that the driver was seen to move memory out and in, bytes a second and process (docs/gpu.md): by itself, and with its mapping made for it.
-_ALONE_RATES, _HELPED_RATES = (2.4e9, 6.6e9), (5.7e9, 8.4e9)
+_ALONE_RATES, _HELPED_RATES = (2.4e9, 6.9e9), (5.7e9, 8.5e9)
 _GIB = 1 << 30
 
 

@@ -19,6 +19,7 @@ class RestoreOptions:
         verify_files: Compare the content of read-only open files with the recorded hash, not only size and mtime.
         workdir: Directory on tmpfs for CRIU's image files while the restore runs. Empty: /dev/shm.
         budget_bytes: Bound on the memory that holds fetched and not yet placed bytes; 0: 512 MiB, and as much for every further process with device memory.
+            Once more as much may hold device memory on its way into a file.
         threads: Threads that decode, verify and place; 0: one per core, six at most, or placers.
         placers: Processes that do that instead, where the repository is a directory; 0: one per core if there are many cores, and much
             memory to restore; 16 at most for each process with device memory, or the job.

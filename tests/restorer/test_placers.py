@@ -269,7 +269,7 @@ def test_who_works_while_placers_load(meanwhile: bool) -> None:
 
             def sink(row: int, data: memoryview) -> None:
                 themselves.add(threading.get_ident())
-                enough.wait(0.05)
+                enough.wait(10)
 
             def ask(placer: Placer, batches: Sequence[Batch]) -> list[int]:
                 through.append(placer)
