@@ -291,6 +291,7 @@ class Tree:
 
     def kill(self, error: BaseException) -> None:
         """Give the restore up because of an error: kill what runs, and end all threads and the guard."""
+        self.failure = self.failure or error  # that CRIU is killed for it explains nothing
         self._kill()
         with suppress(BaseException):
             self.daemon.wait_for(lambda d: d.killed, _KILL_SECONDS)

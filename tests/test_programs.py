@@ -30,7 +30,7 @@ def start(tmp_path: Path, cache: Path) -> Iterator[Start]:
         program = PROGRAMS[name]
         if lacking := missing(program):
             pytest.skip(f"this machine has no {', '.join(lacking)}")
-        state_dir = tmp_path / name
+        state_dir = tmp_path / str(len(started))  # short: programs bind sockets below it
         state_dir.mkdir()
         running = driving.start(program, state_dir, cache, program.quick)
         started.append(running)

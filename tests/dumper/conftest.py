@@ -39,7 +39,7 @@ def start(tmp_path: Path, cache: Path) -> Iterator[Start]:
         program = PROGRAMS[name]
         if lacking := missing(program):
             pytest.skip(f"this machine has no {', '.join(lacking)}")
-        state_dir = tmp_path / f"{name}-{len(started)}"
+        state_dir = tmp_path / str(len(started))  # short: programs bind sockets below it
         state_dir.mkdir()
         running = driving.start(program, state_dir, cache, arguments or program.quick)
         started.append(running)

@@ -17,7 +17,7 @@ from icecore.host.criu import find_criu
 from icecore.store.cell import CELL_BYTES, PAGE
 from icecore.store.local import LocalBackend
 from icecore.store.manifest import OpenFile
-from tests.programs import driving
+from tests.programs import driving, inference
 
 from .conftest import Start
 from .failing import Job
@@ -229,8 +229,10 @@ def test_the_same_program_started_twice_shares_what_is_equal(start: Start, store
     first = store.dump(Target(start("inference", "--mib", "128", "--rate", "5").pid, "one"))
     second = store.dump(Target(start("inference", "--mib", "128", "--rate", "5").pid, "two"))
     assert second.lineage != first.lineage and second.parent == ""
-    # Weights are equal; how much is in caches then is luck: 0.06 to 0.2 in 28 runs.
-    assert second.sizes.stored < 0.3 * first.sizes.stored
+    # How much is in caches, and what a request computes with just then, is luck (0.06 to 0.33 of what the first stored). The weights are equal.
+    shape = inference.Shape.of_size(128, seed=1)
+    weights = shape.layers * sum(inference.room_for(shape, which).nbytes for which in range(4))
+    assert second.sizes.changed - second.sizes.stored > 0.9 * weights > 80 << 20
 
 
 def test_allocations_are_found_again_wherever_the_kernel_joined_them(tmp_path: Path, store: Store) -> None:

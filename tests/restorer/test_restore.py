@@ -18,6 +18,7 @@ from icecore.errors import Damaged, IcecoreError, ObjectMissing, RestoreFailed, 
 from icecore.events import Event
 from icecore.host import procfs
 from icecore.host.memory import RemoteReader
+from icecore.restorer.filling import Filling
 from icecore.restorer.guard_process import descendants
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import check
@@ -119,6 +120,22 @@ def test_the_same_again_and_slowly(tmp_path: Path, cache: Path) -> None:
         restored.wait_resident(120)
         verdict = it.verdict()
         assert verdict.passed, verdict.errors
+
+
+@pytest.mark.parametrize("options", [FULL, LAZY], ids=["full", "lazy"])
+def test_what_broke_is_told_and_not_that_criu_was_killed_for_it(
+    tmp_path: Path, cache: Path, options: RestoreOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is wrong but in the end, when CRIU holds the tree, or has let it go."""
+
+    def fails(*_: object) -> None:
+        raise RestoreFailed("the end does not come")
+
+    monkeypatch.setattr(Filling, "complete", fails)
+    with dumped("training", tmp_path, cache) as it:
+        with pytest.raises(RestoreFailed, match="the end does not come"):
+            it.restore(options).wait_resident(60)
+        assert it.remains() == []
 
 
 def test_one_snapshot_several_times(tmp_path: Path, cache: Path) -> None:
