@@ -1,5 +1,5 @@
 # Targets: setup demo test test-gpu lint bench bench-store torture clean. Nothing needs to be done before; run as root (CRIU needs it).
-#   make test ARGS="-k codec -x"    arguments for pytest ("-n 0": one test after the other)
+#   make test ARGS="-k codec -x"    arguments for pytest ("-n 2 --dist worksteal": two side by side)
 #   make PYTHON=/path/to/python3.11 …
 
 PYTHON ?= python3
@@ -49,7 +49,7 @@ bench-store: setup
 
 torture: machine-tests criu criu-newer .stamps/installed
 	.venv-test/bin/python $(PIP_INSTALL) 'atheris>=2.3' || echo "going on without atheris: its test is skipped"
-	.venv-test/bin/python tools/run-tests --only tests -n 0 -m torture --timeout=7200 $(ARGS)
+	.venv-test/bin/python tools/run-tests --only tests -m torture --timeout=7200 $(ARGS)
 
 machine:
 	$(PYTHON) tools/prepare-machine
