@@ -13,9 +13,9 @@ import errno
 import mmap
 import os
 import threading
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from itertools import groupby, pairwise
 
 import numpy as np
 
@@ -25,12 +25,15 @@ from icecore.host import huge_file, procfs, userfaultfd
 from icecore.host.memory import HUGE_PAGE, address_of
 from icecore.restorer.cells import page_pieces
 from icecore.restorer.fetch import Decoder, Fetcher, Limits, Spent
+from icecore.restorer.file_table import FileTable
 from icecore.restorer.images import FiledMemory, gaps, huge_pages
 from icecore.restorer.members import Member
-from icecore.restorer.placers import Placer, PlacerLost, Placers
-from icecore.restorer.placing import Spot
-from icecore.restorer.plan import Batch, interleave
+from icecore.restorer.placers import PlacerLost, Placers
+from icecore.restorer.placing import File, Stored
+from icecore.restorer.plan import interleave
+from icecore.restorer.spans import hand_out
 from icecore.store.backend import Backend
+from icecore.store.cell import BITMAP_BYTES, PAGE, data_pages
 from icecore.store.loop import LoopThread
 
 #: So much more must be there before it is given back to the kernel.
@@ -56,13 +59,11 @@ class _Process:
         self._front = 0
         self._released = part.ranges[0][0]
 
-    def misses(self, row: int) -> bool:
-        return not self._there[row]
-
-    def add(self, row: int) -> None:
-        """A cell is there."""
+    def add(self, rows: Iterable[int]) -> None:
+        """Cells are there."""
         with self.lock:
-            self._there[row] = 1
+            for row in rows:
+                self._there[row] = 1
             if self.member is not None:
                 self._release(self.member)
 
@@ -153,11 +154,16 @@ class DeviceFile:
         self._placers = placers
         self.placers = len(placers.all) if placers is not None else 0
         self._processes = [_Process(part) for part in memory]
-        self._first = np.cumsum([0, *(len(part.cells) for part in memory)]).tolist()
-        self._records = np.concatenate([part.cells.records for part in memory])
-        self._data = self._records["data"].tobytes()
-        self._pages = b"".join(part.wanted.tobytes() for part in memory)
-        self._position: list[int] = np.concatenate([part.position for part in memory]).tolist()
+        first = np.cumsum([0, *(len(part.cells) for part in memory)])
+        order = np.array(interleave([list(range(*bounds)) for bounds in pairwise(first.tolist()) if bounds[0] < bounds[1]] or [[]]), np.int64)
+        owner = np.searchsorted(first, order, "right") - 1
+        #: For each row of the table its process's number, and which of that one's cells it is.
+        self._owner, self._own = owner.tolist(), (order - first[owner]).tolist()
+        records = np.concatenate([part.cells.records for part in memory])[order]
+        wanted, position = (np.concatenate(parts)[order] for parts in ([part.wanted for part in memory], [part.position for part in memory]))
+        self._table = FileTable(records, wanted, position)
+        self._data, self._pages, self._position = records["data"].tobytes(), wanted.tobytes(), position.tolist()
+        self._patience = limits.stall
         try:
             self.descriptor = huge_file.create(size)
         except OSError as error:
@@ -170,21 +176,24 @@ class DeviceFile:
         self._mapped.madvise(mmap.MADV_DONTDUMP)
         with memoryview(self._mapped) as view:
             self._address = address_of(view)
-        self._fetcher = Fetcher(
-            backend, decoder, self._records, self._store, limits, loop, needed=self._misses, failed=self._fail
-        )
+        self._fetcher = Fetcher(backend, decoder, records, self._store, limits, loop, failed=self._fail)
+        self._handed = Spent()
+        self._running, self._ended = threading.Lock(), threading.Event()
         if placers is not None:
             placers.begin()
+            table = self._table.share()
             for placer in placers.all:
                 with suppress(PlacerLost):  # who asks it first is told
-                    placer.open_file(size, self.descriptor)
-            # Nobody waits for it yet: threads of this interpreter, which has the images to write and CRIU to start, would only delay those.
-            self._fetcher.hand_out(placers.all, self._through, meanwhile=False)
+                    placer.open_file(File(size, len(self._table)), self.descriptor, table)
+            os.close(table)
 
     @property
     def spent(self) -> Spent:
         """What the workers did; complete once `run` has ended."""
-        return self._fetcher.spent
+        both = Spent()
+        for one in (self._handed, self._fetcher.spent):
+            both.add(one)
+        return both
 
     def run(self, progress: Progress) -> None:
         """Fill it; may be called by a thread of its own, once.
@@ -192,16 +201,38 @@ class DeviceFile:
         Raises:
             Whatever prevents it.
         """
-        rows = [list(range(*bounds)) for bounds in zip(self._first[:-1], self._first[1:], strict=True)]
-        self._fetcher.progress = progress
-        try:
-            self._fetcher.start(interleave([own for own in rows if own] or [[]]))
-            self._fetcher.wait()
-        except BaseException as error:
-            self._fetcher.fail(error)
-            raise
+        rows: Sequence[int] = range(len(self._table))
+        with self._running:
+            try:
+                if self._placers is not None:
+                    # Nobody waits for it yet: more threads of this interpreter, which has the images to write and CRIU to start, would only delay those.
+                    rows = self._hand_out(self._placers, progress)
+                # What they could not have is delivered from here, where there are other replicas, and errors with a name.
+                self._fetcher.start(rows)
+                self._fetcher.wait()
+            except BaseException as error:
+                self._fetcher.fail(error)
+                raise
         self._fetcher.stop()
+        self._ended.set()
         self._end_placers()
+
+    def _hand_out(self, placers: Placers, progress: Progress) -> list[int]:
+        """Have placers fill it; the rows that they could not have."""
+        spent, total = self._handed, int(data_pages(self._table.records).sum()) * PAGE
+
+        def came(first: int, answer: Stored) -> None:
+            rows = [first + number for number, there in enumerate(answer.there) if there]
+            self._there(rows)
+            spent.stored += answer.size
+            spent.sink += answer.seconds
+            spent.cells += len(rows)
+            spent.produced += int(data_pages(self._table.records[rows]).sum()) * PAGE
+            progress(spent.produced, total)
+
+        left = hand_out(placers.all, len(self._table), came, lambda: self._failure is not None, self._patience)
+        spent.redone = len(left)
+        return left
 
     def wait(self) -> None:
         """Wait until all is there; then nothing of it is registered any more.
@@ -209,7 +240,9 @@ class DeviceFile:
         Raises:
             Whatever prevents it.
         """
-        self._fetcher.wait()
+        self._ended.wait()
+        if self._failure is not None:
+            raise self._failure
 
     def attach(self, member: Callable[[int], Member], failed: Callable[[BaseException], None]) -> None:
         """CRIU holds the tree, and the file is mapped: from now on the processes may read what is there, and wait for the rest.
@@ -256,7 +289,8 @@ class DeviceFile:
     def close(self) -> None:
         """Give the memory back, as far as no process has it mapped. May be called twice."""
         self.fail(RestoreFailed("the restore was given up"))  # nothing, once all is there
-        self._fetcher.stop()
+        with self._running:
+            self._fetcher.stop()
         with self._lock:
             mapped, self._mapped = self._mapped, None
         if mapped is not None:
@@ -268,38 +302,18 @@ class DeviceFile:
     def _fail(self, error: BaseException) -> None:
         with self._lock:
             self._failure, failed = error, self._failed
+        self._ended.set()
         if failed is not None:
             failed(error)
 
-    def _of(self, row: int) -> tuple[_Process, int]:
-        number = bisect_right(self._first, row) - 1
-        return self._processes[number], row - self._first[number]
-
-    def _misses(self, row: int) -> bool:
-        process, own = self._of(row)
-        return process.misses(own)
-
-    def _there(self, row: int) -> None:
-        process, own = self._of(row)
-        process.add(own)
-
-    def _bits(self, row: int) -> bytes:
-        return self._pages[32 * row : 32 * row + 32]
+    def _there(self, rows: Iterable[int]) -> None:
+        """Rows of the table are there."""
+        for number, some in groupby(rows, self._owner.__getitem__):
+            self._processes[number].add([self._own[row] for row in some])
 
     def _store(self, row: int, data: memoryview) -> None:
         """Put a cell's wanted pages into the file; called by the fetcher's threads."""
-        source, to = address_of(data), self._address + self._position[row]
-        for offset, position, length in page_pieces(self._data[32 * row : 32 * row + 32], self._bits(row)):
+        source, to, bits = address_of(data), self._address + self._position[row], slice(BITMAP_BYTES * row, BITMAP_BYTES * (row + 1))
+        for offset, position, length in page_pieces(self._data[bits], self._pages[bits]):
             ctypes.memmove(to + offset, source + position, length)
-        self._there(row)
-
-    def _through(self, placer: Placer, batches: Sequence[Batch]) -> list[int]:
-        """Have a placer put a batch, the only one, into the file; the rows that it could not have."""
-        (batch,) = batches
-        rows = [cell.row for cell in batch.cells]
-        spots = [Spot(*cell[1:], self._position[cell.row]) for cell in batch.cells]
-        there = placer.store(batch, spots, self._records[rows], b"".join(map(self._bits, rows)))
-        for row, stored in zip(rows, there, strict=True):
-            if stored:
-                self._there(row)
-        return [row for row, stored in zip(rows, there, strict=True) if not stored]
+        self._there([row])

@@ -24,20 +24,15 @@ from icecore.errors import Damaged, IcecoreError, ObjectMissing, RestoreFailed, 
 from icecore.events import Progress
 from icecore.host.memory import HugeBuffer
 from icecore.restorer.placers import Placer, PlacerLost
-from icecore.restorer.placing import ROOM_CELLS
-from icecore.restorer.plan import MAX_CELLS, STORED_LIMIT, Batch, Cell, plan_batches, plan_one, room_for
+from icecore.restorer.placing import PLACER_BYTES, ROOM_CELLS
+from icecore.restorer.plan import MAX_CELLS, STORED_LIMIT, Batch, Cell, gap_for, plan_batches, plan_one, room_for
 from icecore.store.backend import Backend
 from icecore.store.cell import CELL_BYTES, PAGE, Records, data_pages
 from icecore.store.loop import LoopThread
 from icecore.store.names import object_name
 from icecore.store.pool import Scratch
 
-#: Unwanted bytes between two chunks that are read along, at most, and as a share of the storage's preferred read.
-_MAX_GAP = 1 << 20
-_GAP_SHARE = 16
 _MAX_IN_FLIGHT = 32
-#: Stored bytes of a batch that a placer gets at once.
-PLACER_BYTES = 16 << 20
 #: Threads at most, where nothing else is asked for: with more it takes longer (measured on 16 cores).
 PLACE_THREADS = 6
 #: Threads for faults alone, at most.
@@ -169,7 +164,7 @@ class Fetcher:
         self._threads: list[threading.Thread] = []
         self._placers: Sequence[Placer] = ()
         self._through: Through | None = None
-        self._batch_cells, self._batches, self._meanwhile = ROOM_CELLS, 1, True
+        self._batch_cells, self._batches = ROOM_CELLS, 1
         self._buffers: asyncio.Queue[HugeBuffer] | None = None
         self._fetching: set[concurrent.futures.Future[None]] = set()
         self.spent = Spent()
@@ -178,17 +173,16 @@ class Fetcher:
         self._bytes = int(data_pages(records).sum()) * PAGE
         self._delivered = 0
 
-    def hand_out(
-        self, placers: Sequence[Placer], through: Through, *, cells: int = ROOM_CELLS, batches: int = 1, meanwhile: bool = True
-    ) -> None:
+    def hand_out(self, placers: Sequence[Placer], through: Through, *, cells: int = ROOM_CELLS, batches: int = 1) -> None:
         """Have processes do what the workers would, one for each worker; for storage with direct reads, before `start`.
+
+        While its placer loads, a worker does its work itself, as far as more threads help.
 
         Args:
             cells: Of a batch at most.
             batches: That a placer gets at once.
-            meanwhile: While its placer loads, a worker does its work itself, as far as more threads help.
         """
-        self._placers, self._through, self._batch_cells, self._batches, self._meanwhile = placers, through, cells, batches, meanwhile
+        self._placers, self._through, self._batch_cells, self._batches = placers, through, cells, batches
 
     def start(self, order: Sequence[int], *, opened: bool = True, faulting: int = 1) -> None:
         """Begin. Until `open` only urgent rows are delivered (and ranges fetched ahead, as far as the budget goes).
@@ -196,7 +190,7 @@ class Fetcher:
         Args:
             faulting: Processes that wait for urgent rows.
         """
-        gap = min(_MAX_GAP, self._read_size // _GAP_SHARE)
+        gap = gap_for(self._read_size)
         read_size, cells = (PLACER_BYTES, self._batch_cells) if self._placers else (self._read_size, MAX_CELLS)
         self._planned = plan_batches(self._records, order, gap=gap, read_size=read_size, cells=cells)
         self._open = opened
@@ -204,7 +198,7 @@ class Fetcher:
             self._submit(self._fetch_planned(len(order)))
         count = min(len(self._placers) or self._limits.threads, max(1, len(order)))
         placers = self._placers[:count] if self._placers else [None] * count
-        workers = [(f"place-{number}", False, placer, self._meanwhile and number < PLACE_THREADS) for number, placer in enumerate(placers)]
+        workers = [(f"place-{number}", False, placer, number < PLACE_THREADS) for number, placer in enumerate(placers)]
         if not opened:
             # A fault need not wait until a worker has placed what it is at, nor for another process's.
             workers += [(f"faults-{number}", True, None, True) for number in range(min(faulting, _FAULT_THREADS))]

@@ -91,8 +91,9 @@ class Placer:
             case Store():
                 assert self._file is not None
                 return self._file.store(request)
-            case File(size):
-                self._file = FilePlacer(size, descriptors[0], self._backend, self._decoder, self._stored)
+            case File():
+                file, table = descriptors
+                self._file = FilePlacer(request, file, table, self._backend, self._decoder, self._stored)
             case Target(number):
                 self._targets[number] = descriptors[0]
             case Forget(number):

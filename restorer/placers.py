@@ -32,7 +32,6 @@ from icecore.restorer.placing import (
     Place,
     Region,
     Request,
-    Spot,
     Stage,
     Staged,
     Store,
@@ -165,26 +164,31 @@ class Placer:
         assert isinstance(answer, Staged)
         return answer
 
-    def open_file(self, size: int, file: int) -> None:
-        """Where `store` is to put cells: a file of so many bytes."""
-        self._send(File(size), [file])
+    def open_file(self, about: File, file: int, table: int) -> None:
+        """Where `store` is to put cells, and a descriptor of their table."""
+        self._send(about, [file, table])
 
-    def store(self, batch: Batch, cells: Sequence[Spot], records: Records, pages: bytes) -> list[bool]:
-        """Have cells of a batch read, decoded, verified, and put into the file.
+    def fileno(self) -> int:
+        """What can be read when it has something to say."""
+        return self._control.fileno()
 
-        Args:
-            records: CELL[n], of these cells.
-            pages: 32 bytes for each, the pages that are wanted there.
-
-        Returns:
-            For each cell whether it is there.
+    def store(self, rows: range) -> None:
+        """Have rows of the table put into the file: it has begun, and will answer (`stored`). Several may be asked for at once.
 
         Raises:
             PlacerLost: It has ended.
         """
-        answer = self._ask(Store(list(batch.reads), list(cells), records.tobytes(), pages, batch.size))
+        self._send(Store(rows.start, rows.stop))
+
+    def stored(self) -> Stored:
+        """The answer to the `store` that was first.
+
+        Raises:
+            PlacerLost: It has ended.
+        """
+        answer = self._hear()
         assert isinstance(answer, Stored)
-        return answer.there
+        return answer
 
     def close(self) -> None:
         """Let it end."""

@@ -18,6 +18,8 @@ import msgspec
 
 from icecore.restorer.plan import Read
 
+#: Stored bytes of a batch that a placer reads at once.
+PLACER_BYTES = 16 << 20
 #: Cells that a placer has room for.
 ROOM_CELLS = 16
 #: Cells that are staged at once: half of a placer's part of the region, while the worker copies the other half. So few that the parts of 16 placers stay in a
@@ -170,36 +172,27 @@ class Staged(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class File(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The file that comes with this message, of ``size`` bytes, is where `Store` puts cells. No answer."""
+    """The file that comes with this message, of ``size`` bytes, is where `Store` puts cells; what comes with it, too, is the `icecore.restorer.file_table` of
+    them, of so many rows. No answer."""
 
     size: int
-
-
-class Spot(NamedTuple):
-    """A cell to put into the file: the bounds of its stored bytes, and of its base's, in the buffer; where its window begins in the file."""
-
-    start: int
-    stop: int
-    base_start: int
-    base_stop: int
-    position: int
+    rows: int
 
 
 class Store(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Read ranges into the buffer of ``size`` bytes; decode and verify cells, and put them into the file. ``records``: their CELL records; ``pages``: 32 bytes
-    each, the pages that are wanted there."""
+    """Read, decode and verify the cells in rows ``first`` to ``stop`` of the table, and put them into the file."""
 
-    reads: list[Read]
-    cells: list[Spot]
-    records: bytes
-    pages: bytes
-    size: int
+    first: int
+    stop: int
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """For each cell whether its pages are in the file; ``why``: of one that could not be had."""
+    """``there``: a byte for each cell, 1: its pages are in the file; ``size``: bytes that were read; ``seconds``: that it took; ``why``: of one that could not
+    be had."""
 
-    there: list[bool]
+    there: bytes
+    size: int
+    seconds: float
     why: str = ""
 
 

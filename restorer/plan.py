@@ -15,6 +15,9 @@ from icecore.store.cell import CELL_BYTES, Records
 #: Stored bytes are never longer than the cell plus this (icecore.store.codec.MAX_OVERHEAD, and room for encryption).
 STORED_LIMIT = CELL_BYTES + 1024
 MAX_CELLS = 64
+#: Unwanted bytes between two chunks that are read along, at most, and as a share of the storage's preferred read.
+_MAX_GAP = 1 << 20
+_GAP_SHARE = 16
 _ROWS = 256
 
 
@@ -55,6 +58,11 @@ class _Stored(NamedTuple):
 def room_for(read_size: int) -> int:
     """Bytes of buffer that the largest batch for ``read_size`` needs."""
     return read_size + 2 * STORED_LIMIT
+
+
+def gap_for(read_size: int) -> int:
+    """Unwanted bytes that are read along where that costs less than another read, for storage with this preferred read."""
+    return min(_MAX_GAP, read_size // _GAP_SHARE)
 
 
 def plan_batches(

@@ -27,7 +27,7 @@ from icecore.restorer import workingset
 from icecore.restorer.cells import SpaceCells
 from icecore.restorer.device_file import DeviceFile, FileUnusable
 from icecore.restorer.devices import Devices
-from icecore.restorer.fetch import PLACE_THREADS, PLACER_BYTES, Limits
+from icecore.restorer.fetch import PLACE_THREADS, Limits
 from icecore.restorer.files import PutBack
 from icecore.restorer.filewriter import FileTarget, write_files
 from icecore.restorer.gpus import temporary
@@ -35,6 +35,7 @@ from icecore.restorer.guard import Guard
 from icecore.restorer.images import FILE_NAME, SPARE, Memory, image_targets, plan_memory, read_spaces, spaces_of
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.placers import Placers, placers_for
+from icecore.restorer.placing import PLACER_BYTES
 from icecore.restorer.plan import room_for
 from icecore.restorer.requirements import Requirements, check_requirements
 from icecore.restorer.resident import Resident

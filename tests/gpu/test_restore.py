@@ -174,15 +174,15 @@ def test_a_driver_that_overtakes_the_fetching_waits(
     target.reap()
     rows, waited = itertools.count(), threading.Event()
 
-    def add(self: device_file._Process, row: int) -> None:
+    def add(self: device_file._Process, there: Sequence[int]) -> None:
         if next(rows) == 3:
             until_attached(self)
             time.sleep(1.0)
             assert self.member is not None and not self.member.gone
             waited.set()
-        elif row > MIBS // 2:
+        elif there[-1] > MIBS // 2:
             waited.wait(20)
-        put(self, row)
+        put(self, there)
 
     put = device_file._Process.add
     monkeypatch.setattr(device_file._Process, "add", add)
@@ -225,12 +225,12 @@ def test_a_restore_that_fails_while_the_driver_waits(
             free.extend(pid for pid in left if is_free(pid))
         struck.set()
 
-    def add(self: device_file._Process, row: int) -> None:
+    def add(self: device_file._Process, there: Sequence[int]) -> None:
         if fault != "store early" and next(rows) == 3:
             until_attached(self)
             time.sleep(0.3)
             strike()
-        put(self, row)
+        put(self, there)
 
     def read(self: LocalBackend, *arguments: Any) -> Any:
         if (fault == "store" and struck.is_set()) or (fault == "store early" and threading.current_thread().name.startswith("place-")):

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -132,11 +132,11 @@ def test_a_reader_finds_what_was_written(kind: str, encrypted: bool, moment: str
     came, go = threading.Event(), threading.Event()
     count = iter(range(_CELLS))
 
-    def add(self: _Process, row: int) -> None:
-        if next(count) == 20 and moment == "meanwhile":
+    def add(self: _Process, rows: Sequence[int]) -> None:
+        if 20 in [next(count) for _ in rows] and moment == "meanwhile":
             came.set()
             go.wait(20)
-        put(self, row)
+        put(self, rows)
 
     put = _Process.add
     monkeypatch.setattr(_Process, "add", add)

@@ -257,9 +257,8 @@ def test_how_many_pay() -> None:
     assert placers_for(4 << 30, 2 << 30, cores=64, processes=4, beside=True) == 32
 
 
-@pytest.mark.parametrize("meanwhile", [True, False])
-def test_who_works_while_placers_load(meanwhile: bool) -> None:
-    """So many threads as are as fast as more; none where its interpreter has something else to do."""
+def test_who_works_while_placers_load() -> None:
+    """So many threads as are as fast as more."""
     with repository_place() as place:
         reader, records = store_cells(place, [(_WHOLE, os.urandom(1 << 20))] * 24)
         keys = place.repository.keys
@@ -278,13 +277,13 @@ def test_who_works_while_placers_load(meanwhile: bool) -> None:
                 raise AssertionError("it is stopped")
 
             fetcher = Fetcher(LocalBackend(place.root), reader, records, sink, Limits(2, 64 << 20, 2, 5.0), place.loop)
-            fetcher.hand_out(placers.all, ask, cells=1, meanwhile=meanwhile)
+            fetcher.hand_out(placers.all, ask, cells=1)
             fetcher.start(range(24))
             end = time.monotonic() + 10
             while len(themselves) + len(through) < 8:
                 assert time.monotonic() < end
                 time.sleep(0.01)
-            assert (len(themselves), len(set(through))) == ((6, 2) if meanwhile else (0, 8))
+            assert (len(themselves), len(set(through))) == (6, 2)
             enough.set()
             assert fetcher.wait(20)  # who does not begin is lost, and what it was to do is done here
             fetcher.stop()
