@@ -34,6 +34,7 @@ from icecore.dumper.prepared import Prepared
 from icecore.errors import DumpFailed
 from icecore.host.page_server import Connection
 from icecore.host.pipes import HeldPipes, make_room
+from icecore.host.waiting import readable
 
 #: Nice value of CRIU and of the scan in the window.
 WINDOW_PRIORITY = -15
@@ -401,7 +402,7 @@ class _Watch:
         """Until ``descriptor`` can be read."""
         while True:
             left = None if self._end is None else max(0.0, self._end - time.monotonic())
-            if select.select([descriptor], [], [], left)[0]:
+            if readable([descriptor], left):
                 return
             self._end = None
             self._prepared.hang_up()

@@ -4,7 +4,6 @@ its connection is hung up and it thaws the tree itself."""
 from __future__ import annotations
 
 import os
-import select
 import socket
 import subprocess
 import time
@@ -24,6 +23,7 @@ from icecore.host.criu import (
     stream_dump_command,
 )
 from icecore.host.page_server import Connection
+from icecore.host.waiting import readable
 
 
 @dataclass
@@ -140,12 +140,12 @@ class LazyDump:
         # Its end is watched too: a CRIU that was killed may leave a stopped child that keeps the pipe open.
         end = os.pidfd_open(self.process.pid)
         try:
-            readable, _, _ = select.select([self._ready, end], [], [], seconds)
+            heard = readable([self._ready, end], seconds)
         finally:
             os.close(end)
-        if not readable:
+        if not heard:
             raise DumpFailed(f"{self._run.what} did not reach the window within {seconds:g} s")
-        told = os.read(self._ready, 1) if self._ready in readable else b""
+        told = os.read(self._ready, 1) if self._ready in heard else b""
         os.close(self._ready)
         self._ready = None
         if told != b"\0":

@@ -204,8 +204,11 @@ class Fetcher:
             workers += [(f"faults-{number}", True, None, True) for number in range(min(faulting, _FAULT_THREADS))]
         for name, *arguments in workers:
             thread = threading.Thread(target=self._work, args=arguments, name=name, daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            with self._change:  # who stops it joins those that have begun, and no others begin
+                if self._stopped:
+                    return
+                thread.start()
+                self._threads.append(thread)
 
     def open(self) -> None:
         """Let the planned rows be delivered."""

@@ -139,11 +139,16 @@ class Filling:
         self.daemon.wait_for(lambda d: d.complete, seconds)
         self._fetcher.stop()
 
+    def kill_placers(self) -> None:
+        """The tree is to die. One that hangs holds the lock that the daemon and the threads may be waiting for."""
+        if self._placers is not None:
+            self._placers.kill()
+
     def stop(self) -> None:
         """End all threads and placers. The tree is dead, or complete."""
+        self.kill_placers()
         self._fetcher.stop()
         if self._placers is not None:
-            # Before the daemon is stopped: one that hangs holds the lock that the daemon may be waiting for.
             with suppress(RestoreFailed):
                 self._placers.close()
 

@@ -4,7 +4,6 @@ for under a lock that is still held."""
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -17,6 +16,7 @@ import msgspec
 
 from icecore.errors import RestoreFailed
 from icecore.host.userfaultfd import Stop
+from icecore.host.waiting import readable
 from icecore.restorer.members import Member, Outcome
 from icecore.restorer.placing import (
     MESSAGE,
@@ -94,7 +94,7 @@ class Placer:
     @property
     def ready(self) -> bool:
         """Whether it has begun, or has ended before: then it can be asked. It takes a while to load."""
-        if not self._ready and select.select([self._control], [], [], 0)[0]:
+        if not self._ready and readable([self.fileno()], 0.0):
             self._ready = True
             with suppress(PlacerLost):  # told when it is asked
                 self._hear()
@@ -107,7 +107,7 @@ class Placer:
             PlacerLost: It does not begin.
         """
         if not self._ready:
-            select.select([self._control], [], [], self._patience)
+            readable([self.fileno()], self._patience)
             if not self.ready:
                 raise PlacerLost(f"a placer process did not begin within {self._patience:.0f} s")
 
@@ -262,6 +262,11 @@ class Placers:
             with suppress(PlacerLost):  # who asks it first is told
                 placer._send(self._order)
 
+    def kill(self) -> None:
+        """End them, whatever they are at; not yet waited for (`close`)."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)  # it leads a session, and all placers are in its group
+
     def close(self) -> None:
         """End them; afterwards none holds a userfaultfd. May be called twice.
 
@@ -269,13 +274,13 @@ class Placers:
             RestoreFailed: One does not end; it was killed.
         """
         if self._process.poll() is None and not any(placer.ready for placer in self.all):
-            os.killpg(self._process.pid, signal.SIGKILL)  # it is still loading: none has done anything
+            self.kill()  # it is still loading: none has done anything
         for placer in self.all:
             placer.close()
         try:
             self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)  # it leads a session, and all placers are in its group
+            self.kill()
             self._process.wait(_END_SECONDS)
             raise RestoreFailed(f"a placer process did not end within {_END_SECONDS:.0f} s") from None
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -45,6 +46,9 @@ from icecore.store.reader import SnapshotReader
 from icecore.store.repository import Repository
 
 _POLL_SECONDS = 0.2
+#: How often processes that wait for their memory are told to go on waiting, and how long they do without being told.
+_HOLD_SECONDS = 2.0
+_LEASE_SECONDS = 60.0
 #: That the worker is there once its work is done.
 _LINGER_SECONDS = 0.3
 
@@ -99,7 +103,11 @@ class Resident:
         _, self._processes = recorded(reader.manifest)
         self._pieces = self._assign(gpus)
         self._have_keeper()
-        self._worker = Worker(word)
+        try:
+            self._worker = Worker(word)
+        except BaseException:
+            self._close_descriptors()
+            raise
         self._start_placers = placers
         self._placers: Placers | None = None
         self._region: HostRegion | None = None
@@ -117,7 +125,8 @@ class Resident:
         if self._filling is not None:
             self._filling.stop()
         if self._placers is not None:
-            self._placers.close()
+            with suppress(RestoreFailed):  # one that had to be killed: nobody waits for what it was at
+                self._placers.close()
         self._close_descriptors()
         if self._region is not None:
             self._region.close()
@@ -133,7 +142,15 @@ class Resident:
         Raises:
             RestoreFailed, StoreError, Damaged: It cannot be; the tree must be killed.
         """
+        agents = {image: Agent(self._place, image, tracee=pids[image]) for image in self._processes}
+        held = 0.0
         while self._thread.is_alive():
+            if time.monotonic() - held > _HOLD_SECONDS:
+                held = time.monotonic()
+                for agent in agents.values():
+                    # Else a process would take what its keeper has of its memory, filled or not, and run. Who cannot be asked now is asked again.
+                    with suppress(IcecoreError):
+                        agent.hold(_LEASE_SECONDS)
             self._thread.join(_POLL_SECONDS)
             broken = failure()
             if broken is not None:
@@ -141,7 +158,6 @@ class Resident:
         if self._failure is not None:
             raise _explained(self._failure)
         with phase(self._emit, "restore.resident.map", processes=len(self._processes)):
-            agents = {image: Agent(self._place, image, tracee=pids[image]) for image in self._processes}
             try:
                 for image, agent in agents.items():
                     agent.map(self._descriptors(image))

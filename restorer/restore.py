@@ -653,11 +653,19 @@ class _Run:
         """Kill what was started, and remove what was made."""
         if not (self.with_file and isinstance(error, FileUnusable)):  # else it is tried again
             self.emit(Event("restore.failed", {"snapshot": self.snapshot, "error": f"{type(error).__name__}: {error}"}))
-        if self.tree is not None:
-            self.tree.kill(error)
-        elif self.guard is not None:
-            with suppress(RestoreFailed):
-                self.guard.end(_GUARD_SECONDS)
-        if self.put_back is not None:
-            self.put_back.abandon()
-        self.stack.close()
+        try:
+            with ExitStack() as steps:  # in reverse, each whatever becomes of the others
+                steps.callback(self.stack.close)
+                if self.put_back is not None:
+                    steps.callback(self.put_back.abandon)
+                if self.tree is not None:
+                    steps.callback(self.tree.kill, error)
+                elif self.guard is not None:
+                    steps.callback(self._end_guard, self.guard)
+        except Exception as left:  # noqa: BLE001 - what broke first is what the caller hears
+            self.emit(Event("restore.warning", {"name": "undo", "message": f"not all of it could be undone: {type(left).__name__}: {left}"}))
+
+    @staticmethod
+    def _end_guard(guard: Guard) -> None:
+        with suppress(RestoreFailed):
+            guard.end(_GUARD_SECONDS)

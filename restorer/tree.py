@@ -293,9 +293,10 @@ class Tree:
         """Give the restore up because of an error: kill what runs, and end all threads and the guard."""
         self.failure = self.failure or error  # that CRIU is killed for it explains nothing
         self._kill()
+        self.filling.fail(error)
+        self.filling.kill_placers()
         with suppress(BaseException):
             self.daemon.wait_for(lambda d: d.killed, _KILL_SECONDS)
-        self.filling.fail(error)
         self.filling.stop()
         self.daemon.stop()
         with suppress(RestoreFailed):

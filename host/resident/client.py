@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from errno import EAGAIN, ECONNRESET, EINVAL, EIO, EMFILE, ENOENT, EPIPE, EPROTO
+from errno import EAGAIN, EALREADY, ECONNRESET, EINVAL, EIO, EMFILE, ENOENT, EPIPE, EPROTO
 from pathlib import Path
 from typing import TypeVar
 
@@ -180,6 +180,9 @@ class Agent(_Speaker):
 
         Args:
             descriptors: A descriptor by the identity of each allocation; None: the process gets them from its keeper.
+
+        Raises:
+            ResidentFailed: Also with the code EALREADY: it was given descriptors, and runs: with what the keeper had, because its lease has ended.
         """
         given = descriptors or {}
 
@@ -193,6 +196,8 @@ class Agent(_Speaker):
         answer = self._spoken(ask)
         if answer.result:
             raise ResidentFailed(f"the device memory of process {self.pid} could not be mapped", answer.result)
+        if given and State(answer.state) is State.RUNNING:
+            raise ResidentFailed(f"process {self.pid} runs already, with other device memory", EALREADY)
 
     def go(self) -> None:
         """Let the threads run on."""

@@ -638,7 +638,7 @@ int main(int count, char **words)
 			for (struct process *process = processes; process && !was_process; process = process->next)
 				if (process == what) {
 					was_process = true;
-					if (process->pidfd >= 0)
+					if (process->pidfd >= 0 && is_over(process->pidfd)) /* else the event was of what it was before it came back */
 						ended(process);
 				}
 			if (!was_process && !((struct connection *)what)->closed && serve(what))

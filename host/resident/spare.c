@@ -258,10 +258,12 @@ void spares_at_exit(void)
 	/* Who gives back is let come to its end; it may be at the driver's door. */
 	clock_gettime(CLOCK_REALTIME, &until);
 	until.tv_sec++;
+	enter(); /* not parked with the lock */
 	bool alone = !pthread_mutex_timedlock(&giving_lock, &until);
 	leaving = true;
 	if (alone)
 		pthread_mutex_unlock(&giving_lock);
+	leave();
 }
 
 void spares_of_child(void)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -14,8 +15,10 @@ from icecore.dumper.options import DumpOptions
 from icecore.errors import IcecoreError, NotFound, RestoreFailed, RestoreRefused, StoreError
 from icecore.events import Event
 from icecore.host import procfs
+from icecore.host.resident.client import Agent
 from icecore.restorer.fetch import PLACE_THREADS
 from icecore.restorer.options import RestoreOptions
+from icecore.restorer.resident_filling import Filling
 from icecore.restorer.restore import Restored, restore
 from icecore.store.faulty import Call, FaultyBackend, Outcome
 from tests.dumper.failing import members
@@ -118,6 +121,56 @@ def test_memory_that_was_kept_is_let_go_of_by_another_restore(store: Store, laun
     bring_back(store, snapshot)
     job.goes_on()
     assert joined.used(0) == job.resident + MIB // 2
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_no_lease_ends_before_what_is_still_there_is_what_it_was(
+    told: bool, store: Store, launch: Launch, joined: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keeper has all of it, though not as it was in the snapshot: who took it from there would run with that."""
+    monkeypatch.setattr("icecore.dumper.resident._LEASE_GRACE", 0.5)
+    if not told:
+        monkeypatch.setattr(Agent, "hold", lambda self, lease: None)
+    job = launch()
+    first = store.dump(job.pid, DumpOptions(max_window=0.5)).snapshot
+    job.wait_steps(40)
+    store.dump(job.pid, DumpOptions(stop=True, keep_resident=True))
+    job.reap()
+
+    run = Filling.run
+
+    def late(self: Filling, progress: Any) -> None:
+        time.sleep(4.0)
+        run(self, progress)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Filling, "run", late)
+        if told:
+            bring_back(store, first, from_resident=True)
+            job.goes_on()
+        else:
+            with pytest.raises(RestoreFailed, match="runs already"):
+                bring_back(store, first, from_resident=True)
+            ended(job)
+
+
+def test_a_placer_that_hangs_costs_the_restore_and_nothing_else(store: Store, launch: Launch, joined: Machine) -> None:
+    job = launch()
+    snapshot = store.dump(job.pid, DumpOptions(stop=True)).snapshot
+    job.reap()
+    hung: list[int] = []
+
+    def stop(_: Event) -> None:
+        until(lambda: len(members(store.workdir, "icecore.restorer.placer_process")) >= 3)
+        hung.append(max(members(store.workdir, "icecore.restorer.placer_process")))
+        os.kill(hung[0], signal.SIGSTOP)
+
+    with pytest.raises(RestoreFailed, match="placer process"):
+        bring_back(store, snapshot, Events({("restore.resident.memory", "begin"): stop}), placers=2, stall_seconds=2.0)
+    ended(job)
+    assert not members(store.workdir, "icecore.restorer.placer_process")
+    bring_back(store, snapshot)
+    job.goes_on()
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -167,6 +169,45 @@ def test_a_placer_that_hangs_ends_the_restore_and_is_killed(tmp_path: Path, cach
         while processes(str(it.workdir)):  # the kernel kills them once their parent is gone
             assert time.monotonic() < end
             time.sleep(0.01)
+
+
+def holding(pid: int) -> bool:
+    """Whether a placer holds the shared lock."""
+    return any(f" FLOCK  ADVISORY  READ {pid} " in f"{line} " for line in Path("/proc/locks").read_text().splitlines())
+
+
+def test_a_placer_that_hangs_while_it_places_does_not_hold_up_the_end(tmp_path: Path, cache: Path) -> None:
+    """It holds the lock that whoever hears of faults and events waits for."""
+    with dumped("memory-pattern", tmp_path, cache, ("--mib", "700")) as it:
+        driving.forget(tmp_path)
+        restored = it.restore(replace(LAZY, stall_seconds=2.0))
+        hung = 0
+        while not hung:
+            for pid in sorted(processes(str(it.workdir)))[1:]:
+                os.kill(pid, signal.SIGSTOP)
+                if holding(pid):
+                    hung = pid
+                    break
+                os.kill(pid, signal.SIGCONT)
+        with pytest.raises(RestoreFailed, match="placer process"):
+            restored.wait_resident(30)
+        await_gone([restored.pid])
+        assert it.remains() == [] and processes(str(it.workdir)) == []
+
+
+def test_beside_a_thousand_open_descriptors(tmp_path: Path, cache: Path) -> None:
+    """As many as somebody has who holds device memory, or calls us: select(2) takes no number from 1024 on."""
+    with dumped("memory-pattern", tmp_path, cache, ("--mib", "64")) as it, ExitStack() as stack:
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 4096), before[1]))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        for _ in range(1100):
+            stack.enter_context(open(os.devnull, "rb"))
+        driving.forget(tmp_path)
+        restored = it.restore(FULL)
+        restored.wait_resident(60)
+        driving.wait_progress(tmp_path)
+        assert it.verdict().passed and memory_phase(it)["redone"] == 0
 
 
 def test_a_restorer_that_is_killed_takes_them_along(tmp_path: Path, cache: Path) -> None:

@@ -1,0 +1,18 @@
+"""Waiting for descriptors; rule: of any number, where select(2) takes none from 1024 on, and a snapshot of device memory may keep thousands open."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Collection
+
+
+def readable(descriptors: Collection[int], seconds: float | None) -> set[int]:
+    """Those that can be read, or whose other end is closed.
+
+    Args:
+        seconds: To wait for the first of them, at most; None: without limit.
+    """
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in poll.poll(None if seconds is None else seconds * 1000)}
