@@ -160,7 +160,8 @@ class DeviceFile:
         #: For each row of the table its process's number, and which of that one's cells it is.
         self._owner, self._own = owner.tolist(), (order - first[owner]).tolist()
         records = np.concatenate([part.cells.records for part in memory])[order]
-        wanted, position = (np.concatenate(parts)[order] for parts in ([part.wanted for part in memory], [part.position for part in memory]))
+        wanted = np.concatenate([part.wanted for part in memory])[order]
+        position = np.concatenate([part.position for part in memory])[order]
         self._table = FileTable(records, wanted, position)
         self._data, self._pages, self._position = records["data"].tobytes(), wanted.tobytes(), position.tolist()
         self._patience = limits.stall

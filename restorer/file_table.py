@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from icecore.restorer.cells import Bytes
-from icecore.store.cell import BITMAP_BYTES, CELL, Records
+from icecore.store.cell import BITMAP_BYTES, CELL, Bytes, Records
 
 _EACH = CELL.itemsize + BITMAP_BYTES + np.dtype(np.int64).itemsize
 
