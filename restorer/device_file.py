@@ -180,12 +180,22 @@ class DeviceFile:
         self._fetcher = Fetcher(backend, decoder, records, self._store, limits, loop, failed=self._fail)
         self._handed = Spent()
         self._running, self._ended = threading.Lock(), threading.Event()
-        if placers is not None:
-            placers.begin()
-            table = self._table.share()
+        try:
+            if placers is not None:
+                self._open(placers, size)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, placers: Placers, size: int) -> None:
+        """Tell placers of the file."""
+        placers.begin()
+        table = self._table.share()
+        try:
             for placer in placers.all:
                 with suppress(PlacerLost):  # who asks it first is told
                     placer.open_file(File(size, len(self._table)), self.descriptor, table)
+        finally:
             os.close(table)
 
     @property
