@@ -1,5 +1,5 @@
 # Targets: setup demo test test-gpu lint bench bench-store torture clean. Nothing needs to be done before; run as root (CRIU needs it).
-#   make test ARGS="-k codec -x"    arguments for pytest ("-n 2 --dist worksteal": two side by side)
+#   make test ARGS="-k codec -x"    arguments for pytest
 #   make PYTHON=/path/to/python3.11 …
 
 PYTHON ?= python3

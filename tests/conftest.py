@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import secrets
@@ -16,8 +15,6 @@ from icecore.store.s3 import S3Place
 from tests.seaweedfs import Server, running
 
 BUCKET = "icecore-tests"
-_CLONE_NEWNS = 0x20000
-_MS_REC, _MS_PRIVATE = 0x4000, 1 << 18
 
 # What Python, S3 and icecore would be told by the surroundings. With PYTHONUNBUFFERED, print() writes a line in two calls, and a job may be frozen between
 # the two; the tests' jobs flush what they print.
@@ -34,17 +31,8 @@ settings.register_profile("icecore", deadline=None, suppress_health_check=[Healt
 settings.register_profile("icecore-same", settings.get_profile("icecore"), derandomize=True)
 
 
-def _have_own_mounts() -> None:
-    """Tests beside these mount and unmount file systems, and a job's snapshot says what it saw mounted."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(_CLONE_NEWNS) or libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None):
-        raise OSError(ctypes.get_errno(), "no mount namespace of its own for a worker of pytest-xdist")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """In the ordinary run the examples are always the same: what it says is about the commit. New ones are drawn under torture."""
-    if "PYTEST_XDIST_WORKER" in os.environ and os.geteuid() == 0:
-        _have_own_mounts()
     settings.load_profile("icecore" if config.getoption("markexpr") == "torture" else "icecore-same")
 
 

@@ -298,9 +298,8 @@ def test_a_criu_that_is_killed_ends_a_restore_that_it_holds(tmp_path: Path, cach
                 tree = descendants(os.getpid())
                 # Its script is one, too, until it has started the shell.
                 criu = min((pid for pid in tree if procfs.executable(pid).endswith("/criu")), key=tree.index)
-                # What runs in them is set last.
-                assert eventually(lambda: any(procfs.executable(pid).endswith("memory_pattern") for pid in descendants(os.getpid())))
-                members = [pid for pid in descendants(os.getpid()) if procfs.executable(pid).endswith("memory_pattern")]
+                members = [pid for pid in tree if "memory_pattern" in procfs.executable(pid)]
+                assert members
                 os.kill(criu, signal.SIGKILL)
                 await_gone(members)
 
