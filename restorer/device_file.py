@@ -218,6 +218,8 @@ class DeviceFile:
                 if self._placers is not None:
                     # Nobody waits for it yet: more threads of this interpreter, which has the images to write and CRIU to start, would only delay those.
                     rows = self._hand_out(self._placers, progress)
+                else:
+                    self._fetcher.progress = progress
                 # What they could not have is delivered from here, where there are other replicas, and errors with a name.
                 self._fetcher.start(rows)
                 self._fetcher.wait()

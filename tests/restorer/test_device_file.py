@@ -142,7 +142,8 @@ def test_a_reader_finds_what_was_written(kind: str, encrypted: bool, moment: str
     monkeypatch.setattr(_Process, "add", add)
     monkeypatch.setattr(device_file, "_STEP", 8 << 20)
     with repository_place(encrypted=encrypted) as place, filed(place, kind) as held:
-        filling = threading.Thread(target=held.file.run, args=(lambda done, total: None,))
+        told: list[tuple[int, int]] = []
+        filling = threading.Thread(target=held.file.run, args=(lambda done, total: told.append((done, total)),))
         with reading(held) as (member, control, _):
             if moment != "before":
                 filling.start()
@@ -158,6 +159,7 @@ def test_a_reader_finds_what_was_written(kind: str, encrypted: bool, moment: str
             # The many cells of zeros take nothing, read or not; a huge page may begin before them.
             assert os.fstat(held.file.descriptor).st_blocks * 512 <= (_CELLS - 14 + 4) * CELL_BYTES
         assert not filling.is_alive() and held.file.spent.redone == 0
+        assert max(told) == (held.file.spent.produced, held.file.spent.produced)
 
 
 def test_a_process_that_ends_meanwhile_is_left_alone() -> None:
