@@ -292,6 +292,9 @@ class Fetcher:
                         loading = placer is not None and meanwhile and not placer.ready
                         if not self._deliver_through(None if loading else placer, batches, scratch, spent) and not loading:
                             placer = None
+                except BaseException as error:
+                    self.fail(_named(error))  # before it counts as done: who waits is not to find all of it delivered
+                    raise
                 finally:
                     self._finished(batches[0], buffer, urgent, spent.produced - before)
             shelf.give(scratch)

@@ -155,6 +155,26 @@ def test_storage_that_gives_no_answer_fails(stored: Stored) -> None:
     fetcher.stop()
 
 
+def test_what_fails_last_is_never_taken_for_delivered(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even between its end and the word that it has failed."""
+
+    def late(self: Fetcher, error: BaseException) -> None:
+        time.sleep(0.3)
+        fail(self, error)
+
+    def sink(row: int, data: memoryview) -> None:
+        if row == CELLS - 1:
+            raise OSError("no room")
+
+    fail = Fetcher.fail
+    monkeypatch.setattr(Fetcher, "fail", late)
+    fetcher = Fetcher(LocalBackend(stored.place.root), stored.reader, stored.records, sink, LIMITS, stored.place.loop)
+    fetcher.start(range(CELLS))
+    with pytest.raises(IcecoreError, match="no room"):
+        fetcher.wait(30)
+    fetcher.stop()
+
+
 def test_a_sink_that_fails_ends_everything(stored: Stored) -> None:
     def sink(row: int, data: memoryview) -> None:
         raise OSError("no room")
