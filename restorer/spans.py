@@ -94,10 +94,11 @@ def hand_out(placers: Sequence[Placer], rows: int, came: Came, stopped: Callable
     for number in living:
         poll.register(number, select.POLLIN)
     while living and (planned or any(asked.spans for asked in living.values())) and not stopped():
-        heard = {number for number, _ in poll.poll(_POLL_SECONDS * 1000)}
-        for number, asked in list(living.items()):
+        heard = [number for number, _ in poll.poll(_POLL_SECONDS * 1000)]
+        for number in heard or list(living):  # who says nothing is looked at when nobody does
+            asked = living[number]
             try:
-                if number in heard:
+                if heard:
                     left += asked.hear(came)
                 else:
                     asked.check(patience)

@@ -181,8 +181,9 @@ def test_a_placer_that_hangs_while_it_places_does_not_hold_up_the_end(tmp_path: 
     with dumped("memory-pattern", tmp_path, cache, ("--mib", "700")) as it:
         driving.forget(tmp_path)
         restored = it.restore(replace(LAZY, stall_seconds=2.0))
-        hung = 0
+        hung, end = 0, time.monotonic() + 20
         while not hung:
+            assert time.monotonic() < end
             for pid in sorted(processes(str(it.workdir)))[1:]:
                 os.kill(pid, signal.SIGSTOP)
                 if holding(pid):
