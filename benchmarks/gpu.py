@@ -183,13 +183,13 @@ def _results(found: Rounds, gib: float, gpus: int) -> list[Result]:
     return results
 
 
-def scaling(gib: float, counts: Sequence[int], rounds: int) -> list[Result]:
-    """Windows and restores with the same device memory on each of more and more GPUs, against the first of the numbers."""
+def scaling(gib: float, counts: Sequence[int], rounds: int, one_gpu: bool) -> list[Result]:
+    """Windows and restores with the same device memory on each of more and more GPUs, or processes on one, against the first number."""
     found = {count: Rounds() for count in counts}
     for count, own in found.items():
         size, phases = int(gib * count * GIB), Phases()
         with (
-            plain_criu.adopting(), scratch(PART) as folder, Job(folder, gib, count) as job, Reserve(2 * size + 4 * GIB) as reserve,
+            plain_criu.adopting(), scratch(PART) as folder, Job(folder, gib, count, present=int(one_gpu)) as job, Reserve(2 * size + 4 * GIB) as reserve,
             Worker() as worker,
         ):  # fmt: skip
             job.wait_step(0)
@@ -206,7 +206,7 @@ def scaling(gib: float, counts: Sequence[int], rounds: int) -> list[Result]:
                     _restore(worker, job, reserve, snapshot, mode, own, phases)
     first, results = found[counts[0]], []
     for count, own in found.items():
-        where = f"{gib:g} GiB each, {count} by {counts[0]} GPUs"
+        where = f"{gib:g} GiB each, {count} by {counts[0]} {'processes on one GPU' if one_gpu else 'GPUs'}"
         for name, what in (("window nothing changed", "window"), ("full step", "restore, full"), ("lazy step", "restore, lazy")):
             base = first.median(name)
             note = f"{own.median(name):.2f} s"
@@ -226,6 +226,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--save", type=Path, help="write JSON into this folder")
     parser.add_argument("--scaling", metavar="N,N", help="with so many GPUs in turn, the window and the restores only (--gib for each)")
+    parser.add_argument("--one-gpu", action="store_true", help="with --scaling: so many processes on one GPU, which is what several mean for the host")
     resident = parser.add_argument_group("memory that stays where it is", "the job runs under the preload, on one GPU")
     resident.add_argument("--resident", action="store_true", help="measure this instead")
     resident.add_argument("--parts", default=",".join(gpu_resident.PARTS), help="of it, by commas (default: %(default)s)")
@@ -239,7 +240,7 @@ def main() -> None:
         setting = gpu_resident.Setting(options.gib, parts, options.rounds, options.distinct)
         results = gpu_resident.measure(setting, options.figures)
     elif options.scaling:
-        results = scaling(options.gib, [int(word) for word in options.scaling.split(",")], options.rounds)
+        results = scaling(options.gib, [int(word) for word in options.scaling.split(",")], options.rounds, options.one_gpu)
     else:
         results = measure(options.gib, options.gpus, options.rounds)
     show(results, Console(width=180))

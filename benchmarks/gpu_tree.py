@@ -27,19 +27,20 @@ class Job:
     Args:
         folder: Its output goes there.
         gib: Device memory of each child.
+        gpus: How many children; they have GPUs 0, 1, … of ``present``, and begin again with 0 where there are fewer.
         environment: Beside this process's own.
         more: Further arguments of `gpu_job`.
     """
 
     def __init__(
-        self, folder: Path, gib: float, gpus: int, *, environment: Mapping[str, str] | None = None, more: Sequence[str] = ()
+        self, folder: Path, gib: float, gpus: int, *, present: int = 0, environment: Mapping[str, str] | None = None, more: Sequence[str] = ()
     ) -> None:
         folder.mkdir(exist_ok=True)
         self.states = [folder / f"state{number}" for number in range(gpus)]
         for state in self.states:
             state.mkdir()
         self._log = open(folder / "job.log", "wb")  # noqa: SIM115 - closed on leaving
-        work = [[sys.executable, str(_JOB), str(state), str(gib), str(n), *more] for n, state in enumerate(self.states)]
+        work = [[sys.executable, str(_JOB), str(state), str(gib), str(n % (present or gpus)), *more] for n, state in enumerate(self.states)]
         if gpus == 1:
             command = work[0]
         else:
