@@ -94,12 +94,15 @@ class Devices:
         if self._resident is not None:
             self._resident.close()
 
-    def require(self, staging_bytes: int, machinery: Machinery, parent: Parent | None) -> None:
+    def require(
+        self, staging_bytes: int, machinery: Machinery, parent: Parent | None, *, pre_copy: int | None = None
+    ) -> None:
         """Wait until CUDA is initialised in the helper, and ask for the processes' states.
 
         Args:
             staging_bytes: Bound on pinned host memory for copies of resident memory; what of that is likely to change and has no room on its GPU comes on top.
             machinery, parent: What these copies are stored with, and compared with.
+            pre_copy: Resident memory without room on its GPU is stored before the window from so many bytes on; None: it is not.
 
         Raises:
             MissingTool: The driver's calls cannot be made.
@@ -123,6 +126,13 @@ class Devices:
         if self._resident is not None:
             with phase(self._emit, "dump.resident.prepare") as running:
                 running.fields |= self._resident.prepare(staging_bytes, machinery, parent, moved=self._look.most_bytes)
+            if pre_copy is not None:
+                self._resident.pre_copy(machinery, parent, least=pre_copy)
+
+    @property
+    def pre_copied(self) -> int:
+        """Bytes of resident memory that were stored before the window."""
+        return 0 if self._resident is None else self._resident.pre_copied
 
     # -- in the window
 

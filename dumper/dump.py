@@ -45,6 +45,8 @@ from icecore.store.repository import Repository
 
 _PRE_COPY_BYTES = 256 << 20
 _PRE_COPY_STAGING = 128 << 20
+#: A tenth of a second of a window, at the rate at which resident memory without room on its GPU goes into the host's.
+_PRE_COPY_RESIDENT = 4 << 30
 _STREAM_SECONDS = 60.0
 _RUNNING_SECONDS = 5.0
 _FREEZE_SECONDS = 30.0
@@ -286,9 +288,11 @@ class _Dump:
         copied = self._pre_copy(found)
         self._reserve(found, copied)
 
-        storing.pipeline.close_gate()
         if devices is not None:
-            devices.require(self.options.staging_bytes, storing.machinery, storing.parent)
+            pre_copy = {"off": None, "on": 0}.get(self.options.pre_copy, _PRE_COPY_RESIDENT)
+            with storing.staging.limited(_PRE_COPY_STAGING):
+                devices.require(self.options.staging_bytes, storing.machinery, storing.parent, pre_copy=pre_copy)
+        storing.pipeline.close_gate()
         window = Window(
             guard,
             self.criu.version,
@@ -364,7 +368,8 @@ class _Dump:
                     devices.gone(keep_resident=self.options.keep_resident)
         # Before the guard is released, which removes them if this process is killed until then.
         shutil.rmtree(images, ignore_errors=True)
-        return snapshot, manifest, sum(c.stored for c in copied.values()), storing.pipeline.spilled
+        pre_copied = sum(c.stored for c in copied.values()) + (devices.pre_copied if devices is not None else 0)
+        return snapshot, manifest, pre_copied, storing.pipeline.spilled
 
     def _preflight(self) -> Look:
         refusals = check_target(self.target.pid)

@@ -15,7 +15,8 @@ class DumpOptions:
         stop: End the tree once the snapshot is committed; it stays frozen until then and goes on if the commit fails.
         max_window: Seconds the job may stand still; past it the snapshot is abandoned and the job thawed. Does not apply to ``stop``.
         staging_bytes: Bound on the memory that holds changed cells between the window and their storing; with GPUs their device memory comes on top.
-        pre_copy: Scan the running job first, so that only what it changes meanwhile is left for the window. ``auto``: from 256 MiB of private memory on.
+        pre_copy: Scan the running job first, so that only what it changes meanwhile is left for the window. ``auto``: from 256 MiB of private memory on, and of
+            resident device memory what has no room on its GPU, from 4 GiB on.
         files: Writable open files: ``content`` stores them, ``check`` records only size and mtime.
         with_files: Store the content of read-only open files too.
         verify_files: Hash read-only open files, so that a restore can compare content and not only size and mtime.

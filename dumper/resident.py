@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ from icecore.dumper.pipeline import SpaceSink
 from icecore.dumper.resident_ahead import look_for_changes
 from icecore.dumper.resident_cells import Piece, ProcessCells, by_device, fingerprint, plan_process
 from icecore.dumper.resident_look import ResidentLook
+from icecore.dumper.resident_precopy import PreCopied, pre_copy_resident
 from icecore.dumper.scan import ScanResult
 from icecore.dumper.spaces import Machinery, Scanned, SpaceCapture
 from icecore.errors import DumpFailed, IcecoreError
@@ -36,15 +38,13 @@ from icecore.events import Sink, Value, phase
 from icecore.host import limits
 from icecore.host.resident.client import Agent, Keeper
 from icecore.host.resident.copyplan import divide, pinned_bytes
-from icecore.host.resident.gpu import NOWHERE, ON_DEVICE, spare_room
+from icecore.host.resident.gpu import NOWHERE, ON_DEVICE, SPARE, spare_room
 from icecore.host.resident.keeper import start_keeper
 from icecore.host.resident.sharing import Shares, Taken, find_shares
 from icecore.host.resident.tree import LockAll, ResidentTree, UnlockAll
-from icecore.host.resident.working import HostRegion, Worker, copy_cell
+from icecore.host.resident.working import RING, HostRegion, Worker, copy_cell, fetch_through
 from icecore.store.cell import CELL_BYTES
 
-#: Cells of the host region through which copies on a device travel.
-_RING = 32
 _POLL_SECONDS = 0.2
 _UNLIMITED_LEASE = 3600.0
 _LEASE_GRACE = 30.0
@@ -92,6 +92,8 @@ class Resident:
         self._failure: BaseException | None = None
         self._processes: list[_Process] = []
         self._sharing = Shares({}, {})
+        self._short: dict[str, int] = {}
+        self._pre_copied: dict[int, PreCopied] = {}
 
     def close(self) -> None:
         """End the worker. May be called twice."""
@@ -156,10 +158,41 @@ class Resident:
         likely = sizes.total() if parent is None else max(parent.manifest.sizes.changed, changed)
         available = max(0, limits.memory_available() - 2 * moved)
         most = pinned_bytes(sizes, self._spare, wanted=wanted, likely=likely, staging=staging_bytes, available=available)
-        self._region = HostRegion((_RING + most // CELL_BYTES) * CELL_BYTES)
+        self._region = HostRegion((RING + most // CELL_BYTES) * CELL_BYTES)
         self._region.prefault()
         self._worker.take_host(self._region, min(sizes))
+        self._short = {device: max(0, size - self._spare.get(device, 0)) for device, size in wanted.items()}
         return {**said, "pinned": self._region.size}
+
+    def pre_copy(self, machinery: Machinery, parent: Parent | None, *, least: int) -> None:
+        """Store what has no room on its GPU, as far as it is at rest, before anything is stopped. What changes until the window finds the room that it would
+        have found without. After `prepare`.
+
+        Args:
+            machinery, parent: What it is stored with, and compared with.
+            least: Bytes without room for which it is worth it.
+
+        Raises:
+            StoreError: It cannot be stored.
+        """
+        if self._region is None or self._tree is None or sum(self._short.values()) < max(1, least):
+            return
+        with phase(self._emit, "dump.resident.precopy") as running:
+            agents = dict(zip(self.look.pids, self._agents, strict=True))
+            tokens = {pid: report.token for pid, report in self._tree.reports.items()}
+            try:
+                self._pre_copied = pre_copy_resident(
+                    self._worker, self._region, self._place, agents, tokens, parent, machinery, self._short, self._spare
+                )
+            except IcecoreError as error:  # a worker that is gone is met below, and so is a store that fails
+                machinery.pipeline.drain()
+                running.fields["not_stored"] = error.message
+            running.bytes = self.pre_copied
+
+    @property
+    def pre_copied(self) -> int:
+        """Bytes that were stored before the window."""
+        return sum(one.stored for one in self._pre_copied.values())
 
     def _have_keeper(self) -> None:
         """A keeper that has died is replaced; the processes hand everything over within about a second."""
@@ -269,6 +302,8 @@ class Resident:
     ) -> _Process:
         stream = number % machinery.streams
         cells = plan_process(pid, str(self.look.pids[pid]), pairs, self._worker, parent, stream=stream)
+        if (ahead := self._pre_copied.get(pid)) is not None:
+            cells.capture.known, cells.capture.seen = ahead.known, ahead.seen
         sink = machinery.pipeline.space(stream, cells.plan, cells.capture.regions, cells.capture.known)
         devices = [piece.allocation.device for piece in cells.pieces for _ in range(piece.cells)]
         return _Process(cells, sink, np.full(len(cells.plan), NOWHERE, np.int64), devices)
@@ -285,8 +320,8 @@ class Resident:
             changed = sum(int(process.changed(piece).sum()) for process, piece in pieces)
             self._spare[device] = min(self._spare.get(device, 0), spare_room(free[device]))
             short[device] = max(0, changed - self._spare[device] // CELL_BYTES)
-        at, shares = _RING, {}
-        for device, cells in divide(self._region.size // CELL_BYTES - _RING, short).items():
+        at, shares = RING, {}
+        for device, cells in divide(self._region.size // CELL_BYTES - RING, short).items():
             shares[device] = (at * CELL_BYTES, cells * CELL_BYTES)
             at += cells
         return shares
@@ -320,17 +355,16 @@ class Resident:
         firsts = [piece.first for piece in pieces]
         for device in dict.fromkeys(process.device):
             rows_there = [row for row in through.tolist() if process.device[row] == device]
-            for at in range(0, len(rows_there), _RING):
-                some = rows_there[at : at + _RING]
-                if in_window:
-                    owners = [pieces[bisect_right(firsts, row) - 1] for row in some]
-                    cells = [(own.handle, (row - own.first) * CELL_BYTES) for own, row in zip(owners, some, strict=True)]
-                else:
-                    cells = [(-1, int(process.place[row]) - ON_DEVICE) for row in some]
-                places = [number * CELL_BYTES for number in range(len(some))]
-                self._worker.finish(self._worker.fetch(device, cells, places))
-                for row, place in zip(some, places, strict=True):
-                    self._hand_on(process, row, place, machinery)
+            if in_window:
+                owners = [pieces[bisect_right(firsts, row) - 1] for row in rows_there]
+                cells = [(own.handle, (row - own.first) * CELL_BYTES) for own, row in zip(owners, rows_there, strict=True)]
+            else:
+                cells = [(SPARE, int(process.place[row]) - ON_DEVICE) for row in rows_there]
+            hand_on = partial(self._hand_on_of, process, rows_there, machinery)
+            fetch_through(self._worker, self._region, device, cells, hand_on)
+
+    def _hand_on_of(self, process: _Process, rows: Sequence[int], machinery: Machinery, number: int, place: int) -> None:
+        self._hand_on(process, rows[number], place, machinery)
 
     def _hand_on(self, process: _Process, row: int, place: int, machinery: Machinery) -> None:
         assert self._region is not None

@@ -26,7 +26,7 @@ from icecore.store.cell import CELL_BYTES
 #: How long a portion is mapped at most, where GPUs are as fast as they were for the last one; how long the look goes on; how long it may hold up allocations.
 _PORTION_SECONDS, _SECONDS, _MOST_SECONDS = 0.1, 2.0, 10.0
 #: What one of the worker's calls may take: mapping, fingerprinting and unmapping together end before what was announced does.
-_CALL_SECONDS = 2.5
+CALL_SECONDS = 2.5
 #: The first portion, and by how much one may be larger than the last. Bytes.
 _FIRST_PORTION, _GROWTH = 1 << 30, 8
 
@@ -60,15 +60,15 @@ def look_for_changes(
     """
     keeper = Keeper(place)
     until = time.monotonic() + _SECONDS
-    with _announced(agents.values()):
-        pairs = _owned(keeper, tokens)
+    with announced(agents.values()):
+        pairs = owned(keeper, tokens)
         processes = [plan_process(pid, str(agents[pid].pid), pairs[pid], worker, parent) for pid in sorted(pairs)]
         devices = by_device(processes)
         if not devices:
             return Found(0, {})
         with ThreadPoolExecutor(len(devices), "look") as pool:
             futures = {
-                device: pool.submit(_look_at, _Eyes(worker, keeper, tokens, seed, device), pieces, until)
+                device: pool.submit(_look_at, Eyes(worker, keeper, tokens, seed, device), pieces, until)
                 for device, pieces in devices.items()
             }
     found = {device: future.result() for device, future in futures.items()}
@@ -76,7 +76,7 @@ def look_for_changes(
 
 
 @contextmanager
-def _announced(agents: Collection[Agent]) -> Iterator[None]:
+def announced(agents: Collection[Agent]) -> Iterator[None]:
     with ExitStack() as stack:
         for agent in agents:
             stack.callback(_not_any_more, agent)
@@ -89,7 +89,7 @@ def _not_any_more(agent: Agent) -> None:
         agent.look(0.0)
 
 
-def _owned(keeper: Keeper, tokens: Mapping[int, bytes]) -> dict[int, list[Taken]]:
+def owned(keeper: Keeper, tokens: Mapping[int, bytes]) -> dict[int, list[Taken]]:
     """What each process has, of what several have one's; the descriptors, which told that, are closed."""
     with ExitStack() as stack:
         taken: dict[int, list[Taken]] = {}
@@ -100,7 +100,7 @@ def _owned(keeper: Keeper, tokens: Mapping[int, bytes]) -> dict[int, list[Taken]
         return find_shares(taken).owned
 
 
-class _Eyes(NamedTuple):
+class Eyes(NamedTuple):
     """What it takes to look at memory of one GPU."""
 
     worker: Worker
@@ -110,30 +110,39 @@ class _Eyes(NamedTuple):
     device: str
 
 
-def _look_at(eyes: _Eyes, pieces: Sequence[tuple[ProcessCells, Piece]], until: float) -> tuple[int, int]:
+def _look_at(eyes: Eyes, pieces: Sequence[tuple[ProcessCells, Piece]], until: float) -> tuple[int, int]:
     """One GPU's part: bytes looked at, and changed."""
     known = [(process, piece) for process, piece in pieces if process.known(piece)]
-    changed = sum(piece.cells for process, piece in pieces if not process.known(piece))
-    looked, portion = 0, _FIRST_PORTION
-    while known and time.monotonic() < until:
-        some: list[tuple[ProcessCells, Piece]] = []
-        size = 0
-        while known and (not some or size + known[-1][1].allocation.size <= portion):
-            some.append(known.pop())
-            size += some[-1][1].allocation.size
-        began = time.monotonic()
-        there = _mapped_for_a_moment(eyes, some)
-        rate = size / max(time.monotonic() - began, 1e-6)
-        portion = min(int(rate * _PORTION_SECONDS), _GROWTH * max(size, portion))
-        for process, piece in there:
-            process.compare(piece.rows)
-            looked += piece.cells
-            changed += int(process.changed(piece).sum())
+    looked, changed = 0, sum(piece.cells for process, piece in pieces if not process.known(piece))
+    for process, piece in look_at(eyes, known, until):
+        process.compare(piece.rows)
+        looked += piece.cells
+        changed += int(process.changed(piece).sum())
     return looked * CELL_BYTES, changed * CELL_BYTES
 
 
-def _mapped_for_a_moment(eyes: _Eyes, pieces: Sequence[tuple[ProcessCells, Piece]]) -> list[tuple[ProcessCells, Piece]]:
-    """Fingerprint these; those that were still there."""
+def look_at(
+    eyes: Eyes, pieces: Sequence[tuple[ProcessCells, Piece]], until: float
+) -> Iterator[tuple[ProcessCells, Piece]]:
+    """Fingerprint memory of one GPU, each piece in a portion that is mapped for a moment; those that were there and were reached in time."""
+    left, portion = list(pieces), _FIRST_PORTION
+    while left and time.monotonic() < until:
+        some: list[tuple[ProcessCells, Piece]] = []
+        size = 0
+        while left and (not some or size + left[-1][1].allocation.size <= portion):
+            some.append(left.pop())
+            size += some[-1][1].allocation.size
+        began = time.monotonic()
+        with mapped(eyes, some) as there:
+            pass
+        rate = size / max(time.monotonic() - began, 1e-6)
+        portion = min(int(rate * _PORTION_SECONDS), _GROWTH * max(size, portion))
+        yield from there
+
+
+@contextmanager
+def mapped(eyes: Eyes, pieces: Sequence[tuple[ProcessCells, Piece]]) -> Iterator[list[tuple[ProcessCells, Piece]]]:
+    """Those of them that are still there, fingerprinted, and mapped meanwhile."""
     worker, keeper, tokens, seed, device = eyes
     with ExitStack() as stack:
         held: dict[int, dict[int, int]] = {}
@@ -149,14 +158,14 @@ def _mapped_for_a_moment(eyes: _Eyes, pieces: Sequence[tuple[ProcessCells, Piece
                 there.append((process, piece))
         if there:
             stack.callback(_let_go, worker, device, [piece.handle for _, piece in there])
-            fingerprint(worker, device, there, seed, _CALL_SECONDS)
-        return there
+            fingerprint(worker, device, there, seed, CALL_SECONDS)
+        yield there
 
 
 def _let_go(worker: Worker, device: str, handles: Sequence[int]) -> None:
     """Unmap these; a worker that does not is ended, which does it."""
     try:
-        worker.release(device, handles, seconds=_CALL_SECONDS)
+        worker.release(device, handles, seconds=CALL_SECONDS)
     except WorkerFailed:
         worker.kill()
         raise

@@ -15,6 +15,8 @@ from icecore.host.resident.memory import Addresses, DeviceMemory, MemoryFailed, 
 
 #: What `Gpu.stage` answers for a cell for which there was no room; else the place in the host region, or, from here on, in spare device memory.
 NOWHERE, ON_DEVICE = -1, 1 << 62
+#: The number of the spare memory.
+SPARE = -1
 _STREAMS = 4
 #: Of the device's free memory what copies may take, and what is left in any case.
 _SHARE, _LEFT = 0.5, 256 << 20
@@ -75,7 +77,8 @@ class Gpu:
 
     def fingerprints(self, handles: Sequence[int], seed: int) -> npt.NDArray[np.uint64]:
         """Of all cells of these, one after the other."""
-        cells = [np.arange(at, at + size, CELL, dtype=np.uint64) for at, size in (self._held[h] for h in handles)]
+        areas = [self._area(handle) for handle in handles]
+        cells = [np.arange(at, at + size, CELL, dtype=np.uint64) for at, size in areas]
         addresses: Addresses = np.concatenate(cells) if cells else np.empty(0, np.uint64)
         return self.memory.fingerprints(addresses, seed)
 
@@ -119,14 +122,14 @@ class Gpu:
             self.memory.give(spare[0])
 
     def fetch(self, cells: Sequence[tuple[int, int]], places: Sequence[int]) -> None:
-        """Copy cells to places of the host region: (number or -1 for the spare memory, offset) each."""
+        """Copy cells to places of the host region: (number or `SPARE`, offset) each."""
         host = self._host()
-        self.memory.copy(_joined([(host + place, self._base(handle) + offset) for (handle, offset), place in zip(cells, places, strict=True)]))
+        self.memory.copy(_joined([(host + place, self._area(handle)[0] + offset) for (handle, offset), place in zip(cells, places, strict=True)]))
 
     def place(self, cells: Sequence[tuple[int, int]], places: Sequence[int], lane: int) -> None:
         """Begin the reverse of `fetch`."""
         host = self._host()
-        moves = [(self._base(handle) + offset, host + place) for (handle, offset), place in zip(cells, places, strict=True)]
+        moves = [(self._area(handle)[0] + offset, host + place) for (handle, offset), place in zip(cells, places, strict=True)]
         self.memory.start(_joined(moves), lane)
 
     def digests(self, cells: Sequence[tuple[int, int]], key: bytes) -> str:
@@ -134,12 +137,12 @@ class Gpu:
         addresses = np.array([self._held[handle][0] + offset for handle, offset in cells], np.uint64)
         return self.memory.digests(addresses, key).tobytes().hex()
 
-    def _base(self, handle: int) -> int:
-        if handle >= 0:
-            return self._held[handle][0]
+    def _area(self, handle: int) -> tuple[int, int]:
+        if handle != SPARE:
+            return self._held[handle]
         if self._spare is None:
             raise MemoryFailed("there is no spare memory")
-        return self._spare[0]
+        return self._spare
 
     def release(self, handles: Sequence[int], spare: bool) -> None:
         """Let go of these, and of the spare memory; of all that can be let go of."""

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager, suppress
@@ -24,6 +24,7 @@ from icecore.errors import IcecoreError
 from icecore.host.cuda.client import Start, start_here
 from icecore.host.resident.digest import BYTES, Digests
 from icecore.host.resident.fingerprint import CELL, Words
+from icecore.host.resident.gpu import SPARE
 from icecore.host.resident.worker import MESSAGE, MOST_DESCRIPTORS, as_memory, from_memory
 
 _START_SECONDS = 60.0
@@ -32,6 +33,8 @@ _END_SECONDS = 30.0
 _POPULATE_WRITE = 23
 _PREFAULT = 64 << 20
 _PREFAULT_THREADS = 8
+#: Cells of a host region through which copies on a device travel: its first.
+RING = 32
 
 
 class WorkerFailed(IcecoreError):
@@ -183,9 +186,14 @@ class Worker:
         _, descriptors = self._result(self._send("fingerprints", device, handles=list(handles), seed=seed), "fingerprints", seconds)
         return _array(descriptors, np.dtype(np.uint64)).reshape(-1, 2)
 
+    def spare_fingerprints(self, device: str, seed: int, seconds: float = _CALL_SECONDS) -> Words:
+        """Of all cells of the spare memory that the last `stage` took."""
+        return self.fingerprints(device, [SPARE], seed, seconds)
+
     def stage(
-        self, device: str, handles: Sequence[int], mask: npt.NDArray[np.bool_], host_at: int, host_size: int, *, spare: int
-    ) -> npt.NDArray[np.int64]:
+        self, device: str, handles: Sequence[int], mask: npt.NDArray[np.bool_], host_at: int, host_size: int, *, spare: int,
+        seconds: float = _CALL_SECONDS,
+    ) -> npt.NDArray[np.int64]:  # fmt: skip
         """Copy the masked cells of these to so many bytes of spare device memory and to that part of the host region; for each such cell where it is now
         (`icecore.host.resident.gpu.NOWHERE`, ``ON_DEVICE``)."""
         given = as_memory(mask)
@@ -193,10 +201,10 @@ class Worker:
             future = self._send("stage", device, [given], handles=list(handles), host_at=host_at, host_size=host_size, spare=spare)
         finally:
             os.close(given)
-        return _array(self._result(future, "stage")[1], np.dtype(np.int64))
+        return _array(self._result(future, "stage", seconds)[1], np.dtype(np.int64))
 
     def fetch(self, device: str, cells: Sequence[tuple[int, int]], places: Sequence[int]) -> Future[Any]:
-        """Begin to copy cells, (number or -1 for the spare memory, offset) each, to places of the host region; `finish` it."""
+        """Begin to copy cells, (number or `SPARE`, offset) each, to places of the host region; `finish` it."""
         return self._send("fetch", device, cells=list(cells), places=list(places))
 
     def place(self, device: str, cells: Sequence[tuple[int, int]], places: Sequence[int]) -> Future[Any]:
@@ -330,6 +338,26 @@ def _array(descriptors: Sequence[int], dtype: np.dtype[Any]) -> npt.NDArray[Any]
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def fetch_through(
+    worker: Worker, region: HostRegion, device: str, cells: Sequence[tuple[int, int]], take: Callable[[int, int], None]
+) -> None:
+    """Fetch cells, (number or `SPARE`, offset) each, through the region's first `RING` cells.
+
+    Args:
+        take: Gets each one's number in ``cells`` and its place in the region, where it stays until the next `RING` are fetched.
+
+    Raises:
+        WorkerFailed: It cannot be done.
+    """
+    assert region.size >= RING * CELL
+    for at in range(0, len(cells), RING):
+        some = cells[at : at + RING]
+        places = [number * CELL for number in range(len(some))]
+        worker.finish(worker.fetch(device, some, places))
+        for number, place in enumerate(places):
+            take(at + number, place)
 
 
 def copy_cell(region: HostRegion, place: int, to: int) -> None:
