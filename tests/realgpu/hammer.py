@@ -1,7 +1,9 @@
 """A job that never rests: threads with a stream each rewrite device buffers, release and allocate some, and check before each time that they hold what was
 written last. A line a tenth of a second with each thread's rounds so far; WRONG where a buffer was, or a call failed.
 
-    python hammer.py --out FILE [--threads 6]
+    python hammer.py --out FILE [--threads 6] [--resting GIB]
+
+--resting: another thread has so much memory of which it checks a block after the other, and rewrites one now and then: 64 MiB in some 5 s.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import time
 
 import torch
 
+BLOCK = 64 << 20
 SIZES = (1 << 12, 3 << 20, 17 << 20, 130 << 20)
 BUFFERS = 6
 
@@ -49,15 +52,43 @@ def check(number: int, rounds: list[int], wrong: list[str]) -> None:
             rounds[number] += 1
 
 
+def rest(number: int, gib: float, rounds: list[int], wrong: list[str]) -> None:
+    """The thread whose memory rests, mostly. No two blocks are alike."""
+    rng = random.Random(number)
+    seeds = list(range(int(gib * 1024 * (1 << 20)) // BLOCK))
+
+    def content(seed: int) -> torch.Tensor:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        return torch.randint(0, 255, (BLOCK,), dtype=torch.uint8, device="cuda", generator=generator)
+
+    try:
+        blocks = [content(seed) for seed in seeds]
+        while True:
+            k = rng.randrange(len(blocks))
+            if not torch.equal(blocks[k], content(seeds[k])):
+                wrong.append(f"WRONG block {k} at rest, round {rounds[number]}")
+                return
+            if rng.random() < 0.01:
+                seeds[k] += 10_000
+                blocks[k].copy_(content(seeds[k]))
+            rounds[number] += 1
+            time.sleep(0.05)
+    except BaseException as error:  # noqa: BLE001 - told
+        wrong.append(f"WRONG thread {number}: {type(error).__name__}: {error}".replace("\n", " "))
+
+
 def main() -> None:
     """Entry."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", required=True)
     parser.add_argument("--threads", type=int, default=6)
+    parser.add_argument("--resting", type=float, default=0.0, help="GiB")
     arguments = parser.parse_args()
-    rounds, wrong = [0] * arguments.threads, list[str]()
+    rounds, wrong = [0] * (arguments.threads + bool(arguments.resting)), list[str]()
     for number in range(arguments.threads):
         threading.Thread(target=work, args=(number, rounds, wrong), daemon=True).start()
+    if arguments.resting:
+        threading.Thread(target=rest, args=(arguments.threads, arguments.resting, rounds, wrong), daemon=True).start()
     with open(arguments.out, "w", encoding="ascii") as out:
         while True:
             time.sleep(0.1)

@@ -173,8 +173,13 @@ class Lab:
                 hook()
 
         result = icecore.dump(target, self.repository, chosen, config=self.config, emit=emit)
+        copied = {
+            event.name: event.fields.get("bytes", 0)
+            for event in events
+            if event.name in ("dump.resident.precopy", "dump.resident.copy") and event.fields.get("state") == "end"
+        }
         self.note("dump", time.monotonic() - began, events, window=result.window_seconds, device=result.sizes.device,
-                  logical=result.sizes.logical, changed=result.sizes.changed, stored=result.sizes.stored)  # fmt: skip
+                  logical=result.sizes.logical, changed=result.sizes.changed, stored=result.sizes.stored, copied=copied)  # fmt: skip
         return result
 
     def restore(self, snapshot: str, **options: Any) -> icecore.Restored:

@@ -4,7 +4,8 @@
 
 Parts: ``lineage`` (three snapshots, two restores), ``held`` (stopped, and brought back from memory that stayed on the GPU), ``driver`` (the same
 training without the preload, for comparison); and, only by themselves, ``ranks``: DDP on so many GPUs, whose ranks have each other's memory (NCCL's P2P);
-``stress``: many snapshots of a job that never rests (`tests.realgpu.hammer`).
+``stress``: many snapshots of a job that never rests (`tests.realgpu.hammer`); with ``--resting`` GiB of memory that mostly does, on a GPU so full that this
+is stored before the window (`icecore.dumper.resident_precopy`).
 """
 
 from __future__ import annotations
@@ -104,10 +105,26 @@ def driver(lab: Resident) -> None:
     lab.lab.kill(restored.pid)
 
 
-def stress(lab: Lab, dumps: int) -> None:
+#: GiB that are left of the GPU beside what rests: for contexts, the worker, and what does not.
+_ROOM = 7.0
+_CROWD = """
+import sys, time, torch
+free, _ = torch.cuda.mem_get_info()
+some = torch.empty(int(free - float(sys.argv[1]) * 2**30), dtype=torch.uint8, device="cuda")
+print("there", flush=True)
+time.sleep(3600)
+"""
+
+
+def stress(lab: Lab, dumps: int, resting: float) -> None:
     """So many snapshots of a job that never rests, one after the other; killed, and brought back from the last and from one in the middle."""
     out = lab.folder / "rounds"
-    pid = lab.plain(str(HERE / "hammer.py"), "--out", str(out), environment=lab.resident())
+    crowd = lab.plain("-c", _CROWD, str(resting + _ROOM)) if resting else 0
+    end = time.monotonic() + 60
+    while crowd and "there" not in lab.logs():
+        assert time.monotonic() < end, lab.logs()
+        time.sleep(0.1)
+    pid = lab.plain(str(HERE / "hammer.py"), "--out", str(out), "--resting", str(resting), environment=lab.resident())
 
     def right(more: int) -> list[int]:
         """Each thread's rounds, so many lines from now on."""
@@ -126,9 +143,11 @@ def stress(lab: Lab, dumps: int) -> None:
     goes_on()
     taken = []
     for number in range(dumps):
-        taken.append(lab.dump(pid).snapshot)
+        taken.append(lab.dump(pid, pre_copy="on" if resting else "auto").snapshot)
         print(f"  {number + 1} of {dumps}: {sum(goes_on())} rounds, every buffer right", flush=True)
     lab.kill(pid)
+    if crowd:
+        lab.kill(crowd)
     for snapshot, mode in ((taken[-1], "lazy"), (taken[len(taken) // 2], "full")):
         restored = lab.restore(snapshot, mode=mode)
         goes_on()
@@ -234,6 +253,7 @@ def main() -> int:
     parser.add_argument("--gib", type=float, default=16.0)
     parser.add_argument("--part", action="append", default=[], help="lineage, held, driver; or ranks, or stress, by itself")
     parser.add_argument("--dumps", type=int, default=100, help="of stress")
+    parser.add_argument("--resting", type=float, default=0.0, help="of stress, GiB")
     arguments = parser.parse_args()
     why = lack(1, "torch")
     if why:
@@ -244,7 +264,7 @@ def main() -> int:
     if arguments.part == ["ranks"]:
         return alone(folder, arguments.gpus, "ranks", lambda lab: ranks(lab, arguments.gpus, arguments.gib))
     if arguments.part == ["stress"]:
-        return alone(folder, 1, "stress", lambda lab: stress(lab, arguments.dumps))
+        return alone(folder, 1, "stress", lambda lab: stress(lab, arguments.dumps, arguments.resting))
     lab = Resident(folder, arguments.gib)
     try:
         for name in arguments.part or ("lineage", "held", "driver"):

@@ -122,7 +122,13 @@ def test_ranks_that_have_each_others_memory(gpus: int, lab: Lab) -> None:
 
 def test_a_job_that_never_rests(lab: Lab) -> None:
     needs(1, "torch")
-    stress(lab, 10)
+    stress(lab, 10, 0.0)
+
+
+def test_a_job_that_rests_on_a_full_gpu(lab: Lab) -> None:
+    """What has no room on it is stored before the window."""
+    stress(lab, 5, 6.0)
+    assert lab.rows[0]["copied"]["dump.resident.precopy"] > 2 << 30
 
 
 def test_training_under_run_gpu(lab: Lab) -> None:
