@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from icecore.dumper.options import DumpOptions
 from icecore.errors import NotFound
-from icecore.host import procfs
+from icecore.host import libc, procfs
 from icecore.store.manifest import FilePolicy, OpenFile
 
 _DELETED = " (deleted)"
@@ -112,6 +112,7 @@ def _add(
             group=about.st_gid,
             writable=writable,
             policy=policy,
+            mapped=mapped,
         ),
         reach,
         mapped,
@@ -141,10 +142,15 @@ def ghosts(files: Sequence[FoundFile]) -> list[FoundFile]:
 def unchanged_since(file: FoundFile, before: OpenFile | None, captured_ns: int) -> bool:
     """Whether a file certainly has the content that was stored before: same inode, size and mtime, and a ctime well before that capture.
 
+    Times tell of the first store to a page through a mapping, not of later ones: who had it mapped then may have written since, and unmapped it. In memory they
+    do not even tell of the first, where the page was read before.
+
     Args:
         captured_ns: When the earlier content was read, ns since the epoch.
     """
     if before is None or file.mapped_writable or before.policy != "content":
+        return False
+    if file.about.writable and ((before.writable and before.mapped) or libc.in_memory(file.reach)):
         return False
     now = file.about
     same = (now.inode, now.device, now.size, now.mtime_ns) == (

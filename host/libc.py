@@ -24,6 +24,11 @@ _libc.ioctl.restype = ctypes.c_int
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.madvise.restype = ctypes.c_int
 _libc.syscall.restype = ctypes.c_long
+_libc.statfs.argtypes = [ctypes.c_char_p, ctypes.c_void_p]
+_libc.statfs.restype = ctypes.c_int
+
+#: File systems without a disk: tmpfs, ramfs, hugetlbfs (statfs(2)).
+_IN_MEMORY = (0x01021994, 0x858458F6, 0x958458F6)
 
 #: ``process_vm_readv(pid, local iovecs, count, remote iovecs, count, 0)`` with addresses as integers; bytes read, or
 #: -1.
@@ -40,6 +45,18 @@ def last_error(what: str) -> OSError:
     """The OSError of the call that just failed on this thread."""
     number = ctypes.get_errno()
     return OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def in_memory(path: str) -> bool:
+    """Whether a file lies in memory: on tmpfs, ramfs or hugetlbfs.
+
+    Raises:
+        OSError: There is no such file.
+    """
+    about = (ctypes.c_long * 32)()  # struct statfs, which begins with its type; larger than any
+    if _libc.statfs(os.fsencode(path), ctypes.addressof(about)):
+        raise last_error(f"statfs({path})")
+    return about[0] in _IN_MEMORY
 
 
 def madvise(address: int, length: int, advice: int) -> None:

@@ -72,6 +72,7 @@ class OpenFile(msgspec.Struct, frozen=True):
     """A regular file that was open or mapped. Times in ns since the epoch. ``policy``: content stored as a space, or only its size and mtime checked.
 
     ``links`` are other names of the same inode, where ``path`` is one that only CRIU uses (a file that lost the name it was opened under).
+    ``mapped``: shared and writable, so that it may have been written to since without a trace; also where nobody noted it (before 2026-11-23).
     """
 
     path: str
@@ -86,6 +87,7 @@ class OpenFile(msgspec.Struct, frozen=True):
     policy: FilePolicy
     digest: str = ""
     links: list[str] = []
+    mapped: bool = True
 
 
 class Requirements(msgspec.Struct, frozen=True):

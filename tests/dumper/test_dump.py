@@ -419,6 +419,23 @@ def test_files_that_change_between_dumps(puppet: Puppet, store: Store) -> None:
         assert no_complaint(events)
 
 
+@pytest.mark.parametrize("memory", [False, True])
+def test_files_that_were_mapped_between_dumps(memory: bool, puppet: Puppet, store: Store) -> None:
+    """What is stored through a mapping leaves no trace in a file's times, if it is not the first store to a page; on tmpfs not even that, if the page was read."""
+    path = Path(f"/dev/shm/icecore-mapped-{puppet.pid}") if memory else puppet.folder / "mapped"
+    try:
+        puppet.do(f"f = open({str(path)!r}, 'w+b'); f.write(bytes(2 * MIB)); f.flush(); m = mmap.mmap(f.fileno(), 0); m[0] = 1")
+        changes = ("pass", "m[0] = 2; m.close()", "m = mmap.mmap(f.fileno(), 0); m[1] or None; m[0] = 3; m.close()")
+        for number, change in enumerate(changes, 1):
+            puppet.do(f"time.sleep(0.15); {change}")
+            recorded = store.read(store.dump(puppet.pid).snapshot)
+            assert recorded.content("file", str(path))[0] == number
+        [about] = [file for file in recorded.manifest.files if file.path == str(path)]
+        assert about.writable and not about.mapped
+    finally:
+        path.unlink(missing_ok=True)
+
+
 def test_files_that_lost_their_name(puppet: Puppet, store: Store) -> None:
     """One with another hard link: CRIU will look for it under a name of its own making."""
     puppet.do(
