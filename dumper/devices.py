@@ -20,6 +20,7 @@ from icecore.dumper.gpus import GpuLook
 from icecore.dumper.guard import Guard
 from icecore.dumper.parent import Parent
 from icecore.dumper.resident import Resident
+from icecore.dumper.resident_look import has_mapped
 from icecore.dumper.spaces import Machinery, SpaceCapture
 from icecore.errors import DumpFailed, IcecoreError, MissingTool, NotFound, PreflightRefused
 from icecore.events import Event, Sink, phase
@@ -154,8 +155,17 @@ class Devices:
                 self._resident.take_away(self._lock_for, self._unlock, limit)
                 self._resident.begin_copy(machinery, parent)
             self._lock()
+            self._require_taken_away()
         except (DeviceError, NotFound, ResidentFailed) as error:
             raise _uncapturable(error) from error
+
+    def _require_taken_away(self) -> None:
+        """What the driver checkpoints it restores into other memory: nothing that a keeper holds may be mapped. Locked, nobody can allocate any more."""
+        for pid in self.pids:
+            if has_mapped(pid):
+                raise DumpFailed(
+                    f"process {pid} has resident memory now that it did not have when the dump began", cure="dump it again"
+                )
 
     def checkpoint(self, seconds: float) -> bool:
         """Checkpoint all, while CRIU holds every other thread of the tree: what the driver takes away meanwhile nobody may touch.
@@ -295,9 +305,15 @@ class Devices:
 
     def gone(self, *, keep_resident: bool) -> None:
         """The tree was killed: there is nothing to bring back. ``keep_resident``: its resident memory stays on the GPUs."""
-        if self._resident is not None:
+        if self._resident is None:
+            return
+        with suppress(DeviceError):  # a helper that is lost brings nobody back
             self._helper.resident([])
+        try:
             self._resident.gone(keep=keep_resident)
+        except IcecoreError as error:  # the snapshot is there, and the job has ended
+            message = f"device memory of the ended job may not be free yet: {error.message}"
+            self._emit(Event("dump.warning", {"name": "resident", "message": message, "cure": "icecore rm of the job lets go of it"}))
 
     def outlive(self, init: int, status: Path) -> None:
         """There is the snapshot: see `icecore.dumper.resident.Resident.outlive`."""
@@ -369,11 +385,13 @@ class Devices:
         """
         self._guard.hang_up()  # CRIU, if it holds the tree, comes to its end, and waits there until it is done
         try:
-            left = self._helper.undo()
-        except HelperLost:
-            left = self._undo_with_another()
-        if self._resident is not None:
-            self._resident.undo()
+            try:
+                left = self._helper.undo()
+            except HelperLost:
+                left = self._undo_with_another()
+        finally:  # also where a helper does not answer
+            if self._resident is not None:
+                self._resident.undo()
         self._touched = False
         if left:
             raise DumpFailed(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from icecore.dumper.capture import HIDDEN_FILE, Capture, Captured
+from icecore.dumper.claim import Claim
 from icecore.dumper.devices import Devices
 from icecore.dumper.early import EarlyScan
 from icecore.dumper.facts import describe_requirements
@@ -50,6 +51,8 @@ _PRE_COPY_RESIDENT = 4 << 30
 _STREAM_SECONDS = 60.0
 _RUNNING_SECONDS = 5.0
 _FREEZE_SECONDS = 30.0
+#: How long the window of another dump is waited for.
+_CLAIM_SECONDS = 60.0
 #: Shard streams at most: each holds a shard buffer.
 _MOST_STREAMS = 16
 #: Threads at most, where nothing else is asked for: with more it takes longer (measured on 16 cores).
@@ -301,6 +304,8 @@ class _Dump:
             abandon=storing.abandon,
         )
         capture = Capture(self.options, images, self.criu.version, storing.parent, copied, storing.machinery, self.emit)
+        claim = Claim({self.target.pid, *(devices.pids if devices is not None else ())}, _CLAIM_SECONDS)
+        self.stack.callback(claim.release)
         # The driver first brings back what it has moved out, then CRIU lets go.
         with window, devices or nullcontext():
             with phase(self.emit, "dump.criu"):
@@ -351,6 +356,7 @@ class _Dump:
                         devices.give_back()
                         window.over()
                     window.end()
+                    claim.release()
                     running.fields["window_seconds"] = window.seconds
                 else:
                     window.seconds = time.monotonic() - window.started

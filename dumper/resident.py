@@ -313,7 +313,8 @@ class Resident:
 
         What was not free before the window is not to be had on the device, either: the driver has let go of it, and wants it back.
         """
-        assert self._region is not None
+        if self._region is None:
+            raise DumpFailed("the job has resident memory now that it did not have when the dump began", cure="dump it again")
         free = self._worker.begin(list(devices))
         short = {}
         for device, pieces in devices.items():
@@ -342,11 +343,11 @@ class Resident:
 
     def _keep(self, process: _Process, machinery: Machinery, *, in_window: bool) -> None:
         """Hand changed cells to the pipeline: in the window those for which there was no room, after it those that were copied aside."""
-        assert self._region is not None
         changed = process.cells.row < 0
         rows = np.flatnonzero(changed & ((process.place == NOWHERE) == in_window))
         if not len(rows):
             return
+        assert self._region is not None  # or there would be no copies
         aside = process.place[rows]
         through = rows[in_window | (aside >= ON_DEVICE)]
         for row in rows[~(in_window | (aside >= ON_DEVICE))].tolist():

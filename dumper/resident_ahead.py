@@ -20,12 +20,13 @@ from icecore.dumper.resident_cells import Piece, ProcessCells, by_device, finger
 from icecore.errors import IcecoreError
 from icecore.host.resident.client import Agent, Keeper
 from icecore.host.resident.sharing import Taken, find_shares
+from icecore.host.resident.worker import MOST_DESCRIPTORS
 from icecore.host.resident.working import Worker, WorkerFailed
 from icecore.store.cell import CELL_BYTES
 
 #: How long a portion is mapped at most, where GPUs are as fast as they were for the last one; how long the look goes on; how long it may hold up allocations.
 _PORTION_SECONDS, _SECONDS, _MOST_SECONDS = 0.1, 2.0, 10.0
-#: What one of the worker's calls may take: mapping, fingerprinting and unmapping together end before what was announced does.
+#: What one of the worker's calls may take: mapping (one call, of as many as one has), fingerprinting and unmapping together end before what was announced does.
 CALL_SECONDS = 2.5
 #: The first portion, and by how much one may be larger than the last. Bytes.
 _FIRST_PORTION, _GROWTH = 1 << 30, 8
@@ -77,11 +78,18 @@ def look_for_changes(
 
 @contextmanager
 def announced(agents: Collection[Agent]) -> Iterator[None]:
+    """Processes know that somebody has some of their memory mapped."""
     with ExitStack() as stack:
         for agent in agents:
             stack.callback(_not_any_more, agent)
-            agent.look(_MOST_SECONDS)
+        announce(agents)
         yield
+
+
+def announce(agents: Collection[Agent]) -> None:
+    """From now on for `_MOST_SECONDS`, at the most until `announced` is left."""
+    for agent in agents:
+        agent.look(_MOST_SECONDS)
 
 
 def _not_any_more(agent: Agent) -> None:
@@ -129,7 +137,7 @@ def look_at(
     while left and time.monotonic() < until:
         some: list[tuple[ProcessCells, Piece]] = []
         size = 0
-        while left and (not some or size + left[-1][1].allocation.size <= portion):
+        while left and (not some or (size + left[-1][1].allocation.size <= portion and len(some) < MOST_DESCRIPTORS)):
             some.append(left.pop())
             size += some[-1][1].allocation.size
         began = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -10,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from icecore.dumper.gpus import GpuLook
-from icecore.errors import NotFound
+from icecore.errors import NotFound, PreflightRefused
 from icecore.host import limits, procfs
-from icecore.host.resident.client import Agent, Keeper, Report, ResidentFailed
+from icecore.host.resident.client import Agent, Keeper, Report, ResidentFailed, State
 from icecore.host.resident.copyplan import NOTHING, Foreseen, foresee, pinned_bytes
 from icecore.host.resident.gpu import spare_room
 from icecore.host.resident.protocol import VARIABLE
@@ -26,6 +27,8 @@ STORE_RATE = 5e9
 BESIDE_SECONDS = 0.3
 #: What the worker's own context takes of each GPU's free memory (docs/resident.md).
 _WORKER_BYTES = 500 << 20
+#: For how long an agent that does not answer is asked again.
+_REPORT_SECONDS, _POLL_SECONDS = 2.0, 0.05
 
 
 @dataclass(frozen=True)
@@ -76,21 +79,37 @@ def look_at_resident(gpus: GpuLook, staging_bytes: int) -> tuple[GpuLook, Reside
 
     Args:
         staging_bytes: What is pinned for copies in any case.
+
+    Raises:
+        PreflightRefused: A process that may have some does not tell.
     """
     directory, pids, reports = "", {}, {}
     sizes: Counter[str] = Counter()
+    refused = []
     for process in gpus.processes:
+        try:
+            agent = _agent_of(process.pid)
+            report = None if agent is None else _report(agent)
+        except NotFound:
+            continue  # the process has ended
+        except ResidentFailed as error:
+            # Through the driver it would be lost: that restores into other memory than the keeper holds.
+            refused.append(("gpu-resident", f"process {process.pid} does not tell of its resident device memory: {error.message}", "try again"))
+            continue
+        if agent is None or report is None:
+            continue
         named = resident_directory(process.pid)
-        if not named or (directory and named != directory):
-            continue  # one tree, one directory: what is elsewhere goes through the driver
-        with suppress(NotFound, ResidentFailed, OSError):
-            own = procfs.status(process.pid).own_pid
-            agent = Agent(Path(f"/proc/{process.pid}/root{named}"), own, tracee=process.pid)
-            report = agent.report()
-            directory, pids[process.pid], reports[process.pid] = named, own, report
-            sizes += _sizes(agent, report)
+        if directory and named != directory:
+            what = f"the device memory of the tree's processes stays with two keepers: {directory} and {named}"
+            refused.append(("gpu-resident", what, "start all processes of a job by one icecore run"))
+            continue
+        directory, pids[process.pid], reports[process.pid] = named, agent.pid, report
+        sizes += _sizes(agent, report)
+    if refused:
+        raise PreflightRefused(refused)
     if not pids:
         return gpus, None
+    limits.raise_descriptor_limit()  # one for each allocation, to compare with others'
     less = [
         replace(process, resident=reports[process.pid].counts.resident_bytes) if process.pid in reports else process
         for process in gpus.processes
@@ -121,10 +140,14 @@ def _foreseen(gpus: GpuLook, sizes: Mapping[str, int], staging_bytes: int) -> Fo
 
 
 def _outsiders(directory: str, reports: Mapping[int, Report]) -> list[int]:
-    """Of the processes with the same keeper, those that have memory of the tree's and are not in it."""
+    """Of the processes with the same keeper, those that have memory of the tree's and are not in it.
+
+    Raises:
+        PreflightRefused: The keeper does not tell.
+    """
     tokens = {report.token for report in reports.values()}
     keeper, found = Keeper(Path(f"/proc/{next(iter(reports))}/root{directory}")), []
-    with suppress(NotFound, ResidentFailed), ExitStack() as stack:
+    with suppress(NotFound), ExitStack() as stack:  # a keeper that has died is replaced, and given everything
 
         def take(token: bytes) -> list[Taken]:
             pairs = keeper.take(token)
@@ -132,10 +155,58 @@ def _outsiders(directory: str, reports: Mapping[int, Report]) -> list[int]:
                 stack.callback(os.close, descriptor)
             return pairs
 
-        others = [one for one in keeper.processes() if one.alive and one.allocations and one.token not in tokens]
-        own = [pair for token in tokens for pair in take(token)] if others else []
-        found = [one.pid for one in others if share_any(own, take(one.token))]
+        try:
+            others = [one for one in keeper.processes() if one.alive and one.allocations and one.token not in tokens]
+            own = [pair for token in tokens for pair in take(token)] if others else []
+            found = [one.pid for one in others if share_any(own, take(one.token))]
+        except ResidentFailed as error:
+            what = f"who else has device memory of the tree's cannot be told: {error.message}"
+            raise PreflightRefused([("gpu-outside", what, error.cure or "try again")]) from error
     return found
+
+
+def has_mapped(pid: int) -> bool:
+    """Whether a process has resident memory, and not taken away.
+
+    Raises:
+        NotFound: It has ended.
+        ResidentFailed: It does not tell.
+    """
+    agent = _agent_of(pid)
+    report = None if agent is None else _report(agent)
+    return report is not None and report.state != State.UNMAPPED and report.counts.resident_bytes > 0
+
+
+def _agent_of(pid: int) -> Agent | None:
+    """The agent that a process may have; None: it was started without the preload.
+
+    Raises:
+        NotFound: It has ended.
+    """
+    named = resident_directory(pid)
+    if not named:
+        return None
+    return Agent(Path(f"/proc/{pid}/root{named}"), procfs.status(pid).own_pid, tracee=pid)
+
+
+def _report(agent: Agent) -> Report | None:
+    """What an agent says; None: there is none.
+
+    Raises:
+        ResidentFailed: It does not say anything.
+    """
+    end = time.monotonic() + _REPORT_SECONDS
+    while True:
+        try:
+            return agent.report()
+        except NotFound:
+            # Where it has a socket, it may be about to listen again; or the socket is of an earlier process with this pid.
+            if time.monotonic() > end or not agent.exists:
+                return None
+        except ResidentFailed:
+            if time.monotonic() > end:
+                raise
+        time.sleep(_POLL_SECONDS)
 
 
 def resident_directory(pid: int) -> str:

@@ -19,13 +19,14 @@ import numpy.typing as npt
 from icecore.dumper.fingerprints import FINGERPRINT, KnownCells
 from icecore.dumper.parent import Parent
 from icecore.dumper.pipeline import SpaceSink
-from icecore.dumper.resident_ahead import CALL_SECONDS, Eyes, announced, look_at, mapped, owned
+from icecore.dumper.resident_ahead import CALL_SECONDS, Eyes, announce, announced, look_at, mapped, owned
 from icecore.dumper.resident_cells import Piece, ProcessCells, by_device, plan_process
 from icecore.dumper.spaces import Machinery
 from icecore.errors import DumpFailed
 from icecore.host.resident.client import Agent, Keeper
 from icecore.host.resident.fingerprint import Words
 from icecore.host.resident.gpu import NOWHERE, ON_DEVICE, SPARE
+from icecore.host.resident.worker import MOST_DESCRIPTORS
 from icecore.host.resident.working import HostRegion, Worker, copy_cell, fetch_through
 from icecore.store.cell import CELL, CELL_BYTES
 
@@ -166,7 +167,7 @@ class _Copying:
                 raise DumpFailed("the dump was abandoned")
             some, size = [left.pop()], 0
             size += some[0][1].allocation.size
-            while left and size + left[-1][1].allocation.size <= _PORTION:
+            while left and size + left[-1][1].allocation.size <= _PORTION and len(some) < MOST_DESCRIPTORS:
                 some.append(left.pop())
                 size += some[-1][1].allocation.size
             stored = self._portion(some, min(self.room, most))
@@ -198,6 +199,7 @@ class _Copying:
                 masks.append(mask)
             if not rows:
                 return 0
+            announce(self.agents)  # of three calls' time; mapping and fingerprinting took as much
             places = worker.stage(
                 device, [piece.handle for _, piece in there], np.concatenate(masks), 0, 0, spare=len(rows) * CELL_BYTES, seconds=CALL_SECONDS
             )

@@ -180,7 +180,7 @@ class SpaceCapture:
 
     def records(self) -> list[Records]:
         """CELL records by region, ascending by cell. To be called once the pipeline is drained."""
-        if not self._parts:
+        if not self._parts or not self.regions:
             return [np.empty(0, CELL) for _ in self.regions]
         region = np.concatenate([part.plan.region for part in self._parts])
         rows = np.concatenate([part.records() for part in self._parts])

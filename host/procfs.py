@@ -303,16 +303,19 @@ def appeared(
 
     taken = [(m.start, m.end) for m in before if counts(m)]
     found: list[tuple[int, int]] = []
+    first = 0
     for mapping in after:
         if not counts(mapping):
             continue
         at = mapping.start
-        for start, end in taken:
-            if end <= at or start >= mapping.end:
-                continue
+        while first < len(taken) and taken[first][1] <= at:
+            first += 1
+        number = first
+        while number < len(taken) and taken[number][0] < mapping.end:
+            start, end = taken[number]
             if start > at:
                 found.append((at, start))
-            at = max(at, end)
+            at, number = max(at, end), number + 1
         if at < mapping.end:
             found.append((at, mapping.end))
     return found

@@ -140,8 +140,8 @@ class Undo:
             try:
                 back_to_running(self._api, pid, touched[pid], held=held)
                 self.running(pid)
-            except IcecoreError as error:
-                failed[pid] = str(error)
+            except Exception as error:  # noqa: BLE001 - who is not known to run does not count as brought back
+                failed[pid] = str(error) or type(error).__name__
 
         in_parallel(partial(one, pid, held=True) for pid in reached)
         if holder is not None:
@@ -341,8 +341,9 @@ class _Server:
         except DeviceError as error:
             about = {"call": error.call, "pid": error.pid, "code": error.code, "name": error.name}
             self.say({"id": number, "error": about})
-        except IcecoreError as error:  # the process is gone
-            about = {"call": request["call"], "pid": request.get("pid", 0), "code": 1, "name": str(error)}
+        except Exception as error:  # noqa: BLE001 - most often the process is gone; whatever it is, somebody waits for an answer
+            name = str(error) if isinstance(error, IcecoreError) else f"{type(error).__name__}: {error}"
+            about = {"call": request["call"], "pid": request.get("pid", 0), "code": 1, "name": name}
             self.say({"id": number, "error": about})
 
     def _make(self, request: dict[str, Any]) -> object:

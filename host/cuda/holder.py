@@ -95,7 +95,14 @@ class Holder:
             wanted = [thread for thread in threads if thread not in self._gone]
             if wanted:
                 self._gone.update(wanted)
-                self._order(f"let {' '.join(map(str, wanted))}")
+                try:
+                    self._order(f"let {' '.join(map(str, wanted))}")
+                except NotHeld:
+                    # Some may have been let go of and others not: all stand again, or CRIU is gone.
+                    with suppress(NotHeld):
+                        self._order("take")
+                        self._gone.clear()
+                    raise
 
     def bind(self, pids: Collection[int]) -> None:
         """Processes of a tree that is held die with CRIU, should it end before it lets them go.

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from errno import EALREADY
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -43,6 +44,7 @@ class ResidentTree:
         #: While they stand: what each has, with a descriptor that is this object's.
         self.taken: dict[int, list[tuple[Allocation, int]]] = {}
         self.reports: dict[int, Report] = {}
+        self._standing: set[int] = set()
         for pid, agent in list(self._agents.items()):
             try:
                 self.reports[pid] = agent.report()
@@ -92,12 +94,23 @@ class ResidentTree:
 
         Args:
             keep: The keeper keeps their memory, for a restore; else it is let go of.
+
+        Raises:
+            ResidentFailed: It does not let go of all; of the others' it has.
         """
         self._close_duplicates()
-        if not keep:
-            for report in self.reports.values():
-                self._keeper.forget(report.token)
+        self._standing.clear()
         self._agents.clear()
+        failed: IcecoreError | None = None
+        for report in self.reports.values() if not keep else ():
+            try:
+                self._keeper.forget(report.token)
+            except NotFound:
+                pass  # what it held went with it
+            except IcecoreError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     def give_back(self, *, seconds: float = 60.0) -> None:
         """Map the memory of all again, and let them run once all have it; the driver's lock is off.
@@ -107,6 +120,7 @@ class ResidentTree:
         """
         self._each(lambda pid, agent: self._map(pid, agent, seconds))
         self._each(lambda _, agent: agent.go())
+        self._standing.clear()
         self._close_duplicates()
 
     def __enter__(self) -> Self:
@@ -121,10 +135,10 @@ class ResidentTree:
 
     def _attempt(self, lock: LockAll, unlock: UnlockAll, one: Try, lease: float) -> int:
         if one.patience:
-            self._each(lambda _, agent: agent.park(one.left, lease, one.patience))
+            self._each(lambda pid, agent: self._park(pid, agent, one.left, lease, one.patience))
         lock(self.pids, one.lock)
         try:
-            self._each(lambda _, agent: agent.park(one.left, lease))
+            self._each(lambda pid, agent: self._park(pid, agent, one.left, lease))
         finally:
             unlock(self.pids)
         total = sum(self._each(lambda _, agent: agent.unmap(one.left)).values())
@@ -132,12 +146,22 @@ class ResidentTree:
             self.taken[pid] = self._keeper.take(report.token)
         return total
 
+    def _park(self, pid: int, agent: Agent, seconds: float, lease: float, patience: float = 0.0) -> None:
+        self._standing.add(pid)  # also where there is no answer
+        try:
+            agent.park(seconds, lease, patience)
+        except ResidentFailed as error:
+            if error.code == EALREADY:  # its memory is taken away: by somebody else, who gives it back
+                self._standing.discard(pid)
+            raise
+
     def _undo(self) -> None:
-        """Whatever state each is in: with its memory, and running."""
-        for pid, agent in self._agents.items():
+        """Whatever state each is in that was to stand: with its memory, and running."""
+        for pid in list(self._standing):
             with suppress(IcecoreError):  # it has ended, or its lease brings it back
-                self._map(pid, agent, 60.0)  # nothing to be done where it runs, or is parked only
-                agent.go()
+                self._map(pid, self._agents[pid], 60.0)  # nothing to be done where it runs, or is parked only
+                self._agents[pid].go()
+                self._standing.discard(pid)
         self._close_duplicates()
 
     def _map(self, pid: int, agent: Agent, seconds: float) -> None:

@@ -421,7 +421,7 @@ def test_files_that_change_between_dumps(puppet: Puppet, store: Store) -> None:
 
 @pytest.mark.parametrize("memory", [False, True])
 def test_files_that_were_mapped_between_dumps(memory: bool, puppet: Puppet, store: Store) -> None:
-    """What is stored through a mapping leaves no trace in a file's times, if it is not the first store to a page; on tmpfs not even that, if the page was read."""
+    """What is stored through a mapping leaves no trace in a file's times, but for the first store to a page; on tmpfs, if that was read, not even that."""
     path = Path(f"/dev/shm/icecore-mapped-{puppet.pid}") if memory else puppet.folder / "mapped"
     try:
         puppet.do(f"f = open({str(path)!r}, 'w+b'); f.write(bytes(2 * MIB)); f.flush(); m = mmap.mmap(f.fileno(), 0); m[0] = 1")

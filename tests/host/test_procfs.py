@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import random
 import stat
+import time
 from contextlib import suppress
 
 import pytest
@@ -160,3 +163,36 @@ def test_a_process_that_is_gone_is_not_found():
     ):
         with pytest.raises(NotFound):
             ask(gone)
+
+
+def test_what_appeared():
+    """Against page by page, for mappings of all kinds and overlaps; and of many, within a window."""
+
+    def mapping(first: int, last: int, *, path: str = "", protection: int = procfs.PROT_READ) -> procfs.Mapping:
+        return dataclasses.replace(some, start=first, end=last, path=path, protection=protection)
+
+    some = procfs.read_maps(os.getpid())[0]
+    some = dataclasses.replace(some, inode=0, flags=some.flags & ~procfs.MAP_SHARED)
+    assert some.private
+    rng = random.Random(5)
+
+    def layout() -> list[procfs.Mapping]:
+        ends = sorted(rng.sample(range(200), 2 * rng.randrange(1, 30)))
+        kinds = ("", "", "", "[anon:a]", "[heap]")
+        return [
+            mapping(first, last, path=rng.choice(kinds), protection=rng.choice((0, 1, 1, 3)))
+            for first, last in zip(ends[::2], ends[1::2], strict=True)
+        ]
+
+    def pages(mappings: list[procfs.Mapping]) -> set[int]:
+        return {n for m in mappings if m.path != "[heap]" and m.protection & 1 for n in range(m.start, m.end)}
+
+    for _ in range(200):
+        before, after = layout(), layout()
+        found = procfs.appeared(before, after)
+        assert {n for first, last in found for n in range(first, last)} == pages(after) - pages(before)
+        assert all(first < last for first, last in found) and found == sorted(found)
+    many = [mapping(3 * n, 3 * n + 2) for n in range(20_000)]
+    began = time.process_time()
+    assert procfs.appeared(many[::2], many) == [(m.start, m.end) for m in many[1::2]]
+    assert time.process_time() - began < 2  # each with each took 24 s

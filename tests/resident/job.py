@@ -3,7 +3,8 @@
     python job.py '{"out": FILE, "gpus": [0, 1], "mib": 4, "buffers": 3, "children": 1}'
 
 Each process appends ``STEP DIGEST`` to its output (children to ``FILE.1``, …) and has, beside what is resident, a small allocation that the driver moves.
-Once there is the file ``"end"``, it ends with status 0.
+Once there is the file ``"end"``, it ends with status 0. With ``"late"`` the buffers are in the host's memory until there is that file, and with ``"freed"`` a
+resident one was allocated and released before.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def expected(some: int, mib: int, buffers: int) -> list[str]:
 def main(order: dict[str, Any]) -> None:
     """Entry."""
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-    from target import alloc, start
+    from target import alloc, free, start
 
     out, gpus = order["out"], order["gpus"]
     for number in range(1, order.get("children", 0) + 1):
@@ -54,18 +55,26 @@ def main(order: dict[str, Any]) -> None:
             out, gpus = f"{out}.{number}", [order["gpus"][number % len(order["gpus"])]]
             break
     size = order["mib"] * MIB
-    buffers = []
-    for number in range(order["buffers"]):
+    def on_gpu(number: int, content: bytes) -> memoryview:
         start(gpus[number % len(gpus)])
         code, address = alloc(size)
         assert code == 0, code
-        ctypes.memmove(address, fresh(number, order["mib"]), size)
-        buffers.append(memoryview((ctypes.c_char * size).from_address(address)).cast("B"))
+        ctypes.memmove(address, content, size)
+        return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+
+    late = order.get("late", "")
+    buffers: list[Any] = [fresh(number, order["mib"]) for number in range(order["buffers"])]
+    buffers = [bytearray(one) if late else on_gpu(number, one) for number, one in enumerate(buffers)]
+    start(gpus[0])
+    if order.get("freed"):
+        assert free(alloc(size)[1]) == 0
     assert alloc(MIB // 2)[0] == 0
     with open(out, "a", encoding="ascii") as lines:
         for line in steps(buffers):
             print(line, file=lines, flush=True)
             time.sleep(0.005)
+            if late and os.path.exists(late):
+                late, buffers[:] = "", [on_gpu(number, bytes(one)) for number, one in enumerate(buffers)]
             if "end" in order and os.path.exists(order["end"]):
                 break
 

@@ -27,13 +27,15 @@ class Job:
     """
 
     def __init__(
-        self, machine: Machine, folder: Path, *, gpus: tuple[int, ...] = (0,), mib: int = 4, buffers: int = 3, children: int = 0
-    ) -> None:
+        self, machine: Machine, folder: Path, *, gpus: tuple[int, ...] = (0,), mib: int = 4, buffers: int = 3, children: int = 0,
+        late: str = "", freed: bool = False,
+    ) -> None:  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         self.machine, self.folder = machine, folder
         self.mib, self.buffers = mib, buffers
         self.outs = [folder / "lines", *(folder / f"lines.{number}" for number in range(1, children + 1))]
-        self._start("job.py", {"gpus": gpus, "mib": mib, "buffers": buffers, "children": children})
+        more = {**({"late": late} if late else {}), **({"freed": True} if freed else {})}
+        self._start("job.py", {"gpus": gpus, "mib": mib, "buffers": buffers, "children": children, **more})
 
     def _start(self, program: str, order: dict[str, Any], **more: str) -> None:
         machine, folder = self.machine, self.folder

@@ -15,15 +15,17 @@ from types import SimpleNamespace
 import pytest
 
 from icecore.dumper import resident_look
+from icecore.dumper.claim import Claim
 from icecore.dumper.look import look
 from icecore.dumper.options import DumpOptions
-from icecore.errors import IcecoreError, WindowExceeded
+from icecore.errors import DumpFailed, IcecoreError, PreflightRefused, WindowExceeded
 from icecore.events import Event
 from icecore.host import procfs
 from icecore.host.criu import find_criu
 from icecore.host.resident import client
 from icecore.host.resident.client import Agent, State
 from icecore.host.resident.protocol import Operation
+from icecore.host.resident.tree import ResidentTree
 from icecore.store.faulty import FaultyBackend, Outcome
 from tests.dumper.failing import members
 from tests.dumper.world import Events, Store, leftovers, standing, until_clean
@@ -118,6 +120,104 @@ def test_preflight_knows_what_is_resident(launch: Launch, joined: Machine) -> No
     assert found.gpus.device_bytes == MIB // 2
     assert found.resident.copies == ({uuid_of(0): 0}, {uuid_of(0): job.resident}, 0)  # the worker has a context on so small a GPU
     assert found.resident.most_window_seconds == 0.0  # it goes on beside the driver's part
+
+
+def test_memory_that_comes_after_the_look(store: Store, launch: Launch, joined: Machine, tmp_path: Path) -> None:
+    """The driver would restore into other memory than the keeper holds: no such snapshot, and the next one has it."""
+    late = tmp_path / "late"
+    job = launch(late=str(late))
+
+    def now(event: Event) -> None:
+        late.touch()
+        job.wait_steps(3)
+        assert joined.used(0) >= job.resident
+
+    with pytest.raises(DumpFailed, match="has resident memory now that"):
+        store.dump(job.pid, events=Events({("dump.preflight", "end"): now}))
+    runs_on(job, store)
+    snapshot = store.dump(job.pid, DumpOptions(stop=True)).snapshot
+    job.reap()
+    bring_back(store, snapshot)
+    job.goes_on()
+
+
+def test_a_job_whose_memory_was_all_released(store: Store, launch: Launch, tmp_path: Path) -> None:
+    """It has an agent still. What it gets between the look and the window is of the next snapshot."""
+    late = tmp_path / "late"
+    job = launch(late=str(late), freed=True)
+    for _ in range(2):
+        snapshot = store.dump(job.pid).snapshot
+        job.goes_on()
+    job.kill()
+    bring_back(store, snapshot)
+    job.goes_on()
+
+    def now(event: Event) -> None:
+        late.touch()
+        job.wait_steps(3)
+
+    with pytest.raises(DumpFailed, match="has resident memory now that"):
+        store.dump(job.pid, events=Events({("dump.criu", "begin"): now}))
+    runs_on(job, store)
+    snapshot = store.dump(job.pid, DumpOptions(stop=True)).snapshot
+    job.reap()
+    bring_back(store, snapshot)
+    job.goes_on()
+
+
+@pytest.mark.parametrize("what", ["report", "processes"])
+def test_whoever_does_not_tell_is_not_dumped(what: str, store: Store, launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not known to be resident would go the driver's way, and be lost."""
+    job = launch()
+    monkeypatch.setattr(resident_look, "_REPORT_SECONDS", 0.2)
+
+    def silent(self: object) -> None:
+        raise client.ResidentFailed("it did not answer", 16)
+
+    monkeypatch.setattr(client.Agent if what == "report" else client.Keeper, what, silent)
+    with pytest.raises(PreflightRefused) as caught:
+        store.dump(job.pid)
+    assert [name for name, _, _ in caught.value.reasons] == ["gpu-resident" if what == "report" else "gpu-outside"]
+    job.goes_on()
+
+
+def test_two_dumps_whose_windows_meet(store: Store, launch: Launch, joined: Machine) -> None:
+    """The second does not begin; and if it did, it would not undo what the first has done."""
+    job = launch()
+    other = ResidentTree(joined.directory, {job.pid: job.pid})
+
+    def meanwhile(event: Event) -> None:
+        with pytest.raises(DumpFailed, match="somebody else"):
+            Claim([job.pid], 0.2)
+        with pytest.raises(client.ResidentFailed):
+            other.take_away(lambda pids, seconds: None, lambda pids: None, seconds=0.2)
+
+    events = Events({("dump.resident.unmap", "end"): meanwhile, ("dump.store", "begin"): lambda event: Claim([job.pid], 0.0).release()})
+    snapshot = store.dump(job.pid, events=events).snapshot
+    runs_on(job, store)
+    job.kill()
+    bring_back(store, snapshot)
+    job.goes_on()
+
+
+@pytest.mark.parametrize("who", ["helper", "keeper"])
+def test_who_dies_while_a_stopped_job_is_stored(who: str, store: Store, launch: Launch, joined: Machine) -> None:
+    """Neither is needed any more: the snapshot is there, and the memory is free."""
+    job = launch(gpus=(0, 1), children=1)
+
+    def kill(event: Event) -> None:
+        if who == "keeper":
+            joined.kill_keeper()
+        for pid in members(store.workdir, "icecore.host.cuda.helper") if who == "helper" else ():
+            os.kill(pid, signal.SIGKILL)
+
+    events = Events({("dump.store", "begin"): kill})
+    snapshot = store.dump(job.pid, DumpOptions(stop=True), events=events).snapshot
+    job.reap()
+    assert not events.named("dump.warning") and sum(joined.used(gpu) for gpu in range(2)) == 0
+    if who == "helper":
+        bring_back(store, snapshot)
+        job.goes_on()
 
 
 @pytest.mark.parametrize("joined", [600 * MIB], indirect=True)
