@@ -252,9 +252,10 @@ static void note(CUresult result, const CUdeviceptr *out, size_t bytes, enum kin
 {
 	struct allocation made = {.size = bytes, .requested = bytes, .kind = kind, .descriptor = -1};
 
-	if (result || !out || !*out || !resident_directory())
+	if (result || !out || !*out || !resident_directory() || !driver()->usable)
 		return;
 	made.address = *out;
+	driver()->cuCtxGetCurrent(&made.context); /* whose end takes it along */
 	pthread_mutex_lock(&table_lock);
 	table_add(&made);
 	pthread_mutex_unlock(&table_lock);
@@ -265,18 +266,20 @@ static bool forget(CUdeviceptr address, struct allocation *copy)
 {
 	pthread_mutex_lock(&table_lock);
 	struct allocation *found = table_find(address);
-	if (found && found->kind != KIND_RESIDENT && found->kind != KIND_SPARE) {
+	bool noted = found && only_noted(found);
+	if (noted) {
 		*copy = *found;
 		table_remove(found);
 	}
 	pthread_mutex_unlock(&table_lock);
-	return found != NULL;
+	return noted;
 }
 
 static void note_again(const struct allocation *copy)
 {
 	pthread_mutex_lock(&table_lock);
-	table_add(copy);
+	if (!table_find(copy->address)) /* else it was not there any more, and another thread got the address */
+		table_add(copy);
 	pthread_mutex_unlock(&table_lock);
 }
 
@@ -392,12 +395,12 @@ static CUresult free_resident(CUdeviceptr address, CUresult (*wait)(CUstream), C
 
 static CUresult free_noted(CUdeviceptr address, CUresult (*call)(CUdeviceptr, CUstream), CUstream stream)
 {
-	struct allocation copy = {0};
+	struct allocation copy;
 	bool noted = address && forget(address, &copy);
 	CUdeviceptr asked = spare_hidden(address);
 	CUresult result = call ? call(asked, stream) : driver()->cuMemFree_v2(asked);
 
-	if (result && noted && copy.address)
+	if (result && noted)
 		note_again(&copy);
 	return result;
 }

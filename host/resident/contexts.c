@@ -79,6 +79,9 @@ CUresult resident_cuCtxDisablePeerAccess(CUcontext peer)
 	return result;
 }
 
+/* What the driver takes along with a context, of what it made itself: a pool's memory is its device's. */
+static const enum kind drivers_kinds[] = {KIND_SMALL, KIND_MANAGED, KIND_FOREIGN};
+
 /* After the context is gone, and with it whatever used the memory. */
 static void release_of(CUcontext context)
 {
@@ -92,12 +95,17 @@ static void release_of(CUcontext context)
 	for (struct allocation *at = NULL; (at = table_next(at, KIND_MAPPING));)
 		if (at->context == context)
 			at->context = NULL; /* what the application maps itself outlives contexts */
+	for (size_t i = 0; i < sizeof drivers_kinds / sizeof *drivers_kinds; i++)
+		for (struct allocation *at = NULL; (at = table_next(at, drivers_kinds[i]));)
+			if (at->context == context)
+				table_remove(at);
 	pthread_mutex_unlock(&table_lock);
 }
 
+/* Of a context's, or what ends with it. */
 static bool has_memory(void)
 {
-	return counts.resident || counts.spare || counts.imported;
+	return counts.resident || counts.spare || counts.imported || counts.small || counts.managed || counts.foreign;
 }
 
 static CUcontext primary(CUdevice device)

@@ -400,7 +400,7 @@ struct allocation *containing(CUdeviceptr address)
 	static const enum kind kinds[] = {KIND_MAPPING, KIND_RESIDENT};
 	struct allocation *at = table_find(address);
 
-	if (at && at->kind != KIND_HANDLE)
+	if (at && (at->kind == KIND_MAPPING || at->kind == KIND_RESIDENT))
 		return at;
 	for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
 		for (at = NULL; (at = table_next(at, kinds[i]));)

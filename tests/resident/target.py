@@ -46,6 +46,13 @@ def entry(name: str, version: int = 13000, flags: int = 0, older: bool = False) 
     return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_ulonglong)(found.value)
 
 
+def unseen(name: str) -> ctypes._CFuncPtr:
+    """A call of one argument that the preload does not see."""
+    kind = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p)
+    found = kind(("dlvsym", ctypes.CDLL(None)))(cuda._handle, name.encode(), b"FAKE")
+    return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_ulonglong)(found)
+
+
 def start(device: int = 0) -> int:
     """A context on a device, made current."""
     code = cuda.cuInit(0)

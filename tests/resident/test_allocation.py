@@ -158,6 +158,48 @@ def test_a_contexts_memory_ends_with_it(machine: Machine, target: Target, end: s
     assert [one.address for one in target.agent.allocations()] == [kept]
 
 
+@pytest.mark.parametrize(
+    "end",
+    [
+        "cuda.cuCtxDestroy_v2(ctypes.c_void_p(context))",
+        "cuda.cuDevicePrimaryCtxReset_v2(0)",
+        "cuda.cuDevicePrimaryCtxRelease_v2(0)",
+        "max(free(at, unseen('cuMemFree_v2')) for at in small)",
+    ],
+    ids=["destroyed", "reset", "released", "unseen"],
+)
+def test_what_was_small_once_does_not_hide_what_lies_there_now(machine: Machine, end: str) -> None:
+    """Addresses come again, and the driver, asked about resident memory, answers that it is none of its own."""
+    target = machine.target()
+    if "Primary" in end:
+        target("globals().update(made=ctypes.c_void_p()) or cuda.cuInit(0) or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(made), 0)")
+        target("globals().update(context=made.value) or current(made.value)")
+    else:
+        target("globals().update(context=start())")
+    target("globals().update(small=[alloc(4096)[1] for _ in range(3000)])")  # side by side: where there is room for larger ones
+    assert target(end) == 0 and machine.used() == 0
+    target("start()")
+    large = target("[alloc(2 * MIB)[1] for _ in range(12)]")
+    assert target(f"len({set(large)} & set(small))") > 0
+    assert target(f"[free(at) for at in {large}]") == [0] * 12
+    assert machine.used() == 0
+    assert target("alloc(2 * MIB)[0]") == 0  # of which there is an agent
+    counts = target.agent.report().counts
+    assert counts.resident == 1
+    if "small" not in end:
+        assert (counts.small, counts.driver_bytes) == (0, 0)
+
+
+def test_a_contexts_end_takes_along_what_is_counted_of_it_alone(target: Target) -> None:
+    """Not what is another context's, nor what came from a pool, which is the device's."""
+    target("[alloc(2 * MIB), alloc(4096), globals().update(context=start())]")
+    target("[alloc(100), cuda.cuMemAllocManaged(ctypes.byref(ctypes.c_ulonglong()), ctypes.c_ulonglong(3 * MIB), 1)]")
+    assert target("alloc(MIB, lambda out, size: cuda.cuMemAllocAsync(out, size, None))[0]") == 0
+    assert target("cuda.cuCtxDestroy_v2(ctypes.c_void_p(context))") == 0
+    counts = target.agent.report().counts
+    assert (counts.small, counts.small_bytes, counts.managed, counts.pool, counts.resident) == (1, 4096, 0, 1, 1)
+
+
 def test_peers_reach_what_the_application_lets_them(new_machine: NewMachine) -> None:
     process = new_machine(gpus=3).target()
     process("globals().update(zero=start(0), one=start(1), two=start(2))")
