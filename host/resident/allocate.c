@@ -77,15 +77,21 @@ void devices_again(void)
 			driver()->cuDeviceGetUuid(devices[number].uuid, number);
 }
 
-CUresult set_access(const struct allocation *what)
+/* The devices are bits. */
+static CUresult change_access(const struct allocation *what, uint64_t opened, uint64_t closed)
 {
 	struct access access[DEVICES];
 	size_t some = 0;
 
 	for (CUdevice device = 0; device < DEVICES; device++)
-		if (device == what->device || peer_enabled(device, what->device))
-			access[some++] = (struct access){{LOCATION_DEVICE, device}, ACCESS_READ_WRITE};
+		if ((opened | closed) >> device & 1)
+			access[some++] = (struct access){{LOCATION_DEVICE, device}, opened >> device & 1 ? ACCESS_READ_WRITE : 0};
 	return driver()->cuMemSetAccess(what->address, what->size, access, some);
+}
+
+CUresult set_access(const struct allocation *what)
+{
+	return change_access(what, 1ull << what->device | peers_of(what->device), 0);
 }
 
 /* Takes it off the table, the device and the keeper. */
@@ -219,7 +225,8 @@ static CUresult allocate(CUdeviceptr *out, size_t bytes)
 		goto no_address;
 	if (d->cuMemMap(made.address, made.size, 0, made.handle, 0))
 		goto no_mapping;
-	if (set_access(&made))
+	uint64_t peers = peers_of(made.device);
+	if (change_access(&made, 1ull << made.device | peers, 0))
 		goto no_access;
 	if (d->cuMemExportToShareableHandle(&descriptor, made.handle, HANDLE_POSIX_DESCRIPTOR, 0))
 		descriptor = -1; /* none left in this process: handed over later */
@@ -227,6 +234,9 @@ static CUresult allocate(CUdeviceptr *out, size_t bytes)
 	made.identity = new_identity();
 	struct allocation *added = table_add(&made);
 	if (added) {
+		uint64_t peers_now = peers_of(made.device); /* who changed them meanwhile has not found this one; who does from now on finds it */
+		if (peers_now != peers)
+			change_access(&made, peers_now & ~peers, peers & ~peers_now);
 		counts.allocations++;
 		holding_add(added, descriptor);
 	}

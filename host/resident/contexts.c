@@ -8,11 +8,11 @@
 #include "hooks.h"
 #include "resident.h"
 
-static bool peers[DEVICES][DEVICES];
+static uint64_t peers[DEVICES]; /* by owner */
 
-bool peer_enabled(CUdevice accessing, CUdevice owner)
+uint64_t peers_of(CUdevice owner)
 {
-	return peers[accessing][owner];
+	return __atomic_load_n(&peers[owner], __ATOMIC_ACQUIRE);
 }
 
 void peers_of_child(void)
@@ -40,7 +40,8 @@ static void change(CUdevice accessing, CUdevice owner, bool to)
 	struct access access = {{LOCATION_DEVICE, accessing}, to ? ACCESS_READ_WRITE : 0};
 
 	pthread_mutex_lock(&table_lock);
-	peers[accessing][owner] = to;
+	uint64_t bit = 1ull << accessing;
+	__atomic_store_n(&peers[owner], to ? peers[owner] | bit : peers[owner] & ~bit, __ATOMIC_RELEASE);
 	for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
 		for (struct allocation *at = NULL; (at = table_next(at, kinds[i]));)
 			if (at->device == owner)

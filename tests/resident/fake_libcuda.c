@@ -133,6 +133,22 @@ EXPORT unsigned long fake_calls(const char *name)
 		return result_; \
 	} while (0)
 
+/* A test's: waits there, others let in, as long as there is DIR/pause-NAME; DIR/paused-NAME tells that somebody does. */
+static void pause_in(const char *name)
+{
+	char path[256];
+	snprintf(path, sizeof path, "%s/pause-%s", root(), name);
+	if (access(path, F_OK))
+		return;
+	pthread_mutex_unlock(&driver_lock);
+	snprintf(path, sizeof path, "%s/paused-%s", root(), name);
+	close(open(path, O_CREAT | O_WRONLY | O_CLOEXEC, 0600));
+	snprintf(path, sizeof path, "%s/pause-%s", root(), name);
+	while (!access(path, F_OK))
+		usleep(1000);
+	pthread_mutex_lock(&driver_lock);
+}
+
 static _Noreturn void *driver_thread(void *unused);
 static void begin_to_use(int device);
 
@@ -409,6 +425,7 @@ EXPORT int cuMemExportToShareableHandle(int *out, struct physical *what, int typ
 		LEAVE(INVALID);
 	snprintf(path, sizeof path, "/proc/self/fd/%d", what->descriptor);
 	*out = open(path, O_RDWR | O_CLOEXEC); /* another open file */
+	pause_in(__func__);
 	LEAVE(*out < 0 ? 304 : 0);
 }
 /* Whose memory a file is. */

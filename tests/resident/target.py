@@ -22,6 +22,8 @@ _stop = threading.Event()
 _socket: socket.socket
 _rounds: list[int] = []
 _errors: list[str] = []
+_workers: list[threading.Thread] = []
+_answers: list[object] = []
 
 
 def entry(name: str, version: int = 13000, flags: int = 0, older: bool = False) -> ctypes._CFuncPtr:
@@ -356,6 +358,21 @@ def recycle(threads: int, sizes: list[list[int]]) -> int:
             _rounds.append(seed)
 
     return _begin(threads, run)
+
+
+def begun(work: Callable[[], object]) -> None:
+    """Have a thread with this one's context do something, whose answer is `ended`'s."""
+    context = ctypes.c_void_p()
+    cuda.cuCtxGetCurrent(ctypes.byref(context))
+    _answers.clear()
+    _workers[:] = [threading.Thread(target=lambda: [current(context.value), _answers.append(work())])]
+    _workers[0].start()
+
+
+def ended() -> object:
+    """The answer of what was `begun`."""
+    _workers[0].join()
+    return _answers[0]
 
 
 def masked(mask: int, seconds: float = 60.0) -> int:

@@ -217,6 +217,24 @@ def test_peers_reach_what_the_application_lets_them(new_machine: NewMachine) -> 
     assert [one.ordinal for one in sorted(process.agent.allocations(), key=lambda one: one.identity)] == [0, 1, 0]
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_peers_that_change_during_an_allocation_reach_it_or_do_not(new_machine: NewMachine, enabled: bool) -> None:
+    machine = new_machine(gpus=2)
+    process = machine.target()
+    process("globals().update(zero=start(0), one=start(1))")
+    if not enabled:
+        process("cuda.cuCtxEnablePeerAccess(ctypes.c_void_p(zero), 0)")
+    process("current(zero)")
+    with machine.pausing("cuMemExportToShareableHandle") as somebody_waits:
+        process("begun(lambda: alloc(2 * MIB))")
+        somebody_waits()
+        change = "cuCtxEnablePeerAccess(ctypes.c_void_p(zero), 0)" if enabled else "cuCtxDisablePeerAccess(ctypes.c_void_p(zero))"
+        assert process(f"[current(one), cuda.{change}]") == [0, 0]
+    code, address = process("ended()")
+    assert code == 0
+    assert process(f"cuda.fake_access(ctypes.c_ulonglong({address}))") == (0b11 if enabled else 0b01)
+
+
 def test_a_forked_child_owns_nothing(machine: Machine, target: Target) -> None:
     address = target("alloc(4 * MIB)")[1]
     digest = target(f"fill({address}, 4 * MIB, 3)")
