@@ -15,7 +15,7 @@ static size_t room, used; /* used: with the vacated ones */
 
 static size_t start(CUdeviceptr address, size_t size)
 {
-	return (size_t)((address >> 9) * 0x9E3779B97F4A7C15ull >> 20) & (size - 1);
+	return (size_t)((address >> 9) * 0x9E3779B97F4A7C15ull >> 32) & (size - 1); /* the upper bits: handles are multiples of 2^40 */
 }
 
 static void count(const struct allocation *what, int by)

@@ -106,6 +106,16 @@ def test_what_is_answered_as_the_driver_does(ranks: Ranks) -> None:
     assert (mine.exports, mine.ipc_exports, its.ipc_exports) == (1, 1, 1), "what stayed with the driver, no window takes away"
 
 
+def test_it_can_be_opened_without_end(ranks: Ranks) -> None:
+    """Each opening takes numbers that never come again, of which there are 2^61: as many as it has bytes, and some."""
+    one, two = ranks.all
+    _, handle, there = share(one, two)
+    first = max(found.address for found in two.agent.allocations())
+    assert two(f"[ipc_close({there}), [ipc_close(ipc_open({handle!r})[1]) for _ in range(100)] == [0] * 100, ipc_open({handle!r})[0]]") == [0, True, 0]
+    [found] = two.agent.allocations()
+    assert found.imported and 101 * found.size < found.address - first <= 101 * (found.size + 2 * MIB)
+
+
 def test_a_context_takes_along_what_it_opened(ranks: Ranks) -> None:
     one, two = ranks.all
     two("globals().update(mine=start(1))")
