@@ -393,6 +393,9 @@ static CUresult free_resident(CUdeviceptr address, CUresult (*wait)(CUstream), C
 	if (result >= CUDA_ERROR_CAPTURE_FIRST && result <= CUDA_ERROR_CAPTURE_LAST) {
 		defer(found); /* nothing can be waited for in a stream capture: released with the next that is freed outside of one */
 		result = CUDA_SUCCESS;
+	} else if (wait && (result == CUDA_ERROR_INVALID_CONTEXT || result == CUDA_ERROR_INVALID_HANDLE)) {
+		found->freed = 0; /* no such stream: the driver would have refused it */
+		counts.frees--;
 	} else {
 		if (wait || result || !spare_keep(found)) /* a stream's end is not that of all that may use it */
 			release(found);
@@ -427,20 +430,20 @@ CUresult resident_cuMemFree_v2(CUdeviceptr address)
 	return result;
 }
 
-#define FREE_ASYNC(name) \
+#define FREE_ASYNC(name, waited_for) \
 	CUresult resident_##name(CUdeviceptr address, CUstream stream) \
 	{ \
 		if (!driver() || !driver()->name) \
 			return CUDA_ERROR_NOT_INITIALIZED; \
 		enter(); \
-		CUresult result = free_resident(address, driver()->cuStreamSynchronize, stream); \
+		CUresult result = free_resident(address, driver()->cuStreamSynchronize, waited_for); \
 		if (result < 0) \
 			result = free_noted(address, driver()->name, stream); \
 		leave(); \
 		return result; \
 	}
-FREE_ASYNC(cuMemFreeAsync)
-FREE_ASYNC(cuMemFreeAsync_ptsz)
+FREE_ASYNC(cuMemFreeAsync, stream)
+FREE_ASYNC(cuMemFreeAsync_ptsz, OWN_OF_THREAD(stream))
 
 #define NOTED(name, kind, parameters, arguments) \
 	CUresult resident_##name parameters \

@@ -14,7 +14,6 @@
 #include "resident.h"
 
 #define STREAMS 1024
-#define PER_THREAD_STREAM ((CUstream)2)
 
 static struct {
 	CUstream stream;
@@ -103,8 +102,6 @@ static void asked_to_end(CUstream stream, CUresult result)
 		leave(); \
 		return result; \
 	}
-/* In the forms for per-thread default streams, NULL is the calling thread's. */
-#define OWN_OF_THREAD(stream) ((stream) ? (stream) : PER_THREAD_STREAM)
 
 BEGIN(cuStreamBeginCapture, (CUstream stream), (stream), stream)
 BEGIN(cuStreamBeginCapture_ptsz, (CUstream stream), (stream), OWN_OF_THREAD(stream))

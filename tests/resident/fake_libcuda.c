@@ -233,7 +233,7 @@ EXPORT int cuCtxGetDevice(int *out) { ENTER; if (!usable()) LEAVE(NO_CONTEXT); *
 
 /* -- stream captures: what is forbidden meanwhile makes them fail */
 
-enum { GLOBAL = 0, RELAXED = 2, INVALIDATED = 901, WRONG_THREAD = 908, ILLEGAL_STATE = 401 };
+enum { GLOBAL = 0, RELAXED = 2, INVALID_HANDLE = 400, INVALIDATED = 901, WRONG_THREAD = 908, ILLEGAL_STATE = 401 };
 static struct capture {
 	void *stream;
 	int mode, thread;
@@ -270,7 +270,20 @@ static bool forbidden(void)
 }
 EXPORT int cuThreadExchangeStreamCaptureMode(int *mode) { ENTER; int before = thread_mode; thread_mode = *mode; *mode = before; LEAVE(0); }
 EXPORT int cuCtxSynchronize(void) { ENTER; LEAVE(!usable() ? NO_CONTEXT : fails_captures(NULL) ? CAPTURING : 0); }
-EXPORT int cuStreamSynchronize(void *stream) { ENTER; LEAVE(fails_captures(stream) ? CAPTURING : 0); }
+#define NO_STREAM ((void *)0xBAD)
+/* What is wrong with one, if anything. */
+static int about(void *stream) { return stream == NO_STREAM ? INVALID_HANDLE : !usable() && stream <= (void *)2 ? NO_CONTEXT : 0; }
+static void *waited_for = NO_STREAM;
+/* For tests: the stream that was waited for last. */
+EXPORT void *fake_waited_for(void) { return waited_for; }
+EXPORT int cuStreamSynchronize(void *stream)
+{
+	ENTER;
+	if (about(stream))
+		LEAVE(about(stream));
+	waited_for = stream;
+	LEAVE(fails_captures(stream) ? CAPTURING : 0);
+}
 EXPORT int cuStreamBeginCapture_v2(void *stream, int mode)
 {
 	ENTER;
@@ -691,8 +704,8 @@ static int free_plain(ptr address)
 	return 0;
 }
 EXPORT int cuMemFree_v2(ptr address) { ENTER; LEAVE(address && forbidden() ? CAPTURING : free_plain(address)); }
-EXPORT int cuMemFreeAsync(ptr address, void *stream) { ENTER; (void)stream; LEAVE(free_plain(address)); }
-EXPORT int cuMemFreeAsync_ptsz(ptr address, void *stream) { ENTER; (void)stream; LEAVE(free_plain(address)); }
+EXPORT int cuMemFreeAsync(ptr address, void *stream) { ENTER; LEAVE(about(stream) ? about(stream) : free_plain(address)); }
+EXPORT int cuMemFreeAsync_ptsz(ptr address, void *stream) { ENTER; LEAVE(about(stream) ? about(stream) : free_plain(address)); }
 /* Legacy IPC of such memory: by the exporter's own mapping of it, whose file the importer opens. */
 struct ipc_handle { int pid, reserved; ptr address; size_t size; char rest[40]; };
 EXPORT int cuIpcGetMemHandle(struct ipc_handle *out, ptr address)

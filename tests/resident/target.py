@@ -90,6 +90,13 @@ def free(address: int, call: object = None) -> int:
     return int((call or cuda.cuMemFree_v2)(ctypes.c_ulonglong(address)))  # type: ignore[operator]
 
 
+def free_async(address: int, stream: int = 0, per_thread: bool = False) -> int:
+    """cuMemFreeAsync, as a program that was compiled for one or the other default stream finds it."""
+    found = ctypes.cast(entry("cuMemFreeAsync", flags=2 * per_thread), ctypes.c_void_p).value
+    assert found is not None
+    return int(ctypes.CFUNCTYPE(ctypes.c_int)(found)(ctypes.c_ulonglong(address), ctypes.c_void_p(stream)))
+
+
 def vm(name: str, *arguments: object) -> int:
     """A call of the driver's virtual memory management, found as NCCL finds it."""
     found = ctypes.cast(entry(name), ctypes.c_void_p).value

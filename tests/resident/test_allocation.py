@@ -86,6 +86,34 @@ def test_memory_that_was_freed_can_be_had_at_once(target: Target) -> None:
     assert target.agent.report().counts.out_of_memory == 1
 
 
+@pytest.mark.parametrize("per_thread", [False, True])
+def test_a_release_in_a_streams_order_waits_for_that_stream(target: Target, per_thread: bool) -> None:
+    """The default one is the calling thread's own where the program was compiled so."""
+    target("setattr(cuda.fake_waited_for, 'restype', ctypes.c_void_p)")
+    waited = f"[free_async(alloc(4 * MIB)[1], stream, {per_thread}) or cuda.fake_waited_for() or 0 for stream in (77, 0, 1, 2)]"
+    assert target(waited) == [77, 2 if per_thread else 0, 1, 2]
+
+
+@pytest.mark.parametrize("per_thread", [False, True])
+def test_a_release_in_the_order_of_no_stream_is_refused_as_the_driver_does(machine: Machine, per_thread: bool) -> None:
+    """The memory stays."""
+    answers = []
+    for resident in (True, False):
+        target = machine.target(resident)
+        target("globals().update(context=start())")
+        address = target("alloc(4 * MIB)[1]")
+        digest = target(f"fill({address}, 4 * MIB, 1)")
+        free = f"free_async({address}, {{}}, {per_thread})"
+        answers.append(target(f"[{free.format(0xBAD)}, current(None), {free.format(0)}, current(context)]"))
+        assert target(f"hashed({address}, 4 * MIB)") == digest
+        if resident:
+            assert (target.agent.report().counts.resident, target.agent.report().counts.frees) == (1, 0)
+        answers[-1] += target(f"[{free.format(77)}, {free.format(77)}]")
+        assert machine.used() == 0
+        target.end()
+    assert answers[0] == answers[1] == [400, 0, 201, 0, 0, 1]
+
+
 def test_in_a_stream_capture_a_release_is_deferred(machine: Machine, target: Target) -> None:
     first, second = (target("alloc(4 * MIB)")[1] for _ in range(2))
     target("globals().update(stream=ctypes.c_void_p(77))")
