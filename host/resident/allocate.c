@@ -144,7 +144,7 @@ static bool release_all_deferred(CUcontext context)
 	uint64_t began = free_clock;
 	bool any = counts.deferred > 0 && !capture_active();
 	pthread_mutex_unlock(&table_lock);
-	if (!any || driver()->cuCtxSynchronize())
+	if (!any || wait_for_context())
 		return false;
 	pthread_mutex_lock(&table_lock);
 	release_deferred(context, began);
@@ -381,11 +381,11 @@ static CUresult free_resident(CUdeviceptr address, CUresult (*wait)(CUstream), C
 
 	/* As the driver's own: what uses it has come to its end first. */
 	if (capture_active())
-		result = CUDA_ERROR_CAPTURE_FIRST; /* what the wait would answer, at the price of the capture */
+		result = CUDA_ERROR_CAPTURE_FIRST;
 	else if (wait)
 		result = wait(stream);
 	else if (!(result = d->cuCtxPushCurrent_v2(context))) {
-		result = d->cuCtxSynchronize();
+		result = wait_for_context(); /* one may have begun at the driver's door */
 		d->cuCtxPopCurrent_v2(&before);
 	}
 	pthread_mutex_lock(&table_lock);

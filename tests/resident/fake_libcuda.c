@@ -225,7 +225,15 @@ EXPORT int cuCtxCreate_v2(void **out, unsigned flags, int device)
 	stack[depth++] = *out = made;
 	LEAVE(0);
 }
-EXPORT int cuCtxPushCurrent_v2(struct context *context) { ENTER; if (!context || context->destroyed) LEAVE(NO_CONTEXT); stack[depth++] = context; LEAVE(0); }
+EXPORT int cuCtxPushCurrent_v2(struct context *context)
+{
+	ENTER;
+	pause_in(__func__);
+	if (!context || context->destroyed)
+		LEAVE(NO_CONTEXT);
+	stack[depth++] = context;
+	LEAVE(0);
+}
 EXPORT int cuCtxPopCurrent_v2(void **out) { ENTER; if (!depth) LEAVE(NO_CONTEXT); *out = stack[--depth]; LEAVE(0); }
 EXPORT int cuCtxSetCurrent(void *context) { ENTER; depth = context ? (depth ? depth : 1) : (depth ? depth - 1 : 0); if (context) stack[depth - 1] = context; LEAVE(0); }
 EXPORT int cuCtxGetCurrent(void **out) { ENTER; *out = current(); LEAVE(0); }
@@ -293,6 +301,7 @@ EXPORT int cuStreamBeginCapture_v2(void *stream, int mode)
 	if (at == 16 || capture_of(stream))
 		LEAVE(ILLEGAL_STATE);
 	captures[at] = (struct capture){stream, mode, (int)syscall(SYS_gettid), true, false};
+	pause_in(__func__);
 	LEAVE(0);
 }
 EXPORT int cuStreamEndCapture(void *stream, void **graph)

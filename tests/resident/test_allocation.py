@@ -154,6 +154,32 @@ def test_allocation_in_a_stream_capture_is_as_without(machine: Machine, mode: in
     assert answers[0][1] == (0 if mode == 2 or (mode == 1 and other_thread) else 901)
 
 
+def test_a_release_while_a_capture_begins_is_no_end_of_it(machine: Machine, target: Target) -> None:
+    """The driver has begun it, and the call has not returned."""
+    address = target("alloc(4 * MIB)[1]")
+    target("globals().update(stream=ctypes.c_void_p(77))")
+    with machine.pausing("cuStreamBeginCapture_v2") as somebody_waits:
+        target("begun(lambda: [cuda.cuStreamBeginCapture_v2(stream, 2), _stop.wait(60), cuda.cuStreamEndCapture(stream, ctypes.byref(ctypes.c_void_p()))])")
+        somebody_waits()
+        assert target(f"free({address})") == 0
+    target("_stop.set()")
+    assert target("ended()") == [0, True, 0]
+    assert target.agent.report().counts.deferred == 1
+    assert target("(free(alloc(4 * MIB)[1]))") == 0
+    assert (machine.used(), target.agent.report().counts.deferred) == (0, 0)
+
+
+def test_a_capture_that_begins_while_a_release_is_under_way_goes_on(machine: Machine, target: Target) -> None:
+    address = target("alloc(4 * MIB)[1]")
+    target("globals().update(stream=ctypes.c_void_p(77))")
+    with machine.pausing("cuCtxPushCurrent_v2") as somebody_waits:
+        target(f"begun(lambda: free({address}))")
+        somebody_waits()
+        assert target("cuda.cuStreamBeginCapture_v2(stream, 2)") == 0
+    assert target("[ended(), cuda.cuStreamEndCapture(stream, ctypes.byref(ctypes.c_void_p()))]") == [0, 0]
+    assert target.agent.report().counts.deferred == 1
+
+
 def test_what_a_capture_kept_is_released_when_memory_is_short(target: Target) -> None:
     first = target("alloc(40 * MIB)")[1]
     target("globals().update(stream=ctypes.c_void_p(77))")

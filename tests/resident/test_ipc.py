@@ -151,6 +151,19 @@ def test_closed_in_a_stream_capture(ranks: Ranks) -> None:
     assert two(f"ipc_open({other!r})")[0] == 0
 
 
+def test_closed_as_a_stream_capture_begins(ranks: Ranks) -> None:
+    one, two = ranks.all
+    _, _, there = share(one, two)
+    with ranks.machine.pausing("cuCtxPushCurrent_v2") as somebody_waits:
+        two(f"begun(lambda: ipc_close({there}))")
+        somebody_waits()
+        assert two("cuda.cuStreamBeginCapture_v2(None, 2)") == 0
+    assert two("[ended(), cuda.cuStreamEndCapture(None, ctypes.byref(ctypes.c_void_p()))]") == [0, 0]
+    assert two.agent.report().counts.imported == 1 and two(f"ipc_close({there})") == INVALID
+    _, _, elsewhere = share(one, two)
+    assert two(f"ipc_close({elsewhere})") == 0 and two.agent.report().counts.imported == 0
+
+
 @pytest.mark.parametrize("window", [False, True])
 def test_the_keeper_dies(ranks: Ranks, window: bool) -> None:
     one, two = ranks.all
