@@ -77,15 +77,21 @@ void devices_again(void)
 			driver()->cuDeviceGetUuid(devices[number].uuid, number);
 }
 
-CUresult set_access(const struct allocation *what)
+/* The devices are bits. */
+static CUresult change_access(const struct allocation *what, uint64_t opened, uint64_t closed)
 {
 	struct access access[DEVICES];
 	size_t some = 0;
 
 	for (CUdevice device = 0; device < DEVICES; device++)
-		if (device == what->device || peer_enabled(device, what->device))
-			access[some++] = (struct access){{LOCATION_DEVICE, device}, ACCESS_READ_WRITE};
+		if ((opened | closed) >> device & 1)
+			access[some++] = (struct access){{LOCATION_DEVICE, device}, opened >> device & 1 ? ACCESS_READ_WRITE : 0};
 	return driver()->cuMemSetAccess(what->address, what->size, access, some);
+}
+
+CUresult set_access(const struct allocation *what)
+{
+	return change_access(what, 1ull << what->device | peers_of(what->device), 0);
 }
 
 /* Takes it off the table, the device and the keeper. */
@@ -138,7 +144,7 @@ static bool release_all_deferred(CUcontext context)
 	uint64_t began = free_clock;
 	bool any = counts.deferred > 0 && !capture_active();
 	pthread_mutex_unlock(&table_lock);
-	if (!any || driver()->cuCtxSynchronize())
+	if (!any || wait_for_context())
 		return false;
 	pthread_mutex_lock(&table_lock);
 	release_deferred(context, began);
@@ -219,7 +225,8 @@ static CUresult allocate(CUdeviceptr *out, size_t bytes)
 		goto no_address;
 	if (d->cuMemMap(made.address, made.size, 0, made.handle, 0))
 		goto no_mapping;
-	if (set_access(&made))
+	uint64_t peers = peers_of(made.device);
+	if (change_access(&made, 1ull << made.device | peers, 0))
 		goto no_access;
 	if (d->cuMemExportToShareableHandle(&descriptor, made.handle, HANDLE_POSIX_DESCRIPTOR, 0))
 		descriptor = -1; /* none left in this process: handed over later */
@@ -227,6 +234,9 @@ static CUresult allocate(CUdeviceptr *out, size_t bytes)
 	made.identity = new_identity();
 	struct allocation *added = table_add(&made);
 	if (added) {
+		uint64_t peers_now = peers_of(made.device); /* who changed them meanwhile has not found this one; who does from now on finds it */
+		if (peers_now != peers)
+			change_access(&made, peers_now & ~peers, peers & ~peers_now);
 		counts.allocations++;
 		holding_add(added, descriptor);
 	}
@@ -252,9 +262,10 @@ static void note(CUresult result, const CUdeviceptr *out, size_t bytes, enum kin
 {
 	struct allocation made = {.size = bytes, .requested = bytes, .kind = kind, .descriptor = -1};
 
-	if (result || !out || !*out || !resident_directory())
+	if (result || !out || !*out || !resident_directory() || !driver()->usable)
 		return;
 	made.address = *out;
+	driver()->cuCtxGetCurrent(&made.context); /* whose end takes it along */
 	pthread_mutex_lock(&table_lock);
 	table_add(&made);
 	pthread_mutex_unlock(&table_lock);
@@ -265,18 +276,20 @@ static bool forget(CUdeviceptr address, struct allocation *copy)
 {
 	pthread_mutex_lock(&table_lock);
 	struct allocation *found = table_find(address);
-	if (found && found->kind != KIND_RESIDENT && found->kind != KIND_SPARE) {
+	bool noted = found && only_noted(found);
+	if (noted) {
 		*copy = *found;
 		table_remove(found);
 	}
 	pthread_mutex_unlock(&table_lock);
-	return found != NULL;
+	return noted;
 }
 
 static void note_again(const struct allocation *copy)
 {
 	pthread_mutex_lock(&table_lock);
-	table_add(copy);
+	if (!table_find(copy->address)) /* else it was not there any more, and another thread got the address */
+		table_add(copy);
 	pthread_mutex_unlock(&table_lock);
 }
 
@@ -368,11 +381,11 @@ static CUresult free_resident(CUdeviceptr address, CUresult (*wait)(CUstream), C
 
 	/* As the driver's own: what uses it has come to its end first. */
 	if (capture_active())
-		result = CUDA_ERROR_CAPTURE_FIRST; /* what the wait would answer, at the price of the capture */
+		result = CUDA_ERROR_CAPTURE_FIRST;
 	else if (wait)
 		result = wait(stream);
 	else if (!(result = d->cuCtxPushCurrent_v2(context))) {
-		result = d->cuCtxSynchronize();
+		result = wait_for_context(); /* one may have begun at the driver's door */
 		d->cuCtxPopCurrent_v2(&before);
 	}
 	pthread_mutex_lock(&table_lock);
@@ -380,6 +393,9 @@ static CUresult free_resident(CUdeviceptr address, CUresult (*wait)(CUstream), C
 	if (result >= CUDA_ERROR_CAPTURE_FIRST && result <= CUDA_ERROR_CAPTURE_LAST) {
 		defer(found); /* nothing can be waited for in a stream capture: released with the next that is freed outside of one */
 		result = CUDA_SUCCESS;
+	} else if (wait && (result == CUDA_ERROR_INVALID_CONTEXT || result == CUDA_ERROR_INVALID_HANDLE)) {
+		found->freed = 0; /* no such stream: the driver would have refused it */
+		counts.frees--;
 	} else {
 		if (wait || result || !spare_keep(found)) /* a stream's end is not that of all that may use it */
 			release(found);
@@ -392,12 +408,12 @@ static CUresult free_resident(CUdeviceptr address, CUresult (*wait)(CUstream), C
 
 static CUresult free_noted(CUdeviceptr address, CUresult (*call)(CUdeviceptr, CUstream), CUstream stream)
 {
-	struct allocation copy = {0};
+	struct allocation copy;
 	bool noted = address && forget(address, &copy);
 	CUdeviceptr asked = spare_hidden(address);
 	CUresult result = call ? call(asked, stream) : driver()->cuMemFree_v2(asked);
 
-	if (result && noted && copy.address)
+	if (result && noted)
 		note_again(&copy);
 	return result;
 }
@@ -414,20 +430,20 @@ CUresult resident_cuMemFree_v2(CUdeviceptr address)
 	return result;
 }
 
-#define FREE_ASYNC(name) \
+#define FREE_ASYNC(name, waited_for) \
 	CUresult resident_##name(CUdeviceptr address, CUstream stream) \
 	{ \
 		if (!driver() || !driver()->name) \
 			return CUDA_ERROR_NOT_INITIALIZED; \
 		enter(); \
-		CUresult result = free_resident(address, driver()->cuStreamSynchronize, stream); \
+		CUresult result = free_resident(address, driver()->cuStreamSynchronize, waited_for); \
 		if (result < 0) \
 			result = free_noted(address, driver()->name, stream); \
 		leave(); \
 		return result; \
 	}
-FREE_ASYNC(cuMemFreeAsync)
-FREE_ASYNC(cuMemFreeAsync_ptsz)
+FREE_ASYNC(cuMemFreeAsync, stream)
+FREE_ASYNC(cuMemFreeAsync_ptsz, OWN_OF_THREAD(stream))
 
 #define NOTED(name, kind, parameters, arguments) \
 	CUresult resident_##name parameters \

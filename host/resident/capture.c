@@ -14,23 +14,29 @@
 #include "resident.h"
 
 #define STREAMS 1024
-#define PER_THREAD_STREAM ((CUstream)2)
 
 static struct {
 	CUstream stream;
 	pid_t thread; /* of a thread's own default stream */
 } capturing[STREAMS]; /* under table_lock */
 static int known;
+static int beginning; /* the driver may have begun them already, and nobody has noted them yet */
 static int unnamed; /* those for which there was no place: never forgotten, so that all is left to the driver from then on */
 
 bool capture_active(void)
 {
-	return __atomic_load_n(&known, __ATOMIC_ACQUIRE) || __atomic_load_n(&unnamed, __ATOMIC_ACQUIRE);
+	/* In this order: one that has begun is known before it is not beginning any more. */
+	return __atomic_load_n(&beginning, __ATOMIC_SEQ_CST) || __atomic_load_n(&known, __ATOMIC_ACQUIRE) || __atomic_load_n(&unnamed, __ATOMIC_ACQUIRE);
+}
+
+CUresult wait_for_context(void)
+{
+	return capture_active() ? CUDA_ERROR_CAPTURE_FIRST : driver()->cuCtxSynchronize();
 }
 
 void captures_of_child(void)
 {
-	known = unnamed = 0;
+	beginning = known = unnamed = 0;
 }
 
 static pid_t owner(CUstream stream)
@@ -86,9 +92,11 @@ static void asked_to_end(CUstream stream, CUresult result)
 		if (!driver() || !driver()->name) \
 			return CUDA_ERROR_NOT_INITIALIZED; \
 		enter(); \
+		__atomic_fetch_add(&beginning, 1, __ATOMIC_SEQ_CST); \
 		CUresult result = driver()->name arguments; \
 		if (result == CUDA_SUCCESS) \
 			begun(stream); \
+		__atomic_fetch_sub(&beginning, 1, __ATOMIC_SEQ_CST); \
 		leave(); \
 		return result; \
 	}
@@ -103,8 +111,6 @@ static void asked_to_end(CUstream stream, CUresult result)
 		leave(); \
 		return result; \
 	}
-/* In the forms for per-thread default streams, NULL is the calling thread's. */
-#define OWN_OF_THREAD(stream) ((stream) ? (stream) : PER_THREAD_STREAM)
 
 BEGIN(cuStreamBeginCapture, (CUstream stream), (stream), stream)
 BEGIN(cuStreamBeginCapture_ptsz, (CUstream stream), (stream), OWN_OF_THREAD(stream))

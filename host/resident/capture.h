@@ -4,7 +4,10 @@
 
 #include <stdbool.h>
 
-bool capture_active(void); /* of any thread, in any context */
+#include "driver.h"
+
+bool capture_active(void); /* of any thread, in any context; also one that may just be beginning */
+CUresult wait_for_context(void); /* the current one, but in a capture: then it answers as the wait would, at the price of the capture */
 void captures_of_child(void);
 
 #endif

@@ -8,11 +8,11 @@
 #include "hooks.h"
 #include "resident.h"
 
-static bool peers[DEVICES][DEVICES];
+static uint64_t peers[DEVICES]; /* by owner */
 
-bool peer_enabled(CUdevice accessing, CUdevice owner)
+uint64_t peers_of(CUdevice owner)
 {
-	return peers[accessing][owner];
+	return __atomic_load_n(&peers[owner], __ATOMIC_ACQUIRE);
 }
 
 void peers_of_child(void)
@@ -40,7 +40,8 @@ static void change(CUdevice accessing, CUdevice owner, bool to)
 	struct access access = {{LOCATION_DEVICE, accessing}, to ? ACCESS_READ_WRITE : 0};
 
 	pthread_mutex_lock(&table_lock);
-	peers[accessing][owner] = to;
+	uint64_t bit = 1ull << accessing;
+	__atomic_store_n(&peers[owner], to ? peers[owner] | bit : peers[owner] & ~bit, __ATOMIC_RELEASE);
 	for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
 		for (struct allocation *at = NULL; (at = table_next(at, kinds[i]));)
 			if (at->device == owner)
@@ -79,6 +80,9 @@ CUresult resident_cuCtxDisablePeerAccess(CUcontext peer)
 	return result;
 }
 
+/* What the driver takes along with a context, of what it made itself: a pool's memory is its device's. */
+static const enum kind drivers_kinds[] = {KIND_SMALL, KIND_MANAGED, KIND_FOREIGN};
+
 /* After the context is gone, and with it whatever used the memory. */
 static void release_of(CUcontext context)
 {
@@ -92,12 +96,17 @@ static void release_of(CUcontext context)
 	for (struct allocation *at = NULL; (at = table_next(at, KIND_MAPPING));)
 		if (at->context == context)
 			at->context = NULL; /* what the application maps itself outlives contexts */
+	for (size_t i = 0; i < sizeof drivers_kinds / sizeof *drivers_kinds; i++)
+		for (struct allocation *at = NULL; (at = table_next(at, drivers_kinds[i]));)
+			if (at->context == context)
+				table_remove(at);
 	pthread_mutex_unlock(&table_lock);
 }
 
+/* Of a context's, or what ends with it. */
 static bool has_memory(void)
 {
-	return counts.resident || counts.spare || counts.imported;
+	return counts.resident || counts.spare || counts.imported || counts.small || counts.managed || counts.foreign;
 }
 
 static CUcontext primary(CUdevice device)

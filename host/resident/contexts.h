@@ -2,12 +2,10 @@
 #ifndef ICECORE_RESIDENT_CONTEXTS_H
 #define ICECORE_RESIDENT_CONTEXTS_H
 
-#include <stdbool.h>
-
 #include "driver.h"
 
-/* Whether `accessing` was given access to the memory of `owner` (cuCtxEnablePeerAccess). */
-bool peer_enabled(CUdevice accessing, CUdevice owner);
+/* The devices that were given access to the memory of `owner` (cuCtxEnablePeerAccess), as bits. They change under table_lock. */
+uint64_t peers_of(CUdevice owner);
 void peers_of_child(void);
 
 #endif

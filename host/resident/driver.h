@@ -25,6 +25,10 @@ enum {
 	CUDA_ERROR_CAPTURE_WRONG_THREAD = 908,
 	CUDA_ERROR_CAPTURE_LAST = 908,
 };
+#define PER_THREAD_STREAM ((CUstream)2)
+/* In the forms for per-thread default streams, NULL is the calling thread's. */
+#define OWN_OF_THREAD(stream) ((stream) ? (stream) : PER_THREAD_STREAM)
+
 enum {
 	ATTRIBUTE_VIRTUAL_MEMORY = 102,
 	ATTRIBUTE_POSIX_DESCRIPTOR = 103,

@@ -23,7 +23,7 @@
 #define FIRST_CREATED (1ull << 60)
 #define FIRST_IMPORTED (1ull << 61)
 #define END (1ull << 62)
-#define IMPORTED_STEP (1ull << 40)
+#define UNKNOWN_SIZE (1ull << 40) /* room for what was imported by the application, of which only its mappings tell how large it is */
 #define APART ((uint64_t)2 << 20)
 
 static uint64_t next_created = FIRST_CREATED, next_imported = FIRST_IMPORTED; /* under table_lock */
@@ -70,7 +70,7 @@ static bool add(struct allocation *made, CUhandle *out, int descriptor)
 	bool added = false;
 
 	pthread_mutex_lock(&table_lock);
-	uint64_t *next = made->imported ? &next_imported : &next_created, room = made->imported ? IMPORTED_STEP : made->size + APART;
+	uint64_t *next = made->imported ? &next_imported : &next_created, room = made->size ? made->size + APART : UNKNOWN_SIZE;
 	if (*next + room < (made->imported ? END : FIRST_IMPORTED)) {
 		made->address = *next;
 		made->identity = new_identity();
@@ -400,7 +400,7 @@ struct allocation *containing(CUdeviceptr address)
 	static const enum kind kinds[] = {KIND_MAPPING, KIND_RESIDENT};
 	struct allocation *at = table_find(address);
 
-	if (at && at->kind != KIND_HANDLE)
+	if (at && (at->kind == KIND_MAPPING || at->kind == KIND_RESIDENT))
 		return at;
 	for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
 		for (at = NULL; (at = table_next(at, kinds[i]));)

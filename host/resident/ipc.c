@@ -253,9 +253,9 @@ static CUresult unmap_closed(void)
 	while (!result && !capture_active() && next_closed(&closed, NULL)) {
 		d->cuCtxGetCurrent(&before);
 		if (before && before != closed.context) /* another one that opened it, too */
-			result = d->cuCtxSynchronize();
+			result = wait_for_context();
 		if (!result && closed.context && !(result = d->cuCtxPushCurrent_v2(closed.context))) {
-			result = d->cuCtxSynchronize();
+			result = wait_for_context();
 			d->cuCtxPopCurrent_v2(&before);
 		}
 		if (result >= CUDA_ERROR_CAPTURE_FIRST && result <= CUDA_ERROR_CAPTURE_LAST)

@@ -33,7 +33,7 @@ struct allocation {
 	CUdeviceptr address; /* 0: an empty place in the table, 1: one that was vacated; of KIND_HANDLE, the handle that the application has */
 	size_t size, requested;
 	enum kind kind;
-	/* only of resident and spare ones, handles and (context, mapped) mappings */
+	/* only of resident and spare ones, handles and (context, mapped) mappings; the context also of what the driver made */
 	uint64_t identity;
 	CUhandle handle;
 	CUcontext context;
@@ -64,7 +64,8 @@ struct allocation {
 extern pthread_mutex_t table_lock;
 extern struct resident_counts counts; /* also under table_lock */
 struct allocation *table_find(CUdeviceptr address);
-struct allocation *table_add(const struct allocation *what); /* NULL: no memory */
+struct allocation *table_add(const struct allocation *what); /* NULL: no memory; in the place of what is only noted there */
+bool only_noted(const struct allocation *what); /* made by the driver's own calls, to be counted */
 void table_remove(struct allocation *what);
 void table_change(struct allocation *what, enum kind to);
 struct allocation *table_next(struct allocation *after, enum kind kind); /* from NULL on; until NULL */

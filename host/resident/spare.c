@@ -95,12 +95,7 @@ static void note_user(CUdevice device, CUcontext context)
 /* Whether only its own context can have used it, which has been waited for: another's kernels may still be at it. */
 static bool is_its_contexts_alone(const struct allocation *what)
 {
-	if (several[what->device])
-		return false;
-	for (CUdevice other = 0; other < DEVICES; other++)
-		if (peer_enabled(other, what->device))
-			return false;
-	return true;
+	return !several[what->device] && !peers_of(what->device);
 }
 
 static bool has_room(CUdevice device, size_t size)

@@ -15,7 +15,7 @@ static size_t room, used; /* used: with the vacated ones */
 
 static size_t start(CUdeviceptr address, size_t size)
 {
-	return (size_t)((address >> 9) * 0x9E3779B97F4A7C15ull >> 20) & (size - 1);
+	return (size_t)((address >> 9) * 0x9E3779B97F4A7C15ull >> 32) & (size - 1); /* the upper bits: handles are multiples of 2^40 */
 }
 
 static void count(const struct allocation *what, int by)
@@ -87,10 +87,19 @@ struct allocation *table_find(CUdeviceptr address)
 	return NULL;
 }
 
+bool only_noted(const struct allocation *what)
+{
+	return what->kind == KIND_SMALL || what->kind == KIND_POOL || what->kind == KIND_MANAGED || what->kind == KIND_FOREIGN;
+}
+
 struct allocation *table_add(const struct allocation *what)
 {
 	if (2 * (used + 1) > room && !grow())
 		return NULL;
+	/* Not every end of the driver's own memory is seen here (a pool's, a graph's), and addresses come again. */
+	struct allocation *ended = table_find(what->address);
+	if (ended && only_noted(ended))
+		table_remove(ended);
 	count(what, 1);
 	return insert(places, room, what);
 }

@@ -263,12 +263,27 @@ static int read_small(const char *path, char *into, size_t size)
 
 enum { WATCHED, GONE, NOT_OURS, BLOCKS };
 
-/* The driver calls its threads "cuda-EvtHandlr", "cuda00001400006", …; those of a program that is called like that inherit its name. */
+/* What the driver calls its threads (580: "cuda00001400006", …), # a hexadecimal digit. The whole name: an application has threads of its own for CUDA, which are to be
+ * parked; one of the driver's that is parked may keep its lock or its checkpoint waiting, so whoever meets another name of its adds it here. */
+static const char *const drivers_names[] = {"cuda-EvtHandlr", "cuda###########"};
+
+/* `name` ends with its line. */
+static bool is_called(const char *name, const char *pattern)
+{
+	while (*pattern && *name && (*pattern == '#' ? strchr("0123456789abcdefABCDEF", *name) != NULL : *name == *pattern))
+		name++, pattern++;
+	return !*pattern && *name == '\n';
+}
+
+/* Those of a program that is called like one of them inherit its name. */
 static bool drivers_name(int thread, const char *name)
 {
 	char leader[32];
+	bool found = false;
 
-	if (strncmp(name, "cuda", 4) || (name[4] != '-' && (name[4] < '0' || name[4] > '9')) || thread == getpid())
+	for (size_t i = 0; i < sizeof drivers_names / sizeof *drivers_names; i++)
+		found = found || is_called(name, drivers_names[i]);
+	if (!found || thread == getpid())
 		return false;
 	return read_small("/proc/self/comm", leader, sizeof leader) || strncmp(name, leader, strlen(leader));
 }

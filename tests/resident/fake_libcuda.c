@@ -133,6 +133,22 @@ EXPORT unsigned long fake_calls(const char *name)
 		return result_; \
 	} while (0)
 
+/* A test's: waits there, others let in, as long as there is DIR/pause-NAME; DIR/paused-NAME tells that somebody does. */
+static void pause_in(const char *name)
+{
+	char path[256];
+	snprintf(path, sizeof path, "%s/pause-%s", root(), name);
+	if (access(path, F_OK))
+		return;
+	pthread_mutex_unlock(&driver_lock);
+	snprintf(path, sizeof path, "%s/paused-%s", root(), name);
+	close(open(path, O_CREAT | O_WRONLY | O_CLOEXEC, 0600));
+	snprintf(path, sizeof path, "%s/pause-%s", root(), name);
+	while (!access(path, F_OK))
+		usleep(1000);
+	pthread_mutex_lock(&driver_lock);
+}
+
 static _Noreturn void *driver_thread(void *unused);
 static void begin_to_use(int device);
 
@@ -209,7 +225,15 @@ EXPORT int cuCtxCreate_v2(void **out, unsigned flags, int device)
 	stack[depth++] = *out = made;
 	LEAVE(0);
 }
-EXPORT int cuCtxPushCurrent_v2(struct context *context) { ENTER; if (!context || context->destroyed) LEAVE(NO_CONTEXT); stack[depth++] = context; LEAVE(0); }
+EXPORT int cuCtxPushCurrent_v2(struct context *context)
+{
+	ENTER;
+	pause_in(__func__);
+	if (!context || context->destroyed)
+		LEAVE(NO_CONTEXT);
+	stack[depth++] = context;
+	LEAVE(0);
+}
 EXPORT int cuCtxPopCurrent_v2(void **out) { ENTER; if (!depth) LEAVE(NO_CONTEXT); *out = stack[--depth]; LEAVE(0); }
 EXPORT int cuCtxSetCurrent(void *context) { ENTER; depth = context ? (depth ? depth : 1) : (depth ? depth - 1 : 0); if (context) stack[depth - 1] = context; LEAVE(0); }
 EXPORT int cuCtxGetCurrent(void **out) { ENTER; *out = current(); LEAVE(0); }
@@ -217,7 +241,7 @@ EXPORT int cuCtxGetDevice(int *out) { ENTER; if (!usable()) LEAVE(NO_CONTEXT); *
 
 /* -- stream captures: what is forbidden meanwhile makes them fail */
 
-enum { GLOBAL = 0, RELAXED = 2, INVALIDATED = 901, WRONG_THREAD = 908, ILLEGAL_STATE = 401 };
+enum { GLOBAL = 0, RELAXED = 2, INVALID_HANDLE = 400, INVALIDATED = 901, WRONG_THREAD = 908, ILLEGAL_STATE = 401 };
 static struct capture {
 	void *stream;
 	int mode, thread;
@@ -254,7 +278,20 @@ static bool forbidden(void)
 }
 EXPORT int cuThreadExchangeStreamCaptureMode(int *mode) { ENTER; int before = thread_mode; thread_mode = *mode; *mode = before; LEAVE(0); }
 EXPORT int cuCtxSynchronize(void) { ENTER; LEAVE(!usable() ? NO_CONTEXT : fails_captures(NULL) ? CAPTURING : 0); }
-EXPORT int cuStreamSynchronize(void *stream) { ENTER; LEAVE(fails_captures(stream) ? CAPTURING : 0); }
+#define NO_STREAM ((void *)0xBAD)
+/* What is wrong with one, if anything. */
+static int about(void *stream) { return stream == NO_STREAM ? INVALID_HANDLE : !usable() && stream <= (void *)2 ? NO_CONTEXT : 0; }
+static void *waited_for = NO_STREAM;
+/* For tests: the stream that was waited for last. */
+EXPORT void *fake_waited_for(void) { return waited_for; }
+EXPORT int cuStreamSynchronize(void *stream)
+{
+	ENTER;
+	if (about(stream))
+		LEAVE(about(stream));
+	waited_for = stream;
+	LEAVE(fails_captures(stream) ? CAPTURING : 0);
+}
 EXPORT int cuStreamBeginCapture_v2(void *stream, int mode)
 {
 	ENTER;
@@ -264,6 +301,7 @@ EXPORT int cuStreamBeginCapture_v2(void *stream, int mode)
 	if (at == 16 || capture_of(stream))
 		LEAVE(ILLEGAL_STATE);
 	captures[at] = (struct capture){stream, mode, (int)syscall(SYS_gettid), true, false};
+	pause_in(__func__);
 	LEAVE(0);
 }
 EXPORT int cuStreamEndCapture(void *stream, void **graph)
@@ -409,6 +447,7 @@ EXPORT int cuMemExportToShareableHandle(int *out, struct physical *what, int typ
 		LEAVE(INVALID);
 	snprintf(path, sizeof path, "/proc/self/fd/%d", what->descriptor);
 	*out = open(path, O_RDWR | O_CLOEXEC); /* another open file */
+	pause_in(__func__);
 	LEAVE(*out < 0 ? 304 : 0);
 }
 /* Whose memory a file is. */
@@ -674,8 +713,8 @@ static int free_plain(ptr address)
 	return 0;
 }
 EXPORT int cuMemFree_v2(ptr address) { ENTER; LEAVE(address && forbidden() ? CAPTURING : free_plain(address)); }
-EXPORT int cuMemFreeAsync(ptr address, void *stream) { ENTER; (void)stream; LEAVE(free_plain(address)); }
-EXPORT int cuMemFreeAsync_ptsz(ptr address, void *stream) { ENTER; (void)stream; LEAVE(free_plain(address)); }
+EXPORT int cuMemFreeAsync(ptr address, void *stream) { ENTER; LEAVE(about(stream) ? about(stream) : free_plain(address)); }
+EXPORT int cuMemFreeAsync_ptsz(ptr address, void *stream) { ENTER; LEAVE(about(stream) ? about(stream) : free_plain(address)); }
 /* Legacy IPC of such memory: by the exporter's own mapping of it, whose file the importer opens. */
 struct ipc_handle { int pid, reserved; ptr address; size_t size; char rest[40]; };
 EXPORT int cuIpcGetMemHandle(struct ipc_handle *out, ptr address)

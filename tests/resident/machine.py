@@ -14,8 +14,8 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +145,17 @@ class Machine:
         made = Process(self, command, {**self.environment(), **more})
         assert made.line() == "ready"
         return made
+
+    @contextmanager
+    def pausing(self, call: str) -> Iterator[Callable[[], None]]:
+        """Who comes into a call of the driver waits there until the end; what is given waits for somebody who does."""
+        pause, paused = self.cuda / f"pause-{call}", self.cuda / f"paused-{call}"
+        pause.touch()
+        try:
+            yield lambda: until(paused.exists)
+        finally:
+            pause.unlink()
+            paused.unlink(missing_ok=True)
 
     def used(self, gpu: int = 0) -> int:
         """Bytes of a GPU in use, whoever holds them."""

@@ -22,6 +22,8 @@ _stop = threading.Event()
 _socket: socket.socket
 _rounds: list[int] = []
 _errors: list[str] = []
+_workers: list[threading.Thread] = []
+_answers: list[object] = []
 
 
 def entry(name: str, version: int = 13000, flags: int = 0, older: bool = False) -> ctypes._CFuncPtr:
@@ -44,6 +46,13 @@ def entry(name: str, version: int = 13000, flags: int = 0, older: bool = False) 
         )
         assert kind(again.value)(name.encode(), *ask) == 0
     return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_ulonglong)(found.value)
+
+
+def unseen(name: str) -> ctypes._CFuncPtr:
+    """A call of one argument that the preload does not see."""
+    kind = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p)
+    found = kind(("dlvsym", ctypes.CDLL(None)))(cuda._handle, name.encode(), b"FAKE")
+    return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_ulonglong)(found)
 
 
 def start(device: int = 0) -> int:
@@ -79,6 +88,13 @@ def pitched(width: int, height: int, element: int = 4) -> tuple[int, int, int]:
 def free(address: int, call: object = None) -> int:
     """cuMemFree."""
     return int((call or cuda.cuMemFree_v2)(ctypes.c_ulonglong(address)))  # type: ignore[operator]
+
+
+def free_async(address: int, stream: int = 0, per_thread: bool = False) -> int:
+    """cuMemFreeAsync, as a program that was compiled for one or the other default stream finds it."""
+    found = ctypes.cast(entry("cuMemFreeAsync", flags=2 * per_thread), ctypes.c_void_p).value
+    assert found is not None
+    return int(ctypes.CFUNCTYPE(ctypes.c_int)(found)(ctypes.c_ulonglong(address), ctypes.c_void_p(stream)))
 
 
 def vm(name: str, *arguments: object) -> int:
@@ -349,6 +365,21 @@ def recycle(threads: int, sizes: list[list[int]]) -> int:
             _rounds.append(seed)
 
     return _begin(threads, run)
+
+
+def begun(work: Callable[[], object]) -> None:
+    """Have a thread with this one's context do something, whose answer is `ended`'s."""
+    context = ctypes.c_void_p()
+    cuda.cuCtxGetCurrent(ctypes.byref(context))
+    _answers.clear()
+    _workers[:] = [threading.Thread(target=lambda: [current(context.value), _answers.append(work())])]
+    _workers[0].start()
+
+
+def ended() -> object:
+    """The answer of what was `begun`."""
+    _workers[0].join()
+    return _answers[0]
 
 
 def masked(mask: int, seconds: float = 60.0) -> int:

@@ -86,6 +86,34 @@ def test_memory_that_was_freed_can_be_had_at_once(target: Target) -> None:
     assert target.agent.report().counts.out_of_memory == 1
 
 
+@pytest.mark.parametrize("per_thread", [False, True])
+def test_a_release_in_a_streams_order_waits_for_that_stream(target: Target, per_thread: bool) -> None:
+    """The default one is the calling thread's own where the program was compiled so."""
+    target("setattr(cuda.fake_waited_for, 'restype', ctypes.c_void_p)")
+    waited = f"[free_async(alloc(4 * MIB)[1], stream, {per_thread}) or cuda.fake_waited_for() or 0 for stream in (77, 0, 1, 2)]"
+    assert target(waited) == [77, 2 if per_thread else 0, 1, 2]
+
+
+@pytest.mark.parametrize("per_thread", [False, True])
+def test_a_release_in_the_order_of_no_stream_is_refused_as_the_driver_does(machine: Machine, per_thread: bool) -> None:
+    """The memory stays."""
+    answers = []
+    for resident in (True, False):
+        target = machine.target(resident)
+        target("globals().update(context=start())")
+        address = target("alloc(4 * MIB)[1]")
+        digest = target(f"fill({address}, 4 * MIB, 1)")
+        free = f"free_async({address}, {{}}, {per_thread})"
+        answers.append(target(f"[{free.format(0xBAD)}, current(None), {free.format(0)}, current(context)]"))
+        assert target(f"hashed({address}, 4 * MIB)") == digest
+        if resident:
+            assert (target.agent.report().counts.resident, target.agent.report().counts.frees) == (1, 0)
+        answers[-1] += target(f"[{free.format(77)}, {free.format(77)}]")
+        assert machine.used() == 0
+        target.end()
+    assert answers[0] == answers[1] == [400, 0, 201, 0, 0, 1]
+
+
 def test_in_a_stream_capture_a_release_is_deferred(machine: Machine, target: Target) -> None:
     first, second = (target("alloc(4 * MIB)")[1] for _ in range(2))
     target("globals().update(stream=ctypes.c_void_p(77))")
@@ -126,6 +154,32 @@ def test_allocation_in_a_stream_capture_is_as_without(machine: Machine, mode: in
     assert answers[0][1] == (0 if mode == 2 or (mode == 1 and other_thread) else 901)
 
 
+def test_a_release_while_a_capture_begins_is_no_end_of_it(machine: Machine, target: Target) -> None:
+    """The driver has begun it, and the call has not returned."""
+    address = target("alloc(4 * MIB)[1]")
+    target("globals().update(stream=ctypes.c_void_p(77))")
+    with machine.pausing("cuStreamBeginCapture_v2") as somebody_waits:
+        target("begun(lambda: [cuda.cuStreamBeginCapture_v2(stream, 2), _stop.wait(60), cuda.cuStreamEndCapture(stream, ctypes.byref(ctypes.c_void_p()))])")
+        somebody_waits()
+        assert target(f"free({address})") == 0
+    target("_stop.set()")
+    assert target("ended()") == [0, True, 0]
+    assert target.agent.report().counts.deferred == 1
+    assert target("(free(alloc(4 * MIB)[1]))") == 0
+    assert (machine.used(), target.agent.report().counts.deferred) == (0, 0)
+
+
+def test_a_capture_that_begins_while_a_release_is_under_way_goes_on(machine: Machine, target: Target) -> None:
+    address = target("alloc(4 * MIB)[1]")
+    target("globals().update(stream=ctypes.c_void_p(77))")
+    with machine.pausing("cuCtxPushCurrent_v2") as somebody_waits:
+        target(f"begun(lambda: free({address}))")
+        somebody_waits()
+        assert target("cuda.cuStreamBeginCapture_v2(stream, 2)") == 0
+    assert target("[ended(), cuda.cuStreamEndCapture(stream, ctypes.byref(ctypes.c_void_p()))]") == [0, 0]
+    assert target.agent.report().counts.deferred == 1
+
+
 def test_what_a_capture_kept_is_released_when_memory_is_short(target: Target) -> None:
     first = target("alloc(40 * MIB)")[1]
     target("globals().update(stream=ctypes.c_void_p(77))")
@@ -158,6 +212,48 @@ def test_a_contexts_memory_ends_with_it(machine: Machine, target: Target, end: s
     assert [one.address for one in target.agent.allocations()] == [kept]
 
 
+@pytest.mark.parametrize(
+    "end",
+    [
+        "cuda.cuCtxDestroy_v2(ctypes.c_void_p(context))",
+        "cuda.cuDevicePrimaryCtxReset_v2(0)",
+        "cuda.cuDevicePrimaryCtxRelease_v2(0)",
+        "max(free(at, unseen('cuMemFree_v2')) for at in small)",
+    ],
+    ids=["destroyed", "reset", "released", "unseen"],
+)
+def test_what_was_small_once_does_not_hide_what_lies_there_now(machine: Machine, end: str) -> None:
+    """Addresses come again, and the driver, asked about resident memory, answers that it is none of its own."""
+    target = machine.target()
+    if "Primary" in end:
+        target("globals().update(made=ctypes.c_void_p()) or cuda.cuInit(0) or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(made), 0)")
+        target("globals().update(context=made.value) or current(made.value)")
+    else:
+        target("globals().update(context=start())")
+    target("globals().update(small=[alloc(4096)[1] for _ in range(3000)])")  # side by side: where there is room for larger ones
+    assert target(end) == 0 and machine.used() == 0
+    target("start()")
+    large = target("[alloc(2 * MIB)[1] for _ in range(12)]")
+    assert target(f"len({set(large)} & set(small))") > 0
+    assert target(f"[free(at) for at in {large}]") == [0] * 12
+    assert machine.used() == 0
+    assert target("alloc(2 * MIB)[0]") == 0  # of which there is an agent
+    counts = target.agent.report().counts
+    assert counts.resident == 1
+    if "small" not in end:
+        assert (counts.small, counts.driver_bytes) == (0, 0)
+
+
+def test_a_contexts_end_takes_along_what_is_counted_of_it_alone(target: Target) -> None:
+    """Not what is another context's, nor what came from a pool, which is the device's."""
+    target("[alloc(2 * MIB), alloc(4096), globals().update(context=start())]")
+    target("[alloc(100), cuda.cuMemAllocManaged(ctypes.byref(ctypes.c_ulonglong()), ctypes.c_ulonglong(3 * MIB), 1)]")
+    assert target("alloc(MIB, lambda out, size: cuda.cuMemAllocAsync(out, size, None))[0]") == 0
+    assert target("cuda.cuCtxDestroy_v2(ctypes.c_void_p(context))") == 0
+    counts = target.agent.report().counts
+    assert (counts.small, counts.small_bytes, counts.managed, counts.pool, counts.resident) == (1, 4096, 0, 1, 1)
+
+
 def test_peers_reach_what_the_application_lets_them(new_machine: NewMachine) -> None:
     process = new_machine(gpus=3).target()
     process("globals().update(zero=start(0), one=start(1), two=start(2))")
@@ -173,6 +269,24 @@ def test_peers_reach_what_the_application_lets_them(new_machine: NewMachine) -> 
     process("[current(one), cuda.cuCtxDisablePeerAccess(ctypes.c_void_p(zero))]")
     assert process(reach.format(before, after)) == [0b001, 0b001]
     assert [one.ordinal for one in sorted(process.agent.allocations(), key=lambda one: one.identity)] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_peers_that_change_during_an_allocation_reach_it_or_do_not(new_machine: NewMachine, enabled: bool) -> None:
+    machine = new_machine(gpus=2)
+    process = machine.target()
+    process("globals().update(zero=start(0), one=start(1))")
+    if not enabled:
+        process("cuda.cuCtxEnablePeerAccess(ctypes.c_void_p(zero), 0)")
+    process("current(zero)")
+    with machine.pausing("cuMemExportToShareableHandle") as somebody_waits:
+        process("begun(lambda: alloc(2 * MIB))")
+        somebody_waits()
+        change = "cuCtxEnablePeerAccess(ctypes.c_void_p(zero), 0)" if enabled else "cuCtxDisablePeerAccess(ctypes.c_void_p(zero))"
+        assert process(f"[current(one), cuda.{change}]") == [0, 0]
+    code, address = process("ended()")
+    assert code == 0
+    assert process(f"cuda.fake_access(ctypes.c_ulonglong({address}))") == (0b11 if enabled else 0b01)
 
 
 def test_a_forked_child_owns_nothing(machine: Machine, target: Target) -> None:

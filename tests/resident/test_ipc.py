@@ -106,6 +106,16 @@ def test_what_is_answered_as_the_driver_does(ranks: Ranks) -> None:
     assert (mine.exports, mine.ipc_exports, its.ipc_exports) == (1, 1, 1), "what stayed with the driver, no window takes away"
 
 
+def test_it_can_be_opened_without_end(ranks: Ranks) -> None:
+    """Each opening takes numbers that never come again, of which there are 2^61: as many as it has bytes, and some."""
+    one, two = ranks.all
+    _, handle, there = share(one, two)
+    first = max(found.address for found in two.agent.allocations())
+    assert two(f"[ipc_close({there}), [ipc_close(ipc_open({handle!r})[1]) for _ in range(100)] == [0] * 100, ipc_open({handle!r})[0]]") == [0, True, 0]
+    [found] = two.agent.allocations()
+    assert found.imported and 101 * found.size < found.address - first <= 101 * (found.size + 2 * MIB)
+
+
 def test_a_context_takes_along_what_it_opened(ranks: Ranks) -> None:
     one, two = ranks.all
     two("globals().update(mine=start(1))")
@@ -139,6 +149,19 @@ def test_closed_in_a_stream_capture(ranks: Ranks) -> None:
     assert two(f"[ipc_open({handle!r}), ipc_close({there}), ipc_close({elsewhere})]") == [[0, there], 0, 0]
     assert two.agent.report().counts.imported == 0
     assert two(f"ipc_open({other!r})")[0] == 0
+
+
+def test_closed_as_a_stream_capture_begins(ranks: Ranks) -> None:
+    one, two = ranks.all
+    _, _, there = share(one, two)
+    with ranks.machine.pausing("cuCtxPushCurrent_v2") as somebody_waits:
+        two(f"begun(lambda: ipc_close({there}))")
+        somebody_waits()
+        assert two("cuda.cuStreamBeginCapture_v2(None, 2)") == 0
+    assert two("[ended(), cuda.cuStreamEndCapture(None, ctypes.byref(ctypes.c_void_p()))]") == [0, 0]
+    assert two.agent.report().counts.imported == 1 and two(f"ipc_close({there})") == INVALID
+    _, _, elsewhere = share(one, two)
+    assert two(f"ipc_close({elsewhere})") == 0 and two.agent.report().counts.imported == 0
 
 
 @pytest.mark.parametrize("window", [False, True])

@@ -230,7 +230,7 @@ def test_what_fails_half_way_is_undone(machine: Machine, target: Target) -> None
     assert [target(f"hashed({at}, 2 * MIB)") for at in addresses] == contents
 
 
-@pytest.mark.parametrize("name", ["cuda-train", "cuda0train", "train"])
+@pytest.mark.parametrize("name", ["cuda00001400006", "cuda-train", "train"])
 def test_a_program_is_parked_whatever_its_name(loaded: tuple[Target, int, str], name: str) -> None:
     """The driver's own threads, which must not be, are known by theirs."""
     target, _, _ = loaded
@@ -241,6 +241,29 @@ def test_a_program_is_parked_whatever_its_name(loaded: tuple[Target, int, str], 
     target.lock()
     assert target.agent.park() == 2
     target.unlock()
+    target.agent.go()
+    target("_stop.set()")
+
+
+@pytest.mark.parametrize(
+    ("name", "parked"),
+    [
+        *((name, True) for name in ("cuda-worker", "cuda-EvtHandl", "cuda0", "cuda0-copies", "cuda0000140000", "cuda0000140000g", "cudaworker")),
+        *((name, False) for name in ("cuda-EvtHandlr", "cuda00001400006", "cuda0000e00004a")),
+    ],
+)
+def test_a_thread_is_parked_unless_it_has_one_of_the_drivers_names(loaded: tuple[Target, int, str], name: str, parked: bool) -> None:
+    target, _, _ = loaded
+
+    def called_so() -> int:
+        return [(task / "comm").read_text() for task in Path(f"/proc/{target.pid}/task").iterdir()].count(name + "\n")
+
+    before = called_so()
+    target(
+        f"threading.Thread(target=lambda: [open(f'/proc/self/task/{{threading.get_native_id()}}/comm', 'w').write({name!r})] and _stop.wait(60)).start()"
+    )
+    until(lambda: called_so() > before)
+    assert target.agent.park() == 1 + parked
     target.agent.go()
     target("_stop.set()")
 
