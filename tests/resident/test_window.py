@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import resource
 import signal
 import subprocess
 import time
 from contextlib import suppress
-from errno import EAGAIN, EINVAL, ENOTCONN
+from errno import EAGAIN, EINVAL, EMFILE, ENOTCONN
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,69 @@ def test_memory_is_unmapped_in_the_window_and_the_same_after_it(
         assert target(f"hashed({address}, 8 * MIB)") == digest
         until(lambda: target.agent.report().counts.unheld == 0)
     assert target(f"[free({address}), alloc(62 * MIB)[0]]") == [0, 0]
+
+
+def scattered(machine: Machine, soft: int, hard: int) -> tuple[Target, list[int], list[str]]:
+    """A process with 120 allocations, and a limit of descriptors; their addresses and hashes."""
+    target = machine.target()
+    resource.prlimit(target.pid, resource.RLIMIT_NOFILE, (soft, hard))
+    target("start()")
+    addresses = target("[alloc(2 * MIB)[1] for _ in range(120)]")
+    return target, addresses, target(f"[fill(at, 4096, at) for at in {addresses}]")
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("hard", [1000, 330])
+def test_more_allocations_than_free_descriptors(new_machine: NewMachine, given: bool, hard: int) -> None:
+    """Each comes back as a descriptor, beyond the application's own limit; of its own it can have as many as before."""
+    machine = new_machine(memory=256 * MIB)
+    target, addresses, contents = scattered(machine, 200, hard)
+    opened = "(lambda files: [[f.fileno() for f in files], [f.close() for f in files]])([open('/dev/null') for _ in range(50)])[0]"
+    for _ in range(2):
+        take(target)
+        held = {one.identity: fd for one, fd in machine.keeper.take(target.agent.report().token)} if given else {}
+        give_back(target.agent, held)
+        for descriptor in held.values():
+            os.close(descriptor)
+        assert target(f"[hashed(at, 4096) for at in {addresses}]") == contents
+        soft, _ = resource.prlimit(target.pid, resource.RLIMIT_NOFILE)
+        assert max(target(opened)) < soft
+        assert soft == 200 or hard == 330  # where there is no room above its own, it is given more
+        until(lambda: target.agent.report().counts.unheld == 0)
+    machine.kill_keeper()
+    machine.start_keeper()  # it gets the descriptors, of which the driver makes no others
+    until(lambda: target.agent.report().counts.unheld == 0)
+
+
+def test_more_allocations_than_a_process_may_have_descriptors(new_machine: NewMachine) -> None:
+    """That is known before anything is released."""
+    target, addresses, contents = scattered(new_machine(memory=256 * MIB), 220, 220)
+    with pytest.raises(ResidentFailed, match=r"120 allocations.* 220 ") as caught:
+        take(target)
+    assert caught.value.code == EMFILE
+    report = target.agent.report()
+    assert (report.state, report.counts.cancelled, report.counts.windows) == (State.RUNNING, 1, 0)
+    assert target(f"[hashed(at, 4096) for at in {addresses}]") == contents
+    assert target(f"[free(at) for at in {addresses[60:]}]") == [0] * 60
+    take(target)
+    give_back(target.agent)
+    assert target(f"[hashed(at, 4096) for at in {addresses[:60]}]") == contents[:60]
+
+
+def test_where_no_descriptors_are_left_those_that_were_taken_are_closed(new_machine: NewMachine) -> None:
+    """Whatever the limit was when its memory was taken away; with a better one it comes back."""
+    target, addresses, contents = scattered(new_machine(memory=256 * MIB), 200, 1000)
+    take(target)
+    there = len(os.listdir(f"/proc/{target.pid}/fd"))
+    limits = resource.prlimit(target.pid, resource.RLIMIT_NOFILE, (100, 1000))
+    for _ in range(2):
+        with pytest.raises(ResidentFailed) as caught:
+            target.agent.map()
+        assert caught.value.code == EMFILE
+        assert len(os.listdir(f"/proc/{target.pid}/fd")) == there
+    resource.prlimit(target.pid, resource.RLIMIT_NOFILE, limits)
+    give_back(target.agent)
+    assert target(f"[hashed(at, 4096) for at in {addresses}]") == contents
 
 
 def blocked(process: Process) -> set[int]:
@@ -333,6 +397,8 @@ def test_a_keeper_ends_once_it_is_of_no_use(machine: Machine, loaded: tuple[Targ
 def test_an_application_that_closes_all_descriptors(machine: Machine, loaded: tuple[Target, int, str]) -> None:
     """Ours are among them, and their numbers become the application's."""
     target, address, digest = loaded
+    _, hard = resource.prlimit(target.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(target.pid, resource.RLIMIT_NOFILE, (1024, hard))  # what is kept lies above
     take(target)
     give_back(target.agent)
     target("os.closerange(3, 4096)")
