@@ -217,8 +217,6 @@ static int import_one(struct allocation *what)
 	struct stat found;
 	int descriptor;
 
-	if (what->has_handle)
-		return 0;
 	descriptor = take_given(what->identity);
 	if (descriptor < 0)
 		return ENOENT;
@@ -240,8 +238,6 @@ static int map_one(struct allocation *what)
 	const struct allocation *of = what->kind == KIND_MAPPING ? table_find(what->of) : what;
 	CUresult result;
 
-	if (what->mapped)
-		return 0;
 	if (!of)
 		return ENOENT;
 	result = d->cuMemMap(what->address, what->size, what->offset, of->handle, 0);
@@ -256,6 +252,14 @@ static int map_one(struct allocation *what)
 	return 0;
 }
 
+/* A context may have ended unseen: it is not what this fails for. */
+static int in_context(struct allocation *what, int (*step)(struct allocation *))
+{
+	int error = what->context ? failed(driver()->cuCtxSetCurrent(what->context)) : 0, result = step(what);
+
+	return result && error ? error : result;
+}
+
 int window_map(void)
 {
 	const struct driver *d = driver();
@@ -268,17 +272,13 @@ int window_map(void)
 		lacking = lacking || !at->has_handle;
 	if (lacking && !given_count)
 		error = holding_take(window_give);
-	for (struct allocation *at = NULL; !error && (at = table_next_held(at));) {
-		error = at->context ? failed(d->cuCtxSetCurrent(at->context)) : 0;
-		if (!error)
-			error = import_one(at);
-	}
+	for (struct allocation *at = NULL; !error && (at = table_next_held(at));)
+		if (!at->has_handle)
+			error = in_context(at, import_one);
 	for (size_t i = 0; !error && i < sizeof mapped_kinds / sizeof *mapped_kinds; i++)
-		for (struct allocation *at = NULL; !error && (at = table_next(at, mapped_kinds[i]));) {
-			error = at->context ? failed(d->cuCtxSetCurrent(at->context)) : 0;
-			if (!error)
-				error = map_one(at);
-		}
+		for (struct allocation *at = NULL; !error && (at = table_next(at, mapped_kinds[i]));)
+			if (!at->mapped)
+				error = in_context(at, map_one);
 	window_drop_given();
 	d->cuCtxSetCurrent(NULL);
 	/* A new connection says that the process lives. A keeper that is not there now gets them later. */

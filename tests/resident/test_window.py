@@ -294,6 +294,34 @@ def test_what_fails_half_way_is_undone(machine: Machine, target: Target) -> None
     assert [target(f"hashed({at}, 2 * MIB)") for at in addresses] == contents
 
 
+def test_memory_of_a_context_that_ended_unseen(machine: Machine, loaded: tuple[Target, int, str]) -> None:
+    """Its end cannot be waited for: no window, but nothing was taken away either."""
+    target, address, digest = loaded
+    context = target("start()")
+    other = target("alloc(2 * MIB)")[1]
+    content = target(f"fill({other}, 2 * MIB, 3)")
+    assert target(f"cuda.cuGreenCtxDestroy(ctypes.c_void_p({context}))") == 0
+    for _ in range(2):
+        with pytest.raises(ResidentFailed, match="CUDA error 201"):
+            take(target, lease=1.0)
+        assert target.agent.report().state == State.RUNNING
+    assert target(f"[hashed({address}, 8 * MIB), hashed({other}, 2 * MIB)]") == [digest, content]
+    assert target(f"free({other})") == 201
+    take(target)
+    give_back(target.agent)
+    assert target(f"hashed({address}, 8 * MIB)") == digest
+
+
+def test_a_context_that_cannot_be_made_current_after_the_window(machine: Machine, loaded: tuple[Target, int, str]) -> None:
+    """Importing and mapping is tried all the same: nothing else brings the process back."""
+    target, address, digest = loaded
+    take(target)
+    (machine.cuda / "fail-current").touch()
+    give_back(target.agent)
+    (machine.cuda / "fail-current").unlink()
+    assert target(f"hashed({address}, 8 * MIB)") == digest
+
+
 @pytest.mark.parametrize("name", ["cuda-train", "cuda0train", "train"])
 def test_a_program_is_parked_whatever_its_name(loaded: tuple[Target, int, str], name: str) -> None:
     """The driver's own threads, which must not be, are known by theirs."""
