@@ -698,7 +698,8 @@ int main(int count, char **words)
 		if (processes)
 			last_used = now();
 		if (now() - last_used > IDLE_NANOSECONDS) {
-			unlink(words[1]); /* its job is over; one that is not gets another with its next dump */
+			if (is_found(words[1], &ours)) /* else it is another's by now */
+				unlink(words[1]); /* its job is over; one that is not gets another with its next dump */
 			return 0;
 		}
 		if (some == 0 && !is_used() && !is_found(words[1], &ours))

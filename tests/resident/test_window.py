@@ -7,6 +7,7 @@ import mmap
 import os
 import resource
 import signal
+import socket
 import subprocess
 import time
 from contextlib import suppress
@@ -18,6 +19,7 @@ import pytest
 from icecore.errors import IcecoreError
 from icecore.host.cuda.api import LockTimeout
 from icecore.host.resident.client import Agent, ResidentFailed, State
+from icecore.host.resident.keeper import keeper_path
 from icecore.host.resident.window import give_back, take_away
 
 from .conftest import NewMachine
@@ -420,6 +422,36 @@ def test_a_keeper_ends_once_it_is_of_no_use(machine: Machine, loaded: tuple[Targ
     assert not gone(pid)  # it holds something
     loaded[0].end()
     until(lambda: gone(pid))
+
+
+def test_an_idle_keeper_leaves_another_where_it_was(machine: Machine) -> None:
+    """Nobody has come to it for five minutes but one that says nothing, and its path is a newer one's."""
+    machine.kill_keeper()
+    source, library, later = machine.root / "clock.c", machine.root / "clock.so", machine.root / "later"
+    source.write_text(
+        "#define _GNU_SOURCE\n#include <stdlib.h>\n#include <sys/syscall.h>\n#include <time.h>\n#include <unistd.h>\n"
+        "int clock_gettime(clockid_t id, struct timespec *out) { int result = (int)syscall(SYS_clock_gettime, id, out);"
+        ' if (!access(getenv("LATER"), F_OK)) out->tv_sec += 301; return result; }\n'
+    )
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
+    path = machine.directory / "keeper"
+    older = subprocess.Popen(
+        [str(keeper_path()), str(path)], env={**os.environ, "LD_PRELOAD": str(library), "LATER": str(later)}, stdout=subprocess.PIPE
+    )
+    try:
+        assert older.stdout is not None
+        assert older.stdout.readline() == b"ready\n"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+            silent.connect(str(path))
+            path.unlink()
+            machine.start_keeper()
+            later.touch()
+            assert older.wait(20) == 0
+        assert machine.keeper.processes() == []
+    finally:
+        older.kill()
+        older.wait(10)
+        older.stdout.close()  # type: ignore[union-attr]
 
 
 def test_an_application_that_closes_all_descriptors(machine: Machine, loaded: tuple[Target, int, str]) -> None:
