@@ -115,7 +115,10 @@ static int receive_descriptors(int from, uint32_t some)
 	while (some-- && !error) {
 		if (packet_receive(from, &message, &descriptor, 0) != 1)
 			return EPROTO;
-		error = descriptor < 0 ? EBADF : window_give(message.identity, descriptor);
+		if (state == RESIDENT_UNMAPPED)
+			error = descriptor < 0 ? EMFILE : window_give(message.identity, descriptor);
+		else if (descriptor >= 0)
+			close(descriptor); /* it has its memory, and nothing made room for these */
 	}
 	return error;
 }

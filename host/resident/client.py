@@ -169,8 +169,16 @@ class Agent(_Speaker):
 
         Raises:
             ResidentFailed: With the code EAGAIN: a thread stood where the driver cannot do without it; lock, park, unlock and try again.
+                EMFILE: it may not have as many descriptors as its memory would come back with.
         """
         answer = self._ask(Message(Operation.AGENT_UNMAP, nanoseconds=_ns(seconds)), seconds)
+        if answer.result == EMFILE and answer.count:
+            raise ResidentFailed(
+                f"the device memory of process {self.pid} stays mapped: it is {answer.count} allocations, of each it would have a descriptor afterwards, "
+                f"and besides those that it has open its hard limit of {answer.requested} does not allow that",
+                EMFILE,
+                cure="raise the hard limit of descriptors that the job is started with: ulimit -Hn 1048576",
+            )
         if answer.result:
             raise ResidentFailed(f"the device memory of process {self.pid} could not be unmapped", answer.result)
         return answer.size

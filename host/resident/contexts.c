@@ -122,14 +122,35 @@ static CUcontext primary(CUdevice device)
 	return context;
 }
 
-CUresult resident_cuCtxDestroy_v2(CUcontext context)
+#define ENDS(name) \
+	CUresult resident_##name(CUcontext context) \
+	{ \
+		if (!driver() || !driver()->name) \
+			return CUDA_ERROR_NOT_INITIALIZED; \
+		enter(); \
+		spares_give_back(context, false); \
+		CUresult result = driver()->name(context); \
+		if (result == CUDA_SUCCESS) \
+			release_of(context); \
+		leave(); \
+		return result; \
+	}
+ENDS(cuCtxDestroy)
+ENDS(cuCtxDestroy_v2)
+
+/* It must be the current one, and stays that unless this was its last use. */
+CUresult resident_cuCtxDetach(CUcontext context)
 {
-	if (!driver() || !driver()->cuCtxDestroy_v2)
+	const struct driver *d = driver();
+	CUcontext now = NULL;
+	CUdevice device;
+
+	if (!d || !d->cuCtxDetach)
 		return CUDA_ERROR_NOT_INITIALIZED;
 	enter();
 	spares_give_back(context, false);
-	CUresult result = driver()->cuCtxDestroy_v2(context);
-	if (result == CUDA_SUCCESS)
+	CUresult result = d->cuCtxDetach(context);
+	if (result == CUDA_SUCCESS && d->usable && (d->cuCtxGetCurrent(&now) || now != context || d->cuCtxGetDevice(&device)))
 		release_of(context);
 	leave();
 	return result;

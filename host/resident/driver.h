@@ -126,7 +126,9 @@ _Static_assert(sizeof(struct allocation_properties) == 32 && sizeof(struct acces
 	HOOKED(cuIpcCloseMemHandle, (CUdeviceptr)) \
 	HOOKED(cuCtxEnablePeerAccess, (CUcontext, unsigned)) \
 	HOOKED(cuCtxDisablePeerAccess, (CUcontext)) \
+	HOOKED(cuCtxDestroy, (CUcontext)) \
 	HOOKED(cuCtxDestroy_v2, (CUcontext)) \
+	HOOKED(cuCtxDetach, (CUcontext)) \
 	HOOKED(cuDevicePrimaryCtxReset_v2, (CUdevice)) \
 	HOOKED(cuDevicePrimaryCtxRelease_v2, (CUdevice)) \
 	HOOKED(cuGetProcAddress, (const char *, void **, int, unsigned long long)) \

@@ -179,7 +179,7 @@ static CUresult import(CUhandle *out, void *shared, int type)
 	if (result || !resident_directory())
 		goto unchanged;
 	if (d->usable && describe_import(&made) && type == HANDLE_POSIX_DESCRIPTOR)
-		descriptor = fcntl((int)(intptr_t)shared, F_DUPFD_CLOEXEC, HIGH_DESCRIPTOR);
+		descriptor = duplicate((int)(intptr_t)shared);
 	keep_descriptor(&made, descriptor);
 	if (made.descriptor < 0 || !add(&made, out, made.descriptor)) {
 		if (descriptor >= 0)

@@ -37,14 +37,26 @@ const char *resident_directory(void)
 	return directory;
 }
 
-int high_descriptor(int descriptor)
+int duplicate(int descriptor)
 {
 	int high = fcntl(descriptor, F_DUPFD_CLOEXEC, HIGH_DESCRIPTOR);
+
+	return high < 0 ? fcntl(descriptor, F_DUPFD_CLOEXEC, 0) : high; /* the limit may lie below */
+}
+
+int descriptor_from(int descriptor, int least)
+{
+	int high = fcntl(descriptor, F_DUPFD_CLOEXEC, least);
 
 	if (high < 0)
 		return descriptor;
 	close(descriptor);
 	return high;
+}
+
+int high_descriptor(int descriptor)
+{
+	return descriptor_from(descriptor, HIGH_DESCRIPTOR);
 }
 
 static bool still(int descriptor, ino_t inode)
@@ -187,7 +199,7 @@ static int descriptor_of(const struct allocation *what)
 	int made = -1;
 
 	if (what->descriptor >= 0)
-		return still(what->descriptor, what->inode) ? fcntl(what->descriptor, F_DUPFD_CLOEXEC, HIGH_DESCRIPTOR) : -1;
+		return still(what->descriptor, what->inode) ? duplicate(what->descriptor) : -1;
 	if (!what->has_handle || driver()->cuMemExportToShareableHandle(&made, what->handle, HANDLE_POSIX_DESCRIPTOR, 0))
 		return -1;
 	return made;
@@ -312,9 +324,11 @@ int holding_take(int (*each)(uint64_t identity, int descriptor))
 			goto lost;
 		if (message.operation == KEEPER_END)
 			return result;
-		if (descriptor >= 0 && !result)
+		if (descriptor < 0)
+			result = result ? result : EMFILE; /* this process has none left */
+		else if (!result)
 			result = each(message.identity, descriptor);
-		else if (descriptor >= 0)
+		else
 			close(descriptor);
 	}
 lost:

@@ -70,6 +70,8 @@ static const struct hook {
 	{"cuCtxEnablePeerAccess", "cuCtxEnablePeerAccess", 4000, resident_cuCtxEnablePeerAccess, NULL},
 	{"cuCtxDisablePeerAccess", "cuCtxDisablePeerAccess", 4000, resident_cuCtxDisablePeerAccess, NULL},
 	{"cuCtxDestroy_v2", "cuCtxDestroy", 4000, resident_cuCtxDestroy_v2, NULL},
+	{"cuCtxDestroy", "cuCtxDestroy", 2000, resident_cuCtxDestroy, NULL},
+	{"cuCtxDetach", "cuCtxDetach", 2000, resident_cuCtxDetach, NULL},
 	{"cuDevicePrimaryCtxReset", NULL, 0, resident_cuDevicePrimaryCtxReset_v2, NULL},
 	{"cuDevicePrimaryCtxReset_v2", "cuDevicePrimaryCtxReset", 7000, resident_cuDevicePrimaryCtxReset_v2, NULL},
 	{"cuDevicePrimaryCtxRelease", NULL, 0, resident_cuDevicePrimaryCtxRelease_v2, NULL},
@@ -235,7 +237,9 @@ LINKED(cuIpcOpenMemHandle_v2, (CUdeviceptr * a, struct ipc_handle b, unsigned c)
 LINKED(cuIpcCloseMemHandle, (CUdeviceptr a), (a))
 LINKED(cuCtxEnablePeerAccess, (CUcontext a, unsigned b), (a, b))
 LINKED(cuCtxDisablePeerAccess, (CUcontext a), (a))
+LINKED(cuCtxDestroy, (CUcontext a), (a))
 LINKED(cuCtxDestroy_v2, (CUcontext a), (a))
+LINKED(cuCtxDetach, (CUcontext a), (a))
 LINKED(cuDevicePrimaryCtxReset_v2, (CUdevice a), (a))
 LINKED(cuDevicePrimaryCtxRelease_v2, (CUdevice a), (a))
 LINKED(cuGetProcAddress, (const char *a, void **b, int c, unsigned long long d), (a, b, c, d))

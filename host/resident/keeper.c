@@ -2,9 +2,9 @@
  *
  *     icecore-keeper SOCKET
  *
- * Rule: it does nothing that can fail in a way that loses a descriptor: no CUDA, no threads, no files but for one line of the status that it was handed;
- * its memory is locked and it is the last that the kernel kills. C, because an interpreter is many times larger and allocates at every message. What a
- * process allocated is let go of when it frees it, and when it ends, unless it was parked then (the descriptors are all there is of the memory), or is in
+ * Rule: it does nothing that can fail in a way that loses a descriptor: no CUDA, no threads, no files but for one line of the status that it was handed and
+ * a look at whether a program still is; its memory is locked and it is the last that the kernel kills. C, because an interpreter is many times larger and
+ * allocates at every message. What a process allocated is let go of when it frees it, and when it ends or executes another program, unless it was parked then (the descriptors are all there is of the memory), or is in
  * a snapshot of a job whose memory is to outlive a crash (KEEPER_KEEP). It ends when its socket has been unlinked and nobody is there any more: what it
  * still holds nobody could ask for.
  */
@@ -40,6 +40,7 @@ struct process {
 	struct process *next;
 	uint8_t token[16];
 	int pid, pidfd; /* pidfd: -1 once it has ended */
+	int image;      /* tells whether the program that said hello still is, which a process may replace by another (exec); -1: nothing does */
 	bool alive, retained;
 	bool kept;       /* once it has ended, unless its job ends well */
 	bool left;       /* it has ended, and is retained for that alone */
@@ -104,7 +105,7 @@ static struct process *make(const uint8_t *token)
 	if (!process)
 		return NULL;
 	memcpy(process->token, token, 16);
-	process->pidfd = -1;
+	process->pidfd = process->image = -1;
 	process->next = processes;
 	return processes = process;
 }
@@ -158,11 +159,18 @@ static int hold(struct process *process, const struct resident_message *what, in
 	return 0;
 }
 
-static void ended(struct process *process)
+static void close_watches(struct process *process)
 {
 	if (process->pidfd >= 0)
 		close(process->pidfd);
-	process->pidfd = -1;
+	if (process->image >= 0)
+		close(process->image);
+	process->pidfd = process->image = -1;
+}
+
+static void ended(struct process *process)
+{
+	close_watches(process);
 	process->alive = false;
 	if (process->retained)
 		return;
@@ -223,9 +231,43 @@ static bool is_over(int pidfd)
 	return pidfd >= 0 && poll(&look, 1, 0) > 0;
 }
 
+/* A file of /proc's that was opened belongs to the address space of that moment. Of one that is gone nothing is read; else the kernel says that it does not read
+ * single bytes of this file, and that without waiting for a lock of the process's. */
+static bool is_replaced(int image)
+{
+	char byte;
+
+	return image >= 0 && pread(image, &byte, 1, 0) == 0;
+}
+
+static int open_image(int pid)
+{
+	char path[32], own[16] = "";
+	int image = -1;
+
+	if (readlink("/proc/self", own, sizeof own - 1) > 0 && atoi(own) == getpid()) { /* else its numbers are not those that we know */
+		snprintf(path, sizeof path, "/proc/%d/pagemap", pid);
+		image = open(path, O_RDONLY | O_CLOEXEC);
+	}
+	if (image >= 0 && is_replaced(image)) { /* its first thread has ended: nothing is told */
+		close(image);
+		image = -1;
+	}
+	return image;
+}
+
+/* Its connection closes when a program is replaced, but not only then: an application may close all that it finds, and be stopped before we are called again. */
+static void look_for_replaced(void)
+{
+	for (struct process *process = processes; process; process = process->next)
+		if (process->alive && !process->retained && !process->connection && is_replaced(process->image))
+			ended(process);
+}
+
 /* Whoever has ended is known to have, although its event may not have been met yet. */
 static void look_around(void)
 {
+	look_for_replaced();
 	for (struct process *process = processes; process; process = process->next)
 		if (is_over(process->pidfd))
 			ended(process);
@@ -288,12 +330,16 @@ static int hello(struct connection *connection, const struct resident_message *m
 		return ENOMEM;
 	if (getsockopt(connection->socket, SOL_SOCKET, SO_PEERCRED, &peer, &length))
 		return errno;
+	look_for_replaced();
 	if (process->alive && process->pid != peer.pid && !is_over(process->pidfd))
 		return EBUSY; /* two copies of one process need a keeper each */
+	for (struct process *other = processes; other; other = other->next)
+		if (other != process && other->alive && other->pid == peer.pid && peer.pid > 0 && !other->retained && !other->connection && other->image < 0)
+			ended(other); /* of the same process, and nothing else tells that it was replaced */
 	if (!process->kept)
 		yield(); /* the job goes on with others */
-	if (process->pidfd >= 0)
-		close(process->pidfd);
+	close_watches(process);
+	process->image = peer.pid > 0 ? open_image(peer.pid) : -1;
 	process->pidfd = peer.pid > 0 ? (int)syscall(SYS_pidfd_open, peer.pid, 0) : -1;
 	process->pid = peer.pid;
 	process->alive = true;
@@ -644,6 +690,7 @@ int main(int count, char **words)
 			if (!was_process && !((struct connection *)what)->closed && serve(what))
 				hang_up(what);
 		}
+		look_for_replaced();
 		for (struct process *process = processes; process; process = process->next)
 			if (process->left && process->let_go && now() > process->let_go)
 				let_go(process);
@@ -651,7 +698,8 @@ int main(int count, char **words)
 		if (processes)
 			last_used = now();
 		if (now() - last_used > IDLE_NANOSECONDS) {
-			unlink(words[1]); /* its job is over; one that is not gets another with its next dump */
+			if (is_found(words[1], &ours)) /* else it is another's by now */
+				unlink(words[1]); /* its job is over; one that is not gets another with its next dump */
 			return 0;
 		}
 		if (some == 0 && !is_used() && !is_found(words[1], &ours))

@@ -18,6 +18,14 @@
 
 #define BEING_FREED UINT64_MAX
 
+struct directory_entry { /* as getdents64 has it: readdir would allocate */
+	unsigned long long inode;
+	long long offset;
+	unsigned short length;
+	unsigned char type;
+	char name[];
+};
+
 enum kind {
 	KIND_RESIDENT, /* cuMemAlloc's, made by us */
 	KIND_SPARE,    /* one of these that was released, for the next who asks (spare.c) */
@@ -135,6 +143,8 @@ int holding_fetch_of(const uint8_t *token, uint64_t identity, size_t *size, int 
 bool holding_yielded(void); /* not under table_lock: whether the keeper had memory of processes of this job that have ended, and has let go of it */
 int holding_fetch(const struct allocation *what); /* its descriptor, the caller's; -1: the keeper does not have it */
 int high_descriptor(int descriptor); /* the same file under a number that applications do not expect to close */
+int duplicate(int descriptor);       /* the same, beside it; -1: there is none left */
+int descriptor_from(int descriptor, int least); /* the same under a number from `least` on, where there is one */
 
 /* threads.c */
 void enter(void);

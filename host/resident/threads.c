@@ -314,14 +314,6 @@ static int look_at(int thread, bool *pending)
 	return has_signal(text, "\nSigBlk:\t") ? BLOCKS : WATCHED;
 }
 
-struct directory_entry {
-	unsigned long long inode;
-	long long offset;
-	unsigned short length;
-	unsigned char type;
-	char name[];
-};
-
 #ifdef __x86_64__
 #define RESTORER_FLAG 0x04000000ul
 void resident_return_from_signal(void);

@@ -9,17 +9,93 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "capture.h"
 #include "resident.h"
+
+#define LEFT 64            /* descriptors that the application can have at least beside ours */
+#define HIGHEST_LIMIT 65536 /* the kernel's table reaches to the highest number, and each fork copies it */
 
 static struct given {
 	uint64_t identity;
 	int descriptor;
 } *given;
 static size_t given_count, given_room;
+
+static rlim_t limit_before, limit_raised; /* of descriptors; raised: 0 where it was not */
+static int first_number = HIGH_DESCRIPTOR;
+
+static bool raise_limit(const struct rlimit *now, rlim_t wanted)
+{
+	struct rlimit more = {wanted, now->rlim_max};
+
+	if (wanted <= now->rlim_cur)
+		return true;
+	return wanted <= now->rlim_max && !setrlimit(RLIMIT_NOFILE, &more);
+}
+
+static void lower_limit(void)
+{
+	struct rlimit found;
+
+	if (limit_raised && !getrlimit(RLIMIT_NOFILE, &found) && found.rlim_cur == limit_raised) {
+		found.rlim_cur = limit_before;
+		setrlimit(RLIMIT_NOFILE, &found); /* what lies above stays open */
+	}
+	limit_raised = 0;
+	first_number = HIGH_DESCRIPTOR;
+}
+
+static size_t count_open(void)
+{
+	char entries[4096] __attribute__((aligned(8)));
+	int numbers = open("/proc/self/fd", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+	size_t some = 0;
+	long got;
+
+	if (numbers < 0)
+		return SIZE_MAX / 2; /* none left to look with */
+	while ((got = syscall(SYS_getdents64, numbers, entries, sizeof entries)) > 0)
+		for (long at = 0; at < got; at += ((struct directory_entry *)(entries + at))->length)
+			some += ((struct directory_entry *)(entries + at))->name[0] != '.';
+	close(numbers);
+	return some - 1;
+}
+
+/* What is released here comes back as a descriptor each, which stays, because an imported handle cannot be exported to another keeper. So before that it is seen
+ * to that there can be as many: above the application's own limit, which is raised until the memory is mapped again, so that the application lacks none and
+ * none of its own gets a number that select() cannot take; where the hard limit does not allow that, among its own, and what is raised for that stays. */
+static int make_room(struct resident_message *answer)
+{
+	struct rlimit found;
+	size_t ours = 0, kept = 0, needed;
+
+	if (getrlimit(RLIMIT_NOFILE, &found))
+		return errno;
+	for (struct allocation *at = NULL; (at = table_next_held(at));) {
+		ours++;
+		kept += holding_keeps(at);
+	}
+	if (found.rlim_cur <= HIGHEST_LIMIT && found.rlim_cur + ours + LEFT <= found.rlim_max) {
+		rlim_t twice = found.rlim_cur + 2 * ours + LEFT, wanted = twice < found.rlim_max ? twice : found.rlim_max; /* a second try takes all once more */
+		if (raise_limit(&found, wanted)) {
+			limit_before = found.rlim_cur;
+			limit_raised = wanted;
+			first_number = (int)found.rlim_cur;
+			return 0;
+		}
+	}
+	needed = count_open() - kept + ours + LEFT;
+	if (raise_limit(&found, needed))
+		return 0;
+	answer->count = (uint32_t)ours;
+	answer->requested = found.rlim_max;
+	return EMFILE;
+}
 
 int window_give(uint64_t identity, int descriptor)
 {
@@ -37,7 +113,7 @@ int window_give(uint64_t identity, int descriptor)
 		given = more;
 		given_room = room;
 	}
-	given[given_count++] = (struct given){identity, high_descriptor(descriptor)};
+	given[given_count++] = (struct given){identity, descriptor_from(descriptor, first_number)};
 	return 0;
 }
 
@@ -111,6 +187,8 @@ int window_unmap(int64_t until, struct resident_message *answer)
 	spares_give_back(NULL, false); /* nobody's contents */
 	pthread_mutex_lock(&table_lock);
 	error = synchronise_all();
+	if (!error)
+		error = make_room(answer);
 	if (!error && !holding_park())
 		error = ENOTCONN; /* nobody would have the memory when it is released here */
 	for (size_t i = 0; !error && i < sizeof mapped_kinds / sizeof *mapped_kinds; i++)
@@ -139,8 +217,6 @@ static int import_one(struct allocation *what)
 	struct stat found;
 	int descriptor;
 
-	if (what->has_handle)
-		return 0;
 	descriptor = take_given(what->identity);
 	if (descriptor < 0)
 		return ENOENT;
@@ -162,8 +238,6 @@ static int map_one(struct allocation *what)
 	const struct allocation *of = what->kind == KIND_MAPPING ? table_find(what->of) : what;
 	CUresult result;
 
-	if (what->mapped)
-		return 0;
 	if (!of)
 		return ENOENT;
 	result = d->cuMemMap(what->address, what->size, what->offset, of->handle, 0);
@@ -178,6 +252,14 @@ static int map_one(struct allocation *what)
 	return 0;
 }
 
+/* A context may have ended unseen: it is not what this fails for. */
+static int in_context(struct allocation *what, int (*step)(struct allocation *))
+{
+	int error = what->context ? failed(driver()->cuCtxSetCurrent(what->context)) : 0, result = step(what);
+
+	return result && error ? error : result;
+}
+
 int window_map(void)
 {
 	const struct driver *d = driver();
@@ -190,21 +272,19 @@ int window_map(void)
 		lacking = lacking || !at->has_handle;
 	if (lacking && !given_count)
 		error = holding_take(window_give);
-	for (struct allocation *at = NULL; !error && (at = table_next_held(at));) {
-		error = at->context ? failed(d->cuCtxSetCurrent(at->context)) : 0;
-		if (!error)
-			error = import_one(at);
-	}
+	for (struct allocation *at = NULL; !error && (at = table_next_held(at));)
+		if (!at->has_handle)
+			error = in_context(at, import_one);
 	for (size_t i = 0; !error && i < sizeof mapped_kinds / sizeof *mapped_kinds; i++)
-		for (struct allocation *at = NULL; !error && (at = table_next(at, mapped_kinds[i]));) {
-			error = at->context ? failed(d->cuCtxSetCurrent(at->context)) : 0;
-			if (!error)
-				error = map_one(at);
-		}
+		for (struct allocation *at = NULL; !error && (at = table_next(at, mapped_kinds[i]));)
+			if (!at->mapped)
+				error = in_context(at, map_one);
 	window_drop_given();
 	d->cuCtxSetCurrent(NULL);
 	/* A new connection says that the process lives. A keeper that is not there now gets them later. */
 	holding_close();
+	if (!error)
+		lower_limit();
 	if (!error && others)
 		holding_replace();
 	else if (!error)

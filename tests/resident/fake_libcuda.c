@@ -235,7 +235,18 @@ EXPORT int cuCtxPushCurrent_v2(struct context *context)
 	LEAVE(0);
 }
 EXPORT int cuCtxPopCurrent_v2(void **out) { ENTER; if (!depth) LEAVE(NO_CONTEXT); *out = stack[--depth]; LEAVE(0); }
-EXPORT int cuCtxSetCurrent(void *context) { ENTER; depth = context ? (depth ? depth : 1) : (depth ? depth - 1 : 0); if (context) stack[depth - 1] = context; LEAVE(0); }
+EXPORT int cuCtxSetCurrent(struct context *context)
+{
+	ENTER;
+	char path[256];
+	snprintf(path, sizeof path, "%s/fail-current", root()); /* a test's: fails as long as it is there */
+	if (context && (context->destroyed || !access(path, F_OK)))
+		LEAVE(NO_CONTEXT);
+	depth = context ? (depth ? depth : 1) : (depth ? depth - 1 : 0);
+	if (context)
+		stack[depth - 1] = context;
+	LEAVE(0);
+}
 EXPORT int cuCtxGetCurrent(void **out) { ENTER; *out = current(); LEAVE(0); }
 EXPORT int cuCtxGetDevice(int *out) { ENTER; if (!usable()) LEAVE(NO_CONTEXT); *out = current()->device; LEAVE(0); }
 
@@ -332,17 +343,27 @@ static void free_plain_of(struct context *context)
 	}
 }
 
-EXPORT int cuCtxDestroy_v2(struct context *context)
+static int destroy(struct context *context)
 {
-	ENTER;
 	if (context->destroyed)
-		LEAVE(NO_CONTEXT);
+		return NO_CONTEXT;
 	context->destroyed = true;
 	free_plain_of(context);
 	if (current() == context)
 		depth--;
-	LEAVE(0);
+	return 0;
 }
+EXPORT int cuCtxDestroy_v2(struct context *context) { ENTER; LEAVE(destroy(context)); }
+EXPORT int cuCtxDestroy(struct context *context) { ENTER; LEAVE(destroy(context)); }
+EXPORT int cuCtxAttach(void **out, unsigned flags) { ENTER; if (!usable() || flags) LEAVE(INVALID); current()->references++; *out = current(); LEAVE(0); }
+EXPORT int cuCtxDetach(struct context *context)
+{
+	ENTER;
+	if (context != usable())
+		LEAVE(NO_CONTEXT);
+	LEAVE(context->references-- ? 0 : destroy(context)); /* made with one that is not counted */
+}
+EXPORT int cuGreenCtxDestroy(struct context *context) { ENTER; LEAVE(destroy(context)); } /* as for what was made of it */
 EXPORT int cuDevicePrimaryCtxRetain(void **out, int device)
 {
 	ENTER;

@@ -194,6 +194,10 @@ def test_what_a_capture_kept_is_released_when_memory_is_short(target: Target) ->
     "end",
     [
         "cuda.cuCtxDestroy_v2(ctypes.c_void_p(context))",
+        "cuda.cuCtxDestroy(ctypes.c_void_p(context))",
+        "(lambda out: [cuda.cuCtxAttach(ctypes.byref(out), 0), cuda.cuCtxDetach(out), alloc(2 * MIB)[0], cuda.cuCtxDetach(out)])(ctypes.c_void_p())[-1]",
+        "entry('cuCtxDestroy', 3020)(context, 0)",
+        "entry('cuCtxDetach')(context, 0)",
         "cuda.cuDevicePrimaryCtxReset_v2(0)",
         "cuda.cuDevicePrimaryCtxRelease_v2(0)",
     ],

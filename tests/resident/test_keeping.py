@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from errno import EINVAL, EMFILE
@@ -23,15 +25,15 @@ from icecore.host.job import Job as Instance
 from icecore.host.jobs import Registry
 from icecore.host.resident import client
 from icecore.host.resident.client import Keeper, ResidentFailed
-from icecore.host.resident.keeper import claimed
-from icecore.host.resident.protocol import Allocation
+from icecore.host.resident.keeper import claimed, keeper_path
+from icecore.host.resident.protocol import Allocation, Message, Operation
 from icecore.host.resident.sharing import repeated
 from icecore.restorer.resident import Resident
 from icecore.restorer.restore import _Run
 from tests.dumper.world import Events, Store
 
 from .joined import Job, Ring
-from .machine import MIB, Machine, gone, until, uuid_of
+from .machine import HERE, MIB, Machine, gone, until, uuid_of
 from .machine import Target as Process
 from .test_restore import bring_back, ended
 
@@ -149,6 +151,73 @@ def test_an_allocation_that_finds_no_memory_gets_it(machine: Machine, target: Pr
     assert (machine.used(), other("alloc(50 * MIB)")[0]) == (42 * MIB, 0)
     assert machine.used() == 52 * MIB
     assert other("alloc(50 * MIB)")[0] == 2
+
+
+def replaced(target: Process, *command: str) -> None:
+    """It executes another program."""
+    target.say(f"os.execv({command[0]!r}, {[*command]!r})")
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_program_that_replaces_another_has_its_memory(machine: Machine, target: Process, init: Init, is_kept: bool) -> None:
+    if is_kept:
+        kept(target, init, 40)
+    else:
+        assert target("alloc(40 * MIB)")[0] == 0
+    replaced(target, sys.executable, "-I", str(HERE / "target.py"))
+    assert target.read() == "ready"
+    target("start()")
+    assert target("alloc(50 * MIB)")[0] == 0
+    [process] = machine.keeper.processes()
+    assert (process.token, process.alive, process.size) == (target.agent.report().token, True, 50 * MIB)
+
+
+def test_a_program_without_device_memory_that_replaces_another(machine: Machine, target: Process) -> None:
+    assert target("alloc(8 * MIB)")[0] == 0
+    replaced(target, "/bin/sleep", "600")
+    until(lambda: machine.used() == 0)
+    assert machine.keeper.processes() == []
+
+
+def test_a_stopped_process_without_a_connection_loses_nothing(machine: Machine, target: Process) -> None:
+    """It has closed all that it found."""
+    assert target("alloc(8 * MIB)")[0] == 0
+    token = target.agent.report().token
+    target.say("[os.closerange(3, 4096), os.kill(os.getpid(), 19)]")
+    until(lambda: "T (stopped)" in Path(f"/proc/{target.pid}/status").read_text())
+    time.sleep(2.5)  # longer than it takes to look
+    [process] = machine.keeper.processes()
+    assert (process.token, process.alive, process.size) == (token, True, 8 * MIB)
+    os.kill(target.pid, signal.SIGCONT)
+    target.read()
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_another_program_of_the_same_process(machine: Machine, hidden: bool) -> None:
+    """Where the keeper cannot tell that one was replaced, it is when another says hello; where it can, two may be in one process."""
+    if hidden:
+        machine.kill_keeper()
+        words = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs none /proc; exec "$0" "$1"', str(keeper_path()), str(machine.directory / "keeper")]
+        blind = subprocess.Popen(words, stdout=subprocess.PIPE)
+        assert blind.stdout is not None
+        assert blind.stdout.readline() == b"ready\n"
+    tokens = [bytes([number]) * 16 for number in range(2)]
+    try:
+        with open("/dev/null") as held:
+            for token in tokens:
+                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as process:
+                    process.connect(str(machine.directory / "keeper"))
+                    process.sendall(Message(Operation.KEEPER_HELLO, token=token).pack())
+                    assert Message.unpack(process.recv(1024)).result == 0
+                    hold = Message(Operation.KEEPER_HOLD, identity=3, address=2 * MIB, size=2 * MIB, device=bytes(16), token=token)
+                    socket.send_fds(process, [hold.pack()], [held.fileno()])
+                until(lambda token=token: machine.keeper.allocations(token))  # type: ignore[misc]
+        assert sorted(one.token for one in machine.keeper.processes()) == tokens[hidden:]
+    finally:
+        if hidden:
+            blind.kill()
+            blind.wait(10)
+            blind.stdout.close()
 
 
 def test_a_job_that_broke_off_yields_to_nobody(machine: Machine, target: Process, init: Init) -> None:

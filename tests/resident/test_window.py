@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import resource
 import signal
+import socket
 import subprocess
 import time
 from contextlib import suppress
-from errno import EAGAIN, EINVAL, ENOTCONN
+from errno import EAGAIN, EINVAL, EMFILE, ENOTCONN
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ import pytest
 from icecore.errors import IcecoreError
 from icecore.host.cuda.api import LockTimeout
 from icecore.host.resident.client import Agent, ResidentFailed, State
+from icecore.host.resident.keeper import keeper_path
 from icecore.host.resident.window import give_back, take_away
 
 from .conftest import NewMachine
@@ -66,6 +69,69 @@ def test_memory_is_unmapped_in_the_window_and_the_same_after_it(
         assert target(f"hashed({address}, 8 * MIB)") == digest
         until(lambda: target.agent.report().counts.unheld == 0)
     assert target(f"[free({address}), alloc(62 * MIB)[0]]") == [0, 0]
+
+
+def scattered(machine: Machine, soft: int, hard: int) -> tuple[Target, list[int], list[str]]:
+    """A process with 120 allocations, and a limit of descriptors; their addresses and hashes."""
+    target = machine.target()
+    resource.prlimit(target.pid, resource.RLIMIT_NOFILE, (soft, hard))
+    target("start()")
+    addresses = target("[alloc(2 * MIB)[1] for _ in range(120)]")
+    return target, addresses, target(f"[fill(at, 4096, at) for at in {addresses}]")
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("hard", [1000, 330])
+def test_more_allocations_than_free_descriptors(new_machine: NewMachine, given: bool, hard: int) -> None:
+    """Each comes back as a descriptor, beyond the application's own limit; of its own it can have as many as before."""
+    machine = new_machine(memory=256 * MIB)
+    target, addresses, contents = scattered(machine, 200, hard)
+    opened = "(lambda files: [[f.fileno() for f in files], [f.close() for f in files]])([open('/dev/null') for _ in range(50)])[0]"
+    for _ in range(2):
+        take(target)
+        held = {one.identity: fd for one, fd in machine.keeper.take(target.agent.report().token)} if given else {}
+        give_back(target.agent, held)
+        for descriptor in held.values():
+            os.close(descriptor)
+        assert target(f"[hashed(at, 4096) for at in {addresses}]") == contents
+        soft, _ = resource.prlimit(target.pid, resource.RLIMIT_NOFILE)
+        assert max(target(opened)) < soft
+        assert soft == 200 or hard == 330  # where there is no room above its own, it is given more
+        until(lambda: target.agent.report().counts.unheld == 0)
+    machine.kill_keeper()
+    machine.start_keeper()  # it gets the descriptors, of which the driver makes no others
+    until(lambda: target.agent.report().counts.unheld == 0)
+
+
+def test_more_allocations_than_a_process_may_have_descriptors(new_machine: NewMachine) -> None:
+    """That is known before anything is released."""
+    target, addresses, contents = scattered(new_machine(memory=256 * MIB), 220, 220)
+    with pytest.raises(ResidentFailed, match=r"120 allocations.* 220 ") as caught:
+        take(target)
+    assert caught.value.code == EMFILE
+    report = target.agent.report()
+    assert (report.state, report.counts.cancelled, report.counts.windows) == (State.RUNNING, 1, 0)
+    assert target(f"[hashed(at, 4096) for at in {addresses}]") == contents
+    assert target(f"[free(at) for at in {addresses[60:]}]") == [0] * 60
+    take(target)
+    give_back(target.agent)
+    assert target(f"[hashed(at, 4096) for at in {addresses[:60]}]") == contents[:60]
+
+
+def test_where_no_descriptors_are_left_those_that_were_taken_are_closed(new_machine: NewMachine) -> None:
+    """Whatever the limit was when its memory was taken away; with a better one it comes back."""
+    target, addresses, contents = scattered(new_machine(memory=256 * MIB), 200, 1000)
+    take(target)
+    there = len(os.listdir(f"/proc/{target.pid}/fd"))
+    limits = resource.prlimit(target.pid, resource.RLIMIT_NOFILE, (100, 1000))
+    for _ in range(2):
+        with pytest.raises(ResidentFailed) as caught:
+            target.agent.map()
+        assert caught.value.code == EMFILE
+        assert len(os.listdir(f"/proc/{target.pid}/fd")) == there
+    resource.prlimit(target.pid, resource.RLIMIT_NOFILE, limits)
+    give_back(target.agent)
+    assert target(f"[hashed(at, 4096) for at in {addresses}]") == contents
 
 
 def blocked(process: Process) -> set[int]:
@@ -230,6 +296,34 @@ def test_what_fails_half_way_is_undone(machine: Machine, target: Target) -> None
     assert [target(f"hashed({at}, 2 * MIB)") for at in addresses] == contents
 
 
+def test_memory_of_a_context_that_ended_unseen(machine: Machine, loaded: tuple[Target, int, str]) -> None:
+    """Its end cannot be waited for: no window, but nothing was taken away either."""
+    target, address, digest = loaded
+    context = target("start()")
+    other = target("alloc(2 * MIB)")[1]
+    content = target(f"fill({other}, 2 * MIB, 3)")
+    assert target(f"cuda.cuGreenCtxDestroy(ctypes.c_void_p({context}))") == 0
+    for _ in range(2):
+        with pytest.raises(ResidentFailed, match="CUDA error 201"):
+            take(target, lease=1.0)
+        assert target.agent.report().state == State.RUNNING
+    assert target(f"[hashed({address}, 8 * MIB), hashed({other}, 2 * MIB)]") == [digest, content]
+    assert target(f"free({other})") == 201
+    take(target)
+    give_back(target.agent)
+    assert target(f"hashed({address}, 8 * MIB)") == digest
+
+
+def test_a_context_that_cannot_be_made_current_after_the_window(machine: Machine, loaded: tuple[Target, int, str]) -> None:
+    """Importing and mapping is tried all the same: nothing else brings the process back."""
+    target, address, digest = loaded
+    take(target)
+    (machine.cuda / "fail-current").touch()
+    give_back(target.agent)
+    (machine.cuda / "fail-current").unlink()
+    assert target(f"hashed({address}, 8 * MIB)") == digest
+
+
 @pytest.mark.parametrize("name", ["cuda00001400006", "cuda-train", "train"])
 def test_a_program_is_parked_whatever_its_name(loaded: tuple[Target, int, str], name: str) -> None:
     """The driver's own threads, which must not be, are known by theirs."""
@@ -353,9 +447,41 @@ def test_a_keeper_ends_once_it_is_of_no_use(machine: Machine, loaded: tuple[Targ
     until(lambda: gone(pid))
 
 
+def test_an_idle_keeper_leaves_another_where_it_was(machine: Machine) -> None:
+    """Nobody has come to it for five minutes but one that says nothing, and its path is a newer one's."""
+    machine.kill_keeper()
+    source, library, later = machine.root / "clock.c", machine.root / "clock.so", machine.root / "later"
+    source.write_text(
+        "#define _GNU_SOURCE\n#include <stdlib.h>\n#include <sys/syscall.h>\n#include <time.h>\n#include <unistd.h>\n"
+        "int clock_gettime(clockid_t id, struct timespec *out) { int result = (int)syscall(SYS_clock_gettime, id, out);"
+        ' if (!access(getenv("LATER"), F_OK)) out->tv_sec += 301; return result; }\n'
+    )
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
+    path = machine.directory / "keeper"
+    older = subprocess.Popen(
+        [str(keeper_path()), str(path)], env={**os.environ, "LD_PRELOAD": str(library), "LATER": str(later)}, stdout=subprocess.PIPE
+    )
+    try:
+        assert older.stdout is not None
+        assert older.stdout.readline() == b"ready\n"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+            silent.connect(str(path))
+            path.unlink()
+            machine.start_keeper()
+            later.touch()
+            assert older.wait(20) == 0
+        assert machine.keeper.processes() == []
+    finally:
+        older.kill()
+        older.wait(10)
+        older.stdout.close()  # type: ignore[union-attr]
+
+
 def test_an_application_that_closes_all_descriptors(machine: Machine, loaded: tuple[Target, int, str]) -> None:
     """Ours are among them, and their numbers become the application's."""
     target, address, digest = loaded
+    _, hard = resource.prlimit(target.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(target.pid, resource.RLIMIT_NOFILE, (1024, hard))  # what is kept lies above
     take(target)
     give_back(target.agent)
     target("os.closerange(3, 4096)")
