@@ -604,6 +604,30 @@ static int listen_at(const char *path)
 	return found;
 }
 
+/* The path by way of its directory, which is opened: who started us may have named it through a process (/proc/PID/root) that ends. */
+static const char *pinned(const char *path)
+{
+	static char found[128];
+	char folder[4096];
+	const char *name = strrchr(path, '/');
+	size_t length = name ? (size_t)(name - path) : 0;
+	struct stat there;
+	int directory;
+
+	if (!name || !length || length >= sizeof folder || strlen(name) > 60)
+		return path;
+	memcpy(folder, path, length);
+	folder[length] = 0;
+	directory = open(folder, O_PATH | O_DIRECTORY | O_CLOEXEC);
+	if (directory < 0)
+		return path;
+	snprintf(found, sizeof found, "/proc/self/fd/%d%s", directory, name);
+	if (!stat(found, &there))
+		return found;
+	close(directory);
+	return path; /* there is no /proc */
+}
+
 /* Whether somebody who comes now would find us. */
 static bool is_found(const char *path, const struct stat *ours)
 {
@@ -649,6 +673,7 @@ static void harden(void)
 int main(int count, char **words)
 {
 	struct stat ours;
+	const char *place;
 	int64_t last_used = now();
 	int listener;
 
@@ -662,6 +687,7 @@ int main(int count, char **words)
 		perror(words[1]);
 		return errno == EADDRINUSE ? 3 : 1;
 	}
+	place = pinned(words[1]);
 	harden();
 	watch(listener, NULL);
 	printf("ready\n");
@@ -698,11 +724,11 @@ int main(int count, char **words)
 		if (processes)
 			last_used = now();
 		if (now() - last_used > IDLE_NANOSECONDS) {
-			if (is_found(words[1], &ours)) /* else it is another's by now */
-				unlink(words[1]); /* its job is over; one that is not gets another with its next dump */
+			if (is_found(place, &ours)) /* else it is another's by now */
+				unlink(place); /* its job is over; one that is not gets another with its next dump */
 			return 0;
 		}
-		if (some == 0 && !is_used() && !is_found(words[1], &ours))
+		if (some == 0 && !is_used() && !is_found(place, &ours))
 			return 0;
 	}
 }

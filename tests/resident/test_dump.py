@@ -220,6 +220,18 @@ def test_who_dies_while_a_stopped_job_is_stored(who: str, store: Store, launch: 
         job.goes_on()
 
 
+def test_what_a_keeper_that_a_dump_started_keeps(store: Store, launch: Launch, joined: Machine) -> None:
+    """It outlives the process through whose root it was found."""
+    job = launch(gpus=(0, 1))
+    joined.kill_keeper()
+    snapshot = store.dump(job.pid, DumpOptions(stop=True, keep_resident=True)).snapshot
+    job.reap()
+    time.sleep(3)  # it looks every second
+    assert sum(joined.used(gpu) for gpu in range(2)) == job.resident
+    bring_back(store, snapshot, from_resident=True)
+    job.goes_on()
+
+
 @pytest.mark.parametrize("joined", [600 * MIB], indirect=True)
 def test_what_is_foreseen_is_what_is_copied(store: Store, launch: Launch, joined: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the window, by the rule of the window: what is copied on GPUs and into the host's memory, and what there is no room for."""
