@@ -27,6 +27,7 @@ from icecore.host.namespaces import Isolation, RunRecord, own_paths
 Stream = Literal["stdout", "stderr"]
 _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 _POLL_SECONDS = 0.05
+_UNKNOWN = -1  # a start time that no process has
 _STATUS_FD = 3  # in the init: launch.py puts it there, CRIU keeps it
 
 
@@ -56,7 +57,7 @@ class Description:
         name: The job's; instances of one job may share it only while at most one of them lives.
         instance: Names this instance for good.
         pid: The init's, as this machine sees it; 0 while the instance is being started or restored.
-        start_time: The init's, in clock ticks after boot.
+        start_time: The init's, in clock ticks after boot; -1 where it ended too soon to be asked.
         boot: The boot of the machine in which ``pid`` counts.
         command: Command line (argv).
         cwd: Where it was started.
@@ -169,6 +170,12 @@ class Job:
         """
         known = replace(self.description, pid=pid, start_time=procfs.start_time(pid), boot=boot_id())
         job = Job(self.directory, known)
+        job.save()
+        return job
+
+    def with_lost(self, pid: int) -> Job:
+        """The same with its init that ran and ended before anybody could look at it, written down: that pid, whoever has it by now, is not its own."""
+        job = Job(self.directory, replace(self.description, pid=pid, start_time=_UNKNOWN, boot=boot_id()))
         job.save()
         return job
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from icecore.errors import Damaged, IcecoreError, NotFound, RestoreFailed, UsageError
+from icecore.errors import Damaged, IcecoreError, NotFound, UsageError
 from icecore.events import Event, Sink, discard
 from icecore.host import procfs
 from icecore.host.job import Description, Job, boot_id, init_of
@@ -475,19 +475,16 @@ class Restoring:
         self.job = self.job.with_resident(place, keep=keep)
 
     def started(self, pid: int) -> Job:
-        """Note down the restored init.
+        """Note down the restored init, which CRIU has let go; it may have ended since, and is known as a job that has.
 
         Args:
             pid: As this machine sees it (CRIU's ``--pidfile``).
-
-        Raises:
-            RestoreFailed: It is gone already.
         """
+        self._started = True
         try:
             self.job = self.job.with_pid(pid)
-        except NotFound as error:
-            raise RestoreFailed(f"the restored init of job {self.job.name} is gone: {error}") from error
-        self._started = True
+        except NotFound:
+            self.job = self.job.with_lost(pid)
         return self.job
 
     def __enter__(self) -> Self:

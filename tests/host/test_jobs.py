@@ -269,6 +269,18 @@ def test_a_note_is_on_the_disk_before_it_is_the_note(registry: Registry, monkeyp
     assert steps == ["job.json.new", "replaced", job.instance]
 
 
+def test_an_init_that_nobody_could_look_at(registry: Registry) -> None:
+    """Its pid may be another's by now, as this process's is here."""
+    job = ended(registry)
+    with registry.restoring(job.record(), snapshot="s1") as new:
+        assert new.started(job.pid).state == "ended"  # it is gone
+    (new.job.directory / "status").write_text("exited 3\n")
+    found = registry.find(new.job.instance)
+    assert (found.alive, found.wait(1), found.description.restored_from) == (False, ExitStatus(code=3), "s1")
+    assert (found.with_lost(os.getpid()).state, registry.find(found.instance).alive) == ("ended", False)
+    registry.remove(found)
+
+
 def test_notes_on_snapshots(registry: Registry) -> None:
     job = ended(registry).with_snapshot("s7", "lineage")
     assert (registry.find("true").description.snapshot, job.description.lineage) == ("s7", "lineage")
