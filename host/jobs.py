@@ -180,7 +180,7 @@ class Registry:
                 job = job.with_resident(_keeper_place(job), keep=keep_resident)
                 own.update(_with_keeper(_keeper_place(job), seen, own))
         except BaseException:
-            shutil.rmtree(job.directory, ignore_errors=True)
+            _discard(job)
             raise
         wanted = Launch(
             directory=job.directory,
@@ -196,7 +196,7 @@ class Registry:
                 job = job.with_pid(starting.pid)
                 starting.go()
         except BaseException:
-            shutil.rmtree(job.directory, ignore_errors=True)
+            _discard(job)
             raise
         if added:
             emit(
@@ -379,6 +379,14 @@ def _let_go(place: Path) -> None:
         if any(process.alive for process in held):
             return
     shutil.rmtree(place, ignore_errors=True)
+
+
+def _discard(job: Job) -> None:
+    """An instance that was never started, with its keeper, which nobody could find any more."""
+    if job.description.resident:
+        with suppress(IcecoreError, OSError):  # it ends by itself
+            _let_go(_keeper_place(job))
+    shutil.rmtree(job.directory, ignore_errors=True)
 
 
 def _let_go_claimed(place: Path, whose: str) -> None:
