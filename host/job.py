@@ -13,6 +13,7 @@ import select
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -26,12 +27,26 @@ from icecore.host.namespaces import Isolation, RunRecord, own_paths
 Stream = Literal["stdout", "stderr"]
 _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 _POLL_SECONDS = 0.05
+_UNKNOWN = -1  # a start time that no process has
 _STATUS_FD = 3  # in the init: launch.py puts it there, CRIU keeps it
 
 
 def boot_id() -> str:
     """Names this boot of the machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def init_of(directory: Path) -> int:
+    """The pid of the init that holds the status file of the instance in ``directory``; 0: none does."""
+    try:
+        ours = os.stat(directory / "status")
+    except FileNotFoundError:
+        return 0
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
+        with suppress(OSError):  # no such descriptor, or it ended meanwhile
+            if os.path.samestat(ours, os.stat(f"/proc/{pid}/fd/{_STATUS_FD}")):
+                return pid
+    return 0
 
 
 @dataclass(frozen=True)
@@ -42,7 +57,7 @@ class Description:
         name: The job's; instances of one job may share it only while at most one of them lives.
         instance: Names this instance for good.
         pid: The init's, as this machine sees it; 0 while the instance is being started or restored.
-        start_time: The init's, in clock ticks after boot.
+        start_time: The init's, in clock ticks after boot; -1 where it ended too soon to be asked.
         boot: The boot of the machine in which ``pid`` counts.
         command: Command line (argv).
         cwd: Where it was started.
@@ -127,15 +142,25 @@ class Job:
         try:
             description = msgspec.convert(json.loads(data), Description)
         except (ValueError, msgspec.ValidationError, UsageError) as error:
-            raise Damaged("job description", str(directory / "job.json"), str(error)) from error
+            damaged = Damaged("job description", str(directory / "job.json"), str(error))
+            damaged.cure = f"'icecore rm {directory.name}' forgets it, with its logs"
+            raise damaged from error
         return cls(directory, description)._found_restored()
 
     def save(self) -> None:
-        """Write job.json, whole or not at all."""
+        """Write job.json, whole or not at all, whatever becomes of the machine."""
         path, new = self.directory / "job.json", self.directory / "job.json.new"
-        # The standard library's JSON: it can hold names that are not UTF-8, escaped.
-        new.write_text(json.dumps(asdict(self.description), indent=2) + "\n")
+        with open(new, "w") as file:
+            # The standard library's JSON: it can hold names that are not UTF-8, escaped.
+            file.write(json.dumps(asdict(self.description), indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(new, path)
+        directory = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
 
     def with_pid(self, pid: int) -> Job:
         """The same with its init known, written down.
@@ -145,6 +170,12 @@ class Job:
         """
         known = replace(self.description, pid=pid, start_time=procfs.start_time(pid), boot=boot_id())
         job = Job(self.directory, known)
+        job.save()
+        return job
+
+    def with_lost(self, pid: int) -> Job:
+        """The same with its init that ran and ended before anybody could look at it, written down: that pid, whoever has it by now, is not its own."""
+        job = Job(self.directory, replace(self.description, pid=pid, start_time=_UNKNOWN, boot=boot_id()))
         job.save()
         return job
 
@@ -370,14 +401,7 @@ class Job:
         """Itself; where whoever restored it died before noting down the pid, with the pid of the init that holds this instance's status file."""
         if self.description.pid or self.state != "failed" or self.description.boot != boot_id():
             return self
-        try:
-            ours = os.stat(self.directory / "status")
-        except FileNotFoundError:
-            return self
-        for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
-            try:
-                if os.path.samestat(ours, os.stat(f"/proc/{pid}/fd/{_STATUS_FD}")):
-                    return self.with_pid(pid)
-            except (OSError, NotFound):
-                continue  # no such descriptor, or it ended meanwhile
+        with suppress(NotFound):  # it ended meanwhile
+            if pid := init_of(self.directory):
+                return self.with_pid(pid)
         return self

@@ -19,10 +19,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from icecore.errors import IcecoreError, NotFound, RestoreFailed, UsageError
+from icecore.errors import Damaged, IcecoreError, NotFound, UsageError
 from icecore.events import Event, Sink, discard
 from icecore.host import procfs
-from icecore.host.job import Description, Job, boot_id
+from icecore.host.job import Description, Job, boot_id, init_of
 from icecore.host.namespaces import (
     INSTANCE_MOUNT,
     RESTORABLE_ENVIRONMENT,
@@ -66,18 +66,28 @@ class Registry:
     # -- finding
 
     def instances(self) -> list[Job]:
-        """All instances, oldest first: running, ended, failed."""
+        """All instances, oldest first: running, ended, failed. Those of `damaged` are not among them."""
+        return self._look()[0]
+
+    def damaged(self) -> dict[str, Damaged]:
+        """The instances of which nothing is known, because their job.json cannot be read (after a crash of the machine, say), and why."""
+        return self._look()[1]
+
+    def _look(self) -> tuple[list[Job], dict[str, Damaged]]:
         found: list[Job] = []
+        damaged: dict[str, Damaged] = {}
         try:
             entries = sorted(self._jobs.iterdir())
         except FileNotFoundError:
-            return []
+            return [], {}
         for entry in entries:
             try:
                 found.append(Job.load(entry))
             except NotFound:
                 continue  # being made, or being removed
-        return sorted(found, key=lambda job: job.description.created)
+            except Damaged as error:  # no reason to do nothing for the others
+                damaged[entry.name] = error
+        return sorted(found, key=lambda job: job.description.created), damaged
 
     def find(self, which: str | int) -> Job:
         """The job with this name, instance id, or a process of this pid in its tree.
@@ -86,8 +96,9 @@ class Registry:
 
         Raises:
             NotFound: There is none.
+            Damaged: Nothing is known of the instance but its id.
         """
-        jobs = self.instances()
+        jobs, damaged = self._look()
         named = [job for job in jobs if which in (job.name, job.instance)]
         named.sort(key=lambda job: job.state in ("running", "starting"))
         if named:
@@ -102,6 +113,8 @@ class Registry:
                     pid = procfs.status(pid).parent
             except NotFound:
                 pass
+        if which in damaged:
+            raise damaged[str(which)]
         raise NotFound(f"there is no job {which}", cure="'icecore ps' lists the jobs of this node")
 
     # -- starting
@@ -167,7 +180,7 @@ class Registry:
                 job = job.with_resident(_keeper_place(job), keep=keep_resident)
                 own.update(_with_keeper(_keeper_place(job), seen, own))
         except BaseException:
-            shutil.rmtree(job.directory, ignore_errors=True)
+            _discard(job)
             raise
         wanted = Launch(
             directory=job.directory,
@@ -183,7 +196,7 @@ class Registry:
                 job = job.with_pid(starting.pid)
                 starting.go()
         except BaseException:
-            shutil.rmtree(job.directory, ignore_errors=True)
+            _discard(job)
             raise
         if added:
             emit(
@@ -280,11 +293,26 @@ class Registry:
                 raise UsageError(f"job {job.name} ({job.instance}) runs", cure=f"'icecore kill {job.name}' first")
             place = _keeper_place(job)
             if place.exists() and self._has_last(job):
-                with claimed(place) as ours:
-                    if not ours:
-                        raise UsageError(f"job {job.name} ({job.instance}) is being restored from", cure="wait until that restore is done")
-                    _let_go(place)
+                _let_go_claimed(place, f"job {job.name} ({job.instance})")
             shutil.rmtree(job.directory)
+
+    def remove_damaged(self, instance: str) -> None:
+        """Forget one of `damaged`, with its logs.
+
+        Raises:
+            NotFound: It is none.
+            UsageError, ResidentFailed: As `remove`.
+        """
+        with self._lock():
+            if instance not in self.damaged():
+                raise NotFound(f"there is no damaged job {instance}")
+            directory = self._jobs / instance
+            if pid := init_of(directory):
+                raise UsageError(f"job {instance} runs, as process {pid}", cure=f"'kill -KILL {pid}' first")
+            for place in (directory / "resident", _RESIDENT / instance):
+                if place.exists():
+                    _let_go_claimed(place, f"job {instance}")
+            shutil.rmtree(directory)
 
     def ended(self, older_than: float = 0.0) -> list[Job]:
         """The instances that have ended and were created more than ``older_than`` seconds ago."""
@@ -351,6 +379,27 @@ def _let_go(place: Path) -> None:
         if any(process.alive for process in held):
             return
     shutil.rmtree(place, ignore_errors=True)
+
+
+def _discard(job: Job) -> None:
+    """An instance that was never started, with its keeper, which nobody could find any more."""
+    if job.description.resident:
+        with suppress(IcecoreError, OSError):  # it ends by itself
+            _let_go(_keeper_place(job))
+    shutil.rmtree(job.directory, ignore_errors=True)
+
+
+def _let_go_claimed(place: Path, whose: str) -> None:
+    """`_let_go`, unless a restore takes what is kept there.
+
+    Raises:
+        UsageError: One does.
+        ResidentFailed: The keeper does not answer.
+    """
+    with claimed(place) as ours:
+        if not ours:
+            raise UsageError(f"{whose} is being restored from", cure="wait until that restore is done")
+        _let_go(place)
 
 
 def _keeper_place(job: Job) -> Path:
@@ -434,19 +483,16 @@ class Restoring:
         self.job = self.job.with_resident(place, keep=keep)
 
     def started(self, pid: int) -> Job:
-        """Note down the restored init.
+        """Note down the restored init, which CRIU has let go; it may have ended since, and is known as a job that has.
 
         Args:
             pid: As this machine sees it (CRIU's ``--pidfile``).
-
-        Raises:
-            RestoreFailed: It is gone already.
         """
+        self._started = True
         try:
             self.job = self.job.with_pid(pid)
-        except NotFound as error:
-            raise RestoreFailed(f"the restored init of job {self.job.name} is gone: {error}") from error
-        self._started = True
+        except NotFound:
+            self.job = self.job.with_lost(pid)
         return self.job
 
     def __enter__(self) -> Self:

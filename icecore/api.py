@@ -17,7 +17,7 @@ from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
 from icecore.errors import Damaged, MissingTool, NotFound, UsageError
 from icecore.events import Event, Sink, discard
-from icecore.hooks import run_hook
+from icecore.hooks import HookFailed, run_hook
 from icecore.host import procfs
 from icecore.host.criu import Criu, find_criu
 from icecore.host.cuda.job import gpu_run
@@ -279,7 +279,7 @@ def restore(
         RestoreFailed: It broke off; nothing of the tree runs.
         Damaged: An object is not what was written; nothing of the tree runs.
         StoreError: The storage failed; nothing of the tree runs.
-        HookFailed: The command of ``restore.after`` failed; the tree runs.
+        HookFailed: The command of ``restore.after`` failed; the tree runs, with all its memory.
     """
     config = config or load()
     options = options or restore_options(config)
@@ -302,7 +302,11 @@ def restore(
             "ICECORE_SNAPSHOT": record.snapshot,
             "ICECORE_PID": str(restored.pid),
         }
-        run_hook(config.restore.after, variables, seconds=config.restore.hook_seconds, emit=emit)
+        try:
+            run_hook(config.restore.after, variables, seconds=config.restore.hook_seconds, emit=emit)
+        except HookFailed:
+            restored.wait_resident()  # the caller gets nothing to wait for, may end, and the tree would die with it
+            raise
         return restored
 
 

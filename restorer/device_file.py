@@ -247,6 +247,11 @@ class DeviceFile:
         spent.redone = len(left)
         return left
 
+    @property
+    def ended(self) -> bool:
+        """Whether all is there, or something prevents it."""
+        return self._ended.is_set()
+
     def wait(self) -> None:
         """Wait until all is there; then nothing of it is registered any more.
 

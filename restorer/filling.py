@@ -3,6 +3,7 @@ they wait for. The rule: when this says that everything is resident, every descr
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
@@ -75,6 +76,9 @@ class Filling:
         self._rows = [(self._first[family.process], len(family)) for family in self._families]
         #: A byte for each cell: whether it is device memory.
         self._device = b"".join(part.device.tobytes() for part in memory)
+        #: Rows of it that may still be to come, the last ones first.
+        self._device_left = [row for row, device in enumerate(self._device) if device][::-1]
+        self._looking = threading.Lock()
         parts = [part.cells.records for part in memory]
         records: Records = np.concatenate(parts) if parts else np.empty(0, CELL)
         self._fetcher = Fetcher(
@@ -178,6 +182,13 @@ class Filling:
             self._device_file.check_unmapped(pids)
             for family in self._families:
                 family.file_unmapped()
+
+    def has_device_memory(self) -> bool:
+        """Whether all device memory is there: whoever reads it waits for nothing any more. Thread-safe."""
+        with self._looking:
+            while self._device_left and not self._needed(self._device_left[-1]):
+                self._device_left.pop()
+            return not self._device_left and (self._device_file is None or self._device_file.ended)
 
     def _member(self, process: int) -> Member:
         for family in self._families:

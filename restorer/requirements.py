@@ -8,8 +8,10 @@ import platform
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from icecore.errors import MissingTool, NotFound, RestoreRefused
 from icecore.host import limits, procfs, userfaultfd
@@ -20,7 +22,11 @@ from icecore.restorer.files import FilePlan, plan_files
 from icecore.restorer.gpus import GpuPlan
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.resident_record import resident_bytes
-from icecore.store.manifest import Manifest
+from icecore.store.cell import CELL_BYTES, NODE_CELLS, PAGE, Records, data_pages
+from icecore.store.manifest import NODE_REF, Manifest, Space
+
+#: The CELL records of a space, by region.
+Maps = Callable[[Space], Sequence[Records]]
 
 #: CPU flags that are instructions a program may have chosen its code by; the others describe the kernel or the host.
 _INSTRUCTIONS = re.compile(
@@ -29,6 +35,7 @@ _INSTRUCTIONS = re.compile(
 )
 #: What init may take to wait for a process that has ended.
 _DEAD_SECONDS = 5.0
+_NODE_BYTES = NODE_CELLS * CELL_BYTES
 _LEAST_KERNEL = (5, 11)  # userfaultfd as CRIU and the daemon use it
 
 
@@ -87,7 +94,12 @@ class Requirements:
 
 
 def check_requirements(
-    manifest: Manifest, options: RestoreOptions, criu: Criu, workdir: str, own_files: frozenset[str] = frozenset()
+    manifest: Manifest,
+    options: RestoreOptions,
+    criu: Criu,
+    workdir: str,
+    own_files: frozenset[str] = frozenset(),
+    records: Maps | None = None,
 ) -> Requirements:
     """Compare what a snapshot requires with this machine.
 
@@ -97,6 +109,7 @@ def check_requirements(
         criu: The CRIU that would do it.
         workdir: Where the image files would lie.
         own_files: Open files that the new instance gets anew (its logs): nothing is asked of them.
+        records: Reads the map of a space, where the manifest alone cannot say that there is room; None: what cannot be ruled out is needed.
     """
     # A job with a private root has its files on the same host mounts, but for what is its own (/dev/shm, /proc).
     files = plan_files(manifest, options.files, root=options.root, skip=own_files, verify=options.verify_files)
@@ -105,7 +118,7 @@ def check_requirements(
         *_machine(manifest, criu),
         *of_gpus,
         *_names(manifest),
-        *_room(manifest, workdir),
+        *_room(manifest, workdir, records),
         *(Requirement("file", False, f"{p.path}: {p.message}", p.cure) for p in files.problems),
     ]
     return Requirements(checks, files, gpu_plan)
@@ -268,21 +281,47 @@ def _can_listen(address: str) -> bool:
     return True
 
 
-def _room(manifest: Manifest, workdir: str) -> Iterator[Requirement]:
-    """Memory for the tree; CRIU's images lie in memory too, for a while."""
+def _room(manifest: Manifest, workdir: str, records: Maps | None) -> Iterator[Requirement]:
+    """Memory for the tree; CRIU's images lie in memory too, for a while, and with them all pages that cannot come later: these are there twice then."""
+    memory = max(0, manifest.sizes.logical - resident_bytes(manifest))
     images = sum(space.size for space in manifest.spaces if space.kind == "image")
-    needed = max(0, manifest.sizes.logical - resident_bytes(manifest)) + images
-    available = limits.memory_available()
+    pages = min(memory, sum(_most_pages(space) for space in manifest.spaces))
+    available, space = limits.memory_available(), limits.free_space(workdir)
+    if pages and records is not None and (available < memory + images + pages or space < images + pages):
+        pages = sum(_pages(space, records) for space in manifest.spaces if _most_pages(space))
+    images += pages
+    needed = memory + images
     yield Requirement(
         "memory",
         available >= needed,
         f"the job needs {needed >> 20} MiB of memory, {available >> 20} MiB are available",
         "free memory, or restore on a larger machine",
     )
-    space = limits.free_space(workdir)
     yield Requirement(
         "space",
         space >= images,
-        f"CRIU's image files take {images >> 20} MiB in {workdir}, where {space >> 20} MiB are free",
+        f"CRIU's image files take {images >> 20} MiB in {workdir} ({pages >> 20} of them shared and other memory that CRIU copies), "
+        f"where {space >> 20} MiB are free",
         "name another directory on tmpfs as workdir",
     )
+
+
+def _in_images(space: Space) -> list[bool]:
+    """Of each of a space's regions, whether its pages go into CRIU's page images (`icecore.restorer.images`)."""
+    if space.kind == "process":
+        return [not region.lazy and region.kind != "device" for region in space.regions]
+    return [space.kind == "shared"] * len(space.regions)
+
+
+def _most_pages(space: Space) -> int:
+    """Bytes that its pages in page images are at most: as if all were there of what has a node in the map."""
+    nodes, wanted = np.frombuffer(space.nodes, NODE_REF), np.array(_in_images(space), np.bool_)
+    nodes = nodes[wanted[nodes["region"]]]
+    origin, start, length = np.array([(r.origin, r.start, r.length) for r in space.regions], np.int64).reshape(-1, 3)[nodes["region"]].T
+    first = origin + nodes["group"].astype(np.int64) * _NODE_BYTES
+    return int(np.maximum(0, np.minimum(first + _NODE_BYTES, start + length) - np.maximum(first, start)).sum())
+
+
+def _pages(space: Space, records: Maps) -> int:
+    """The bytes themselves; pages of zeros take no room."""
+    return sum(int(data_pages(part).sum()) for part, wanted in zip(records(space), _in_images(space), strict=True) if wanted) * PAGE

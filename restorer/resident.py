@@ -102,8 +102,8 @@ class Resident:
         self._elsewhere = held is not None and held != place
         _, self._processes = recorded(reader.manifest)
         self._pieces = self._assign(gpus)
-        self._have_keeper()
         try:
+            self._have_keeper()
             self._worker = Worker(word)
         except BaseException:
             self._close_descriptors()

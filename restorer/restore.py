@@ -166,7 +166,8 @@ def check(
     options = options or RestoreOptions()
     manifest = loop.run(repository.manifest(snapshot))
     own = _own_files(manifest, _run_record(manifest))
-    return check_requirements(manifest, options, criu or find_criu(), options.workdir or _DEFAULT_WORKDIR, own)
+    records = SnapshotReader(repository, manifest, loop.loop).records
+    return check_requirements(manifest, options, criu or find_criu(), options.workdir or _DEFAULT_WORKDIR, own, records)
 
 
 def _run_record(manifest: Manifest) -> RunRecord | None:
@@ -256,7 +257,7 @@ class _Run:
         self.limits = Limits(self.threads, budget, max(1, options.attempts), options.stall_seconds)
         criu = self.wanted_criu or find_criu()
         record = _run_record(manifest)
-        requirements = check_requirements(manifest, options, criu, str(top), _own_files(manifest, record))
+        requirements = check_requirements(manifest, options, criu, str(top), _own_files(manifest, record), self.reader.records)
         for warning in requirements.warnings:
             self.emit(Event("restore.warning", {"name": warning.name, "message": warning.message}))
         requirements.require()

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 from icecore import units
 from icecore.commands.context import Commands, Context, Interrupted, add_setting, overridden
 from icecore.config import SECONDS, RunSettings
-from icecore.errors import IcecoreError, UsageError
-from icecore.events import Value
+from icecore.errors import Damaged, IcecoreError, UsageError
+from icecore.events import Event, Value
 from icecore.passphrase import without_secrets
 
 if TYPE_CHECKING:
     from icecore.host.job import Job, LogPiece
+    from icecore.host.jobs import Registry
 
 
 def add(commands: Commands) -> None:
@@ -137,6 +138,7 @@ def ps(arguments: argparse.Namespace, context: Context) -> int:
     """icecore ps."""
     rows, keeps = [], []
     registry = context.registry()
+    _say_damaged(registry, context)
     for job in registry.instances():
         state = job.state
         if not arguments.all and state not in ("running", "starting"):
@@ -165,6 +167,12 @@ def ps(arguments: argparse.Namespace, context: Context) -> int:
             row.insert(4, keep)
     context.output.table(columns, rows, right=["PID", "KEPT ON GPUS"])
     return 0
+
+
+def _say_damaged(registry: Registry, context: Context) -> None:
+    """Which instances cannot be listed."""
+    for instance, error in registry.damaged().items():
+        context.output.event(Event("job.damaged", {"instance": instance, "error": str(error)}))
 
 
 def _fields(job: Job) -> dict[str, Value]:
@@ -280,20 +288,29 @@ def remove(arguments: argparse.Namespace, context: Context) -> int:
     registry = context.registry()
     if not arguments.job and arguments.ended is None:
         raise UsageError("no job is named", cure="name jobs, or give --ended 7d")
-    found = [registry.find(name) for name in arguments.job]
+    found: list[Job] = []
+    damaged: list[str] = []
+    for name in arguments.job:
+        try:
+            found.append(registry.find(name))
+        except Damaged:
+            damaged.append(name)
     if arguments.ended is not None:
         named = {job.instance for job in found}
         found += [job for job in registry.ended(arguments.ended) if job.instance not in named]
+        _say_damaged(registry, context)
+    wanted = [(job.name, job.instance, partial(registry.remove, job)) for job in found]
+    wanted += [("", instance, partial(registry.remove_damaged, instance)) for instance in damaged]
     failure: IcecoreError | None = None
-    for job in found:  # one that cannot be forgotten does not keep the others
+    for name, instance, forget in wanted:  # one that cannot be forgotten does not keep the others
         try:
-            registry.remove(job)
+            forget()
         except IcecoreError as error:
             if failure is not None:
                 context.output.error(failure)
             failure = error
         else:
-            context.output.result("job.removed", {"job": job.name, "instance": job.instance}, f"{job.name} ({job.instance}) forgotten")
+            context.output.result("job.removed", {"job": name, "instance": instance}, f"{name} ({instance}) forgotten".lstrip())
     if failure is not None:
         raise failure
     return 0

@@ -107,6 +107,25 @@ def test_what_cannot_be_forgotten_does_not_keep_the_others(cli: Cli) -> None:
     assert [record["job"] for record in cli.events("ps", "-a") if record["event"] == "job"] == ["count"]
 
 
+def test_a_job_that_cannot_be_read_is_said_and_can_be_forgotten(cli: Cli) -> None:
+    documented = documented_events()
+    for name in ("first", "second"):
+        cli.run("run", "--name", name, "--", "true")
+    lost = cli.job("second")
+    (lost.directory / "job.json").write_text("{}")
+    assert f"icecore rm {lost.instance}" in cli.run("ps").stderr
+    events = cli.events("ps", "-a")
+    for event in events:
+        check_event(event, documented)
+    assert [event["instance"] for event in events if event["event"] == "job.damaged"] == [lost.instance]
+    assert [event["job"] for event in events if event["event"] == "job"] == ["first"]
+    assert cli.events("wait", lost.instance, status=9)[-1]["class"] == "Damaged"
+    cli.run("run", "--name", "third", "--", "true")
+    assert cli.run("rm", "--ended", "0").stderr.count(lost.instance) == 2
+    assert cli.run("rm", lost.instance).stdout == f"({lost.instance}) forgotten\n"
+    assert cli.events("ps", "-a") == [] and not lost.directory.exists()
+
+
 def test_killing_the_starter_leaves_the_job(cli: Cli) -> None:
     following = cli.start("run", "--name", "count", "--", *COUNT)
     assert following.stdout is not None

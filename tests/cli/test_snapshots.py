@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,22 @@ def test_hooks(cli: Cli) -> None:
     failing = cli.run("restore", "count", "--name", "other", "--after", "echo why >&2; exit 4", status=1)
     assert "ended with status 4" in failing.stderr and "why" in failing.stderr
     assert cli.job("other").alive
+
+
+def test_a_job_whose_memory_is_on_its_way_outlives_a_failing_hook(cli: Cli) -> None:
+    """Until all is there it would die with the command."""
+    program = "import os, time\nmemory = [os.urandom(1 << 20) for _ in range(256)]\nprint('ready', flush=True)\nwhile True: time.sleep(0.05)"
+    cli.run("init")
+    cli.run("run", "-d", "--name", "large", "--", sys.executable, "-c", program)
+    until(lambda: (cli.job("large").directory / "stdout.log").read_text() == "ready\n", "ready")
+    cli.run("dump", "large", "--stop")
+    events = cli.events("restore", "large", "--mode", "lazy", "--after", "exit 4", status=1)
+    assert events[-1]["class"] == "HookFailed", events
+    assert [event["event"] for event in events if event["event"] in ("restore.running", "restore.resident", "restore.failed")] == [
+        "restore.running",
+        "restore.resident",
+    ]
+    assert cli.job("large").alive
 
 
 def test_refusals_come_before_anything_is_stopped(cli: Cli) -> None:

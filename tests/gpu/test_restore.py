@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,13 @@ from icecore.events import Event
 from icecore.host import procfs
 from icecore.host.criu import Criu
 from icecore.host.cuda.backend import VARIABLE
+from icecore.host.cuda.client import Helper
 from icecore.host.job import Job
 from icecore.host.jobs import Registry
 from icecore.host.namespaces import Isolation
-from icecore.restorer import device_file, images
+from icecore.restorer import device_file, devices, images
 from icecore.restorer import restore as restorer
+from icecore.restorer.filling import Filling
 from icecore.restorer.guard_process import descendants
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import Restored, check, restore
@@ -193,6 +196,74 @@ def test_a_driver_that_overtakes_the_fetching_waits(
     began, ended = (event.at for event in events.named("restore.gpu.restore"))
     assert ended - began > 0.5
     assert events.named("restore.memory")[-1].fields["faults"]
+
+
+@pytest.mark.parametrize("mode", ["full", "lazy"])
+def test_the_drivers_time_begins_when_its_memory_is_there(
+    mode: str, store: Store, launch: Launch, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it waits for the store is not its own."""
+    target = launch(GPUS[:2], mib=MIBS)
+    snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
+    target.reap()
+    began = threading.Event()
+
+    def add(self: device_file._Process, there: Sequence[int]) -> None:
+        assert began.wait(20)
+        while time.monotonic() < begun[0] + 3:
+            time.sleep(0.05)
+        put(self, there)
+
+    def begin(self: Helper, pid: int, gpus: Mapping[str, str]) -> Future[Any]:
+        begun.append(time.monotonic())
+        began.set()
+        return ask(self, pid, gpus)
+
+    begun: list[float] = []
+    put, ask = device_file._Process.add, Helper.begin_restore
+    with monkeypatch.context() as patched:
+        patched.setattr(devices, "CALL_SECONDS", 1.0)
+        patched.setattr(device_file._Process, "add", add)
+        patched.setattr(Helper, "begin_restore", begin)
+        events = Events()
+        bring_back(store, snapshot, events, mode=mode, threads=2)
+    goes_on(target)
+    before, after = (event.at for event in events.named("restore.gpu.restore"))
+    assert after - before > 2
+
+
+@pytest.mark.parametrize("placers", [0, 2])
+def test_whether_all_device_memory_is_there(
+    placers: int, store: Store, launch: Launch, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is placed through page faults; the driver's time begins then."""
+    target = launch(GPUS[:2])
+    snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
+    target.reap()
+    seen: list[bool] = []
+    fillings: list[Filling] = []
+
+    def opened(self: Filling) -> None:
+        fillings.append(self)
+        seen.append(self.has_device_memory())
+        begin(self)
+
+    begin = Filling.open
+    monkeypatch.setattr(Filling, "open", opened)
+    bring_back(store, snapshot, placers=placers)
+    goes_on(target)
+    assert any(fillings[0]._device) and seen == [False] and fillings[0].has_device_memory()
+
+
+def test_a_driver_that_hangs_is_not_waited_for(store: Store, launch: Launch, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = launch(GPUS[:2])
+    snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
+    target.reap()
+    world.fault("restore", code=0, seconds=5.0)
+    monkeypatch.setattr(devices, "CALL_SECONDS", 1.0)
+    with pytest.raises(RestoreFailed, match="after all its memory was there"):
+        bring_back(store, snapshot)
+    gone(target, 10.0)
 
 
 def until_attached(process: device_file._Process) -> None:

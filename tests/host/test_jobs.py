@@ -224,6 +224,63 @@ def test_half_made_and_foreign_entries(registry: Registry) -> None:
     (job.directory / "job.json").unlink()
 
 
+@pytest.mark.parametrize("spoilt", ["{}", "", "[1", '{"name": "\\udcff"}'])
+def test_what_cannot_be_read_keeps_nobody_from_the_others(spoilt: str, registry: Registry) -> None:
+    """As a crash of the machine may leave it."""
+    job, lost = ended(registry), ended(registry, "lost")
+    (lost.directory / "job.json").write_text(spoilt)
+    assert [found.instance for found in registry.instances()] == [job.instance]
+    assert list(registry.damaged()) == [lost.instance]
+    assert registry.find("true").instance == job.instance
+    assert ended(registry, "lost").name == "lost"
+    with pytest.raises(Damaged, match=f"icecore rm {lost.instance}"):
+        registry.find(lost.instance)
+    with pytest.raises(NotFound, match="there is no damaged job"):
+        registry.remove_damaged(job.instance)
+    registry.remove_damaged(lost.instance)
+    assert (registry.damaged(), lost.directory.exists(), job.directory.exists()) == ({}, False, True)
+
+
+def test_who_runs_is_not_forgotten_though_its_note_is_damaged(registry: Registry) -> None:
+    job = sleeper(registry)
+    (job.directory / "job.json").write_text("{}")
+    with pytest.raises(UsageError, match=f"runs, as process {job.pid}"):
+        registry.remove_damaged(job.instance)
+    job.save()
+    assert registry.find("sleep").alive
+
+
+def test_a_note_is_on_the_disk_before_it_is_the_note(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = ended(registry)
+    steps: list[str] = []
+    sync, put = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        steps.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        sync(descriptor)
+
+    def replaced(old: Path, new: Path) -> None:
+        steps.append("replaced")
+        put(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    job.save()
+    assert steps == ["job.json.new", "replaced", job.instance]
+
+
+def test_an_init_that_nobody_could_look_at(registry: Registry) -> None:
+    """Its pid may be another's by now, as this process's is here."""
+    job = ended(registry)
+    with registry.restoring(job.record(), snapshot="s1") as new:
+        assert new.started(job.pid).state == "ended"  # it is gone
+    (new.job.directory / "status").write_text("exited 3\n")
+    found = registry.find(new.job.instance)
+    assert (found.alive, found.wait(1), found.description.restored_from) == (False, ExitStatus(code=3), "s1")
+    assert (found.with_lost(os.getpid()).state, registry.find(found.instance).alive) == ("ended", False)
+    registry.remove(found)
+
+
 def test_notes_on_snapshots(registry: Registry) -> None:
     job = ended(registry).with_snapshot("s7", "lineage")
     assert (registry.find("true").description.snapshot, job.description.lineage) == ("s7", "lineage")

@@ -15,7 +15,8 @@ from icecore.dumper.options import DumpOptions
 from icecore.errors import IcecoreError, NotFound, RestoreFailed, RestoreRefused, StoreError
 from icecore.events import Event
 from icecore.host import procfs
-from icecore.host.resident.client import Agent
+from icecore.host.resident.client import Agent, Keeper
+from icecore.host.resident.protocol import Allocation
 from icecore.restorer.fetch import PLACE_THREADS
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.resident_filling import Filling
@@ -121,6 +122,42 @@ def test_memory_that_was_kept_is_let_go_of_by_another_restore(store: Store, laun
     bring_back(store, snapshot)
     job.goes_on()
     assert joined.used(0) == job.resident + MIB // 2
+
+
+def test_a_keeper_that_dies_once_its_memory_was_taken(
+    store: Store, launch: Launch, joined: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its descriptors are closed: else the memory would be in use for as long as whoever restores runs."""
+    job = launch()
+    snapshot = store.dump(job.pid, DumpOptions(stop=True, keep_resident=True)).snapshot
+    job.reap()
+    taken: list[int] = []
+
+    def take(self: Keeper, token: bytes) -> list[tuple[Allocation, int]]:
+        found = ask(self, token)
+        taken.append(of_gpus(joined))
+        joined.kill_keeper()
+        return found
+
+    ask = Keeper.take
+    with monkeypatch.context() as patch:
+        patch.setattr(Keeper, "take", take)
+        with pytest.raises(NotFound):
+            bring_back(store, snapshot, from_resident=True)
+    assert (taken, of_gpus(joined)) == ([job.buffers], 0)
+    ended(job)
+    bring_back(store, snapshot)
+    job.goes_on()
+
+
+def of_gpus(machine: Machine) -> int:
+    """How many descriptors of device memory this process has."""
+    found = 0
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            place = os.fstat(int(number)).st_dev
+            found += any(place == os.stat(gpu).st_dev for gpu in machine.cuda.glob("gpu*"))
+    return found
 
 
 @pytest.mark.parametrize("told", [True, False])

@@ -7,7 +7,9 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -291,6 +293,37 @@ def test_python_api(asked: bool | None, tmp_path: Path) -> None:
     [about] = [event for event in events if event.name == "run.gpu"]
     assert about.fields["resident"] is (asked is not False) is (b"ICECORE_RESIDENT=" in environment)
     assert ("its device memory is resident" in describe(about)) is (asked is not False)
+
+
+def keepers(place: Path) -> list[int]:
+    """The processes of a directory's keeper."""
+    found = []
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with suppress(OSError):
+            if Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0")[1:2] == [f"{place}/keeper".encode()]:
+                found.append(int(name))
+    return found
+
+
+@pytest.mark.parametrize("root", ["host", "private"])
+def test_what_cannot_be_started_leaves_no_keeper(root: Literal["host", "private"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would find it any more."""
+    broken = tmp_path / "broken"
+    broken.write_text("not a program")
+    registry = Registry(tmp_path / "state")
+    made: list[Path] = []
+
+    def note(self: Running, place: Path, *, keep: bool) -> Running:
+        made.append(place)
+        return noted(self, place, keep=keep)
+
+    noted = Running.with_resident
+    monkeypatch.setattr(Running, "with_resident", note)
+    with pytest.raises(UsageError, match="Permission denied"):
+        api.start_gpu(registry, [str(broken)], Isolation(), pid=root, root=root)
+    [place] = made
+    assert not place.exists() and registry.instances() == []
+    until(lambda: not keepers(place))
 
 
 def test_where_no_compiler_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,16 @@ import threading
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from icecore.errors import RestoreRefused
+from icecore.host import limits
 from icecore.host.criu import Criu
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.requirements import check_requirements
-from icecore.store.manifest import Manifest, Namespaces, Requirements, Sizes, Space
+from icecore.store.cell import CELL, Records
+from icecore.store.manifest import NODE_REF, Manifest, Namespaces, Region, Requirements, Sizes, Space, SpaceKind
 from tests.restorer.places import empty_manifest
 
 CRIU = Criu(Path("/usr/sbin/criu"), (4, 1, 1), None)
@@ -115,3 +118,59 @@ def test_memory_and_room() -> None:
     assert list(failed(manifest_with(sizes=Sizes(logical=1 << 60)))) == ["memory"]
     images = [Space("image", "x.img", 1 << 60, [])]
     assert set(failed(manifest_with(spaces=images))) == {"memory", "space"}
+
+
+def space_with(kind: SpaceKind, pages: int, **about: bool) -> tuple[Space, list[Records]]:
+    """A space of 64 GiB with so many pages in each MiB of its first half, and zeros in one MiB more; and its map."""
+    count = 32 << 10
+    records = np.zeros(count + 1, CELL)
+    records["cell"] = np.arange(count + 1)
+    bits = np.arange(256) < pages
+    records["data"][:count], records["zero"][count] = np.packbits(bits, bitorder="little"), 255
+    nodes = np.zeros(count // 64 + 1, NODE_REF)
+    nodes["group"], nodes["length"] = np.arange(len(nodes)), 100
+    regions = [Region(4 << 20, 1 << 20, 4 << 20, lazy=True), Region(8 << 20, 64 << 30, 8 << 20, **about)]
+    nodes["region"] = 1
+    return Space(kind, "1", 0, regions, nodes.tobytes()), [records[:0], records]
+
+
+@pytest.mark.parametrize(
+    ("kind", "lazy", "there"), [("shared", False, True), ("process", False, True), ("process", True, False), ("file", False, False)]
+)
+def test_pages_that_criu_copies_are_there_twice(kind: SpaceKind, lazy: bool, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lie in its page images, beside the tree that gets them; what comes later does not."""
+    space, records = space_with(kind, 256, lazy=lazy)
+    manifest = manifest_with(spaces=[space], sizes=Sizes(logical=32 << 30))
+    for available, free, lacking in (
+        (64 << 30, 32 << 30, set()),
+        ((64 << 30) - 1, 32 << 30, {"memory"}),
+        (64 << 30, (32 << 30) - 1, {"space"}),
+        ((32 << 30) - 1, 0, {"memory", "space"}),
+    ):
+        monkeypatch.setattr(limits, "memory_available", lambda available=available: available)
+        monkeypatch.setattr(limits, "free_space", lambda _, free=free: free)
+        for maps in (None, lambda _: records):
+            found = check_requirements(manifest, RestoreOptions(), CRIU, "/dev/shm", records=maps)
+            expected = lacking if there else {"memory"} if available < 32 << 30 else set()
+            assert {check.name for check in found.failed} == expected
+
+
+def test_shared_memory_with_few_pages_needs_little_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest only says where there is something; the map, which is read in doubt alone, how much."""
+    space, records = space_with("shared", 8)
+    manifest = manifest_with(spaces=[space], sizes=Sizes(logical=40 << 30))
+    monkeypatch.setattr(limits, "memory_available", lambda: 41 << 30)
+    read: list[str] = []
+
+    def maps(space: Space) -> list[Records]:
+        read.append(space.kind)
+        return records
+
+    for free, lacking, reads in ((33 << 30, [], 1), (1 << 30, [], 2), ((1 << 30) - 1, ["space"], 3)):
+        monkeypatch.setattr(limits, "free_space", lambda _, free=free: free)
+        found = check_requirements(manifest, RestoreOptions(), CRIU, "/dev/shm", records=maps)
+        assert ([check.name for check in found.failed], len(read)) == (lacking, reads)
+    monkeypatch.setattr(limits, "memory_available", lambda: 80 << 30)
+    monkeypatch.setattr(limits, "free_space", lambda _: 33 << 30)
+    assert not check_requirements(manifest, RestoreOptions(), CRIU, "/dev/shm", records=maps).failed
+    assert len(read) == 3

@@ -18,6 +18,7 @@ from icecore.errors import Damaged, IcecoreError, ObjectMissing, RestoreFailed, 
 from icecore.events import Event
 from icecore.host import procfs
 from icecore.host.memory import RemoteReader
+from icecore.restorer import requirements
 from icecore.restorer.filling import Filling
 from icecore.restorer.guard_process import descendants
 from icecore.restorer.options import RestoreOptions
@@ -169,6 +170,17 @@ def test_what_a_lazy_restore_touched_first_comes_first_the_next_time(tmp_path: P
 
 async def names(it: Dumped, prefix: str) -> list[str]:
     return [info.name async for info in it.place.repository.backend.list(prefix)]
+
+
+@pytest.mark.parametrize("name", ["tree", "training"])
+def test_what_criu_copies_is_known_before(tmp_path: Path, cache: Path, name: str) -> None:
+    with dumped(name, tmp_path, cache) as it:
+        reader = SnapshotReader(it.place.repository, it.place.run(it.place.repository.manifest(it.result.snapshot)))
+        known = sum(requirements._pages(space, reader.records) for space in reader.manifest.spaces)
+        most = sum(requirements._most_pages(space) for space in reader.manifest.spaces)
+        it.restore(FULL)
+        [written] = [event.fields["page_image_bytes"] for event in it.events if "page_image_bytes" in event.fields]
+        assert 0 < known <= int(str(written)) <= most + (1 << 20)  # few pages are there for a stack pointer's sake; of zeros there is room only
 
 
 # -- what fails -----------------------------------------------------------------------------------------------------------

@@ -13,8 +13,9 @@ import pytest
 from icecore.dumper.dump import dump
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
+from icecore.host import procfs
 from icecore.host.job import Job
-from icecore.host.jobs import Registry
+from icecore.host.jobs import Registry, Restoring
 from icecore.host.namespaces import Isolation
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import Restored, restore
@@ -132,6 +133,33 @@ def test_two_instances_of_one_snapshot_beside_the_original(
         found = lines(job)
         assert found == expected(len(found))
         assert len(found) >= len(before)
+
+
+@pytest.mark.parametrize("mode", ["full", "lazy"])
+def test_a_job_that_ends_before_it_is_noted_down(mode: str, trip: Trip, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ran: what it wrote and how it ended stay."""
+    end, started = tmp_path / "end", Restoring.started
+    job = registry.start([sys.executable, "-c", CHAIN, str(end)], name="chain")
+    wait_lines(job, 10)
+    snapshot = take(trip, job, stop=True)
+    end.touch()
+
+    def late(self: Restoring, pid: int) -> Job:
+        until = time.monotonic() + 20
+        while procfs.exists(pid):  # the guard reaps it
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        return started(self, pid)
+
+    monkeypatch.setattr(Restoring, "started", late)
+    restored = bring_back(trip, registry, snapshot, mode=mode)
+    restored.wait_resident(30)
+    assert restored.job is not None
+    again = registry.find(restored.job.instance)
+    assert (again.state, again.wait(1).exit_code, restored.wait(1).exit_code) == ("ended", 7, 7)
+    found = lines(again)
+    assert found == expected(len(found)) and len(found) >= len(lines(job))
+    registry.remove(again)
 
 
 def test_the_exit_status_of_a_stopped_and_restored_job(trip: Trip, registry: Registry, tmp_path: Path) -> None:
