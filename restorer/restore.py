@@ -19,7 +19,7 @@ from icecore.host.criu import Criu, find_criu
 from icecore.host.cuda.holder import VARIABLE, plugin_folder
 from icecore.host.job import ExitStatus, Job
 from icecore.host.jobs import Registry, Restoring
-from icecore.host.limits import kernel_version, memory_available, overcommits, threads_for
+from icecore.host.limits import kernel_version, memory_available, overcommits, raise_descriptor_limit, threads_for
 from icecore.host.namespaces import INSTANCE_MOUNT, RunRecord
 from icecore.host.resident.client import Keeper
 from icecore.host.resident.keeper import claimed
@@ -250,6 +250,7 @@ class _Run:
         images.mkdir(mode=0o700)
         work.mkdir(mode=0o700)
         self.guard = Guard(str(work), str(top))
+        raise_descriptor_limit()  # one for each process and child; after the guard, which starts CRIU with what there was before
         manifest = self._open()
         self.drivers = _with_device_memory(manifest)
         budget = options.budget_bytes or _BUDGET * self.drivers
