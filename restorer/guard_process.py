@@ -17,6 +17,7 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
+import errno
 import fcntl
 import json
 import os
@@ -183,9 +184,11 @@ class Guard:
         if number == RESTORE_FINISHED:
             self.say({"say": "restored"})
         elif number >= 0:  # the id of a zombie, which has no memory, is negative
-            _, descriptors, _, _ = socket.recv_fds(self.criu_connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+            _, descriptors, flags, _ = socket.recv_fds(self.criu_connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
             if descriptors:
                 self.say({"say": "task", "process": number, "keep": self.keep(descriptors[0])}, b"", descriptors)
+            elif flags & socket.MSG_CTRUNC:
+                self.say({"say": "task", "process": number, "error": os.strerror(errno.EMFILE)})
 
     def keep(self, descriptor: int) -> int:
         self.next_kept += 1
@@ -199,7 +202,7 @@ class Guard:
         except BlockingIOError:
             data = b""
         except (KeyError, OSError) as error:
-            self.say({"say": "events", "keep": number, "children": [], "error": str(error)})
+            self.say({"say": "events", "keep": number, "children": [], "error": str(error), "errno": getattr(error, "errno", None)})
             return
         born = [
             struct.unpack_from("<I", data, at + 8)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -279,6 +280,39 @@ def test_forks_while_everything_is_being_placed() -> None:
     with rig(script) as it:
         it.complete()
         assert it.said(61) == ["0"] * 61
+
+
+def test_children_that_have_ended_cost_no_descriptors() -> None:
+    """A job that forks all the time, restored lazily from far away, would come to any limit."""
+    script = """
+    for n in range(400):
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+    m.say("forked", m.check(0, 256))
+    m.wait_for_go()
+    child = os.fork()
+    if child == 0:
+        m.say(m.check(0, m.pages))
+        os._exit(0)
+    os.waitpid(child, 0)
+    m.say(m.check(0, m.pages))
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = max(int(name) for name in os.listdir("/proc/self/fd")) + 150  # other tests' files may still be open
+    with rig(script) as it:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        resource.prlimit(it.guard.pid, resource.RLIMIT_NOFILE, (200, 200))
+        try:
+            assert it.said(1, 60) == ["forked 0"]
+            assert len(it.members()) < 140 and len(os.listdir(f"/proc/{it.guard.pid}/fd")) < 160
+            assert not it.members()[0].forked
+            it.complete()
+            it.go()
+            assert it.said(3) == ["forked 0", "0", "0"]
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_child_does_not_find_what_its_parent_keeps_from_it() -> None:
