@@ -119,6 +119,11 @@ class Daemon:
         """Begin to listen."""
         self._thread.start()
 
+    @property
+    def started(self) -> bool:
+        """Whether anybody has listened."""
+        return self._thread.ident is not None
+
     def wait_for(self, condition: Callable[[Daemon], bool], seconds: float | None) -> bool:
         """Wait until a condition on this object's public attributes holds.
 
@@ -143,7 +148,7 @@ class Daemon:
         """End the thread and close our descriptors."""
         self._stop = True
         self._wake()
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
+        if self.started and self._thread is not threading.current_thread():
             self._thread.join()
         for descriptor, (_, member) in self._by_descriptor.items():
             with member.lock.writing():  # nobody may place through a number that soon means another file

@@ -295,8 +295,9 @@ class Tree:
         self._kill()
         self.filling.fail(error)
         self.filling.kill_placers()
-        with suppress(BaseException):
-            self.daemon.wait_for(lambda d: d.killed, _KILL_SECONDS)
+        if self.daemon.started:  # else nobody hears of it; there is no more than the guard then, whose end is waited for
+            with suppress(BaseException):
+                self.daemon.wait_for(lambda d: d.killed, _KILL_SECONDS)
         self.filling.stop()
         self.daemon.stop()
         with suppress(RestoreFailed):
