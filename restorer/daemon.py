@@ -259,7 +259,9 @@ class Daemon:
         descriptor, keep = message.descriptors[0], message.number("keep")
         # A process without missing memory is served too: CRIU registers its memory all the same, so that absent pages
         # would be waited for.
-        family = self._families.get(process) or Family.empty(process, self.check_unmapped)
+        family = self._families.get(process)
+        if family is None:  # one without cells is none that is missing: it may have memory that comes from a file
+            family = Family.empty(process, self.check_unmapped)
         self._watch(family, Member(descriptor, keep, len(family)))
 
     def _watch(self, family: Family, member: Member) -> None:

@@ -21,7 +21,7 @@ import pytest
 from icecore.host import procfs
 from icecore.restorer.cells import SpaceCells, space_cells
 from icecore.restorer.daemon import Daemon
-from icecore.restorer.guard import Guard
+from icecore.restorer.guard import Guard, Message
 from icecore.restorer.guard_process import descendants
 from icecore.restorer.members import Family, Member
 from icecore.store.cell import CELL, PAGE
@@ -455,3 +455,21 @@ def test_memory_where_a_file_was_is_other_memory() -> None:
     assert not family.filed_at(filed[0][0])
     assert member.map.original(filed[0][0] - 1) == filed[0][0] - 1 and member.map.original(filed[0][1]) == filed[0][1]
     assert member.map.original(filed[0][0]) is None and member.map.original(filed[0][1] - 1) is None
+
+
+def test_a_process_all_of_whose_memory_is_filed_keeps_what_is_known_of_it() -> None:
+    """It has no cell that is placed, and is its family all the same."""
+    nothing = np.empty(0, np.uint64)
+    filed, wiped = [(START, START + (2 << 20))], [(START + (4 << 20), START + (5 << 20))]
+    family = Family(7, SpaceCells(np.empty(0, CELL), nothing, nothing, nothing), np.empty((0, 32), np.uint8), lambda *_: None, wiped, filed)
+    ours, theirs = os.pipe()
+    with open(ours, "rb"), open(theirs, "wb"), tempfile.TemporaryDirectory(dir="/dev/shm", prefix="icecore-test-") as folder:
+        guard = Guard(folder, folder)
+        daemon = Daemon(guard, {7: family}, lambda *_: None, lambda _: None)
+        try:
+            daemon._add_task(Message("task", {"say": "task", "process": 7, "keep": 1}, b"", [os.dup(ours)]))
+            assert [member.keep for member in family.members] == [1]
+            assert family.filed_at(START)
+        finally:
+            daemon.stop()
+            guard.end(20)
