@@ -6,6 +6,7 @@ Faults are answered at once: absent memory with zeros, the snapshot's pages by a
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import struct
@@ -17,7 +18,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from icecore.errors import IcecoreError, RestoreFailed
 from icecore.host import procfs
 from icecore.host.userfaultfd import Event, Fault, Fork, Remap, Remove, Unmap
-from icecore.restorer.guard import Guard, GuardLost, Message
+from icecore.restorer.guard import MORE_DESCRIPTORS, Guard, GuardLost, Message
 from icecore.restorer.guard_process import EVENT_BYTES, descendants
 from icecore.restorer.locks import SharedLock
 from icecore.restorer.members import Family, Member
@@ -25,6 +26,8 @@ from icecore.restorer.members import Family, Member
 _ANSWER_SECONDS = 30.0
 _MESSAGE = struct.Struct("<B7xQQQ")
 _PAGE = 4096
+#: So many address spaces may be known before those of ended processes are looked for.
+_FEW = 64
 
 
 def parse_events(data: bytes, children: list[int]) -> list[Event]:
@@ -76,6 +79,7 @@ class Daemon:
         self._failed = failed
         self._by_descriptor: dict[int, tuple[Family, Member]] = {}
         self._again: list[tuple[Family, Member, Fault]] = []
+        self._many = _FEW
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._poll = select.poll()
         self._poll.register(guard.fileno(), select.POLLIN)
@@ -115,6 +119,11 @@ class Daemon:
         """Begin to listen."""
         self._thread.start()
 
+    @property
+    def started(self) -> bool:
+        """Whether anybody has listened."""
+        return self._thread.ident is not None
+
     def wait_for(self, condition: Callable[[Daemon], bool], seconds: float | None) -> bool:
         """Wait until a condition on this object's public attributes holds.
 
@@ -139,7 +148,7 @@ class Daemon:
         """End the thread and close our descriptors."""
         self._stop = True
         self._wake()
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
+        if self.started and self._thread is not threading.current_thread():
             self._thread.join()
         for descriptor, (_, member) in self._by_descriptor.items():
             with member.lock.writing():  # nobody may place through a number that soon means another file
@@ -207,6 +216,8 @@ class Daemon:
         again, self._again = self._again, []
         for family, member, fault in again:
             self._answer(family, member, fault)
+        if len(self._by_descriptor) > self._many:
+            self._forget_dead()
         if self._finish and not self.complete:
             self._close_all()
 
@@ -240,11 +251,17 @@ class Daemon:
                 self._say(killed=True)
 
     def _add_task(self, message: Message) -> None:
-        descriptor, keep = message.descriptors[0], message.number("keep")
         process = message.number("process")
+        if "error" in message.about:
+            raise RestoreFailed(
+                f"the restore's guard could not take the userfaultfd of process {process}: {message.about['error']}", cure=MORE_DESCRIPTORS
+            )
+        descriptor, keep = message.descriptors[0], message.number("keep")
         # A process without missing memory is served too: CRIU registers its memory all the same, so that absent pages
         # would be waited for.
-        family = self._families.get(process) or Family.empty(process, self.check_unmapped)
+        family = self._families.get(process)
+        if family is None:  # one without cells is none that is missing: it may have memory that comes from a file
+            family = Family.empty(process, self.check_unmapped)
         self._watch(family, Member(descriptor, keep, len(family)))
 
     def _watch(self, family: Family, member: Member) -> None:
@@ -258,6 +275,17 @@ class Daemon:
         self._poll.unregister(member.descriptor)
         os.close(member.descriptor)
         self._guard.close_descriptor(member.keep)
+
+    def _forget_dead(self) -> None:
+        """Let go of children that have ended, or execute something else by now: the kernel tells of neither, and a job that forks now and then would
+        come to the limit on descriptors. Looked for whenever there are twice as many as the last time, so that it costs next to nothing a fork."""
+        for family, member in list(self._by_descriptor.values()):
+            # The processes that CRIU restored stay: they are no more than there were, and placers know them as the first of their families.
+            if member.forked and member.dead():
+                with member.lock.writing():
+                    self._forget(member)
+                family.remove(member)
+        self._many = max(_FEW, 2 * len(self._by_descriptor))
 
     def _read_events(self, family: Family, member: Member) -> None:
         faults: list[Fault] = []
@@ -277,7 +305,8 @@ class Daemon:
         """Read and apply what waits on one descriptor; the write lock is held. Returns how many events there were."""
         message = self._guard.read_events(member.keep, _ANSWER_SECONDS)
         if "error" in message.about:
-            raise GuardLost(f"the restore's guard could not read a userfaultfd: {message.about['error']}")
+            cure = MORE_DESCRIPTORS if message.about.get("errno") == errno.EMFILE else ""
+            raise GuardLost(f"the restore's guard could not read a userfaultfd: {message.about['error']}", cure=cure)
         events = parse_events(message.data, message.descriptors)
         children = message.about["children"]
         assert isinstance(children, list)

@@ -18,6 +18,8 @@ from pathlib import Path
 from icecore.errors import RestoreFailed
 from icecore.restorer import guard_process
 
+MORE_DESCRIPTORS = "raise the hard limit on open files (ulimit -Hn)"
+
 
 class GuardLost(RestoreFailed):
     """The guard process itself died."""
@@ -153,7 +155,7 @@ class Guard:
     def _receive(self, seconds: float) -> Message:
         self._socket.settimeout(seconds)
         try:
-            payload, descriptors, _, _ = socket.recv_fds(
+            payload, descriptors, flags, _ = socket.recv_fds(
                 self._socket, guard_process.MAX_MESSAGE, guard_process.MAX_EVENTS, socket.MSG_CMSG_CLOEXEC
             )
         except TimeoutError:
@@ -165,6 +167,11 @@ class Guard:
                 self._socket.settimeout(None)
         if not payload:
             raise GuardLost("the restore's guard process died")
+        if flags & socket.MSG_CTRUNC:
+            # Whose they were nobody can tell any more: that memory would never come.
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise RestoreFailed("this process cannot have the userfaultfd of another process: too many open files", cure=MORE_DESCRIPTORS)
         text, _, data = payload.partition(b"\0")
         about = json.loads(text)
         return Message(about["say"], about, data, descriptors)

@@ -17,9 +17,11 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
+import errno
 import fcntl
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -63,6 +65,9 @@ class Guard:
 
     def __init__(self, control: socket.socket) -> None:
         self.control = control
+        # One for each process and each child that is forked, and those for CRIU; CRIU itself gets the limit that we were given.
+        self.soft_limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind(LAZY_SOCKET)
         self.listener.listen(1)
@@ -131,11 +136,13 @@ class Guard:
         """Start CRIU, with the descriptors that came along under the given numbers."""
         # First out of the way of all those numbers, so that no descriptor is overwritten before it is placed.
         above = max(numbers, default=2) + 1
-        moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, above) for descriptor in descriptors]
-        for descriptor in descriptors:
-            os.close(descriptor)
-        output = os.open("restore.log.stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        ours = list(descriptors)
         try:
+            ours += (moved := [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, above) for descriptor in descriptors])
+            ours.append(output := os.open("restore.log.stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
+            # As it would be without us; but it cannot be given descriptors above its limit.
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(self.soft_limit, *(one + 1 for one in ours)), hard))
             self.criu = os.posix_spawn(
                 argv[0],
                 argv,
@@ -150,10 +157,11 @@ class Guard:
                 setsigmask=[],
             )
             self.say({"say": "started", "pid": self.criu})
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a number above the hard limit, or a descriptor that did not arrive
             self.say({"say": "ended", "status": 127, "why": str(error)})
         finally:
-            for descriptor in (*moved, output):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            for descriptor in ours:
                 os.close(descriptor)
 
     def accept(self) -> None:
@@ -176,9 +184,11 @@ class Guard:
         if number == RESTORE_FINISHED:
             self.say({"say": "restored"})
         elif number >= 0:  # the id of a zombie, which has no memory, is negative
-            _, descriptors, _, _ = socket.recv_fds(self.criu_connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+            _, descriptors, flags, _ = socket.recv_fds(self.criu_connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
             if descriptors:
                 self.say({"say": "task", "process": number, "keep": self.keep(descriptors[0])}, b"", descriptors)
+            elif flags & socket.MSG_CTRUNC:
+                self.say({"say": "task", "process": number, "error": os.strerror(errno.EMFILE)})
 
     def keep(self, descriptor: int) -> int:
         self.next_kept += 1
@@ -192,7 +202,7 @@ class Guard:
         except BlockingIOError:
             data = b""
         except (KeyError, OSError) as error:
-            self.say({"say": "events", "keep": number, "children": [], "error": str(error)})
+            self.say({"say": "events", "keep": number, "children": [], "error": str(error), "errno": getattr(error, "errno", None)})
             return
         born = [
             struct.unpack_from("<I", data, at + 8)[0]

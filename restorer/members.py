@@ -90,7 +90,7 @@ class Member:
         self._count = threading.Lock()
 
     def dead(self) -> bool:
-        """Whether its process has ended. ``lock`` is held."""
+        """Whether its process has ended, or executes something else. Nobody closes the descriptor meanwhile."""
         return userfaultfd.place_zero(self.descriptor, 0, PAGE).stop is Stop.DEAD
 
     def child(self, descriptor: int, keep: int, wiped: Sequence[tuple[int, int]]) -> Member:
@@ -164,6 +164,11 @@ class Family:
         """A member more. For a fork this happens under the parent's write lock."""
         with self._adding:
             self.members = (*self.members, member)
+
+    def remove(self, member: Member) -> None:
+        """A child has ended; it is ``gone``."""
+        with self._adding:
+            self.members = tuple(other for other in self.members if other is not member)
 
     def address(self, row: int) -> int:
         """The first address in a cell's window that is its region's: names the cell among snapshots of the process."""

@@ -7,9 +7,9 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from icecore.host.criu import Criu, find_criu
 from icecore.host.cuda.holder import VARIABLE, plugin_folder
 from icecore.host.job import ExitStatus, Job
 from icecore.host.jobs import Registry, Restoring
-from icecore.host.limits import kernel_version, memory_available, overcommits, threads_for
+from icecore.host.limits import kernel_version, memory_available, overcommits, raise_descriptor_limit, threads_for
 from icecore.host.namespaces import INSTANCE_MOUNT, RunRecord
 from icecore.host.resident.client import Keeper
 from icecore.host.resident.keeper import claimed
@@ -251,6 +251,7 @@ class _Run:
         images.mkdir(mode=0o700)
         work.mkdir(mode=0o700)
         self.guard = Guard(str(work), str(top))
+        raise_descriptor_limit()  # one for each process and child; after the guard, which starts CRIU with what there was before
         manifest = self._open()
         self.drivers = _with_device_memory(manifest)
         budget = options.budget_bytes or _BUDGET * self.drivers
@@ -419,7 +420,7 @@ class _Run:
             self.loop.run(session.abort())
         except IcecoreError as error:
             # It only pinned the snapshot, and is fenced when it has been silent for long.
-            self.emit(Event("restore.warning", {"name": "session", "message": str(error)}))
+            self._tell(Event("restore.warning", {"name": "session", "message": str(error)}))
 
     # -- files --------------------------------------------------------------------------------------------------------
 
@@ -577,8 +578,10 @@ class _Run:
                 self._resident(tree, restored)
             except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the memory
                 first = tree.failure or error
-                self.undo(first)
-                restored._resident.set_exception(first)
+                try:
+                    self.undo(first)
+                finally:
+                    restored._resident.set_exception(first)
 
         threading.Thread(target=finish, name="restore", daemon=True).start()
         return restored
@@ -608,24 +611,41 @@ class _Run:
         return Restored(self.snapshot, pid, job, seconds)
 
     def _resident(self, tree: Tree, restored: Restored) -> None:
-        """All memory is there: from now on the tree lives without us."""
+        """All memory is there: from now on the tree lives without us, and nothing that still fails is a failure of its restore."""
         tree.release(stay=not self.options.detach)
-        if restored.job is not None:
-            self._outlive(restored.job)
         seconds = time.perf_counter() - self.began
         restored.seconds_to_resident = seconds
-        self.emit(Event("restore.resident", {"snapshot": self.snapshot, "seconds": seconds}))
-        if not self.options.detach:
 
-            def done(status: int | BaseException) -> None:
-                if isinstance(status, int):
-                    restored._exit.set_result(status)
-                else:
-                    restored._exit.set_exception(status)
+        def done(status: int | BaseException) -> None:
+            if isinstance(status, int):
+                restored._exit.set_result(status)
+            else:
+                restored._exit.set_exception(status)
 
-            tree.await_exit(restored.pid, done)
-        self.stack.close()
+        # In reverse, each whatever becomes of the others.
+        with self._warning("the tree runs, but not all of its restore could be put away"), ExitStack() as steps:
+            steps.callback(self.stack.close)
+            steps.callback(self._tell, Event("restore.resident", {"snapshot": self.snapshot, "seconds": seconds}))
+            if self.options.detach:
+                steps.callback(tree.leave)
+            else:
+                steps.callback(tree.await_exit, restored.pid, done)
+            if restored.job is not None:
+                steps.callback(self._outlive, restored.job)
         restored._resident.set_result(seconds)
+
+    def _tell(self, event: Event) -> None:
+        """Emit what must not stop anything if nobody hears it."""
+        with suppress(Exception):
+            self.emit(event)
+
+    @contextmanager
+    def _warning(self, what: str) -> Iterator[None]:
+        """What fails here is told, and no more."""
+        try:
+            yield
+        except Exception as left:  # noqa: BLE001 - what it is part of does not fail for it
+            self._tell(Event("restore.warning", {"name": "undo", "message": f"{what}: {type(left).__name__}: {left}"}))
 
     def _outlive(self, job: Job) -> None:
         """Not before all memory is there: where that fails the tree is killed, and would leave its device memory."""
@@ -635,7 +655,7 @@ class _Run:
             self.resident.outlive(job.pid, job.status_path)
         except (IcecoreError, OSError) as error:
             message = f"device memory does not outlive a crash of this job: {getattr(error, 'message', error)}"
-            self.emit(Event("restore.warning", {"name": "keep-resident", "message": message}))
+            self._tell(Event("restore.warning", {"name": "keep-resident", "message": message}))
 
     def _remember(self, tree: Tree, manifest: Manifest) -> None:
         touched = tree.filling.touched()
@@ -651,20 +671,23 @@ class _Run:
     # -- failure ------------------------------------------------------------------------------------------------------
 
     def undo(self, error: BaseException) -> None:
-        """Kill what was started, and remove what was made."""
-        if not (self.with_file and isinstance(error, FileUnusable)):  # else it is tried again
-            self.emit(Event("restore.failed", {"snapshot": self.snapshot, "error": f"{type(error).__name__}: {error}"}))
-        try:
-            with ExitStack() as steps:  # in reverse, each whatever becomes of the others
-                steps.callback(self.stack.close)
-                if self.put_back is not None:
-                    steps.callback(self.put_back.abandon)
-                if self.tree is not None:
-                    steps.callback(self.tree.kill, error)
-                elif self.guard is not None:
-                    steps.callback(self._end_guard, self.guard)
-        except Exception as left:  # noqa: BLE001 - what broke first is what the caller hears
-            self.emit(Event("restore.warning", {"name": "undo", "message": f"not all of it could be undone: {type(left).__name__}: {left}"}))
+        """Kill what was started, and remove what was made. Of a tree that was released (somebody broke off while we were leaving it) only what is ours."""
+        released = self.tree is not None and self.tree.released
+        if not released and not (self.with_file and isinstance(error, FileUnusable)):  # else it is tried again
+            self._tell(Event("restore.failed", {"snapshot": self.snapshot, "error": f"{type(error).__name__}: {error}"}))
+        # What broke first is what the caller hears.
+        with self._warning("not all of it could be undone"), ExitStack() as steps:  # in reverse, each whatever becomes of the others
+            steps.callback(self.stack.close)
+            if self.tree is not None and released:
+                if self.options.detach:  # else the guard is its parent, and somebody may wait for its end
+                    steps.callback(self.tree.leave)
+                return
+            if self.put_back is not None:
+                steps.callback(self.put_back.abandon)
+            if self.tree is not None:
+                steps.callback(self.tree.kill, error)
+            elif self.guard is not None:
+                steps.callback(self._end_guard, self.guard)
 
     @staticmethod
     def _end_guard(guard: Guard) -> None:

@@ -106,6 +106,8 @@ class Tree:
         self.daemon.ended = self._criu_ended
         self._lock = threading.Lock()
         self._settled = False
+        #: It lives without us: nobody kills it any more.
+        self.released = False
 
     # -- bringing it up -----------------------------------------------------------------------------------------------
 
@@ -221,10 +223,10 @@ class Tree:
     # -- letting it go ------------------------------------------------------------------------------------------------
 
     def release(self, *, stay: bool) -> None:
-        """Its memory is complete and it runs: from now on it lives without us.
+        """Its memory is complete and it runs: from now on it lives without us. The guard is left behind by `leave` or `await_exit`.
 
         Args:
-            stay: The guard remains its parent, to say how it ends (`exit_status`).
+            stay: The guard remains its parent, to say how it ends (`await_exit`).
 
         Raises:
             RestoreFailed: It was killed in the meantime.
@@ -233,10 +235,16 @@ class Tree:
             if self._settled:
                 raise self.failure or RestoreFailed(f"{self._what} was given up")
             self._guard.release(stay=stay)
-            self._settled = True
-        if not stay:
-            self.daemon.stop()
-            self._guard.end(_KILL_SECONDS)
+            self._settled = self.released = True
+
+    def leave(self) -> None:
+        """End the thread and the guard of a tree that was released. May be called twice.
+
+        Raises:
+            RestoreFailed: The guard does not end.
+        """
+        self.daemon.stop()
+        self._guard.end(_KILL_SECONDS)
 
     def await_exit(self, pid: int, done: Callable[[int | BaseException], None]) -> None:
         """After a release with ``stay``: have ``done`` told in another thread how the process ``pid`` ends."""
@@ -258,7 +266,10 @@ class Tree:
 
     def _failed(self, error: BaseException) -> None:
         """A worker or the daemon cannot go on: the tree must not run. Whoever waits for it raises the error."""
-        self.failure = self.failure or error
+        with self._lock:
+            if self.released:  # as the guard was told, it leaves, which the daemon may see before it is stopped
+                return
+            self.failure = self.failure or error
         self._kill()
         self.filling.fail(error)
 
@@ -295,8 +306,9 @@ class Tree:
         self._kill()
         self.filling.fail(error)
         self.filling.kill_placers()
-        with suppress(BaseException):
-            self.daemon.wait_for(lambda d: d.killed, _KILL_SECONDS)
+        if self.daemon.started:  # else nobody hears of it; there is no more than the guard then, whose end is waited for
+            with suppress(BaseException):
+                self.daemon.wait_for(lambda d: d.killed, _KILL_SECONDS)
         self.filling.stop()
         self.daemon.stop()
         with suppress(RestoreFailed):

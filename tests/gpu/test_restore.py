@@ -21,7 +21,7 @@ import pytest
 
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target as DumpTarget
-from icecore.errors import NotFound, RestoreFailed, RestoreRefused, StoreError
+from icecore.errors import IcecoreError, NotFound, RestoreFailed, RestoreRefused, StoreError
 from icecore.events import Event
 from icecore.host import procfs
 from icecore.host.criu import Criu
@@ -513,6 +513,20 @@ def test_a_restore_that_fails(fault: str, mode: str, store: Store, launch: Launc
     gone(target, 10.0)
     world.clear()
     bring_back(store, snapshot, mode=mode)
+    goes_on(target)
+
+
+def test_what_fails_before_criu_is_started_is_told_at_once(store: Store, launch: Launch, world: World) -> None:
+    """Nobody hears of an end before anybody listens, and nobody waits for it."""
+    target = launch()
+    snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
+    target.reap()
+    began = time.monotonic()
+    with pytest.raises((IcecoreError, OSError), match="/none"):
+        bring_back(store, snapshot, criu_plugins="/none")
+    assert time.monotonic() - began < 30  # it was a minute
+    assert not started("guard_process.py")
+    bring_back(store, snapshot)
     goes_on(target)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import pytest
 from icecore.host import procfs
 from icecore.restorer.cells import SpaceCells, space_cells
 from icecore.restorer.daemon import Daemon
-from icecore.restorer.guard import Guard
+from icecore.restorer.guard import Guard, Message
 from icecore.restorer.guard_process import descendants
 from icecore.restorer.members import Family, Member
 from icecore.store.cell import CELL, PAGE
@@ -281,6 +282,39 @@ def test_forks_while_everything_is_being_placed() -> None:
         assert it.said(61) == ["0"] * 61
 
 
+def test_children_that_have_ended_cost_no_descriptors() -> None:
+    """A job that forks all the time, restored lazily from far away, would come to any limit."""
+    script = """
+    for n in range(400):
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+    m.say("forked", m.check(0, 256))
+    m.wait_for_go()
+    child = os.fork()
+    if child == 0:
+        m.say(m.check(0, m.pages))
+        os._exit(0)
+    os.waitpid(child, 0)
+    m.say(m.check(0, m.pages))
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = max(int(name) for name in os.listdir("/proc/self/fd")) + 150  # other tests' files may still be open
+    with rig(script) as it:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        resource.prlimit(it.guard.pid, resource.RLIMIT_NOFILE, (200, 200))
+        try:
+            assert it.said(1, 60) == ["forked 0"]
+            assert len(it.members()) < 140 and len(os.listdir(f"/proc/{it.guard.pid}/fd")) < 160
+            assert not it.members()[0].forked
+            it.complete()
+            it.go()
+            assert it.said(3) == ["forked 0", "0", "0"]
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_a_child_does_not_find_what_its_parent_keeps_from_it() -> None:
     script = """
     assert libc.madvise(m.at(0), 512 * PAGE, 10) == 0  # MADV_DONTFORK
@@ -421,3 +455,21 @@ def test_memory_where_a_file_was_is_other_memory() -> None:
     assert not family.filed_at(filed[0][0])
     assert member.map.original(filed[0][0] - 1) == filed[0][0] - 1 and member.map.original(filed[0][1]) == filed[0][1]
     assert member.map.original(filed[0][0]) is None and member.map.original(filed[0][1] - 1) is None
+
+
+def test_a_process_all_of_whose_memory_is_filed_keeps_what_is_known_of_it() -> None:
+    """It has no cell that is placed, and is its family all the same."""
+    nothing = np.empty(0, np.uint64)
+    filed, wiped = [(START, START + (2 << 20))], [(START + (4 << 20), START + (5 << 20))]
+    family = Family(7, SpaceCells(np.empty(0, CELL), nothing, nothing, nothing), np.empty((0, 32), np.uint8), lambda *_: None, wiped, filed)
+    ours, theirs = os.pipe()
+    with open(ours, "rb"), open(theirs, "wb"), tempfile.TemporaryDirectory(dir="/dev/shm", prefix="icecore-test-") as folder:
+        guard = Guard(folder, folder)
+        daemon = Daemon(guard, {7: family}, lambda *_: None, lambda _: None)
+        try:
+            daemon._add_task(Message("task", {"say": "task", "process": 7, "keep": 1}, b"", [os.dup(ours)]))
+            assert [member.keep for member in family.members] == [1]
+            assert family.filed_at(START)
+        finally:
+            daemon.stop()
+            guard.end(20)

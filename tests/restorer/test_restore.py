@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,10 +20,12 @@ from icecore.events import Event
 from icecore.host import procfs
 from icecore.host.memory import RemoteReader
 from icecore.restorer import requirements
+from icecore.restorer import restore as restorer
 from icecore.restorer.filling import Filling
 from icecore.restorer.guard_process import descendants
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import check
+from icecore.restorer.tree import Tree
 from icecore.store.cell import PAGE
 from icecore.store.reader import SnapshotReader
 from tests.host.target import eventually
@@ -137,6 +140,77 @@ def test_what_broke_is_told_and_not_that_criu_was_killed_for_it(
         with pytest.raises(RestoreFailed, match="the end does not come"):
             it.restore(options).wait_resident(60)
         assert it.remains() == []
+
+
+def broken_from(name: str, state: str | None = None) -> Callable[[Event], None]:
+    """A sink whose reader is gone from some event on, as that of ``icecore --json restore | head``."""
+    begun = False
+
+    def emit(event: Event) -> None:
+        nonlocal begun
+        begun = begun or (event.name == name and event.fields.get("state") == state)
+        if begun:
+            raise BrokenPipeError("nobody reads")
+
+    return emit
+
+
+def sessions(it: Dumped) -> list[str]:
+    return it.place.run(names(it, "sessions/"))
+
+
+@pytest.mark.parametrize("options", [FULL, LAZY], ids=["full", "lazy"])
+@pytest.mark.parametrize(("name", "state"), [("restore.images", "begin"), ("restore.memory", "begin"), ("restore.memory", "end"), ("restore.running", None)])
+def test_a_sink_that_fails_ends_the_restore_and_leaves_nothing(
+    tmp_path: Path, cache: Path, options: RestoreOptions, name: str, state: str | None
+) -> None:
+    with dumped("training", tmp_path, cache) as it:
+        before = sessions(it)
+        with pytest.raises(BrokenPipeError):
+            it.restore(options, emit=broken_from(name, state)).wait_resident(20)
+        assert it.remains() == [] and sessions(it) == before
+        assert not descendants(os.getpid())
+
+
+@pytest.mark.parametrize("options", [FULL, LAZY], ids=["full", "lazy"])
+def test_a_sink_that_fails_once_the_tree_lives_by_itself_changes_nothing(tmp_path: Path, cache: Path, options: RestoreOptions) -> None:
+    with dumped("training", tmp_path, cache) as it:
+        before = sessions(it)
+        driving.forget(tmp_path)
+        restored = it.restore(options, emit=broken_from("restore.resident"))
+        assert restored.wait_resident(20) == restored.seconds_to_resident
+        driving.wait_progress(tmp_path)
+        assert list(it.workdir.iterdir()) == [] and sessions(it) == before
+        assert it.verdict().passed
+
+
+@pytest.mark.parametrize(("where", "detach"), [("guard", True), ("session", True), ("session", False)])
+def test_breaking_off_when_the_tree_lives_by_itself_is_no_failure_of_its_restore(
+    tmp_path: Path, cache: Path, where: str, detach: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while what it has left is put away."""
+    interrupted = False
+
+    def interrupt(self: object, *arguments: object) -> None:
+        nonlocal interrupted
+        if not interrupted and threading.current_thread() is threading.main_thread():
+            interrupted = True
+            raise KeyboardInterrupt
+        leave(self, *arguments)
+
+    owner, name = (Tree, "leave") if where == "guard" else (restorer._Run, "_end_session")
+    leave = getattr(owner, name)
+    monkeypatch.setattr(owner, name, interrupt)
+    with dumped("training", tmp_path, cache) as it:
+        driving.forget(tmp_path)
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            it.restore(RestoreOptions(mode="full", detach=detach))
+        assert interrupted and time.monotonic() - began < 40  # a minute for a word that nobody says
+        assert "restore.failed" not in [event.name for event in it.events]
+        assert list(it.workdir.iterdir()) == []
+        driving.wait_progress(tmp_path)
+        assert it.verdict().passed
 
 
 def test_one_snapshot_several_times(tmp_path: Path, cache: Path) -> None:

@@ -1,0 +1,122 @@
+"""The guard by itself: what it starts, and with which limits."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import resource
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from icecore.errors import RestoreFailed
+from icecore.host.limits import raise_descriptor_limit
+from icecore.restorer import guard_process
+from icecore.restorer.daemon import Daemon
+from icecore.restorer.guard import Guard, Message
+
+
+@pytest.fixture
+def soft_limit() -> Iterator[int]:
+    """A shell's ordinary limit on descriptors, far below the hard one."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] < 4096:
+        pytest.skip("needs a hard limit of 4096 descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+    yield 1024
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def run(folder: Path, argv: list[str], descriptors: list[int], *, raised_before: bool = False) -> dict[str, object]:
+    """What the guard says when the program has ended."""
+    folder.mkdir()
+    if raised_before:
+        raise_descriptor_limit()
+    guard = Guard(str(folder), str(folder))
+    try:
+        raise_descriptor_limit()
+        guard.run(argv, descriptors)
+        while True:
+            message = guard.receive(20)
+            assert message is not None
+            if message.say == "ended":
+                return message.about
+    finally:
+        guard.end(20)
+
+
+@pytest.mark.parametrize("raised_before", [False, True])
+def test_a_descriptor_above_the_shells_limit_is_inherited(tmp_path: Path, soft_limit: int, raised_before: bool) -> None:
+    raise_descriptor_limit()
+    with open(tmp_path / "inherited", "w") as file:
+        high = fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, 3000)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft_limit, hard))
+    try:
+        script = f"readlink /proc/self/fd/{high} > {tmp_path}/said"
+        assert run(tmp_path / "work", ["/bin/sh", "-c", script], [high], raised_before=raised_before)["status"] == 0
+    finally:
+        os.close(high)
+    assert (tmp_path / "said").read_text().strip() == str(tmp_path / "inherited")
+
+
+def test_what_it_starts_has_the_limit_that_it_was_given(tmp_path: Path, soft_limit: int) -> None:
+    """What CRIU leaves as it is reaches the job; the guard's own descriptors are nobody else's affair."""
+    script = f"ulimit -Sn > {tmp_path}/said; ulimit -Hn >> {tmp_path}/said"
+    assert run(tmp_path / "work", ["/bin/sh", "-c", script], [])["status"] == 0
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert (tmp_path / "said").read_text().split() == [str(soft_limit), str(hard)]
+
+
+def test_what_cannot_be_started_is_said_and_ends_nobody(tmp_path: Path, soft_limit: int) -> None:
+    said = run(tmp_path / "work", ["/no/such/program"], [])
+    assert (said["status"], "No such file" in str(said["why"])) == (127, True)
+
+
+@contextmanager
+def without_descriptors() -> Iterator[None]:
+    """As many files are open as may be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        while True:
+            try:
+                stack.callback(os.close, os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
+            except OSError:
+                break
+        yield
+
+
+def test_a_descriptor_that_the_restorer_has_no_room_for_is_an_error_with_a_name() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    guard = Guard.__new__(Guard)
+    guard._socket = ours
+    with ours, theirs:
+        about = {"say": "events", "keep": 1, "children": [2]}
+        socket.send_fds(theirs, [json.dumps(about).encode() + b"\0" + bytes(32)], [0])
+        with without_descriptors(), pytest.raises(RestoreFailed, match=r"too many open files.*ulimit"):
+            guard._receive(5)
+
+
+def test_a_userfaultfd_that_the_guard_has_no_room_for_is_an_error_with_a_name() -> None:
+    """Of a process without it the memory would never come."""
+    criu, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    heard, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    guard = guard_process.Guard.__new__(guard_process.Guard)
+    guard.criu_connection, guard.control, guard.kept, guard.next_kept = connection, control, {}, 0
+    with criu, connection, heard, control:
+        criu.sendall(struct.pack("<i", 77))
+        socket.send_fds(criu, [b"\0"], [0])
+        with without_descriptors():
+            guard.hear_criu()
+        heard.settimeout(5)
+        about = json.loads(heard.recv(1 << 16))
+        assert (about["say"], about["process"]) == ("task", 77)
+        with pytest.raises(RestoreFailed, match=r"process 77: Too many open files.*ulimit"):
+            Daemon._add_task(Daemon.__new__(Daemon), Message("task", about, b"", []))
