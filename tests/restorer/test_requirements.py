@@ -120,7 +120,7 @@ def test_memory_and_room() -> None:
     assert set(failed(manifest_with(spaces=images))) == {"memory", "space"}
 
 
-def space_with(kind: SpaceKind, pages: int, **about: bool) -> tuple[Space, list[Records]]:
+def space_with(kind: SpaceKind, pages: int, lazy: bool = False) -> tuple[Space, list[Records]]:
     """A space of 64 GiB with so many pages in each MiB of its first half, and zeros in one MiB more; and its map."""
     count = 32 << 10
     records = np.zeros(count + 1, CELL)
@@ -129,7 +129,7 @@ def space_with(kind: SpaceKind, pages: int, **about: bool) -> tuple[Space, list[
     records["data"][:count], records["zero"][count] = np.packbits(bits, bitorder="little"), 255
     nodes = np.zeros(count // 64 + 1, NODE_REF)
     nodes["group"], nodes["length"] = np.arange(len(nodes)), 100
-    regions = [Region(4 << 20, 1 << 20, 4 << 20, lazy=True), Region(8 << 20, 64 << 30, 8 << 20, **about)]
+    regions = [Region(4 << 20, 1 << 20, 4 << 20, lazy=True), Region(8 << 20, 64 << 30, 8 << 20, lazy=lazy)]
     nodes["region"] = 1
     return Space(kind, "1", 0, regions, nodes.tobytes()), [records[:0], records]
 
@@ -139,7 +139,7 @@ def space_with(kind: SpaceKind, pages: int, **about: bool) -> tuple[Space, list[
 )
 def test_pages_that_criu_copies_are_there_twice(kind: SpaceKind, lazy: bool, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """They lie in its page images, beside the tree that gets them; what comes later does not."""
-    space, records = space_with(kind, 256, lazy=lazy)
+    space, records = space_with(kind, 256, lazy)
     manifest = manifest_with(spaces=[space], sizes=Sizes(logical=32 << 30))
     for available, free, lacking in (
         (64 << 30, 32 << 30, set()),
