@@ -166,7 +166,7 @@ def _outsiders(directory: str, reports: Mapping[int, Report]) -> list[int]:
 
 
 def has_mapped(pid: int) -> bool:
-    """Whether a process has resident memory, and not taken away.
+    """Whether a process has resident memory that was not taken away, or is about to have some: an agent it has before that.
 
     Raises:
         NotFound: It has ended.
@@ -174,7 +174,7 @@ def has_mapped(pid: int) -> bool:
     """
     agent = _agent_of(pid)
     report = None if agent is None else _report(agent)
-    return report is not None and report.state != State.UNMAPPED and report.counts.resident_bytes > 0
+    return report is not None and report.state != State.UNMAPPED
 
 
 def _agent_of(pid: int) -> Agent | None:

@@ -36,22 +36,48 @@ static ino_t listener_inode;
 static int state; /* enum resident_state; the agent's own */
 static int64_t lease, lease_end, last_parked = NEVER;
 
+static struct sockaddr_un own_address(void)
+{
+	struct sockaddr_un address = {.sun_family = AF_UNIX};
+
+	snprintf(address.sun_path, sizeof address.sun_path, "%s/agent-%d", resident_directory(), getpid());
+	return address;
+}
+
+/* After a restore it is another socket with the same name. Somebody may have connected to it before we ran again, and would wait for an answer. */
+static bool listens_at_our_address(int socket)
+{
+	struct sockaddr_un address = own_address(), found = {0};
+	socklen_t length = sizeof found, size = sizeof(int);
+	int accepts = 0;
+
+	return getsockopt(socket, SOL_SOCKET, SO_ACCEPTCONN, &accepts, &size) == 0 && accepts &&
+	       getsockname(socket, (void *)&found, &length) == 0 && found.sun_family == AF_UNIX &&
+	       strncmp(found.sun_path, address.sun_path, sizeof found.sun_path) == 0;
+}
+
 static bool listening(void)
 {
 	struct stat found;
 
-	return listener >= 0 && fstat(listener, &found) == 0 && found.st_ino == listener_inode;
+	if (listener < 0 || fstat(listener, &found))
+		return false;
+	if (found.st_ino != listener_inode) { /* an application may have closed ours, and got the number for a file of its own */
+		if (!S_ISSOCK(found.st_mode) || !listens_at_our_address(listener))
+			return false;
+		listener_inode = found.st_ino;
+	}
+	return true;
 }
 
 static bool listen_again(void)
 {
-	struct sockaddr_un address = {.sun_family = AF_UNIX};
+	struct sockaddr_un address = own_address();
 	struct stat found;
 	int made = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
 
 	if (made < 0)
 		return false;
-	snprintf(address.sun_path, sizeof address.sun_path, "%s/agent-%d", resident_directory(), getpid());
 	unlink(address.sun_path);
 	if (bind(made, (void *)&address, sizeof address) || chmod(address.sun_path, 0600) || listen(made, 16)) {
 		close(made);

@@ -213,6 +213,7 @@ static CUresult allocate(CUdeviceptr *out, size_t bytes)
 		*out = made.address;
 		return CUDA_SUCCESS;
 	}
+	agent_start(); /* before there is anything: what is mapped and has no agent a dump would take for the driver's */
 	struct allocation_properties properties = properties_of(made.device, device.rdma);
 	result = create_physical(&made.handle, made.size, &properties);
 	if (result) {
@@ -246,7 +247,6 @@ static CUresult allocate(CUdeviceptr *out, size_t bytes)
 	if (!added)
 		goto no_access;
 	*out = made.address;
-	agent_start();
 	return CUDA_SUCCESS;
 
 no_access:

@@ -44,6 +44,12 @@ def bring_back(store: Store, snapshot: str, events: Events | None = None, **opti
 ways = pytest.mark.parametrize(("mode", "placers"), [("lazy", 0), ("full", 3)])
 
 
+def listeners(job: Job) -> int:
+    """Sockets of agents that listen: those of the job's processes, and such as nobody looks at any more."""
+    lines = [line.split() for line in open("/proc/net/unix", encoding="utf-8")][1:]
+    return sum(words[3] == "00010000" and words[-1].startswith(f"{job.machine.directory}/agent-") for words in lines)
+
+
 def ended(job: Job) -> None:
     """Nothing of it runs, or is on a GPU."""
     until(lambda: not driving.members(job.folder), 10)
@@ -59,6 +65,8 @@ def test_a_lineage(mode: str, placers: int, store: Store, launch: Launch, joined
         events = Events()
         bring_back(store, snapshot, events, mode=mode, placers=placers)
         job.goes_on()
+        # The one that CRIU made, to which somebody may have connected before the process ran, or the request would never be answered.
+        assert listeners(job) == len(job.pids)
         assert sum(joined.used(gpu) for gpu in range(2)) == job.resident + len(job.pids) * MIB // 2
         [end] = [event.fields for event in events.named("restore.resident.memory") if event.fields["state"] == "end"]
         assert 7 * job.resident // 8 <= end["bytes"] < job.resident
