@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ ways = pytest.mark.parametrize(("mode", "placers"), [("lazy", 0), ("full", 3)])
 
 def listeners(job: Job) -> int:
     """Sockets of agents that listen: those of the job's processes, and such as nobody looks at any more."""
-    lines = [line.split() for line in open("/proc/net/unix", encoding="utf-8")][1:]
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     return sum(words[3] == "00010000" and words[-1].startswith(f"{job.machine.directory}/agent-") for words in lines)
 
 
