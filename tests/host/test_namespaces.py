@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from icecore.errors import RestoreFailed, RestoreRefused, UsageError
+from icecore.errors import RestoreRefused, UsageError
 from icecore.host import procfs
 from icecore.host.criu import Criu
 from icecore.host.job import ExitStatus, Job
@@ -330,9 +330,10 @@ def test_a_name_that_is_taken_is_refused(registry: Registry) -> None:
 
 
 def test_a_restored_init_that_is_gone(registry: Registry) -> None:
-    with pytest.raises(RestoreFailed, match="gone"), registry.restoring(RECORD, snapshot="s1") as new:
+    with registry.restoring(RECORD, snapshot="s1") as new:
         new.started(1 << 30)
-    assert registry.instances() == []
+    [job] = registry.instances()  # with its logs
+    assert job.state == "ended"
 
 
 def test_building_a_root_leaves_this_process_where_it_is(tmp_path: Path) -> None:

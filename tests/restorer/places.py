@@ -38,11 +38,12 @@ class SlowBackend(LocalBackend):
         super().__init__(root)
         self.failures: list[BaseException] = []
         self.delay = 0.0
+        #: Bytes that are being read.
         self.in_flight = 0
         self.most_in_flight = 0
 
     async def get_into(self, name: str, offset: int, out: memoryview) -> None:
-        self.in_flight += 1
+        self.in_flight += len(out)
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         try:
             if self.delay:
@@ -51,7 +52,7 @@ class SlowBackend(LocalBackend):
                 raise self.failures.pop(0)
             await super().get_into(name, offset, out)
         finally:
-            self.in_flight -= 1
+            self.in_flight -= len(out)
 
 
 @dataclass

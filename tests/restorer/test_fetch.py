@@ -239,7 +239,8 @@ def test_ranges_in_flight_are_bounded_by_the_budget(stored: Stored) -> None:
     assert fetcher.wait(30)
     assert threading.active_count() < before + 40
     fetcher.stop()
-    assert 1 <= backend.most_in_flight <= 2
+    # How many ranges that are depends on what the cells were coded by, and that on how long it took.
+    assert 0 < backend.most_in_flight <= limits.budget
 
 
 @pytest.mark.parametrize("kind", ["direct", "loop"])
