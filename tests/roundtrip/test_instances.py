@@ -142,9 +142,9 @@ def test_a_job_that_ends_before_it_is_noted_down(mode: str, trip: Trip, registry
     job = registry.start([sys.executable, "-c", CHAIN, str(end)], name="chain")
     wait_lines(job, 10)
     snapshot = take(trip, job, stop=True)
-    end.touch()
 
     def late(self: Restoring, pid: int) -> Job:
+        end.touch()
         until = time.monotonic() + 20
         while procfs.exists(pid):  # the guard reaps it
             assert time.monotonic() < until
