@@ -165,11 +165,11 @@ def test_a_sink_that_fails_ends_the_restore_and_leaves_nothing(
     tmp_path: Path, cache: Path, options: RestoreOptions, name: str, state: str | None
 ) -> None:
     with dumped("training", tmp_path, cache) as it:
-        before = sessions(it)
+        before, beside = sessions(it), set(descendants(os.getpid()))  # beside us: the S3 servers of other tests
         with pytest.raises(BrokenPipeError):
             it.restore(options, emit=broken_from(name, state)).wait_resident(20)
         assert it.remains() == [] and sessions(it) == before
-        assert not descendants(os.getpid())
+        assert set(descendants(os.getpid())) <= beside
 
 
 @pytest.mark.parametrize("options", [FULL, LAZY], ids=["full", "lazy"])
