@@ -84,5 +84,5 @@ criu-newer: criu
 	touch $@
 
 clean:
-	rm -rf .venv .venv-test .stamps build icecore.egg-info host/icecore-init host/libicecore-criu.so host/libicecore-devices.so host/libicecore-scan.so host/resident/icecore-keeper host/resident/libicecore-resident.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-test .stamps build icecore.egg-info host/icecore-init host/libicecore-criu.so host/libicecore-restore.so host/libicecore-devices.so host/libicecore-scan.so host/resident/icecore-keeper host/resident/libicecore-resident.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find $(FOLDERS) tests tools benchmarks -name __pycache__ -prune -exec rm -rf {} +

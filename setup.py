@@ -86,6 +86,13 @@ setup(
             [],
         ),
         Program(
+            "icecore.host/libicecore-restore.so",
+            ["host/criu_detach.c"],
+            LIBRARY_FLAGS,
+            "a restore fails where processes of the job end others in the moment in which CRIU lets them go",
+            [],
+        ),
+        Program(
             "icecore.host/libicecore-devices.so",
             ["host/criu_devices.c"],
             LIBRARY_FLAGS,

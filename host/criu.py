@@ -20,8 +20,9 @@ LEAST_VERSION = (4, 0)
 PREFIX = Path("/usr/local/lib/icecore/criu")
 _SYSTEM_PYTHON = Path("/usr/lib/python3/dist-packages")
 _CURE = "run tools/install-criu, or name a CRIU with ICECORE_CRIU"
-#: What CRIU gets preloaded; not there where the build found no compiler.
+#: What CRIU gets preloaded when it dumps, and when it restores; not there where the build found no compiler.
 CRIU_LIBRARY = Path(__file__).with_name("libicecore-criu.so")
+RESTORE_LIBRARY = Path(__file__).with_name("libicecore-restore.so")
 _HIDDEN = "ICECORE_HIDDEN"
 
 Version = tuple[int, int, int]
@@ -256,8 +257,18 @@ def dump_environment(hidden: str | None) -> dict[str, str]:
     given = {name: value for name, value in os.environ.items() if name != _HIDDEN}
     if not CRIU_LIBRARY.exists():
         return given
-    preloads = " ".join(filter(None, (str(CRIU_LIBRARY), given.get("LD_PRELOAD"))))
-    return {**given, **({} if hidden is None else {_HIDDEN: hidden}), "LD_PRELOAD": preloads}
+    return {**given, **({} if hidden is None else {_HIDDEN: hidden}), **_preloading(CRIU_LIBRARY)}
+
+
+def restore_environment() -> dict[str, str]:
+    """What CRIU's environment has beside ours when it restores: a library, where it was built, for which a thread that was killed is one that was let go
+    (host/criu_detach.c). Without it a restore fails if a process of the job ends another, or its own threads, while CRIU lets them go.
+    """
+    return _preloading(RESTORE_LIBRARY)
+
+
+def _preloading(library: Path) -> dict[str, str]:
+    return {"LD_PRELOAD": " ".join(filter(None, (str(library), os.environ.get("LD_PRELOAD"))))} if library.exists() else {}
 
 
 def lazy_dump_command(

@@ -107,6 +107,12 @@ KNOWN: list[tuple[re.Pattern[str], Cause]] = [
             "end the debugger or strace on it; run as root with CAP_SYS_PTRACE",
         ),
         (
+            r"Unable to detach \d+: No such process",
+            "ended",
+            "a process was killed while CRIU let the tree go",
+            "try again; with a C compiler icecore is built with a library for CRIU to which that is no failure",
+        ),
+        (
             r"Unable to detach from \d+: No such process|Can't seize|No such process",
             "ended",
             "a process ended while the tree was being frozen",

@@ -15,6 +15,7 @@ PROT_READ, PROT_WRITE, PROT_EXEC = 1, 2, 4
 MAP_SHARED, MAP_PRIVATE = 1, 2
 
 _PF_KTHREAD = 0x00200000
+_PF_EXITING = 0x00000004
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +124,9 @@ def exists(pid: int) -> bool:
     return os.path.exists(f"/proc/{pid}/stat")
 
 
-def _stat_fields(pid: int) -> tuple[str, list[str]]:
+def _stat_fields(pid: int, thread: str = "") -> tuple[str, list[str]]:
     """The name, and the fields of stat from the third (state) on; the name may itself hold blanks and parentheses."""
-    with _process(pid), open(f"/proc/{pid}/stat", "rb") as file:
+    with _process(pid), open(f"/proc/{pid}/{thread}stat", "rb") as file:
         text = file.read().decode(errors="surrogateescape")
     opening, closing = text.index("("), text.rindex(")")
     return text[opening + 1 : closing], text[closing + 2 :].split()
@@ -150,6 +151,14 @@ def is_kernel_thread(pid: int) -> bool:
 def is_zombie(pid: int) -> bool:
     """Whether it is dead, but not yet waited for."""
     return _stat_fields(pid)[1][0] in "ZX"
+
+
+def is_over(pid: int) -> bool:
+    """Whether none of its threads runs the program again: each has ended, or is about to. It may still be waited for, or wait itself for others' end."""
+    try:
+        return all(int(_stat_fields(pid, f"task/{thread}/")[1][6]) & _PF_EXITING for thread in threads(pid))
+    except NotFound:
+        return True
 
 
 def status(pid: int) -> Status:

@@ -17,7 +17,7 @@ from icecore.config import Config
 from icecore.dumper.checks_gpu import LEAST_DRIVER
 from icecore.errors import IcecoreError, MissingTool
 from icecore.host import limits, namespaces
-from icecore.host.criu import CRIU_LIBRARY, Criu, find_criu
+from icecore.host.criu import CRIU_LIBRARY, RESTORE_LIBRARY, Criu, find_criu
 from icecore.host.cuda import holder
 from icecore.host.cuda.backend import find_backend
 from icecore.host.cuda.driver import EXTRA_CURE, has_bindings
@@ -108,9 +108,9 @@ def _criu(config: Config) -> Iterator[Finding]:
         return
     version = ".".join(map(str, criu.version))
     yield Finding("CRIU", "good", f"{version} at {criu.path}; 'criu check' passes")
-    if not CRIU_LIBRARY.exists():
+    if not CRIU_LIBRARY.exists() or not RESTORE_LIBRARY.exists():
         message = "built without a C compiler: windows are longer by 7 ms for each GiB of addresses that a job has reserved (GPU jobs: a hundred and more)"
-        message += " and by some 45 ms for each GiB of small pages that it uses"
+        message += " and by some 45 ms for each GiB of small pages that it uses; and a restore fails where processes end others while CRIU lets them go"
         yield Finding("CRIU's library", "warning", message, "install gcc, then icecore once more")
     yield _pycriu(criu)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from icecore.errors import Damaged, IcecoreError, RestoreFailed, RestoreRefused
 from icecore.events import Event, Phase, Sink, Value, discard, phase
-from icecore.host.criu import Criu, find_criu
+from icecore.host.criu import Criu, find_criu, restore_environment
 from icecore.host.cuda.holder import VARIABLE, plugin_folder
 from icecore.host.job import ExitStatus, Job
 from icecore.host.jobs import Registry, Restoring
@@ -512,7 +512,7 @@ class _Run:
         tree.filling.listen()
         with phase(self.emit, "restore.criu") as running:
             with self.devices.holder() if self.devices is not None else nullcontext() as holder:
-                environment = {VARIABLE: str(holder.fileno())} if holder is not None else {}
+                environment = restore_environment() | ({VARIABLE: str(holder.fileno())} if holder is not None else {})
                 given = [*descriptors, *([holder.fileno()] if holder is not None else [])]
                 tree.build(criu, images, arguments, prefix, given, self.options.criu_seconds, environment, self.early)
             running.fields["faults"] = tree.daemon.faults

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from icecore.errors import NotFound, RestoreFailed
+from icecore.errors import IcecoreError, NotFound, RestoreFailed
 from icecore.host import procfs
 from icecore.host.criu import Criu, RestoreArguments, explain, restore_command
+from icecore.restorer.daemon import Daemon
 from icecore.restorer.device_file import DeviceFile
 from icecore.restorer.devices import Devices, host_pids
 from icecore.restorer.fetch import Decoder, Limits
@@ -30,6 +31,8 @@ from icecore.store.manifest import Manifest
 
 _KILL_SECONDS = 60.0
 _POLL_SECONDS = 0.2
+#: So long may CRIU need to end after all that it restores has ended; it needs milliseconds.
+_OVER_SECONDS = 5.0
 # CRIU goes on when the script fails, and reading ends when the writer dies: only the word itself lets the tree go.
 _HOLD = """#!/bin/sh
 [ "$CRTOOLS_SCRIPT_ACTION" = pre-resume ] || exit 0
@@ -149,8 +152,7 @@ class Tree:
         self._guard.run([*prefix, *command], descriptors, environment)
         # CRIU has enough to do before any memory is asked for; so many threads take a while to start.
         self.filling.start(self.filling.rows_at(first))
-        if not self.daemon.wait_for(lambda d: d.restored or d.criu_status is not None, seconds):
-            raise RestoreFailed(f"CRIU did not build the tree within {seconds:.0f} s")
+        self._await(lambda d: d.restored or d.criu_status is not None, seconds, "build the tree within {:.0f} s")
         if not self.daemon.restored:
             raise self._explain()
         self.filling.open()
@@ -167,15 +169,37 @@ class Tree:
 
     def running(self, seconds: float) -> int:
         """Wait until CRIU has ended and the tree runs; the root's pid."""
-        end = time.monotonic() + seconds
-        while not self.daemon.wait_for(lambda d: d.criu_status is not None, _POLL_SECONDS):
-            if self.failure is not None:  # the tree was killed meanwhile, CRIU with it
-                raise self.failure
-            if time.monotonic() > end:
-                raise RestoreFailed(f"CRIU did not end within {seconds:.0f} s after it built the tree")
+        self._await(lambda d: d.criu_status is not None, seconds, "end within {:.0f} s after it built the tree")
         if self.daemon.criu_status != 0:
             raise self._explain()
         return self._root()
+
+    def _await(self, condition: Callable[[Daemon], bool], seconds: float, what: str) -> None:
+        """Wait for CRIU.
+
+        Raises:
+            RestoreFailed: The time is up; or CRIU failed, and waits for ever. It does where it has killed a tree with a pid namespace of its own: for the
+                init's end, which waits for processes that ended and that CRIU traces.
+        """
+        end, over_since = time.monotonic() + seconds, None
+        while not self.daemon.wait_for(condition, _POLL_SECONDS):
+            if self.failure is not None:  # the tree was killed meanwhile, CRIU with it
+                raise self.failure
+            now = time.monotonic()
+            if now > end:
+                raise RestoreFailed(f"CRIU did not {what.format(seconds)}")
+            over_since = (over_since or now) if self._over() else None
+            if over_since is not None and now > over_since + _OVER_SECONDS:
+                raise self._explain("it waits for processes that have ended")
+
+    def _over(self) -> bool:
+        """Whether all that CRIU has restored has ended, and CRIU has not."""
+        criu = self.daemon.criu_pid
+        try:
+            # Mostly the root lives, and nobody else has to be looked at.
+            return all(map(procfs.is_over, procfs.children(criu))) and len(tree := procfs.tree(criu)) > 1 and all(map(procfs.is_over, tree[1:]))
+        except IcecoreError:
+            return False
 
     def _root(self) -> int:
         """The root's pid, which CRIU writes down once it has built the tree."""
@@ -184,11 +208,11 @@ class Tree:
         except (OSError, ValueError) as error:
             raise RestoreFailed(f"CRIU left no pid of the tree's root: {error}") from error
 
-    def _explain(self) -> RestoreFailed:
+    def _explain(self, why: str = "") -> RestoreFailed:
         """Why CRIU failed."""
         message, cure = explain(self._work, "restore.log").sentence(self._what)
-        why = f": {self.daemon.criu_error}" if self.daemon.criu_error else ""
-        return RestoreFailed(f"{message} (criu's exit status {self.daemon.criu_status}{why})", cure=cure)
+        status = f"criu's exit status {self.daemon.criu_status}" + (f": {self.daemon.criu_error}" if self.daemon.criu_error else "")
+        return RestoreFailed(f"{message} ({why or status})", cure=cure)
 
     def bring_devices_back(self, devices: Devices, sizes: Mapping[int, int], seconds: float) -> None:
         """Have the driver restore the device memory of a tree that is built and does not run yet, while it is being filled.

@@ -78,7 +78,7 @@ def error_classes() -> list[type[IcecoreError]]:
     """Every class of error in the package."""
     for module in pkgutil.walk_packages(icecore.__path__, "icecore."):
         # Programs, and a library that is no extension module.
-        if not module.name.endswith(("launch", "guard_process", "__main__", "libicecore-resident", "libicecore-criu", "libicecore-devices", "libicecore-scan")):
+        if ".libicecore-" not in module.name and not module.name.endswith(("launch", "guard_process", "__main__")):
             importlib.import_module(module.name)
     found: list[type[IcecoreError]] = [IcecoreError]
     for kind in found:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,15 +16,22 @@ import pytest
 from icecore.dumper.dump import dump
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
-from icecore.host import procfs
+from icecore.errors import NotFound, RestoreFailed
+from icecore.events import Event, Sink, discard
+from icecore.host import criu, procfs
+from icecore.host.criu import RESTORE_LIBRARY
 from icecore.host.job import Job
 from icecore.host.jobs import Registry, Restoring
 from icecore.host.namespaces import Isolation
+from icecore.restorer.guard_process import descendants
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import Restored, restore
+from tests.host.target import eventually
 from tests.roundtrip.conftest import Trip
 
 pytestmark = pytest.mark.criu
+
+needs_library = pytest.mark.skipif(not RESTORE_LIBRARY.exists(), reason="needs a C compiler when icecore is built")
 
 #: Chains a hash over its own memory, one line a step, with a child that does the same; ends with 7 once the file is there.
 CHAIN = """
@@ -42,6 +52,17 @@ while not os.path.exists(sys.argv[1]):
     time.sleep(0.005)
 os.kill(child, 9)
 sys.exit(7)
+"""
+
+#: Threads that sleep, and one that ends them all as soon as the file is there.
+THREADS = """
+import os, sys, threading, time
+for _ in range(100):
+    threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+print("there", flush=True)
+while not os.path.exists(sys.argv[1]):
+    pass
+os._exit(7)
 """
 
 
@@ -88,7 +109,7 @@ def take(trip: Trip, job: Job, *, stop: bool = False) -> str:
     return dump(trip.repository, trip.loop, target, DumpOptions(stop=stop), criu=trip.criu).snapshot
 
 
-def bring_back(trip: Trip, registry: Registry, snapshot: str, **options: object) -> Restored:
+def bring_back(trip: Trip, registry: Registry, snapshot: str, emit: Sink = discard, **options: object) -> Restored:
     return restore(
         trip.repository,
         trip.loop,
@@ -96,6 +117,7 @@ def bring_back(trip: Trip, registry: Registry, snapshot: str, **options: object)
         RestoreOptions(**options),  # type: ignore[arg-type]
         criu=trip.criu,
         registry=registry,
+        emit=emit,
     )
 
 
@@ -135,6 +157,7 @@ def test_two_instances_of_one_snapshot_beside_the_original(
         assert len(found) >= len(before)
 
 
+@needs_library  # the job kills its child, which CRIU may not have let go of
 @pytest.mark.parametrize("mode", ["full", "lazy"])
 def test_a_job_that_ends_before_it_is_noted_down(mode: str, trip: Trip, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ran: what it wrote and how it ended stay."""
@@ -144,7 +167,6 @@ def test_a_job_that_ends_before_it_is_noted_down(mode: str, trip: Trip, registry
     snapshot = take(trip, job, stop=True)
 
     def late(self: Restoring, pid: int) -> Job:
-        end.touch()
         until = time.monotonic() + 20
         while procfs.exists(pid):  # the guard reaps it
             assert time.monotonic() < until
@@ -152,6 +174,7 @@ def test_a_job_that_ends_before_it_is_noted_down(mode: str, trip: Trip, registry
         return started(self, pid)
 
     monkeypatch.setattr(Restoring, "started", late)
+    end.touch()
     restored = bring_back(trip, registry, snapshot, mode=mode)
     restored.wait_resident(30)
     assert restored.job is not None
@@ -160,6 +183,76 @@ def test_a_job_that_ends_before_it_is_noted_down(mode: str, trip: Trip, registry
     found = lines(again)
     assert found == expected(len(found)) and len(found) >= len(lines(job))
     registry.remove(again)
+
+
+def held() -> list[int]:
+    """The processes of a tree that is built, once CRIU's script has come to where it waits for the word; the job's init first."""
+    found: list[int] = []
+
+    def waits() -> bool:
+        for pid in descendants(os.getpid()):
+            with suppress(OSError, NotFound):
+                if b"CRTOOLS_SCRIPT_ACTION=pre-resume" in Path(f"/proc/{pid}/environ").read_bytes():
+                    found[:] = [one for one in procfs.children(procfs.status(pid).parent) if one != pid]
+        return bool(found)
+
+    assert eventually(waits, 30)
+    [root] = found
+    assert procfs.status(root).own_pid == 1
+    return procfs.tree(root)
+
+
+def killing_a_member(event: Event) -> None:
+    """Kill a process that CRIU holds, at the end of the tree."""
+    if event.name == "restore.memory" and event.fields["state"] == "end":
+        os.kill(held()[-1], signal.SIGKILL)
+
+
+@needs_library
+def test_a_process_that_is_killed_in_the_hands_of_criu_is_dead_and_the_others_run(trip: Trip, registry: Registry, tmp_path: Path) -> None:
+    """As a supervisor does that runs before its worker: CRIU lets them go one after the other."""
+    end = tmp_path / "end"
+    job = registry.start([sys.executable, "-c", CHAIN, str(end)], name="chain")
+    wait_lines(job, 10)
+    snapshot = take(trip, job, stop=True)
+    again = bring_back(trip, registry, snapshot, killing_a_member).job
+    assert again is not None
+    wait_lines(again, 20)
+    [chain] = procfs.children(again.pid)
+    assert [procfs.is_zombie(pid) for pid in procfs.children(chain)] == [True]
+    end.touch()
+    assert again.wait(20).exit_code == 7
+    found = lines(again)
+    assert found == expected(len(found))
+
+
+def test_a_criu_that_failed_and_waits_for_what_it_has_killed_is_not_waited_for(
+    trip: Trip, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CRIU's own way, without our library: it kills the job's init, which cannot end before CRIU has let go of the others."""
+    monkeypatch.setattr(criu, "RESTORE_LIBRARY", tmp_path / "nothing")
+    job = registry.start([sys.executable, "-c", CHAIN, str(tmp_path / "end")], name="chain")
+    wait_lines(job, 10)
+    snapshot = take(trip, job, stop=True)
+    before, instances = set(descendants(os.getpid())), len(registry.instances())
+    with pytest.raises(RestoreFailed, match=r"Unable to detach.*waits for processes that have ended"):
+        bring_back(trip, registry, snapshot, killing_a_member)
+    assert set(descendants(os.getpid())) <= before
+    assert len(registry.instances()) == instances
+
+
+@needs_library
+def test_a_job_whose_threads_end_with_it_the_moment_it_runs(trip: Trip, registry: Registry, tmp_path: Path) -> None:
+    """CRIU lets go of the first thread first, and finds the others gone."""
+    end = tmp_path / "end"
+    job = registry.start([sys.executable, "-c", THREADS, str(end)], name="threads")
+    wait_lines(job, 0)
+    snapshot = take(trip, job, stop=True)
+    end.touch()
+    for mode in ("full", "lazy"):
+        restored = bring_back(trip, registry, snapshot, mode=mode)
+        restored.wait_resident(30)
+        assert restored.job is not None and restored.job.wait(20).exit_code == 7
 
 
 def test_the_exit_status_of_a_stopped_and_restored_job(trip: Trip, registry: Registry, tmp_path: Path) -> None:
