@@ -4,8 +4,8 @@ It holds no process and no lock, and what it has mapped its owners have too. It 
 their order, and one for digests; GPUs go at the same time.
 
 Over a SOCK_SEQPACKET socket it gets one JSON object a message, ``{"id": 1, "call": "map", "device": "GPU-…", …}``, with descriptors where the call needs
-them, and answers ``{"id": 1, "value": …}``, with descriptors where there are some, or ``{"id": 1, "error": TEXT}``. What is long travels in a memfd. The
-*host region* is a memfd of its client's: both have it mapped, and it is pinned here.
+them, and answers ``{"id": 1, "value": …}``, with descriptors where there are some, or ``{"id": 1, "error": TEXT}``. What is long travels in a memfd, a long
+request (`LONG`) too. The *host region* is a memfd of its client's: both have it mapped, and it is pinned here.
 
 Its client can connect others to a GPU's thread (`icecore.host.resident.gpu_thread`), which has cells of theirs placed until they are gone.
 
@@ -37,6 +37,8 @@ from icecore.host.resident.gpu import Gpu
 from icecore.host.resident.gpu_thread import GpuThread, Item
 
 MESSAGE = 1 << 18
+#: A request that is longer: it lies in a memfd, the last descriptor (a job can have hundreds of thousands of allocations).
+LONG = b"long"
 #: Descriptors in one message; the kernel's bound is 253.
 MOST_DESCRIPTORS = 200
 #: Calls of a GPU's second thread; `begin` comes first.
@@ -63,11 +65,15 @@ class _Server:
     def _receive(self) -> bool:
         """Take a request; False: the client is gone."""
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE, MOST_DESCRIPTORS)
+            data, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE, MOST_DESCRIPTORS + 1)
         except OSError:
             data, descriptors = b"", []
         if not data:
             return False
+        if data == LONG:
+            body = descriptors.pop()
+            data = from_memory(body, np.dtype(np.uint8)).tobytes()
+            os.close(body)
         item = Item(msgspec.json.decode(data), descriptors, self._control)
         match item.request["call"]:
             case "host":

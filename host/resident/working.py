@@ -25,7 +25,7 @@ from icecore.host.cuda.client import Start, start_here
 from icecore.host.resident.digest import BYTES, Digests
 from icecore.host.resident.fingerprint import CELL, Words
 from icecore.host.resident.gpu import SPARE
-from icecore.host.resident.worker import MESSAGE, MOST_DESCRIPTORS, as_memory, from_memory
+from icecore.host.resident.worker import LONG, MESSAGE, MOST_DESCRIPTORS, as_memory, from_memory
 
 _START_SECONDS = 60.0
 _CALL_SECONDS = 300.0
@@ -281,11 +281,18 @@ class Worker:
                 future.set_exception(_lost())
                 return future
             self._waiting[number] = future
-        message = json.dumps({"id": number, "call": call, "device": device, **more}).encode()
+        message, given = json.dumps({"id": number, "call": call, "device": device, **more}).encode(), list(descriptors)
+        body = -1
+        if len(message) > MESSAGE:
+            body = as_memory(np.frombuffer(message, np.uint8))
+            message, given = LONG, [*given, body]
         try:
-            socket.send_fds(self._socket, [message], list(descriptors))
+            socket.send_fds(self._socket, [message], given)
         except OSError:
             self._end()
+        finally:
+            if body >= 0:
+                os.close(body)
         return future
 
     @staticmethod

@@ -131,6 +131,18 @@ def test_new_memory(worker: Worker, joined: Machine, monkeypatch: pytest.MonkeyP
         worker.begin(["GPU-00000000-0000-0000-0000-000000000000"])
 
 
+def test_a_request_about_very_many_allocations(worker: Worker, joined: Machine) -> None:
+    """A process that takes its memory in pieces of 2 MiB has 70 000 on a large GPU; its snapshot failed."""
+    mine = worker.new_handles(1)
+    for descriptor in worker.allocate(GPU, mine, [2 * CELL]):
+        os.close(descriptor)
+    free = worker.begin([GPU])[GPU]
+    before = len(os.listdir("/proc/self/fd"))
+    worker.release(GPU, [*range(1_000_000, 1_070_000), *mine])
+    assert worker.begin([GPU])[GPU] == free + 2 * CELL
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_its_death(worker: Worker, joined: Machine) -> None:
     pid = worker.pid
     os.kill(pid, signal.SIGSTOP)
