@@ -155,8 +155,15 @@ def is_zombie(pid: int) -> bool:
 
 def is_over(pid: int) -> bool:
     """Whether none of its threads runs the program again: each has ended, or is about to. It may still be waited for, or wait itself for others' end."""
+
+    def ends(thread: int) -> bool:
+        try:
+            return bool(int(_stat_fields(pid, f"task/{thread}/")[1][6]) & _PF_EXITING)
+        except NotFound:
+            return True
+
     try:
-        return all(int(_stat_fields(pid, f"task/{thread}/")[1][6]) & _PF_EXITING for thread in threads(pid))
+        return all(map(ends, threads(pid)))
     except NotFound:
         return True
 

@@ -6,6 +6,8 @@ import dataclasses
 import os
 import random
 import stat
+import subprocess
+import sys
 import time
 from contextlib import suppress
 
@@ -117,6 +119,19 @@ def test_descriptors(tmp_path):
         assert found[0].target.startswith("pipe:") and not found[0].writable
 
 
+def test_a_process_whose_first_thread_has_ended_is_not_over():
+    lines = "import ctypes, threading, time; threading.Thread(target=time.sleep, args=(600,)).start(); ctypes.CDLL(None).pthread_exit(0)"
+    running = subprocess.Popen([sys.executable, "-c", lines])
+    try:
+        assert eventually(lambda: procfs.is_zombie(running.pid))
+        assert not procfs.is_over(running.pid)
+    finally:
+        running.kill()
+    assert eventually(lambda: procfs.is_over(running.pid))
+    running.wait(10)
+    assert procfs.is_over(running.pid)
+
+
 def test_status_of_odd_names_zombies_and_kernel_threads():
     code = """
     libc.prctl(15, b") R 1 (x y", 0, 0, 0)
@@ -136,6 +151,7 @@ def test_status_of_odd_names_zombies_and_kernel_threads():
         assert procfs.status(zombie).zombie and procfs.status(zombie).resident == 0 and procfs.read_maps(zombie) == []
         assert procfs.command_line(zombie) == [] and procfs.executable(zombie) == ""
         assert not procfs.is_zombie(it.pid)
+        assert procfs.is_over(zombie) and not procfs.is_over(it.pid)
         assert procfs.command_line(it.pid)[1:3] == ["-S", "-c"] and "python" in procfs.executable(it.pid)
     assert procfs.is_kernel_thread(2) and not procfs.is_kernel_thread(1)
 
