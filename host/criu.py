@@ -261,8 +261,8 @@ def dump_environment(hidden: str | None) -> dict[str, str]:
 
 
 def restore_environment() -> dict[str, str]:
-    """What CRIU's environment has beside ours when it restores: a library, where it was built, for which a thread that was killed is one that was let go
-    (host/criu_detach.c). Without it a restore fails if a process of the job ends another, or its own threads, while CRIU lets them go.
+    """What CRIU's environment has beside ours when it restores: a library, where it was built, for which a thread that was killed while others run already is
+    one that was let go (host/criu_detach.c). Without it a restore fails if a process of the job ends another, or its own threads, while CRIU lets them go.
     """
     return _preloading(RESTORE_LIBRARY)
 

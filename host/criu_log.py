@@ -109,8 +109,8 @@ KNOWN: list[tuple[re.Pattern[str], Cause]] = [
         (
             r"Unable to detach \d+: No such process",
             "ended",
-            "a process was killed while CRIU let the tree go",
-            "try again; with a C compiler icecore is built with a library for CRIU to which that is no failure",
+            "a process of the tree was killed before the tree ran",
+            "look into the kernel's log (out of memory?), and try again",
         ),
         (
             r"Unable to detach from \d+: No such process|Can't seize|No such process",

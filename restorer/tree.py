@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from icecore.errors import IcecoreError, NotFound, RestoreFailed
+from icecore.errors import IcecoreError, RestoreFailed
 from icecore.host import procfs
 from icecore.host.criu import Criu, RestoreArguments, explain, restore_command
 from icecore.restorer.daemon import Daemon
@@ -21,6 +21,7 @@ from icecore.restorer.fetch import Decoder, Limits
 from icecore.restorer.filling import Filling
 from icecore.restorer.gpus import GpuPlan
 from icecore.restorer.guard import Guard
+from icecore.restorer.guard_process import descendants
 from icecore.restorer.images import LazyMemory
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.placers import Placers
@@ -317,8 +318,10 @@ class Tree:
             roots.append(criu)
         below: set[int] = set()
         for root in roots:
-            with suppress(NotFound):
+            try:
                 below.update(procfs.tree(root))
+            except IcecoreError:  # it is gone, or changes all the time
+                below.update([root, *descendants(root)])
         # The tasks first: CRIU traces them, and would let them run by dying.
         for pid in sorted(below, key=lambda pid: pid == criu):
             with suppress(ProcessLookupError):
