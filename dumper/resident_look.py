@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections import Counter
@@ -90,6 +91,8 @@ def look_at_resident(gpus: GpuLook, staging_bytes: int) -> tuple[GpuLook, Reside
         try:
             agent = _agent_of(process.pid)
             report = None if agent is None else _report(agent)
+            if agent is not None and report is None and _kept(process.pid, agent.directory):
+                raise ResidentFailed("no agent of its listens", errno.ENOTCONN)
         except NotFound:
             continue  # the process has ended
         except ResidentFailed as error:
@@ -173,8 +176,18 @@ def has_mapped(pid: int) -> bool:
         ResidentFailed: It does not tell.
     """
     agent = _agent_of(pid)
-    report = None if agent is None else _report(agent)
-    return report is not None and report.state != State.UNMAPPED
+    if agent is None:
+        return False
+    report = _report(agent)
+    return _kept(pid, agent.directory) if report is None else report.state != State.UNMAPPED
+
+
+def _kept(pid: int, directory: Path) -> bool:
+    """Whether a keeper has memory of a process that is not heard."""
+    try:
+        return any(one.alive and one.allocations and one.pid == pid for one in Keeper(directory).processes())
+    except NotFound:
+        return False
 
 
 def _agent_of(pid: int) -> Agent | None:

@@ -298,6 +298,11 @@ class DeviceFile:
         for process in self._processes:
             process.detach()
 
+    def never(self, error: BaseException) -> None:
+        """Whoever was to `run` it does not: whoever waits for it is told, unless all is there."""
+        if not self.ended:
+            self._fail(error)
+
     def fail(self, error: BaseException) -> None:
         """Stop filling because of an error from elsewhere."""
         with self._lock:

@@ -465,7 +465,7 @@ class _Run:
         self.stack.callback(made.close)
 
         def fill() -> None:
-            with phase(self.emit, "restore.gpu.memory") as running:
+            with self._telling(made), phase(self.emit, "restore.gpu.memory") as running:
                 made.run(running.progress)
                 spent = made.spent
                 running.bytes = spent.produced
@@ -478,6 +478,16 @@ class _Run:
                 }
 
         self.device_file, self.filed = made, pool.submit(fill)
+
+    @staticmethod
+    @contextmanager
+    def _telling(made: DeviceFile) -> Iterator[None]:
+        """An event that nobody hears breaks the filling, which the driver would wait for."""
+        try:
+            yield
+        except BaseException as error:
+            made.never(error)
+            raise
 
     def _logs(self, sizes: Mapping[str, int], cells: Mapping[str, SpaceCells]) -> list[FileTarget]:
         """What the job's logs held goes into the new instance's."""

@@ -30,7 +30,7 @@
 #define STACK ((size_t)1 << 20)
 
 static pthread_mutex_t start_lock = PTHREAD_MUTEX_INITIALIZER;
-static bool started, prepared;
+static bool started, waited, prepared;
 static int listener = -1;
 static ino_t listener_inode;
 static int state; /* enum resident_state; the agent's own */
@@ -350,7 +350,7 @@ static void in_child(void)
 		close(listener);
 	listener = -1;
 	state = RESIDENT_RUNNING;
-	started = false;
+	started = waited = false;
 	allocations_of_child();
 	spares_of_child();
 	last_parked = NEVER;
@@ -362,13 +362,13 @@ static void in_child(void)
 	interposition_of_child();
 }
 
-void agent_start(void)
+bool agent_start(void)
 {
 	pthread_attr_t attributes;
 	pthread_t made;
 
-	if (__atomic_load_n(&started, __ATOMIC_ACQUIRE))
-		return;
+	if (__atomic_load_n(&listener, __ATOMIC_ACQUIRE) >= 0)
+		return true;
 	pthread_mutex_lock(&start_lock);
 	if (!started) {
 		if (!prepared) {
@@ -383,12 +383,15 @@ void agent_start(void)
 		sigfillset(&all);
 		pthread_sigmask(SIG_BLOCK, &all, &before); /* the agent inherits it: no handler of the application's ever runs in it */
 		if (pthread_create(&made, &attributes, agent, NULL) == 0)
-			__atomic_store_n(&started, true, __ATOMIC_RELEASE);
+			started = true;
 		pthread_sigmask(SIG_SETMASK, &before, NULL);
 		pthread_attr_destroy(&attributes);
-		/* Whoever has resident memory has an agent: a dump could begin with this call's return. */
-		for (int64_t until = now() + START_NANOSECONDS; started && __atomic_load_n(&listener, __ATOMIC_ACQUIRE) < 0 && now() < until;)
-			poll(NULL, 0, 1);
 	}
+	/* Whoever is to have resident memory has an agent first, also where another thread has started it: what is mapped and has none a dump takes for the driver's. */
+	for (int64_t until = now() + START_NANOSECONDS; started && !waited && __atomic_load_n(&listener, __ATOMIC_ACQUIRE) < 0 && now() < until;)
+		poll(NULL, 0, 1);
+	waited = true;
+	bool listens = listener >= 0;
 	pthread_mutex_unlock(&start_lock);
+	return listens;
 }

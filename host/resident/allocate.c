@@ -213,7 +213,8 @@ static CUresult allocate(CUdeviceptr *out, size_t bytes)
 		*out = made.address;
 		return CUDA_SUCCESS;
 	}
-	agent_start(); /* before there is anything: what is mapped and has no agent a dump would take for the driver's */
+	if (!agent_start())
+		return -1;
 	struct allocation_properties properties = properties_of(made.device, device.rdma);
 	result = create_physical(&made.handle, made.size, &properties);
 	if (result) {

@@ -115,7 +115,7 @@ static CUresult create(CUhandle *out, size_t size, const struct allocation_prope
 	made.handle_types = wanted->handle_types;
 	struct allocation_properties properties = *wanted;
 	properties.handle_types |= HANDLE_POSIX_DESCRIPTOR;
-	if (create_physical(&made.handle, size, &properties))
+	if (!agent_start() || create_physical(&made.handle, size, &properties))
 		return -1; /* the answer to what was asked for is the driver's */
 	if (d->cuMemExportToShareableHandle(&descriptor, made.handle, HANDLE_POSIX_DESCRIPTOR, 0))
 		descriptor = -1; /* none left in this process: handed over later */
@@ -126,7 +126,6 @@ static CUresult create(CUhandle *out, size_t size, const struct allocation_prope
 		d->cuMemRelease(made.handle);
 		return -1;
 	}
-	agent_start();
 	return CUDA_SUCCESS;
 }
 
@@ -173,23 +172,21 @@ static CUresult import(CUhandle *out, void *shared, int type)
 {
 	const struct driver *d = driver();
 	struct allocation made = {.kind = KIND_HANDLE, .descriptor = -1, .has_handle = true, .references = 1, .imported = true};
+	bool told = resident_directory() && d->usable && agent_start(); /* what cannot be parked it tells of */
 	CUresult result = d->cuMemImportFromShareableHandle(&made.handle, shared, type);
 	int descriptor = -1;
 
 	if (result || !resident_directory())
 		goto unchanged;
-	if (d->usable && describe_import(&made) && type == HANDLE_POSIX_DESCRIPTOR)
+	if (told && describe_import(&made) && type == HANDLE_POSIX_DESCRIPTOR)
 		descriptor = duplicate((int)(intptr_t)shared);
 	keep_descriptor(&made, descriptor);
 	if (made.descriptor < 0 || !add(&made, out, made.descriptor)) {
 		if (descriptor >= 0)
 			close(descriptor);
 		count_unparkable();
-		if (d->usable)
-			agent_start(); /* which tells */
 		goto unchanged;
 	}
-	agent_start();
 	return CUDA_SUCCESS;
 
 unchanged:

@@ -184,13 +184,13 @@ static CUresult open_reference(CUdeviceptr *out, const struct reference *what, u
 	pthread_mutex_unlock(&table_lock);
 	if (own)
 		return CUDA_ERROR_INVALID_CONTEXT; /* as of any handle in the process that made it */
+	if (!agent_start())
+		return CUDA_ERROR_MAP_FAILED;
 	pthread_mutex_lock(&ipc_lock);
 	CUresult result = open_again(out, what, device);
 	if (result < 0)
 		result = open_first(out, what, context, device);
 	pthread_mutex_unlock(&ipc_lock);
-	if (!result)
-		agent_start();
 	return result;
 }
 

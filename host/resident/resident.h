@@ -169,6 +169,6 @@ int window_give(uint64_t identity, int descriptor);
 void window_drop_given(void);
 
 /* agent.c */
-void agent_start(void); /* once a process, at its first resident allocation */
+bool agent_start(void); /* before there is resident memory; whether it listens: else there must be none */
 
 #endif

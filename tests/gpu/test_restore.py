@@ -350,6 +350,27 @@ def test_memory_that_the_driver_does_not_take_away_is_restored_without_a_file(
     goes_on(target)
 
 
+def test_a_sink_that_fails_once_as_device_memory_begins_ends_the_restore(store: Store, launch: Launch, world: World) -> None:
+    """It is told in a thread of its own, and the driver waits for the memory."""
+    target = launch(GPUS[:2], mib=MIBS)
+    snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
+    target.reap()
+    broken: list[Event] = []
+
+    class Once(Events):
+        def __call__(self, event: Event) -> None:
+            if event.name == "restore.gpu.memory" and not broken:
+                broken.append(event)
+                raise BrokenPipeError("nobody reads")
+            super().__call__(event)
+
+    with pytest.raises(BrokenPipeError):
+        bring_back(store, snapshot, Once())
+    gone(target, 20)
+    bring_back(store, snapshot)
+    goes_on(target)
+
+
 def test_where_there_can_be_no_file_userfaultfd_does_it(
     store: Store, launch: Launch, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,6 +39,25 @@ from .test_restore import bring_back
 pytestmark = pytest.mark.criu
 
 Launch = Callable[..., Job]
+#: Preloaded: an agent takes a while to begin.
+_SLOW = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+int pthread_setname_np(pthread_t thread, const char *name)
+{
+	int (*next)(pthread_t, const char *) = (int (*)(pthread_t, const char *))dlsym(RTLD_NEXT, "pthread_setname_np");
+	if (!strcmp(name, "icecore-agent")) {
+		close(open(getenv("BEGINS"), O_WRONLY | O_CREAT, 0600));
+		usleep(3000000);
+	}
+	return next(thread, name);
+}
+"""
 _DRIVER = Path(__file__).parent.parent / "dumper" / "driver.py"
 
 
@@ -520,3 +540,46 @@ def test_a_process_without_a_keeper(store: Store, launch: Launch, joined: Machin
     joined.kill_keeper()
     store.dump(job.pid, DumpOptions(max_window=10.0))
     runs_on(job, store)
+
+
+class Late(Job):
+    """One of `tests.resident.late`, with an agent that takes three seconds to begin."""
+
+    def __init__(self, machine: Machine, folder: Path, *, how: str) -> None:
+        folder.mkdir(parents=True)
+        self.machine, self.folder, self.outs = machine, folder, [folder / "lines"]
+        self.late, self.begins, source = folder / "late", folder / "begins", folder / "slow.c"
+        source.write_text(_SLOW)
+        subprocess.run(["gcc", "-w", "-shared", "-fPIC", "-o", str(folder / "slow.so"), str(source)], check=True, timeout=60)
+        preloads = f"{folder / 'slow.so'}:{machine.environment()['LD_PRELOAD']}"
+        self._start("late.py", {"late": str(self.late), "how": how}, LD_PRELOAD=preloads, BEGINS=str(self.begins))
+
+
+@pytest.mark.parametrize("how", ["create", "two"])
+def test_memory_is_resident_only_where_an_agent_listens(store: Store, launch: Launch, how: str) -> None:
+    """The dump would take it for the driver's, and the next one give the job what it held then."""
+    job = launch(Late, how=how)
+
+    def late(_: Event) -> None:
+        job.late.touch()
+        until(job.begins.exists)
+        time.sleep(0.5)  # time for the second thread
+
+    with suppress(DumpFailed):  # it has memory that it did not have: its preload says so, or cannot yet
+        store.dump(job.pid, events=Events({("dump.criu", "end"): late}))
+    job.wait_steps(20)
+    until(lambda: job.lines()[-1].endswith("right"))
+    store.dump(job.pid)
+    job.wait_steps(20)
+    assert {line.split()[1] for line in job.lines()} == {"nothing", "right"}
+
+
+def test_memory_of_a_process_that_has_no_agent(store: Store, launch: Launch) -> None:
+    """What the keeper has of it is mapped, whoever tells."""
+    job = launch()
+    path = job.machine.directory / f"agent-{job.pid}"
+    assert path.is_socket()
+    path.unlink()
+    assert resident_look.has_mapped(job.pid)
+    with pytest.raises(PreflightRefused, match="no agent of its listens"):
+        store.dump(job.pid)
