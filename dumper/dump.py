@@ -51,8 +51,8 @@ _PRE_COPY_RESIDENT = 4 << 30
 _STREAM_SECONDS = 60.0
 _RUNNING_SECONDS = 5.0
 _FREEZE_SECONDS = 30.0
-#: How long the window of another dump is waited for.
-_CLAIM_SECONDS = 60.0
+#: Another dump of the same job is waited for so long: one that has device memory may store some of it first.
+_CLAIM_SECONDS, _CLAIM_DEVICES_SECONDS = 60.0, 300.0
 #: Shard streams at most: each holds a shard buffer.
 _MOST_STREAMS = 16
 #: Threads at most, where nothing else is asked for: with more it takes longer (measured on 16 cores).
@@ -291,6 +291,9 @@ class _Dump:
         copied = self._pre_copy(found)
         self._reserve(found, copied)
 
+        # Not two at a time either that look at device memory: they would take the room on its GPU from each other's window, and a look's end from each other.
+        claim = Claim({self.target.pid, *(devices.pids if devices is not None else ())}, _CLAIM_SECONDS if devices is None else _CLAIM_DEVICES_SECONDS)
+        self.stack.callback(claim.release)
         if devices is not None:
             pre_copy = {"off": None, "on": 0}.get(self.options.pre_copy, _PRE_COPY_RESIDENT)
             with storing.staging.limited(_PRE_COPY_STAGING):
@@ -304,8 +307,6 @@ class _Dump:
             abandon=storing.abandon,
         )
         capture = Capture(self.options, images, self.criu.version, storing.parent, copied, storing.machinery, self.emit)
-        claim = Claim({self.target.pid, *(devices.pids if devices is not None else ())}, _CLAIM_SECONDS)
-        self.stack.callback(claim.release)
         # The driver first brings back what it has moved out, then CRIU lets go.
         with window, devices or nullcontext():
             with phase(self.emit, "dump.criu"):

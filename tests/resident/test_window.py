@@ -181,7 +181,7 @@ def test_many_windows_under_load(new_machine: NewMachine, gpus: int, windows: in
 def test_a_lock_that_is_never_had_under_load_is_had_of_parked_threads(new_machine: NewMachine, windows: int) -> None:
     """There is always somebody in one of the driver's calls, but nobody is always."""
     machine = new_machine(unfair=True)
-    target = machine.target(FAKE_CUDA_SLOW="1000")
+    target = machine.target(FAKE_CUDA_SLOW="10000")
     target("start()")
     addresses = [target("alloc(2 * MIB)")[1] for _ in range(6)]
     busy = "lambda at: [cuda.cuMemsetD8_v2(ctypes.c_ulonglong(at), 1, ctypes.c_size_t(4096)) for _ in iter(_stop.is_set, True)]"
