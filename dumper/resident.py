@@ -152,7 +152,7 @@ class Resident:
                 wanted = {device: max(size, found.changed.get(device, 0)) for device, size in wanted.items()}
                 changed = sum(found.changed.values())
                 said = {"looked": found.looked, "changed": changed}
-            except IcecoreError as error:  # a worker that is gone is met below
+            except IcecoreError as error:  # a worker that is gone is met before the window
                 said = {"not_looked": error.message}
         # Of what changed in the parent nobody knows on which GPU it is: it may be on each, but not on all.
         likely = sizes.total() if parent is None else max(parent.manifest.sizes.changed, changed)
@@ -184,7 +184,7 @@ class Resident:
                 self._pre_copied = pre_copy_resident(
                     self._worker, self._region, self._place, agents, tokens, parent, machinery, self._short, self._spare
                 )
-            except IcecoreError as error:  # a worker that is gone is met below, and so is a store that fails
+            except IcecoreError as error:  # a worker that is gone is met before the window, and so is a store that fails
                 machinery.pipeline.drain()
                 running.fields["not_stored"] = error.message
             running.bytes = self.pre_copied
@@ -210,6 +210,8 @@ class Resident:
             limit: Seconds that this may take; None: no limit.
         """
         assert self._tree is not None
+        if self._worker.gone:  # nothing could be copied: the window would be in vain
+            raise DumpFailed("the GPU worker ended before the window", cure="look why it was killed (out of memory?), and try again")
         with phase(self._emit, "dump.resident.unmap", processes=len(self._tree.pids)) as running:
             lease = _UNLIMITED_LEASE if limit is None else limit + _LEASE_GRACE
             running.bytes = self._tree.take_away(lock, unlock, seconds=min(60.0, limit or 60.0), lease=lease)

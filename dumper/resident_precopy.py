@@ -34,6 +34,8 @@ from icecore.store.cell import CELL, CELL_BYTES
 _REST_SECONDS, _LOOK_SECONDS = 0.5, 5.0
 #: Of spare device memory so much is taken at a time: the job, which runs, finds that much less.
 _ROOM = 1 << 30
+#: With less room than that it is not done: each time the memory is mapped and looked at once more.
+_LEAST_ROOM = 64 << 20
 #: Memory that is mapped at a time. Bytes.
 _PORTION = 8 << 30
 
@@ -116,10 +118,11 @@ def pre_copy_resident(
         devices = {
             device: [(own[id(cells)], piece) for cells, piece in pieces]
             for device, pieces in by_device([process.cells for process in processes]).items()
-            if min(wanted.get(device, 0), spare.get(device, 0)) >= CELL_BYTES
+            if wanted.get(device, 0) >= CELL_BYTES and spare.get(device, 0) >= _LEAST_ROOM
         }
         if not devices:
             return {}
+        announce(agents.values())  # anew: planning took as long as there are allocations
         began = time.monotonic()
         with ThreadPoolExecutor(len(devices), "look") as pool:
             for future in [

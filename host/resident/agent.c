@@ -138,10 +138,10 @@ static int receive_descriptors(int from, uint32_t some)
 	struct resident_message message;
 	int descriptor, error = 0;
 
-	while (some-- && !error) {
+	while (some--) { /* all of them, or who sends would not hear why */
 		if (packet_receive(from, &message, &descriptor, 0) != 1)
 			return EPROTO;
-		if (state == RESIDENT_UNMAPPED)
+		if (state == RESIDENT_UNMAPPED && !error)
 			error = descriptor < 0 ? EMFILE : window_give(message.identity, descriptor);
 		else if (descriptor >= 0)
 			close(descriptor); /* it has its memory, and nothing made room for these */

@@ -25,6 +25,7 @@ static struct given {
 	int descriptor;
 } *given;
 static size_t given_count, given_room;
+static bool given_sorted;
 
 static rlim_t limit_before, limit_raised; /* of descriptors; raised: 0 where it was not */
 static int first_number = HIGH_DESCRIPTOR;
@@ -114,21 +115,62 @@ int window_give(uint64_t identity, int descriptor)
 		given_room = room;
 	}
 	given[given_count++] = (struct given){identity, descriptor_from(descriptor, first_number)};
+	given_sorted = false;
 	return 0;
 }
 
 void window_drop_given(void)
 {
 	while (given_count)
-		close(given[--given_count].descriptor);
+		if (given[--given_count].descriptor >= 0)
+			close(given[given_count].descriptor);
+}
+
+/* Heapsort: qsort(3) may ask for memory, whose lock somebody who is parked may have. */
+static void sift_given(size_t at, size_t count)
+{
+	struct given moving = given[at];
+
+	for (size_t child; (child = 2 * at + 1) < count; at = child) {
+		if (child + 1 < count && given[child + 1].identity > given[child].identity)
+			child++;
+		if (given[child].identity <= moving.identity)
+			break;
+		given[at] = given[child];
+	}
+	given[at] = moving;
+}
+
+static void sort_given(void)
+{
+	for (size_t at = given_count / 2; at > 0;)
+		sift_given(--at, given_count);
+	for (size_t count = given_count; count > 1;) {
+		struct given last = given[--count];
+		given[count] = given[0];
+		given[0] = last;
+		sift_given(0, count);
+	}
+	given_sorted = true;
 }
 
 static int take_given(uint64_t identity)
 {
-	for (size_t at = 0; at < given_count; at++)
-		if (given[at].identity == identity) {
-			int descriptor = given[at].descriptor;
-			given[at] = given[--given_count];
+	size_t first = 0, end = given_count;
+
+	if (!given_sorted)
+		sort_given();
+	while (first < end) {
+		size_t middle = first + (end - first) / 2;
+		if (given[middle].identity < identity)
+			first = middle + 1;
+		else
+			end = middle;
+	}
+	for (; first < given_count && given[first].identity == identity; first++)
+		if (given[first].descriptor >= 0) {
+			int descriptor = given[first].descriptor;
+			given[first].descriptor = -1;
 			return descriptor;
 		}
 	return -1;

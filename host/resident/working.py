@@ -301,6 +301,7 @@ class Worker:
             found: tuple[Any, list[int]] = future.result(seconds)
             return found
         except FutureTimeout:
+            future.add_done_callback(_close_unheard)
             raise WorkerFailed(f"the GPU worker did not answer {call} within {seconds:.0f} s") from None
 
     def _receive(self) -> None:
@@ -329,6 +330,13 @@ class Worker:
             waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
             future.set_exception(_lost())
+
+
+def _close_unheard(future: Future[Any]) -> None:
+    """The answer comes to somebody who does not wait any more."""
+    if future.exception() is None:
+        for descriptor in future.result()[1]:
+            os.close(descriptor)
 
 
 def _lost() -> WorkerFailed:

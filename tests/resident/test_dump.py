@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -539,6 +540,22 @@ def test_a_process_without_a_keeper(store: Store, launch: Launch, joined: Machin
     job = launch()
     joined.kill_keeper()
     store.dump(job.pid, DumpOptions(max_window=10.0))
+    runs_on(job, store)
+
+
+def test_a_worker_that_ended_costs_no_window(store: Store, launch: Launch) -> None:
+    job = launch()
+
+    def kill(_: Event) -> None:
+        for pid in members(store.workdir, "icecore.host.resident.worker"):
+            os.kill(pid, signal.SIGKILL)
+            until(partial(procfs.is_over, pid))
+        time.sleep(0.2)  # its client hears of it
+
+    events = Events({("dump.criu", "begin"): kill})
+    with pytest.raises(DumpFailed, match="worker ended before the window"):
+        store.dump(job.pid, events=events)
+    assert not events.named("dump.resident.unmap")
     runs_on(job, store)
 
 

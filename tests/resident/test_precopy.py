@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from icecore.dumper import resident_precopy
 from icecore.dumper.options import DumpOptions
 from icecore.errors import DumpFailed, IcecoreError, StoreError
 from icecore.events import Event
@@ -24,6 +25,12 @@ from .test_restore import bring_back
 pytestmark = pytest.mark.criu
 
 Launch = Callable[..., Job]
+
+@pytest.fixture(autouse=True)
+def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These GPUs are small."""
+    monkeypatch.setattr(resident_precopy, "_LEAST_ROOM", MIB)
+
 
 #: GPUs on which copies of 32 MiB have 7 MiB of room.
 small = pytest.mark.parametrize("joined", [560 * MIB], indirect=True)
