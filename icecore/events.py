@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -51,11 +51,11 @@ def unwatched(count: int) -> None:
 class Phase:
     """A running phase: add bytes to it while it lasts; any thread may say how far it is."""
 
-    def __init__(self, sink: Sink, name: str) -> None:
+    def __init__(self, sink: Sink, name: str, about: Mapping[str, Value]) -> None:
         self.bytes = 0
         self.fields: dict[str, Value] = {}
         self._sink = sink
-        self._name = name
+        self._name, self._about = name, about
         self._lock = threading.Lock()
         self._told, self._furthest = time.monotonic(), 0
 
@@ -66,7 +66,7 @@ class Phase:
             if now - self._told < _PROGRESS_SECONDS or done < self._furthest:
                 return
             self._told, self._furthest = now, done
-            self._sink(Event(self._name, {"state": "progress", "bytes": min(done, total), "total": total}))
+            self._sink(Event(self._name, {"state": "progress", **self._about, "bytes": min(done, total), "total": total}))
 
     def counter(self, total: int) -> Advance:
         """A function that is told of bytes as they are done, of ``total`` in all."""
@@ -86,7 +86,7 @@ class Phase:
 def phase(sink: Sink, name: str, **fields: Value) -> Iterator[Phase]:
     """Emit ``name`` with ``state`` begin, then end or failed, with ``seconds``, ``bytes`` and ``gb_per_s`` of what lay between."""
     sink(Event(name, {"state": "begin", **fields}))
-    running = Phase(sink, name)
+    running = Phase(sink, name, fields)
     started = time.perf_counter()
     try:
         yield running

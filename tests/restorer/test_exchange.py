@@ -52,6 +52,7 @@ def test_what_comes_out_is_what_went_in_and_plain_criu_restores_it(
         monkeypatch.setattr("icecore.events._PROGRESS_SECONDS", 0.0)
         result = export(it.place.repository, it.place.loop, it.result.snapshot, out, emit=told.append)
         pages = max(event.fields["bytes"] for event in told if event.fields.get("state") == "progress")  # type: ignore[type-var]
+        assert {event.fields["snapshot"] for event in told if event.name == "export.write"} == {it.result.snapshot}
         assert pages == {event.fields["total"] for event in told if "total" in event.fields}.pop()
         for path in image_files(it.images):
             assert (out / path.name).read_bytes() == path.read_bytes(), path.name
