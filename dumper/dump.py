@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -287,6 +288,7 @@ class _Dump:
             emit=self.emit,
         )
         if storing.parent is not None:
+            self._same_program(storing.parent.manifest)
             storing.parent.prepare()
         copied = self._pre_copy(found)
         self._reserve(found, copied)
@@ -389,6 +391,13 @@ class _Dump:
             self.emit(Event("dump.warning", {**fields}))
         self.shell_job = procfs.status(self.target.pid).session not in {p.status.group for p in found.processes}
         return found
+
+    def _same_program(self, parent: Manifest) -> None:
+        """Two processes that run the same interpreter are not the same job: policies would forget the snapshots of one for the other's."""
+        own, before = procfs.command_line(self.target.pid), parent.processes[0].command if parent.processes else []
+        if self.target.guessed and own != before:
+            message = f"the newest snapshot of job {self.target.job} is of another command, {shlex.join(before)}: they count as one job's"
+            self.emit(Event("dump.warning", {"name": "job", "message": message, "cure": "name the job with --job"}))
 
     def _devices(self, found: Look, guard: Guard, images: Path) -> Devices | None:
         """What makes the driver's calls, if the tree uses GPUs. From now on CUDA is being initialised in it, which takes a while."""

@@ -19,6 +19,7 @@ class Target:
         parent: Snapshot id that the tree was last dumped to or restored from; empty: the job's newest snapshot, if there is one.
         record: How `icecore run` started it; None for any other tree.
         status: Where its init writes how it ended, if its resident device memory is to outlive it unless that is well; empty: it is not.
+        guessed: The name is the program's, which others may run, too.
     """
 
     pid: int
@@ -26,8 +27,9 @@ class Target:
     parent: str = ""
     record: RunRecord | None = None
     status: str = ""
+    guessed: bool = False
 
     @classmethod
     def of_process(cls, pid: int, job: str = "") -> Target:
         """A tree that icecore did not start; named after its program unless ``job`` says otherwise."""
-        return cls(pid, job or os.path.basename(procfs.executable(pid)) or f"pid-{pid}")
+        return cls(pid, job or os.path.basename(procfs.executable(pid)) or f"pid-{pid}", guessed=not job)

@@ -235,6 +235,22 @@ def test_the_same_program_started_twice_shares_what_is_equal(start: Start, store
     assert second.sizes.changed - second.sizes.stored > 0.9 * weights > 80 << 20
 
 
+def test_another_program_under_the_same_name_is_warned_of(store: Store) -> None:
+    """Where nobody names the job, its program does: an interpreter, mostly."""
+    words = [[sys.executable, "-S", "-c", f"import time; time.sleep(600 + {number})"] for number in range(2)]
+    told = []
+    for command, name in [(words[0], ""), (words[0], ""), (words[1], ""), (words[0], "named"), (words[1], "named")]:
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True) as process:
+            try:
+                events = Events()
+                store.dump(Target.of_process(process.pid, name), events=events)
+                told.append([str(one.fields["message"]) for one in events.named("dump.warning") if one.fields["name"] == "job"])
+            finally:
+                process.kill()
+    assert list(map(len, told)) == [0, 0, 1, 0, 0]
+    assert "time.sleep(600 + 0)" in told[2][0]
+
+
 def test_allocations_are_found_again_wherever_the_kernel_joined_them(tmp_path: Path, store: Store) -> None:
     """The second process asks for one thing more, so that the mapping that holds all its allocations begins elsewhere."""
     allocate = (
