@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 import subprocess
 import sys
 
@@ -302,6 +304,33 @@ def test_a_forked_child_owns_nothing(machine: Machine, target: Target) -> None:
     token = target.agent.report().token
     assert len(machine.keeper.allocations(token)) == 1
     assert [one.token for one in machine.keeper.processes()] == [token]
+
+
+def test_the_keeper_finds_each_of_many(new_machine: NewMachine) -> None:
+    """Whatever was allocated and released before, in whatever order."""
+    machine = new_machine(memory=600 * MIB)
+    target = machine.target()
+    target("start()")
+    rng, live, token = random.Random(7), list[int](), b""
+    for most in (200, 20, 250, 1):
+        while len(live) != most:
+            some = min(40, abs(most - len(live)))
+            if len(live) < most:
+                live += target(f"[alloc(2 * MIB)[1] for _ in range({some})]")
+            else:
+                rng.shuffle(live)
+                gone, live = live[:some], live[some:]
+                assert target(f"[free(at) for at in {gone}]") == [0] * some
+        token = token or target.agent.report().token
+        held = machine.keeper.allocations(token)
+        known = {one.address: one.identity for one in target.agent.allocations()}
+        assert sorted(known) == sorted(live)
+        assert len({one.identity for one in held}) == len(held)
+        assert known.items() <= {one.address: one.identity for one in held}.items()
+        found = machine.keeper.fetch(token, list(known.values()))
+        assert found.keys() == set(known.values())
+        for descriptor in found.values():
+            os.close(descriptor)
 
 
 def test_a_program_without_cuda_notices_nothing(machine: Machine) -> None:
