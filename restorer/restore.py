@@ -17,7 +17,7 @@ from icecore.errors import Damaged, IcecoreError, RestoreFailed, RestoreRefused
 from icecore.events import Event, Phase, Sink, Value, discard, phase
 from icecore.host.criu import Criu, find_criu, restore_environment
 from icecore.host.cuda.holder import VARIABLE, plugin_folder
-from icecore.host.job import ExitStatus, Job
+from icecore.host.job import ExitStatus, Job, Stream
 from icecore.host.jobs import Registry, Restoring
 from icecore.host.limits import kernel_version, memory_available, overcommits, raise_descriptor_limit, threads_for
 from icecore.host.namespaces import INSTANCE_MOUNT, RunRecord
@@ -68,6 +68,7 @@ class Restored:
         job: The instance, for jobs that `icecore run` started.
         seconds_to_running: From the call until the tree ran.
         seconds_to_resident: From the call until all memory was there; None until then.
+        log_sizes: Bytes that the logs of ``job`` held before it ran; what follows them the restored instance has written.
     """
 
     snapshot: str
@@ -75,6 +76,7 @@ class Restored:
     job: Job | None
     seconds_to_running: float
     seconds_to_resident: float | None = None
+    log_sizes: Mapping[Stream, int] = field(default_factory=dict)
     _resident: Future[float] = field(default_factory=Future)
     _exit: Future[int] = field(default_factory=Future)
 
@@ -230,6 +232,7 @@ class _Run:
         self.early: list[tuple[int, int]] = []
         self.devices: Devices | None = None
         self.device_bytes: dict[int, int] = {}
+        self.log_sizes: Mapping[Stream, int] = {}
         self.resident: Resident | None = None
         self.with_file = with_file and kernel_version() >= _FIRST_MINOR_FAULTS and overcommits()
         self.device_file: DeviceFile | None = None
@@ -451,6 +454,8 @@ class _Run:
             self._begin_device_file(memory)
         running.bytes += self._write(memory.page_images)
         self.put_back.commit()
+        if self.restoring is not None:
+            self.log_sizes = self.restoring.job.log_sizes()
         running.fields |= {
             "files": len(self.put_back.targets) + len(logs),
             "page_image_bytes": sum(target.size for target in memory.page_images),
@@ -618,7 +623,7 @@ class _Run:
         instance = job.instance if job is not None else ""
         fields: dict[str, Value] = {"snapshot": self.snapshot, "pid": pid, "seconds": seconds, "instance": instance}
         self.emit(Event("restore.running", fields))
-        return Restored(self.snapshot, pid, job, seconds)
+        return Restored(self.snapshot, pid, job, seconds, log_sizes=self.log_sizes)
 
     def _resident(self, tree: Tree, restored: Restored) -> None:
         """All memory is there: from now on the tree lives without us, and nothing that still fails is a failure of its restore."""

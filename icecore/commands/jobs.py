@@ -6,6 +6,7 @@ import argparse
 import codecs
 import os
 import signal
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from icecore.events import Event, Value
 from icecore.passphrase import without_secrets
 
 if TYPE_CHECKING:
-    from icecore.host.job import Job, LogPiece
+    from icecore.host.job import Job, LogPiece, Stream
     from icecore.host.jobs import Registry
 
 
@@ -128,7 +129,7 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
     if arguments.detach:
         context.output.line(job.name)
         return 0
-    status = follow(job, context, from_start=True)
+    status = follow(job, context)
     if arguments.rm:
         registry.remove(job)
     return status
@@ -202,14 +203,19 @@ def logs(arguments: argparse.Namespace, context: Context) -> int:
 
 def attach(arguments: argparse.Namespace, context: Context) -> int:
     """icecore attach."""
-    return follow(context.registry().find(arguments.job), context, from_start=False)
+    job = context.registry().find(arguments.job)
+    return follow(job, context, seen=job.log_sizes())
 
 
-def follow(job: Job, context: Context, *, from_start: bool) -> int:
-    """Show a job's output until it ends; its exit status."""
+def follow(job: Job, context: Context, *, seen: Mapping[Stream, int] | None = None) -> int:
+    """Show a job's output until it ends; its exit status.
+
+    Args:
+        seen: Bytes at the beginning of each log that are not shown; None: all is, and that the job is followed goes without saying.
+    """
     writer = _Writer(job, context, "both")
-    skip = {} if from_start else {stream: job.log_path(stream).stat().st_size for stream in ("stdout", "stderr")}
-    if not from_start:
+    skip = dict(seen or {})
+    if seen is not None:
         context.output.result("job.attached", {"job": job.name, "instance": job.instance})
         context.output.note(f"following job {job.name} from now on; Ctrl-C lets go of it")
     try:

@@ -128,6 +128,19 @@ def test_restored_in_the_foreground(cli: Cli) -> None:
     assert "runs as process" in out
 
 
+def test_what_a_restored_job_writes_before_it_is_followed_is_shown(cli: Cli) -> None:
+    """It may have ended by then; what its logs held when the snapshot was taken is not shown again."""
+    cli.run("init")
+    cli.run("run", "-d", "--name", "brief", "--", "/bin/sh", "-c", "echo early; while ! [ -e go ]; do sleep 0.02; done; echo late; echo why >&2; exit 5")
+    until(lambda: (cli.job("brief").directory / "stdout.log").read_text() == "early\n", "started")
+    cli.run("dump", "brief", "--stop")
+    (cli.folder / "go").touch()
+    for number, mode in enumerate(("full", "lazy")):
+        done = cli.run("restore", "-a", "brief", "--name", f"brief{number}", "--mode", mode, "--after", "sleep 1", status=5)
+        assert done.stdout.splitlines()[-1] == "late" and "early" not in done.stdout
+        assert "why\n" in done.stderr
+
+
 def test_hooks(cli: Cli) -> None:
     start(cli)
     say = "echo $ICECORE_JOB $ICECORE_PID ${ICECORE_SNAPSHOT:-none} >> hooks"
