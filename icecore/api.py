@@ -10,14 +10,14 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from icecore import passphrase
-from icecore.config import Config, load
+from icecore.config import Config, load, without_secrets
 from icecore.dumper.dump import DumpResult
 from icecore.dumper.dump import dump as _dump
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
-from icecore.errors import Damaged, MissingTool, NotFound, UsageError
+from icecore.errors import Damaged, HookFailed, MissingTool, NotFound, UsageError
 from icecore.events import Event, Sink, discard
-from icecore.hooks import HookFailed, run_hook
+from icecore.hooks import run_hook
 from icecore.host import procfs
 from icecore.host.criu import Criu, find_criu
 from icecore.host.cuda.job import gpu_run
@@ -110,7 +110,7 @@ def run(
         MissingTool: What ``keep_resident`` needs was not built.
     """
     config = config or load()
-    environment = passphrase.without_secrets(os.environ) if environment is None else environment
+    environment = without_secrets(os.environ) if environment is None else environment
     own = config.run
     said = isolation
     isolation = isolation or Isolation(
@@ -163,7 +163,7 @@ def start_gpu(
     """
     if must_keep and not resident:
         raise UsageError("only resident memory can be kept", cure="leave out --keep-resident, or --no-resident; or add --resident")
-    variables = dict(passphrase.without_secrets(os.environ) if environment is None else environment)
+    variables = dict(without_secrets(os.environ) if environment is None else environment)
     missing: list[str] = []
     if resident:
         try:

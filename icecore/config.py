@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 #: Prefix of the environment variables that override keys: ICECORE_<SECTION>_<KEY>, and ICECORE_<KEY> for keys of no section.
 PREFIX = "ICECORE_"
+#: Variables that hold a secret: never passed on to jobs and hooks.
+SECRET = ("ICECORE_PASSPHRASE", "ICECORE_NEW_PASSPHRASE", "ICECORE_TARGET_PASSPHRASE")
 _SIZES = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4} | {
     f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)
 }
@@ -385,6 +387,11 @@ def _of(name: str, known: Mapping[str, object]) -> list[str]:
     from difflib import get_close_matches
 
     return get_close_matches(name, list(known), 3, 0.0)
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """``environment`` as others may see it."""
+    return {name: value for name, value in environment.items() if name not in SECRET}
 
 
 def standard_files(environment: Mapping[str, str], directory: Path) -> list[Path]:

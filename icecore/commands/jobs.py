@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 from icecore import units
 from icecore.commands.context import Commands, Context, Interrupted, add_setting, overridden
-from icecore.config import SECONDS, RunSettings
+from icecore.config import SECONDS, RunSettings, without_secrets
 from icecore.errors import Damaged, IcecoreError, UsageError
 from icecore.events import Event, Value
-from icecore.passphrase import without_secrets
 
 if TYPE_CHECKING:
     from icecore.host.job import Job, LogPiece, Stream

@@ -161,6 +161,36 @@ def test_hooks(cli: Cli) -> None:
     assert cli.job("other").alive
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("words", [("dump", "--before"), ("dump", "--after"), ("restore", "--after")])
+def test_an_interrupted_hook_ends_with_all_that_it_started(cli: Cli, words: tuple[str, str], number: signal.Signals) -> None:
+    command, when = words
+    start(cli)
+    if command == "restore":
+        cli.run("dump", "count", "--stop")
+    running = cli.start(command, "count", when, "sleep 300 & echo $! > begun; echo said >&2; wait")
+    begun = cli.folder / "begun"
+    until(lambda: begun.exists() and begun.read_text().endswith("\n"), "begun")
+    running.send_signal(number)
+    _, error = running.communicate(timeout=30)
+    assert running.returncode == 128 + number, error
+    assert not Path(f"/proc/{begun.read_text().strip()}").exists()
+    assert cli.job("count").alive
+    assert command == "dump" or "said" in error
+
+
+def test_a_hook_may_leave_something_in_the_background_and_sees_no_secret(cli: Cli) -> None:
+    start(cli)
+    before = "sleep 300 & echo $! > left; echo ${ICECORE_PASSPHRASE:-none} > secret"
+    cli.run("dump", "count", "--before", before, ICECORE_PASSPHRASE="a secret")
+    left = int((cli.folder / "left").read_text())
+    try:
+        assert Path(f"/proc/{left}").exists()
+        assert (cli.folder / "secret").read_text() == "none\n"
+    finally:
+        os.kill(left, signal.SIGKILL)
+
+
 def test_a_job_whose_memory_is_on_its_way_outlives_a_failing_hook(cli: Cli) -> None:
     """Until all is there it would die with the command."""
     program = "import os, time\nmemory = [os.urandom(1 << 20) for _ in range(256)]\nprint('ready', flush=True)\nwhile True: time.sleep(0.05)"
