@@ -9,7 +9,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +100,7 @@ def dump(
     *,
     criu: Criu | None = None,
     workdir: str = "/dev/shm",
+    committed: Callable[[DumpResult], None] | None = None,
     emit: Sink = discard,
 ) -> DumpResult:
     """Take a snapshot of a running process tree.
@@ -110,6 +111,7 @@ def dump(
         options: See `DumpOptions`; None: all defaults.
         criu: Which CRIU; None: the one that `find_criu` finds.
         workdir: Directory on tmpfs for CRIU's images while the dump lasts.
+        committed: Called with what is then returned once the snapshot is committed and the job runs, before the command after it.
         emit: Gets ``dump.*`` and ``store.*`` events.
 
     Raises:
@@ -128,21 +130,24 @@ def dump(
             "a streamed dump cannot hold the tree until the commit, because CRIU writes its last images when it lets go",
             cure="dump without --stop and end the job afterwards",
         )
-    with _after(options.after, options.hook_seconds, target, emit) as after, ExitStack() as stack:
-        dumping = _Dump(repository, loop, target, options, criu or find_criu(), workdir, emit, stack)
-        snapshot, manifest, pre_copied, spilled = dumping.run(after)
-        after.snapshot = snapshot
-    done = DumpResult(
-        snapshot=snapshot,
-        job=manifest.job,
-        lineage=manifest.lineage,
-        parent=manifest.parent,
-        window_seconds=manifest.window_seconds,
-        seconds=time.monotonic() - started,
-        sizes=manifest.sizes,
-        pre_copied=pre_copied,
-        spilled=spilled,
-    )
+    with _after(options.after, options.hook_seconds, target, emit) as after:
+        with ExitStack() as stack:
+            dumping = _Dump(repository, loop, target, options, criu or find_criu(), workdir, emit, stack)
+            snapshot, manifest, pre_copied, spilled = dumping.run(after)
+            after.snapshot = snapshot
+        done = DumpResult(
+            snapshot=snapshot,
+            job=manifest.job,
+            lineage=manifest.lineage,
+            parent=manifest.parent,
+            window_seconds=manifest.window_seconds,
+            seconds=time.monotonic() - started,
+            sizes=manifest.sizes,
+            pre_copied=pre_copied,
+            spilled=spilled,
+        )
+        if committed is not None:
+            committed(done)
     emit(
         Event(
             "dump.done",

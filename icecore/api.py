@@ -231,6 +231,7 @@ def dump(
         WindowExceeded: The job would have stood still for longer than ``options.max_window`` seconds; it runs.
         DumpFailed: The snapshot was abandoned; the job runs.
         StoreError: The storage failed; the job runs.
+        HookFailed: The snapshot is committed, but the command after it failed.
     """
     config = config or load()
     options = options or dump_options(config)
@@ -243,12 +244,12 @@ def dump(
             parent = job.description.snapshot or job.description.restored_from
             status = str(job.status_path) if job.description.keep_resident else ""
             aim = Target(root, options.job or job.name, parent, job.record(), status)
-        result = _dump(
-            opened.core, opened.loop, aim, options, criu=criu_of(config), workdir=config.dump.workdir, emit=emit
-        )
-        if job is not None and job.directory.exists():
-            Job.load(job.directory).with_snapshot(result.snapshot, result.lineage)
-        return result
+
+        def note(done: DumpResult) -> None:
+            if job is not None and job.directory.exists():
+                Job.load(job.directory).with_snapshot(done.snapshot, done.lineage)
+
+        return _dump(opened.core, opened.loop, aim, options, criu=criu_of(config), workdir=config.dump.workdir, committed=note, emit=emit)
 
 
 def restore(

@@ -150,6 +150,12 @@ def test_hooks(cli: Cli) -> None:
     failed = cli.events("dump", "count", "--before", "exit 3", status=5)
     assert "exit 3" in failed[-1]["message"]
     assert len(cli.events("ls")) == 1 and cli.job("count").alive
+    failed = cli.events("dump", "count", "--after", "exit 3", status=1)
+    assert failed[-1]["class"] == "HookFailed"
+    listed = [event["snapshot"] for event in cli.events("ls")]
+    assert len(listed) == 2 and cli.one("job", "ps")["snapshot"] == listed[-1]
+    done = cli.one("dump.done", "dump", "count")
+    assert done["parent"] == listed[-1]
     cli.run("kill", "count", "-s", "KILL")
     (cli.folder / "hooks").unlink()
     events = cli.events("restore", "count", "--after", say)
