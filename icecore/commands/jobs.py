@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from icecore import units
 from icecore.commands.context import Commands, Context, Interrupted, add_setting, overridden
 from icecore.config import SECONDS, RunSettings, without_secrets
-from icecore.errors import Damaged, IcecoreError, UsageError
+from icecore.errors import Damaged, IcecoreError, NotFound, UsageError
 from icecore.events import Event, Value
 
 if TYPE_CHECKING:
@@ -295,29 +295,31 @@ def remove(arguments: argparse.Namespace, context: Context) -> int:
         raise UsageError("no job is named", cure="name jobs, or give --ended 7d")
     found: list[Job] = []
     damaged: list[str] = []
+    failures: list[IcecoreError] = []
     for name in arguments.job:
         try:
             found.append(registry.find(name))
         except Damaged:
             damaged.append(name)
+        except NotFound as error:
+            failures.append(error)
     if arguments.ended is not None:
         named = {job.instance for job in found}
         found += [job for job in registry.ended(arguments.ended) if job.instance not in named]
         _say_damaged(registry, context)
     wanted = [(job.name, job.instance, partial(registry.remove, job)) for job in found]
     wanted += [("", instance, partial(registry.remove_damaged, instance)) for instance in damaged]
-    failure: IcecoreError | None = None
     for name, instance, forget in wanted:  # one that cannot be forgotten does not keep the others
         try:
             forget()
         except IcecoreError as error:
-            if failure is not None:
-                context.output.error(failure)
-            failure = error
+            failures.append(error)
         else:
             context.output.result("job.removed", {"job": name, "instance": instance}, f"{name} ({instance}) forgotten".lstrip())
-    if failure is not None:
-        raise failure
+    for error in failures[:-1]:
+        context.output.error(error)
+    if failures:
+        raise failures[-1]
     return 0
 
 

@@ -100,7 +100,9 @@ def test_what_cannot_be_forgotten_does_not_keep_the_others(cli: Cli) -> None:
     cli.run("run", "-d", "--name", "count", "--", *COUNT)
     for name in ("first", "second"):
         cli.run("run", "--name", name, "--", "true")
-    done = cli.run("rm", "count", "first", "--ended", "0", status=2)
+    assert "there is no job nobody" in cli.run("rm", "nobody", status=3).stderr
+    done = cli.run("rm", "nobody", "count", "first", "--ended", "0", status=2)
+    assert "there is no job nobody" in done.stderr
     assert "count" in done.stderr and "runs" in done.stderr
     assert [line.split(" (")[0] for line in done.stdout.splitlines()] == ["first", "second"]
     assert cli.job("count").alive
