@@ -191,6 +191,8 @@ def forget(arguments: argparse.Namespace, context: Context) -> int:
             settings.keep_within,
             frozenset(arguments.keep_tag),
         )
+        if arguments.job:
+            context.require_job(arguments.job)
         decisions = [(one.record, one.keep, one.reasons) for one in repository.plan_forget(policy, job=arguments.job)]
     digits = shortest([record for record, *_ in decisions])
     rows = []

@@ -195,6 +195,8 @@ def ls(arguments: argparse.Namespace, context: Context) -> int:
     from icecore.addressing import shortest
 
     everything = context.repository().snapshots()
+    if arguments.job:
+        context.require_job(arguments.job)
     digits = shortest(everything)
     rows = []
     for record in everything:

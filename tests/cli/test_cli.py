@@ -111,6 +111,7 @@ def test_a_repository_is_made_once_and_found(cli: Cli) -> None:
     assert os.stat(cli.folder / "repository").st_mode & 0o077 == 0, "others can read it"
     assert "is a repository already" in cli.run("init", status=2).stderr
     assert cli.events("ls") == []
+    assert "no job 'nobody'" in cli.run("ls", "nobody", status=3).stderr
     assert "there is no snapshot" in cli.run("show", "latest", status=3).stderr
     assert cli.one("check.done", "check")["sound"] is True
     assert cli.one("gc.plan", "gc", "-n")["delete"] == 0

@@ -56,6 +56,8 @@ def test_detached_followed_and_ended(cli: Cli) -> None:
     assert (job["job"], job["state"], job["command"], job["exit_code"]) == ("count", "running", COUNT, None)
     assert "a job named count runs" in cli.run("run", "-d", "--name", "count", "--", "true", status=2).stderr
     assert "count" in cli.run("ps").stdout
+    cli.run("init")
+    assert cli.events("ls", "count") == []  # there is such a job, though no snapshot of it
     assert cli.run("wait", "count", "--timeout", "0.1", status=124).stderr
     first = cli.run("logs", "count").stdout.splitlines()
     assert first[:2] == ["1", "2"]

@@ -50,7 +50,9 @@ def test_the_whole_way(cli: Cli) -> None:
     listed = cli.events("ls")
     assert [(event["snapshot"], event["tags"], event["pinned"]) for event in listed] == [(ids[0], ["one"], False), (ids[1], [], True)]
     assert cli.events("ls", "--tag", "one")[0]["snapshot"] == ids[0]
-    assert cli.events("ls", "nobody") == []
+    assert "no job 'nobody'" in cli.run("ls", "nobody", status=3).stderr
+    assert "no job 'nobody'" in cli.run("forget", "--job", "nobody", "--keep-last", "1", status=3).stderr
+    assert cli.events("ls", "count", "--tag", "none such") == []
 
     shown = cli.events("show", "count~1")
     by_name: dict[str, list[dict[str, Any]]] = {}
