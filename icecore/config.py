@@ -6,6 +6,7 @@ import os
 import re
 import stat
 import tomllib
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
@@ -53,12 +54,7 @@ class Kind(Generic[T]):
         try:
             return self.parse(text)
         except ValueError:
-            raise ValueError(f"{text!r} is not {self.expects}") from None
-
-    @property
-    def __name__(self) -> str:
-        """What argparse calls it when it complains."""
-        return f"value (expected {self.expects})"
+            raise ArgumentTypeError(f"{text!r} is not {self.expects}") from None
 
 
 def _quantity(text: str, units: Mapping[str, float]) -> float:

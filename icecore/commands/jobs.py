@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import codecs
 import os
+import shlex
 import signal
 from collections.abc import Mapping
 from dataclasses import replace
@@ -32,6 +33,7 @@ def add(commands: Commands) -> None:
         more="In the foreground its output is shown and its exit status returned; Ctrl-C leaves it running.",
         usage="icecore run [options] -- COMMAND [ARGUMENT ...]",
     )
+    parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)  # a command without '--'
     parser.add_argument("-d", "--detach", action="store_true", help="return at once; print the job's name")
     parser.add_argument("--name", default="", help="name of the job (default: the program's)")
     parser.add_argument("--cwd", default="", metavar="DIR", help="directory to start in (default: this one)")
@@ -80,6 +82,9 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
     """icecore run."""
     from icecore.host.namespaces import Isolation
 
+    if arguments.words:
+        whole = shlex.join([*arguments.words, *arguments.job_command])
+        raise UsageError(f"unrecognized arguments: {shlex.join(arguments.words)}", cure=f"write the command after '--': icecore run -- {whole}")
     if not arguments.job_command:
         raise UsageError("no command to run", cure="write it after '--': icecore run -- python3 train.py")
     if arguments.rm and arguments.detach:
