@@ -28,6 +28,8 @@ _DAY = 86400.0
 _TIMES = {"": 1.0, "ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": _DAY, "w": 7 * _DAY, "mo": 30 * _DAY, "y": 365 * _DAY}
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 _NUMBERS = re.compile(rf"(?:{_NUMBER.pattern})+", re.IGNORECASE)
+#: More than any machine has cores for; some tens of thousands cannot be started.
+_MOST_THREADS = 1024
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -105,6 +107,11 @@ def _count(text: str | int) -> int:
     return value if 0 <= value < 2**31 else _refuse(value)
 
 
+def _threads(text: str | int) -> int:
+    value = _count(text)
+    return value if value <= _MOST_THREADS else _refuse(value)
+
+
 def _kept(text: str) -> int:
     return -1 if text == "all" else _count(text)
 
@@ -124,6 +131,7 @@ SECONDS: Kind[float] = Kind(
     "a duration such as '30 s' or a number of seconds", _number(parse_seconds, float, int, float), parse_seconds, "TIME"
 )
 COUNT: Kind[int] = Kind("a whole number, 0 or more", _number(_refuse, _count, int), _count, "N")
+THREADS: Kind[int] = Kind(f"a whole number from 0 to {_MOST_THREADS}", _number(_refuse, _threads, int), _threads, "N")
 TEXT: Kind[str] = Kind("a text", lambda value: _plain(value) if isinstance(value, str) else _refuse(value), _plain)
 KEEP: Kind[int] = Kind("a whole number, 0 or more, or 'all'", _number(_kept, _count, int), _kept, "N")
 SWITCH: Kind[bool] = Kind(
@@ -158,7 +166,7 @@ class DumpSettings:
     pre_copy: Literal["auto", "on", "off"] = _setting("auto", choice("auto", "on", "off"))
     memory: Literal["in-place", "streamed"] = _setting("in-place", choice("in-place", "streamed"))
     staging_bytes: int = _setting(2 << 30, SIZE)
-    scan_threads: int = _setting(0, COUNT)
+    scan_threads: int = _setting(0, THREADS)
     files: Literal["content", "check"] = _setting("content", choice("content", "check"))
     with_files: bool = _setting(False, SWITCH)
     verify_files: bool = _setting(False, SWITCH)
@@ -188,8 +196,8 @@ class RestoreSettings:
     verify_files: bool = _setting(False, SWITCH)
     tcp: Literal["keep", "close"] = _setting("keep", choice("keep", "close"))
     budget_bytes: int = _setting(0, SIZE)
-    threads: int = _setting(0, COUNT)
-    placers: int = _setting(0, COUNT)
+    threads: int = _setting(0, THREADS)
+    placers: int = _setting(0, THREADS)
     workdir: str = _setting("", TEXT)
     criu_seconds: float = _setting(120.0, SECONDS)
     criu_plugins: str = _setting("", TEXT)
