@@ -22,7 +22,7 @@ from icecore.host import procfs
 from icecore.host.criu import Criu, find_criu
 from icecore.host.cuda.job import gpu_run
 from icecore.host.job import Job
-from icecore.host.jobs import Registry
+from icecore.host.jobs import Registry, require_name
 from icecore.host.namespaces import Isolation
 from icecore.host.resident.keeper import preload_path
 from icecore.places import state_directory
@@ -227,6 +227,7 @@ def dump(
 
     Raises:
         NotFound: There is no such job, process or repository.
+        UsageError: ``options.job`` is no name for a job.
         PreflightRefused: Something would lose or hang the job; nothing was stopped.
         WindowExceeded: The job would have stood still for longer than ``options.max_window`` seconds; it runs.
         DumpFailed: The snapshot was abandoned; the job runs.
@@ -235,6 +236,8 @@ def dump(
     """
     config = config or load()
     options = options or dump_options(config)
+    if options.job:
+        require_name(options.job)
     with ExitStack() as stack:
         opened = _opened(repository, config, emit, stack)
         job, root = find_target(registry(config), target)
@@ -276,6 +279,7 @@ def restore(
 
     Raises:
         NotFound: There is no such snapshot or repository.
+        UsageError: ``options.instance`` is no name for a job, or one that a living job has, or the snapshot is of no job.
         RestoreRefused: This machine does not meet what the snapshot requires; nothing was started.
         RestoreFailed: It broke off; nothing of the tree runs.
         Damaged: An object is not what was written; nothing of the tree runs.

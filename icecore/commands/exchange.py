@@ -30,8 +30,11 @@ def add(commands: Commands) -> None:
 def import_(arguments: argparse.Namespace, context: Context) -> int:
     """icecore import."""
     from icecore.dumper.importer import import_images
+    from icecore.host.jobs import require_name
     from icecore.store.trial import Objective
 
+    if arguments.job:
+        require_name(arguments.job)
     repository = context.repository()
     done = import_images(
         repository.core,
