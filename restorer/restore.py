@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from icecore.errors import Damaged, IcecoreError, RestoreFailed, RestoreRefused
+from icecore.errors import Damaged, IcecoreError, RestoreFailed, RestoreRefused, UsageError
 from icecore.events import Event, Phase, Sink, Value, discard, phase
 from icecore.host.criu import Criu, find_criu, restore_environment
 from icecore.host.cuda.holder import VARIABLE, plugin_folder
@@ -167,7 +167,9 @@ def check(
     """
     options = options or RestoreOptions()
     manifest = loop.run(repository.manifest(snapshot))
-    own = _own_files(manifest, _run_record(manifest))
+    record = _run_record(manifest)
+    _require_job(record, options)
+    own = _own_files(manifest, record)
     records = SnapshotReader(repository, manifest, loop.loop).records
     return check_requirements(manifest, options, criu or find_criu(), options.workdir or _DEFAULT_WORKDIR, own, records)
 
@@ -181,6 +183,19 @@ def _run_record(manifest: Manifest) -> RunRecord | None:
         return RunRecord.decode(text)
     except ValueError as error:
         raise Damaged("manifest", manifest.snapshot, str(error)) from error
+
+
+def _require_job(record: RunRecord | None, options: RestoreOptions) -> None:
+    """Nothing, unless a name is asked for that there will be no job to have.
+
+    Raises:
+        UsageError: It is.
+    """
+    if record is None and options.instance:
+        raise UsageError(
+            f"the snapshot is of processes that 'icecore run' did not start: restored they are no job, which could be named {options.instance}",
+            cure="leave out --name, and follow them by their pid; what 'icecore run' starts is a job",
+        )
 
 
 def _own_files(manifest: Manifest, record: RunRecord | None) -> frozenset[str]:
@@ -261,6 +276,7 @@ class _Run:
         self.limits = Limits(self.threads, budget, max(1, options.attempts), options.stall_seconds)
         criu = self.wanted_criu or find_criu()
         record = _run_record(manifest)
+        _require_job(record, options)
         requirements = check_requirements(manifest, options, criu, str(top), _own_files(manifest, record), self.reader.records)
         for warning in requirements.warnings:
             self.emit(Event("restore.warning", {"name": warning.name, "message": warning.message}))

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -215,10 +216,25 @@ def test_a_job_whose_memory_is_on_its_way_outlives_a_failing_hook(cli: Cli) -> N
     assert cli.job("large").alive
 
 
+def test_what_was_no_job_gets_no_name(cli: Cli) -> None:
+    cli.run("init")
+    process = subprocess.Popen(["/bin/sleep", "300"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        cli.run("dump", str(process.pid), "--stop", "--job", "sleeper")
+        process.wait(30)
+    finally:
+        process.kill()
+    for words in ((), ("-n",)):
+        done = cli.run("restore", "sleeper", "--name", "other", *words, status=2)
+        assert "could be named other" in done.stderr and "leave out --name" in done.stderr
+    assert not Path(f"/proc/{process.pid}").exists()
+
+
 def test_refusals_come_before_anything_is_stopped(cli: Cli) -> None:
     start(cli)
     assert "there is no process" in cli.run("dump", "999999999", status=3).stderr
     assert "there is no job" in cli.run("dump", "nobody", status=3).stderr
+    assert "is no name for a job" in cli.run("dump", "count", "--job", "x/../y", status=2).stderr
     done = cli.run("dump", str(os.getpid()), status=4)
     assert "self: the tree" in done.stderr and "cure:" in done.stderr
     error = cli.events("dump", "2", status=4)[-1]
