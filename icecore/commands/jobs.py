@@ -7,6 +7,7 @@ import codecs
 import os
 import shlex
 import signal
+import stat
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -30,7 +31,7 @@ def add(commands: Commands) -> None:
         "run",
         run,
         "Start a command as a job that can be snapshotted and restored.",
-        more="In the foreground its output is shown and its exit status returned; Ctrl-C leaves it running.",
+        more="In the foreground its output is shown and its exit status returned; Ctrl-C leaves it running. Its standard input is empty (/dev/null).",
         usage="icecore run [options] -- COMMAND [ARGUMENT ...]",
     )
     parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)  # a command without '--'
@@ -103,6 +104,8 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
         if not separator or not name:
             raise UsageError(f"--env {pair!r} is wrong", cure="write NAME=VALUE")
         environment[name] = value
+    if _stdin_holds_something():
+        context.output.note("note: the job does not get what comes on standard input; have its command read a file: icecore run -- sh -c 'COMMAND < FILE'")
     registry = context.registry()
     if arguments.gpu:
         from icecore.api import start_gpu
@@ -137,6 +140,15 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
     if arguments.rm:
         registry.remove(job)
     return status
+
+
+def _stdin_holds_something() -> bool:
+    """Whether this process's standard input is a pipe, or a file with something left to read."""
+    try:
+        about = os.fstat(0)
+        return stat.S_ISFIFO(about.st_mode) or (stat.S_ISREG(about.st_mode) and os.lseek(0, 0, os.SEEK_CUR) < about.st_size)
+    except OSError:  # it is closed
+        return False
 
 
 def ps(arguments: argparse.Namespace, context: Context) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 
 import pytest
 
@@ -35,6 +36,26 @@ def test_output_as_events(cli: Cli) -> None:
     assert events[-1] | {"at": 0, "instance": ""} == {
         "event": "job.ended", "at": 0, "job": "j", "instance": "", "how": "exited 3", "exit_code": 3,
     }  # fmt: skip
+
+
+def test_a_job_gets_no_standard_input_and_that_is_said(cli: Cli) -> None:
+    def run(stdin: int) -> tuple[str, str]:
+        words = cli.command("run", "--rm", "--", "/bin/sh", "-c", "wc -c; readlink /proc/self/fd/0")
+        done = subprocess.run(words, env=cli.environment, cwd=cli.folder, stdin=stdin, capture_output=True, text=True, timeout=60, check=True)
+        return done.stdout, done.stderr
+
+    (cli.folder / "words").write_text("some words")
+    (cli.folder / "empty").touch()
+    ours, theirs = os.pipe()
+    terminal = os.openpty()
+    with open(cli.folder / "words") as words, open(cli.folder / "empty") as empty, open(os.devnull) as nothing:
+        for stdin, said in ((ours, True), (words.fileno(), True), (empty.fileno(), False), (nothing.fileno(), False), (terminal[1], False)):
+            out, error = run(stdin)
+            assert out == "0\n/dev/null\n"
+            assert ("does not get what comes on standard input" in error) is said
+    for fd in (ours, theirs, *terminal):
+        os.close(fd)
+    assert "/dev/null" in cli.run("run", "--help").stdout
 
 
 def test_environment_directory_and_removal(cli: Cli) -> None:
