@@ -20,6 +20,7 @@ from icecore.events import Event, Sink, discard
 from icecore.hooks import run_hook
 from icecore.host import procfs
 from icecore.host.criu import Criu, find_criu
+from icecore.host.cuda.backend import find_backend
 from icecore.host.cuda.job import gpu_run
 from icecore.host.job import Job
 from icecore.host.jobs import Registry, require_name
@@ -174,7 +175,8 @@ def start_gpu(
             resident = False
             missing.append(f"{error.message} ({error.cure})")
     how = gpu_run(isolation, variables, pid=pid, root=root, resident=resident)
-    notes = [*how.notes, *missing]
+    driver = find_backend().present
+    notes = [*how.notes, *missing, *([] if driver else ["there is no NVIDIA driver here: the command will find no GPU"])]
     job = jobs.start(
         command,
         name=name,
@@ -194,6 +196,7 @@ def start_gpu(
                 "kept": dict(how.kept),
                 "cost": how.cost,
                 "root": how.isolation.root,
+                "driver": driver,
                 "resident": resident,
                 "keep_resident": keep_resident and resident,
                 "notes": notes,

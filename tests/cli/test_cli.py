@@ -163,6 +163,7 @@ def test_doctor_names_what_is_bad(cli: Cli) -> None:
     assert by_name["repository"]["state"] == "bad" and "init" in by_name["repository"]["cure"]
     assert {"kernel", "capabilities", "CRIU", "pipes", "io_uring", "workdir", "userfaultfd", "jobs"} <= by_name.keys()
     assert all(event["cure"] for event in findings if event["state"] != "good")
+    assert "no NVIDIA driver here" in cli.run("doctor", status=1, ICECORE_CUDA=f"fake:{cli.folder}/none").stdout
     done = cli.run("doctor", status=1, ICECORE_CRIU="/nowhere/criu")
     assert "BAD   CRIU" in done.stdout and "install-criu" in done.stdout
     for event in findings:
