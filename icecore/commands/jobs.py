@@ -333,8 +333,8 @@ def remove(arguments: argparse.Namespace, context: Context) -> int:
             failures.append(error)
         else:
             context.output.result("job.removed", {"job": name, "instance": instance}, f"{name} ({instance}) forgotten".lstrip())
-    for error in failures[:-1]:
-        context.output.error(error)
+    for failure in failures[:-1]:
+        context.output.error(failure)
     if failures:
         raise failures[-1]
     return 0
