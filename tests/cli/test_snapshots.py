@@ -183,7 +183,7 @@ def test_an_interrupted_hook_ends_with_all_that_it_started(cli: Cli, words: tupl
     running.send_signal(number)
     _, error = running.communicate(timeout=30)
     assert running.returncode == 128 + number, error
-    assert not Path(f"/proc/{begun.read_text().strip()}").exists()
+    until(lambda: not Path(f"/proc/{begun.read_text().strip()}").exists(), "ended")
     assert cli.job("count").alive
     assert command == "dump" or "said" in error
 
