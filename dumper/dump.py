@@ -7,15 +7,15 @@ import os
 import shlex
 import shutil
 import socket
-import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from icecore.config import without_secrets
 from icecore.dumper.capture import HIDDEN_FILE, Capture, Captured
 from icecore.dumper.claim import Claim
 from icecore.dumper.devices import Devices
@@ -32,7 +32,7 @@ from icecore.dumper.storing import Storing
 from icecore.dumper.streamed import receive
 from icecore.dumper.target import Target
 from icecore.dumper.window import Window, wait_running
-from icecore.errors import DumpFailed, IcecoreError, PreflightRefused, UsageError
+from icecore.errors import DumpFailed, HookFailed, PreflightRefused, UsageError
 from icecore.events import Event, Sink, discard, phase
 from icecore.host import limits, procfs
 from icecore.host.criu import Criu, DumpArguments, explain, find_criu, lazy_dump_command, stream_dump_command
@@ -40,6 +40,7 @@ from icecore.host.cuda.holder import plugin_folder
 from icecore.host.hidden import hides
 from icecore.host.namespaces import dump_options
 from icecore.host.scanning import native_scan_lacks
+from icecore.host.shell import run_shell
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import MANIFEST_FORMAT, Manifest, Sizes
 from icecore.store.names import new_snapshot_id
@@ -56,6 +57,8 @@ _FREEZE_SECONDS = 30.0
 _CLAIM_SECONDS, _CLAIM_DEVICES_SECONDS = 60.0, 300.0
 #: Shard streams at most: each holds a shard buffer.
 _MOST_STREAMS = 16
+#: Bytes at the end of what a hook printed that its error tells.
+_HOOK_WORDS = 300
 #: Threads at most, where nothing else is asked for: with more it takes longer (measured on 16 cores).
 SCAN_THREADS = 8
 #: Where they do not need the interpreter between cells (`icecore.host.scanning`). From 8 to 12 process_vm_readv alone gains a third there, from 12 to 16 an
@@ -98,6 +101,7 @@ def dump(
     *,
     criu: Criu | None = None,
     workdir: str = "/dev/shm",
+    committed: Callable[[DumpResult], None] | None = None,
     emit: Sink = discard,
 ) -> DumpResult:
     """Take a snapshot of a running process tree.
@@ -108,6 +112,7 @@ def dump(
         options: See `DumpOptions`; None: all defaults.
         criu: Which CRIU; None: the one that `find_criu` finds.
         workdir: Directory on tmpfs for CRIU's images while the dump lasts.
+        committed: Called with what is then returned once the snapshot is committed and the job runs, before the command after it.
         emit: Gets ``dump.*`` and ``store.*`` events.
 
     Raises:
@@ -115,7 +120,7 @@ def dump(
         WindowExceeded: The job would have stood still for too long; it runs.
         DumpFailed: The snapshot was abandoned; the job runs.
         StoreError: It could not be stored; the job runs.
-        IcecoreError: The snapshot is committed, but the command after it failed.
+        HookFailed: The snapshot is committed, but the command after it failed.
     """
     started = time.monotonic()
     options = options or DumpOptions()
@@ -126,21 +131,24 @@ def dump(
             "a streamed dump cannot hold the tree until the commit, because CRIU writes its last images when it lets go",
             cure="dump without --stop and end the job afterwards",
         )
-    with _after(options.after, options.hook_seconds, target, emit) as after, ExitStack() as stack:
-        dumping = _Dump(repository, loop, target, options, criu or find_criu(), workdir, emit, stack)
-        snapshot, manifest, pre_copied, spilled = dumping.run(after)
-        after.snapshot = snapshot
-    done = DumpResult(
-        snapshot=snapshot,
-        job=manifest.job,
-        lineage=manifest.lineage,
-        parent=manifest.parent,
-        window_seconds=manifest.window_seconds,
-        seconds=time.monotonic() - started,
-        sizes=manifest.sizes,
-        pre_copied=pre_copied,
-        spilled=spilled,
-    )
+    with _after(options.after, options.hook_seconds, target, emit) as after:
+        with ExitStack() as stack:
+            dumping = _Dump(repository, loop, target, options, criu or find_criu(), workdir, emit, stack)
+            snapshot, manifest, pre_copied, spilled = dumping.run(after)
+            after.snapshot = snapshot
+        done = DumpResult(
+            snapshot=snapshot,
+            job=manifest.job,
+            lineage=manifest.lineage,
+            parent=manifest.parent,
+            window_seconds=manifest.window_seconds,
+            seconds=time.monotonic() - started,
+            sizes=manifest.sizes,
+            pre_copied=pre_copied,
+            spilled=spilled,
+        )
+        if committed is not None:
+            committed(done)
     emit(
         Event(
             "dump.done",
@@ -179,41 +187,38 @@ def _after(command: str, seconds: float, target: Target, emit: Sink) -> Iterator
         if after.due:
             try:
                 _hook(command, target, "", seconds)
-            except DumpFailed as error:
+            except HookFailed as error:
                 emit(Event("dump.hook", {"command": command, "error": str(error)}))
         raise
     try:
         _hook(command, target, after.snapshot, seconds)
-    except DumpFailed as error:
-        raise IcecoreError(
-            f"snapshot {after.snapshot} is committed, but {error}", cure="correct the command"
-        ) from error
+    except HookFailed as error:
+        raise HookFailed(f"snapshot {after.snapshot} is committed, but {error}", cure="correct the command") from error
 
 
 def _hook(command: str, target: Target, snapshot: str, seconds: float) -> None:
-    """Run a user's shell command for at most so many seconds; it sees ICECORE_JOB, ICECORE_PID and ICECORE_SNAPSHOT."""
+    """Run a user's shell command for at most so many seconds; it sees ICECORE_JOB, ICECORE_PID and ICECORE_SNAPSHOT.
+
+    Raises:
+        HookFailed: It ended with another status than 0, or not in time.
+    """
     if not command:
         return
     environment = {
-        **os.environ,
+        **without_secrets(os.environ),
         "ICECORE_JOB": target.job,
         "ICECORE_PID": str(target.pid),
         "ICECORE_SNAPSHOT": snapshot,
     }
-    try:
-        done = subprocess.run(
-            command,
-            shell=True,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise DumpFailed(f"the hook {command!r} did not end within {seconds:g} s") from error
-    if done.returncode:
-        raise DumpFailed(f"the hook {command!r} ended with status {done.returncode}: {done.stderr.strip()[-300:]}")
+    # No pipe: what it leaves in the background may hold it open for ever.
+    with open(os.memfd_create("icecore-hook"), "r+b") as printed:
+        try:
+            status = run_shell(command, environment, seconds=seconds, output=printed.fileno())
+        except TimeoutError as error:
+            raise HookFailed(f"the hook {command!r} did not end within {seconds:g} s") from error
+        if status:
+            printed.seek(max(0, os.fstat(printed.fileno()).st_size - _HOOK_WORDS))
+            raise HookFailed(f"the hook {command!r} ended with status {status}: {printed.read().decode(errors='replace').strip()}")
 
 
 @contextmanager
@@ -268,7 +273,10 @@ class _Dump:
             running.fields |= {"processes": len(found.processes), "private_bytes": found.private_bytes}
             running.fields |= predict(found)
         after.due = True
-        _hook(self.options.before, self.target, "", self.options.hook_seconds)
+        try:
+            _hook(self.options.before, self.target, "", self.options.hook_seconds)
+        except HookFailed as error:
+            raise DumpFailed(error.message) from error
         images = self._make_workdir()
         guard = Guard(str(images))
         self.stack.callback(guard.release)

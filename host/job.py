@@ -381,6 +381,10 @@ class Job:
         finally:
             os.close(fd)
 
+    def log_sizes(self) -> dict[Stream, int]:
+        """How many bytes each log holds by now."""
+        return {stream: self.log_path(stream).stat().st_size for stream in _STREAMS}
+
     def logs(self, *, follow: bool = False) -> Iterator[LogPiece]:
         """What the command wrote so far, both streams; with ``follow`` also what it writes until it ends."""
         files = {stream: open(self.log_path(stream), "rb") for stream in _STREAMS}  # noqa: SIM115 - closed below

@@ -52,6 +52,16 @@ def state_directory() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "icecore"
 
 
+def require_name(name: str) -> None:
+    """Nothing, if a job may have this name.
+
+    Raises:
+        UsageError: None may.
+    """
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{name!r} is no name for a job", cure="letters, digits, '.', '_', '-'; at most 63")
+
+
 class Registry:
     """The jobs under one state directory.
 
@@ -333,8 +343,8 @@ class Registry:
     def _note_down(self, wanted: Description, *, exact: bool, init: bytes) -> Job:
         """A new instance, written down, not yet running. ``exact``: the name was asked for and gets no number."""
         name = wanted.name
-        if exact and not _NAME.fullmatch(name):
-            raise UsageError(f"{name!r} is no name for a job", cure="letters, digits, '.', '_', '-'; at most 63")
+        if exact:
+            require_name(name)
         if not exact:
             name = re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("._-")[:56] or "job"
         with self._lock():

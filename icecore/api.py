@@ -10,19 +10,20 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from icecore import passphrase
-from icecore.config import Config, load
+from icecore.config import Config, load, without_secrets
 from icecore.dumper.dump import DumpResult
 from icecore.dumper.dump import dump as _dump
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
-from icecore.errors import Damaged, MissingTool, NotFound, UsageError
+from icecore.errors import Damaged, HookFailed, MissingTool, NotFound, UsageError
 from icecore.events import Event, Sink, discard
-from icecore.hooks import HookFailed, run_hook
+from icecore.hooks import run_hook
 from icecore.host import procfs
 from icecore.host.criu import Criu, find_criu
+from icecore.host.cuda.backend import find_backend
 from icecore.host.cuda.job import gpu_run
 from icecore.host.job import Job
-from icecore.host.jobs import Registry
+from icecore.host.jobs import Registry, require_name
 from icecore.host.namespaces import Isolation
 from icecore.host.resident.keeper import preload_path
 from icecore.places import state_directory
@@ -110,7 +111,7 @@ def run(
         MissingTool: What ``keep_resident`` needs was not built.
     """
     config = config or load()
-    environment = passphrase.without_secrets(os.environ) if environment is None else environment
+    environment = without_secrets(os.environ) if environment is None else environment
     own = config.run
     said = isolation
     isolation = isolation or Isolation(
@@ -163,7 +164,7 @@ def start_gpu(
     """
     if must_keep and not resident:
         raise UsageError("only resident memory can be kept", cure="leave out --keep-resident, or --no-resident; or add --resident")
-    variables = dict(passphrase.without_secrets(os.environ) if environment is None else environment)
+    variables = dict(without_secrets(os.environ) if environment is None else environment)
     missing: list[str] = []
     if resident:
         try:
@@ -174,7 +175,8 @@ def start_gpu(
             resident = False
             missing.append(f"{error.message} ({error.cure})")
     how = gpu_run(isolation, variables, pid=pid, root=root, resident=resident)
-    notes = [*how.notes, *missing]
+    driver = find_backend().present
+    notes = [*how.notes, *missing, *([] if driver else ["there is no NVIDIA driver here: the command will find no GPU"])]
     job = jobs.start(
         command,
         name=name,
@@ -194,6 +196,7 @@ def start_gpu(
                 "kept": dict(how.kept),
                 "cost": how.cost,
                 "root": how.isolation.root,
+                "driver": driver,
                 "resident": resident,
                 "keep_resident": keep_resident and resident,
                 "notes": notes,
@@ -227,13 +230,17 @@ def dump(
 
     Raises:
         NotFound: There is no such job, process or repository.
+        UsageError: ``options.job`` is no name for a job.
         PreflightRefused: Something would lose or hang the job; nothing was stopped.
         WindowExceeded: The job would have stood still for longer than ``options.max_window`` seconds; it runs.
         DumpFailed: The snapshot was abandoned; the job runs.
         StoreError: The storage failed; the job runs.
+        HookFailed: The snapshot is committed, but the command after it failed.
     """
     config = config or load()
     options = options or dump_options(config)
+    if options.job:
+        require_name(options.job)
     with ExitStack() as stack:
         opened = _opened(repository, config, emit, stack)
         job, root = find_target(registry(config), target)
@@ -243,12 +250,12 @@ def dump(
             parent = job.description.snapshot or job.description.restored_from
             status = str(job.status_path) if job.description.keep_resident else ""
             aim = Target(root, options.job or job.name, parent, job.record(), status)
-        result = _dump(
-            opened.core, opened.loop, aim, options, criu=criu_of(config), workdir=config.dump.workdir, emit=emit
-        )
-        if job is not None and job.directory.exists():
-            Job.load(job.directory).with_snapshot(result.snapshot, result.lineage)
-        return result
+
+        def note(done: DumpResult) -> None:
+            if job is not None and job.directory.exists():
+                Job.load(job.directory).with_snapshot(done.snapshot, done.lineage)
+
+        return _dump(opened.core, opened.loop, aim, options, criu=criu_of(config), workdir=config.dump.workdir, committed=note, emit=emit)
 
 
 def restore(
@@ -275,6 +282,7 @@ def restore(
 
     Raises:
         NotFound: There is no such snapshot or repository.
+        UsageError: ``options.instance`` is no name for a job, or one that a living job has, or the snapshot is of no job.
         RestoreRefused: This machine does not meet what the snapshot requires; nothing was started.
         RestoreFailed: It broke off; nothing of the tree runs.
         Damaged: An object is not what was written; nothing of the tree runs.

@@ -6,6 +6,7 @@ import os
 import re
 import stat
 import tomllib
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
@@ -17,6 +18,8 @@ T = TypeVar("T")
 
 #: Prefix of the environment variables that override keys: ICECORE_<SECTION>_<KEY>, and ICECORE_<KEY> for keys of no section.
 PREFIX = "ICECORE_"
+#: Variables that hold a secret: never passed on to jobs and hooks.
+SECRET = ("ICECORE_PASSPHRASE", "ICECORE_NEW_PASSPHRASE", "ICECORE_TARGET_PASSPHRASE")
 _SIZES = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4} | {
     f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)
 }
@@ -25,6 +28,8 @@ _DAY = 86400.0
 _TIMES = {"": 1.0, "ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": _DAY, "w": 7 * _DAY, "mo": 30 * _DAY, "y": 365 * _DAY}
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 _NUMBERS = re.compile(rf"(?:{_NUMBER.pattern})+", re.IGNORECASE)
+#: More than any machine has cores for; some tens of thousands cannot be started.
+_MOST_THREADS = 1024
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -51,12 +56,7 @@ class Kind(Generic[T]):
         try:
             return self.parse(text)
         except ValueError:
-            raise ValueError(f"{text!r} is not {self.expects}") from None
-
-    @property
-    def __name__(self) -> str:
-        """What argparse calls it when it complains."""
-        return f"value (expected {self.expects})"
+            raise ArgumentTypeError(f"{text!r} is not {self.expects}") from None
 
 
 def _quantity(text: str, units: Mapping[str, float]) -> float:
@@ -107,6 +107,11 @@ def _count(text: str | int) -> int:
     return value if 0 <= value < 2**31 else _refuse(value)
 
 
+def _threads(text: str | int) -> int:
+    value = _count(text)
+    return value if value <= _MOST_THREADS else _refuse(value)
+
+
 def _kept(text: str) -> int:
     return -1 if text == "all" else _count(text)
 
@@ -126,6 +131,7 @@ SECONDS: Kind[float] = Kind(
     "a duration such as '30 s' or a number of seconds", _number(parse_seconds, float, int, float), parse_seconds, "TIME"
 )
 COUNT: Kind[int] = Kind("a whole number, 0 or more", _number(_refuse, _count, int), _count, "N")
+THREADS: Kind[int] = Kind(f"a whole number from 0 to {_MOST_THREADS}", _number(_refuse, _threads, int), _threads, "N")
 TEXT: Kind[str] = Kind("a text", lambda value: _plain(value) if isinstance(value, str) else _refuse(value), _plain)
 KEEP: Kind[int] = Kind("a whole number, 0 or more, or 'all'", _number(_kept, _count, int), _kept, "N")
 SWITCH: Kind[bool] = Kind(
@@ -160,7 +166,7 @@ class DumpSettings:
     pre_copy: Literal["auto", "on", "off"] = _setting("auto", choice("auto", "on", "off"))
     memory: Literal["in-place", "streamed"] = _setting("in-place", choice("in-place", "streamed"))
     staging_bytes: int = _setting(2 << 30, SIZE)
-    scan_threads: int = _setting(0, COUNT)
+    scan_threads: int = _setting(0, THREADS)
     files: Literal["content", "check"] = _setting("content", choice("content", "check"))
     with_files: bool = _setting(False, SWITCH)
     verify_files: bool = _setting(False, SWITCH)
@@ -190,8 +196,8 @@ class RestoreSettings:
     verify_files: bool = _setting(False, SWITCH)
     tcp: Literal["keep", "close"] = _setting("keep", choice("keep", "close"))
     budget_bytes: int = _setting(0, SIZE)
-    threads: int = _setting(0, COUNT)
-    placers: int = _setting(0, COUNT)
+    threads: int = _setting(0, THREADS)
+    placers: int = _setting(0, THREADS)
     workdir: str = _setting("", TEXT)
     criu_seconds: float = _setting(120.0, SECONDS)
     criu_plugins: str = _setting("", TEXT)
@@ -385,6 +391,11 @@ def _of(name: str, known: Mapping[str, object]) -> list[str]:
     from difflib import get_close_matches
 
     return get_close_matches(name, list(known), 3, 0.0)
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """``environment`` as others may see it."""
+    return {name: value for name, value in environment.items() if name not in SECRET}
 
 
 def standard_files(environment: Mapping[str, str], directory: Path) -> list[Path]:

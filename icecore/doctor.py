@@ -161,9 +161,10 @@ def _io_uring() -> Finding:
 
 
 def _gpus() -> Iterator[Finding]:
-    """Only where there are some: the driver, its bindings, and what GPU jobs need of the machine."""
+    """The driver, its bindings, and what GPU jobs need of the machine."""
     backend = find_backend()
-    if not os.path.exists(f"{backend.devices}ctl"):
+    if not backend.present:
+        yield Finding("GPUs", "good", "no NVIDIA driver here; only GPU jobs need one")
         return
     try:
         inventory = backend.inventory()

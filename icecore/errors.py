@@ -65,6 +65,10 @@ class WindowExceeded(DumpFailed):
     """The job would have stood still for longer than ``--max-window`` allows; it was thawed."""
 
 
+class HookFailed(IcecoreError):
+    """A hook ended with an error or took too long; what it was to follow is done all the same."""
+
+
 class RestoreRefused(IcecoreError):
     """This machine does not meet what the snapshot requires; nothing was started."""
 

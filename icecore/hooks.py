@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Mapping
 
-from icecore.errors import IcecoreError
+from icecore.config import without_secrets
+from icecore.errors import HookFailed
 from icecore.events import Sink, discard, phase
-from icecore.passphrase import without_secrets
-
-
-class HookFailed(IcecoreError):
-    """A hook ended with an error or took too long; what it was to follow is done all the same."""
+from icecore.host.shell import run_shell
 
 
 def run_hook(command: str, variables: Mapping[str, str], *, seconds: float, emit: Sink = discard) -> None:
@@ -30,15 +26,8 @@ def run_hook(command: str, variables: Mapping[str, str], *, seconds: float, emit
         return
     with phase(emit, "hook", command=command):
         try:
-            done = subprocess.run(
-                ["/bin/sh", "-c", command],
-                env={**without_secrets(os.environ), **variables},
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                timeout=seconds,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
+            status = run_shell(command, {**without_secrets(os.environ), **variables}, seconds=seconds, output=2)
+        except TimeoutError:
             raise HookFailed(f"the hook {command!r} was killed after {seconds:.0f} s", cure="let it do its work in the background") from None
-        if done.returncode:
-            raise HookFailed(f"the hook {command!r} ended with status {done.returncode}", cure="correct the command; the job itself runs")
+        if status:
+            raise HookFailed(f"the hook {command!r} ended with status {status}", cure="correct the command; the job itself runs")

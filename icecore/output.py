@@ -270,7 +270,7 @@ def _gpu_words(fields: Mapping[str, Any]) -> str:
     if fields["kept"]:
         own = " ".join(f"{key}={value}" for key, value in fields["kept"].items())
         lines.append(f"warning: you set {own}: a job whose ranks use that cannot be snapshotted")
-    if fields["resident"]:
+    if fields["resident"] and fields["driver"]:
         lines.append("its device memory is resident: windows leave it on its GPUs; to allocate it costs a little more")
     return "\n".join([*lines, *(f"note: {note}" for note in fields["notes"])])
 

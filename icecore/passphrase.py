@@ -10,14 +10,12 @@ import getpass
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from icecore.config import Config
 from icecore.errors import UsageError, WrongPassphrase
 
-#: Variables that hold a secret: never passed on to jobs and hooks.
-SECRET = ("ICECORE_PASSPHRASE", "ICECORE_NEW_PASSPHRASE", "ICECORE_TARGET_PASSPHRASE")
 _COMMAND_SECONDS = 60.0
 _MAX_BYTES = 4096
 
@@ -47,11 +45,6 @@ def given(file: str, command: str) -> Passphrase:
 def new(file: str = "", command: str = "", *, variable: str = "ICECORE_NEW_PASSPHRASE") -> Passphrase:
     """What gives a passphrase that is to be set: from ``file``, from ``command``, from the environment's ``variable``, or asked for twice."""
     return lambda: _find(file, command, variable, "New passphrase: ", twice=True)
-
-
-def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """``environment`` as others may see it."""
-    return {name: value for name, value in environment.items() if name not in SECRET}
 
 
 def _find(file: str, command: str, variable: str, prompt: str, *, twice: bool) -> bytes:

@@ -184,10 +184,11 @@ def _machine(manifest: Manifest, criu: Criu) -> Iterator[Requirement]:
         f"install CRIU {wanted.criu} or newer (tools/install-criu)",
     )
     kernel = tuple(int(number) for number in re.findall(r"\d+", wanted.kernel)[:2])
+    older = limits.kernel_version() < kernel
     yield Requirement(
         "kernel",
-        limits.kernel_version() >= kernel,
-        f"the job ran on Linux {wanted.kernel}, this is {os.uname().release}: older, it may lack what the job uses",
+        not older,
+        f"the job ran on Linux {wanted.kernel}, this is {os.uname().release}" + (": older, it may lack what the job uses" if older else ""),
         "restore it on the same kernel or a newer one",
         hard=limits.kernel_version() < _LEAST_KERNEL,
     )

@@ -13,11 +13,11 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from icecore.errors import Damaged, IcecoreError, RestoreFailed, RestoreRefused
+from icecore.errors import Damaged, IcecoreError, RestoreFailed, RestoreRefused, UsageError
 from icecore.events import Event, Phase, Sink, Value, discard, phase
 from icecore.host.criu import Criu, find_criu, restore_environment
 from icecore.host.cuda.holder import VARIABLE, plugin_folder
-from icecore.host.job import ExitStatus, Job
+from icecore.host.job import ExitStatus, Job, Stream
 from icecore.host.jobs import Registry, Restoring
 from icecore.host.limits import kernel_version, memory_available, overcommits, raise_descriptor_limit, threads_for
 from icecore.host.namespaces import INSTANCE_MOUNT, RunRecord
@@ -68,6 +68,7 @@ class Restored:
         job: The instance, for jobs that `icecore run` started.
         seconds_to_running: From the call until the tree ran.
         seconds_to_resident: From the call until all memory was there; None until then.
+        log_sizes: Bytes that the logs of ``job`` held before it ran; what follows them the restored instance has written.
     """
 
     snapshot: str
@@ -75,6 +76,7 @@ class Restored:
     job: Job | None
     seconds_to_running: float
     seconds_to_resident: float | None = None
+    log_sizes: Mapping[Stream, int] = field(default_factory=dict)
     _resident: Future[float] = field(default_factory=Future)
     _exit: Future[int] = field(default_factory=Future)
 
@@ -165,7 +167,9 @@ def check(
     """
     options = options or RestoreOptions()
     manifest = loop.run(repository.manifest(snapshot))
-    own = _own_files(manifest, _run_record(manifest))
+    record = _run_record(manifest)
+    _require_job(record, options)
+    own = _own_files(manifest, record)
     records = SnapshotReader(repository, manifest, loop.loop).records
     return check_requirements(manifest, options, criu or find_criu(), options.workdir or _DEFAULT_WORKDIR, own, records)
 
@@ -179,6 +183,19 @@ def _run_record(manifest: Manifest) -> RunRecord | None:
         return RunRecord.decode(text)
     except ValueError as error:
         raise Damaged("manifest", manifest.snapshot, str(error)) from error
+
+
+def _require_job(record: RunRecord | None, options: RestoreOptions) -> None:
+    """Nothing, unless a name is asked for that there will be no job to have.
+
+    Raises:
+        UsageError: It is.
+    """
+    if record is None and options.instance:
+        raise UsageError(
+            f"the snapshot is of processes that 'icecore run' did not start: restored they are no job, which could be named {options.instance}",
+            cure="leave out --name, and follow them by their pid; what 'icecore run' starts is a job",
+        )
 
 
 def _own_files(manifest: Manifest, record: RunRecord | None) -> frozenset[str]:
@@ -230,6 +247,7 @@ class _Run:
         self.early: list[tuple[int, int]] = []
         self.devices: Devices | None = None
         self.device_bytes: dict[int, int] = {}
+        self.log_sizes: Mapping[Stream, int] = {}
         self.resident: Resident | None = None
         self.with_file = with_file and kernel_version() >= _FIRST_MINOR_FAULTS and overcommits()
         self.device_file: DeviceFile | None = None
@@ -258,6 +276,7 @@ class _Run:
         self.limits = Limits(self.threads, budget, max(1, options.attempts), options.stall_seconds)
         criu = self.wanted_criu or find_criu()
         record = _run_record(manifest)
+        _require_job(record, options)
         requirements = check_requirements(manifest, options, criu, str(top), _own_files(manifest, record), self.reader.records)
         for warning in requirements.warnings:
             self.emit(Event("restore.warning", {"name": warning.name, "message": warning.message}))
@@ -451,6 +470,8 @@ class _Run:
             self._begin_device_file(memory)
         running.bytes += self._write(memory.page_images)
         self.put_back.commit()
+        if self.restoring is not None:
+            self.log_sizes = self.restoring.job.log_sizes()
         running.fields |= {
             "files": len(self.put_back.targets) + len(logs),
             "page_image_bytes": sum(target.size for target in memory.page_images),
@@ -618,7 +639,7 @@ class _Run:
         instance = job.instance if job is not None else ""
         fields: dict[str, Value] = {"snapshot": self.snapshot, "pid": pid, "seconds": seconds, "instance": instance}
         self.emit(Event("restore.running", fields))
-        return Restored(self.snapshot, pid, job, seconds)
+        return Restored(self.snapshot, pid, job, seconds, log_sizes=self.log_sizes)
 
     def _resident(self, tree: Tree, restored: Restored) -> None:
         """All memory is there: from now on the tree lives without us, and nothing that still fails is a failure of its restore."""

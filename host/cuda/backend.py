@@ -32,6 +32,11 @@ class Backend:
     devices: str
     world: Path | None = None
 
+    @property
+    def present(self) -> bool:
+        """Whether there is a driver at all; it need not be one that works."""
+        return os.path.exists(f"{self.devices}ctl")
+
     def connect(self) -> DeviceCheckpoint:
         """The calls, in this process, which then has CUDA's own state: only the helper does this.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 from icecore import passphrase
 from icecore.config import SWITCH, Config, Kind
-from icecore.errors import UsageError
+from icecore.errors import NotFound, UsageError
 from icecore.output import Output
 
 if TYPE_CHECKING:
@@ -77,6 +77,16 @@ class Context:
         from icecore.places import state_directory
 
         return Registry(state_directory(self.config.state))
+
+    def require_job(self, name: str) -> None:
+        """Nothing, if there is a snapshot of a job with this name, or an instance of it on this node.
+
+        Raises:
+            NotFound: There is neither.
+        """
+        if any(record.job == name for record in self.repository().snapshots()) or any(job.name == name for job in self.registry().instances()):
+            return
+        raise NotFound(f"there is no job {name!r} and no snapshot of one", cure="'icecore ls' lists all snapshots, 'icecore ps -a' the jobs of this node")
 
     def __enter__(self) -> Self:
         return self

@@ -7,7 +7,7 @@ import argparse
 from icecore import units
 from icecore.commands.context import Commands, Context
 from icecore.commands.snapshots import WHICH
-from icecore.config import COUNT, SIZE
+from icecore.config import SIZE, THREADS
 from icecore.events import Value
 
 
@@ -18,20 +18,23 @@ def add(commands: Commands) -> None:
     parser.add_argument("--job", default="", help="job whose snapshot it becomes (default: the name of its first process)")
     parser.add_argument("--parent", default="", metavar="SNAPSHOT", help=f"snapshot to build on (default: the job's newest): {WHICH}")
     parser.add_argument("--tag", action="append", default=[], metavar="TEXT", help="label the snapshot; may be repeated")
-    parser.add_argument("--threads", type=COUNT, default=0, metavar="N", help="threads that read and encode; 0: one a core")
+    parser.add_argument("--threads", type=THREADS, default=0, metavar="N", help="threads that read and encode; 0: one a core")
     parser.add_argument("--link-rate", type=SIZE, default=0, metavar="SIZE", help="bytes a second at which it will be read")
 
     parser = commands.add("export", export, "Write a snapshot as an image directory that plain 'criu restore' takes.")
     parser.add_argument("snapshot", help=WHICH)
     parser.add_argument("directory", metavar="DIR", help="is made; if it is there it has to be empty")
-    parser.add_argument("--threads", type=COUNT, default=0, metavar="N", help="threads that decode; 0: one a core")
+    parser.add_argument("--threads", type=THREADS, default=0, metavar="N", help="threads that decode; 0: one a core")
 
 
 def import_(arguments: argparse.Namespace, context: Context) -> int:
     """icecore import."""
     from icecore.dumper.importer import import_images
+    from icecore.host.jobs import require_name
     from icecore.store.trial import Objective
 
+    if arguments.job:
+        require_name(arguments.job)
     repository = context.repository()
     done = import_images(
         repository.core,

@@ -5,20 +5,22 @@ from __future__ import annotations
 import argparse
 import codecs
 import os
+import shlex
 import signal
+import stat
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from icecore import units
 from icecore.commands.context import Commands, Context, Interrupted, add_setting, overridden
-from icecore.config import SECONDS, RunSettings
-from icecore.errors import Damaged, IcecoreError, UsageError
+from icecore.config import SECONDS, RunSettings, without_secrets
+from icecore.errors import Damaged, IcecoreError, NotFound, UsageError
 from icecore.events import Event, Value
-from icecore.passphrase import without_secrets
 
 if TYPE_CHECKING:
-    from icecore.host.job import Job, LogPiece
+    from icecore.host.job import Job, LogPiece, Stream
     from icecore.host.jobs import Registry
 
 
@@ -29,9 +31,10 @@ def add(commands: Commands) -> None:
         "run",
         run,
         "Start a command as a job that can be snapshotted and restored.",
-        more="In the foreground its output is shown and its exit status returned; Ctrl-C leaves it running.",
+        more="In the foreground its output is shown and its exit status returned; Ctrl-C leaves it running. Its standard input is empty (/dev/null).",
         usage="icecore run [options] -- COMMAND [ARGUMENT ...]",
     )
+    parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)  # a command without '--'
     parser.add_argument("-d", "--detach", action="store_true", help="return at once; print the job's name")
     parser.add_argument("--name", default="", help="name of the job (default: the program's)")
     parser.add_argument("--cwd", default="", metavar="DIR", help="directory to start in (default: this one)")
@@ -80,6 +83,9 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
     """icecore run."""
     from icecore.host.namespaces import Isolation
 
+    if arguments.words:
+        whole = shlex.join([*arguments.words, *arguments.job_command])
+        raise UsageError(f"unrecognized arguments: {shlex.join(arguments.words)}", cure=f"write the command after '--': icecore run -- {whole}")
     if not arguments.job_command:
         raise UsageError("no command to run", cure="write it after '--': icecore run -- python3 train.py")
     if arguments.rm and arguments.detach:
@@ -98,6 +104,8 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
         if not separator or not name:
             raise UsageError(f"--env {pair!r} is wrong", cure="write NAME=VALUE")
         environment[name] = value
+    if _stdin_holds_something():
+        context.output.note("note: the job does not get what comes on standard input; have its command read a file: icecore run -- sh -c 'COMMAND < FILE'")
     registry = context.registry()
     if arguments.gpu:
         from icecore.api import start_gpu
@@ -128,10 +136,19 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
     if arguments.detach:
         context.output.line(job.name)
         return 0
-    status = follow(job, context, from_start=True)
+    status = follow(job, context)
     if arguments.rm:
         registry.remove(job)
     return status
+
+
+def _stdin_holds_something() -> bool:
+    """Whether this process's standard input is a pipe, or a file with something left to read."""
+    try:
+        about = os.fstat(0)
+        return stat.S_ISFIFO(about.st_mode) or (stat.S_ISREG(about.st_mode) and os.lseek(0, 0, os.SEEK_CUR) < about.st_size)
+    except OSError:  # it is closed
+        return False
 
 
 def ps(arguments: argparse.Namespace, context: Context) -> int:
@@ -202,14 +219,19 @@ def logs(arguments: argparse.Namespace, context: Context) -> int:
 
 def attach(arguments: argparse.Namespace, context: Context) -> int:
     """icecore attach."""
-    return follow(context.registry().find(arguments.job), context, from_start=False)
+    job = context.registry().find(arguments.job)
+    return follow(job, context, seen=job.log_sizes())
 
 
-def follow(job: Job, context: Context, *, from_start: bool) -> int:
-    """Show a job's output until it ends; its exit status."""
+def follow(job: Job, context: Context, *, seen: Mapping[Stream, int] | None = None) -> int:
+    """Show a job's output until it ends; its exit status.
+
+    Args:
+        seen: Bytes at the beginning of each log that are not shown; None: all is, and that the job is followed goes without saying.
+    """
     writer = _Writer(job, context, "both")
-    skip = {} if from_start else {stream: job.log_path(stream).stat().st_size for stream in ("stdout", "stderr")}
-    if not from_start:
+    skip = dict(seen or {})
+    if seen is not None:
         context.output.result("job.attached", {"job": job.name, "instance": job.instance})
         context.output.note(f"following job {job.name} from now on; Ctrl-C lets go of it")
     try:
@@ -290,29 +312,31 @@ def remove(arguments: argparse.Namespace, context: Context) -> int:
         raise UsageError("no job is named", cure="name jobs, or give --ended 7d")
     found: list[Job] = []
     damaged: list[str] = []
+    failures: list[IcecoreError] = []
     for name in arguments.job:
         try:
             found.append(registry.find(name))
         except Damaged:
             damaged.append(name)
+        except NotFound as error:
+            failures.append(error)
     if arguments.ended is not None:
         named = {job.instance for job in found}
         found += [job for job in registry.ended(arguments.ended) if job.instance not in named]
         _say_damaged(registry, context)
     wanted = [(job.name, job.instance, partial(registry.remove, job)) for job in found]
     wanted += [("", instance, partial(registry.remove_damaged, instance)) for instance in damaged]
-    failure: IcecoreError | None = None
     for name, instance, forget in wanted:  # one that cannot be forgotten does not keep the others
         try:
             forget()
         except IcecoreError as error:
-            if failure is not None:
-                context.output.error(failure)
-            failure = error
+            failures.append(error)
         else:
             context.output.result("job.removed", {"job": name, "instance": instance}, f"{name} ({instance}) forgotten".lstrip())
-    if failure is not None:
-        raise failure
+    for failure in failures[:-1]:
+        context.output.error(failure)
+    if failures:
+        raise failures[-1]
     return 0
 
 

@@ -110,9 +110,12 @@ def add(commands: Commands) -> None:
 
 
 def _share(text: str) -> float:
-    percent = float(text.removesuffix("%"))
+    try:
+        percent = float(text.removesuffix("%"))
+    except ValueError:
+        percent = -1.0
     if not 0 <= percent <= 100:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is not a percentage from 0 to 100")
     return percent / 100
 
 
@@ -191,6 +194,8 @@ def forget(arguments: argparse.Namespace, context: Context) -> int:
             settings.keep_within,
             frozenset(arguments.keep_tag),
         )
+        if arguments.job:
+            context.require_job(arguments.job)
         decisions = [(one.record, one.keep, one.reasons) for one in repository.plan_forget(policy, job=arguments.job)]
     digits = shortest([record for record, *_ in decisions])
     rows = []

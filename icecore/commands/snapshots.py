@@ -156,7 +156,7 @@ def restore(arguments: argparse.Namespace, context: Context) -> int:
     if not arguments.attach:
         return 0
     if restored.job is not None:
-        return follow(restored.job, context, from_start=False)
+        return follow(restored.job, context, seen=restored.log_sizes)
     status = restored.wait()
     context.output.result("job.ended", {"job": "", "instance": "", "how": str(status), "exit_code": status.exit_code})
     return status.exit_code
@@ -195,6 +195,8 @@ def ls(arguments: argparse.Namespace, context: Context) -> int:
     from icecore.addressing import shortest
 
     everything = context.repository().snapshots()
+    if arguments.job:
+        context.require_job(arguments.job)
     digits = shortest(everything)
     rows = []
     for record in everything:

@@ -34,10 +34,16 @@ def test_what_follows_the_dashes_is_the_jobs() -> None:
         (["nonsense"], "invalid choice"),
         (["ls", "--jsno"], "unrecognized arguments"),
         (["dump"], "required: target"),
-        (["dump", "x", "--max-window", "soon"], "expected a duration"),
-        (["restore", "x", "--mode", "fast"], 'expected one of "full", "lazy"'),
+        (["dump", "x", "--max-window", "soon"], "argument --max-window: 'soon' is not a duration such as '30 s' or a number of seconds"),
+        (["restore", "x", "--mode", "fast"], "argument --mode: 'fast' is not one of \"full\", \"lazy\""),
         (["dump", "x", "--max"], "unrecognized arguments"),
-        (["check", "--read-data", "101"], "invalid"),
+        (["dump", "x", "--threads", "100000"], "argument --threads: '100000' is not a whole number from 0 to 1024"),
+        (["restore", "x", "--threads", "1025"], "'1025' is not a whole number from 0 to 1024"),
+        (["restore", "x", "--placers", "1025"], "'1025' is not a whole number from 0 to 1024"),
+        (["import", "x", "--threads", "1025"], "'1025' is not a whole number from 0 to 1024"),
+        (["check", "--read-data", "101"], "argument --read-data: '101' is not a percentage from 0 to 100"),
+        (["check", "--read-data", "nan"], "'nan' is not a percentage from 0 to 100"),
+        (["repair", "--read-data", "all"], "'all' is not a percentage from 0 to 100"),
     ],
 )
 def test_the_parser_says_what_is_wrong(words: list[str], message: str) -> None:
@@ -53,6 +59,8 @@ def test_the_parser_says_what_is_wrong(words: list[str], message: str) -> None:
         ([], 2, "no command is given"),
         (["ls", "--", "x"], 2, "belong to 'run'"),
         (["run"], 2, "no command to run"),
+        (["run", "-d", "sleep", "1", "-x"], 2, "write the command after '--': icecore run -- sleep 1 -x"),
+        (["run", "sleep", "--", "true"], 2, "unrecognized arguments: sleep"),
         (["run", "--rm", "-d", "--", "true"], 2, "--rm needs the foreground"),
         (["run", "--env", "x", "--", "true"], 2, "NAME=VALUE"),
         (["run", "--", "no-such-program"], 3, "there is no program no-such-program"),
@@ -111,6 +119,7 @@ def test_a_repository_is_made_once_and_found(cli: Cli) -> None:
     assert os.stat(cli.folder / "repository").st_mode & 0o077 == 0, "others can read it"
     assert "is a repository already" in cli.run("init", status=2).stderr
     assert cli.events("ls") == []
+    assert "no job 'nobody'" in cli.run("ls", "nobody", status=3).stderr
     assert "there is no snapshot" in cli.run("show", "latest", status=3).stderr
     assert cli.one("check.done", "check")["sound"] is True
     assert cli.one("gc.plan", "gc", "-n")["delete"] == 0
@@ -154,6 +163,7 @@ def test_doctor_names_what_is_bad(cli: Cli) -> None:
     assert by_name["repository"]["state"] == "bad" and "init" in by_name["repository"]["cure"]
     assert {"kernel", "capabilities", "CRIU", "pipes", "io_uring", "workdir", "userfaultfd", "jobs"} <= by_name.keys()
     assert all(event["cure"] for event in findings if event["state"] != "good")
+    assert "no NVIDIA driver here" in cli.run("doctor", status=1, ICECORE_CUDA=f"fake:{cli.folder}/none").stdout
     done = cli.run("doctor", status=1, ICECORE_CRIU="/nowhere/criu")
     assert "BAD   CRIU" in done.stdout and "install-criu" in done.stdout
     for event in findings:

@@ -84,6 +84,8 @@ def test_every_key_can_be_overridden_by_the_environment() -> None:
         ("[dump]\nmax_window = nan\n", ("dump.max_window", "nan", "a duration")),
         ("[restore]\nmode = 'fast'\n", ("restore.mode", "'fast'", 'one of "full", "lazy"')),
         ("[restore]\nbudget_bytes = '12 parsecs'\n", ("restore.budget_bytes", "12 parsecs", "a size such as")),
+        ("[dump]\nscan_threads = 100000\n", ("dump.scan_threads", "100000", "from 0 to 1024")),
+        ("[restore]\nthreads = 1025\n", ("restore.threads", "1025", "from 0 to 1024")),
         ("[damp]\nmax_window = 3\n", ("damp",)),
         ("dump = 3\n", ("[dump] is a section",)),
         ("repository = 3\n", ("repository", "3", "a text")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 
 import pytest
 
@@ -37,6 +38,26 @@ def test_output_as_events(cli: Cli) -> None:
     }  # fmt: skip
 
 
+def test_a_job_gets_no_standard_input_and_that_is_said(cli: Cli) -> None:
+    def run(stdin: int) -> tuple[str, str]:
+        words = cli.command("run", "--rm", "--", "/bin/sh", "-c", "wc -c; readlink /proc/self/fd/0")
+        done = subprocess.run(words, env=cli.environment, cwd=cli.folder, stdin=stdin, capture_output=True, text=True, timeout=60, check=True)
+        return done.stdout, done.stderr
+
+    (cli.folder / "words").write_text("some words")
+    (cli.folder / "empty").touch()
+    ours, theirs = os.pipe()
+    terminal = os.openpty()
+    with open(cli.folder / "words") as words, open(cli.folder / "empty") as empty, open(os.devnull) as nothing:
+        for stdin, said in ((ours, True), (words.fileno(), True), (empty.fileno(), False), (nothing.fileno(), False), (terminal[1], False)):
+            out, error = run(stdin)
+            assert out == "0\n/dev/null\n"
+            assert ("does not get what comes on standard input" in error) is said
+    for fd in (ours, theirs, *terminal):
+        os.close(fd)
+    assert "/dev/null" in cli.run("run", "--help").stdout
+
+
 def test_environment_directory_and_removal(cli: Cli) -> None:
     (cli.folder / "elsewhere").mkdir()
     done = cli.run("run", "--rm", "--cwd", "elsewhere", "--env", "WORD=a=b", "--", "/bin/sh", "-c", "pwd; echo $WORD")
@@ -56,6 +77,8 @@ def test_detached_followed_and_ended(cli: Cli) -> None:
     assert (job["job"], job["state"], job["command"], job["exit_code"]) == ("count", "running", COUNT, None)
     assert "a job named count runs" in cli.run("run", "-d", "--name", "count", "--", "true", status=2).stderr
     assert "count" in cli.run("ps").stdout
+    cli.run("init")
+    assert cli.events("ls", "count") == []  # there is such a job, though no snapshot of it
     assert cli.run("wait", "count", "--timeout", "0.1", status=124).stderr
     first = cli.run("logs", "count").stdout.splitlines()
     assert first[:2] == ["1", "2"]
@@ -100,7 +123,9 @@ def test_what_cannot_be_forgotten_does_not_keep_the_others(cli: Cli) -> None:
     cli.run("run", "-d", "--name", "count", "--", *COUNT)
     for name in ("first", "second"):
         cli.run("run", "--name", name, "--", "true")
-    done = cli.run("rm", "count", "first", "--ended", "0", status=2)
+    assert "there is no job nobody" in cli.run("rm", "nobody", status=3).stderr
+    done = cli.run("rm", "nobody", "count", "first", "--ended", "0", status=2)
+    assert "there is no job nobody" in done.stderr
     assert "count" in done.stderr and "runs" in done.stderr
     assert [line.split(" (")[0] for line in done.stdout.splitlines()] == ["first", "second"]
     assert cli.job("count").alive

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,9 @@ def test_the_whole_way(cli: Cli) -> None:
     listed = cli.events("ls")
     assert [(event["snapshot"], event["tags"], event["pinned"]) for event in listed] == [(ids[0], ["one"], False), (ids[1], [], True)]
     assert cli.events("ls", "--tag", "one")[0]["snapshot"] == ids[0]
-    assert cli.events("ls", "nobody") == []
+    assert "no job 'nobody'" in cli.run("ls", "nobody", status=3).stderr
+    assert "no job 'nobody'" in cli.run("forget", "--job", "nobody", "--keep-last", "1", status=3).stderr
+    assert cli.events("ls", "count", "--tag", "none such") == []
 
     shown = cli.events("show", "count~1")
     by_name: dict[str, list[dict[str, Any]]] = {}
@@ -128,6 +131,19 @@ def test_restored_in_the_foreground(cli: Cli) -> None:
     assert "runs as process" in out
 
 
+def test_what_a_restored_job_writes_before_it_is_followed_is_shown(cli: Cli) -> None:
+    """It may have ended by then; what its logs held when the snapshot was taken is not shown again."""
+    cli.run("init")
+    cli.run("run", "-d", "--name", "brief", "--", "/bin/sh", "-c", "echo early; while ! [ -e go ]; do sleep 0.02; done; echo late; echo why >&2; exit 5")
+    until(lambda: (cli.job("brief").directory / "stdout.log").read_text() == "early\n", "started")
+    cli.run("dump", "brief", "--stop")
+    (cli.folder / "go").touch()
+    for number, mode in enumerate(("full", "lazy")):
+        done = cli.run("restore", "-a", "brief", "--name", f"brief{number}", "--mode", mode, "--after", "sleep 1", status=5)
+        assert done.stdout.splitlines()[-1] == "late" and "early" not in done.stdout
+        assert "why\n" in done.stderr
+
+
 def test_hooks(cli: Cli) -> None:
     start(cli)
     say = "echo $ICECORE_JOB $ICECORE_PID ${ICECORE_SNAPSHOT:-none} >> hooks"
@@ -137,6 +153,12 @@ def test_hooks(cli: Cli) -> None:
     failed = cli.events("dump", "count", "--before", "exit 3", status=5)
     assert "exit 3" in failed[-1]["message"]
     assert len(cli.events("ls")) == 1 and cli.job("count").alive
+    failed = cli.events("dump", "count", "--after", "exit 3", status=1)
+    assert failed[-1]["class"] == "HookFailed"
+    listed = [event["snapshot"] for event in cli.events("ls")]
+    assert len(listed) == 2 and cli.one("job", "ps")["snapshot"] == listed[-1]
+    done = cli.one("dump.done", "dump", "count")
+    assert done["parent"] == listed[-1]
     cli.run("kill", "count", "-s", "KILL")
     (cli.folder / "hooks").unlink()
     events = cli.events("restore", "count", "--after", say)
@@ -146,6 +168,36 @@ def test_hooks(cli: Cli) -> None:
     failing = cli.run("restore", "count", "--name", "other", "--after", "echo why >&2; exit 4", status=1)
     assert "ended with status 4" in failing.stderr and "why" in failing.stderr
     assert cli.job("other").alive
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("words", [("dump", "--before"), ("dump", "--after"), ("restore", "--after")])
+def test_an_interrupted_hook_ends_with_all_that_it_started(cli: Cli, words: tuple[str, str], number: signal.Signals) -> None:
+    command, when = words
+    start(cli)
+    if command == "restore":
+        cli.run("dump", "count", "--stop")
+    running = cli.start(command, "count", when, "sleep 300 & echo $! > begun; echo said >&2; wait")
+    begun = cli.folder / "begun"
+    until(lambda: begun.exists() and begun.read_text().endswith("\n"), "begun")
+    running.send_signal(number)
+    _, error = running.communicate(timeout=30)
+    assert running.returncode == 128 + number, error
+    until(lambda: not Path(f"/proc/{begun.read_text().strip()}").exists(), "ended")
+    assert cli.job("count").alive
+    assert command == "dump" or "said" in error
+
+
+def test_a_hook_may_leave_something_in_the_background_and_sees_no_secret(cli: Cli) -> None:
+    start(cli)
+    before = "sleep 300 & echo $! > left; echo ${ICECORE_PASSPHRASE:-none} > secret"
+    cli.run("dump", "count", "--before", before, ICECORE_PASSPHRASE="a secret")
+    left = int((cli.folder / "left").read_text())
+    try:
+        assert Path(f"/proc/{left}").exists()
+        assert (cli.folder / "secret").read_text() == "none\n"
+    finally:
+        os.kill(left, signal.SIGKILL)
 
 
 def test_a_job_whose_memory_is_on_its_way_outlives_a_failing_hook(cli: Cli) -> None:
@@ -164,10 +216,25 @@ def test_a_job_whose_memory_is_on_its_way_outlives_a_failing_hook(cli: Cli) -> N
     assert cli.job("large").alive
 
 
+def test_what_was_no_job_gets_no_name(cli: Cli) -> None:
+    cli.run("init")
+    process = subprocess.Popen(["/bin/sleep", "300"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        cli.run("dump", str(process.pid), "--stop", "--job", "sleeper")
+        process.wait(30)
+    finally:
+        process.kill()
+    for words in ((), ("-n",)):
+        done = cli.run("restore", "sleeper", "--name", "other", *words, status=2)
+        assert "could be named other" in done.stderr and "leave out --name" in done.stderr
+    assert not Path(f"/proc/{process.pid}").exists()
+
+
 def test_refusals_come_before_anything_is_stopped(cli: Cli) -> None:
     start(cli)
     assert "there is no process" in cli.run("dump", "999999999", status=3).stderr
     assert "there is no job" in cli.run("dump", "nobody", status=3).stderr
+    assert "is no name for a job" in cli.run("dump", "count", "--job", "x/../y", status=2).stderr
     done = cli.run("dump", str(os.getpid()), status=4)
     assert "self: the tree" in done.stderr and "cure:" in done.stderr
     error = cli.events("dump", "2", status=4)[-1]

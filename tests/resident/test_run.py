@@ -283,7 +283,10 @@ def test_without_the_preload(cli: Cli, visible: Machine) -> None:
 
 
 @pytest.mark.parametrize("asked", [None, True, False])
-def test_python_api(asked: bool | None, tmp_path: Path) -> None:
+def test_python_api(asked: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cuda" / "dev").mkdir(parents=True)
+    (tmp_path / "cuda" / "dev" / "nvidiactl").touch()
+    monkeypatch.setenv("ICECORE_CUDA", f"fake:{tmp_path / 'cuda'}")
     events: list[Event] = []
     config = Config(state=str(tmp_path / "state"), run=RunSettings(resident=asked is not True))
     job = api.run(["sleep", "60"], gpu=True, resident=asked, config=config, emit=events.append)
@@ -293,6 +296,17 @@ def test_python_api(asked: bool | None, tmp_path: Path) -> None:
     [about] = [event for event in events if event.name == "run.gpu"]
     assert about.fields["resident"] is (asked is not False) is (b"ICECORE_RESIDENT=" in environment)
     assert ("its device memory is resident" in describe(about)) is (asked is not False)
+
+
+def test_without_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ICECORE_CUDA", f"fake:{tmp_path / 'cuda'}")
+    events: list[Event] = []
+    job = api.run(["sleep", "60"], gpu=True, config=Config(state=str(tmp_path / "state")), emit=events.append)
+    job.kill(9)
+    job.wait(10)
+    [about] = [event for event in events if event.name == "run.gpu"]
+    assert about.fields["driver"] is False
+    assert "no NVIDIA driver here" in describe(about) and "is resident" not in describe(about)
 
 
 def keepers(place: Path) -> list[int]:

@@ -69,6 +69,9 @@ def test_an_older_kernel_is_a_warning() -> None:
     manifest = manifest_with(msgspec.structs.replace(HERE, kernel="99.1"))
     found = check_requirements(manifest, RestoreOptions(), CRIU, "/dev/shm")
     assert not found.failed and [check.name for check in found.warnings] == ["kernel"]
+    assert "older" in found.warnings[0].message
+    [same] = [check for check in check_requirements(manifest_with(), RestoreOptions(), CRIU, "/dev/shm").checks if check.name == "kernel"]
+    assert same.met and "older" not in same.message
 
 
 def test_the_id_of_another_process_s_thread_is_in_use() -> None:

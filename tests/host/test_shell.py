@@ -1,0 +1,41 @@
+"""A user's shell command: what it ends with, what it writes to, and that nothing is left where it is given up."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from icecore.errors import NotFound
+from icecore.host import procfs
+from icecore.host.shell import run_shell
+
+
+def test_status_environment_and_output(tmp_path: Path) -> None:
+    with open(tmp_path / "out", "w+b") as out:
+        assert run_shell("echo $WORD; echo why >&2; exit 3", {"WORD": "word"}, seconds=20, output=out.fileno()) == 3
+        assert run_shell("kill -KILL $$", {}, seconds=20, output=out.fileno()) == -9
+    assert (tmp_path / "out").read_text() == "word\nwhy\n"
+
+
+@pytest.mark.parametrize("trap", ["", "trap '' TERM;"])
+def test_what_takes_too_long_is_ended_with_all_that_it_started(trap: str, tmp_path: Path) -> None:
+    began = time.monotonic()
+    with open(os.devnull, "wb") as out, pytest.raises(TimeoutError, match=r"within 0\.5 s"):
+        run_shell(f"{trap} sleep 300 & echo $! > {tmp_path}/pid; wait", dict(os.environ), seconds=0.5, output=out.fileno())
+    assert time.monotonic() - began < 20
+    pid = int((tmp_path / "pid").read_text())
+    until = time.monotonic() + 10
+    while not over(pid):
+        assert time.monotonic() < until, "it runs on"
+        time.sleep(0.01)
+
+
+def over(pid: int) -> bool:
+    """Whether a process has ended, waited for or not."""
+    try:
+        return procfs.is_zombie(pid)
+    except NotFound:
+        return True
