@@ -41,6 +41,9 @@ T = TypeVar("T")
 
 _RACERS = 4
 
+#: What a reader without a session has to be told.
+UNREGISTERED = "nothing is written to the repository, not even that it is read: a collection elsewhere may delete what is still to come, and then this fails"
+
 #: How often a session says that it is alive.
 BEAT_SECONDS = 60.0
 
