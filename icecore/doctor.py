@@ -252,10 +252,16 @@ def _repository(config: Config, location: str) -> Iterator[Finding]:
         cure = error.cure if isinstance(error, IcecoreError) else "look at its permissions"
         yield Finding("repository", "bad", str(getattr(error, "message", error)), cure)
         return
-    yield Finding("repository", "good", f"{where}: {count} snapshots")
-    if Path(where).is_dir():
-        free = limits.free_space(where)
-        state: State = "good" if free >= _ROOM else "warning"
-        yield Finding("space", state, f"{units.size(free)} free in {where}", "" if state == "good" else "'icecore forget', then 'icecore gc'")
-
-
+    words = f"{where}: {count} snapshots"
+    if not Path(where).is_dir():
+        yield Finding("repository", "good", words)
+        return
+    # Root may write anywhere but where it is mounted read-only: access(2) knows both.
+    if os.access(where, os.W_OK | os.X_OK) and os.access(f"{where}/log", os.W_OK | os.X_OK):
+        yield Finding("repository", "good", words)
+    else:
+        cure = "mount it writable, or run as its owner; restore, export, copy, check and stats read it as it is with --read-only"
+        yield Finding("repository", "warning", f"{words}; it cannot be written to: no dumps, no forgets, no gc", cure)
+    free = limits.free_space(where)
+    state: State = "good" if free >= _ROOM else "warning"
+    yield Finding("space", state, f"{units.size(free)} free in {where}", "" if state == "good" else "'icecore forget', then 'icecore gc'")

@@ -402,6 +402,7 @@ class Repository:
         snapshots: Iterable[str | SnapshotRecord] | None = None,
         *,
         passphrase: Passphrase | None = None,
+        register: bool = True,
     ) -> Copied:
         """Copy snapshots to any other repository: all is stored anew under its keys. Safe to interrupt; what is copied is not copied again.
 
@@ -409,6 +410,7 @@ class Repository:
             location: The other's.
             snapshots: Which; None: all that it does not have.
             passphrase: Opens it, if it is encrypted; None: as for `open`.
+            register: Keep what is read here from being collected meanwhile; without, for places that cannot be written to.
 
         Returns:
             What was done; snapshots that are damaged here are told of and left out.
@@ -420,7 +422,7 @@ class Repository:
         given = passphrase or current(self._config)
         try:
             opened = self.loop.run(Core.open(backend, passphrase=given, emit=self.core.emit))
-            return copy(self.core, _remembering(opened, self._state), self.loop, wanted)
+            return copy(self.core, _remembering(opened, self._state), self.loop, wanted, register=register)
         finally:
             self.loop.run(backend.close())
 

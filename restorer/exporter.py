@@ -20,7 +20,7 @@ from icecore.restorer.images import image_targets, plan_memory, read_spaces, spa
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import Space
 from icecore.store.reader import SnapshotReader
-from icecore.store.repository import Repository
+from icecore.store.repository import UNREGISTERED, Repository
 
 #: Where the content of open files goes, below the image directory, each under its path.
 OPEN_FILES = "open-files"
@@ -46,6 +46,7 @@ def export(
     directory: str | os.PathLike[str],
     *,
     threads: int = 0,
+    register: bool = True,
     emit: Sink = discard,
 ) -> ExportResult:
     """Write a snapshot as an image directory of CRIU.
@@ -55,6 +56,7 @@ def export(
         snapshot: Its id.
         directory: Is made; if it is there it must be empty.
         threads: Threads that decode; 0: one a core, six at most.
+        register: Keep what is read from being collected meanwhile; without, for repositories that cannot be written to.
         emit: Gets ``export.*`` events.
 
     Raises:
@@ -65,7 +67,9 @@ def export(
     """
     began = time.perf_counter()
     folder = Path(directory)
-    session = loop.run(repository.read_session(snapshot, purpose="export"))
+    session = loop.run(repository.read_session(snapshot, purpose="export")) if register else None
+    if session is None:
+        emit(Event("export.warning", {"message": UNREGISTERED}))
     try:
         reader = SnapshotReader.open(repository, snapshot, loop.loop)
         try:
@@ -84,7 +88,8 @@ def export(
             raise
     finally:
         try:
-            loop.run(session.abort())
+            if session is not None:
+                loop.run(session.abort())
         except IcecoreError as error:
             # It only pinned the snapshot, and is fenced when it has been silent for long.
             emit(Event("export.warning", {"message": str(error)}))

@@ -31,6 +31,8 @@ class RestoreOptions:
         from_resident: Device memory is still held on the GPUs (a dump that ended the job left it there, or a crash of one that keeps it): cells that are as
             in the snapshot are not fetched.
         criu_plugins: Directory of CRIU's plugins (``--libdir``), for AMD GPUs. Empty: none.
+        register: Keep what is read from being collected meanwhile; without, for repositories that cannot be written to: a collection may then make the
+            restore fail, with ``mode`` lazy after the tree ran.
         criu_seconds: Seconds that CRIU may take to build the tree, memory left out.
         stall_seconds: Seconds without any byte arriving after which the storage counts as failed.
         attempts: How often a read is tried before its failure counts.
@@ -50,6 +52,7 @@ class RestoreOptions:
     gpu_map: Mapping[str, str] = field(default_factory=dict)
     from_resident: bool = False
     criu_plugins: str = ""
+    register: bool = True
     criu_seconds: float = 120.0
     stall_seconds: float = 60.0
     attempts: int = 4

@@ -44,7 +44,7 @@ from icecore.restorer.tree import Tree, criu_arguments
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import Manifest
 from icecore.store.reader import SnapshotReader
-from icecore.store.repository import Repository
+from icecore.store.repository import UNREGISTERED, Repository
 from icecore.store.session import Session
 from icecore.store.state import SnapshotRecord
 
@@ -417,6 +417,11 @@ class _Run:
 
     def _open(self) -> Manifest:
         """The manifest that a session pins, which keeps all that it needs from being deleted."""
+        if not self.options.register:
+            self.emit(Event("restore.warning", {"name": "session", "message": UNREGISTERED}))
+            manifest = self.loop.run(self.repository.manifest(self.snapshot))
+            self.reader = SnapshotReader(self.repository, manifest, self.loop.loop)
+            return manifest
         beginning = self.loop.submit(self.repository.read_session(self.snapshot))
         early = self.loop.submit(self.repository.manifest(self.record)) if self.record is not None else None
         try:
@@ -690,7 +695,7 @@ class _Run:
 
     def _remember(self, tree: Tree, manifest: Manifest) -> None:
         touched = tree.filling.touched()
-        if not touched:
+        if not touched or not self.options.register:
             return
         # What was brought early because of an earlier observation was not waited for, and is no less needed for that.
         cells = list(dict.fromkeys([*touched, *self.early]))

@@ -14,6 +14,10 @@ Buffer = bytes | bytearray | memoryview
 #: The longest object name, in bytes; leaves room for a bucket prefix within S3's 1024.
 MAX_NAME = 512
 MAX_PART = 200
+#: Pieces that storage which can run full keeps in reserve, the bytes of each, and how many stay for whoever frees space when others want to read.
+RESERVE_PIECES = 8
+RESERVE_PIECE = 256 << 10
+READERS_LEAVE = RESERVE_PIECES // 2
 _PART = re.compile(r"[a-z0-9][a-z0-9._-]*\Z")
 
 
@@ -179,6 +183,14 @@ class Backend(ABC):
             StoreFull, StoreError: It could not be begun.
         """
         raise UsageError(f"{self.where} takes whole objects only")
+
+    async def keep_reserve(self) -> None:
+        """Set space aside for ``give_up_reserve``, as far as it is not yet and there is much more; never an error."""
+        return None
+
+    async def give_up_reserve(self, leave: int) -> bool:
+        """Give back a piece of the space that was set aside, unless only ``leave`` pieces are left; whether there may be more room now."""
+        return False
 
     async def sweep(self, age_seconds: float) -> int:
         """Remove remains of writes that broke off more than ``age_seconds`` ago; returns how many. Most storage leaves none."""

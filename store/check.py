@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from icecore.errors import Damaged, IcecoreError, ObjectMissing, StoreDenied, StoreError
 from icecore.events import Event, phase
+from icecore.store.backend import READERS_LEAVE
 from icecore.store.cell import CELL, CELL_BYTES, Records
 from icecore.store.cellmap import PACK, parse_pack_footer
 from icecore.store.container import TAIL_BYTES, Container
@@ -134,7 +135,7 @@ async def check(
             await checker.run(session.state if session is not None else None)
             return checker.report
         try:
-            session = await repository.begin(None, "check", load_index=False)
+            session = await repository.begin(None, "check", load_index=False, leave=READERS_LEAVE)
         except Damaged as error:
             checker.note(error, error.kind, error.name)
             return checker.report

@@ -85,7 +85,7 @@ async def compact(repository: Repository, sizes: Mapping[tuple[Kind, bytes], int
         Damaged, ObjectMissing: A snapshot cannot be read, so what it reaches is unknown.
     """
     async with (
-        await repository.begin(None, "compact", load_index=False) as session,
+        await repository.begin(None, "compact", load_index=False, leave=0) as session,
         ShardWriter(repository, session) as writer,
     ):
         records = await catalog.everything(session.state, repository.log.pages)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from icecore.errors import Damaged, ObjectMissing, SessionFenced
+from icecore.errors import Damaged, ObjectMissing, SessionFenced, StoreFull
 from icecore.events import Event, phase
 from icecore.store import catalog
 from icecore.store.catalog import Pages
@@ -239,14 +239,23 @@ class Collector:
         compacted = Compacted()
         if find_sparse(self._reach, self._sizes, self._options.compact_below):
             with phase(emit, "gc.compact") as running:
-                compacted = await compact(self._repository, self._sizes, self._options.compact_below)
+                try:
+                    compacted = await compact(self._repository, self._sizes, self._options.compact_below)
+                except StoreFull as error:
+                    self._no_room("shards", error)
                 running.bytes = compacted.copied_bytes
             # The old manifests' reach must be forgotten, or what was compacted would stay for another run.
             self._reach = Reach(self._repository)
             await self._survey()
         # Open until the last deletion: whoever would create a name again that was deleted waits for its end.
         async with await self._repository.begin(None, COLLECT, load_index=False) as session:
-            return await self._collect(session.id, fenced, compacted)
+            result = await self._collect(session.id, fenced, compacted)
+        await self._backend.keep_reserve()
+        return result
+
+    def _no_room(self, what: str, error: StoreFull) -> None:
+        """Rewriting frees space in the end, but takes some first; what can be deleted as it is must not wait for that."""
+        self._repository.emit(Event("gc.no_room", {"what": what, "error": f"{what} are not rewritten this time: {error.message}"}))
 
     async def _collect(self, session: str, fenced: int, compacted: Compacted) -> Result:
         emit = self._repository.emit
@@ -262,7 +271,11 @@ class Collector:
             # What was condemned before the listing began, and was not listed, has been deleted by a collector that stopped then.
             marks = await self._marks(entry.state)
             absent = {name for name, at in marks.items() if at <= self._before and name not in self._sizes}
-            rewritten = await Reindexer(self._repository, absent.union(deletable)).run()
+            rewritten = 0
+            try:
+                rewritten = await Reindexer(self._repository, absent.union(deletable)).run()
+            except StoreFull as error:
+                self._no_room("index segments", error)
             condemned, deleted, merged = condemned + new, deleted + len(deletable), merged + rewritten
             deleted_bytes, waiting = deleted_bytes + running.bytes, len(waits)
             await self._survey()
@@ -357,7 +370,7 @@ class Collector:
             left = [record for record in state.sessions if record.id not in silent]
             return state if len(left) == len(state.sessions) else msgspec.structs.replace(state, sessions=left)
 
-        await self._log.transact(change, f"fence {' '.join(sorted(silent))}")
+        await self._log.transact(change, f"fence {' '.join(sorted(silent))}", leave=0)
         self._repository.emit(Event("gc.fence", {"sessions": sorted(silent)}))
         return len(silent)
 
@@ -377,7 +390,7 @@ class Collector:
                 changed = msgspec.structs.replace(changed, condemned=[*changed.condemned, batch])
             return changed
 
-        entry = await self._log.transact(change, "condemn")
+        entry = await self._log.transact(change, "condemn", leave=0)
         # The entry may carry other transactions of this process, a commit among them, that were applied after ours.
         await self._mark(entry.state)
         return entry, condemned

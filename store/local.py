@@ -13,19 +13,37 @@ import weakref
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from icecore.errors import Damaged, NotFound, ObjectExists, ObjectMissing, StoreError, StoreFull
-from icecore.store.backend import Backend, Buffer, Draft, ObjectInfo, check_name, check_prefix
+from icecore.errors import Damaged, NotFound, ObjectExists, ObjectMissing, StoreDenied, StoreError, StoreFull
+from icecore.store.backend import (
+    RESERVE_PIECE,
+    RESERVE_PIECES,
+    Backend,
+    Buffer,
+    Draft,
+    ObjectInfo,
+    check_name,
+    check_prefix,
+)
 
 T = TypeVar("T")
 
 #: Temporary files; object names never begin with a dot.
 _TEMPORARY = ".new-"
+#: A folder of files whose bytes mean nothing: deleted where there is no room to say what else may be.
+_RESERVE = ".reserve"
+#: Bytes that must be free before any are set aside.
+_PLENTY = 4 * RESERVE_PIECES * RESERVE_PIECE
 _VECTORS = 512
+_READING = ("read", "list")
+_READ_CURE = "run as who may read what lies there"
+_WRITE_CURE = "make it writable for who runs this, or only read it: restore, export, copy, check and stats have --read-only for that"
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FORBIDDEN = {errno.EROFS, errno.EACCES}
 _UNLINKABLE = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
@@ -274,6 +292,36 @@ class LocalBackend(Backend):
                         continue  # its writer finished
         return removed
 
+    async def keep_reserve(self) -> None:
+        await self.run(self._keep_reserve)
+
+    def _keep_reserve(self) -> None:
+        folder = self.root / _RESERVE
+        with suppress(OSError):  # no room after all, or nothing may be written: then there is none
+            missing = [folder / str(number) for number in range(RESERVE_PIECES) if _size(folder / str(number)) != RESERVE_PIECE]
+            found = os.statvfs(self.root)
+            if not missing or found.f_bavail * found.f_frsize < _PLENTY:
+                return
+            folder.mkdir(mode=0o700, exist_ok=True)
+            for path in missing:
+                _write_piece(path)
+
+    async def give_up_reserve(self, leave: int) -> bool:
+        return await self.run(self._give_up_reserve, leave)
+
+    def _give_up_reserve(self, leave: int) -> bool:
+        folder = self.root / _RESERVE
+        try:
+            held = sorted(os.listdir(folder))
+            if len(held) <= leave:
+                return False
+            os.unlink(folder / held[-1])
+        except FileNotFoundError:
+            return folder.is_dir()  # somebody else has just given it up
+        except OSError:
+            return False
+        return True
+
     async def close(self) -> None:
         self._pool.shutdown(wait=True)
         with self._lock:
@@ -332,13 +380,21 @@ class LocalDraft(Draft):
         try:
             os.fsync(self._descriptor)
             os.link(self._temporary, self._path)
-            _sync_directory(self._path.parent)
         except FileExistsError as error:
             raise ObjectExists(f"object {self._name} exists in {self._backend.where}") from error
         except OSError as error:
             raise _translate(error, self._doing, self._backend.where) from error
+        else:
+            self._sync_folder()
         finally:
             self.discard()
+
+    def _sync_folder(self) -> None:
+        try:
+            _sync_directory(self._path.parent)
+        except OSError as error:
+            # The object is there, whatever the reason; to say that there is no room, or no permission, would deny it.
+            raise StoreError(f"cannot {self._doing} {self._backend.where} for good: {error.strerror}") from error
 
     def discard(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
@@ -363,6 +419,26 @@ def _write_all(descriptor: int, parts: Sequence[memoryview]) -> None:
             pending[0] = pending[0][written:]
 
 
+def _size(path: Path) -> int:
+    """Bytes of the file at ``path``; -1 where there is none."""
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return -1
+
+
+def _write_piece(path: Path) -> None:
+    """A file of random bytes, which no file system stores in fewer; all of it or nothing."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        _write_all(descriptor, [memoryview(os.urandom(RESERVE_PIECE))])
+    except OSError:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(descriptor)
+
+
 def _sync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -377,8 +453,10 @@ def _translate(error: OSError, doing: str, where: str | Path) -> StoreError:
         return StoreFull(
             f"cannot {doing} {where}: {reason}", cure="free space there, or 'icecore forget' and 'icecore gc'"
         )
+    if error.errno in _FORBIDDEN:
+        return StoreDenied(f"cannot {doing} {where}: {reason}", cure=_READ_CURE if doing.startswith(_READING) else _WRITE_CURE)
     if error.errno in _UNLINKABLE:
-        return StoreError(
+        return StoreDenied(
             f"cannot {doing} {where}: {reason}", cure="the file system must support hard links and must be writable"
         )
     return StoreError(f"cannot {doing} {where}: {reason}")

@@ -33,6 +33,10 @@ _RECENT_SECONDS = 60.0
 _TRIES = 5
 _BACKOFF_SECONDS = 0.005
 _BACKOFF_LIMIT_SECONDS = 0.5
+_NOTHING_LEFT = (
+    "free space there, or enlarge it: what the repository keeps in reserve for this is used up;"
+    " restore, export, copy, check and stats need none with --read-only"
+)
 
 
 @dataclass(frozen=True)
@@ -208,7 +212,7 @@ class Log:
         self._proven_at = _now()
         self._watermark.save(Seen(entry.generation, entry.digest.hex()))
 
-    async def transact(self, change: Change, words: str, *, prove: bool = True) -> Entry:
+    async def transact(self, change: Change, words: str, *, prove: bool = True, leave: int | None = None) -> Entry:
         """Apply ``change`` to the newest state, again and again until it is the one that was changed.
 
         Args:
@@ -216,14 +220,27 @@ class Log:
             words: What it does, for people, in a few words.
             prove: Find out at once that the entry is part of the log. Without, that may be left to this object's next transaction, which builds on the
                 entry: if it is not, that transaction will not find what this one did. Saves a request.
+            leave: Where there is no room, give up what storage keeps in reserve, but for so many pieces (`Backend.give_up_reserve`); None: nothing of it.
+                For what frees space, and for readers.
 
         Returns:
             The entry that carries the change, or the newest one if there was none to make.
 
         Raises:
+            StoreFull: No space; nothing was changed.
             StoreError: The store failed; if the message says so, the outcome is unknown.
             Exception: What ``change`` raised on the newest state.
         """
+        while True:
+            try:
+                return await self._transact(change, words, prove)
+            except StoreFull as error:
+                if leave is None:
+                    raise
+                if not await self._backend.give_up_reserve(leave):
+                    raise StoreFull(error.message, cure=_NOTHING_LEFT) from error
+
+    async def _transact(self, change: Change, words: str, prove: bool) -> Entry:
         waiting = _Waiting(change, words[:200], secrets.token_bytes(16), prove, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         if self._worker is None or self._worker.done():

@@ -70,7 +70,7 @@ class Reindexer:
         if idle and not await self._unfiltered(segments):
             return 0
         # Within a session, so that no other collector deletes the segments while they are read.
-        async with await repository.begin(None, "index", load_index=False) as session:
+        async with await repository.begin(None, "index", load_index=False, leave=0) as session:
             merges = await self.plan(session.state.segments)
             outputs: list[list[SegmentRef]] = []
             for merge in merges:

@@ -12,7 +12,7 @@ from icecore.errors import Damaged, NotFound, ObjectExists, ObjectMissing, Store
 from icecore.events import Sink, discard
 from icecore.store import catalog, marks
 from icecore.store import session as sessions
-from icecore.store.backend import Backend
+from icecore.store.backend import READERS_LEAVE, Backend
 from icecore.store.catalog import Pages
 from icecore.store.envelope import is_encrypted
 from icecore.store.keychain import Passphrase, read_keys
@@ -40,6 +40,9 @@ from icecore.store.watermark import Recollection, Watermark
 T = TypeVar("T")
 
 _RACERS = 4
+
+#: What a reader without a session has to be told.
+UNREGISTERED = "nothing is written to the repository, not even that it is read: a collection elsewhere may delete what is still to come, and then this fails"
 
 #: How often a session says that it is alive.
 BEAT_SECONDS = 60.0
@@ -119,6 +122,7 @@ class Repository:
             await backend.create(CONFIG, [encode_config(config, keys).data])
         except ObjectExists as error:
             raise UsageError(f"{backend.where} is a repository already") from error
+        await backend.keep_reserve()
         return cls(backend, config, keys, log, emit)
 
     @classmethod
@@ -248,6 +252,7 @@ class Repository:
         load_index: bool = True,
         beat_seconds: float | None = BEAT_SECONDS,
         prove: bool = True,
+        leave: int | None = None,
     ) -> Session:
         """Begin a writer's session.
 
@@ -258,12 +263,14 @@ class Repository:
             beat_seconds: How often the session says in the background of this event loop that it is alive; None: only when told.
             prove: Find out at once that the session is registered for sure. Without, its commit does: for writers that only store under names of
                 their own, whose work is void if it is not. Saves a request.
+            leave: For a session that frees space, or only reads: it begins where there is no room, too, as in ``Log.transact``.
 
         Raises:
             NotFound: ``base`` is not listed.
         """
         pins = [] if base is None else [base]
-        return await self._begin(pins, purpose, load_index, beat_seconds, prove)
+        await self.backend.keep_reserve()  # a repository of an earlier version has none, or others have used it
+        return await self._begin(pins, purpose, load_index, beat_seconds, prove, leave)
 
     async def read_session(
         self, snapshot: str, *, purpose: str = "restore", beat_seconds: float | None = BEAT_SECONDS
@@ -273,10 +280,10 @@ class Repository:
         Raises:
             NotFound: ``snapshot`` is not listed.
         """
-        return await self._begin([snapshot], purpose, False, beat_seconds, True)
+        return await self._begin([snapshot], purpose, False, beat_seconds, True, READERS_LEAVE)
 
     async def _begin(
-        self, pins: Sequence[str], purpose: str, load_index: bool, beat_seconds: float | None, prove: bool
+        self, pins: Sequence[str], purpose: str, load_index: bool, beat_seconds: float | None, prove: bool, leave: int | None
     ) -> Session:
         return await sessions.begin(
             self.backend,
@@ -289,6 +296,7 @@ class Repository:
             load_index=load_index,
             every_seconds=beat_seconds,
             prove=prove,
+            leave=leave,
         )
 
     async def forget(self, snapshots: Collection[str]) -> list[SnapshotRecord]:
@@ -310,7 +318,7 @@ class Repository:
             changed = await catalog.edit(state, snapshots, remove, pages)
             return changed if removed else state
 
-        await self.log.transact(change, f"forget {len(snapshots)} snapshots")
+        await self.log.transact(change, f"forget {len(snapshots)} snapshots", leave=0)
         return removed
 
     async def update(
@@ -337,7 +345,7 @@ class Repository:
                 )
             return changed
 
-        await self.log.transact(change, f"update {snapshot}")
+        await self.log.transact(change, f"update {snapshot}", leave=READERS_LEAVE)
         return updated[0]
 
     async def close(self) -> None:

@@ -25,7 +25,7 @@ from icecore.errors import (
 )
 from icecore.events import Event, Sink
 from icecore.store import catalog
-from icecore.store.backend import Backend, Buffer, Draft
+from icecore.store.backend import READERS_LEAVE, Backend, Buffer, Draft
 from icecore.store.catalog import Pages
 from icecore.store.cell import Records
 from icecore.store.envelope import ObjectKind, seal, unseal
@@ -201,7 +201,13 @@ class Session:
         """
         self._beats += 1
         beat = Heartbeat(self.id, self._beats, time.time_ns(), socket.gethostname(), os.getpid())
-        await self._backend.create(heartbeat_name(self.id, self._beats), [encode_heartbeat(beat, self._keys.sessions)])
+        name, data = heartbeat_name(self.id, self._beats), encode_heartbeat(beat, self._keys.sessions)
+        try:
+            await self._backend.create(name, [data])
+        except StoreFull:
+            if not await self._backend.give_up_reserve(READERS_LEAVE):
+                raise
+            await self._backend.create(name, [data])
         if self._beats > 1:
             await self._backend.delete(heartbeat_name(self.id, self._beats - 1))
 
@@ -345,7 +351,8 @@ class Session:
             was_open = state.session(self.id) is not None
             return self._without(state) if was_open else state
 
-        await self._log.transact(change, f"end {self.id}")
+        # An open session keeps a collector from freeing anything.
+        await self._log.transact(change, f"end {self.id}", leave=0)
         self._over = True
         await self._silence()
         if was_open:
@@ -394,8 +401,9 @@ async def begin(
     load_index: bool,
     every_seconds: float | None,
     prove: bool = True,
+    leave: int | None = None,
 ) -> Session:
-    """BEGIN: register a session that pins the snapshots ``pins``, the first of which is its base; ``prove`` as in ``Log.transact``.
+    """BEGIN: register a session that pins the snapshots ``pins``, the first of which is its base; ``prove`` and ``leave`` as in ``Log.transact``.
 
     Raises:
         NotFound: A snapshot is not in the repository.
@@ -415,7 +423,7 @@ async def begin(
         record = SessionRecord(identity, state.generation, purpose, host, time.time_ns(), found, this_process())
         return msgspec.structs.replace(state, sessions=[*state.sessions, record])
 
-    entry = await log.transact(change, f"begin {purpose} {identity}", prove=prove)
+    entry = await log.transact(change, f"begin {purpose} {identity}", prove=prove, leave=leave)
     assert record is not None
     session = Session(backend, keys, log, recent, emit, record, entry)
     try:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from icecore.errors import Damaged, ObjectMissing
 from icecore.events import phase
 from icecore.store import catalog, codec
+from icecore.store.backend import READERS_LEAVE
 from icecore.store.cell import PAGE, Records, data_pages
 from icecore.store.names import KINDS, PREFIX, parse_name
 from icecore.store.reach import readable_nodes, space_refs
@@ -106,7 +107,7 @@ async def stats(repository: Repository, *, register: bool = True) -> Stats:
     with phase(repository.emit, "stats"):
         if not register:
             return await _Counter(repository).run((await repository.log.newest()).state)
-        async with await repository.begin(None, "stats", load_index=False) as session:
+        async with await repository.begin(None, "stats", load_index=False, leave=READERS_LEAVE) as session:
             return await _Counter(repository).run(session.state)
 
 

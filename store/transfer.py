@@ -24,7 +24,7 @@ from icecore.store.manifest import Manifest, Region, Sizes, Space
 from icecore.store.pool import huge_buffer
 from icecore.store.reader import SnapshotReader
 from icecore.store.replication import Lost
-from icecore.store.repository import Repository
+from icecore.store.repository import UNREGISTERED, Repository
 from icecore.store.state import SnapshotRecord
 from icecore.store.trial import Objective
 from icecore.store.writer import SnapshotWriter
@@ -61,6 +61,7 @@ def copy(
     *,
     threads: int = 0,
     objective: Objective | None = None,
+    register: bool = True,
 ) -> Copied:
     """Copy snapshots, parents before children. Each is committed before the next begins.
 
@@ -69,6 +70,8 @@ def copy(
         records: Which; those that the target lists are passed over. In order of their commits.
         threads: That read and store; 0: one a core.
         objective: What the target's codecs are to save.
+        register: Keep what is read from being collected meanwhile; without, for a source that cannot be written to: what is then missing is told of
+            and left out.
 
     Raises:
         UsageError: Source and target are the same.
@@ -76,6 +79,8 @@ def copy(
     """
     if source.config.id == target.config.id:
         raise UsageError(f"{source.backend.where} is copied into itself", cure="name another repository")
+    if not register:
+        target.emit(Event("copy.warning", {"message": UNREGISTERED}))
     done = Copied()
     there = loop.run(target.snapshots())
     listed = {record.snapshot for record in there}
@@ -85,7 +90,7 @@ def copy(
         if record.snapshot in listed:
             continue
         try:
-            reading = loop.run(source.read_session(record.snapshot, purpose=PURPOSE))
+            reading = loop.run(source.read_session(record.snapshot, purpose=PURPOSE)) if register else None
         except NotFound:
             continue  # forgotten meanwhile
         try:
@@ -101,7 +106,8 @@ def copy(
             done.lost.append(Lost(record.snapshot, error))
             target.emit(Event("copy.lost", {"snapshot": record.snapshot, "error": str(error)}))
         finally:
-            loop.run(reading.abort())
+            if reading is not None:
+                loop.run(reading.abort())
     return done
 
 

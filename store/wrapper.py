@@ -51,6 +51,12 @@ class Wrapper(Backend):
     def draft(self, name: str) -> Draft:
         return self.inner.draft(name) if self.drafts else super().draft(name)
 
+    async def keep_reserve(self) -> None:
+        await self.inner.keep_reserve()
+
+    async def give_up_reserve(self, leave: int) -> bool:
+        return await self.inner.give_up_reserve(leave)
+
     async def sweep(self, age_seconds: float) -> int:
         return await self.inner.sweep(age_seconds)
 

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from icecore.repository import Repository
 
 Settings = TypeVar("Settings")
+READ_ONLY = "write nothing to the repository, not even that it is being looked at"
+#: For what reads much and must get all of it.
+READ_ONLY_ALL = f"{READ_ONLY}: a collection elsewhere may delete what is still to come, and then this fails"
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 
 

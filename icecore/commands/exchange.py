@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from icecore import units
-from icecore.commands.context import Commands, Context
+from icecore.commands.context import READ_ONLY_ALL, Commands, Context
 from icecore.commands.snapshots import WHICH
 from icecore.config import SIZE, THREADS
 from icecore.events import Value
@@ -25,6 +25,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("snapshot", help=WHICH)
     parser.add_argument("directory", metavar="DIR", help="is made; if it is there it has to be empty")
     parser.add_argument("--threads", type=THREADS, default=0, metavar="N", help="threads that decode; 0: one a core")
+    parser.add_argument("--read-only", action="store_true", help=READ_ONLY_ALL)
 
 
 def import_(arguments: argparse.Namespace, context: Context) -> int:
@@ -67,6 +68,7 @@ def export(arguments: argparse.Namespace, context: Context) -> int:
         record.snapshot,
         arguments.directory,
         threads=arguments.threads,
+        register=not arguments.read_only,
         emit=context.output.event,
     )
     fields: dict[str, Value] = {

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from icecore import passphrase, units
-from icecore.commands.context import Commands, Context
+from icecore.commands.context import READ_ONLY_ALL, Commands, Context
 from icecore.commands.snapshots import WHICH
 from icecore.errors import Damaged
 
@@ -38,6 +38,7 @@ def add(commands: Commands) -> None:
         more="ICECORE_TARGET_PASSPHRASE, …_FILE or …_COMMAND opens that one if it is encrypted; none of them: what opens this one.",
     )
     _which(parser, "the other repository")
+    parser.add_argument("--read-only", action="store_true", help=READ_ONLY_ALL.replace("the repository", "the repository that is copied from", 1))
 
 
 def _which(parser: argparse.ArgumentParser, what: str) -> None:
@@ -109,7 +110,7 @@ def copy(arguments: argparse.Namespace, context: Context) -> int:
     file, command = (environment.get(f"ICECORE_TARGET_PASSPHRASE_{name}", "") for name in ("FILE", "COMMAND"))
     apart = bool(file or command or environment.get("ICECORE_TARGET_PASSPHRASE"))
     given = passphrase.given(file, command) if apart else passphrase.current(context.config)
-    done = context.repository().copy_to(arguments.place, _chosen(arguments, context), passphrase=given)
+    done = context.repository().copy_to(arguments.place, _chosen(arguments, context), passphrase=given, register=not arguments.read_only)
     context.output.result(
         "copy.done",
         {

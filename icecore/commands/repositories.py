@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from icecore import passphrase, units
-from icecore.commands.context import Commands, Context, add_setting, overridden
+from icecore.commands.context import READ_ONLY, Commands, Context, add_setting, overridden
 from icecore.commands.snapshots import WHICH, snapshot_fields
 from icecore.config import SIZE, ForgetSettings, GcSettings
 from icecore.errors import Damaged, UsageError
@@ -17,8 +17,6 @@ from icecore.events import Value
 
 if TYPE_CHECKING:
     from icecore.store.gc import Options
-
-_READ_ONLY = "write nothing to the repository, not even that it is being looked at"
 
 
 def add(commands: Commands) -> None:
@@ -91,7 +89,7 @@ def add(commands: Commands) -> None:
         metavar="PERCENT",
         help="read and verify the data, too: all of it, or this share of it",
     )
-    parser.add_argument("--read-only", action="store_true", help=_READ_ONLY)
+    parser.add_argument("--read-only", action="store_true", help=READ_ONLY)
 
     parser = commands.add(
         "repair",
@@ -106,7 +104,7 @@ def add(commands: Commands) -> None:
     )
 
     parser = commands.add("stats", stats, "Show what the repository holds, by job, lineage and codec.")
-    parser.add_argument("--read-only", action="store_true", help=_READ_ONLY)
+    parser.add_argument("--read-only", action="store_true", help=READ_ONLY)
 
 
 def _share(text: str) -> float:

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from icecore import units
-from icecore.commands.context import Commands, Context, add_setting, overridden
+from icecore.commands.context import READ_ONLY_ALL, Commands, Context, add_setting, overridden
 from icecore.config import DumpSettings, RestoreSettings
 from icecore.errors import UsageError
 from icecore.events import Value
@@ -92,6 +92,7 @@ def add(commands: Commands) -> None:
         ("after", "shell command run once the job runs"),
     ):
         add_setting(parser, RestoreSettings, key, what, *flags)
+    parser.add_argument("--read-only", action="store_true", help=f"{READ_ONLY_ALL}, with --mode lazy after the job ran")
 
     parser = commands.add("ls", ls, "List snapshots.")
     parser.add_argument("job", nargs="?", default="", help="only this job's")
@@ -141,6 +142,7 @@ def restore(arguments: argparse.Namespace, context: Context) -> int:
         root=arguments.root,
         from_resident=arguments.from_resident,
         detach=not arguments.attach,
+        register=not arguments.read_only,
         gpu_map=_gpu_map(arguments.gpu_map),
     )
     repository = context.repository()

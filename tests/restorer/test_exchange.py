@@ -11,11 +11,12 @@ import pytest
 
 from icecore.dumper.images import image_files
 from icecore.dumper.importer import import_images
-from icecore.errors import Damaged, NotFound, UsageError
+from icecore.errors import Damaged, NotFound, ObjectMissing, UsageError
 from icecore.events import Event
 from icecore.host.pagemap_image import load_pagemap
 from icecore.restorer.exporter import export
 from icecore.store.cell import PAGE
+from icecore.store.gc import Collector
 from icecore.store.reader import SnapshotReader
 from tests.programs import driving, plain_criu
 from tests.restorer.criu_place import await_gone, criu_or_skip, dumped
@@ -174,3 +175,25 @@ def test_a_failed_export_leaves_an_empty_directory(tmp_path: Path, cache: Path) 
             export(it.place.repository, it.place.loop, it.result.snapshot, out)
         assert list(out.iterdir()) == []
         await_gone([])
+
+
+@pytest.mark.parametrize("register", [True, False])
+def test_a_collection_beside_an_export(tmp_path: Path, cache: Path, register: bool) -> None:
+    """The snapshot is forgotten and everything collected while it is read: one that is registered gets all, another nothing."""
+    with dumped("memory-pattern", tmp_path, cache) as it:
+        driving.forget(tmp_path)
+        place, out = it.place, tmp_path / "out"
+        collected: list[int] = []
+
+        def collect(event: Event) -> None:
+            if event.name == "export.write" and event.fields.get("state") == "begin":
+                place.loop.run(place.repository.forget([it.result.snapshot]))
+                collected.append(place.loop.run(Collector(place.repository).collect()).deleted)
+
+        if register:
+            export(place.repository, place.loop, it.result.snapshot, out, emit=collect)
+            assert collected == [0] and (out / "inventory.img").exists()
+            return
+        with pytest.raises(ObjectMissing):
+            export(place.repository, place.loop, it.result.snapshot, out, register=False, emit=collect)
+        assert collected[0] > 0 and list(out.iterdir()) == []

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from icecore.errors import NotFound, ObjectExists, ObjectMissing, StoreError, StoreFull, UsageError
+from icecore.errors import NotFound, ObjectExists, ObjectMissing, StoreDenied, StoreError, StoreFull, UsageError
 from icecore.store import local
 from icecore.store.backend import Backend
 from icecore.store.blocks import Blocks
@@ -22,7 +22,7 @@ from icecore.store.limits import Limited
 from icecore.store.local import LocalBackend
 from icecore.store.memory import MemoryBackend
 from icecore.store.metrics import Metered
-from icecore.store.repository import probe
+from icecore.store.repository import Repository, probe
 from icecore.store.retry import Patience, Retrying
 from icecore.store.s3 import S3Backend, S3Place
 from icecore.store.testing import BackendConformance
@@ -147,6 +147,42 @@ def test_a_failed_create_leaves_nothing(
     assert files_of(tmp_path) == []
     asyncio.run(backend.create("a/b", [b"data"]))
     assert files_of(tmp_path) == ["a/b"]
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM])
+def test_what_is_forbidden_is_certain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """A transaction says so at once; its outcome is not unknown."""
+
+    async def body() -> None:
+        repository = await Repository.create(LocalBackend(tmp_path))
+
+        def fail(*_: object, **__: object) -> None:
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(local.os, "link", fail)
+        with pytest.raises(StoreDenied, match="cannot create object log/"):
+            await repository.begin(None, "test")
+        monkeypatch.undo()
+        await (await repository.begin(None, "test")).abort()
+        await repository.close()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+def test_what_has_its_name_is_not_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """The object is there, only its folder could not be synced: neither full nor forbidden, as both would say that it is not there."""
+    backend = LocalBackend(tmp_path)
+    asyncio.run(backend.create("a/first", [b"data"]))
+
+    def fail(_: Path) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(local, "_sync_directory", fail)
+    with pytest.raises(StoreError) as caught:
+        asyncio.run(backend.create("a/b", [b"data"]))
+    assert type(caught.value) is StoreError
+    assert files_of(tmp_path) == ["a/b", "a/first"]
 
 
 def test_a_full_file_system_is_store_full(tmp_path: Path) -> None:

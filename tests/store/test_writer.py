@@ -258,7 +258,7 @@ def test_eight_threads_and_many_shards(tmp_path: Path, drafts: bool) -> None:
                 chunks.append(chunk_id(here.repository.keys.chunk, entry["data"].tobytes(), stored))
                 assert chunks[-1] == entry["chunk"].tobytes()
         assert len(chunks) == len(set(chunks)) == 24
-        assert not list(tmp_path.rglob(".*"))
+        assert not list(tmp_path.rglob(".new-*"))
 
 
 def test_streams_have_their_own_shards(here: Place) -> None:
@@ -357,7 +357,7 @@ def test_a_draft_that_fails_leaves_nothing(tmp_path: Path, operation: str) -> No
         backend.plan = lambda call: Outcome.PASS
         assert here.content(kept.snapshot) == image(2, "random", seed=5)
         assert len(here.loop.run(listed(backend, "shards/"))) == 1
-        assert not list(tmp_path.rglob(".*"))
+        assert not list(tmp_path.rglob(".new-*"))
 
 
 def test_lost_replies_do_not_lose_a_snapshot() -> None:
