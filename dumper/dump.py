@@ -131,6 +131,7 @@ def dump(
             "a streamed dump cannot hold the tree until the commit, because CRIU writes its last images when it lets go",
             cure="dump without --stop and end the job afterwards",
         )
+    limits.require_directory(workdir, "--workdir")
     with _after(options.after, options.hook_seconds, target, emit) as after:
         with ExitStack() as stack:
             dumping = _Dump(repository, loop, target, options, criu or find_criu(), workdir, emit, stack)

@@ -8,6 +8,8 @@ import re
 import resource
 from pathlib import Path
 
+from icecore.errors import UsageError
+
 PAGE = 4096
 
 #: The most pages that CRIU puts into one pipe: it asks for 819 (criu/include/page-pipe.h, PIPE_MAX_SIZE) and Linux
@@ -175,6 +177,16 @@ def memory_available() -> int:
     except (OSError, IndexError):
         pass  # no cgroup of version 2, or none with a memory limit
     return available
+
+
+def require_directory(path: str, option: str) -> None:
+    """Nothing, if there is such a directory.
+
+    Raises:
+        UsageError: There is none; ``option`` names who asked for it.
+    """
+    if not os.path.isdir(path):
+        raise UsageError(f"{option} {path}: there is no such directory", cure="make it, or name another one")
 
 
 def free_space(path: str | Path) -> int:

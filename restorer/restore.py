@@ -19,7 +19,14 @@ from icecore.host.criu import Criu, find_criu, restore_environment
 from icecore.host.cuda.holder import VARIABLE, plugin_folder
 from icecore.host.job import ExitStatus, Job, Stream
 from icecore.host.jobs import Registry, Restoring
-from icecore.host.limits import kernel_version, memory_available, overcommits, raise_descriptor_limit, threads_for
+from icecore.host.limits import (
+    kernel_version,
+    memory_available,
+    overcommits,
+    raise_descriptor_limit,
+    require_directory,
+    threads_for,
+)
 from icecore.host.namespaces import INSTANCE_MOUNT, RunRecord
 from icecore.host.resident.client import Keeper
 from icecore.host.resident.keeper import claimed
@@ -151,6 +158,12 @@ def _attempt(run: _Run) -> Restored:
         raise
 
 
+def _require_places(options: RestoreOptions) -> None:
+    require_directory(options.workdir or _DEFAULT_WORKDIR, "--workdir")
+    if options.root:
+        require_directory(options.root, "--root")
+
+
 def check(
     repository: Repository,
     loop: LoopThread,
@@ -163,9 +176,11 @@ def check(
 
     Raises:
         NotFound: No such snapshot.
+        UsageError: A directory that the options name is not there.
         Damaged: Its manifest is not what was written.
     """
     options = options or RestoreOptions()
+    _require_places(options)
     manifest = loop.run(repository.manifest(snapshot))
     record = _run_record(manifest)
     _require_job(record, options)
@@ -263,6 +278,7 @@ class _Run:
     def start(self) -> Restored:
         """Everything until the tree runs."""
         options = self.options
+        _require_places(options)
         top = Path(tempfile.mkdtemp(prefix="icecore-restore-", dir=options.workdir or _DEFAULT_WORKDIR))
         self.stack.callback(shutil.rmtree, top, ignore_errors=True)
         images, work = top / "images", top / "work"

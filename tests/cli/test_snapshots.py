@@ -225,6 +225,8 @@ def test_what_was_no_job_gets_no_name(cli: Cli) -> None:
     finally:
         process.kill()
     for words in ((), ("-n",)):
+        for option in ("--workdir", "--root"):
+            assert f"{option} /no/where: there is no such directory" in cli.run("restore", "sleeper", option, "/no/where", *words, status=2).stderr
         done = cli.run("restore", "sleeper", "--name", "other", *words, status=2)
         assert "could be named other" in done.stderr and "leave out --name" in done.stderr
     assert not Path(f"/proc/{process.pid}").exists()
@@ -235,6 +237,7 @@ def test_refusals_come_before_anything_is_stopped(cli: Cli) -> None:
     assert "there is no process" in cli.run("dump", "999999999", status=3).stderr
     assert "there is no job" in cli.run("dump", "nobody", status=3).stderr
     assert "is no name for a job" in cli.run("dump", "count", "--job", "x/../y", status=2).stderr
+    assert "--workdir /no/where: there is no such directory" in cli.run("dump", "count", "--workdir", "/no/where", status=2).stderr
     done = cli.run("dump", str(os.getpid()), status=4)
     assert "self: the tree" in done.stderr and "cure:" in done.stderr
     error = cli.events("dump", "2", status=4)[-1]
