@@ -58,16 +58,19 @@ def forget_and_collect(root: Path, several: list[list[str]]) -> list[subprocess.
         from pathlib import Path
         from icecore.store.local import LocalBackend
         from icecore.store.repository import Repository
+
+        sys.path.append(sys.argv[1])  # last: the package is the installed one
         from tests.store.miniature import collect
 
         async def body():
-            repository = await Repository.open(LocalBackend(Path(sys.argv[1])))
-            assert len(await repository.forget(sys.argv[2:])) == len(sys.argv[2:])
+            repository = await Repository.open(LocalBackend(Path(sys.argv[2])))
+            assert len(await repository.forget(sys.argv[3:])) == len(sys.argv[3:])
             await collect(repository)
 
         asyncio.run(body())
     """
-    return [subprocess.Popen([sys.executable, "-c", script, str(root), *mine]) for mine in several]
+    ours = str(Path(__file__).parents[2])
+    return [subprocess.Popen([sys.executable, "-P", "-c", script, ours, str(root), *mine]) for mine in several]
 
 
 def reserve(place: Path) -> list[str]:
