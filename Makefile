@@ -1,5 +1,5 @@
 # Targets: setup demo test test-gpu lint bench bench-store torture clean. Nothing needs to be done before; run as root (CRIU needs it).
-#   make test ARGS="-k codec -x"    arguments for pytest
+#   make test ARGS="-k codec -x"    arguments for pytest; ARGS="--workers 1": one test at a time
 #   make PYTHON=/path/to/python3.11 …
 
 PYTHON ?= python3
@@ -25,7 +25,7 @@ demo: setup
 
 # .venv-test: a normal installation, checked and tested from outside the source root.
 test: machine-tests criu criu-newer .stamps/installed
-	.venv-test/bin/python tools/run-tests $(ARGS)
+	.venv-test/bin/python tools/run-tests --workers 2 $(ARGS)
 
 lint: .stamps/installed
 	.venv-test/bin/python tools/run-tests --only lint --only types
