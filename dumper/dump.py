@@ -187,7 +187,7 @@ def _after(command: str, seconds: float, target: Target, emit: Sink) -> Iterator
     except BaseException:
         if after.due:
             try:
-                _hook(command, target, "", seconds)
+                _hook(command, target, after.snapshot, seconds)
             except HookFailed as error:
                 emit(Event("dump.hook", {"command": command, "error": str(error)}))
         raise
@@ -303,7 +303,8 @@ class _Dump:
         self._reserve(found, copied)
 
         # Not two at a time either that look at device memory: they would take the room on its GPU from each other's window, and a look's end from each other.
-        claim = Claim({self.target.pid, *(devices.pids if devices is not None else ())}, _CLAIM_SECONDS if devices is None else _CLAIM_DEVICES_SECONDS)
+        with_devices = [process.pid for process in found.gpus.processes] if found.gpus is not None else []
+        claim = Claim({self.target.pid, *with_devices}, _CLAIM_DEVICES_SECONDS if with_devices else _CLAIM_SECONDS)
         self.stack.callback(claim.release)
         if devices is not None:
             pre_copy = {"off": None, "on": 0}.get(self.options.pre_copy, _PRE_COPY_RESIDENT)
@@ -403,8 +404,8 @@ class _Dump:
 
     def _same_program(self, parent: Manifest) -> None:
         """Two processes that run the same interpreter are not the same job: policies would forget the snapshots of one for the other's."""
-        own, before = procfs.command_line(self.target.pid), parent.processes[0].command if parent.processes else []
-        if self.target.guessed and own != before:
+        before = parent.processes[0].command if parent.processes else []
+        if self.target.guessed and procfs.command_line(self.target.pid) != before:
             message = f"the newest snapshot of job {self.target.job} is of another command, {shlex.join(before)}: they count as one job's"
             self.emit(Event("dump.warning", {"name": "job", "message": message, "cure": "name the job with --job"}))
 

@@ -221,6 +221,23 @@ def test_two_dumps_whose_windows_meet(store: Store, launch: Launch, joined: Mach
     job.goes_on()
 
 
+def test_nobody_else_dumps_any_of_its_gpu_processes(store: Store, launch: Launch) -> None:
+    """Nor looks at their memory, whichever process of the tree is its root."""
+    job = launch(children=1)
+    refused: list[tuple[str, int]] = []
+
+    def meanwhile(event: Event) -> None:
+        for pid in job.pids:
+            with pytest.raises(DumpFailed, match="somebody else"):
+                Claim([pid], 0.2)
+            refused.append((event.name, pid))
+
+    store.dump(job.pid, events=Events({("dump.resident.prepare", "begin"): meanwhile, ("dump.resident.unmap", "end"): meanwhile}))
+    assert len(job.pids) == 2
+    assert refused == [(name, pid) for name in ("dump.resident.prepare", "dump.resident.unmap") for pid in job.pids]
+    runs_on(job, store)
+
+
 @pytest.mark.parametrize("who", ["helper", "keeper"])
 def test_who_dies_while_a_stopped_job_is_stored(who: str, store: Store, launch: Launch, joined: Machine) -> None:
     """Neither is needed any more: the snapshot is there, and the memory is free."""
