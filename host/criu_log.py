@@ -109,7 +109,7 @@ KNOWN: list[tuple[re.Pattern[str], Cause]] = [
         (
             r"Unable to detach \d+: No such process",
             "ended",
-            "a process of the tree was killed before the tree ran",
+            "a process of the tree was killed before all of it ran",
             "look into the kernel's log (out of memory?), and try again",
         ),
         (

@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from icecore.dumper.dump import DumpResult, dump
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
+from icecore.errors import DumpFailed
 from icecore.host import procfs
 from icecore.host.criu import find_criu
 from icecore.store.cell import CELL_BYTES, PAGE
@@ -249,6 +251,16 @@ def test_another_program_under_the_same_name_is_warned_of(store: Store) -> None:
                 process.kill()
     assert list(map(len, told)) == [0, 0, 1, 0, 0]
     assert "time.sleep(600 + 0)" in told[2][0]
+
+
+def test_the_command_after_a_committed_snapshot_is_told_of_it_whatever_else_fails(job: Job, store: Store, tmp_path: Path) -> None:
+    def broken(_: DumpResult) -> None:
+        raise DumpFailed("the job cannot be noted down")
+
+    options = DumpOptions(after=f"echo $ICECORE_SNAPSHOT > {tmp_path}/told")
+    with pytest.raises(DumpFailed, match="noted down"):
+        dump(store.repository, store.loop, Target.of_process(job.pid, "job"), options, workdir=str(store.workdir), committed=broken)
+    assert (tmp_path / "told").read_text().split() == store.snapshots()
 
 
 def test_allocations_are_found_again_wherever_the_kernel_joined_them(tmp_path: Path, store: Store) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from icecore.errors import NotFound
 from icecore.host import procfs
 from icecore.host.shell import run_shell
+from tests.host.target import eventually
 
 
 def test_status_environment_and_output(tmp_path: Path) -> None:
@@ -27,15 +27,4 @@ def test_what_takes_too_long_is_ended_with_all_that_it_started(trap: str, tmp_pa
         run_shell(f"{trap} sleep 300 & echo $! > {tmp_path}/pid; wait", dict(os.environ), seconds=0.5, output=out.fileno())
     assert time.monotonic() - began < 20
     pid = int((tmp_path / "pid").read_text())
-    until = time.monotonic() + 10
-    while not over(pid):
-        assert time.monotonic() < until, "it runs on"
-        time.sleep(0.01)
-
-
-def over(pid: int) -> bool:
-    """Whether a process has ended, waited for or not."""
-    try:
-        return procfs.is_zombie(pid)
-    except NotFound:
-        return True
+    assert eventually(lambda: procfs.is_over(pid))
