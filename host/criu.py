@@ -246,10 +246,10 @@ class RestoreArguments:
 
 def dump_environment(hidden: str | None) -> dict[str, str]:
     """The environment in which CRIU dumps: with a library, where it was built, that leaves out what need not be copied (host/criu_memcpy.c) nor put into
-    pipes (host/criu_pages.c).
+    pipes (host/criu_pages.c), and that keeps CRIU out of the job's working directory (host/criu_proc.c).
 
     Without it a window is longer by some 7 ms for each GiB of addresses that its processes have reserved, and by some 45 ms for each GiB of small pages that
-    they use.
+    they use, and dumps of two jobs at one moment can fail.
 
     Args:
         hidden: Path of a file for what CRIU is kept from seeing (`icecore.host.hidden`); None: it sees everything.

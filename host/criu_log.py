@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_ERROR_LINE = re.compile(r"^(?:\(\d+\.\d+\)\s*)?(?:\s*\d+:\s*)?Error \(([^)]*)\): (.*)$")
+_ERROR_LINE = re.compile(r"^(?:\(\d+\.\d+\)\s*)?(?:pie: )?(?:\s*\d+:\s*)?Error \(([^)]*)\): (.*)$")
 #: Logged as errors by dumps and restores that succeed.
 _HARMLESS = re.compile(r"rlimit: Can't setup RLIMIT_NOFILE for self|Can't open (?:dir )?cgroup|Unable to set TCP_CORK")
 
@@ -159,6 +159,12 @@ KNOWN: list[tuple[re.Pattern[str], Cause]] = [
             "cpu",
             "this CPU lacks a feature that the job was using",
             "restore on a machine of the same or a newer CPU generation",
+        ),
+        (
+            r"Can't create a directory \(",
+            "proc",
+            "the working directory of its root (of jobs: /) cannot be written to, or holds a 'proc.crtools' already, which CRIU makes there for a moment",
+            "remove it if nothing is dumped just now, or install icecore where there is a C compiler: then none is needed",
         ),
         (r"Can't create cgroup|cgroup", "cgroups", "the job's cgroups could not be handled", "leave cgroups alone"),
         (r"Cannot allocate memory|Out of memory", "memory", "not enough memory", "free memory"),

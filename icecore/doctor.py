@@ -260,7 +260,7 @@ def _repository(config: Config, location: str) -> Iterator[Finding]:
     if os.access(where, os.W_OK | os.X_OK) and os.access(f"{where}/log", os.W_OK | os.X_OK):
         yield Finding("repository", "good", words)
     else:
-        cure = "mount it writable, or run as its owner; restore, export, copy, check and stats read it as it is with --read-only"
+        cure = "mount it writable, or run as its owner; restore, export, copy, sync, check and stats read it as it is with --read-only"
         yield Finding("repository", "warning", f"{words}; it cannot be written to: no dumps, no forgets, no gc", cure)
     free = limits.free_space(where)
     state: State = "good" if free >= _ROOM else "warning"

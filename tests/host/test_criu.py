@@ -323,6 +323,11 @@ def test_the_log_is_understood():
         "(00.1) Error (criu/page-pipe.c:120): page-pipe: Can't make pipe for page-pipe: Too many open files\n"
     )
     assert full.cause is not None and full.cause.name == "descriptors"
+    met = diagnose(
+        "pie: 1: Error (criu/pie/parasite.c:634): Can't create a directory (-17)\n"
+        "Error (criu/parasite-syscall.c:320): Parasite failed to dump /proc/self/cgroup\n"
+    )
+    assert met.cause is not None and met.cause.name == "proc" and len(met.errors) == 2
 
 
 def test_command_lines():
