@@ -120,6 +120,10 @@ def _plain(text: str) -> str:
     return text if "\0" not in text else _refuse(text)
 
 
+def _label(text: str) -> str:
+    return _plain(text) if text.strip() else _refuse(text)
+
+
 def _texts(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise TypeError(value)
@@ -133,6 +137,7 @@ SECONDS: Kind[float] = Kind(
 COUNT: Kind[int] = Kind("a whole number, 0 or more", _number(_refuse, _count, int), _count, "N")
 THREADS: Kind[int] = Kind(f"a whole number from 0 to {_MOST_THREADS}", _number(_refuse, _threads, int), _threads, "N")
 TEXT: Kind[str] = Kind("a text", lambda value: _plain(value) if isinstance(value, str) else _refuse(value), _plain)
+LABEL: Kind[str] = Kind("a label: a text that is not empty", lambda value: _label(value) if isinstance(value, str) else _refuse(value), _label)
 KEEP: Kind[int] = Kind("a whole number, 0 or more, or 'all'", _number(_kept, _count, int), _kept, "N")
 SWITCH: Kind[bool] = Kind(
     "true or false",

@@ -231,7 +231,7 @@ def describe(event: Event) -> str:
         return "  ".join(words)
     if event.name == "run.gpu":
         return _gpu_words(fields)
-    if event.name in ("restore.warning", "export.warning", "copy.warning"):
+    if event.name in ("restore.warning", "export.warning", "copy.warning", "sync.warning"):
         return f"warning: {fields.get('message')}"
     if "error" in fields and event.name != "restore.failed":
         return f"warning: {event.name}: {fields['error']}"

@@ -349,6 +349,7 @@ class Repository:
         *,
         job: str = "",
         forget: bool = False,
+        register: bool = True,
     ) -> Synced:
         """Bring snapshots to a replica: only what is missing travels, as it is. Safe to interrupt, and goes on where it was.
 
@@ -359,6 +360,7 @@ class Repository:
             snapshots: Which; None: all.
             job: Only this job's, where ``snapshots`` names none.
             forget: Also forget there what came from here and has been forgotten here since, unless it is pinned there.
+            register: Keep what is read here from being collected meanwhile; without, for places that cannot be written to.
 
         Returns:
             What was done; snapshots that are damaged here are told of and left out, and then nothing is forgotten.
@@ -373,7 +375,8 @@ class Repository:
         wanted = self._meant(snapshots, forget)
 
         async def run(target: Core) -> Synced:
-            return await sync(self.core, target, await reconcile.plan(self.core, target, wanted, forget=forget, job=job))
+            todo = await reconcile.plan(self.core, target, wanted, forget=forget, job=job)
+            return await sync(self.core, target, todo, register=register)
 
         return self._with_replica(location, run)
 

@@ -35,7 +35,7 @@ _BACKOFF_SECONDS = 0.005
 _BACKOFF_LIMIT_SECONDS = 0.5
 _NOTHING_LEFT = (
     "free space there, or enlarge it: what the repository keeps in reserve for this is used up;"
-    " restore, export, copy, check and stats need none with --read-only"
+    " restore, export, copy, sync, check and stats need none with --read-only"
 )
 
 

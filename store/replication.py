@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -48,7 +49,7 @@ from icecore.store.names import object_name, parse_name
 from icecore.store.parallel import each
 from icecore.store.reach import Reach
 from icecore.store.reconcile import Plan
-from icecore.store.repository import Repository
+from icecore.store.repository import UNREGISTERED, Repository
 from icecore.store.session import Session
 from icecore.store.shard import SHARD, parse_footer
 from icecore.store.state import SnapshotRecord, State
@@ -96,7 +97,7 @@ class Synced:
     lost: list[Lost] = field(default_factory=list)
 
 
-async def sync(source: Repository, target: Repository, todo: Plan, *, patience: float = 60.0) -> Synced:
+async def sync(source: Repository, target: Repository, todo: Plan, *, patience: float = 60.0, register: bool = True) -> Synced:
     """Do what `icecore.store.reconcile.plan` found: marks first, as a pin protects; then the snapshots, each with all that it reaches first and its
     place in the replica's log last; then, if nothing had to be left out, the forgets. Safe to stop anywhere and to begin again with a new plan.
 
@@ -104,6 +105,8 @@ async def sync(source: Repository, target: Repository, todo: Plan, *, patience: 
         source: Where the snapshots are; lives in the same event loop as ``target``. Reads from other replicas too, if its back end does.
         todo: What to do; what has been done meanwhile is passed over.
         patience: Seconds to wait for collectors that are at work in the target.
+        register: Keep what is read from being collected meanwhile; without, for a source that cannot be written to: what is then missing is told of
+            and left out.
 
     Raises:
         UsageError: The two do not share a master secret.
@@ -111,14 +114,16 @@ async def sync(source: Repository, target: Repository, todo: Plan, *, patience: 
     """
     reconcile.require_replica(source, target)
     run = _Sync(source, target, patience)
+    if not register:
+        target.emit(Event("sync.warning", {"message": UNREGISTERED}))
     run.done.marked = await reconcile.carry_marks(target, todo.mark)
     for record in todo.bring:
         try:
-            reading = await source.read_session(record.snapshot, purpose=PURPOSE)
+            reading = await source.read_session(record.snapshot, purpose=PURPOSE) if register else None
         except NotFound:
             continue  # forgotten meanwhile
-        async with reading:
-            await run.bring(reading.base or record)
+        async with reading or nullcontext():
+            await run.bring(reading.base or record if reading is not None else record)
     # Who could not be brought over is a reason to be careful with what only the target has.
     if todo.forget and not run.done.lost:
         run.done.forgotten = [record.snapshot for record in await target.forget([one.snapshot for one in todo.forget])]

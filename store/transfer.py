@@ -84,8 +84,10 @@ def copy(
     done = Copied()
     there = loop.run(target.snapshots())
     listed = {record.snapshot for record in there}
-    # Chunks of those that lost data may be the damaged ones.
-    whole = {record.snapshot for record in there if not record.quarantined}
+    # What both have, in order of commits, to build on. Chunks of those that lost data may be the damaged ones.
+    here = {record.snapshot: record for record in loop.run(source.snapshots())}
+    sound = {record.snapshot for record in there if not record.quarantined}
+    both = [record for name, record in here.items() if name in sound]
     for record in records:
         if record.snapshot in listed:
             continue
@@ -96,11 +98,10 @@ def copy(
         try:
             with phase(target.emit, "copy.snapshot", snapshot=record.snapshot) as running:
                 before = done.stored
-                parent = record.parent if record.parent in whole else None
-                _Copy(source, target, loop, threads or os.cpu_count() or 1, objective, done).run(record, parent)
+                _Copy(source, target, loop, threads or os.cpu_count() or 1, objective, done).run(record, _base(record, both))
                 running.bytes = done.stored - before
             listed.add(record.snapshot)
-            whole.add(record.snapshot)
+            both.append(record)
             done.snapshots.append(record.snapshot)
         except (Damaged, ObjectMissing) as error:
             done.lost.append(Lost(record.snapshot, error))
@@ -109,6 +110,14 @@ def copy(
             if reading is not None:
                 loop.run(reading.abort())
     return done
+
+
+def _base(record: SnapshotRecord, both: Sequence[SnapshotRecord]) -> str | None:
+    """What a copy is built on: the parent, or where one of the two repositories has forgotten it, the lineage's newest before it."""
+    if any(one.snapshot == record.parent for one in both):
+        return record.parent
+    earlier = [one for one in both if one.lineage == record.lineage and one.created_ns < record.created_ns]
+    return max(earlier, key=lambda one: one.created_ns).snapshot if earlier else None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import argparse
 from icecore import units
 from icecore.commands.context import READ_ONLY_ALL, Commands, Context
 from icecore.commands.snapshots import WHICH
-from icecore.config import SIZE, THREADS
+from icecore.config import LABEL, SIZE, THREADS
 from icecore.events import Value
 
 
@@ -17,7 +17,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("directory", metavar="DIR", help="what 'criu dump -D' was given")
     parser.add_argument("--job", default="", help="job whose snapshot it becomes (default: the name of its first process)")
     parser.add_argument("--parent", default="", metavar="SNAPSHOT", help=f"snapshot to build on (default: the job's newest): {WHICH}")
-    parser.add_argument("--tag", action="append", default=[], metavar="TEXT", help="label the snapshot; may be repeated")
+    parser.add_argument("--tag", type=LABEL, action="append", default=[], metavar="TEXT", help="label the snapshot; may be repeated")
     parser.add_argument("--threads", type=THREADS, default=0, metavar="N", help="threads that read and encode; 0: one a core")
     parser.add_argument("--link-rate", type=SIZE, default=0, metavar="SIZE", help="bytes a second at which it will be read")
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from icecore.store.replication import Lost
     from icecore.store.state import SnapshotRecord
 
+_READ_ONLY = READ_ONLY_ALL.replace("the repository", "the repository that is read", 1)
+
 
 def add(commands: Commands) -> None:
     """Add the commands."""
@@ -31,6 +33,7 @@ def add(commands: Commands) -> None:
         "--forget", action="store_true", help="also forget there what came from here and was forgotten here, unless it is pinned there"
     )
     parser.add_argument("-n", "--dry-run", action="store_true", help="say what would be done, change nothing")
+    parser.add_argument("--read-only", action="store_true", help=_READ_ONLY)
     parser = commands.add(
         "copy",
         copy,
@@ -38,7 +41,7 @@ def add(commands: Commands) -> None:
         more="ICECORE_TARGET_PASSPHRASE, …_FILE or …_COMMAND opens that one if it is encrypted; none of them: what opens this one.",
     )
     _which(parser, "the other repository")
-    parser.add_argument("--read-only", action="store_true", help=READ_ONLY_ALL.replace("the repository", "the repository that is copied from", 1))
+    parser.add_argument("--read-only", action="store_true", help=_READ_ONLY)
 
 
 def _which(parser: argparse.ArgumentParser, what: str) -> None:
@@ -61,7 +64,7 @@ def sync(arguments: argparse.Namespace, context: Context) -> int:
     named = _chosen(arguments, context) if arguments.snapshot else None
     if arguments.dry_run:
         return _would_sync(repository.plan_sync(arguments.place, named, job=job, forget=forget), forget, context)
-    done = repository.sync_to(arguments.place, named, job=job, forget=forget)
+    done = repository.sync_to(arguments.place, named, job=job, forget=forget, register=not arguments.read_only)
     context.output.result(
         "sync.done",
         {

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from icecore import passphrase, units
 from icecore.commands.context import READ_ONLY, Commands, Context, add_setting, overridden
 from icecore.commands.snapshots import WHICH, snapshot_fields
-from icecore.config import SIZE, ForgetSettings, GcSettings
+from icecore.config import LABEL, SIZE, ForgetSettings, GcSettings
 from icecore.errors import Damaged, UsageError
 from icecore.events import Value
 
@@ -57,13 +57,13 @@ def add(commands: Commands) -> None:
         ("within", "all that are at most this much older than the newest"),
     ):
         add_setting(parser, ForgetSettings, f"keep_{rule}", f"keep {what}, of each job")
-    parser.add_argument("--keep-tag", action="append", default=[], metavar="TEXT", help="keep all with this label; may be repeated")
+    parser.add_argument("--keep-tag", type=LABEL, action="append", default=[], metavar="TEXT", help="keep all with this label; may be repeated")
 
     parser = commands.add("mark", mark, "Pin a snapshot or label it.")
     parser.add_argument("snapshot", help=WHICH)
     parser.add_argument("--pin", action=argparse.BooleanOptionalAction, default=None, help="never forget it by policy")
-    parser.add_argument("--tag", action="append", default=[], metavar="TEXT", help="add a label")
-    parser.add_argument("--untag", action="append", default=[], metavar="TEXT", help="take a label off")
+    parser.add_argument("--tag", type=LABEL, action="append", default=[], metavar="TEXT", help="add a label")
+    parser.add_argument("--untag", type=LABEL, action="append", default=[], metavar="TEXT", help="take a label off")
 
     parser = commands.add(
         "gc",
@@ -226,6 +226,9 @@ def mark(arguments: argparse.Namespace, context: Context) -> int:
         raise UsageError("nothing to change", cure="give --pin, --no-pin, --tag or --untag")
     repository = context.repository()
     record = repository.find(arguments.snapshot)
+    for tag in arguments.untag:
+        if tag not in record.tags:
+            context.output.note(f"{record.snapshot} has no label {tag!r}")
     kept = [tag for tag in record.tags if tag not in arguments.untag]
     tags = kept + [tag for tag in arguments.tag if tag not in kept]
     record = repository.update(record, pinned=arguments.pin, tags=tags)

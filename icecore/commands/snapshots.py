@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from icecore import units
 from icecore.commands.context import READ_ONLY_ALL, Commands, Context, add_setting, overridden
-from icecore.config import DumpSettings, RestoreSettings
+from icecore.config import LABEL, DumpSettings, RestoreSettings
 from icecore.errors import UsageError
 from icecore.events import Value
 
@@ -38,7 +38,7 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--keep-resident", action="store_true", help="with --stop: leave resident device memory on its GPUs, for restore --from-resident"
     )
-    parser.add_argument("--tag", action="append", default=[], metavar="TEXT", help="label the snapshot; may be repeated")
+    parser.add_argument("--tag", type=LABEL, action="append", default=[], metavar="TEXT", help="label the snapshot; may be repeated")
     parser.add_argument("--pin", action="store_true", help="never forget it by policy")
     for key, what, *flags in (
         ("max_window", "longest time that the job may stand still; past it the snapshot is given up"),
@@ -96,7 +96,7 @@ def add(commands: Commands) -> None:
 
     parser = commands.add("ls", ls, "List snapshots.")
     parser.add_argument("job", nargs="?", default="", help="only this job's")
-    parser.add_argument("--tag", action="append", default=[], metavar="TEXT", help="only those with this label; may be repeated")
+    parser.add_argument("--tag", type=LABEL, action="append", default=[], metavar="TEXT", help="only those with this label; may be repeated")
 
     parser = commands.add("show", show, "Show what a snapshot holds.")
     parser.add_argument("snapshot", help=WHICH)

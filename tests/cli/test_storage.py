@@ -70,6 +70,7 @@ def read_only(cli: Cli) -> Iterator[tuple[Cli, str]]:
 def test_a_read_only_repository_says_so(read_only: tuple[Cli, str]) -> None:
     cli, snapshot = read_only
     cli.run("run", "-d", "--name", "other", "--", *COUNT)
+    cli.run("init", "--replica-of", cli.environment["ICECORE_REPOSITORY"], "far")
     for words in (
         ["restore", snapshot],
         ["export", snapshot, "out"],
@@ -79,6 +80,7 @@ def test_a_read_only_repository_says_so(read_only: tuple[Cli, str]) -> None:
         ["gc"],
         ["mark", "--pin", snapshot],
         ["dump", "other"],
+        ["sync", "far"],
     ):
         said = cli.run(*words, status=8).stderr
         assert "Read-only file system" in said and "--read-only" in said and "unknown" not in said, said
@@ -100,11 +102,16 @@ def test_a_read_only_repository_can_be_read(read_only: tuple[Cli, str]) -> None:
     told = cli.events("copy", "--read-only", other)
     assert [event["snapshots"] for event in told if event["event"] == "copy.done"] == [[snapshot]]
     assert "a collection elsewhere" in next(event["message"] for event in told if event["event"] == "copy.warning")
-    for place in (cli.environment["ICECORE_REPOSITORY"], other):
+    cli.run("init", "--replica-of", cli.environment["ICECORE_REPOSITORY"], "far")
+    told = cli.events("sync", "--read-only", "far")
+    assert [event["snapshots"] for event in told if event["event"] == "sync.done"] == [[snapshot]]
+    assert "a collection elsewhere" in next(event["message"] for event in told if event["event"] == "sync.warning")
+    for place in (cli.environment["ICECORE_REPOSITORY"], other, "far"):
         cli.run("check", "--read-data", "--read-only", "-r", place)
         cli.run("stats", "--read-only", "-r", place)
-    cli.run("restore", "-r", other, snapshot)
-    goes_on(cli)
+    for place in (other, "far"):
+        cli.run("restore", "-r", place, snapshot)
+        goes_on(cli)
 
 
 def test_a_read_only_repository_through_the_api(read_only: tuple[Cli, str]) -> None:

@@ -72,6 +72,28 @@ def test_a_lineage_is_copied_with_its_deltas(encrypted: bool, remote: bool, tmp_
         assert not source.loop.run(source.repository.log.newest()).state.sessions
 
 
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_a_thinned_lineage_is_copied_with_its_deltas(side: str) -> None:
+    """Where the parent has been forgotten, the newest before it that both have serves as well."""
+    with two(MemoryBackend(), MemoryBackend(), True) as (source, target):
+        first = image(8, "heap", 1)
+        second = touch(first, [0, 1], 9, 1)
+        third = touch(second, [2], 9, 2)
+        taken = [source.take(first, objective=THRIFTY)]
+        for content in (second, third):
+            taken.append(source.take(content, taken[-1], objective=THRIFTY))
+        records = source.loop.run(source.repository.snapshots())
+        copy(source.repository, target.repository, source.loop, records[:2], objective=THRIFTY)
+        one = {"source": source, "target": target}[side]
+        one.loop.run(one.repository.forget([taken[1].snapshot]))
+        done = copy(source.repository, target.repository, source.loop, records[2:], objective=THRIFTY)
+        assert done.read == (2 + 1) << 20  # what differs from the first
+        assert target.content(taken[2].snapshot) == third
+        (cells,) = target.reader(taken[2].snapshot).records(target.reader(taken[2].snapshot).manifest.spaces[0])
+        assert (cells["place"]["codec"] & codec.DELTA != 0).sum() == 3
+        assert source.loop.run(check(target.repository, read_data=1.0)).sound
+
+
 def test_what_is_damaged_is_left_out_and_said(tmp_path: Path) -> None:
     here = MemoryBackend()
     with two(here, MemoryBackend(), True) as (source, target):
