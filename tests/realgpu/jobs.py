@@ -240,5 +240,10 @@ def same(found: Sequence[str], wanted: Sequence[str]) -> None:
     """Every line is the wanted one, bit for bit."""
     if len(found) > len(wanted):
         raise AssertionError(f"{len(found)} lines, of which {len(wanted)} are known")
-    for number, (one, other) in enumerate(zip(found, wanted, strict=False)):
-        assert one == other, f"line {number + 1}: {one!r}, not {other!r}"
+    other = [number for number, (one, other) in enumerate(zip(found, wanted, strict=False)) if one != other]
+    if other:
+        first = max(other[0] - 2, 0)
+        raise AssertionError(
+            f"{len(other)} of {len(found)} lines are others, from {other[0] + 1} to {other[-1] + 1}: {found[first : first + 8]}, "
+            f"not {wanted[first : first + 8]}"
+        )

@@ -26,7 +26,10 @@ def ask(path: str, out: str) -> None:
             while True:
                 number += 1
                 print(1, file=stream, flush=True)
-                print(number, stream.readline().strip(), file=file, flush=True)
+                answer = stream.readline()
+                if not answer.endswith("\n"):
+                    return  # the server is gone
+                print(number, answer.strip(), file=file, flush=True)
 
 
 def main() -> None:

@@ -58,13 +58,16 @@ def test_a_program_goes_on(program: str, lab: Lab) -> None:
     assert sizes >= resident << 20
     snapshots = []
     for _ in range(2):
+        print(f"{len(lines(out))} lines before the dump", flush=True)
         snapshots.append(lab.dump(pid).snapshot)
+        print(f"{len(lines(out))} lines after it", flush=True)
         wait_lines(out, len(lines(out)) + 20, lab.logs)
     lab.kill(pid)
     found = lines(out)
     for number, snapshot in enumerate(reversed(snapshots)):
         (lab.folder / "lines.socket").unlink(missing_ok=True)
         restored = lab.restore(snapshot, mode=("full", "lazy")[number])
+        print(f"{len(lines(out))} lines after the restore", flush=True)
         wait_lines(out, len(lines(out)) + 50, lab.logs)
         lab.kill(restored.pid)
         found = max(found, lines(out), key=len)

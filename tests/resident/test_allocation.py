@@ -322,11 +322,12 @@ def test_the_keeper_finds_each_of_many(new_machine: NewMachine) -> None:
                 gone, live = live[:some], live[some:]
                 assert target(f"[free(at) for at in {gone}]") == [0] * some
         token = token or target.agent.report().token
-        held = machine.keeper.allocations(token)
         known = {one.address: one.identity for one in target.agent.allocations()}
         assert sorted(known) == sorted(live)
+        # What the keeper is handed it is not waited for; it may have read that only in part.
+        until(lambda: known.items() <= {one.address: one.identity for one in machine.keeper.allocations(token)}.items())  # noqa: B023
+        held = machine.keeper.allocations(token)
         assert len({one.identity for one in held}) == len(held)
-        assert known.items() <= {one.address: one.identity for one in held}.items()
         found = machine.keeper.fetch(token, list(known.values()))
         assert found.keys() == set(known.values())
         for descriptor in found.values():
