@@ -8,6 +8,7 @@
 #include <fcntl.h>
 #include <limits.h>
 #include <pthread.h>
+#include <semaphore.h>
 #include <signal.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -220,10 +221,13 @@ static void tell(uint64_t answer, int result)
 	__atomic_store_n(&CONTROL->answer, answer, __ATOMIC_RELEASE);
 }
 
+static sem_t served;
+
 static void *serve(void *unused)
 {
 	uint64_t answered = 0;
 	tell(0, OK);
+	sem_post(&served);
 	for (;;) {
 		uint64_t request = __atomic_load_n(&CONTROL->request, __ATOMIC_ACQUIRE);
 		if (request == answered) {
@@ -259,7 +263,10 @@ int device_start(const char *root, const uint8_t *known, unsigned count, unsigne
 	}
 	sigfillset(&all);
 	pthread_sigmask(SIG_SETMASK, &all, &before);
+	sem_init(&served, 0, 0);
 	must(pthread_create(&thread, NULL, serve, NULL) == 0, "thread");
+	while (sem_wait(&served)) /* who has initialised CUDA can be checkpointed */
+		;
 	pthread_sigmask(SIG_SETMASK, &before, NULL);
 	return 0;
 }

@@ -16,6 +16,7 @@
 #include <limits.h>
 #include <linux/futex.h>
 #include <pthread.h>
+#include <semaphore.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -150,6 +151,7 @@ static void pause_in(const char *name)
 }
 
 static _Noreturn void *driver_thread(void *unused);
+static sem_t driver_listens;
 static void begin_to_use(int device);
 
 /* Device memory is its process's alone: here it is files, which a child would have too. */
@@ -189,9 +191,12 @@ EXPORT int cuInit(unsigned flags)
 	pthread_atfork(NULL, NULL, in_child);
 	sigfillset(&all);
 	pthread_sigmask(SIG_BLOCK, &all, &before);
+	sem_init(&driver_listens, 0, 0);
 	pthread_create(&made, NULL, driver_thread, NULL);
-	pthread_sigmask(SIG_SETMASK, &before, NULL);
 	pthread_detach(made);
+	while (sem_wait(&driver_listens)) /* who has initialised CUDA can be checkpointed */
+		;
+	pthread_sigmask(SIG_SETMASK, &before, NULL);
 	return 0;
 }
 
@@ -1011,14 +1016,18 @@ static _Noreturn void *driver_thread(void *unused)
 {
 	(void)unused;
 	pthread_setname_np(pthread_self(), "cuda-EvtHandlr");
-	while (!getenv("FAKE_CUDA_WORLD"))
-		pause();
+	if (!getenv("FAKE_CUDA_WORLD")) {
+		sem_post(&driver_listens);
+		for (;;)
+			pause();
+	}
 	control = mmap(CONTROL, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
 	control->thread = (unsigned)syscall(SYS_gettid);
 	for (int device = 0; device < devices; device++)
 		if (used[device])
 			memset(control->uuid, 0xA0 + gpu_of[device], 16);
 	memcpy(control->magic, "FAKECUDA", 8);
+	sem_post(&driver_listens);
 	for (;;) {
 		unsigned long long request = atomic_load(&control->request);
 		if (request == atomic_load(&control->answer)) {
