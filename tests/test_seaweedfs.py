@@ -6,6 +6,9 @@ import os
 import tempfile
 from pathlib import Path
 
+import pytest
+
+from tests import seaweedfs
 from tests.seaweedfs import running, sockets
 
 
@@ -21,3 +24,18 @@ def test_a_server_leaves_nothing_outside_of_its_folder(tmp_path: Path) -> None:
         assert not named_after(server.process.pid)
         assert list((server.folder / "logs").glob("weed*"))
     assert not named_after(server.process.pid) and not sockets(server.ports)
+
+
+def test_two_servers_never_have_a_port_in_common(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that finds a port taken ends, and takes the sockets in /tmp that are called after it along."""
+    with seaweedfs._own_ports() as some, seaweedfs._own_ports() as others:
+        monkeypatch.setattr(seaweedfs, "_FIRST", [some[0], others[0]])
+    with running(tmp_path / "one") as one:
+        with seaweedfs._own_ports() as ports:
+            assert not set(ports) & set(one.ports)
+            with pytest.raises(RuntimeError, match="none are free"), seaweedfs._own_ports():
+                pass
+        with running(tmp_path / "two") as two:
+            assert not set(two.ports) & set(one.ports)
+        assert sockets(one.ports)
+        one.make_bucket("a-bucket")
