@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 _POLL_SECONDS = 0.02
+# An exception of a signal's handler may come when the shell has been started and nobody knows it yet: then it does nothing, for nobody tells it to.
+_WHEN_TOLD = 'read -r icecore_told && exec /bin/sh -c "$1" </dev/null'
 #: From TERM to KILL.
 _END_SECONDS = 3.0
 
@@ -27,16 +29,22 @@ def run_shell(command: str, environment: Mapping[str, str], *, seconds: float, o
     Raises:
         TimeoutError: It did not end in time, and was given up. So it is with every other exception that is raised meanwhile.
     """
-    words = ["/bin/sh", "-c", command]
-    process = subprocess.Popen(words, env=dict(environment), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
+    words = ["/bin/sh", "-c", _WHEN_TOLD, "sh", command]
+    told, tell = os.pipe()
     try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        _end(process)
-        raise TimeoutError(f"{command!r} did not end within {seconds:g} s") from None
-    except BaseException:
-        _end(process)
-        raise
+        process = subprocess.Popen(words, env=dict(environment), stdin=told, stdout=output, stderr=output, start_new_session=True)
+        try:
+            os.write(tell, b"\n")
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            raise TimeoutError(f"{command!r} did not end within {seconds:g} s") from None
+        except BaseException:
+            _end(process)
+            raise
+    finally:
+        os.close(told)
+        os.close(tell)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

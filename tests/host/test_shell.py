@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -28,3 +29,24 @@ def test_what_takes_too_long_is_ended_with_all_that_it_started(trap: str, tmp_pa
     assert time.monotonic() - began < 20
     pid = int((tmp_path / "pid").read_text())
     assert eventually(lambda: procfs.is_over(pid))
+
+
+class Stopped(BaseException):
+    pass
+
+
+def test_a_signal_that_comes_before_it_is_known_leaves_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pids = []
+
+    class Popen(subprocess.Popen[bytes]):
+        def __init__(self, *words: object, **how: object) -> None:
+            super().__init__(*words, **how)  # type: ignore[call-overload]
+            pids.append(self.pid)
+            time.sleep(0.3)  # the handler of a signal runs late, and raises
+            raise Stopped
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    with open(os.devnull, "wb") as out, pytest.raises(Stopped):
+        run_shell(f"touch {tmp_path}/begun; sleep 300", dict(os.environ), seconds=20, output=out.fileno())
+    assert eventually(lambda: procfs.is_over(pids[0]))
+    assert not (tmp_path / "begun").exists()
