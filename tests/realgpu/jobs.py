@@ -240,10 +240,10 @@ def same(found: Sequence[str], wanted: Sequence[str]) -> None:
     """Every line is the wanted one, bit for bit."""
     if len(found) > len(wanted):
         raise AssertionError(f"{len(found)} lines, of which {len(wanted)} are known")
-    other = [number for number, (one, other) in enumerate(zip(found, wanted, strict=False)) if one != other]
-    if other:
-        first = max(other[0] - 2, 0)
+    differ = [number for number, (one, other) in enumerate(zip(found, wanted, strict=False)) if one != other]
+    if differ:
+        first = max(differ[0] - 2, 0)
         raise AssertionError(
-            f"{len(other)} of {len(found)} lines are others, from {other[0] + 1} to {other[-1] + 1}: {found[first : first + 8]}, "
+            f"{len(differ)} of {len(found)} lines are others, from {differ[0] + 1} to {differ[-1] + 1}: {found[first : first + 8]}, "
             f"not {wanted[first : first + 8]}"
         )
