@@ -18,9 +18,11 @@ from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
 from icecore.errors import DumpFailed, IcecoreError, NotFound, StoreError, StoreFull, WindowExceeded
 from icecore.events import Event
+from icecore.host import procfs
 from icecore.host.criu import Criu, find_criu
 from icecore.store.faulty import Call, FaultyBackend, Outcome
 from icecore.store.loop import LoopThread
+from tests.host.target import eventually
 from tests.programs import driving
 
 from .conftest import Start
@@ -258,15 +260,16 @@ def test_a_target_that_ends_before_the_window(moment: tuple[str, str], job: Job,
 @pytest.mark.parametrize("delay", [0.0, 0.015, 0.03, 0.05])
 def test_a_target_that_is_killed_while_criu_freezes_it(delay: float, job: Job, store: Store) -> None:
     def kill() -> None:
-        job.stopped_since(time.time_ns())
+        job.stopped_since(time.time_ns(), 60.0)
         time.sleep(delay)
         os.kill(job.pid, signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
     killer.start()
-    with suppress(DumpFailed, NotFound):  # it may be all read by then
-        store.dump(job.pid)
-    killer.join(20)
+    while killer.is_alive():  # who looks for it may miss a short window
+        with suppress(DumpFailed, NotFound):  # it may be all read by then
+            store.dump(job.pid)
+    assert eventually(lambda: procfs.is_over(job.pid))
     assert not leftovers(store.workdir)
     for snapshot in store.snapshots():
         assert store.read(snapshot).keys("process")
