@@ -104,7 +104,7 @@ def test_a_dumper_that_is_interrupted(
 
 
 def test_a_dumper_that_is_interrupted_while_criu_freezes(job: Job, witness: Witness, dumpers: list[Dumper]) -> None:
-    dumper = Dumper(witness.store, job)
+    dumper = Dumper(witness.store, job, ("dump.files", "begin"))  # not over before it is seen to stand still
     dumpers.append(dumper)
     dumper.until("dump.window", "begin")
     job.stopped_since(time.time_ns())
@@ -167,8 +167,8 @@ def test_a_guard_that_is_killed_while_criu_freezes(job: Job, witness: Witness) -
 
     killer = threading.Thread(target=later)
     killer.start()
-    fails(job, witness, lambda: witness.store.dump(job.pid, events=Events({("dump.criu", "end"): look})), GuardLost)
-    killer.join(20)
+    events = Events({("dump.criu", "end"): look, ("dump.files", "begin"): lambda _: killer.join(20)})  # not over before it is seen to stand still
+    fails(job, witness, lambda: witness.store.dump(job.pid, events=events), GuardLost)
     witness.next_dump_is_good()
 
 
