@@ -36,6 +36,8 @@ WAYS = ("torch.save", "dcp", "dcp-best", ICECORE)
 _JOB = str(Path(__file__).with_name("checkpoint_cost_job.py"))
 _START_SECONDS = 180.0
 _SAVE_SECONDS = 300.0
+#: So many undisturbed steps give the pace.
+_FEWEST = 5
 #: A step of more than this many medians is one that the checkpoint stopped, not one that it slowed down.
 _STOPPED = 3.0
 
@@ -85,19 +87,23 @@ class Training:
         return [Step(*map(int, line.split())) for line in lines if line.count(" ") == 1]
 
     def settle(self, seconds: float) -> float:
-        """Wait for undisturbed steps over ``seconds``; return their median in seconds.
+        """Wait for ``seconds``, and at least `_FEWEST` undisturbed steps; return their median in seconds.
 
         Raises:
-            RuntimeError: The job makes none.
+            RuntimeError: The job makes too few.
         """
-        end = time.monotonic() + _START_SECONDS
-        while not self.steps():
-            if time.monotonic() > end:
-                raise RuntimeError(f"the job in {self.folder} makes no step")
-            time.sleep(0.1)
+        self._await(1, 0)
         since = time.monotonic_ns()
         time.sleep(seconds)
-        return statistics.median(step.seconds for step in self.steps() if step.begin >= since)
+        return statistics.median(step.seconds for step in self._await(_FEWEST, since))
+
+    def _await(self, count: int, since: int) -> list[Step]:
+        end = time.monotonic() + _START_SECONDS
+        while len(made := [step for step in self.steps() if step.begin >= since]) < count:
+            if time.monotonic() > end:
+                raise RuntimeError(f"the job in {self.folder} makes too few steps")
+            time.sleep(0.1)
+        return made
 
     def cost(self, began: int, durable: int, pace: float, stored: int) -> Cost:
         """Return what a checkpoint between two times cost."""
