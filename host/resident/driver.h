@@ -138,7 +138,10 @@ struct driver {
 #define MEMBER(name, arguments) CUresult (*name) arguments;
 	DRIVER_CALLS(MEMBER, MEMBER, MEMBER)
 #undef MEMBER
-	CUresult (*cuThreadExchangeStreamCaptureMode)(int *); /* may be missing */
+	/* These may be missing. */
+	CUresult (*cuThreadExchangeStreamCaptureMode)(int *);
+	CUresult (*cuCtxGetLimit)(size_t *, int);
+	CUresult (*cuCtxSetLimit)(int, size_t);
 	int usable; /* every CALL was found */
 };
 

@@ -107,6 +107,8 @@ const struct driver *driver(void)
 #undef CALL
 #undef HOOKED
 			calls.cuThreadExchangeStreamCaptureMode = (CUresult(*)(int *))real_dlsym(library, "cuThreadExchangeStreamCaptureMode");
+			calls.cuCtxGetLimit = (CUresult(*)(size_t *, int))real_dlsym(library, "cuCtxGetLimit");
+			calls.cuCtxSetLimit = (CUresult(*)(int, size_t))real_dlsym(library, "cuCtxSetLimit");
 		}
 		__atomic_store_n(&loaded, library ? 1 : -1, __ATOMIC_RELEASE);
 		pthread_mutex_unlock(&load_lock);

@@ -162,6 +162,10 @@ int64_t now(void); /* nanoseconds, monotonic */
 void find_driver(void); /* once */
 bool in_driver(const ucontext_t *interrupted); /* whether a thread that was stopped there may be within one of the driver's calls */
 
+/* local_memory.c: called by the agent alone, with every other thread parked */
+void local_memory_shrink(CUcontext context); /* which has been synchronised */
+void local_memory_grow(void);                /* of all that were shrunk */
+
 /* window.c: called by the agent alone */
 int window_unmap(int64_t until, struct resident_message *answer);
 int window_map(void); /* with the descriptors that were given, or the keeper's */

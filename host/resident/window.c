@@ -202,6 +202,14 @@ static int synchronise_all(void)
 	return 0;
 }
 
+static void shrink_all(void)
+{
+	for (size_t i = 0; i < sizeof mapped_kinds / sizeof *mapped_kinds; i++)
+		for (struct allocation *at = NULL; (at = table_next(at, mapped_kinds[i]));)
+			if (at->context)
+				local_memory_shrink(at->context);
+}
+
 static int unmap_all(enum kind kind)
 {
 	int error = 0;
@@ -243,6 +251,8 @@ int window_unmap(int64_t until, struct resident_message *answer)
 		answer->count++;
 		answer->size += at->imported ? 0 : at->size;
 	}
+	if (!error)
+		shrink_all();
 	if (!error) {
 		/* No descriptor stays here: a checkpoint of this process could not restore it. */
 		for (at = NULL; (at = table_next_held(at));)
@@ -322,6 +332,8 @@ int window_map(void)
 			if (!at->mapped)
 				error = in_context(at, map_one);
 	window_drop_given();
+	if (!error)
+		local_memory_grow();
 	d->cuCtxSetCurrent(NULL);
 	/* A new connection says that the process lives. A keeper that is not there now gets them later. */
 	holding_close();

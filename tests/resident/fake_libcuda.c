@@ -40,6 +40,7 @@ struct context {
 	int device;
 	bool destroyed, primary;
 	unsigned references;
+	long more_stack; /* bytes a thread beyond what the driver gives */
 };
 struct physical { /* what a CUhandle is */
 	struct physical *next;
@@ -253,6 +254,25 @@ EXPORT int cuCtxSetCurrent(struct context *context)
 	LEAVE(0);
 }
 EXPORT int cuCtxGetCurrent(void **out) { ENTER; *out = current(); LEAVE(0); }
+static size_t least_stack = 1024; /* that any context was ever set to */
+EXPORT size_t fake_least_stack(void) { return least_stack; }
+EXPORT int cuCtxGetLimit(size_t *out, int limit)
+{
+	ENTER;
+	if (!usable())
+		LEAVE(NO_CONTEXT);
+	*out = 1024 + current()->more_stack;
+	LEAVE(limit ? INVALID : 0);
+}
+EXPORT int cuCtxSetLimit(int limit, size_t value)
+{
+	ENTER;
+	if (!usable())
+		LEAVE(NO_CONTEXT);
+	current()->more_stack = (long)value - 1024;
+	least_stack = value < least_stack ? value : least_stack;
+	LEAVE(limit ? INVALID : 0);
+}
 EXPORT int cuCtxGetDevice(int *out) { ENTER; if (!usable()) LEAVE(NO_CONTEXT); *out = current()->device; LEAVE(0); }
 
 /* -- stream captures: what is forbidden meanwhile makes them fail */

@@ -310,6 +310,19 @@ def info() -> tuple[int, int]:
     return unused.value, total.value
 
 
+def stack_limit() -> int:
+    """Return the bytes of local memory for each thread of the current context."""
+    value = ctypes.c_size_t()
+    assert cuda.cuCtxGetLimit(ctypes.byref(value), 0) == 0
+    return value.value
+
+
+def least_stack() -> int:
+    """Return the smallest such limit that any context was ever set to."""
+    cuda.fake_least_stack.restype = ctypes.c_size_t
+    return int(cuda.fake_least_stack())
+
+
 def loop(size: int, rounds: int, some: int = 1) -> list[int]:
     """So many allocations, written and released, in each round; the addresses of the last."""
     addresses: list[int] = []

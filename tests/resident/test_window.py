@@ -71,6 +71,28 @@ def test_memory_is_unmapped_in_the_window_and_the_same_after_it(
     assert target(f"[free({address}), alloc(62 * MIB)[0]]") == [0, 0]
 
 
+def test_local_memory_is_given_back_for_a_window(loaded: tuple[Target, int, str]) -> None:
+    target, _, _ = loaded
+    assert target("cuda.cuCtxSetLimit(0, ctypes.c_size_t(2048))") == 0
+    for _ in range(2):
+        take(target)
+        give_back(target.agent)
+        assert target("[stack_limit(), least_stack()]") == [2048, 128]
+    # A limit that is small already is the application's own.
+    assert target("cuda.cuCtxSetLimit(0, ctypes.c_size_t(96))") == 0
+    take(target)
+    give_back(target.agent)
+    assert target("[stack_limit(), least_stack()]") == [96, 96]
+
+
+def test_local_memory_comes_back_where_a_window_is_cancelled(loaded: tuple[Target, int, str]) -> None:
+    target, address, digest = loaded
+    take(target, lease=0.5)
+    # Nobody says anything: the lease ends, and the parked process answers.
+    assert target("[stack_limit(), least_stack()]") == [1024, 128]
+    assert target(f"hashed({address}, 8 * MIB)") == digest
+
+
 def scattered(machine: Machine, soft: int, hard: int) -> tuple[Target, list[int], list[str]]:
     """A process with 120 allocations, and a limit of descriptors; their addresses and hashes."""
     target = machine.target()
