@@ -19,6 +19,8 @@ EXTENT = np.dtype([("address", "<u8"), ("pages", "<u8")])
 
 _NODE_BYTES = NODE_CELLS * CELL_BYTES
 _MASK_CELLS = 4096
+#: In place of the row of a known cell: it changed, or nothing is known of it; or it holds nothing but zeros, which are not read again.
+UNKNOWN, ZERO = -1, -2
 
 
 @dataclass(frozen=True)

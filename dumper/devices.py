@@ -28,6 +28,7 @@ from icecore.host import procfs
 from icecore.host.cuda.api import DeviceError, HelperLost, LockTimeout, Placement, State
 from icecore.host.cuda.client import Helper, start_here
 from icecore.host.resident.client import ResidentFailed
+from icecore.host.resident.copyplan import Foreseen
 
 #: Shares of the time that is allowed for a lock, one for each attempt. Ranks that wait for each other (one is locked, the other's collective is under
 #: way) never come to rest: with several processes the first attempts are short, and each begins at another point of their steps.
@@ -129,6 +130,12 @@ class Devices:
                 running.fields |= self._resident.prepare(staging_bytes, machinery, parent, moved=self._look.most_bytes)
             if pre_copy is not None:
                 self._resident.pre_copy(machinery, parent, least=pre_copy)
+
+    @property
+    def foreseen(self) -> Foreseen | None:
+        """Where copies of resident memory will probably go; None: nobody has looked, or there is none."""
+        found = None if self._resident is None else self._resident.foreseen
+        return found and found._replace(left=max(0, found.left - self.pre_copied))
 
     @property
     def pre_copied(self) -> int:

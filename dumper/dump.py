@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from icecore.config import without_secrets
@@ -310,6 +310,7 @@ class _Dump:
             pre_copy = {"off": None, "on": 0}.get(self.options.pre_copy, _PRE_COPY_RESIDENT)
             with storing.staging.limited(_PRE_COPY_STAGING):
                 devices.require(self.options.staging_bytes, storing.machinery, storing.parent, pre_copy=pre_copy)
+            self._predict_again(found, devices)
         storing.pipeline.close_gate()
         window = Window(
             guard,
@@ -389,6 +390,11 @@ class _Dump:
         shutil.rmtree(images, ignore_errors=True)
         pre_copied = sum(c.stored for c in copied.values()) + (devices.pre_copied if devices is not None else 0)
         return snapshot, manifest, pre_copied, storing.pipeline.spilled
+
+    def _predict_again(self, found: Look, devices: Devices) -> None:
+        """Say how long the window will be of what resident memory holds and has changed: preflight took all of it for changed."""
+        if found.resident is not None and devices.foreseen is not None:
+            self.emit(Event("dump.predicted", predict(replace(found, resident=replace(found.resident, copies=devices.foreseen)))))
 
     def _preflight(self) -> Look:
         refusals = check_target(self.target.pid)

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from icecore.dumper.cells import CellPlan
+from icecore.dumper.cells import ZERO, CellPlan
 from icecore.dumper.fingerprints import KnownCells
 from icecore.dumper.staging import Slot, Staging
 from icecore.events import Advance, unwatched
@@ -81,6 +81,13 @@ class SpaceSink:
         self.records[row] = writer.store_cell(
             self._stream, int(plan.cell[row]), bitmap, zero, data, previous, region=region
         )
+
+    def zeros(self, rows: npt.NDArray[np.int64]) -> None:
+        """Record cells that hold nothing but zeros. ``rows`` i8[n]: as `unchanged` has them."""
+        zero = np.flatnonzero(rows == ZERO)
+        self.records[zero] = np.zeros(1, CELL)
+        self.records["cell"][zero] = self._plan.cell[zero]
+        self.records["zero"][zero] = self._plan.bitmap[zero]
 
     def unchanged(self, rows: npt.NDArray[np.int64]) -> None:
         """Take the records of cells that did not change from what is known. ``rows`` i8[n]: the known row, or -1."""

@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from icecore.dumper.cells import UNKNOWN
 from icecore.dumper.fingerprints import FINGERPRINT
 from icecore.dumper.parent import Parent
 from icecore.dumper.pipeline import SpaceSink
@@ -37,7 +38,7 @@ from icecore.errors import DumpFailed, IcecoreError
 from icecore.events import Sink, Value, phase
 from icecore.host import limits
 from icecore.host.resident.client import Agent, Keeper
-from icecore.host.resident.copyplan import divide, pinned_bytes
+from icecore.host.resident.copyplan import Foreseen, divide, foresee, pinned_bytes
 from icecore.host.resident.gpu import NOWHERE, ON_DEVICE, SPARE, spare_room
 from icecore.host.resident.keeper import start_keeper
 from icecore.host.resident.sharing import Shares, Taken, find_shares
@@ -50,6 +51,8 @@ _UNLIMITED_LEASE = 3600.0
 _LEASE_GRACE = 30.0
 _KEEPER_SECONDS = 5.0
 _LET_GO_SECONDS = 10.0
+#: Bytes of a GPU's zeros that a job may have written to between the look and the window of its first snapshot.
+_LIKELY_ZEROS = 1 << 30
 #: Of imported memory, where its process cannot tell.
 _NO_DEVICE = f"GPU-{uuid.UUID(int=0)}"
 
@@ -92,6 +95,8 @@ class Resident:
         self._failure: BaseException | None = None
         self._processes: list[_Process] = []
         self._sharing = Shares({}, {})
+        #: Where copies will probably go, once `prepare` knows.
+        self.foreseen: Foreseen | None = None
         self._short: dict[str, int] = {}
         self._pre_copied: dict[int, PreCopied] = {}
 
@@ -140,27 +145,30 @@ class Resident:
             return {}
         free = self._worker.begin(sorted(sizes))
         self._spare = {device: spare_room(some) for device, some in free.items()}
-        wanted: Mapping[str, int] = sizes
-        said: dict[str, Value] = {}
-        changed = 0
+        changed: Mapping[str, int]
+        try:
+            tokens = {pid: report.token for pid, report in self._tree.reports.items()}
+            found = look_for_changes(self._worker, self._place, agents, tokens, parent, machinery.seed)
+            said: dict[str, Value] = {"looked": found.looked, "changed": sum(found.changed.values())}
+            changed = found.changed
+        except IcecoreError as error:  # a worker that is gone is met before the window
+            said = {"not_looked": error.message}
+            changed = {} if parent else sizes
+        # The job goes on writing: what changed in the parent may change again, and what is zeros now may be in use by then. Of what changed in the
+        # parent nobody knows on which GPU it is: it may be on each, but not on all.
         if parent is not None:
-            # What changed in the parent may change again; what has changed already may be more, or what changes from now on.
-            wanted = {device: min(size, parent.manifest.sizes.changed) for device, size in sizes.items()}
-            try:
-                tokens = {pid: report.token for pid, report in self._tree.reports.items()}
-                found = look_for_changes(self._worker, self._place, agents, tokens, parent, machinery.seed)
-                wanted = {device: max(size, found.changed.get(device, 0)) for device, size in wanted.items()}
-                changed = sum(found.changed.values())
-                said = {"looked": found.looked, "changed": changed}
-            except IcecoreError as error:  # a worker that is gone is met before the window
-                said = {"not_looked": error.message}
-        # Of what changed in the parent nobody knows on which GPU it is: it may be on each, but not on all.
-        likely = sizes.total() if parent is None else max(parent.manifest.sizes.changed, changed)
+            before = parent.manifest.sizes.changed
+            wanted = {device: min(size, max(before, changed.get(device, 0))) for device, size in sizes.items()}
+            likely = max(before, sum(changed.values()))
+        else:
+            wanted = {device: min(size, changed.get(device, 0) + _LIKELY_ZEROS) for device, size in sizes.items()}
+            likely = sum(wanted.values())
         available = max(0, limits.memory_available() - 2 * moved)
         most = pinned_bytes(sizes, self._spare, wanted=wanted, likely=likely, staging=staging_bytes, available=available)
         self._region = HostRegion((RING + most // CELL_BYTES) * CELL_BYTES)
         self._region.prefault()
         self._worker.take_host(self._region, min(sizes))
+        self.foreseen = foresee(wanted, self._spare, most)
         self._short = {device: max(0, size - self._spare.get(device, 0)) for device, size in wanted.items()}
         return {**said, "pinned": self._region.size}
 
@@ -303,7 +311,7 @@ class Resident:
         self, pid: int, number: int, pairs: Sequence[Taken], machinery: Machinery, parent: Parent | None
     ) -> _Process:
         stream = number % machinery.streams
-        cells = plan_process(pid, str(self.look.pids[pid]), pairs, self._worker, parent, stream=stream)
+        cells = plan_process(pid, str(self.look.pids[pid]), pairs, self._worker, parent, machinery.seed, stream=stream)
         if (ahead := self._pre_copied.get(pid)) is not None:
             cells.capture.known, cells.capture.seen = ahead.known, ahead.seen
         sink = machinery.pipeline.space(stream, cells.plan, cells.capture.regions, cells.capture.known)
@@ -345,7 +353,7 @@ class Resident:
 
     def _keep(self, process: _Process, machinery: Machinery, *, in_window: bool) -> None:
         """Hand changed cells to the pipeline: in the window those for which there was no room, after it those that were copied aside."""
-        changed = process.cells.row < 0
+        changed = process.cells.row == UNKNOWN
         rows = np.flatnonzero(changed & ((process.place == NOWHERE) == in_window))
         if not len(rows):
             return
@@ -420,6 +428,7 @@ class Resident:
             self._keep(process, machinery, in_window=False)
             cells = process.cells
             process.sink.unchanged(cells.row)
+            process.sink.zeros(cells.row)
             fingerprints = np.ascontiguousarray(cells.words).view(FINGERPRINT).reshape(-1)
             cells.capture.add(Scanned(cells.plan, process.sink, ScanResult(fingerprints, cells.row)))
         return [process.cells.capture for process in self._processes]

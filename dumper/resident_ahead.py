@@ -46,9 +46,9 @@ class Found:
 
 
 def look_for_changes(
-    worker: Worker, place: Path, agents: Mapping[int, Agent], tokens: Mapping[int, bytes], parent: Parent, seed: int
+    worker: Worker, place: Path, agents: Mapping[int, Agent], tokens: Mapping[int, bytes], parent: Parent | None, seed: int
 ) -> Found:
-    """Fingerprint what the parent has, while the processes run.
+    """Fingerprint device memory while the processes run: what differs from the parent, or, where there is none, from zeros.
 
     Args:
         worker: Ready on all GPUs.
@@ -63,7 +63,7 @@ def look_for_changes(
     until = time.monotonic() + _SECONDS
     with announced(agents.values()):
         pairs = owned(keeper, tokens)
-        processes = [plan_process(pid, str(agents[pid].pid), pairs[pid], worker, parent) for pid in sorted(pairs)]
+        processes = [plan_process(pid, str(agents[pid].pid), pairs[pid], worker, parent, seed) for pid in sorted(pairs)]
         devices = by_device(processes)
         if not devices:
             return Found(0, {})
@@ -119,14 +119,15 @@ class Eyes(NamedTuple):
 
 
 def _look_at(eyes: Eyes, pieces: Sequence[tuple[ProcessCells, Piece]], until: float) -> tuple[int, int]:
-    """One GPU's part: bytes looked at, and changed."""
-    known = [(process, piece) for process, piece in pieces if process.known(piece)]
-    looked, changed = 0, sum(piece.cells for process, piece in pieces if not process.known(piece))
-    for process, piece in look_at(eyes, known, until):
+    """Return one GPU's part: bytes looked at, and changed. New memory that was not reached counts as changed, the parent's as unchanged."""
+    new = {id(piece): piece.cells for process, piece in pieces if not process.known(piece)}
+    looked = changed = 0
+    for process, piece in look_at(eyes, pieces, until):
         process.compare(piece.rows)
         looked += piece.cells
         changed += int(process.changed(piece).sum())
-    return looked * CELL_BYTES, changed * CELL_BYTES
+        new.pop(id(piece), None)
+    return looked * CELL_BYTES, (changed + sum(new.values())) * CELL_BYTES
 
 
 def look_at(

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from icecore.dumper.cells import EXTENT, CellPlan, plan_cells
+from icecore.dumper.cells import EXTENT, UNKNOWN, ZERO, CellPlan, plan_cells
 from icecore.dumper.parent import Parent
 from icecore.dumper.spaces import SpaceCapture
 from icecore.errors import DumpFailed
+from icecore.host.resident.fingerprint import Words, zero_words
 from icecore.host.resident.protocol import Allocation
 from icecore.host.resident.sharing import Taken
 from icecore.host.resident.working import Worker
@@ -40,7 +41,13 @@ class Piece:
 
 @dataclass
 class ProcessCells:
-    """One process's resident memory. ``words`` u64[n, 2]: the fingerprints; ``row`` i64[n]: the parent's row for each cell, or -1: it changed."""
+    """One process's resident memory.
+
+    Attributes:
+        words: u64[n, 2], the fingerprints.
+        row: i64[n], the parent's row for each cell; `UNKNOWN`, or `ZERO`: what a restore clears anyway is neither copied nor stored.
+        zero: u64[2], the fingerprint of zeros.
+    """
 
     pid: int
     capture: SpaceCapture
@@ -48,16 +55,17 @@ class ProcessCells:
     pieces: list[Piece]
     words: npt.NDArray[np.uint64]
     row: npt.NDArray[np.int64]
+    zero: Words
 
     def compare(self, rows: slice = slice(None)) -> None:
         """Which of these cells, whose fingerprints are there now, are as the parent has them."""
-        known = self.capture.known
-        if not len(known.key):
-            return
-        candidates = known.find(self.plan.key[rows])
-        there = known.fingerprint[np.maximum(candidates, 0)].view(np.uint64).reshape(-1, 2)
-        same = (candidates >= 0) & (there == self.words[rows]).all(axis=1)
-        self.row[rows] = np.where(same, candidates, -1)
+        known, words = self.capture.known, self.words[rows]
+        found = np.where((words == self.zero).all(axis=1), ZERO, UNKNOWN)
+        if len(known.key):
+            candidates = known.find(self.plan.key[rows])
+            there = known.fingerprint[np.maximum(candidates, 0)].view(np.uint64).reshape(-1, 2)
+            found = np.where((candidates >= 0) & (there == words).all(axis=1), candidates, found)
+        self.row[rows] = found
 
     def known(self, piece: Piece) -> bool:
         """Whether the parent has any cell of an allocation."""
@@ -65,18 +73,19 @@ class ProcessCells:
 
     def changed(self, piece: Piece) -> npt.NDArray[np.bool_]:
         """Which cells of an allocation did; bool[cells]."""
-        changed: npt.NDArray[np.bool_] = self.row[piece.rows] < 0
+        changed: npt.NDArray[np.bool_] = self.row[piece.rows] == UNKNOWN
         return changed
 
 
 def plan_process(
-    pid: int, key: str, pairs: Sequence[Taken], worker: Worker, parent: Parent | None, *, stream: int = 0
+    pid: int, key: str, pairs: Sequence[Taken], worker: Worker, parent: Parent | None, seed: int, *, stream: int = 0
 ) -> ProcessCells:
     """Nothing is known yet: all cells count as changed.
 
     Args:
         pid: The process, as this machine sees it; ``key``: as it sees itself, the name of its space.
         pairs: What it has, by address.
+        seed: The lineage's, for fingerprints.
         stream: The shard stream that its space goes to.
     """
     before = parent.space("device", key) if parent else None
@@ -90,7 +99,8 @@ def plan_process(
         first += pieces[-1].cells
     if first != len(plan) or (plan.length != CELL_BYTES).any():
         raise DumpFailed("an allocation does not consist of whole cells")
-    return ProcessCells(pid, capture, plan, pieces, np.zeros((len(plan), 2), np.uint64), np.full(len(plan), -1, np.int64))
+    words, row = np.zeros((len(plan), 2), np.uint64), np.full(len(plan), UNKNOWN, np.int64)
+    return ProcessCells(pid, capture, plan, pieces, words, row, zero_words(seed))
 
 
 def by_device(processes: Sequence[ProcessCells]) -> Mapping[str, list[tuple[ProcessCells, Piece]]]:

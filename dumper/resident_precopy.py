@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from icecore.dumper.cells import UNKNOWN
 from icecore.dumper.fingerprints import FINGERPRINT, KnownCells
 from icecore.dumper.parent import Parent
 from icecore.dumper.pipeline import SpaceSink
@@ -109,7 +110,7 @@ def pre_copy_resident(
         processes = []
         for number, pid in enumerate(sorted(pairs)):  # as in the window
             stream = number % machinery.streams
-            cells = plan_process(pid, str(agents[pid].pid), pairs[pid], worker, parent, stream=stream)
+            cells = plan_process(pid, str(agents[pid].pid), pairs[pid], worker, parent, seed, stream=stream)
             sink = machinery.pipeline.space(stream, cells.plan, cells.capture.regions, cells.capture.known)
             before, none = cells.capture.parent, np.zeros(len(cells.plan), np.bool_)
             restless = np.isin(cells.plan.key, before.restless) if before else none
@@ -132,7 +133,7 @@ def pre_copy_resident(
                 future.result()
     for process in processes:
         # Zero words: it was not reached.
-        process.wanted = ~process.restless & (process.cells.row < 0) & process.words.any(axis=1)
+        process.wanted = ~process.restless & (process.cells.row == UNKNOWN) & process.words.any(axis=1)
     machinery.stop.wait(max(0.0, began + _REST_SECONDS - time.monotonic()))
     for device, pieces in devices.items():
         eyes = Eyes(worker, keeper, tokens, seed, device)

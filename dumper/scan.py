@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from icecore.dumper.cells import RUN, CellPlan
+from icecore.dumper.cells import RUN, UNKNOWN, CellPlan
 from icecore.dumper.fingerprints import FINGERPRINT, KnownCells
 from icecore.dumper.staging import SMALL_BYTES, Packer, Slot, Staging
 from icecore.errors import DumpFailed
@@ -44,8 +44,7 @@ class ScanResult:
 
     Attributes:
         fingerprint: V16[n].
-        row: i8[n], the row of the known cells that is still true, or -1 where the cell was handed on.
-        seconds: How long it took.
+        row: i8[n], the row of the known cells that is still true; `UNKNOWN` where the cell was handed on; `ZERO`.
     """
 
     fingerprint: npt.NDArray[np.void]
@@ -54,7 +53,7 @@ class ScanResult:
     @property
     def changed(self) -> npt.NDArray[np.int64]:
         """Rows of the plan that were handed on."""
-        return np.flatnonzero(self.row < 0)
+        return np.flatnonzero(self.row == UNKNOWN)
 
 
 @dataclass(frozen=True)

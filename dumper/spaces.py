@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from icecore.dumper.cells import CellPlan, inherit_origins, plan_cells
+from icecore.dumper.cells import ZERO, CellPlan, inherit_origins, plan_cells
 from icecore.dumper.fingerprints import FINGERPRINT, NO_FINGERPRINTS, Fingerprints, KnownCells
 from icecore.dumper.pipeline import Pipeline, SpaceSink
 from icecore.dumper.scan import ScanResult, Source, scan
@@ -155,9 +155,11 @@ class SpaceCapture:
 
     @property
     def changed(self) -> int:
-        """Bytes of cells that the parent does not have as they are."""
+        """Bytes of cells that the parent does not have as they are, and that have to be read: not those found to be `ZERO` where they are."""
         before = self.parent.known if self.parent else KnownCells.none()
-        return sum(int(p.plan.length[before.differ(p.plan.key, p.result.fingerprint)].sum()) for p in self._parts)
+        return sum(
+            int(p.plan.length[before.differ(p.plan.key, p.result.fingerprint) & (p.result.row != ZERO)].sum()) for p in self._parts
+        )
 
     @property
     def queued(self) -> int:

@@ -229,6 +229,8 @@ def describe(event: Event) -> str:
         if "moved_bytes" in fields:
             words.append(_window_words(fields))
         return "  ".join(words)
+    if event.name == "dump.predicted":
+        return _predicted_words(fields)
     if event.name == "run.gpu":
         return _gpu_words(fields)
     if event.name in ("restore.warning", "export.warning", "copy.warning", "sync.warning"):
@@ -250,6 +252,14 @@ def _window_words(fields: Mapping[str, Any]) -> str:
     stays = f"{units.size(_number(fields, 'resident_bytes'))} stay on GPUs, {moved}"
     left = left_words(fields.get("left", {}))
     return "\n".join([stays, f"{window}, if all that stays has changed{why}", *([f"  {left}"] if left else [])])
+
+
+def _predicted_words(fields: Mapping[str, Any]) -> str:
+    """What is said once resident memory was looked at."""
+    seconds, least, most = (units.seconds(_number(fields, f"window_{which}")) for which in ("seconds", "least", "most"))
+    without = _number(fields, "no_room")
+    why = f"; {units.size(without)} have no room aside" if without else ""
+    return f"a window of about {seconds} ({least} to {most}), by what device memory holds now{why}"
 
 
 def left_words(left: Mapping[str, int]) -> str:

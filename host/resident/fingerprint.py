@@ -7,6 +7,8 @@ secret; this is no cryptographic hash, and chunks are named by BLAKE3 all the sa
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import numpy.typing as npt
 
@@ -108,6 +110,14 @@ def reference(data: memoryview | bytes | npt.NDArray[np.uint8], seed: int) -> Wo
         first = _finish(a)
         second = _finish(b + (first << np.uint64(23) | first >> np.uint64(41)))
         return np.stack([first.sum(axis=1, dtype=np.uint64), second.sum(axis=1, dtype=np.uint64)], axis=1)
+
+
+@cache
+def zero_words(seed: int) -> Words:
+    """Return the fingerprint of a cell of zeros, u64[2]; not to be written to."""
+    found: Words = reference(bytes(CELL), seed)[0]
+    found.flags.writeable = False
+    return found
 
 
 def _finish(x: Words) -> Words:

@@ -55,3 +55,6 @@ def test_a_window_without_room() -> None:
         "  a window of about 9.90 s (9.00 s to 10.50 s), if all that stays has changed; 41.0 GiB have no room aside",
         "  1.0 MiB with the driver: 1.0 MiB in pools",
     ]
+    predicted = {"window_seconds": 0.6, "window_least": 0.5, "window_most": 0.9, "no_room": 0}
+    assert describe(Event("dump.predicted", dict(predicted))) == "a window of about 600 ms (500 ms to 900 ms), by what device memory holds now"
+    assert describe(Event("dump.predicted", {**predicted, "no_room": 2 << 30})).endswith("now; 2.0 GiB have no room aside")

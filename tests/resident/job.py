@@ -4,7 +4,7 @@
 
 Each process appends ``STEP DIGEST`` to its output (children to ``FILE.1``, …) and has, beside what is resident, a small allocation that the driver moves.
 Once there is the file ``"end"``, it ends with status 0. With ``"late"`` the buffers are in the host's memory until there is that file, and with ``"freed"`` a
-resident one was allocated and released before.
+resident one was allocated and released before. With ``"pool"`` it has an allocation of so many MiB, of which it uses the first.
 """
 
 from __future__ import annotations
@@ -66,6 +66,10 @@ def main(order: dict[str, Any]) -> None:
     buffers: list[Any] = [fresh(number, order["mib"]) for number in range(order["buffers"])]
     buffers = [bytearray(one) if late else on_gpu(number, one) for number, one in enumerate(buffers)]
     start(gpus[0])
+    if order.get("pool"):
+        code, address = alloc(order["pool"] * MIB)
+        assert code == 0, code
+        ctypes.memmove(address, fresh(99, 1), MIB)
     if order.get("freed"):
         assert free(alloc(size)[1]) == 0
     assert alloc(MIB // 2)[0] == 0

@@ -28,13 +28,13 @@ class Job:
 
     def __init__(
         self, machine: Machine, folder: Path, *, gpus: tuple[int, ...] = (0,), mib: int = 4, buffers: int = 3, children: int = 0,
-        late: str = "", freed: bool = False,
+        late: str = "", freed: bool = False, pool: int = 0,
     ) -> None:  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         self.machine, self.folder = machine, folder
-        self.mib, self.buffers = mib, buffers
+        self.mib, self.buffers, self.pool = mib, buffers, pool
         self.outs = [folder / "lines", *(folder / f"lines.{number}" for number in range(1, children + 1))]
-        more = {**({"late": late} if late else {}), **({"freed": True} if freed else {})}
+        more = {**({"late": late} if late else {}), **({"freed": True} if freed else {}), "pool": pool}
         self._start("job.py", {"gpus": gpus, "mib": mib, "buffers": buffers, "children": children, **more})
 
     def _start(self, program: str, order: dict[str, Any], **more: str) -> None:
@@ -51,7 +51,7 @@ class Job:
     @property
     def resident(self) -> int:
         """Bytes of its resident memory."""
-        return len(self.outs) * self.buffers * self.mib * MIB
+        return len(self.outs) * (self.buffers * self.mib + self.pool) * MIB
 
     def lines(self, number: int = 0) -> list[str]:
         """What one of its processes has written."""

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from icecore.dumper import resident_look
+from icecore.dumper import resident, resident_look
 from icecore.dumper.claim import Claim
 from icecore.dumper.look import look
 from icecore.dumper.options import DumpOptions
@@ -33,6 +33,7 @@ from tests.dumper.failing import members
 from tests.dumper.world import Events, Store, leftovers, standing, until_clean
 
 from . import job as program
+from .job import fresh
 from .joined import Job
 from .machine import MIB, Machine, until, uuid_of
 from .test_restore import bring_back
@@ -270,16 +271,21 @@ def test_what_a_keeper_that_a_dump_started_keeps(store: Store, launch: Launch, j
     job.goes_on()
 
 
+def tell_used(machine: Machine) -> None:
+    """Have the fake NVML say how much of each GPU is in use."""
+    known = json.loads((machine.cuda / "inventory.json").read_text())
+    for number, one in enumerate(known["gpus"]):
+        one["used"] = machine.used(number)
+    (machine.cuda / "inventory.json").write_text(json.dumps(known))
+
+
 @pytest.mark.parametrize("joined", [600 * MIB], indirect=True)
 def test_what_is_foreseen_is_what_is_copied(store: Store, launch: Launch, joined: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the window, by the rule of the window: what is copied on GPUs and into the host's memory, and what there is no room for."""
     job = launch(gpus=(0, 1), mib=20, buffers=4)  # 40 MiB on each, and 23 of room
     monkeypatch.setattr(resident_look, "_WORKER_BYTES", 0)  # the fake has no context
     monkeypatch.setattr("icecore.host.limits.memory_available", lambda: 20 * MIB)
-    known = json.loads((joined.cuda / "inventory.json").read_text())
-    for number, one in enumerate(known["gpus"]):
-        one["used"] = joined.used(number)
-    (joined.cuda / "inventory.json").write_text(json.dumps(known))
+    tell_used(joined)
     options, events = DumpOptions(staging_bytes=4 * MIB), Events()
     until(lambda: look(job.pid, find_criu(), "/dev/shm", options).gpus.processes[0].contexts)  # type: ignore[union-attr]
     store.dump(job.pid, options, events=events)
@@ -289,6 +295,54 @@ def test_what_is_foreseen_is_what_is_copied(store: Store, launch: Launch, joined
     assert looked["no_room"] == copied["in_window"] and 16 * MIB < looked["no_room"] < 40 * MIB
     assert 4 * MIB < prepared["pinned"] - 32 * MIB < 10 * MIB
     runs_on(job, store)
+
+
+def pool_of(machine: Machine, size: int) -> tuple[int, int]:
+    """The address and a descriptor of an allocation, by its size."""
+    [held] = machine.keeper.processes()
+    found = (0, -1)
+    for one, descriptor in machine.keeper.take(held.token):
+        if one.size == size:
+            found = (one.address, descriptor)
+        else:
+            os.close(descriptor)
+    return found
+
+
+@pytest.mark.parametrize("joined", [700 * MIB], indirect=True)
+def test_a_pool_that_is_mostly_zeros(store: Store, launch: Launch, joined: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros cost neither room aside nor time; what is written to them, and what becomes zeros again, is in the snapshot."""
+    monkeypatch.setattr(resident, "_LIKELY_ZEROS", MIB)
+    monkeypatch.setattr(resident_look, "_WORKER_BYTES", 0)  # the fake has no context
+    monkeypatch.setattr("icecore.host.limits.memory_available", lambda: 20 * MIB)
+    job = launch(gpus=(0,), mib=4, buffers=3, pool=100)
+    tell_used(joined)
+    used, cell = job.resident - 99 * MIB, 57 * MIB
+    taken = []
+    for content in (bytes(MIB), os.urandom(MIB), bytes(MIB)):
+        _, pool = pool_of(joined, 100 * MIB)
+        os.pwrite(pool, content, cell)
+        os.close(pool)
+        events = Events()
+        result = store.dump(job.pid, DumpOptions(staging_bytes=4 * MIB), events=events)
+        ends = {event.name: event.fields for event in events.all if event.fields.get("state") == "end"}
+        [predicted] = [event.fields for event in events.all if event.name == "dump.predicted"]
+        assert ends["dump.preflight"]["no_room"] > 50 * MIB and predicted["no_room"] == 0
+        assert predicted["window_seconds"] <= ends["dump.preflight"]["window_seconds"]
+        prepared, copied = ends["dump.resident.prepare"], ends["dump.resident.copy"]
+        assert prepared["looked"] == job.resident and prepared["changed"] <= used + MIB and copied["bytes"] <= used + MIB
+        assert result.sizes.changed < used + 40 * MIB
+        taken.append((result.snapshot, content))
+    runs_on(job, store)
+    job.kill()
+    for snapshot, content in taken:
+        bring_back(store, snapshot)
+        _, pool = pool_of(joined, 100 * MIB)
+        assert os.pread(pool, MIB, cell) == content
+        assert os.pread(pool, MIB, 0) == fresh(99, 1) and not any(os.pread(pool, 8 * MIB, 58 * MIB))
+        os.close(pool)
+        job.goes_on()
+        job.kill()
 
 
 def fault(machine: Machine, name: str, text: str) -> None:
