@@ -18,6 +18,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -176,12 +177,13 @@ class Icecore:
 
 def snapshots(gib: float, device: str, count: int, calm: float, every: float, during: float) -> tuple[list[Cost], float | None]:
     """The costs of ``count`` snapshots, and the share of training time that one each ``every`` seconds costs."""
-    with scratch("cost") as folder:
+    # A GPU job has a private root, with a /dev/shm of its own: it logs its steps elsewhere.
+    with scratch("cost") as folder, tempfile.TemporaryDirectory(prefix="icecore-bench-cost-") as visible:
         icecore = Icecore(folder)
         icecore("init")
-        job = Training(folder)
+        job = Training(Path(visible))
         words = ["--gpu"] if device == "cuda" else []
-        icecore("run", "-d", "-q", *words, "--name", "train", "--", sys.executable, _JOB, str(folder), "none", "--gib", str(gib), "--device", device)
+        icecore("run", "-d", "-q", *words, "--name", "train", "--", sys.executable, _JOB, visible, "none", "--gib", str(gib), "--device", device)
         try:
             pace = job.settle(calm)
             costs = []
