@@ -194,8 +194,9 @@ class Sleeper(MemoryBackend):
 
 @pytest.mark.parametrize("others", [3, 60])
 @pytest.mark.parametrize("trimmed", [False, True])
-def test_a_writer_that_slept_does_not_believe_that_it_won(others: int, trimmed: bool) -> None:
+def test_a_writer_that_slept_does_not_believe_that_it_won(others: int, trimmed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its generation was taken, and perhaps trimmed away again, while it slept: then its create succeeds, and must not count."""
+    monkeypatch.setattr("icecore.store.log.KEPT_ENTRIES", 2)
 
     async def body() -> None:
         backend = MemoryBackend()
@@ -247,6 +248,7 @@ class SlowlyTrimmed(MemoryBackend):
 @pytest.mark.parametrize("slept_at", [2, 3, 4, 5, 6, 7, 8, 9])
 def test_trimming_in_any_order_misleads_no_sleeper(slept_at: int, prove: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer wakes after each single deletion of a trim: what it then believes to have done is in the log."""
+    monkeypatch.setattr("icecore.store.log.KEPT_ENTRIES", 2)
     monkeypatch.setattr("icecore.store.log.ANCHOR_EVERY", 4)
 
     async def run(woken_after: int) -> bool:
@@ -333,6 +335,7 @@ def test_what_an_older_writer_left_without_anchors_is_trimmed_in_order(monkeypat
 
 def test_a_log_that_moved_on_is_looked_at_before_anything_is_built_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """By far more than entries repeat: nothing could tell afterwards whether what was created then is part of the log."""
+    monkeypatch.setattr("icecore.store.log.KEPT_ENTRIES", 2)
 
     async def body() -> None:
         backend = MemoryBackend()
@@ -348,7 +351,9 @@ def test_a_log_that_moved_on_is_looked_at_before_anything_is_built_on_it(monkeyp
     asyncio.run(body())
 
 
-def test_trimming_leaves_the_newest_and_writers_go_on() -> None:
+def test_trimming_leaves_the_newest_and_writers_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("icecore.store.log.KEPT_ENTRIES", 5)
+
     async def body() -> None:
         backend = MemoryBackend()
         log, other = await founded(backend), Log(backend, KEY)
