@@ -362,7 +362,7 @@ class Log:
                     raise
             if self._known is not None and self._known.generation % _TRIM_EVERY == 0 and not self._waiting:
                 try:
-                    await self.trim()
+                    await self.trim(KEPT_ENTRIES)
                 except StoreError:
                     pass  # housekeeping: the collector, or a later transaction, trims as well
 
