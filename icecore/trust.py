@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 from icecore.config import Config
-from icecore.errors import Distrusted, NotFound, PlainRefused, RecordDamaged, RollbackDetected, UsageError
+from icecore.errors import Distrusted, IcecoreError, NotFound, PlainRefused, RecordDamaged, RollbackDetected, UsageError
 from icecore.events import Sink, discard
 from icecore.passphrase import Passphrase, current, is_configured
 from icecore.places import names_of, state_directory
 from icecore.store.backend import Backend
+from icecore.store.keychain import Admit
 from icecore.store.keys import Parameters
 from icecore.store.known import Known, KnownPlace
 from icecore.store.log import Log
@@ -100,6 +101,11 @@ class Client:
                 f"{backend.where} is no repository; this client knows {known} there",
                 cure="find out who removed it, or mount it; 'icecore init' makes a new one",
             ) from error
+        except UsageError:
+            # It has another master secret: which repository it is says more, if that is plain to see.
+            if secret and known is not None:
+                await _require_admitted(backend, admit)
+            raise
         place.admit(Known(core.config.id, core.keys.encrypted, plain=not core.keys.encrypted and plain))
         return self._remembering(core)
 
@@ -243,6 +249,15 @@ def _require_no_encrypted(place: KnownPlace, backend: Backend) -> None:
     raise PlainRefused(
         f"{words}; the new one would be plain", cure="'icecore init --encrypt' makes an encrypted one, 'icecore init --plain' a plain one"
     )
+
+
+async def _require_admitted(backend: Backend, admit: Admit) -> None:
+    try:
+        await Core.open(backend, admit=admit)
+    except Distrusted:
+        raise
+    except IcecoreError:
+        pass
 
 
 def _plain_refused(backend: Backend, found: Known) -> PlainRefused:
