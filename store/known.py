@@ -73,11 +73,13 @@ class KnownPlace:
         known = self._known_at(self._own)
         for name in self._aliases:
             alias = self._read(name, _Alias)
-            if alias is None or alias.leads_to == self._own:
+            # Without a record as a link it may have one from when it was the place itself.
+            led = alias.leads_to if alias is not None else name
+            if led == self._own:
                 continue
-            before = self._known_at(alias.leads_to)
+            before = self._known_at(led)
             if known is not None and before is not None:
-                self._require(known, before, f", where the link led to {alias.leads_to}")
+                self._require(known, before, f", where the link led to {led}")
             known = known or before
         return known
 

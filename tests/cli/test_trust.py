@@ -234,6 +234,21 @@ def test_a_link_that_is_changed_leads_nowhere(owner: Owner, tmp_path: Path) -> N
     assert owner.open(link) == made
 
 
+def test_a_link_in_the_stead_of_the_place_leads_nowhere(owner: Owner, tmp_path: Path) -> None:
+    """Who can write to the folder above needs no write access to the place either."""
+    place, elsewhere = tmp_path / "place", tmp_path / "elsewhere"
+    made = owner.make(place)
+    plain_at(elsewhere)
+    place.rename(tmp_path / "aside")
+    place.symlink_to(elsewhere)
+    for _ in range(2):
+        with pytest.raises(RepositoryReplaced):
+            owner.open(place, passphrase=False)
+    place.unlink()
+    place.symlink_to("aside")
+    assert owner.open(place) == owner.open(tmp_path / "aside") == made
+
+
 def test_a_new_repository_in_the_same_place_needs_no_word(owner: Owner, tmp_path: Path) -> None:
     place, link = tmp_path / "place", tmp_path / "link"
     place.mkdir()
