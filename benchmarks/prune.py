@@ -90,7 +90,8 @@ class Ours:
     def prune(self) -> None:
         """Forget all snapshots but the last, and free what they had."""
         command = [str(Path(sys.executable).parent / "icecore"), "-r", str(self.folder), "-q", "forget", "--gc", *self._ids[:-1]]
-        _run(command, {**os.environ, "ICECORE_PASSPHRASE": PASSPHRASE.decode(), "ICECORE_STATE": str(self.folder.with_name("state"))})
+        opens = {"ICECORE_PASSPHRASE": PASSPHRASE.decode()} if self._passphrase else {}
+        _run(command, {**os.environ, **opens, "ICECORE_STATE": str(self.folder.with_name("state"))})
 
     def verify(self, source: Path, files: range) -> None:
         """What stays has to be there, byte for byte."""

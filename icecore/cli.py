@@ -12,12 +12,12 @@ from types import FrameType
 from typing import NoReturn
 
 from icecore import config
-from icecore.commands import exchange, jobs, keys, node, regions, repositories, snapshots
+from icecore.commands import exchange, jobs, keys, node, regions, repositories, snapshots, trust
 from icecore.commands.context import Commands, Context, Interrupted, Parser, load_numpy
 from icecore.errors import IcecoreError, StoreFull, UsageError
 from icecore.output import Output
 
-GROUPS = (jobs, snapshots, repositories, keys, regions, exchange, node)
+GROUPS = (jobs, snapshots, repositories, trust, keys, regions, exchange, node)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

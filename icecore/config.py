@@ -285,6 +285,7 @@ class Config:
         replicas: Locations of the repository's replicas, the nearest first.
         passphrase_file: A file that holds the passphrase of an encrypted repository.
         passphrase_command: A shell command that prints it.
+        plain_places: Places whose repositories are meant to be plain although a passphrase is configured.
         state: Directory of the jobs of this node and of what is remembered of repositories; empty: /var/lib/icecore, or below
             ~/.local/state for others than root.
     """
@@ -293,6 +294,7 @@ class Config:
     replicas: tuple[str, ...] = _setting((), TEXTS)
     passphrase_file: str = _setting("", TEXT)
     passphrase_command: str = _setting("", TEXT)
+    plain_places: tuple[str, ...] = _setting((), TEXTS)
     criu: str = _setting("", TEXT)
     state: str = _setting("", TEXT)
     dump: DumpSettings = DumpSettings()

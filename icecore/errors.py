@@ -143,3 +143,21 @@ class MissingTool(IcecoreError):
     """A program that icecore drives (CRIU) is absent or too old."""
 
     exit_code = 13
+
+
+class Distrusted(IcecoreError):
+    """What is at a place is not what this client knows, or may expect, there."""
+
+    exit_code = 15
+
+
+class RepositoryReplaced(Distrusted):
+    """Another repository, or one that is not encrypted, is at a place where this client knows one."""
+
+
+class PlainRefused(Distrusted):
+    """The repository is not encrypted, a passphrase is configured, and nothing says that this is meant."""
+
+
+class RecordDamaged(Distrusted):
+    """A file in which this client remembers a place or a repository is not what was written."""

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from icecore.config import Config
@@ -22,29 +23,56 @@ _MAX_BYTES = 4096
 Passphrase = Callable[[], bytes]
 
 
-def current(config: Config | None = None) -> Passphrase:
-    """What gives the passphrase that opens a repository; nothing is read before it is called.
+@dataclass(frozen=True)
+class Source:
+    """Gives a passphrase when it is called; nothing is read before.
+
+    Attributes:
+        file, command: Where it comes from first; empty: not from there.
+        variable: The environment variable that holds it where neither is given.
+        prompt: Asked at the terminal where nothing else gives it.
+        twice: Ask twice.
+    """
+
+    file: str
+    command: str
+    variable: str
+    prompt: str
+    twice: bool = False
+
+    @property
+    def configured(self) -> bool:
+        """Whether a file, a command or the environment gives it: then no repository is expected to be plain."""
+        return bool(self.file or self.command or os.environb.get(self.variable.encode()))
+
+    def __call__(self) -> bytes:
+        return _find(self.file, self.command, self.variable, self.prompt, twice=self.twice)
+
+
+def is_configured(passphrase: Passphrase | None) -> bool:
+    """Whether a passphrase is given without asking a person: a function of the caller's own always gives one."""
+    return passphrase.configured if isinstance(passphrase, Source) else passphrase is not None
+
+
+def current(config: Config | None = None) -> Source:
+    """Return what gives the passphrase that opens a repository.
 
     Args:
         config: Its ``passphrase_file`` and ``passphrase_command`` count; None: only the environment's.
     """
-
-    def give() -> bytes:
-        file = config.passphrase_file if config else os.environ.get("ICECORE_PASSPHRASE_FILE", "")
-        command = config.passphrase_command if config else os.environ.get("ICECORE_PASSPHRASE_COMMAND", "")
-        return _find(file, command, "ICECORE_PASSPHRASE", "Passphrase: ", twice=False)
-
-    return give
+    file = config.passphrase_file if config else os.environ.get("ICECORE_PASSPHRASE_FILE", "")
+    command = config.passphrase_command if config else os.environ.get("ICECORE_PASSPHRASE_COMMAND", "")
+    return Source(file, command, "ICECORE_PASSPHRASE", "Passphrase: ")
 
 
-def given(file: str, command: str) -> Passphrase:
-    """What gives the passphrase of a repository that is copied to, from ICECORE_TARGET_PASSPHRASE where neither is named."""
-    return lambda: _find(file, command, "ICECORE_TARGET_PASSPHRASE", "Passphrase of the other repository: ", twice=False)
+def given(file: str, command: str) -> Source:
+    """Return what gives the passphrase of a repository that is copied to, from ICECORE_TARGET_PASSPHRASE where neither is named."""
+    return Source(file, command, "ICECORE_TARGET_PASSPHRASE", "Passphrase of the other repository: ")
 
 
-def new(file: str = "", command: str = "", *, variable: str = "ICECORE_NEW_PASSPHRASE") -> Passphrase:
-    """What gives a passphrase that is to be set: from ``file``, from ``command``, from the environment's ``variable``, or asked for twice."""
-    return lambda: _find(file, command, variable, "New passphrase: ", twice=True)
+def new(file: str = "", command: str = "", *, variable: str = "ICECORE_NEW_PASSPHRASE") -> Source:
+    """Return what gives a passphrase that is to be set: from ``file``, from ``command``, from the environment's ``variable``, or asked for twice."""
+    return Source(file, command, variable, "New passphrase: ", twice=True)
 
 
 def _find(file: str, command: str, variable: str, prompt: str, *, twice: bool) -> bytes:

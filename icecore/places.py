@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from icecore.config import Config, load
-from icecore.errors import StoreError, UsageError
+from icecore.errors import NotFound, StoreError, UsageError
 from icecore.events import Sink, discard
 
 if TYPE_CHECKING:
@@ -48,6 +48,18 @@ def backend_at(location: str, *, create: bool = False, config: Config | None = N
         except OSError as error:
             raise StoreError(f"cannot make {path}: {error.strerror}", cure="name another directory, or correct its parent") from error
     return LocalBackend(path, create=create)
+
+
+def names_of(location: str, config: Config) -> frozenset[str]:
+    """Return the names under which this client remembers a place (`icecore.store.backend.Backend.known_as`); none if it cannot be reached.
+
+    Raises:
+        UsageError: As `backend_at`.
+    """
+    try:
+        return frozenset(backend_at(location, config=config).known_as)
+    except (NotFound, StoreError):
+        return frozenset()
 
 
 def _in_bucket(rest: str, config: Config, emit: Sink) -> Backend:

@@ -10,22 +10,19 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from blake3 import blake3
-
 from icecore import addressing
 from icecore.config import Config
 from icecore.errors import IcecoreError, NotFound, StoreError, UsageError
 from icecore.events import Event, Sink, discard
 from icecore.passphrase import Passphrase, current
-from icecore.places import backend_at, state_directory
+from icecore.places import backend_at
 from icecore.store.backend import Backend
 from icecore.store.keys import Parameters
-from icecore.store.log import Log
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import Manifest
 from icecore.store.repository import Repository as Core
 from icecore.store.state import SnapshotRecord
-from icecore.store.watermark import FileWatermark, Recollection
+from icecore.trust import Client
 
 if TYPE_CHECKING:
     from icecore.difference import Difference
@@ -80,6 +77,7 @@ class Repository:
         *,
         replicas: Sequence[str] = (),
         passphrase: Passphrase | None = None,
+        plain: bool = False,
         state: str = "",
         config: Config | None = None,
         emit: Sink = discard,
@@ -91,22 +89,25 @@ class Repository:
             replicas: Locations of its replicas, the nearest first: what they have in common with it is read from the first that has it, this
                 location before all of them unless it is named among them. One that cannot be reached is told of and passed over.
             passphrase: Gives it, if the repository is encrypted; None: ``config``'s file or command, if there is one, else ICECORE_PASSPHRASE_FILE,
-                …_COMMAND; ICECORE_PASSPHRASE, or the terminal.
+                …_COMMAND; ICECORE_PASSPHRASE, or the terminal. Where one is given, other than by the terminal, a plain repository is refused.
+            plain: A plain repository is meant all the same.
             config: Says how buckets are reached (sections [s3] and [cache]). None: what `icecore.config.load` gives.
-            state: Directory in which the newest state seen is remembered, so that an older one shown later is an error. Empty: this node's.
+            state: Directory in which is remembered which repository is where, and its newest state: another one, or an older one, shown later is an error.
+                Empty: this node's.
             emit: Gets the events of everything done through it.
 
         Raises:
             NotFound: There is none.
             WrongPassphrase: It is encrypted, and there is no passphrase or a wrong one.
+            RepositoryReplaced: This node knows another repository there, or an encrypted one.
+            PlainRefused: It is plain, and a passphrase is given.
+            RecordDamaged: What this node remembers is damaged.
             RollbackDetected: It shows an older state than this node has seen (raised by whatever reads the state first).
             FormatTooNew: A later version of icecore wrote it.
         """
         backend = _with_replicas(os.fspath(location), replicas, config, emit)
-        given = passphrase or current(config)
-        place = blake3(backend.where.encode()).hexdigest()[:32]
-        known = Recollection(state_directory(state) / "opened" / place)
-        return cls._make(backend, state, config, lambda: Core.open(backend, passphrase=given, recollection=known, emit=emit))
+        client = Client(state, config)
+        return cls._make(backend, state, config, lambda: client.open(backend, passphrase=passphrase, plain=plain, emit=emit))
 
     @classmethod
     def create(
@@ -115,6 +116,7 @@ class Repository:
         *,
         shard_bytes: int = 64 << 20,
         passphrase: Passphrase | None = None,
+        plain: bool = False,
         state: str = "",
         config: Config | None = None,
         emit: Sink = discard,
@@ -124,18 +126,18 @@ class Repository:
         Args:
             shard_bytes: Size in bytes at which an object of chunks is closed: 1 MiB to 1 GiB.
             passphrase: Encrypt it; what this gives opens it. None: it is not encrypted.
+            plain: Let it be plain although this node knows an encrypted one there.
             state, config, emit: As in `open`.
 
         Raises:
+            PlainRefused: This node knows an encrypted one there.
             UsageError: There is one already, or the storage does not do what a repository needs (hard links, conditional writes).
         """
         if not 1 << 20 <= shard_bytes <= 1 << 30:
             raise UsageError(f"shards of {shard_bytes} bytes", cure="use 1 MiB to 1 GiB; 64 MiB serves well")
         backend = backend_at(os.fspath(location), create=True, config=config, emit=emit)
-        parameters = Parameters(shard_bytes)
-        return cls._make(
-            backend, state, config, lambda: Core.create(backend, parameters, passphrase=passphrase, emit=emit)
-        )
+        parameters, client = Parameters(shard_bytes), Client(state, config)
+        return cls._make(backend, state, config, lambda: client.create(backend, parameters, passphrase=passphrase, plain=plain, emit=emit))
 
     @classmethod
     def _make(
@@ -144,7 +146,6 @@ class Repository:
         loop = LoopThread()
         try:
             core = loop.run(make())
-            core = _remembering(core, state)
         except BaseException:
             loop.run(backend.close())
             loop.close()
@@ -303,15 +304,17 @@ class Repository:
         return Core(core.backend.source, core.config, core.keys, core.log, core.emit)
 
     def create_replica(
-        self, location: str | os.PathLike[str], *, passphrase: Passphrase | None = None, emit: Sink = discard
+        self, location: str | os.PathLike[str], *, passphrase: Passphrase | None = None, plain: bool = False, emit: Sink = discard
     ) -> Repository:
         """Make an empty replica: a repository with the same master secret, its own log and its own passphrases, that `sync_to` fills.
 
         Args:
             location: Where; a directory is made where it is missing, a bucket has to be there.
             passphrase: Opens it, if this one is encrypted; None: as for `open`.
+            plain: Let that of a plain repository be plain although this node knows an encrypted one there.
 
         Raises:
+            PlainRefused: This node knows an encrypted one there.
             UsageError: There is a repository already, or the place does not do what one needs.
         """
         backend = backend_at(os.fspath(location), create=True, config=self._config, emit=emit)
@@ -321,7 +324,7 @@ class Repository:
             backend,
             self._state,
             self._config,
-            lambda: Core.create(backend, parameters, passphrase=given, secret=secret, emit=emit),
+            lambda: self._client.create(backend, parameters, passphrase=given, secret=secret, plain=plain, emit=emit),
         )
 
     def plan_sync(
@@ -392,12 +395,19 @@ class Repository:
         async def run() -> T:
             backend = backend_at(os.fspath(location), config=self._config, emit=self.core.emit)
             try:
-                opened = await Core.open(backend, secret=self.core.keys.secret, emit=self.core.emit)
-                return await work(_remembering(opened, self._state))
+                return await work(await self._open_replica(backend))
             finally:
                 await backend.close()
 
         return self.loop.run(run())
+
+    @property
+    def _client(self) -> Client:
+        return Client(self._state, self._config)
+
+    async def _open_replica(self, backend: Backend) -> Core:
+        """Open a replica of this repository, which is encrypted if this one is."""
+        return await self._client.open(backend, secret=self.core.keys.secret, plain=not self.encrypted, emit=self.core.emit)
 
     def copy_to(
         self,
@@ -422,10 +432,9 @@ class Repository:
 
         wanted = self.snapshots() if snapshots is None else [self._record(snapshot) for snapshot in snapshots]
         backend = backend_at(os.fspath(location), config=self._config, emit=self.core.emit)
-        given = passphrase or current(self._config)
         try:
-            opened = self.loop.run(Core.open(backend, passphrase=given, emit=self.core.emit))
-            return copy(self.core, _remembering(opened, self._state), self.loop, wanted, register=register)
+            opened = self.loop.run(self._client.open(backend, passphrase=passphrase, emit=self.core.emit))
+            return copy(self.core, opened, self.loop, wanted, register=register)
         finally:
             self.loop.run(backend.close())
 
@@ -476,11 +485,10 @@ class Repository:
             for place in (place for place in places if place is not own):
                 try:
                     backend = ReplicaBackend(place, places, emit=core.emit)
-                    opened = self.loop.run(Core.open(backend, secret=core.keys.secret, emit=core.emit))
+                    opened = self.loop.run(self._open_replica(backend))
                 except IcecoreError as error:
                     core.emit(Event("store.replica_missing", {"place": place.where, "error": str(error)}))
                     continue
-                opened = _remembering(opened, self._state)
                 self._siblings.append(Repository(opened, self.loop, self._state, config=self._config, owner=self))
         return self._siblings
 
@@ -583,8 +591,7 @@ class Repository:
             place = source.location if isinstance(source, Repository) else os.fspath(source)
             backend = backend_at(place, config=self._config, emit=self.core.emit)
             try:
-                replica = await Core.open(backend, secret=self.core.keys.secret)
-                return await what(Repairer(self._itself(), replica, read_data=read_data))
+                return await what(Repairer(self._itself(), await self._open_replica(backend), read_data=read_data))
             finally:
                 await backend.close()
 
@@ -633,8 +640,3 @@ def _with_replicas(location: str, replicas: Sequence[str], config: Config | None
             emit(Event("store.replica_missing", {"place": place, "error": str(error)}))
     return ReplicaBackend(own, nearest, emit=emit)
 
-
-def _remembering(core: Core, state: str) -> Core:
-    """The repository with a memory of the newest state seen: by its id, not its path, as another one may be made in the same place."""
-    seen = FileWatermark(state_directory(state) / "seen" / core.config.id)
-    return Core(core.backend, core.config, core.keys, Log(core.backend, core.keys.log, watermark=seen), core.emit)

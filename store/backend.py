@@ -94,6 +94,8 @@ class Backend(ABC):
         direct: Whether ``read_into`` works, the synchronous ranged read for worker threads.
         drafts: Whether ``draft`` works, by which worker threads write an object piece by piece.
         where: The place in words, for messages.
+        known_as: Names under which a client remembers which repository is here: its own name, and the one that all its names lead to. Empty: it is
+            not remembered.
         folder: Directory in which other processes of this machine can read the objects by their names; empty: they cannot.
         replicas: Other places that may have the same objects (`icecore.store.replicas`): where to ask again for one that is damaged here.
     """
@@ -102,6 +104,7 @@ class Backend(ABC):
     direct: bool = False
     drafts: bool = False
     where: str = ""
+    known_as: Sequence[str] = ()
     folder: str = ""
     replicas: Sequence[Backend] = ()
 

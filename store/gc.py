@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from icecore.errors import Damaged, ObjectMissing, SessionFenced, StoreFull
+from icecore.errors import Damaged, ObjectMissing, SessionFenced, StoreFull, UsageError
 from icecore.events import Event, phase
 from icecore.store import catalog
 from icecore.store.catalog import Pages
@@ -69,7 +69,7 @@ class Options:
     Attributes:
         fence_seconds: Silence after which a session is fenced.
         compact_below: Shards are rewritten if less than this share of them is reached; 0 for never.
-        keep_entries: Log entries to leave.
+        keep_entries: Log entries to leave, at least as many as clients rely on.
         sweep_seconds: Age of broken-off writes that are removed.
     """
 
@@ -77,6 +77,10 @@ class Options:
     compact_below: float = COMPACT_BELOW
     keep_entries: int = KEPT_ENTRIES
     sweep_seconds: float = _SWEEP_SECONDS
+
+    def __post_init__(self) -> None:
+        if self.keep_entries < KEPT_ENTRIES:
+            raise UsageError(f"a collection that leaves {self.keep_entries} log entries", cure=f"leave {KEPT_ENTRIES} or more: clients take less for an attack")
 
 
 @dataclass(frozen=True)

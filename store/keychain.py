@@ -21,6 +21,8 @@ from icecore.store.keys import KEY_KIND, Keys, open_slot
 from icecore.store.names import KEYS, key_name
 from icecore.store.slots import Slots, decode_slots, encode_slots, unlock, verify
 
+#: Told the id of a repository, and whether it is encrypted; raises where a client may not open it.
+Admit = Callable[[str, bool], None]
 #: Asked for the passphrase when, and only when, there is something to open with it; in a thread, so it may ask a person.
 Passphrase = Callable[[], bytes]
 
@@ -74,7 +76,7 @@ async def _first(backend: Backend) -> Newest | None:
 
 
 async def read_keys(
-    backend: Backend, passphrase: Passphrase | None, secret: bytes = b"", *, encrypted: bool = True
+    backend: Backend, passphrase: Passphrase | None, secret: bytes = b"", *, encrypted: bool = True, admit: Admit | None = None
 ) -> Keys:
     """The keys of the repository in ``backend``.
 
@@ -82,6 +84,7 @@ async def read_keys(
         encrypted: Whether it seems to be; if not, one request is tried before the key objects are listed.
         passphrase: Gives it where the repository is encrypted.
         secret: The master secret, where it is known: that of a replica. No passphrase is needed then.
+        admit: Asked of an encrypted repository before its passphrase is.
 
     Raises:
         UsageError: It has another master secret than that.
@@ -94,6 +97,8 @@ async def read_keys(
         if secret and secret != plain:
             raise _unrelated(backend)
         return Keys.derive(plain)
+    if admit is not None:
+        admit(found.slots.repository, True)
     if secret:
         try:
             verify(found.name, found.slots, secret)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import blake3
 import msgspec
@@ -35,7 +35,8 @@ class Config(msgspec.Struct, frozen=True):
     """The object ``config``: makes a place a repository. ``id`` is 32 hexadecimal digits; ``created_ns`` Unix time."""
 
     format: int
-    id: str
+    #: Files are named after it.
+    id: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
     created_ns: int
     parameters: Parameters
 

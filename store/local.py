@@ -88,6 +88,8 @@ class LocalBackend(Backend):
                 raise _translate(error, "create", self.where) from error
         if not self.root.is_dir():
             raise NotFound(f"{self.where} is no directory", cure="'icecore init' makes a repository")
+        # A link that leads to the place can be changed by others than those who can write to the place: both names count.
+        self.known_as = tuple(dict.fromkeys(f"file://{name}" for name in (self.root, os.path.realpath(self.root))))
         self._limit = open_files
         self._files: OrderedDict[str, _OpenFile] = OrderedDict()
         self._lock = threading.Lock()

@@ -70,13 +70,35 @@ def anchor_before(generation: int) -> int:
     return (generation - 2) // ANCHOR_EVERY * ANCHOR_EVERY + 1
 
 
+def _may_be_trimmed(generation: int, newest: int) -> bool:
+    """Return whether a trim of a log that has reached ``newest`` may have deleted the entry of ``generation``."""
+    return generation <= newest - KEPT_ENTRIES
+
+
+def _step_back(entry: Entry, to: int) -> int:
+    """Return the oldest generation, from ``to`` on, of which ``entry`` tells whether it continues it."""
+    # Generation 1 carries no transaction: only its successor names it.
+    step = max(to, entry.generation - REMEMBERED + 1, 2 if entry.generation > 2 else 1)
+    anchor = entry.state.anchor
+    return anchor.generation if anchor is not None and to <= anchor.generation < step else step
+
+
+def _names(entry: Entry, before: Entry) -> bool:
+    """Return whether ``entry`` continues ``before``: by its digest where it has that, else by the transactions that it carried."""
+    state, anchor = entry.state, entry.state.anchor
+    if before.generation == entry.generation - 1:
+        return state.predecessor == before.digest
+    if anchor is not None and anchor.generation == before.generation:
+        return anchor.digest == before.digest
+    return before.state.transactions[-1:] != [] and before.state.transactions[-1] in state.transactions
+
+
 @dataclass(frozen=True)
 class _Waiting:
     """A transaction that waits for its turn."""
 
     change: Change
     words: str
-    identity: bytes
     prove: bool
     result: asyncio.Future[Entry]
 
@@ -145,61 +167,121 @@ class Log:
             Damaged: An entry is damaged, or there is none.
         """
         seen = self._watermark.load()
-        entry: Entry | None = None
-        while entry is None:
-            listed = await self._listed()
-            hint = max(listed, seen.generation)
-            if hint == 0:
-                raise Damaged(ENTRY_KIND.title, LOG, "there is no entry at all")
-            try:
-                entry = await self.read(hint)
-            except ObjectMissing:
-                if await self._listed() > hint:
-                    continue  # trimmed between the listing and the read
-                if hint == seen.generation:
-                    raise RollbackDetected(
-                        f"the repository in {self._backend.where} ends at generation {listed}, this client has already seen {hint}",
-                        cure="do not write to it: find out who put back an older copy of it",
-                    ) from None
-                raise
-        if seen.generation:
-            await self._follows(entry, seen)
-        while prove:
-            try:
-                following = await self.read(entry.generation + 1)
-            except ObjectMissing:
+        entry = await self._start(seen)
+        while seen.generation:
+            missing = await self._follows(entry, seen)
+            if missing is None:
                 break
-            if following.state.predecessor != entry.digest:
-                raise Damaged(
-                    ENTRY_KIND.title, log_name(following.generation), "it does not follow the entry before it"
-                )
-            entry = following
+            entry = await self._beyond(entry, missing)
+        if prove:
+            entry = await self._end(entry)
         self._keep(entry)
         return entry
 
-    async def _follows(self, entry: Entry, seen: Seen) -> None:
-        """Check that ``entry`` continues the log of which this client has seen an entry, as far back as entries are kept.
+    async def _start(self, seen: Seen) -> Entry:
+        """Return the newest entry that a listing shows, or the one that was seen if the listing shows only older ones.
 
-        An entry repeats the random transaction ids of the generations before it, so that one read tells about many.
+        Raises:
+            RollbackDetected: The entry that was seen is gone, and no newer one is listed.
+            Damaged: The entry is damaged, or there is none, or it is listed but cannot be read.
+        """
+        hint = 0
+        for _ in range(_TRIES):
+            before, listed = hint, await self._listed()
+            hint = max(listed, seen.generation)
+            if hint == 0:
+                raise Damaged(ENTRY_KIND.title, LOG, "there is no entry at all")
+            if hint == before:
+                break
+            try:
+                return await self.read(hint)
+            except ObjectMissing:
+                pass  # trimmed, or taken back, between the listing and the read: then the next listing shows another
+        if hint == seen.generation:
+            raise RollbackDetected(
+                f"the repository in {self._backend.where} ends at generation {listed}, this client has already seen {hint}",
+                cure=self._cure(),
+            )
+        raise Damaged(ENTRY_KIND.title, log_name(hint), "it is listed, but cannot be read")
+
+    async def _end(self, entry: Entry) -> Entry:
+        """Return the last of the entries that follow ``entry`` without a gap."""
+        while True:
+            try:
+                following = await self.read(entry.generation + 1)
+            except ObjectMissing:
+                return entry
+            if following.state.predecessor != entry.digest:
+                raise Damaged(ENTRY_KIND.title, log_name(following.generation), "it does not follow the entry before it")
+            entry = following
+
+    async def _follows(self, entry: Entry, seen: Seen) -> int | None:
+        """Check that ``entry`` continues the log of which this client has seen an entry.
+
+        An entry names the one before it and its anchor by their digests, and repeats the random transaction ids of the generations before it. So the
+        way back takes one read for 512, or at least for 31 generations.
+
+        Returns:
+            None if it does, or if what would tell may have been trimmed. Else the generation of an entry that is absent although ``entry`` is not
+            new enough for it to have been trimmed.
 
         Raises:
             RollbackDetected: It continues another one.
         """
+        newest = entry.generation
+        if _may_be_trimmed(seen.generation, newest) and await self._digest(seen.generation) is None:
+            return None  # nothing that is kept names it
         while entry.generation > seen.generation:
+            step = _step_back(entry, seen.generation)
             try:
-                before = await self.read(max(seen.generation, entry.generation - REMEMBERED + 1))
+                before = await self.read(step)
             except ObjectMissing:
-                return  # trimmed: nobody can tell any more
-            if before.state.transactions and before.state.transactions[-1] not in entry.state.transactions:
+                if not _may_be_trimmed(step, newest):
+                    return step
+                # The trim may have left the entry that was seen until the end.
+                held = await self._digest(seen.generation)
+                if held is not None and held.hex() != seen.digest:
+                    raise self._other(seen) from None
+                return None
+            if not _names(entry, before):
                 raise self._other(seen)
             entry = before
         if entry.digest.hex() != seen.digest:
             raise self._other(seen)
+        return None
+
+    async def _beyond(self, entry: Entry, missing: int) -> Entry:
+        """Return an entry newer than ``entry``, because a trim took the one of generation ``missing`` while the log was read.
+
+        Raises:
+            RollbackDetected: There is no entry that is new enough for such a trim: the entry is withheld, or was deleted.
+        """
+        newer = await self._end(entry)
+        if not _may_be_trimmed(missing, newer.generation):
+            listed = await self._listed()
+            if listed > newer.generation:
+                try:
+                    newer = await self.read(listed)
+                except ObjectMissing:
+                    pass
+        if newer.generation == entry.generation:
+            raise RollbackDetected(
+                f"log entry {missing} of the repository in {self._backend.where} is absent, although the log ends at generation {entry.generation} and"
+                f" its newest {KEPT_ENTRIES} entries are kept: nothing shows that it continues what this client has seen",
+                cure=self._cure(),
+            )
+        return newer
+
+    def _cure(self) -> str:
+        return (
+            "find out who put back, or withholds, a part of it before you write to it;"
+            f" 'icecore trust {self._backend.where}' shows what is known and what is there, and accepts it if it is meant"
+        )
 
     def _other(self, seen: Seen) -> RollbackDetected:
         return RollbackDetected(
             f"generation {seen.generation} of the repository in {self._backend.where} is not the one that this client has seen",
-            cure="do not write to it: find out who put back another copy of it",
+            cure=self._cure(),
         )
 
     async def _listed(self) -> int:
@@ -207,10 +289,30 @@ class Log:
             return generation
         return 0
 
+    def accept(self, entry: Entry, *, instead_of: Seen) -> None:
+        """Take ``entry`` for the newest although it does not continue what this client has seen.
+
+        For a repair by this client, which knows why it moves the log back, and for nothing else.
+
+        Args:
+            instead_of: What ``watermark`` said when the repair began.
+
+        Raises:
+            RollbackDetected: This client has seen something else since.
+        """
+        self._watermark.accept(Seen(entry.generation, entry.digest.hex()), instead_of=instead_of)
+        self._known = self._proven = entry
+        self._proven_at = _now()
+
     def _keep(self, entry: Entry) -> None:
         self._known = self._proven = entry
         self._proven_at = _now()
         self._watermark.save(Seen(entry.generation, entry.digest.hex()))
+
+    @property
+    def watermark(self) -> Watermark:
+        """What this client remembers of the log."""
+        return self._watermark
 
     async def transact(self, change: Change, words: str, *, prove: bool = True, leave: int | None = None) -> Entry:
         """Apply ``change`` to the newest state, again and again until it is the one that was changed.
@@ -241,7 +343,7 @@ class Log:
                     raise StoreFull(error.message, cure=_NOTHING_LEFT) from error
 
     async def _transact(self, change: Change, words: str, prove: bool) -> Entry:
-        waiting = _Waiting(change, words[:200], secrets.token_bytes(16), prove, asyncio.get_running_loop().create_future())
+        waiting = _Waiting(change, words[:200], prove, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
@@ -260,7 +362,7 @@ class Log:
                     raise
             if self._known is not None and self._known.generation % _TRIM_EVERY == 0 and not self._waiting:
                 try:
-                    await self.trim()
+                    await self.trim(KEPT_ENTRIES)
                 except StoreError:
                     pass  # housekeeping: the collector, or a later transaction, trims as well
 
@@ -308,7 +410,8 @@ class Log:
                             for written in state.transactions
                             if written.generation > state.generation - REMEMBERED
                         ],
-                        Written(state.generation, b"".join(waiting.identity for waiting in carried)),
+                        # Drawn for each attempt: they name one entry, not what two entries of one generation may both have tried to carry.
+                        Written(state.generation, secrets.token_bytes(16 * len(carried))),
                     ],
                 )
                 sealed = encode_entry(state, self._key)
@@ -456,6 +559,9 @@ class Log:
         other, then, all at once, the rest.
 
         The order is what tells a writer that slept from one that won: see ``_untrimmed``.
+
+        Args:
+            keep: Clients that have seen an entry miss it among the newest ``KEPT_ENTRIES``: fewer may only be left where there are none.
 
         Returns:
             How many were deleted.

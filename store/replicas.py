@@ -46,6 +46,7 @@ class ReplicaBackend(Backend):
         self.own = own
         self.replicas = tuple(nearest)
         self.where = own.where
+        self.known_as = own.known_as
         self.direct = all(place.direct for place in nearest)
         self.folder = nearest[0].folder if self.direct else ""
         self.drafts = own.drafts

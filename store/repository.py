@@ -15,7 +15,7 @@ from icecore.store import session as sessions
 from icecore.store.backend import READERS_LEAVE, Backend
 from icecore.store.catalog import Pages
 from icecore.store.envelope import is_encrypted
-from icecore.store.keychain import Passphrase, read_keys
+from icecore.store.keychain import Admit, Passphrase, read_keys
 from icecore.store.keys import (
     CONFIG_KIND,
     ENCRYPTED_FORMAT,
@@ -40,6 +40,7 @@ from icecore.store.watermark import Recollection, Watermark
 T = TypeVar("T")
 
 _RACERS = 4
+_REMAINS_CURE = "remove what is there, or name another place"
 
 #: What a reader without a session has to be told.
 UNREGISTERED = "nothing is written to the repository, not even that it is read: a collection elsewhere may delete what is still to come, and then this fails"
@@ -116,6 +117,8 @@ class Repository:
             )
         log = Log(backend, keys.log, watermark=watermark)
         await log.found()
+        if any([generation > 1 async for generation in log.generations()]):
+            raise UsageError(f"{backend.where} holds the log of a repository that lost its configuration", cure=_REMAINS_CURE)
         number, identity = (ENCRYPTED_FORMAT, keys.repository) if keys.encrypted else (FORMAT, identity)
         config = Config(number, identity, time.time_ns(), parameters or Parameters())
         try:
@@ -134,6 +137,7 @@ class Repository:
         secret: bytes = b"",
         watermark: Watermark | None = None,
         recollection: Recollection | None = None,
+        admit: Admit | None = None,
         emit: Sink = discard,
     ) -> Repository:
         """Open the repository that lies in ``backend``.
@@ -142,6 +146,7 @@ class Repository:
             passphrase: Asked if it is encrypted.
             secret: The master secret of a repository whose replica it has to be; opens it without a passphrase.
             recollection: Where its configuration is remembered.
+            admit: Asked before anything but its keys and configuration is read, and of an encrypted one before the passphrase is.
 
         Raises:
             WrongPassphrase: It is encrypted, and there is no passphrase or a wrong one.
@@ -152,18 +157,26 @@ class Repository:
         known = recollection.load() if recollection is not None else b""
         if known:
             try:
-                keys = await read_keys(backend, passphrase, secret, encrypted=is_encrypted(known))
-                return cls(backend, decode_config(CONFIG, known, keys), keys, Log(backend, keys.log, watermark=watermark), emit)
+                keys = await read_keys(backend, passphrase, secret, encrypted=is_encrypted(known), admit=admit)
+                return cls._opened(backend, decode_config(CONFIG, known, keys), keys, watermark, admit, emit)
             except Damaged:
                 pass  # another repository is in this place now, or none: what it says itself counts
         try:
             data = await backend.get(CONFIG, limit=CONFIG_KIND.object_limit)
         except ObjectMissing as error:
             raise NotFound(f"{backend.where} is no repository", cure="'icecore init' makes one") from error
-        keys = await read_keys(backend, passphrase, secret, encrypted=is_encrypted(data))
-        config = decode_config(CONFIG, data, keys)
+        keys = await read_keys(backend, passphrase, secret, encrypted=is_encrypted(data), admit=admit)
+        repository = cls._opened(backend, decode_config(CONFIG, data, keys), keys, watermark, admit, emit)
         if recollection is not None:
             recollection.save(data)
+        return repository
+
+    @classmethod
+    def _opened(
+        cls, backend: Backend, config: Config, keys: Keys, watermark: Watermark | None, admit: Admit | None, emit: Sink
+    ) -> Repository:
+        if admit is not None:
+            admit(config.id, keys.encrypted)
         return cls(backend, config, keys, Log(backend, keys.log, watermark=watermark), emit)
 
     async def snapshots(self) -> list[SnapshotRecord]:

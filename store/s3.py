@@ -104,7 +104,8 @@ class _Credentials:
         }
 
 
-def _connect(place: S3Place) -> S3Store:
+def _connect(place: S3Place) -> tuple[S3Store, str]:
+    """Return the store, and one name of the place for all profiles, regions and ways of addressing that lead to it."""
     try:
         session = boto3.Session(profile_name=place.profile or None)
         # A profile that was named outranks the environment, or of two regions one could not be reached.
@@ -128,11 +129,11 @@ def _connect(place: S3Place) -> S3Store:
     endpoint, region = client.meta.endpoint_url, client.meta.region_name
     style = (client.meta.config.s3 or {}).get("addressing_style", "auto")
     client.close()
-    amazon = (
-        re.search(r"\.amazonaws\.com(\.cn)?$", endpoint.partition("://")[2].partition("/")[0].partition(":")[0])
-        is not None
-    )
-    in_host = style == "virtual" or (style == "auto" and amazon and "." not in place.bucket)
+    amazon = re.search(r"\.amazonaws\.com(\.cn)?$", endpoint.partition("://")[2].partition("/")[0].partition(":")[0])
+    # The name of a bucket is unique in all of AWS, whatever the region; in other services only behind one endpoint.
+    service = f"aws{amazon[1] or ''}" if amazon else endpoint.rstrip("/").lower()
+    known_as = f"s3 {service} {place.bucket}/{place.prefix}"
+    in_host = style == "virtual" or (style == "auto" and amazon is not None and "." not in place.bucket)
     if in_host:
         scheme, _, host = endpoint.partition("://")
         endpoint = f"{scheme}://{place.bucket}.{host}"
@@ -151,7 +152,7 @@ def _connect(place: S3Place) -> S3Store:
             raise UsageError(
                 f"the certificates in {bundle} cannot be read: {error.strerror}", cure="correct AWS_CA_BUNDLE"
             ) from error
-    return S3Store(
+    store = S3Store(
         place.bucket,
         prefix=place.prefix or None,
         region=region,
@@ -165,6 +166,7 @@ def _connect(place: S3Place) -> S3Store:
         retry_config={"max_retries": 0},
         credential_provider=_Credentials(credentials),
     )
+    return store, known_as
 
 
 def _endpoint_of(session: boto3.Session, profile: dict[str, Any]) -> str | None:
@@ -188,7 +190,8 @@ class S3Backend(Backend):
     def __init__(self, place: S3Place) -> None:
         self.place = place
         self.where = place.location
-        self._store = _connect(place)
+        self._store, known_as = _connect(place)
+        self.known_as = (known_as,)
         _let_threads_end()
 
     async def create(self, name: str, parts: Sequence[Buffer]) -> None:

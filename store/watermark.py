@@ -3,63 +3,126 @@
 from __future__ import annotations
 
 import os
-import secrets
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
+from icecore.errors import RecordDamaged, RollbackDetected, StoreError
+from icecore.store import notes
 from icecore.store.keys import CONFIG_KIND
 
 
 class Seen(msgspec.Struct, frozen=True):
     """The newest log entry that was seen: its generation (0: none) and digest in hexadecimal."""
 
-    generation: int = 0
+    generation: Annotated[int, msgspec.Meta(ge=0)] = 0
     digest: str = ""
 
 
 class Watermark:
-    """Remembers in this process only; the base of those that remember longer."""
+    """Remembers in this process only; the base of those that remember longer.
 
-    def __init__(self) -> None:
+    Args:
+        where: The repository's place, for messages.
+    """
+
+    def __init__(self, where: str = "PLACE") -> None:
+        self._where = where
         self._seen = Seen()
 
     def load(self) -> Seen:
-        """The newest entry seen so far."""
+        """Return the newest entry seen so far."""
         return self._seen
 
     def save(self, seen: Seen) -> None:
-        """Remember ``seen`` if it is newer."""
+        """Remember ``seen`` if it is newer.
+
+        Raises:
+            RollbackDetected: Another entry of the same generation was seen.
+        """
         if seen.generation > self._seen.generation:
             self._seen = seen
+        elif seen.generation == self._seen.generation and seen.digest != self._seen.digest:
+            raise RollbackDetected(
+                f"the log in {self._where} has two entries of generation {seen.generation}: this client has seen both",
+                cure=f"find out who shows clients different states of it; 'icecore trust {self._where}' shows what is known and what is there",
+            )
+
+    def accept(self, seen: Seen, *, instead_of: Seen) -> None:
+        """Remember ``seen`` although it may be older, or another entry of the same generation.
+
+        Only for what knows why that is so: a repair by this client, and a person who confirmed it.
+
+        Args:
+            instead_of: What was remembered when that was decided.
+
+        Raises:
+            RollbackDetected: Something else has been seen since.
+        """
+        if self._seen != instead_of:
+            raise RollbackDetected(
+                f"this client has seen generation {self._seen.generation} of the log meanwhile, not {instead_of.generation}", cure="look again"
+            )
+        self._seen = seen
 
 
 class FileWatermark(Watermark):
-    """Remembers in a small file outside the repository.
+    """Remembers in a small file outside the repository, which all processes of this client share.
 
     Args:
         path: The file; its folder is made when needed. Use one per repository id.
+        where: The repository's place, for messages.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__()
+    def __init__(self, path: str | os.PathLike[str], where: str = "PLACE") -> None:
+        super().__init__(where)
         self._path = Path(path)
 
     def load(self) -> Seen:
+        """Return the newest entry seen so far, by any process.
+
+        Raises:
+            RecordDamaged: The file is not what was written.
+        """
+        data = notes.read(self._path)
+        if data is not None:
+            self._seen = self._decode(data)
+        return self._seen
+
+    def _decode(self, data: bytes) -> Seen:
         try:
-            stored = msgspec.json.decode(self._path.read_bytes(), type=Seen)
-        except FileNotFoundError:
-            stored = Seen()
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            stored = Seen()  # a torn write of a hint; the worst is that one older state goes unnoticed
-        super().save(stored)
-        return super().load()
+            seen = msgspec.json.decode(data, type=Seen)
+            if not seen.generation or len(bytes.fromhex(seen.digest)) != 32:
+                raise ValueError("it names no log entry")
+            return seen
+        except ValueError as error:  # msgspec's and Unicode's are, too
+            raise RecordDamaged(
+                f"{self._path}, which says what this client has seen of the repository, is damaged: {error}",
+                cure=f"'icecore trust {self._where}' shows what is there, and notes it down anew if it is meant",
+            ) from error
 
     def save(self, seen: Seen) -> None:
-        if seen.generation <= self.load().generation:
+        if seen.generation < self.load().generation or seen == self._seen:
             return
-        super().save(seen)
-        _replace(self._path, msgspec.json.encode(seen))
+        with notes.locked(self._path.parent):
+            self.load()
+            before = self._seen
+            super().save(seen)
+            if self._seen != before:
+                notes.write(self._path, msgspec.json.encode(self._seen))
+
+    def accept(self, seen: Seen, *, instead_of: Seen) -> None:
+        with notes.locked(self._path.parent):
+            self.load()
+            super().accept(seen, instead_of=instead_of)
+            notes.write(self._path, msgspec.json.encode(seen))
+
+    def replace(self, seen: Seen) -> None:
+        """Remember ``seen``, whatever the file holds, damaged or not: for a person who confirmed it."""
+        with notes.locked(self._path.parent):
+            notes.write(self._path, msgspec.json.encode(seen))
+            self._seen = seen
 
 
 class Recollection:
@@ -77,21 +140,13 @@ class Recollection:
     def load(self) -> bytes:
         """The object as it was read before; empty if it was not."""
         try:
-            with open(self._path, "rb") as file:
-                return file.read(CONFIG_KIND.object_limit)
-        except OSError:
+            return (notes.read(self._path) or b"")[: CONFIG_KIND.object_limit]
+        except StoreError:
             return b""
 
     def save(self, config: bytes) -> None:
         """Remember the object."""
         try:
-            _replace(self._path, config)
-        except OSError:
+            notes.write(self._path, config)
+        except StoreError:
             pass  # it is read again next time
-
-
-def _replace(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)

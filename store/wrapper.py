@@ -16,6 +16,7 @@ class Wrapper(Backend):
         self.direct = inner.direct
         self.drafts = inner.drafts
         self.where = inner.where
+        self.known_as = inner.known_as
         self.replicas = inner.replicas
 
     async def create(self, name: str, parts: Sequence[Buffer]) -> None:

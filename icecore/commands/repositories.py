@@ -28,6 +28,7 @@ def add(commands: Commands) -> None:
         action="store_true",
         help="encrypt it; the passphrase comes as for every command (docs/security.md), or is asked for",
     )
+    parser.add_argument("--plain", action="store_true", help="make a plain one although an encrypted one was there")
     parser.add_argument(
         "--replica-of",
         metavar="PLACE",
@@ -124,6 +125,8 @@ def init(arguments: argparse.Namespace, context: Context) -> int:
     location = arguments.location or context.location
     if arguments.replica_of and arguments.encrypt:
         raise UsageError("a replica is encrypted if the repository is", cure="leave out --encrypt")
+    if arguments.plain and arguments.encrypt:
+        raise UsageError("--plain and --encrypt exclude each other", cure="leave one out")
     config = context.config
     given = passphrase.new(config.passphrase_file, config.passphrase_command, variable="ICECORE_PASSPHRASE")
     with ExitStack() as stack:
@@ -136,12 +139,15 @@ def init(arguments: argparse.Namespace, context: Context) -> int:
                 emit=context.output.event,
             )
             own = passphrase.new() if os.environ.get("ICECORE_NEW_PASSPHRASE") else passphrase.current(config)
-            made = stack.enter_context(opened).create_replica(location, passphrase=own, emit=context.output.event)
+            made = stack.enter_context(opened).create_replica(
+                location, passphrase=own, plain=arguments.plain, emit=context.output.event
+            )
         else:
             made = Repository.create(
                 location,
                 shard_bytes=arguments.shard,
                 passphrase=given if arguments.encrypt else None,
+                plain=arguments.plain,
                 state=config.state,
                 config=config,
                 emit=context.output.event,
@@ -160,6 +166,8 @@ def init(arguments: argparse.Namespace, context: Context) -> int:
     if arguments.encrypt:
         context.output.note("without the passphrase nobody can read it, and nobody can bring it back: keep it apart, or 'icecore key add' another")
         return 0
+    if passphrase.current(config).configured and not repository.encrypted and not arguments.plain:
+        context.output.note("it is not encrypted, although a passphrase is configured: 'icecore init --encrypt' makes one that is")
     context.output.note("it will hold whatever jobs have in memory, secrets too: only you may read it")
     return 0
 

@@ -16,16 +16,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from icecore.errors import Damaged, NotFound, RollbackDetected, StoreError
-from icecore.store.backend import Backend
+from icecore.errors import Damaged, NotFound, ObjectExists, RecordDamaged, RollbackDetected, StoreError
+from icecore.store.backend import Backend, Buffer, ObjectInfo
 from icecore.store.catalog import Pages
 from icecore.store.faulty import Call, FaultyBackend, Outcome
 from icecore.store.local import LocalBackend
 from icecore.store.log import Log
 from icecore.store.memory import MemoryBackend
 from icecore.store.names import log_generation, log_name
-from icecore.store.state import SegmentRef, SessionRecord, State, encode_entry
-from icecore.store.watermark import FileWatermark, Watermark
+from icecore.store.state import SegmentRef, SessionRecord, State, decode_entry, encode_entry
+from icecore.store.watermark import FileWatermark, Seen, Watermark
 
 KEY = b"k" * 32
 
@@ -194,8 +194,9 @@ class Sleeper(MemoryBackend):
 
 @pytest.mark.parametrize("others", [3, 60])
 @pytest.mark.parametrize("trimmed", [False, True])
-def test_a_writer_that_slept_does_not_believe_that_it_won(others: int, trimmed: bool) -> None:
+def test_a_writer_that_slept_does_not_believe_that_it_won(others: int, trimmed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its generation was taken, and perhaps trimmed away again, while it slept: then its create succeeds, and must not count."""
+    monkeypatch.setattr("icecore.store.log.KEPT_ENTRIES", 2)
 
     async def body() -> None:
         backend = MemoryBackend()
@@ -247,6 +248,7 @@ class SlowlyTrimmed(MemoryBackend):
 @pytest.mark.parametrize("slept_at", [2, 3, 4, 5, 6, 7, 8, 9])
 def test_trimming_in_any_order_misleads_no_sleeper(slept_at: int, prove: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer wakes after each single deletion of a trim: what it then believes to have done is in the log."""
+    monkeypatch.setattr("icecore.store.log.KEPT_ENTRIES", 2)
     monkeypatch.setattr("icecore.store.log.ANCHOR_EVERY", 4)
 
     async def run(woken_after: int) -> bool:
@@ -333,6 +335,7 @@ def test_what_an_older_writer_left_without_anchors_is_trimmed_in_order(monkeypat
 
 def test_a_log_that_moved_on_is_looked_at_before_anything_is_built_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """By far more than entries repeat: nothing could tell afterwards whether what was created then is part of the log."""
+    monkeypatch.setattr("icecore.store.log.KEPT_ENTRIES", 2)
 
     async def body() -> None:
         backend = MemoryBackend()
@@ -348,7 +351,9 @@ def test_a_log_that_moved_on_is_looked_at_before_anything_is_built_on_it(monkeyp
     asyncio.run(body())
 
 
-def test_trimming_leaves_the_newest_and_writers_go_on() -> None:
+def test_trimming_leaves_the_newest_and_writers_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("icecore.store.log.KEPT_ENTRIES", 5)
+
     async def body() -> None:
         backend = MemoryBackend()
         log, other = await founded(backend), Log(backend, KEY)
@@ -469,6 +474,247 @@ def test_an_older_state_is_noticed(tmp_path: Path) -> None:
             assert (await Log(backend, KEY, watermark=FileWatermark(tmp_path / "seen")).newest()).generation > known.generation
 
     asyncio.run(body())
+
+
+async def forked(at: int, mine: int, theirs: int) -> tuple[MemoryBackend, MemoryBackend, FileWatermark | Watermark]:
+    """A log that a client has seen whole, another that left it after generation ``at``, and what the client remembers."""
+    backend, watermark = MemoryBackend(), Watermark()
+    log = Log(backend, KEY, watermark=watermark)
+    await log.found()
+    await write(log, drawn(at - 1))
+    other = MemoryBackend(dict(backend.objects))
+    await write(log, drawn(mine))
+    await write(Log(other, KEY), drawn(theirs))
+    return backend, other, watermark
+
+
+@pytest.mark.parametrize("theirs", [4, 30, 31, 32, 33, 100, 600])
+@pytest.mark.parametrize("withheld", ["the one that was seen", "the next", "all but the newest", "each thirty-first", "anchors"])
+def test_a_fork_is_noticed_whatever_entries_are_withheld(theirs: int, withheld: str) -> None:
+    async def body() -> None:
+        _, other, watermark = await forked(3, 2, theirs)
+        seen, newest = watermark.load().generation, 3 + theirs
+        gone = {
+            "the one that was seen": [seen],
+            "the next": [seen + 1],
+            "all but the newest": range(1, newest),
+            "each thirty-first": range(newest - 31, 0, -31),
+            "anchors": [1, 513],
+        }[withheld]
+        for generation in gone:
+            if generation != newest:
+                other.objects.pop(log_name(generation), None)
+        for prove in (True, False):
+            with pytest.raises(RollbackDetected):
+                await Log(other, KEY, watermark=watermark).newest(prove=prove)
+        with pytest.raises(RollbackDetected):
+            await write(Log(other, KEY, watermark=watermark), drawn(1))
+        assert watermark.load().generation == seen
+
+    asyncio.run(body())
+
+
+def test_entries_of_two_forks_do_not_pass_for_one_log() -> None:
+    """The entry that was seen, and others that it does not belong to."""
+
+    async def body() -> None:
+        for theirs in (4, 31, 32, 100, 600):
+            backend, other, watermark = await forked(3, 2, theirs)
+            for shown in (range(1, 6), range(4, 6), range(5, 6)):
+                mixed = MemoryBackend(dict(other.objects))
+                mixed.objects |= {log_name(generation): backend.objects[log_name(generation)] for generation in shown}
+                with pytest.raises((RollbackDetected, Damaged)):
+                    await Log(mixed, KEY, watermark=watermark).newest()
+
+    asyncio.run(body())
+
+
+def test_two_first_entries_do_not_pass_for_one() -> None:
+    """The first entry carries no transaction: only the digest in the second names it."""
+
+    async def body() -> None:
+        backend, other, watermark = MemoryBackend(), MemoryBackend(), Watermark()
+        first = Log(backend, KEY, watermark=watermark)
+        await first.found()
+        await first.newest()
+        await write(await founded(other), drawn(5))
+        other.objects[log_name(1)] = backend.objects[log_name(1)]
+        with pytest.raises(RollbackDetected):
+            await Log(other, KEY, watermark=watermark).newest()
+
+    asyncio.run(body())
+
+
+def test_an_attempt_that_lost_shares_no_transaction_ids_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else two entries of one generation could carry the same ids, and an entry that follows one would seem to follow the other."""
+
+    async def body() -> None:
+        backend = MemoryBackend()
+        log = await founded(backend)
+        await write(log, drawn(1))
+        attempts: list[bytes] = []
+
+        class Lost(MemoryBackend):
+            async def create(self, name: str, parts: Sequence[Buffer]) -> None:
+                if name == log_name(3) and len(attempts) < 3:
+                    attempts.append(b"".join(parts))
+                    raise ObjectExists("it is said to be there")
+                await super().create(name, parts)
+
+            async def get_into(self, name: str, offset: int, out: memoryview) -> None:
+                if name == log_name(3) and name not in self.objects:
+                    out[:] = bytes(len(out))  # another's
+                    return
+                await super().get_into(name, offset, out)
+
+        await write(Log(Lost(backend.objects), KEY), drawn(1))
+        carried = [decode_entry(log_name(3), 3, data, KEY).transactions[-1].ids for data in [*attempts, backend.objects[log_name(3)]]]
+        assert len(carried) == 4 and len(set(carried)) == 4
+
+    asyncio.run(body())
+
+
+def test_what_may_have_been_trimmed_may_be_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that has seen nothing for as many entries as are kept goes on; one entry sooner, an absent one is an error."""
+    monkeypatch.setattr("icecore.store.log.KEPT_ENTRIES", 40)
+
+    async def body() -> None:
+        for more, refused in ((39, True), (40, False), (41, False), (90, False)):
+            backend, watermark = MemoryBackend(), Watermark()
+            log = Log(backend, KEY, watermark=watermark)
+            await log.found()
+            await write(log, drawn(2))
+            await write(Log(backend, KEY), drawn(more))
+            del backend.objects[log_name(3)]
+            again = Log(backend, KEY, watermark=watermark)
+            if refused:
+                with pytest.raises(RollbackDetected, match=r"log entry 3 .* is absent"):
+                    await again.newest()
+            else:
+                assert (await again.newest()).generation == 3 + more
+        # An entry that is there still tells, however old it is.
+        _, other, watermark = await forked(3, 2, 90)
+        with pytest.raises(RollbackDetected):
+            await Log(other, KEY, watermark=watermark).newest()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("lag", [0, 30])
+def test_a_trim_while_the_log_is_read_is_no_attack(lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between any two requests of a reader others commit and trim, and its listings may be old."""
+    monkeypatch.setattr("icecore.store.log.KEPT_ENTRIES", 40)
+
+    class Busy(FaultyBackend):
+        at = more = 0
+
+        async def list(self, prefix: str):  # type: ignore[no-untyped-def, override]
+            rows = [info async for info in super().list(prefix)]
+            for info in rows[lag:]:
+                yield info
+
+        async def get(self, name: str, *, limit: int = 1 << 30) -> bytes:
+            self.at -= 1
+            if self.at == 0:
+                await write(Log(self.inner, KEY), drawn(self.more))
+                await Log(self.inner, KEY).trim(40)
+            return await super().get(name, limit=limit)
+
+    async def body() -> None:
+        interfered = 0
+        for more in (1, 20, 41, 100):
+            for at in range(1, 8):
+                backend, watermark = MemoryBackend(), Watermark()
+                log = Log(backend, KEY, watermark=watermark)
+                await log.found()
+                await write(log, drawn(2))
+                await write(Log(backend, KEY), drawn(39))
+                busy = Busy(backend)
+                busy.at, busy.more = at, more
+                found = await Log(busy, KEY, watermark=watermark).newest()
+                interfered += busy.at <= 0
+                # More than is kept, lag and trim together: an older entry is found, but none that is not of this log.
+                assert found.generation in (42, 42 + more) or (lag + more > 40 and found.generation >= 3)
+        assert interfered > 8
+
+    asyncio.run(body())
+
+
+def test_an_entry_that_is_listed_and_cannot_be_read_is_named() -> None:
+    class Withholding(MemoryBackend):
+        async def list(self, prefix: str):  # type: ignore[no-untyped-def, override]
+            yield ObjectInfo(log_name(4), 100)
+            async for info in super().list(prefix):
+                yield info
+
+    async def body() -> None:
+        backend = Withholding()
+        await write(await founded(MemoryBackend(backend.objects)), drawn(2))
+        with pytest.raises(Damaged, match="listed, but cannot be read") as caught:
+            await Log(backend, KEY).newest()
+        assert caught.value.name == log_name(4)
+
+    asyncio.run(body())
+
+
+def test_a_repair_may_move_the_log_back_and_nobody_else(tmp_path: Path) -> None:
+    async def body() -> None:
+        backend = MemoryBackend()
+        log = Log(backend, KEY, watermark=FileWatermark(tmp_path / "seen"))
+        await log.found()
+        await write(log, drawn(4))
+        seen = log.watermark.load()
+        del backend.objects[log_name(5)]
+        again = Log(backend, KEY, watermark=FileWatermark(tmp_path / "seen"))
+        with pytest.raises(RollbackDetected):
+            await again.newest()
+        before = await again.read(4)
+        with pytest.raises(RollbackDetected):
+            again.accept(before, instead_of=Seen(4, before.digest.hex()))  # it knew something else than this client
+        again.accept(before, instead_of=seen)
+        assert (await again.newest()).digest == before.digest
+        await write(again, drawn(1))
+        assert (await Log(backend, KEY, watermark=FileWatermark(tmp_path / "seen")).newest()).generation == 5
+        assert FileWatermark(tmp_path / "seen").load() != seen
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("torn", [b"", b"{", b"{}", b'{"generation":3}', b'{"generation":0,"digest":""}', b"\xff", b'{"generation":3,"digest":"no"}'])
+def test_a_memory_that_is_torn_is_not_taken_for_none(tmp_path: Path, torn: bytes) -> None:
+    async def body() -> None:
+        backend = MemoryBackend()
+        log = Log(backend, KEY, watermark=FileWatermark(tmp_path / "seen"))
+        await log.found()
+        await write(log, drawn(2))
+        (tmp_path / "seen").write_bytes(torn)
+        fresh = Log(backend, KEY, watermark=FileWatermark(tmp_path / "seen"))
+        with pytest.raises(RecordDamaged):
+            await fresh.newest()
+        with pytest.raises(RecordDamaged):
+            await write(fresh, drawn(1))
+        assert (tmp_path / "seen").read_bytes() == torn
+
+    asyncio.run(body())
+
+
+def remember(path: str, generations: list[int]) -> None:
+    """A process that sees these generations."""
+    for generation in generations:
+        FileWatermark(path).save(Seen(generation, f"{generation:064x}"))
+
+
+def test_clients_that_remember_at_once_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "seen" / "one"
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(remember, [str(path)] * 4, [list(range(1 + start, 81, 4)) for start in range(4)]))
+    assert FileWatermark(path).load().generation == 80
+    assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
+    assert sorted(one.name for one in path.parent.iterdir()) == [".lock", "one"]
+    FileWatermark(path).save(Seen(7, "0" * 64))  # an older one says nothing
+    with pytest.raises(RollbackDetected):
+        FileWatermark(path).save(Seen(80, "0" * 64))  # another process of this client was shown another log
+    assert FileWatermark(path).load() == Seen(80, f"{80:064x}")
 
 
 def test_damaged_entries_are_named() -> None:

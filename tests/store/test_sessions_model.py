@@ -1,4 +1,6 @@
-"""Writers, readers and collectors over one repository, interleaved at every single store call, against a plain model: what is reachable always reads back."""
+"""Writers, readers and collectors over one repository, interleaved at every single store call, against a plain model: what is reachable always reads back.
+And clients whose storage lies about the log: each sees a continuation of what it saw, or an error.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +12,27 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from icecore.errors import NotFound, SessionFenced, StoreError
+from icecore.errors import Damaged, NotFound, RollbackDetected, SessionFenced, StoreError
 from icecore.store import catalog
 from icecore.store.backend import Backend, Buffer, ObjectInfo
+from icecore.store.catalog import Pages
 from icecore.store.check import Report, check
 from icecore.store.faulty import Outcome
 from icecore.store.keys import Parameters
+from icecore.store.log import Log
 from icecore.store.memory import MemoryBackend
+from icecore.store.names import log_name
 from icecore.store.repository import Repository
 from icecore.store.session import Session
-from icecore.store.state import SnapshotRecord
+from icecore.store.state import SnapshotRecord, State
+from icecore.store.watermark import Watermark
+from tests.store.adversary import Archive, Shown
 from tests.store.miniature import collect, put, read, sound, take
 
 T = TypeVar("T")
@@ -417,3 +425,183 @@ class TestSessionsLong(Sessions.TestCase):  # type: ignore[name-defined, misc]
     settings = settings(
         max_examples=1500, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
     )
+
+
+#: How many entries the log keeps in the world of the adversary, so that its forks soon leave that range.
+KEPT = 16
+
+
+class Client:
+    """A client in the adversary's world: what it is shown, and what it remembers over its restarts."""
+
+    def __init__(self, world: Deceit) -> None:
+        self._world = world
+        self.shown = Shown(world.inner, world.archive)
+        self.watermark = Watermark()
+        #: The newest entry that it has taken for true, and what that listed.
+        self.believed = b""
+        self.listed: set[str] = set()
+        self.restart()
+
+    def restart(self) -> None:
+        """The next process of the same client."""
+        first = self._world.first
+        log = Log(self.shown, first.keys.log, watermark=self.watermark)
+        self.repository = Repository(self.shown, first.config, first.keys, log, first.emit)
+
+    async def believe(self) -> None:
+        """Take down what it now takes for true.
+
+        It continues what it took for true before, unless all that tells has been trimmed since.
+        """
+        seen = self.watermark.load()
+        digest = bytes.fromhex(seen.digest)
+        if digest == self.believed:
+            return
+        archive = self._world.archive
+        entry = archive.entries[digest]
+        listed = {record.snapshot for record in await catalog.everything(entry.state, self.repository.log.pages)}
+        if self.believed:
+            before = archive.entries[self.believed]
+            assert seen.generation > before.generation
+            if not archive.continues(digest, self.believed):
+                assert seen.generation >= before.generation + KEPT
+            else:
+                assert listed >= self.listed  # nobody forgets anything here
+        self.believed, self.listed = digest, listed
+
+
+class Deceit:
+    """A repository whose storage lies, and its clients."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.inner = MemoryBackend()
+        self.first = self.run(Repository.create(self.inner, Parameters(shard_bytes=1 << 16)))
+        self.archive = Archive(self.first.keys.log)
+        self.root = self.archive.add(log_name(1), self.inner.objects.pop(log_name(1)))
+        self.clients = [Client(self) for _ in range(3)]
+        for client in self.clients:
+            client.shown.show(self.root, KEPT)
+
+    def run(self, work: Awaitable[T]) -> T:
+        return self.loop.run_until_complete(asyncio.wait_for(work, 60))
+
+    def attempt(self, client: Client, work: Awaitable[object]) -> bool:
+        """Let a client do something that may fail, but only aloud; whether it succeeded."""
+        succeeded = False
+        try:
+            self.run(work)
+            succeeded = True
+        except (RollbackDetected, Damaged, SessionFenced, StoreError):
+            pass
+        self.run(client.believe())
+        return succeeded
+
+    def look(self, client: Client, *, prove: bool) -> bool:
+        return self.attempt(client, client.repository.log.newest(prove=prove))
+
+    def advance(self, client: Client, entries: int) -> None:
+        async def step(state: State, pages: Pages) -> State:
+            return msgspec.structs.replace(state)
+
+        async def body() -> None:
+            for _ in range(entries):
+                await client.repository.log.transact(step, "step")
+
+        self.attempt(client, body())
+
+    def take(self, client: Client, content: Content) -> None:
+        async def body() -> None:
+            snapshot = await take(client.repository, content)
+            await client.believe()
+            assert snapshot in client.listed
+
+        self.attempt(client, body())
+
+    def continuation(self, client: Client, number: int) -> bytes:
+        """An entry that continues what a client believes."""
+        tips = [digest for digest in self.archive.data if not client.believed or self.archive.continues(digest, client.believed)]
+        return tips[number % len(tips)]
+
+
+class Deceits(RuleBasedStateMachine):
+    """An adversary that shows each client what it likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        for name, value in {"KEPT_ENTRIES": KEPT, "_TRIM_EVERY": 8, "ANCHOR_EVERY": 8, "REMEMBERED": 4}.items():
+            self.patch.setattr(f"icecore.store.log.{name}", value)
+        self.world = Deceit()
+
+    def _client(self, number: int) -> Client:
+        return self.world.clients[number % len(self.world.clients)]
+
+    @rule(number=st.integers(0, 2), content=contents)
+    def take(self, number: int, content: Content) -> None:
+        self.world.take(self._client(number), content)
+
+    @rule(number=st.integers(0, 2), entries=st.sampled_from([1, 2, 5, 12, 20]))
+    def advance(self, number: int, entries: int) -> None:
+        self.world.advance(self._client(number), entries)
+
+    @rule(number=st.integers(0, 2), prove=st.booleans())
+    def look(self, number: int, prove: bool) -> None:
+        self.world.look(self._client(number), prove=prove)
+
+    @rule(number=st.integers(0, 2))
+    def restart(self, number: int) -> None:
+        self._client(number).restart()
+
+    @rule(number=st.integers(0, 2), seed=st.integers(0, 1000), how=st.sampled_from(["withhold", "withhold_newest", "hide", "mix"]))
+    def lie(self, number: int, seed: int, how: str) -> None:
+        getattr(self._client(number).shown, how)(random.Random(seed))
+
+    @rule(number=st.integers(0, 2), tip=st.integers(0, 10_000), keep=st.sampled_from([1, 5, KEPT, 1000]))
+    def show_any(self, number: int, tip: int, keep: int) -> None:
+        """Show another fork, or an older state, trimmed more or less than a client may."""
+        known = list(self.world.archive.data)
+        self._client(number).shown.show(known[tip % len(known)], keep)
+
+    @rule(number=st.integers(0, 2), tip=st.integers(0, 10_000), more=st.integers(0, 20), prove=st.booleans())
+    def show_the_truth(self, number: int, tip: int, more: int, prove: bool) -> None:
+        """A log that continues what a client believes, of which no more was trimmed than may be, is believed."""
+        client = self._client(number)
+        client.restart()
+        newest = self.world.continuation(client, tip)
+        client.shown.show(newest, KEPT + more)
+        assert self.world.look(client, prove=prove)
+        assert client.believed == newest
+
+    @rule(number=st.integers(0, 2), tip=st.integers(0, 10_000), prove=st.booleans())
+    def show_another(self, number: int, tip: int, prove: bool) -> None:
+        """A log that does not continue what a client believes is refused, unless all that could tell may have been trimmed."""
+        client = self._client(number)
+        archive = self.world.archive
+        if not client.believed:
+            return
+        seen = archive.entries[client.believed].generation
+        others = [
+            digest for digest, entry in archive.entries.items() if entry.generation < seen + KEPT and not archive.continues(digest, client.believed)
+        ]
+        if others:
+            client.restart()
+            client.shown.show(others[tip % len(others)], 1000)
+            assert not self.world.look(client, prove=prove)
+
+    def teardown(self) -> None:
+        self.patch.undo()
+        self.world.loop.run_until_complete(self.world.loop.shutdown_asyncgens())
+        self.world.loop.run_until_complete(self.world.loop.shutdown_default_executor())
+        self.world.loop.close()
+
+
+TestDeceits = Deceits.TestCase
+TestDeceits.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(3600)
+class TestDeceitsLong(Deceits.TestCase):  # type: ignore[name-defined, misc]
+    settings = settings(max_examples=2000, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck))

@@ -1,0 +1,100 @@
+"""The trust command: what this client knows of a place, what is there, and that it is meant."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import TYPE_CHECKING
+
+from icecore import passphrase
+from icecore.commands.context import Commands, Context
+from icecore.errors import Distrusted, UsageError
+
+if TYPE_CHECKING:
+    from icecore.trust import Finding
+
+_ACCEPTED = re.compile(r"([0-9a-f]{32})(?:@(\d{1,20}))?")
+
+
+def add(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add(
+        "trust",
+        trust,
+        "Compare the repository at a place with the one that this client knows there; accept another one.",
+        more="Ends with status 15 if it differs and is not accepted.",
+        numpy=False,
+    )
+    parser.add_argument("location", nargs="?", default="", metavar="PLACE", help="a directory, or s3://BUCKET/PREFIX (default: what is configured)")
+    parser.add_argument(
+        "--accept",
+        type=_accepted,
+        metavar="ID[@GENERATION]",
+        default=None,
+        help="know this repository there from now on: its whole id, and its newest generation where its log does not continue what was seen",
+    )
+    parser.add_argument("--plain", action="store_true", help="with --accept: a plain repository is meant, although a passphrase is configured")
+
+
+def _accepted(text: str) -> tuple[str, int | None]:
+    found = _ACCEPTED.fullmatch(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not the whole id of a repository (32 hexadecimal digits), or ID@GENERATION")
+    return found[1], int(found[2]) if found[2] else None
+
+
+def trust(arguments: argparse.Namespace, context: Context) -> int:
+    """icecore trust."""
+    from icecore.places import backend_at
+    from icecore.store.loop import LoopThread
+    from icecore.trust import Client
+
+    if arguments.plain and arguments.accept is None:
+        raise UsageError("--plain says what is accepted", cure="give --accept ID as well")
+    config = context.config
+    backend = backend_at(arguments.location or context.location, config=config, emit=context.output.event)
+    client, given = Client(config.state, config), passphrase.current(config)
+    loop = LoopThread()
+    try:
+        if arguments.accept is None:
+            finding = loop.run(client.examine(backend, passphrase=given))
+        else:
+            identity, generation = arguments.accept
+            finding = loop.run(client.accept(backend, identity, generation, plain=arguments.plain, passphrase=given))
+    finally:
+        loop.run(backend.close())
+        loop.close()
+    return _show(backend.where, finding, arguments.accept is not None, context)
+
+
+def _show(place: str, finding: Finding, accepted: bool, context: Context) -> int:
+    from icecore.trust import command
+
+    known, found, seen = finding.known, finding.found, finding.seen
+    how = command(place, finding)
+    context.output.result(
+        "trust.done",
+        {
+            "place": place,
+            "known": known.id if known else "",
+            "known_encrypted": known.encrypted if known else None,
+            "seen": seen.generation if seen else None,
+            "found": found.id,
+            "encrypted": found.encrypted,
+            "generation": finding.newest.generation,
+            "accepted": accepted,
+            "troubles": [error.message for error in finding.troubles],
+        },
+        f"{place}\n"
+        f"  known  {known or 'nothing'}{f', seen up to generation {seen.generation}' if seen is not None and seen.generation else ''}\n"
+        f"  there  {found}, at generation {finding.newest.generation}",
+    )
+    if accepted:
+        context.output.note(f"from now on this client knows {found} in {place}")
+        return 0
+    for error in finding.troubles:
+        context.output.note(f"NOT TRUSTED: {error.message}")
+    if finding.troubles:
+        context.output.note(f"if it is meant: {how}")
+        return Distrusted.exit_code
+    return 0

@@ -1,0 +1,267 @@
+"""The only way in which a client opens or makes a repository: what it knows of the place is binding, and encryption is not lost; rule: nothing else calls
+`icecore.store.repository.Repository.open` and `create`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from icecore.config import Config
+from icecore.errors import Distrusted, IcecoreError, NotFound, PlainRefused, RecordDamaged, RollbackDetected, UsageError
+from icecore.events import Sink, discard
+from icecore.passphrase import Passphrase, current, is_configured
+from icecore.places import names_of, state_directory
+from icecore.store.backend import Backend
+from icecore.store.keychain import Admit
+from icecore.store.keys import Parameters
+from icecore.store.known import Known, KnownPlace
+from icecore.store.log import Log
+from icecore.store.repository import Repository as Core
+from icecore.store.watermark import FileWatermark, Recollection, Seen, Watermark
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What this client knows of a place, and what is there.
+
+    Attributes:
+        known: The repository that is known; None: none is, or its record is damaged.
+        seen: The newest log entry of the repository that is there, as far as this client has seen it before; None: that record is damaged.
+        found: The repository that is there.
+        newest: Its newest log entry.
+        troubles: Why it would not be opened; empty if it would.
+        continues: Whether its log continues what this client has seen.
+        plain: Whether it has to be said that a plain repository is meant.
+    """
+
+    known: Known | None
+    seen: Seen | None
+    found: Known
+    newest: Seen
+    troubles: tuple[Distrusted | RollbackDetected, ...]
+    continues: bool
+    plain: bool
+
+
+class Client:
+    """Opens and makes repositories for one client: whoever shares a state directory.
+
+    Args:
+        state: The directory in which it remembers; empty: this node's.
+        config: Says where passphrases come from and which places are meant to be plain. None: only the environment says the former.
+    """
+
+    def __init__(self, state: str = "", config: Config | None = None) -> None:
+        self._state = state_directory(state)
+        self._config = config
+
+    async def open(
+        self, backend: Backend, *, passphrase: Passphrase | None = None, secret: bytes = b"", plain: bool = False, emit: Sink = discard
+    ) -> Core:
+        """Open the repository in ``backend`` if it is the one that this client knows there, or if it knows none.
+
+        Args:
+            passphrase: Gives it; None: as `icecore.passphrase.current`.
+            secret: The master secret of the repository whose replica it has to be; then ``passphrase`` does not count.
+            plain: A plain repository is meant, although a passphrase is configured.
+
+        Raises:
+            RepositoryReplaced: Another is there, or it is not encrypted any more.
+            PlainRefused: It is plain, a passphrase is configured, and nothing says that this is meant.
+            RecordDamaged: What this client remembers of the place is damaged.
+            NotFound, WrongPassphrase, FormatTooNew, Damaged: As `icecore.store.repository.Repository.open`.
+        """
+        place = self._place(backend)
+        known = place.recall()
+        given = passphrase or current(self._config)
+        expected = bool(secret) or is_configured(given)
+
+        def admit(identity: str, encrypted: bool) -> None:
+            found = Known(identity, encrypted)
+            place.require(found)
+            if not encrypted and expected and not (plain or (known is not None and known.plain) or self._meant_plain(backend)):
+                raise _plain_refused(backend, found)
+
+        try:
+            core = await Core.open(
+                backend,
+                passphrase=None if secret else given,
+                secret=secret,
+                recollection=self._recollection(backend),
+                admit=admit,
+                emit=emit,
+            )
+        except NotFound as error:
+            if known is None:
+                raise
+            raise NotFound(
+                f"{backend.where} is no repository; this client knows {known} there",
+                cure="find out who removed it, or mount it; 'icecore init' makes a new one",
+            ) from error
+        except UsageError:
+            # It has another master secret: which repository it is says more, if that is plain to see.
+            if secret and known is not None:
+                await _require_admitted(backend, admit)
+            raise
+        place.admit(Known(core.config.id, core.keys.encrypted, plain=not core.keys.encrypted and plain))
+        return self._remembering(core)
+
+    async def create(
+        self,
+        backend: Backend,
+        parameters: Parameters,
+        *,
+        passphrase: Passphrase | None = None,
+        secret: bytes = b"",
+        plain: bool = False,
+        emit: Sink = discard,
+    ) -> Core:
+        """Make the place a repository, and know it from now on, whatever was known there before.
+
+        Args:
+            passphrase: Encrypts it; None: it is plain.
+            secret: The master secret of the repository whose replica it is to be.
+            plain: A plain one is meant although an encrypted one is known there.
+
+        Raises:
+            PlainRefused: An encrypted repository is known there.
+            UsageError: There is a repository already, or the place does not do what one needs.
+        """
+        place = self._place(backend)
+        if passphrase is None and not plain:
+            _require_no_encrypted(place, backend)
+        core = await Core.create(backend, parameters, passphrase=passphrase, secret=secret, emit=emit)
+        place.note(Known(core.config.id, core.keys.encrypted, plain=not core.keys.encrypted))
+        return self._remembering(core)
+
+    async def examine(self, backend: Backend, *, passphrase: Passphrase | None = None) -> Finding:
+        """Compare what this client knows of a place with what is there; nothing is noted down.
+
+        Raises:
+            NotFound, WrongPassphrase, FormatTooNew, Damaged: It cannot be opened, or its log cannot be read.
+        """
+        given = passphrase or current(self._config)
+        core = await Core.open(backend, passphrase=given)
+        found = Known(core.config.id, core.keys.encrypted)
+        place, troubles = self._place(backend), list[Distrusted | RollbackDetected]()
+        known: Known | None = None
+        try:
+            known = place.recall()
+            place.require(found)
+        except Distrusted as error:
+            troubles.append(error)
+        meant = found.encrypted or (not troubles and known is not None and known.plain) or self._meant_plain(backend)
+        if not meant and not troubles and is_configured(given):
+            troubles.append(_plain_refused(backend, found))
+        plain = not meant and (is_configured(given) or (known is not None and known.encrypted))
+        entry = await core.log.newest()
+        newest = Seen(entry.generation, entry.digest.hex())
+        seen: Seen | None = None
+        try:
+            seen = self._watermark(found.id, backend).load()
+            remembered = Watermark()
+            remembered.save(seen)
+            await Log(backend, core.keys.log, watermark=remembered).newest()
+        except (RollbackDetected, RecordDamaged) as error:
+            troubles.append(error)
+            return Finding(known, seen, found, newest, tuple(troubles), False, plain)
+        return Finding(known, seen, found, newest, tuple(troubles), True, plain)
+
+    async def accept(
+        self,
+        backend: Backend,
+        identity: str,
+        generation: int | None = None,
+        *,
+        plain: bool = False,
+        passphrase: Passphrase | None = None,
+    ) -> Finding:
+        """Know from now on what is at a place, because a person says that it is meant.
+
+        Args:
+            identity: The id of the repository that is there.
+            generation: Its newest generation; has to be given where its log does not continue what this client has seen.
+            plain: A plain repository is meant; has to be given where a passphrase is configured, or an encrypted one is known.
+
+        Returns:
+            What was found before.
+
+        Raises:
+            UsageError: Something else is there.
+            PlainRefused: It is plain, and ``plain`` is not given.
+        """
+        finding = await self.examine(backend, passphrase=passphrase)
+        if identity != finding.found.id:
+            raise UsageError(f"{backend.where} holds {finding.found}, not {identity}", cure=f"'icecore trust {backend.where}' shows it")
+        if finding.plain and not plain:
+            raise PlainRefused(f"{backend.where} holds {finding.found}", cure=f"say that this is meant: {command(backend.where, finding)}")
+        if not finding.continues:
+            if generation != finding.newest.generation:
+                raise UsageError(
+                    f"the log in {backend.where} ends at generation {finding.newest.generation} and does not continue what this client has seen",
+                    cure=f"say that this is meant: {command(backend.where, finding)}",
+                )
+            self._watermark(finding.found.id, backend).replace(finding.newest)
+        meant = not finding.found.encrypted and (plain or (finding.known is not None and finding.known.plain))
+        self._place(backend).note(Known(finding.found.id, finding.found.encrypted, plain=meant))
+        return finding
+
+    def _place(self, backend: Backend) -> KnownPlace:
+        return KnownPlace(self._state / "places", backend.known_as, backend.where)
+
+    def _meant_plain(self, backend: Backend) -> bool:
+        """Whether the configuration says that a plain repository is meant here."""
+        if self._config is None:
+            return False
+        return any(not names_of(place, self._config).isdisjoint(backend.known_as) for place in self._config.plain_places)
+
+    def _recollection(self, backend: Backend) -> Recollection:
+        return Recollection(self._state / "opened" / blake3(backend.where.encode(errors="surrogateescape")).hexdigest()[:32])
+
+    def _watermark(self, identity: str, backend: Backend) -> FileWatermark:
+        return FileWatermark(self._state / "seen" / identity, backend.where)
+
+    def _remembering(self, core: Core) -> Core:
+        """Return the repository with a memory of the newest state seen: by its id, as each replica has a log of its own."""
+        log = Log(core.backend, core.keys.log, watermark=self._watermark(core.config.id, core.backend))
+        return Core(core.backend, core.config, core.keys, log, core.emit)
+
+
+def command(place: str, finding: Finding) -> str:
+    """Return the command that accepts what was found."""
+    generation = "" if finding.continues else f"@{finding.newest.generation}"
+    plain = " --plain" if finding.plain else ""
+    return f"icecore trust {shlex.quote(place)} --accept {finding.found.id}{generation}{plain}"
+
+
+def _require_no_encrypted(place: KnownPlace, backend: Backend) -> None:
+    try:
+        known = place.recall()
+    except Distrusted as error:
+        words = f"what this client knows of {backend.where} does not tell whether an encrypted repository was there ({error.message})"
+    else:
+        if known is None or not known.encrypted:
+            return
+        words = f"this client knows {known} at {backend.where}"
+    raise PlainRefused(
+        f"{words}; the new one would be plain", cure="'icecore init --encrypt' makes an encrypted one, 'icecore init --plain' a plain one"
+    )
+
+
+async def _require_admitted(backend: Backend, admit: Admit) -> None:
+    try:
+        await Core.open(backend, admit=admit)
+    except Distrusted:
+        raise
+    except IcecoreError:
+        pass
+
+
+def _plain_refused(backend: Backend, found: Known) -> PlainRefused:
+    return PlainRefused(
+        f"{backend.where} holds {found}, and a passphrase is configured: an encrypted one is expected",
+        cure=f"if it is meant to be plain: icecore trust {shlex.quote(backend.where)} --accept {found.id} --plain, or name the place in plain_places",
+    )

@@ -1,0 +1,96 @@
+"""Small files in which a client remembers something outside of a repository: a reader sees an old or a new one as a whole, and a crash leaves one of them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from icecore.errors import StoreError
+
+#: Bytes of a note that are read; none is near that long.
+_LIMIT = 1 << 20
+_LOCK = ".lock"
+
+
+def read(path: Path) -> bytes | None:
+    """Return what the note holds, or None if there is none.
+
+    Raises:
+        StoreError: It cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            return file.read(_LIMIT)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _failed("read", path, error) from error
+
+
+def write(path: Path, data: bytes) -> None:
+    """Replace the note, durably; only its owner may read it. Its folder is made where it is missing.
+
+    Raises:
+        StoreError: It cannot be written; the old one, if any, is still there.
+    """
+    temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    try:
+        _make(path.parent)
+        try:
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+        _sync(path.parent)
+    except OSError as error:
+        raise _failed("write", path, error) from error
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep every other process, and every other thread, out of the notes in ``folder``. Hold it briefly: it blocks.
+
+    Raises:
+        StoreError: The folder cannot be written to.
+    """
+    try:
+        _make(folder)
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise _failed("write", folder / _LOCK, error) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _make(folder: Path) -> None:
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            folder.mkdir(0o700)
+        _sync(folder.parent)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _failed(doing: str, path: Path, error: OSError) -> StoreError:
+    return StoreError(
+        f"cannot {doing} what this client remembers, {path}: {error.strerror}", cure="correct its permissions or make room, or set ICECORE_STATE"
+    )
