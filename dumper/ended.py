@@ -40,7 +40,7 @@ class Lives:
         """Raise `DumpFailed` with the end of a process where something fails for that."""
         try:
             yield
-        except IcecoreError as error:
+        except (IcecoreError, OSError) as error:  # what is reached through its /proc is a missing file then
             ended = [pid for pid, began in self._began.items() if _ended(pid, began)]
             if not ended or isinstance(error, _OTHERS):
                 raise

@@ -148,9 +148,11 @@ class Holder:
             NotHeld: CRIU has ended, or a thread has.
         """
         with self._orders:
-            if self._gone and not failed:
-                self._order("take")
-            self._gone.clear()
+            try:
+                if self._gone and not failed:
+                    self._order("take")
+            finally:
+                self._gone.clear()  # those that live stand again, also where one has ended
             self._release("fail" if failed else "go")
 
     def leave(self) -> None:

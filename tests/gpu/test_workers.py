@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,11 @@ from icecore.dumper.look import look
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.prediction import predict
 from icecore.dumper.preflight import refuse, warn
-from icecore.errors import DumpFailed, PreflightRefused
+from icecore.errors import DumpFailed
 from icecore.host import procfs
 from icecore.host.criu import Criu, find_criu
 from icecore.host.cuda.api import State
-from icecore.host.cuda.backend import Backend, find_backend
+from icecore.host.cuda.backend import Backend
 from icecore.host.cuda.fake import FakeDriver
 from icecore.host.cuda.threads import has_drivers_threads
 from icecore.restorer.options import RestoreOptions
@@ -28,7 +27,7 @@ from icecore.restorer.restore import restore
 from tests.dumper.world import Events, Store, standing
 from tests.host.criu_harness import crius
 from tests.host.target import eventually
-from tests.programs import driving, fake_cuda
+from tests.programs import fake_cuda
 
 from .conftest import Launch
 from .fake_world import GPUS, MIB, Target, World
@@ -68,7 +67,7 @@ def steps_are_whole(target: Target, count: int = WORKERS) -> None:
     """No worker has lost or repeated a step since its last restore at the latest: the steps of a snapshot come again."""
     for number in range(1, count + 1):
         steps = [int(line.split()[0]) for line in lines(target, number) if line != "done"]
-        assert all(after == before + 1 or after <= before for before, after in zip(steps, steps[1:], strict=False)), number
+        assert all(after == before + 1 or after <= before for before, after in itertools.pairwise(steps)), number
 
 
 def devices_of(target: Target, worker: int = 1) -> list[str]:
