@@ -1,10 +1,10 @@
 """A training as people write it: a DataLoader with forked workers, pinned batches, checkpoints in the background; a line ``STEP LOSS`` for each step.
 
-python loader.py --out FILE [--workers 4] [--persistent] [--no-pin] [--how eager|compile] [--save async|process] [--saves FOLDER] [--nvml FILE]
+python loader.py --out FILE [--workers 4] [--persistent] [--no-pin] [--how eager|compile] [--save thread|process] [--saves FOLDER] [--nvml FILE]
                  [--pause SECONDS] [--steps N]
 
 It knows nothing of icecore. Its losses are the same bit for bit, however fast its workers are. Where workers do not persist, each epoch of 48 batches forks new
-ones. ``--save``: every 20 steps `torch.distributed.checkpoint.async_save`, in a thread or in a process of its own. ``--nvml``: a process beside it, which is
+ones. ``--save``: every 40 steps `torch.distributed.checkpoint.async_save`, in a thread or in a process of its own. ``--nvml``: a process beside it, which is
 started before CUDA is, reads the GPU's memory through NVML ten times a second, and appends a line for each reading.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -92,14 +91,11 @@ def train(arguments: argparse.Namespace) -> None:
                 loss.backward()
                 optimizer.step()
                 print(step, float(loss.item()).hex(), file=out, flush=True)
-                if arguments.save and step % 20 == 0:
+                if arguments.save and step % 40 == 0:
                     if saving is not None:
                         saving.result()
-                        (Path(arguments.saves) / "saved").write_text(f"{step - 20}\n")
-                    folder = Path(arguments.saves) / f"{step // 20 % 2}"
-                    shutil.rmtree(folder, ignore_errors=True)
                     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                    saving = async_save(state, checkpoint_id=folder, async_checkpointer_type=kind)
+                    saving = async_save(state, checkpoint_id=Path(arguments.saves) / str(step), async_checkpointer_type=kind)
                 time.sleep(arguments.pause)
                 if step >= arguments.steps:
                     break
@@ -114,7 +110,7 @@ def main() -> int:
     parser.add_argument("--persistent", action="store_true")
     parser.add_argument("--no-pin", action="store_true")
     parser.add_argument("--how", choices=("eager", "compile"), default="eager")
-    parser.add_argument("--save", choices=("async", "process"))
+    parser.add_argument("--save", choices=("thread", "process"))
     parser.add_argument("--saves", default="saves")
     parser.add_argument("--nvml")
     arguments = parser.parse_args()
