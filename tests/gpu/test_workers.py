@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -111,7 +112,7 @@ def test_preflight_counts_only_who_has_cuda_state(launch: Launch, world: World) 
 
 @pytest.mark.parametrize("criu", crius())
 @pytest.mark.parametrize("mode", ["full", "lazy"])
-def test_workers_are_dumped_and_restored(mode: str, criu: Criu, store: Store, launch: Launch, world: World) -> None:
+def test_workers_are_dumped_and_restored(mode: Literal["full", "lazy"], criu: Criu, store: Store, launch: Launch, world: World) -> None:
     """Twice while all run on, then killed, and brought back from both; what was restored is dumped again."""
     target = launch(workers=WORKERS)
     wait_workers(target)
