@@ -94,7 +94,7 @@ setup(
         ),
         Program(
             "icecore.host/libicecore-devices.so",
-            ["host/criu_devices.c"],
+            ["host/criu_devices.c", "host/criu_device_files.c"],
             LIBRARY_FLAGS,
             "GPU jobs can neither be dumped nor restored",
             [],

@@ -80,11 +80,14 @@ def gpus(found: Look) -> list[Refusal]:
 
 def devices(found: Look) -> list[Refusal]:
     out = []
-    cuda = {process.pid for process in found.gpus.processes} if found.gpus is not None else set()
+    drivers = found.gpus
+    cuda = {process.pid for process in (*drivers.processes, *drivers.orphans)} if drivers is not None else set()
     for process, descriptor in _all_descriptors(found):
         device = (process.devices or {}).get(descriptor.number)
         if device is None or _NVIDIA.match(descriptor.target) or _OTHER_GPU.match(descriptor.target):
             continue  # judged by checks of their own
+        if drivers is not None and drivers.backend.is_device(descriptor.target):
+            continue
         if device[0] == _NVIDIA_MAJOR and process.pid in cuda:
             continue
         known = device[0] in _KNOWN_MAJORS or device == _AUTOFS

@@ -222,15 +222,14 @@ def window(found: Look) -> list[Refusal]:
     ]
 
 
-def inherited(gpus: GpuLook, pids: list[int]) -> list[Refusal]:
-    """Processes that have device files open and yet, says the driver, no CUDA of their own: forked from one that has, or users of NVML alone."""
+def nvml(found: Look) -> list[Refusal]:
+    """A warning: NVML's handles are the kernel's, and end with the process."""
     return [
         Refusal(
-            "gpu-descriptor",
-            f"process {p.pid} has the GPU's device files open but no CUDA of its own, so that nothing closes them for the dump",
-            "start workers by spawn or forkserver instead of fork, or before CUDA is initialised (DataLoader: multiprocessing_context='spawn'; "
-            "torch.compile: TORCHINDUCTOR_COMPILE_THREADS=1, as 'icecore run --gpu' sets it)",
+            "nvml",
+            f"process {p.pid} uses NVML: once restored, its calls of it fail until it calls nvmlShutdown and nvmlInit again",
+            "have it initialise NVML for each reading, or begin anew after an error",
         )
-        for p in gpus.processes
-        if p.pid in pids
+        for p in (found.gpus.orphans if found.gpus is not None else ())
+        if p.nvml
     ]

@@ -12,12 +12,13 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from icecore.dumper.checks_gpu import inherited
 from icecore.dumper.gpus import GpuLook
 from icecore.dumper.guard import Guard
+from icecore.dumper.orphans import left_open, misjudged, require_no_others
 from icecore.dumper.parent import Parent
 from icecore.dumper.resident import Resident
 from icecore.dumper.resident_look import has_mapped
@@ -49,6 +50,7 @@ class Devices:
     """The GPU processes of one dump (a context manager: left with an error it brings all of them back to running).
 
     Args:
+        root: The tree's.
         look: Who they are.
         guard: Starts the helper.
         word: Shows in the helper's command line.
@@ -65,6 +67,7 @@ class Devices:
 
     def __init__(
         self,
+        root: int,
         look: GpuLook,
         guard: Guard,
         word: str,
@@ -73,6 +76,7 @@ class Devices:
         resident: Resident | None = None,
         populate: bool = True,
     ) -> None:
+        self._root = root
         self._look = look
         self._guard = guard
         self._word = word
@@ -83,6 +87,7 @@ class Devices:
         self.pids: list[int] = []
         self.ranges: dict[int, list[tuple[int, int]]] = {}
         self.temporary: dict[int, list[tuple[int, int]]] = {}
+        self._nvml: list[int] = []
         self._resident = resident
         self._helper = Helper(guard.start, word)
 
@@ -111,9 +116,8 @@ class Devices:
             PreflightRefused: A process is in a state in which it cannot be dumped; nothing was stopped.
         """
         self._helper.wait_ready()
-        states = {p.pid: self._helper.state(p.pid) for p in self._look.processes}
-        refusals = inherited(self._look, [pid for pid, state in states.items() if state is State.NOT_CUDA])
-        reasons = [(r.name, r.message, r.cure) for r in refusals]
+        states = {p.pid: self._helper.state(p.pid) for p in (*self._look.processes, *self._look.orphans)}
+        reasons = [(r.name, r.message, r.cure) for r in misjudged(self._look, states)]
         for pid, state in states.items():
             if state not in (State.NOT_CUDA, State.RUNNING):
                 cure = (
@@ -124,7 +128,10 @@ class Devices:
                 reasons.append(("gpu-state", f"the driver says that process {pid} is {state.value}", cure))
         if reasons:
             raise PreflightRefused(reasons)
-        self.pids = list(states)
+        self.pids = [pid for pid, state in states.items() if state is not State.NOT_CUDA]
+        cuda = [one for one in self._look.processes if one.pid in self.pids]
+        others = [one for one in self._look.processes if one.pid not in self.pids]
+        self._look = replace(self._look, processes=cuda, orphans=[*self._look.orphans, *others])
         if self._resident is not None:
             with phase(self._emit, "dump.resident.prepare") as running:
                 running.fields |= self._resident.prepare(staging_bytes, machinery, parent, moved=self._look.most_bytes)
@@ -194,11 +201,14 @@ class Devices:
             with phase(self._emit, "dump.gpu.checkpoint") as running:
                 done, failed = self._helper.checkpoint(self.pids, populate=self._populate)
                 self._raise(failed, "checkpointed")
+                after = {pid: procfs.read_maps(pid) for pid in self.pids}
+                require_no_others(self._root, self._look, self.pids)
+                self._nvml = left_open(after, self._look.backend)
                 if {one.placement for one in done.values()} - {Placement.PROCESS}:
                     raise DumpFailed(
                         "the driver put device memory where this icecore does not look", cure="use a newer icecore"
                     )
-                self.ranges = {pid: procfs.appeared(before[pid], procfs.read_maps(pid)) for pid in self.pids}
+                self.ranges = {pid: procfs.appeared(before[pid], after[pid]) for pid in self.pids}
                 # Where the driver had mapped pinned memory, it does so again.
                 self.temporary = {pid: _free_of(ranges, before[pid]) for pid, ranges in self.ranges.items()}
                 running.bytes = sum(end - start for ranges in self.ranges.values() for start, end in ranges)
@@ -333,12 +343,20 @@ class Devices:
             cure = "the next dump tries again; a keeper that an older icecore started lasts as long as its job"
             self._emit(Event("dump.warning", {"name": "keep-resident", "message": message, "cure": cure}))
 
+    def warn(self) -> None:
+        """Warn of what a restore will take from processes that run on. The window is over."""
+        for pid in self._nvml:
+            message = f"process {pid} uses NVML beside CUDA: once restored, its calls of NVML fail until it calls nvmlShutdown and nvmlInit again"
+            self._emit(Event("dump.warning", {"name": "nvml", "message": message, "cure": "have it initialise NVML for each reading"}))
+
     def describe(self, images: Mapping[int, int]) -> dict[str, str]:
-        """What a restore needs to know, for the manifest's ``extra``.
+        """What a restore needs to know, for the manifest's ``extra``; nothing where no process has CUDA state.
 
         Args:
             images: Host pid → image id.
         """
+        if not self.pids:
+            return {}
         inventory = self._look.inventory
         used = {p.pid: p for p in self._look.processes}
         processes = {

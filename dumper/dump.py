@@ -20,6 +20,7 @@ from icecore.dumper.capture import HIDDEN_FILE, Capture, Captured
 from icecore.dumper.claim import Claim
 from icecore.dumper.devices import Devices
 from icecore.dumper.early import EarlyScan
+from icecore.dumper.ended import Lives
 from icecore.dumper.facts import describe_requirements
 from icecore.dumper.guard import WINDOW_PRIORITY, Guard
 from icecore.dumper.look import Look, look
@@ -135,7 +136,8 @@ def dump(
     with _after(options.after, options.hook_seconds, target, emit) as after:
         with ExitStack() as stack:
             dumping = _Dump(repository, loop, target, options, criu or find_criu(), workdir, emit, stack)
-            snapshot, manifest, pre_copied, spilled = dumping.run(after)
+            with dumping.lives.explaining():
+                snapshot, manifest, pre_copied, spilled = dumping.run(after)
             after.snapshot = snapshot
         done = DumpResult(
             snapshot=snapshot,
@@ -264,6 +266,7 @@ class _Dump:
         self.workdir = workdir
         self.emit = emit
         self.stack = stack
+        self.lives = Lives(target.pid, target.job)
         self.threads = options.scan_threads or limits.threads_for(SCAN_THREADS if native_scan_lacks() else NATIVE_SCAN_THREADS)
         self.encoders = options.scan_threads or limits.threads_for(ENCODE_THREADS)
 
@@ -383,6 +386,7 @@ class _Dump:
             if self.options.stop:
                 if devices is not None:
                     devices.leave()
+                self.lives.forget()
                 window.kill(list(captured.pids))
                 if devices is not None:
                     devices.gone(keep_resident=self.options.keep_resident)
@@ -400,7 +404,9 @@ class _Dump:
         refusals = check_target(self.target.pid)
         if refusals:
             raise PreflightRefused([(r.name, r.message, r.cure) for r in refusals])
+        self.lives.watch([self.target.pid])
         found = look(self.target.pid, self.criu, self.workdir, self.options)
+        self.lives.watch([one.pid for one in found.gpus.processes] if found.gpus is not None else [])
         require(found)
         for warning in warn(found):
             fields = {"name": warning.name, "message": warning.message, "cure": warning.cure}
@@ -423,7 +429,7 @@ class _Dump:
         if found.resident is not None:
             resident = Resident(found.resident, str(images), self.emit, outlives=bool(self.target.status))
             self.stack.callback(resident.close)
-        devices = Devices(found.gpus, guard, str(images), self.options.gpu_lock, self.emit, resident, self.options.populate)
+        devices = Devices(found.root, found.gpus, guard, str(images), self.options.gpu_lock, self.emit, resident, self.options.populate)
         self.stack.callback(devices.close)
         return devices
 
@@ -532,6 +538,7 @@ class _Dump:
         """Everything after the window but the commit."""
         if devices is not None:
             devices.let_go()
+            devices.warn()
         with phase(self.emit, "dump.store") as running:
             self.storing.pipeline.open_gate(running.counter(sum(space.queued for space in captured.spaces)))
             capture.after_window(captured)

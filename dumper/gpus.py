@@ -12,10 +12,13 @@ from icecore.host import procfs
 from icecore.host.cuda import nccl
 from icecore.host.cuda.backend import Backend
 from icecore.host.cuda.inventory import Inventory
+from icecore.host.cuda.threads import has_drivers_threads
 
 #: Device memory that the driver itself maps through nvidia-uvm lies below; managed memory is given high addresses.
 _DRIVERS_OWN = 1 << 36
 _IPC = "/dev/shm/cuda.shm."
+#: Parts of the paths of libraries.
+_CUDA_LIBRARY, NVML_LIBRARY = "/libcuda.so.", "/libnvidia-ml.so."
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class GpuProcess:
         ipc: It shares memory or events through CUDA's legacy IPC.
         mps: It reaches its GPU through MPS.
         resident: Bytes of device memory that a window does not move (`icecore.dumper.resident_look`).
+        threads: The driver has threads in it, as in every process with CUDA state.
+        nvml: It has NVML loaded, and not CUDA.
     """
 
     pid: int
@@ -46,6 +51,8 @@ class GpuProcess:
     ipc: bool = False
     mps: bool = False
     resident: int = 0
+    threads: bool = True
+    nvml: bool = False
 
     @property
     def moved(self) -> int:
@@ -55,17 +62,20 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class GpuLook:
-    """The GPU processes of a tree.
+    """The processes of a tree that have device files of the driver.
 
     Attributes:
+        processes: Those with CUDA state.
         inventory: The machine's; None where it cannot be read.
         problem: Why not, and what cures it.
+        orphans: Those without CUDA state: children that were forked from a CUDA process, and users of NVML alone.
     """
 
     backend: Backend
     processes: Sequence[GpuProcess]
     inventory: Inventory | None = None
     problem: tuple[str, str] = ("", "")
+    orphans: Sequence[GpuProcess] = ()
 
     @property
     def device_bytes(self) -> int:
@@ -85,7 +95,7 @@ def look_at_gpus(
     backend: Backend,
     processes: Sequence[tuple[int, Sequence[procfs.Mapping], Sequence[procfs.Descriptor], Sequence[Socket]]],
 ) -> GpuLook | None:
-    """Find the GPU processes; None when there are none.
+    """Find the processes that have device files of the driver; None when there are none.
 
     Args:
         processes: pid, mappings, descriptors and sockets of each.
@@ -127,9 +137,24 @@ def look_at_gpus(
                 ipc=any(m.path.startswith(_IPC) for m in mappings)
                 or any(d.target.startswith(_IPC) for d in descriptors),
                 mps=inventory is not None and pid in inventory.mps,
+                threads=_has_threads(pid),
+                nvml=_maps(mappings, NVML_LIBRARY) and not _maps(mappings, _CUDA_LIBRARY),
             )
         )
-    return GpuLook(backend, found, inventory, problem)
+    # A driver that calls its threads otherwise has none in any process: then all may have CUDA state, until it is asked.
+    known = any(one.threads for one in found)
+    orphans = [one for one in found if not one.contexts and (one.nvml or (known and not one.threads))]
+    return GpuLook(backend, [one for one in found if one not in orphans], inventory, problem, orphans)
+
+
+def _has_threads(pid: int) -> bool:
+    with suppress(NotFound):
+        return has_drivers_threads(pid)
+    return False
+
+
+def _maps(mappings: Sequence[procfs.Mapping], library: str) -> bool:
+    return any(library in m.path for m in mappings)
 
 
 def _is_managed(mapping: procfs.Mapping, backend: Backend) -> bool:

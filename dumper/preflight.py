@@ -48,7 +48,7 @@ CHECKS: tuple[Check, ...] = (
     checks_gpu.window,
 )
 
-WARNINGS: tuple[Check, ...] = (checks_descriptors.loose_pipes, checks.message_queues)
+WARNINGS: tuple[Check, ...] = (checks_descriptors.loose_pipes, checks.message_queues, checks_gpu.nvml)
 
 
 def check_target(pid: int) -> list[Refusal]:

@@ -19,7 +19,8 @@ import tempfile
 from collections.abc import Sequence
 
 from icecore.host.criu import dump_environment
-from icecore.host.cuda.holder import VARIABLE
+from icecore.host.cuda import holder
+from icecore.host.cuda.backend import find_backend
 
 # Whoever waits for the end of CRIU through the pipe `life` waits for the script's too.
 _SCRIPT = """#!/bin/sh
@@ -63,7 +64,7 @@ class Prepared:
             given = []
             if devices is not None:
                 given.append(devices.fileno())
-                environment[VARIABLE] = str(devices.fileno())
+                environment |= holder.dump_environment(devices.fileno(), find_backend().kinds())
             self.criu = subprocess.Popen(
                 [numbers.get(word, word) for word in command],
                 env=environment,

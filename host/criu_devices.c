@@ -5,7 +5,8 @@
  * ends the process. So all other threads are held by CRIU: a dump gives the word "held" once the tree stands still and before anything is collected, and
  * before it is let go "end", or "failed"; a restore gives "held" when all is there and before anything runs. Then it takes orders, each one message, and
  * answers each with an errno: "let THREAD…" (they run, untraced, with all signals blocked), "take" (they stand again, as they did), "bind PROCESS…" (should CRIU
- * end before it lets them go, the kernel kills them), and last, without an answer, "go" or "fail". See icecore.host.cuda.holder. */
+ * end before it lets them go, the kernel kills them), and last, without an answer, "go" or "fail". See icecore.host.cuda.holder.
+ * The other hooks are criu_device_files.c's. */
 
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -22,9 +23,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "criu_device_files.h"
+
 /* criu-plugin.h of version 0.2.0: CRIU 4.0 is the first to have all of these. */
 enum { STAGE_DUMP, STAGE_PRE_DUMP, STAGE_RESTORE };
-enum { RESUME_DEVICES_LATE = 9, CHECKPOINT_DEVICES = 11, HOOKS };
+enum { DUMP_EXT_FILE = 2, RESTORE_EXT_FILE, HANDLE_DEVICE_VMA = 7, UPDATE_VMA_MAP, RESUME_DEVICES_LATE, CHECKPOINT_DEVICES = 11, HOOKS };
 
 static int begin(int which);
 static void end(int which, int result);
@@ -42,7 +45,14 @@ __attribute__((visibility("default"))) struct {
 	.exit = end,
 	.version = 0x200,
 	.max_hooks = HOOKS,
-	.hooks = { [RESUME_DEVICES_LATE] = hold, [CHECKPOINT_DEVICES] = hold },
+	.hooks = {
+		[DUMP_EXT_FILE] = device_file_dump,
+		[RESTORE_EXT_FILE] = device_file_restore,
+		[HANDLE_DEVICE_VMA] = device_mapping_dump,
+		[UPDATE_VMA_MAP] = device_mapping_restore,
+		[RESUME_DEVICES_LATE] = hold,
+		[CHECKPOINT_DEVICES] = hold,
+	},
 };
 
 /* CRIU's own, into its log; 1 is an error. */
@@ -284,7 +294,7 @@ static int begin(int which)
 	stage = which;
 	if (stage != STAGE_PRE_DUMP && number && fcntl(atoi(number), F_SETFD, FD_CLOEXEC) == 0)
 		peer = atoi(number);
-	return 0;
+	return stage == STAGE_DUMP ? device_files_begin_dump() : stage == STAGE_RESTORE ? device_files_begin_restore() : 0;
 }
 
 /* Called for each process, when all stand still. What a restore's hook returns CRIU does not heed: no process that lacks something may run. */

@@ -16,7 +16,7 @@ from pathlib import Path
 from icecore.errors import Damaged, IcecoreError, RestoreFailed, RestoreRefused, UsageError
 from icecore.events import Event, Phase, Sink, Value, discard, phase
 from icecore.host.criu import Criu, find_criu, restore_environment
-from icecore.host.cuda.holder import VARIABLE, plugin_folder
+from icecore.host.cuda import holder as plugin
 from icecore.host.job import ExitStatus, Job, Stream
 from icecore.host.jobs import Registry, Restoring
 from icecore.host.limits import (
@@ -564,7 +564,7 @@ class _Run:
         tree.filling.listen()
         with phase(self.emit, "restore.criu") as running:
             with self.devices.holder() if self.devices is not None else nullcontext() as holder:
-                environment = restore_environment() | ({VARIABLE: str(holder.fileno())} if holder is not None else {})
+                environment = restore_environment() | plugin.restore_environment(holder.fileno() if holder is not None else None, criu.version)
                 given = [*descriptors, *([holder.fileno()] if holder is not None else [])]
                 tree.build(criu, images, arguments, prefix, given, self.options.criu_seconds, environment, self.early)
             running.fields["faults"] = tree.daemon.faults
@@ -572,8 +572,8 @@ class _Run:
     def _plugins(self, images: Path) -> list[str]:
         """Where CRIU takes its plugins from. Not from where it looks itself: CRIU's plugin for CUDA would make the driver's calls a second time."""
         folder = self.options.criu_plugins
-        if self.devices is not None:
-            folder = str(plugin_folder(images.with_name("plugins"), folder))
+        if self.devices is not None or (images / plugin.RECORD).exists():
+            folder = str(plugin.plugin_folder(images.with_name("plugins"), folder))
         return ["--libdir", folder] if folder else []
 
     def _fill(self, tree: Tree) -> None:

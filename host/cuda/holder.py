@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +18,11 @@ from icecore.errors import IcecoreError, MissingTool, NotFound
 PLUGIN = Path(__file__).parent.with_name("libicecore-devices.so")
 #: Names the plugin's end of the socket in CRIU's environment, by its number.
 VARIABLE = "ICECORE_DEVICES"
+#: Among CRIU's images: which of its files and mappings are device files that come back as others (host/criu_device_files.c).
+RECORD = "icecore-device-files.img"
+_FILES, _RETRIES = "ICECORE_DEVICE_FILES", "ICECORE_CRIU_RETRIES"
+#: From this version on CRIU passes to RESTORE_EXT_FILE where the plugin says whether it is to be called again (CRIU's commit fb02dbf68).
+_RETRIES_SINCE = (4, 3)
 #: What is to be said where it is not there.
 LACK = (
     f"{PLUGIN.name} was not built, with which CRIU holds the threads of a GPU process while the driver works in it: they could end it",
@@ -47,6 +52,26 @@ def plugin_folder(folder: Path, others: str) -> Path:
     for name, plugin in plugins.items():
         (folder / name).symlink_to(plugin.absolute())
     return folder
+
+
+def dump_environment(holder: int, kinds: Sequence[str]) -> dict[str, str]:
+    """Return what the plugin reads in the environment of a CRIU that dumps.
+
+    Args:
+        holder: The descriptor of its end of the socket.
+        kinds: Which device files are the driver's (`Backend.kinds`).
+    """
+    return {VARIABLE: str(holder), _FILES: " ".join(kinds)}
+
+
+def restore_environment(holder: int | None, criu: tuple[int, int, int]) -> dict[str, str]:
+    """Return what the plugin reads in the environment of a CRIU that restores.
+
+    Args:
+        holder: The descriptor of its end of the socket; None: the snapshot has no device memory for the driver.
+        criu: The version of CRIU.
+    """
+    return {**({} if holder is None else {VARIABLE: str(holder)}), **({_RETRIES: "1"} if criu >= _RETRIES_SINCE else {})}
 
 
 class NotHeld(IcecoreError):
@@ -123,9 +148,11 @@ class Holder:
             NotHeld: CRIU has ended, or a thread has.
         """
         with self._orders:
-            if self._gone and not failed:
-                self._order("take")
-            self._gone.clear()
+            try:
+                if self._gone and not failed:
+                    self._order("take")
+            finally:
+                self._gone.clear()  # those that live stand again, also where one has ended
             self._release("fail" if failed else "go")
 
     def leave(self) -> None:

@@ -13,9 +13,6 @@ from icecore.host.cuda import nccl
 from icecore.host.namespaces import Isolation
 
 _PROBE_SECONDS = 20.0
-#: torch.compile's workers are forked from a process that has the GPU's devices open, without CUDA of their own: nothing would close these for a dump.
-COMPILE: Mapping[str, str] = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-COMPILE_COST = "torch.compile compiles in the process itself, without workers: the first steps take longer"
 
 
 @dataclass(frozen=True)
@@ -80,14 +77,14 @@ def gpu_run(
     if not isolation.network:
         notes.append("jobs whose ranks talk over TCP can be restored right after they were killed only with --network private")
     settings, cost = (nccl.PARKED, nccl.PARKED_COST) if resident else (nccl.SNAPSHOTABLE, nccl.COST)
-    asked = {**settings, **(nccl.LOOPBACK if isolation.network else {}), **COMPILE}
+    asked = {**settings, **(nccl.LOOPBACK if isolation.network else {})}
     kept = {
         one: environment[one]
         for requirement in nccl.lacking({**asked, **environment}, parked=resident)
         for one in settings
         if one in requirement.cure and one in environment
     }
-    return GpuRun(isolation, {key: value for key, value in asked.items() if key not in environment}, kept, notes, f"{cost}; {COMPILE_COST}")
+    return GpuRun(isolation, {key: value for key, value in asked.items() if key not in environment}, kept, notes, cost)
 
 
 def private_root_lack() -> str:

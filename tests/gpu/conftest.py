@@ -22,10 +22,16 @@ Launch = Callable[..., Target]
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def nodes() -> bool:
+    """Whether the world's device files are some; see `World`."""
+    return False
+
+
+@pytest.fixture
+def world(nodes: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """A machine with four fake GPUs; what this process starts meets it too."""
     root = Path(tempfile.mkdtemp(prefix="icecore-world-", dir="/dev/shm"))
-    made = World(root / "world")
+    made = World(root / "world", nodes=nodes)
     monkeypatch.setenv(VARIABLE, f"fake:{made.root}")
     yield made
     shutil.rmtree(root, ignore_errors=True)

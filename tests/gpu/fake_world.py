@@ -38,14 +38,23 @@ def library() -> str:
 
 
 class World:
-    """A fake driver's world in a directory on tmpfs; everything in its environment variable ``ICECORE_CUDA``."""
+    """A fake driver's world in a directory on tmpfs; everything in its environment variable ``ICECORE_CUDA``.
 
-    def __init__(self, root: Path) -> None:
+    Args:
+        nodes: Its device files are some, and not plain files: of drivers that CRIU cannot dump, of which loop devices can be mapped.
+    """
+
+    def __init__(self, root: Path, *, nodes: bool = False) -> None:
         self.root = root
         (root / "dev").mkdir(parents=True)
         (root / "faults").mkdir()
         for name in ("nvidiactl", "nvidia-uvm", *(f"nvidia{n}" for n in range(len(GPUS)))):
-            (root / "dev" / name).touch()
+            if nodes:
+                path = "/dev/fuse" if name == "nvidiactl" else "/dev/loop-control" if name == "nvidia-uvm" else f"/dev/loop{name[-1]}"
+                about = os.stat(path)
+                os.mknod(root / "dev" / name, about.st_mode, about.st_rdev)
+            else:
+                (root / "dev" / name).touch()
         for gpu in GPUS:
             (root / "gpu" / gpu).mkdir(parents=True)
         self.driver = "580.159.03"
@@ -91,6 +100,9 @@ class Target:
         folder: Its output goes there.
         gpus: One for each process.
         lent: Each uses memory of the driver in a thread that nothing but being stopped holds back from it.
+        workers: Each forks so many.
+        late: A GPU that one more child begins to use when it is sent SIGUSR2.
+        gpuless: The first process uses none.
     """
 
     def __init__(
@@ -104,6 +116,9 @@ class Target:
         also: Sequence[str] = (),
         out: str = "",
         lent: bool = False,
+        workers: int = 0,
+        late: str = "",
+        gpuless: bool = False,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.mib = mib
@@ -119,6 +134,9 @@ class Target:
             "busy": busy,
             "also": list(also),
             "lent": lent,
+            "workers": workers,
+            "late": late,
+            "gpuless": gpuless,
         }
         self.command = [sys.executable, "-S", str(PROGRAM), json.dumps(self.order)]
         self.process: subprocess.Popen[bytes] | None = None

@@ -23,12 +23,12 @@ from icecore.events import Event
 from icecore.host import limits, procfs
 from icecore.host.criu import find_criu
 from icecore.host.cuda import populate
+from icecore.host.cuda.fake import FakeDriver
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import restore
 from icecore.store.faulty import FaultyBackend, Outcome
 from tests.dumper.failing import members
 from tests.dumper.world import Events, Store, leftovers, standing, until_clean
-from tests.host.target import eventually
 from tests.programs import fake_cuda
 
 from .conftest import Launch
@@ -275,21 +275,15 @@ def test_a_dump_that_stops_the_job(store: Store, launch: Launch, world: World) -
     assert not leftovers(store.workdir)
 
 
-def test_what_the_driver_says_before_anything_is_locked(store: Store, launch: Launch, world: World) -> None:
+def test_the_driver_is_asked_before_anything_is_locked(store: Store, launch: Launch, world: World) -> None:
+    """Threads and states that contradict each other: `tests/gpu/test_workers.py`."""
     target = launch()
-    idle = subprocess.Popen(
-        [
-            sys.executable,
-            "-S",
-            "-c",
-            f"import os, time; os.open({str(world.root / 'dev/nvidia0')!r}, 0); time.sleep(1000)",
-        ]
-    )
+    helper = FakeDriver(world.root)
+    helper.lock(target.pid, 10)
     try:
-        assert eventually(lambda: any(d.target.endswith("nvidia0") for d in procfs.descriptors(idle.pid)))
-        with pytest.raises(PreflightRefused, match="no CUDA of its own"):
-            store.dump(idle.pid)
+        with pytest.raises(PreflightRefused, match=r"says that process \d+ is locked"):
+            store.dump(target.pid)
     finally:
-        idle.kill()
-        idle.wait(10)
+        helper.unlock(target.pid)
     runs_on(target, store.workdir)
+    assert not store.snapshots()

@@ -1,19 +1,27 @@
 """A process that plays a CUDA process for `icecore.host.cuda.fake`: it computes, while fake_device.c holds its memory and plays its driver.
 
-python fake_cuda.py '{"library": fake_device.so, "world": …, "gpu": "GPU-…", "mib": 4, "out": FILE, "busy": 0, "children": ["GPU-…"], "lent": false}'
+python fake_cuda.py '{"library": fake_device.so, "world": …, "gpu": "GPU-…", "mib": 4, "out": FILE, "busy": 0, "children": ["GPU-…"], "lent": false,
+                     "workers": 0, "late": "GPU-…", "gpuless": false}'
 
 Each step reads and writes device memory and appends a line ``STEP DIGEST`` to its output: the same lines whatever happens to it in between. With ``lent``,
-a thread that makes no CUDA call uses memory of the driver, which is not there for a moment of each checkpoint and restore.
+a thread that makes no CUDA call uses memory of the driver, which is not there for a moment of each checkpoint and restore. ``workers`` are forked once there
+is device memory, as those of a DataLoader are, one more at each SIGUSR1; each appends lines ``STEP DEVICE…`` to ``OUT.worker.N``: the numbers of the device
+files that it has inherited. At SIGTERM it closes and unmaps these, ends well, and its last line is ``done``.
+``late`` is the GPU that a child begins to use at SIGUSR2; with ``gpuless`` the process itself uses none.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
+import itertools
 import json
 import mmap
 import os
+import signal
 import socket
+import stat
 import sys
 import time
 import uuid
@@ -22,10 +30,13 @@ from typing import Any
 
 #: Where the driver maps device memory while the process is checkpointed.
 DEVICE = 0x6FA500000000
+#: Where a process has mapped its GPU's device file.
+REGISTERS = 0x6FA4D0000000
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
 libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def expected(steps: int, mib: int) -> list[str]:
@@ -98,6 +109,10 @@ def take(what: str, world: Path) -> Any:
             return mapped(world / "dev" / "nvidia-uvm", 0x20D200000, 0x20D200000)
         case "large":
             return Large()
+        case "a device file":
+            return os.open(world / "dev" / "nvidiactl", os.O_RDWR)
+        case "NVML":
+            return mapped(world / "libnvidia-ml.so.1", 0, 0)
         case "ipc":
             return mapped(Path(f"/dev/shm/cuda.shm.0.{os.getpid():x}.1"), 0, 0)
     raise ValueError(what)
@@ -122,6 +137,51 @@ def mapped(path: Path, address: int, offset: int) -> int:
     return address
 
 
+def device_files() -> list[int]:
+    """The descriptors of this process that are device files, but for its standard ones."""
+
+    def is_one(number: int) -> bool:
+        try:
+            mode = os.fstat(number).st_mode
+        except OSError:
+            return False
+        return stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
+
+    return [number for number in map(int, os.listdir("/proc/self/fd")) if number > 2 and is_one(number)]
+
+
+def work(out: str) -> None:
+    """Be a worker: never returns."""
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    inherited = device_files()
+    with open(out, "a", encoding="ascii") as lines:
+        for step in itertools.count(1):
+            found = (os.fstat(number).st_rdev for number in inherited)
+            print(step, *(f"{os.major(one)}:{os.minor(one)}" for one in found), file=lines, flush=True)
+            if asked:
+                break
+            time.sleep(0.005)
+        for number in inherited:
+            try:
+                fcntl.ioctl(number, 0xC020462A)  # a call of the driver's, which libcuda may make as it ends
+            except OSError:
+                os.close(number)
+        assert libc.munmap(REGISTERS, mmap.PAGESIZE) == 0
+        print("done", file=lines, flush=True)
+    sys.exit(0)
+
+
+def begin_late(order: dict[str, Any]) -> None:
+    """Be a child that begins to use a GPU when it is told to, and then does nothing: never returns."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+    signal.sigwait([signal.SIGUSR2])
+    _device = Device(order, order["late"])
+    while True:
+        time.sleep(60)
+
+
 def main(order: dict[str, Any]) -> None:
     gpus = [order["gpu"], *order.get("children", ())]
     out = order["out"]
@@ -129,13 +189,25 @@ def main(order: dict[str, Any]) -> None:
         if os.fork() == 0:
             gpus, out = [gpu], f"{out}.{number}"
             break
+    if order.get("late") and os.fork() == 0:
+        begin_late(order)
     held = [take(what, Path(order["world"])) for what in order.get("also", ())]
-    device = Device(order, gpus[0])
+    device = None if order.get("gpuless") else Device(order, gpus[0])
+    numbers = itertools.count(1)
+
+    def begin_worker(*_: object) -> None:
+        number = next(numbers)
+        if os.fork() == 0:
+            work(f"{out}.worker.{number}")
+
+    signal.signal(signal.SIGUSR1, begin_worker)
+    for _ in range(order.get("workers", 0)):
+        begin_worker()
     with open(out, "a", encoding="ascii") as lines:
         step = 0
         while True:
             step += 1
-            print(step, device.step(step, order.get("busy", 0.0)).hex(), file=lines, flush=True)
+            print(step, device.step(step, order.get("busy", 0.0)).hex() if device else "", file=lines, flush=True)
             assert all(held)
             time.sleep(0.005)
 

@@ -17,6 +17,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/random.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -26,6 +27,7 @@
 #define WRITTEN 0x656469736562ull
 #define LENT ((char *)0x6FA4F0000000)
 #define CONTROL ((struct control *)0x6FA4E0000000)
+#define REGISTERS ((char *)0x6FA4D0000000) /* a shared mapping of the GPU's device file, where that is one */
 enum { PAGE = 4096, LENT_BYTES = 16 * PAGE, MOST_GPUS = 16 };
 enum { OK = 0, INVALID = 1, ILLEGAL = 401, NOT_READY = 600 };
 enum { LOCK = 1, CHECKPOINT, RESTORE, UNLOCK };
@@ -49,7 +51,7 @@ static uint8_t uuids[MOST_GPUS][16]; /* by number */
 static unsigned gpus, gpu;
 static size_t size;
 static int file, nodes[3];
-static bool lent;
+static bool lent, registers;
 static enum state state;
 static pthread_mutex_t calls = PTHREAD_MUTEX_INITIALIZER; /* held in each CUDA call, and while it is locked */
 
@@ -102,6 +104,10 @@ static bool take(unsigned number, const char *content)
 		nodes[i] = open(path, O_RDWR | O_CLOEXEC);
 		must(nodes[i] >= 0, path);
 	}
+	struct stat about;
+	registers = !fstat(nodes[0], &about) && !S_ISREG(about.st_mode);
+	if (registers)
+		map(REGISTERS, PAGE, MAP_SHARED, nodes[0]);
 	gpu = number;
 	return true;
 }
@@ -112,6 +118,8 @@ static void leave(void)
 	map(DEVICE, size, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1); /* as the real one has it */
 	must(pread(file, DEVICE, size, 0) == (ssize_t)size, "device memory");
 	close(file);
+	if (registers)
+		munmap(REGISTERS, PAGE);
 	for (int i = 0; i < 3; i++)
 		close(nodes[i]);
 	must(unlink(place) == 0, place);
@@ -221,11 +229,18 @@ static void tell(uint64_t answer, int result)
 	__atomic_store_n(&CONTROL->answer, answer, __ATOMIC_RELEASE);
 }
 
+/* Device memory is its process's alone: here it is a file, which a child would have too. */
+static void in_child(void)
+{
+	close(file);
+}
+
 static sem_t served;
 
 static void *serve(void *unused)
 {
 	uint64_t answered = 0;
+	pthread_setname_np(pthread_self(), "cuda-EvtHandlr");
 	tell(0, OK);
 	sem_post(&served);
 	for (;;) {
@@ -255,6 +270,8 @@ int device_start(const char *root, const uint8_t *known, unsigned count, unsigne
 	if (!take(number, content))
 		return errno;
 	map((char *)CONTROL, PAGE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1);
+	must(madvise(CONTROL, PAGE, MADV_DONTFORK) == 0, "madvise"); /* the driver knows nothing of a child */
+	must(pthread_atfork(NULL, NULL, in_child) == 0, "atfork");
 	map((char *)BESIDE, PAGE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
 	*BESIDE = WRITTEN;
 	if (lent) {

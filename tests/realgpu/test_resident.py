@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import icecore
-from icecore.host.cuda.job import COMPILE
 from icecore.host.resident.client import Keeper
 
 from .conftest import needs
@@ -48,7 +47,7 @@ def test_a_program_goes_on(program: str, lab: Lab) -> None:
 
     def start(name: str, environment: dict[str, str]) -> tuple[int, Path]:
         words = [word.format(folder=lab.folder, name=name) for word in (*command, f"{{folder}}/{name}")]
-        return lab.plain(*words[1:], program=words[0], environment={**environment, **COMPILE}), lab.folder / name
+        return lab.plain(*words[1:], program=words[0], environment=environment), lab.folder / name
 
     without, unmarked = start("without", {}), start("with", lab.resident())
     pid, out = start("lines", lab.resident())

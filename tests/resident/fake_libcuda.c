@@ -1042,6 +1042,7 @@ static _Noreturn void *driver_thread(void *unused)
 			pause();
 	}
 	control = mmap(CONTROL, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
+	madvise(CONTROL, 4096, MADV_DONTFORK); /* the driver knows nothing of a child */
 	control->thread = (unsigned)syscall(SYS_gettid);
 	for (int device = 0; device < devices; device++)
 		if (used[device])

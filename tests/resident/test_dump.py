@@ -409,6 +409,22 @@ def test_whoever_dies(store: Store, launch: Launch, joined: Machine, who: str, m
     runs_on(job, store)
 
 
+@pytest.mark.parametrize("moment", ["dump.preflight", "dump.resident.prepare", "dump.criu", "dump.resident.unmap", "dump.gpu.checkpoint"])
+@pytest.mark.parametrize("who", ["the job", "a rank"])
+def test_a_process_that_ends_is_said_to_have_ended(store: Store, launch: Launch, who: str, moment: str) -> None:
+    """Whatever was asked of it then, and did not answer."""
+    job = launch(gpus=(0, 1), children=1)
+    victim = job.pid if who == "the job" else next(pid for pid in job.pids if pid != job.pid)
+
+    def kill(_: Event) -> None:
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: not procfs.exists(victim) or procfs.is_over(victim))
+
+    with pytest.raises(DumpFailed, match=f"process {victim}.* ended during the dump") as caught:
+        store.dump(job.pid, events=Events({(moment, "end"): kill}))
+    assert caught.value.cure and not store.snapshots()
+
+
 def test_a_window_that_is_too_long(store: Store, launch: Launch, joined: Machine) -> None:
     job = launch()
     fault(joined, "faults/1", json.dumps({"call": "checkpoint", "code": 0, "seconds": 2.0}))

@@ -1,0 +1,32 @@
+"""The driver's threads of a process, which show that it has CUDA state; rule: nobody is asked or stopped, /proc tells."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from icecore.host import procfs
+
+#: How drivers 570 and 580 call their threads; the preload has the same list (host/resident/threads.c).
+_NAMES = re.compile(r"cuda-EvtHandlr|cuda[0-9a-fA-F]{11}")
+
+
+def has_drivers_threads(pid: int) -> bool:
+    """Whether the driver has a thread in a process. A forked child has none, because fork(2) copies no threads.
+
+    Threads of a program that is itself called like one of the driver's do not count.
+
+    Raises:
+        NotFound: The process has ended.
+    """
+    leader = _name(pid, pid)
+    return any(
+        _NAMES.fullmatch(name) and name != leader for name in (_name(pid, thread) for thread in procfs.threads(pid) if thread != pid)
+    )
+
+
+def _name(pid: int, thread: int) -> str:
+    with suppress(OSError):  # it has ended
+        return Path(f"/proc/{pid}/task/{thread}/comm").read_text(encoding="utf-8", errors="replace").rstrip("\n")
+    return ""

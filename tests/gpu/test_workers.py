@@ -1,0 +1,266 @@
+"""Children that were forked from a GPU process, with its device files: they are dumped and restored, and nobody with CUDA state is taken for one."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from icecore.dumper import orphans
+from icecore.dumper.gpus import GpuLook, GpuProcess
+from icecore.dumper.look import look
+from icecore.dumper.options import DumpOptions
+from icecore.dumper.prediction import predict
+from icecore.dumper.preflight import refuse, warn
+from icecore.errors import DumpFailed
+from icecore.host import procfs
+from icecore.host.criu import Criu, find_criu
+from icecore.host.cuda.api import State
+from icecore.host.cuda.backend import Backend
+from icecore.host.cuda.fake import FakeDriver
+from icecore.host.cuda.threads import has_drivers_threads
+from icecore.restorer.options import RestoreOptions
+from icecore.restorer.restore import restore
+from tests.dumper.world import Events, Store, standing
+from tests.host.criu_harness import crius
+from tests.host.target import eventually
+from tests.programs import fake_cuda
+
+from .conftest import Launch
+from .fake_world import GPUS, MIB, Target, World
+
+pytestmark = pytest.mark.criu
+
+WORKERS = 4
+
+
+@pytest.fixture
+def nodes() -> bool:
+    """Real device files, which CRIU alone cannot dump."""
+    for path in ("/dev/fuse", "/dev/loop-control", "/dev/loop0"):
+        try:
+            os.close(os.open(path, os.O_RDWR))
+        except OSError as error:
+            pytest.skip(f"{path}: {error}")
+    return True
+
+
+def lines(target: Target, worker: int) -> list[str]:
+    path = Path(f"{target.out}.worker.{worker}")
+    return path.read_text().split("\n")[:-1] if path.exists() else []
+
+
+def wait_workers(target: Target, count: int = WORKERS, more: int = 3) -> None:
+    """Wait until every worker has made so many steps more than now."""
+    before = [len(lines(target, n)) for n in range(1, count + 1)]
+    assert eventually(lambda: all(len(lines(target, n)) >= before[n - 1] + more for n in range(1, count + 1)))
+
+
+def workers(root: int) -> list[int]:
+    return [pid for pid in procfs.tree(root) if pid != root]
+
+
+def steps_are_whole(target: Target, count: int = WORKERS) -> None:
+    """No worker has lost or repeated a step since its last restore at the latest: the steps of a snapshot come again."""
+    for number in range(1, count + 1):
+        steps = [int(line.split()[0]) for line in lines(target, number) if line != "done"]
+        assert all(after == before + 1 or after <= before for before, after in itertools.pairwise(steps)), number
+
+
+def devices_of(target: Target, worker: int = 1) -> list[str]:
+    """The device files of its last step."""
+    return lines(target, worker)[-1].split()[1:]
+
+
+def registers(pid: int) -> list[procfs.Mapping]:
+    return [m for m in procfs.read_maps(pid) if m.start == fake_cuda.REGISTERS]
+
+
+def test_what_a_child_inherits(launch: Launch, world: World) -> None:
+    """The world is as it is on a GPU: a child has its parent's device files, open and mapped, and no CUDA state."""
+    target = launch(workers=WORKERS)
+    wait_workers(target)
+    child = workers(target.pid)[0]
+    assert len(devices_of(target)) == 3 and registers(child)[0].flags == procfs.MAP_SHARED
+    assert registers(child)[0].path == str(world.root / "dev" / "nvidia0")
+    driver = FakeDriver(world.root)
+    assert [driver.state(pid) for pid in (target.pid, child)] == [State.RUNNING, State.NOT_CUDA]
+    assert [has_drivers_threads(pid) for pid in (target.pid, child)] == [True, False]
+
+
+def test_preflight_counts_only_who_has_cuda_state(launch: Launch, world: World) -> None:
+    target = launch(workers=WORKERS)
+    alone = launch()
+    found = look(target.pid, find_criu(), "/dev/shm", DumpOptions())
+    assert found.gpus is not None
+    assert [p.pid for p in found.gpus.processes] == [target.pid]
+    assert sorted(p.pid for p in found.gpus.orphans) == sorted(workers(target.pid))
+    assert [r for r in refuse(found) if r.name.startswith(("gpu", "device"))] == []
+    # What the GPU has in use, by whomever, is not counted once more for each child.
+    for gpu in world.gpus:
+        gpu["used"] = 3 << 30
+    world.write()
+    found = look(target.pid, find_criu(), "/dev/shm", DumpOptions())
+    one = look(alone.pid, find_criu(), "/dev/shm", DumpOptions())
+    assert found.gpus is not None and found.gpus.most_bytes == MIB << 20
+    assert predict(found) == predict(one)
+
+
+@pytest.mark.parametrize("criu", crius())
+@pytest.mark.parametrize("mode", ["full", "lazy"])
+def test_workers_are_dumped_and_restored(mode: Literal["full", "lazy"], criu: Criu, store: Store, launch: Launch, world: World) -> None:
+    """Twice while all run on, then killed, and brought back from both; what was restored is dumped again."""
+    target = launch(workers=WORKERS)
+    wait_workers(target)
+    taken = []
+    for _ in range(2):
+        taken.append(store.dump(target.pid, criu=criu).snapshot)
+        assert not standing(target.pid)
+        target.wait_steps(3)
+        wait_workers(target)
+        assert len(devices_of(target)) == 3 and "1:3" not in devices_of(target), "in place nothing is taken from them"
+    target.kill()
+    world.clear()
+    for snapshot in (taken[1], taken[0]):
+        restored = restore(store.repository, store.loop, snapshot, RestoreOptions(mode=mode), criu=criu, emit=Events())
+        restored.wait_resident(30)
+        target.wait_steps(5)
+        wait_workers(target)
+        target.is_right()
+        steps_are_whole(target)
+        assert devices_of(target) == ["1:3"] * 3
+        child = workers(restored.pid)[0]
+        (mapping,) = registers(child)
+        assert mapping.path.startswith("/dev/zero") and mapping.length == os.sysconf("SC_PAGESIZE")
+        if snapshot == taken[1]:
+            target.pids = procfs.tree(restored.pid)
+            target.kill()
+            world.clear()
+    again = store.dump(restored.pid, DumpOptions(stop=True), criu=criu).snapshot
+    target.pids = [p for p in target.pids if os.path.exists(f"/proc/{p}")]
+    target.reap()
+    restored = restore(store.repository, store.loop, again, RestoreOptions(mode=mode), criu=criu, emit=Events())
+    restored.wait_resident(30)
+    target.wait_steps(5)
+    wait_workers(target)
+    target.is_right()
+    # They end as a worker does: they close and unmap what they inherited, and exit.
+    target.pids = procfs.tree(restored.pid)
+    for pid in workers(restored.pid):
+        os.kill(pid, signal.SIGTERM)
+    assert eventually(lambda: all(lines(target, n)[-1] == "done" for n in range(1, WORKERS + 1)))
+
+
+def test_a_worker_that_is_forked_while_the_dump_begins(store: Store, launch: Launch, world: World) -> None:
+    target = launch(workers=1)
+    wait_workers(target, 1)
+
+    def fork(_: object) -> None:
+        os.kill(target.pid, signal.SIGUSR1)
+        assert eventually(lambda: len(workers(target.pid)) == 2)
+        wait_workers(target, 2)
+        target.pids = procfs.tree(target.pid)
+
+    snapshot = store.dump(target.pid, DumpOptions(stop=True), events=Events({("dump.criu", "end"): fork})).snapshot
+    target.reap()
+    restored = restore(store.repository, store.loop, snapshot, RestoreOptions(), emit=Events())
+    restored.wait_resident(30)
+    target.wait_steps(3)
+    wait_workers(target, 2)
+    target.is_right()
+    assert devices_of(target, 2) == ["1:3"] * 3
+    target.pids = procfs.tree(restored.pid)
+
+
+def test_a_process_that_begins_to_use_cuda_meanwhile(store: Store, launch: Launch, world: World) -> None:
+    """CRIU stops it with device files that the plugin would dump: the snapshot is given up, and all run on."""
+    target = launch(workers=1, late=GPUS[1])
+    wait_workers(target, 1)
+    late = workers(target.pid)[0]
+
+    def begin(_: object) -> None:
+        os.kill(late, signal.SIGUSR2)
+        assert eventually(lambda: has_drivers_threads(late))
+
+    with pytest.raises(DumpFailed, match="has begun to use CUDA since the dump began"):
+        store.dump(target.pid, events=Events({("dump.criu", "end"): begin}))
+    assert not standing(target.pid)
+    target.wait_steps(3)
+    target.is_right()
+    assert not store.snapshots()
+    store.dump(target.pid)  # now it is known
+
+
+def test_a_device_file_that_the_driver_has_left_open(store: Store, launch: Launch, world: World) -> None:
+    target = launch(also=["a device file"])
+    with pytest.raises(DumpFailed, match="left device files open"):
+        store.dump(target.pid)
+    assert not standing(target.pid)
+    target.wait_steps(3)
+    target.is_right()
+
+
+def test_nvml_beside_cuda(store: Store, launch: Launch, world: World) -> None:
+    """Its descriptors stay open through a checkpoint; a restore takes them, which is said."""
+    target = launch(also=["a device file", "NVML"])
+    events = Events()
+    snapshot = store.dump(target.pid, DumpOptions(stop=True), events=events).snapshot
+    assert ["nvmlInit" in str(event.fields["message"]) for event in events.named("dump.warning") if event.fields["name"] == "nvml"] == [True]
+    target.reap()
+    restored = restore(store.repository, store.loop, snapshot, RestoreOptions(), emit=Events())
+    restored.wait_resident(30)
+    target.wait_steps(3)
+    target.is_right()
+
+
+def test_nvml_alone(store: Store, launch: Launch, world: World) -> None:
+    """A metrics logger: no process of its tree has CUDA state."""
+    target = launch(also=["a device file", "NVML"], gpuless=True)
+    found = look(target.pid, find_criu(), "/dev/shm", DumpOptions())
+    assert found.gpus is not None and not found.gpus.processes and found.gpus.most_bytes == 0
+    assert [w.name for w in warn(found) if w.name == "nvml"] == ["nvml"]
+    snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
+    target.reap()
+    manifest = store.read(snapshot).manifest
+    assert "cuda" not in manifest.extra and not manifest.requirements.devices
+    (world.root / "inventory.json").unlink()  # the machine that it is restored on needs no GPU
+    restored = restore(store.repository, store.loop, snapshot, RestoreOptions(), emit=Events())
+    restored.wait_resident(30)
+    target.wait_steps(3)
+    assert any(d.target == "/dev/null" and d.number > 2 for d in procfs.descriptors(restored.pid))
+
+
+@pytest.mark.parametrize("wrong", ["an orphan runs CUDA", "threads without state"])
+def test_what_the_driver_contradicts_is_refused(wrong: str) -> None:
+    ours = os.getpid()
+    one = GpuProcess(ours, threads=wrong != "an orphan runs CUDA")
+    state = State.RUNNING if wrong == "an orphan runs CUDA" else State.NOT_CUDA
+    found = GpuLook(Backend("/dev/nvidia"), [one], orphans=[]) if one.threads else GpuLook(Backend("/dev/nvidia"), [], orphans=[one])
+    assert [r.name for r in orphans.misjudged(found, {ours: state})] == ["gpu-state"]
+    right = State.NOT_CUDA if state is State.RUNNING else State.RUNNING
+    assert orphans.misjudged(found, {ours: right}) == []
+
+
+@pytest.mark.parametrize(("death", "words"), [("the job", "job job (process {root}) ended"), ("a worker", "")])
+def test_a_process_that_ends_during_the_dump(death: str, words: str, store: Store, launch: Launch, world: World) -> None:
+    target = launch(workers=1)
+    wait_workers(target, 1)
+    victim = target.pid if death == "the job" else workers(target.pid)[0]
+
+    def kill(_: object) -> None:
+        os.kill(victim, signal.SIGKILL)
+        assert eventually(lambda: procfs.is_over(victim) if os.path.exists(f"/proc/{victim}") else True)
+
+    events = Events({("dump.criu", "end"): kill})
+    if words:
+        with pytest.raises(DumpFailed) as caught:
+            store.dump(target.pid, events=events)
+        assert words.format(root=target.pid) in caught.value.message and caught.value.cure
+    else:
+        store.dump(target.pid, events=events)
+        target.wait_steps(3)
+        target.is_right()
