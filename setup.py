@@ -29,7 +29,10 @@ CRIU_FLAGS = [*LIBRARY_FLAGS, "-fno-builtin", "-Wl,-soname,libicecore-criu.so"]
 CRIU_SOURCES = ["host/criu_memcpy.c", "host/criu_pages.c", "host/criu_proc.c"]
 PRELOAD_SOURCES = [
     f"{RESIDENT}{name}.c"
-    for name in ("interpose", "allocate", "spare", "handles", "contexts", "table", "holding", "ipc", "threads", "stack", "capture", "local_memory", "window", "agent")
+    for name in (
+        *("interpose", "allocate", "spare", "handles", "contexts", "table", "holding", "ipc", "threads", "stack", "capture"),
+        *("local_memory", "window", "agent"),
+    )
 ]
 
 

@@ -22,6 +22,9 @@ class Seen(NamedTuple):
 #: windows of docs/resident.md: 0.5–1.0 s of one process, 1.4–1.7 of two ranks, 3.0–3.6 of four.
 FIRST, FURTHER = Seen(0.3, 0.4, 0.7), Seen(0.7, 0.8, 0.9)
 
+#: A context with nothing in it, whatever NVML says that is left of a process beside its resident memory (H100 and H200, driver 580).
+CONTEXT_BYTES = 500 << 20
+
 Rates = tuple[float, float]
 #: What the driver usually moves out and in, bytes a second and process (docs/gpu.md): by itself, and with its mapping made for it.
 USUAL_ALONE: Rates = (2.0e9, 5.0e9)
@@ -71,7 +74,7 @@ def window_of(found: Look) -> Seen:
 def _driver_seconds(gpus: GpuLook, rates: Rates) -> float:
     """Processes at the same time; those that NVML does not know are taken to use as much each."""
     unknown = sum(not process.contexts for process in gpus.processes)
-    most = max((process.moved for process in gpus.processes), default=0)
+    most = max((max(process.moved, CONTEXT_BYTES) for process in gpus.processes), default=0)
     if unknown:
         most = max(most, gpus.most_bytes // unknown)
     return sum(most / rate for rate in rates)

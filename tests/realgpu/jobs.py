@@ -143,14 +143,18 @@ class Lab:
             for pid in tree:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            end = time.monotonic() + seconds
-            for pid in tree:
-                while os.path.exists(f"/proc/{pid}"):
-                    with suppress(ChildProcessError):
-                        os.waitpid(pid, os.WNOHANG)
-                    if time.monotonic() > end:
-                        raise TimeoutError(f"process {pid} does not go away: {procfs.status(pid)}")
-                    time.sleep(0.01)
+            self.reap(tree, seconds)
+
+    def reap(self, pids: Sequence[int], seconds: float = 60.0) -> None:
+        """Wait until these, which were killed, are gone: they may have become children of this process."""
+        end = time.monotonic() + seconds
+        for pid in pids:
+            while os.path.exists(f"/proc/{pid}"):
+                with suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+                if time.monotonic() > end:
+                    raise TimeoutError(f"process {pid} does not go away: {procfs.status(pid)}")
+                time.sleep(0.01)
 
     # -- snapshots
 

@@ -92,8 +92,9 @@ def run(lab: Lab, wanted: Sequence[str], words: Sequence[str], environment: dict
         if snapshot == taken[0]:
             break
         lab.kill(restored.pid)
+    pids = procfs.tree(last)
     again = lab.dump(last, stop=True).snapshot
-    lab.kill(last)
+    lab.reap(pids)
     restored = lab.restore(again)
     goes_on(lab, out, wanted)
     lab.kill(restored.pid)
