@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from icecore.errors import Damaged, IcecoreError, ObjectMissing, StoreDenied, StoreError
 from icecore.events import Event, phase
-from icecore.store.backend import READERS_LEAVE
+from icecore.store.backend import FOREIGN_AT_MOST, READERS_LEAVE, Foreign
 from icecore.store.cell import CELL, CELL_BYTES, Records
 from icecore.store.cellmap import PACK, parse_pack_footer
 from icecore.store.container import TAIL_BYTES, Container
@@ -25,12 +25,16 @@ from icecore.store.log import KEPT_ENTRIES, Entry, anchor_before
 from icecore.store.manifest import MANIFEST_KIND, Manifest
 from icecore.store.names import (
     CONFIG,
+    FILTERS,
     KEYS,
     KINDS,
     LOG,
     PREFIX,
+    SESSIONS,
     Kind,
     filter_name,
+    is_known,
+    key_number,
     log_generation,
     log_name,
     object_name,
@@ -78,6 +82,7 @@ class Report:
         damages: Everything that is wrong; empty if all is well.
         lost: Damage of which only quarantined snapshots suffer: known before.
         quarantined: Snapshots that were found to have lost data, and what.
+        foreign: What lies among the objects and is none of the repository's: it is left alone, and harms nothing.
         failed: Damages that are only objects which the store failed to give: they may be well.
         denied: The first refusal, if the store refused to give any.
         doubtful: Shards that are damaged or missing, or hold a chunk that is.
@@ -92,6 +97,7 @@ class Report:
     damages: list[Damage] = field(default_factory=list)
     lost: list[Damage] = field(default_factory=list)
     quarantined: dict[str, str] = field(default_factory=dict)
+    foreign: list[Foreign] = field(default_factory=list)
     failed: list[Damage] = field(default_factory=list)
     denied: StoreDenied | None = None
     doubtful: set[bytes] = field(default_factory=set)
@@ -201,6 +207,7 @@ class _Checker:
             return
         state = state or entry.state
         await self._list()
+        await self._foreign()
         records = await self._records(state)
         self.report.snapshots = len(records)
         self.report.quarantined = {record.snapshot: record.quarantined for record in records if record.quarantined}
@@ -258,11 +265,23 @@ class _Checker:
             async for info in self._backend.list(PREFIX[kind]):
                 parsed = parse_name(info.name)
                 if parsed is None:
-                    self.damage(kind, info.name, "it has a name that no object of its kind has")
-                    continue
+                    continue  # foreign
                 self._sizes[parsed] = info.size
                 self.report.objects[kind] += 1
                 self.report.bytes[kind] += info.size
+
+    async def _foreign(self) -> None:
+        """What is none of the repository's: told of, and no damage."""
+        found = {one.name: one for one in await self._backend.source.foreign()}
+        for prefix in (*PREFIX.values(), LOG, KEYS, SESSIONS, FILTERS):
+            async for info in self._backend.list(prefix):
+                if not is_known(info.name):
+                    found.setdefault(info.name, Foreign(info.name, "an object with a name that none of the repository's has"))
+                if len(found) >= FOREIGN_AT_MOST:
+                    break
+        self.report.foreign = [found[name] for name in sorted(found)]
+        for one in self.report.foreign:
+            self._repository.emit(Event("check.foreign", {"object": ascii(one.name)[1:-1], "what": one.what}))
 
     async def _records(self, state: State) -> list[SnapshotRecord]:
         records: list[SnapshotRecord] = []
@@ -323,6 +342,8 @@ class _Checker:
         except IcecoreError as error:
             self.note(error, CONFIG_KIND.title, CONFIG)
         async for info in self._backend.list(KEYS):
+            if key_number(info.name) is None:
+                continue  # foreign
             try:
                 data = await self._backend.get(info.name, limit=KEY_KIND.object_limit)
                 slots = decode_slots(info.name, data)
