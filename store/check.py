@@ -15,14 +15,15 @@ from icecore.errors import Damaged, IcecoreError, ObjectMissing, StoreDenied, St
 from icecore.events import Event, phase
 from icecore.store.backend import FOREIGN_AT_MOST, READERS_LEAVE, Foreign
 from icecore.store.cell import CELL, CELL_BYTES, Records
-from icecore.store.cellmap import PACK, parse_pack_footer
+from icecore.store.cellmap import PACK, check_regions, parse_pack_footer
 from icecore.store.container import TAIL_BYTES, Container
 from icecore.store.filters import FILTER_KIND, FilterSet, decode_filter
-from icecore.store.hints import HINTS_KIND, decode_hints
+from icecore.store.fingerprints import fingerprint_bytes
+from icecore.store.hints import HINTS_KIND, decode_hints, limited
 from icecore.store.index import filtered, read_segment
 from icecore.store.keys import CONFIG_KIND, KEY_KIND, decode_config, open_slot
 from icecore.store.log import KEPT_ENTRIES, Entry, anchor_before
-from icecore.store.manifest import MANIFEST_KIND, Manifest
+from icecore.store.manifest import MANIFEST_KIND, Manifest, Space, cells_of
 from icecore.store.names import (
     CONFIG,
     FILTERS,
@@ -322,16 +323,19 @@ class _Checker:
         if parsed is not None and self._sizes.get(parsed) != record.manifest_length:
             self.damage(MANIFEST_KIND.title, record.manifest, "it has another length than its record says", snapshots)
         numbers = self._of_snapshot.setdefault(record.snapshot, [])
-        for refs in spaces:
-            numbers += await self._space(refs, snapshots)
+        for space, refs in zip(manifest.spaces, spaces, strict=True):
+            own = await self._space(refs, snapshots)
+            numbers += own.values()
+            self._regions(record, space, refs, own)
 
     async def _hints_of(self, manifest: Manifest) -> None:
         """Hints are advice: damaged ones cost time, no snapshot."""
         if manifest.hints and manifest.hints not in self._hints:
             self._hints.add(manifest.hints)
             try:
-                data = await self._backend.get(manifest.hints, limit=HINTS_KIND.object_limit)
-                decode_hints(manifest.hints, data, self._keys.hints)
+                kind = limited(fingerprint_bytes(cells_of(manifest), len(manifest.spaces)))
+                data = await self._backend.get(manifest.hints, limit=kind.object_limit)
+                decode_hints(manifest.hints, data, self._keys.hints, kind=kind)
             except IcecoreError as error:
                 self.note(error, HINTS_KIND.title, manifest.hints)
 
@@ -354,8 +358,19 @@ class _Checker:
             except IcecoreError as error:
                 self.note(error, KEY_KIND.title, info.name)
 
-    async def _space(self, refs: Refs, snapshots: list[str]) -> list[int]:
-        """Read the nodes that were not seen before; the numbers of all that can be read."""
+    def _regions(self, record: SnapshotRecord, space: Space, refs: Refs, numbers: dict[int, int]) -> None:
+        """Hold cells against their regions, as every reader of the map does."""
+        nodes = [self._nodes[number] for number in numbers.values()]
+        if not nodes:
+            return
+        regions = refs["region"][list(numbers)].astype(np.int64)
+        try:
+            check_regions(space.regions, np.concatenate(nodes), np.repeat(regions, [len(node) for node in nodes]))
+        except ValueError as error:
+            self.damage(MANIFEST_KIND.title, record.manifest, f"{space.kind} {space.key!a}: {error}", [record.snapshot])
+
+    async def _space(self, refs: Refs, snapshots: list[str]) -> dict[int, int]:
+        """Read the nodes that were not seen before; of each reference whose node can be read, the node's number."""
         keys = [(ref["node"].tobytes(), ref["pack"].tobytes(), int(ref["offset"])) for ref in refs]
         fresh = np.array([at for at, key in enumerate(keys) if key not in self._numbers], np.int64)
         for pack in {key[1] for key in keys}:
@@ -365,7 +380,7 @@ class _Checker:
             self._packs.setdefault(pack, set()).update(snapshots)
         there = np.array([("nodes", keys[at][1]) in self._sizes for at in fresh], np.bool_)
         await self._nodes_of(refs, keys, fresh[there], snapshots)
-        return [self._numbers[key] for key in keys if key in self._numbers]
+        return {at: self._numbers[key] for at, key in enumerate(keys) if key in self._numbers}
 
     async def _nodes_of(
         self, refs: Refs, keys: list[tuple[bytes, bytes, int]], which: npt.NDArray[np.int64], snapshots: list[str]

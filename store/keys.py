@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import blake3
 import msgspec
@@ -28,15 +28,15 @@ _PUBLIC = blake3.blake3(b"", derive_key_context="icecore format 1 public integri
 class Parameters(msgspec.Struct, frozen=True):
     """What is the same for everything in a repository. ``shard_bytes``: size at which a shard is closed."""
 
-    shard_bytes: int = 64 << 20
+    shard_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)] = 64 << 20
 
 
 class Config(msgspec.Struct, frozen=True):
     """The object ``config``: makes a place a repository. ``id`` is 32 hexadecimal digits; ``created_ns`` Unix time."""
 
     format: int
-    id: str
-    created_ns: int
+    id: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
+    created_ns: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
     parameters: Parameters
 
 

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from icecore.errors import Damaged, FormatTooNew, StoreError
+from icecore.store.cell import NODE_CELLS
 from icecore.store.envelope import ObjectKind, Sealed, seal, unseal
 from icecore.store.manifest_rules import MAX_FILES, MAX_PROCESSES, MAX_REGIONS, MAX_SPACES, MAX_WORDS, faults
 
@@ -157,6 +158,11 @@ class Manifest(msgspec.Struct, frozen=True):
     hints: str = ""
     hints_digest: str = ""
     extra: Annotated[dict[str, str], Few] = {}
+
+
+def cells_of(manifest: Manifest) -> int:
+    """How many cells a manifest's maps have room for."""
+    return sum(len(space.nodes) // NODE_REF.itemsize for space in manifest.spaces) * NODE_CELLS
 
 
 MANIFEST_KIND = ObjectKind("manifest", b"ICEMANI", 1, 256 << 20)
