@@ -214,7 +214,8 @@ def _decode(body: bytes) -> Manifest:
     try:
         outline = _OUTLINE.decode(body)
         if outline.format > MANIFEST_FORMAT:  # the caller says so; its rules are not known here
-            return Manifest(**{field: getattr(outline, field) for field in Manifest.__struct_fields__ if field not in _PIECES}, processes=[], spaces=[], files=[])
+            known = {field: getattr(outline, field) for field in Manifest.__struct_fields__ if field not in _PIECES}
+            return Manifest(**known, processes=[], spaces=[], files=[])
         words, regions, made = 0, 0, {name: list[Any]() for name in _PIECES}
         for name, decoder in _PIECES.items():
             for raw in getattr(outline, name):

@@ -161,7 +161,7 @@ def make_world(pagemap: bytes = b"") -> World:
             with SnapshotWriter(repository, session, loop.loop) as writer:
 
                 def stored(number: int, cell: int, data: bytes, bits: bytes) -> np.void:
-                    row = writer.store_cell(0, cell, bits, bytes(32), memoryview(data), before.get((number, cell)))  # noqa: B023
+                    row = writer.store_cell(0, cell, bits, bytes(32), memoryview(data), before.get((number, cell)))
                     before[number, cell] = row
                     return row
 
@@ -361,7 +361,9 @@ def consume(world: World, what: str = "") -> dict[str, str]:
 # -- what is changed --------------------------------------------------------------------------------------------------
 
 _INTS = [0, 1, 2, -1, 255, 4095, 1 << 20, (1 << 31) - 1, 1 << 32, 1 << 40, 1 << 56, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -(1 << 63)]
-_TEXTS = ["", "/", "..", "../../etc/shadow", "/../x", "a\0b", "\x1b[31m", "pages-1.img", "x" * 5000, "1e9", "-1", "99999999999999999999", "\n", "config", "keys/00000000"]
+_TEXTS = [
+    "", "/", "..", "../../etc/shadow", "/../x", "a\0b", "\x1b[31m", "pages-1.img", "x" * 5000, "1e9", "-1", "9" * 20, "\n", "config", "keys/00000000",
+]  # fmt: skip
 _FLOATS = [float("nan"), float("inf"), -1.0, 1e308]
 
 
