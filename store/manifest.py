@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -10,7 +11,16 @@ import numpy as np
 from icecore.errors import Damaged, FormatTooNew, StoreError
 from icecore.store.cell import NODE_CELLS
 from icecore.store.envelope import ObjectKind, Sealed, seal, unseal
-from icecore.store.manifest_rules import MAX_FILES, MAX_PROCESSES, MAX_REGIONS, MAX_SPACES, MAX_WORDS, faults
+from icecore.store.manifest_rules import (
+    MAX_FILES,
+    MAX_NODES,
+    MAX_PROCESSES,
+    MAX_REGIONS,
+    MAX_SPACES,
+    MAX_WORDS,
+    NODE_REF_BYTES,
+    faults,
+)
 
 #: Reference to one map node: the group of 64 cells of one region that it holds, its id, and where its stored bytes lie.
 NODE_REF = np.dtype(
@@ -56,7 +66,7 @@ class Space(msgspec.Struct, frozen=True):
     key: str
     size: Number
     regions: Annotated[list[Region], msgspec.Meta(max_length=MAX_REGIONS)]
-    nodes: bytes = b""
+    nodes: Annotated[bytes, msgspec.Meta(max_length=MAX_NODES * NODE_REF_BYTES)] = b""
 
 
 class Process(msgspec.Struct, frozen=True):
@@ -205,6 +215,29 @@ def encode_manifest(manifest: Manifest, key: bytes, name: str = "") -> Sealed:
         raise StoreError(f"the manifest of snapshot {manifest.snapshot} cannot be kept: {error}") from error
 
 
+class _Long(msgspec.Struct):
+    """What may be long in a piece of a manifest, as it stands in the object."""
+
+    regions: msgspec.Raw = msgspec.Raw(b"\x90")
+    nodes: msgspec.Raw = msgspec.Raw(b"\xc4\0")
+    command: msgspec.Raw = msgspec.Raw(b"\x90")
+    links: msgspec.Raw = msgspec.Raw(b"\x90")
+
+
+_LONG = msgspec.msgpack.Decoder(_Long)
+#: First byte of a long array or byte string in MessagePack → bytes of its length, which follow.
+_LENGTH_BYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xDC: 2, 0xDD: 4}
+
+
+def _lengths(raw: msgspec.Raw) -> Iterator[tuple[str, int]]:
+    """How long each of those is, before it is made."""
+    long = _LONG.decode(raw)
+    for field in _Long.__struct_fields__:
+        data = memoryview(getattr(long, field))
+        kind = data[0]
+        yield field, kind & 15 if kind >> 4 == 9 else int.from_bytes(data[1 : 1 + _LENGTH_BYTES.get(kind, 0)], "big")
+
+
 def _decode(body: bytes) -> Manifest:
     """The manifest in an object's body.
 
@@ -216,17 +249,15 @@ def _decode(body: bytes) -> Manifest:
         if outline.format > MANIFEST_FORMAT:  # the caller says so; its rules are not known here
             known = {field: getattr(outline, field) for field in Manifest.__struct_fields__ if field not in _PIECES}
             return Manifest(**known, processes=[], spaces=[], files=[])
-        words, regions, made = 0, 0, {name: list[Any]() for name in _PIECES}
+        left, made = {"regions": MAX_REGIONS, "nodes": MAX_NODES * NODE_REF_BYTES, "command": MAX_WORDS, "links": MAX_WORDS}, {}
         for name, decoder in _PIECES.items():
+            made[name] = list[Any]()
             for raw in getattr(outline, name):
-                one = decoder.decode(raw)
-                made[name].append(one)
-                if isinstance(one, Space):
-                    regions += len(one.regions)
-                else:
-                    words += len(one.command if isinstance(one, Process) else one.links)
-                if regions > MAX_REGIONS or words > MAX_WORDS:
-                    raise ValueError(f"it has more than {MAX_REGIONS} regions, or {MAX_WORDS} arguments and links")
+                for field, length in _lengths(raw):
+                    left[field] -= length
+                    if left[field] < 0:
+                        raise ValueError(f"its {name} have more {field} than a manifest can have")
+                made[name].append(decoder.decode(raw))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(str(error)) from error
     manifest = Manifest(**{field: made[field] if field in made else getattr(outline, field) for field in Manifest.__struct_fields__})

@@ -65,7 +65,7 @@ from icecore.store.transfer import copy
 from icecore.store.writer import SnapshotWriter
 
 #: What a reader may take beyond what the process had before, and how long.
-MEMORY_BYTES = 300 << 20
+MEMORY_BYTES = 400 << 20
 SECONDS = 60
 _RUN = {
     "name": "job", "command": ["run"], "cwd": "/", "isolation": {"pid": True, "ipc": True, "network": False, "root": False}, "binds": [],
