@@ -176,7 +176,7 @@ class Backend(ABC):
         An object that existed, or was absent, during the whole listing is, or is not, listed; in between, either.
         """
 
-    async def foreign(self) -> list[Foreign]:
+    async def foreign(self) -> Sequence[Foreign]:
         """What lies here and can be no object, `FOREIGN_AT_MOST` at most: listings leave it out, and reads of its name fail. Where only listings
         show it, what those showed so far."""
         return []

@@ -270,10 +270,10 @@ class LocalBackend(Backend):
                 # Object order is that of whole names: "a/" sorts by its own slash, so folders and files are merged by it.
                 pending.extend(sorted([info.name for info in files] + folders, reverse=True))
 
-    async def foreign(self) -> list[Foreign]:
+    async def foreign(self) -> Sequence[Foreign]:
         return await self.run(self._foreign)
 
-    def _foreign(self) -> list[Foreign]:
+    def _foreign(self) -> Sequence[Foreign]:
         found: list[Foreign] = []
         pending: list[tuple[str, ...]] = [()]
         while pending and len(found) < FOREIGN_AT_MOST:

@@ -247,9 +247,10 @@ def _decode(body: bytes) -> Manifest:
     try:
         outline = _OUTLINE.decode(body)
         if outline.format > MANIFEST_FORMAT:  # the caller says so; its rules are not known here
-            known = {field: getattr(outline, field) for field in Manifest.__struct_fields__ if field not in _PIECES}
+            known: dict[str, Any] = {field: getattr(outline, field) for field in Manifest.__struct_fields__ if field not in _PIECES}
             return Manifest(**known, processes=[], spaces=[], files=[])
-        left, made = {"regions": MAX_REGIONS, "nodes": MAX_NODES * NODE_REF_BYTES, "command": MAX_WORDS, "links": MAX_WORDS}, {}
+        left = {"regions": MAX_REGIONS, "nodes": MAX_NODES * NODE_REF_BYTES, "command": MAX_WORDS, "links": MAX_WORDS}
+        made: dict[str, Any] = {}
         for name, decoder in _PIECES.items():
             made[name] = list[Any]()
             for raw in getattr(outline, name):
@@ -260,7 +261,8 @@ def _decode(body: bytes) -> Manifest:
                 made[name].append(decoder.decode(raw))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(str(error)) from error
-    manifest = Manifest(**{field: made[field] if field in made else getattr(outline, field) for field in Manifest.__struct_fields__})
+    every: dict[str, Any] = {field: made[field] if field in made else getattr(outline, field) for field in Manifest.__struct_fields__}
+    manifest = Manifest(**every)
     for why in faults(manifest):
         raise ValueError(why)
     for space in manifest.spaces:

@@ -157,7 +157,7 @@ class ReplicaBackend(Backend):
         async for info in self.own.list(prefix):
             yield info
 
-    async def foreign(self) -> list[Foreign]:
+    async def foreign(self) -> Sequence[Foreign]:
         return await self.own.foreign()
 
     async def delete(self, name: str) -> None:

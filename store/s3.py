@@ -287,7 +287,7 @@ class S3Backend(Backend):
         for info in order.rest():
             yield info
 
-    async def foreign(self) -> list[Foreign]:
+    async def foreign(self) -> Sequence[Foreign]:
         return sorted(self._foreign)
 
     async def delete(self, name: str) -> None:

@@ -34,7 +34,7 @@ class Wrapper(Backend):
         async for info in self.inner.list(prefix):
             yield info
 
-    async def foreign(self) -> list[Foreign]:
+    async def foreign(self) -> Sequence[Foreign]:
         return await self.inner.foreign()
 
     async def delete(self, name: str) -> None:
