@@ -204,7 +204,7 @@ def inherit_origins(regions: Sequence[Region], parent: Sequence[Region]) -> list
             origin -= -((low - origin) // _NODE_BYTES) * _NODE_BYTES
         else:
             origin += (low - origin) // _NODE_BYTES * _NODE_BYTES
-        if origin == region.origin:
+        if origin == region.origin or origin < 0:
             out.append(region)
         else:
             out.append(

@@ -9,10 +9,11 @@ from icecore.dumper.fingerprints import NO_FINGERPRINTS, Fingerprints, decode_fi
 from icecore.dumper.spaces import ParentSpace, known_from
 from icecore.errors import Damaged, FormatTooNew, NotFound, ObjectMissing, StoreError
 from icecore.events import Event, Sink
+from icecore.store.fingerprints import fingerprint_bytes
 from icecore.store.fingerprints import fingerprint_seed as fingerprint_seed
-from icecore.store.hints import HINTS_KIND, decode_hints
+from icecore.store.hints import decode_hints, limited
 from icecore.store.loop import LoopThread
-from icecore.store.manifest import Manifest, OpenFile, Space
+from icecore.store.manifest import Manifest, OpenFile, Space, cells_of
 from icecore.store.reader import SnapshotReader
 from icecore.store.repository import Repository
 from icecore.store.state import SnapshotRecord
@@ -75,9 +76,11 @@ def load_parent(repository: Repository, loop: LoopThread, record: SnapshotRecord
     fingerprints: dict[str, Fingerprints] = {}
     if manifest.hints:
         try:
-            data = loop.run(repository.backend.get(manifest.hints, limit=HINTS_KIND.object_limit))
-            body = decode_hints(manifest.hints, data, repository.keys.hints, bytes.fromhex(manifest.hints_digest))
-            fingerprints = decode_fingerprints(body)
+            limit = fingerprint_bytes(cells_of(manifest), len(manifest.spaces))
+            kind = limited(limit)
+            data = loop.run(repository.backend.get(manifest.hints, limit=kind.object_limit))
+            body = decode_hints(manifest.hints, data, repository.keys.hints, bytes.fromhex(manifest.hints_digest), kind=kind)
+            fingerprints = decode_fingerprints(body, limit)
         except (Damaged, FormatTooNew, StoreError) as error:
             # Without them every cell counts as changed, and is found to be stored by its id: slower, not wrong.
             emit(Event("dump.hints_missing", {"snapshot": record.snapshot, "error": str(error)}))

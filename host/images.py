@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from icecore.errors import Damaged, MissingTool
 from icecore.host.criu import Criu
+from icecore.host.pagemap_image import read_whole
 from icecore.host.protobuf import Message, WireError, decode_columns, read_varint
 
 COMMON, SERVICE = 0x54564319, 0x55105940
@@ -67,7 +68,7 @@ def read_image(path: Path, magic: int) -> list[Message]:
         Damaged: It is not of this kind, or is cut off.
         FileNotFoundError: It is not there.
     """
-    return decode_image(path.read_bytes(), magic, path.name)
+    return decode_image(read_whole(path), magic, path.name)
 
 
 def decode_image(data: bytes, magic: int, name: str) -> list[Message]:
@@ -222,7 +223,7 @@ def load_rseq(folder: Path) -> list[int]:
 def load_mm(folder: Path, pid: int) -> AddressSpace:
     """The address space of a process, 20 000 VMAs in a few hundredths of a second."""
     path = folder / f"mm-{pid}.img"
-    data = path.read_bytes()
+    data = read_whole(path)
     try:
         magic, kind, size = struct.unpack_from("<III", data)
         if (magic, kind) != (COMMON, MM) or size != len(data) - _MM_HEAD:
@@ -287,7 +288,7 @@ def map_file(folder: Path, pid: int, vmas: Vmas, pieces: Sequence[tuple[int, int
         assert at >= 0 and piece[1] <= int(vmas["end"][at]), "a piece lies in one VMA"
         within.setdefault(int(vmas["start"][at]), []).append(piece)
     path = folder / f"mm-{pid}.img"
-    data = path.read_bytes()
+    data = read_whole(path)
     mm = Message.decode(memoryview(data)[_MM_HEAD:])
     begins = tuple(Message([(1, 0, start)]).encode() for start in within)  # not each VMA of many is taken apart
     fields: list[tuple[int, int, int | bytes]] = []

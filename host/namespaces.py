@@ -18,11 +18,13 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
+
+import msgspec
 
 from icecore.errors import MissingTool, RestoreRefused, UsageError
 from icecore.host import launch
@@ -37,6 +39,8 @@ OWN_FILES = {
     "icecore-init": os.O_RDONLY,
 }
 
+#: Bytes of an init's program; ours has 20 KiB.
+_MOST_INIT = 16 << 20
 _NETWORK_NAME = "icecore-network"
 _INSTANCE_NAME = "icecore-instance"
 # File systems of the kernel's own that no job keeps data in; "cgroup" (version 1) would be a dozen mounts that another host lacks.
@@ -134,15 +138,22 @@ class RunRecord:
             ValueError: It is none.
         """
         try:
-            fields: dict[str, Any] = json.loads(text)
-            isolation = Isolation(**fields.pop("isolation"))
-            init = base64.b64decode(fields.pop("init"), validate=True)
-            record = cls(**fields, isolation=isolation, init=init)
-        except (TypeError, KeyError, AttributeError) as error:
+            fields = json.loads(text)
+            record = msgspec.convert(fields, type=cls)
+            if set(fields) != set(asdict(record)) or not set(fields["isolation"]) <= set(asdict(record.isolation)):
+                raise ValueError("it has fields that are not known")
+        except (msgspec.MsgspecError, ValueError, RecursionError, UsageError) as error:
             raise ValueError(f"not the record of a run: {error}") from error
+        if len(record.init) > _MOST_INIT or not _sound([record.cwd, *record.binds, *record.files.values()]):
+            raise ValueError("not the record of a run: its init is too long, or a path is none")
         if set(record.files) != set(OWN_FILES) or not all(path.startswith("/") for path in record.files.values()):
             raise ValueError("not the record of a run: its files are not an instance's")
         return record
+
+
+def _sound(paths: Iterable[str]) -> bool:
+    """Whether all are absolute paths that go nowhere up."""
+    return all(path.startswith("/") and "\0" not in path and ".." not in path.split("/") for path in paths)
 
 
 def init_program() -> Path:

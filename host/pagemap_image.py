@@ -12,6 +12,8 @@ from icecore.errors import Damaged
 from icecore.host.protobuf import Message, WireError, decode_columns, encode_columns
 
 PAGE = 4096
+#: Longest image file that is read into memory: a pagemap of 4 TiB that CRIU 4.2 wrote, which ends an entry after 1 MiB, has 80 MiB.
+MAX_IMAGE_BYTES = 128 << 20
 
 #: Entry flags: the content is in the parent snapshot; may be restored lazily; is in the pages image.
 PE_PARENT, PE_LAZY, PE_PRESENT = 1, 2, 4
@@ -98,9 +100,22 @@ def merge_entries(entries: Entries) -> Entries:
     return merged
 
 
+def read_whole(path: Path) -> bytes:
+    """An image file, read only if it can be one: whoever made it may have made it sparse and huge.
+
+    Raises:
+        Damaged: It is longer than any image that is read whole.
+    """
+    with open(path, "rb") as file:
+        data = file.read(MAX_IMAGE_BYTES + 1)
+    if len(data) > MAX_IMAGE_BYTES:
+        raise Damaged("image", path.name, f"it has more than {MAX_IMAGE_BYTES >> 20} MiB")
+    return data
+
+
 def load_pagemap(path: Path, *, merge: bool = True) -> tuple[int, Entries]:
     """`decode_pagemap` of a file, with neighbours merged unless asked not to."""
-    pages_id, entries = decode_pagemap(path.read_bytes(), path.name)
+    pages_id, entries = decode_pagemap(read_whole(path), path.name)
     return pages_id, merge_entries(entries) if merge else entries
 
 

@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from icecore.errors import Damaged
 from icecore.host.namespaces import RunRecord
 from icecore.store.cell import CELL, PAGE, Records, data_pages
 from icecore.store.manifest import Manifest, OpenFile, Process, Region, Space
@@ -131,7 +132,10 @@ def _known_as(path: str, manifest: Manifest) -> str:
     text = manifest.extra.get("run")
     if text is None or not path.startswith("/"):
         return path
-    folder = os.path.dirname(RunRecord.decode(text).files["status"])
+    try:
+        folder = os.path.dirname(RunRecord.decode(text).files["status"])
+    except ValueError as error:
+        raise Damaged("manifest", manifest.snapshot, str(error)) from error
     return f"INSTANCE{path[len(folder) :]}" if path.startswith(f"{folder}/") else path
 
 

@@ -17,6 +17,7 @@ from icecore.host.limits import threads_for
 from icecore.restorer.fetch import PLACE_THREADS, Limits
 from icecore.restorer.filewriter import FileTarget, write_files
 from icecore.restorer.images import image_targets, plan_memory, read_spaces, spaces_of
+from icecore.restorer.shortage import shortage
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import Space
 from icecore.store.reader import SnapshotReader
@@ -126,6 +127,7 @@ class _Export:
         far = not self.backend.direct
         cells = read_spaces(self.reader, [*images, *memory, *files], parallel=far)
         targets = image_targets(self.folder, images, cells[: len(images)])
+        self._require_space(targets)
         self._write(targets)
         version = tuple(int(number) for number in re.findall(r"\d+", manifest.requirements.criu)[:3])
         own = cells[len(images) : len(images) + len(memory)]
@@ -134,6 +136,7 @@ class _Export:
             FileTarget(self._open_file(space), space.size, part)
             for space, part in zip(files, cells[len(images) + len(memory) :], strict=True)
         ]
+        self._require_space([*pages, *open_files])
         self._write([*pages, *open_files], progress)
         written = [*targets, *pages, *open_files]
         return ExportResult(
@@ -152,6 +155,10 @@ class _Export:
         path = self.folder.joinpath(OPEN_FILES, *parts[1:])
         path.parent.mkdir(parents=True, exist_ok=True)
         return str(path)
+
+    def _require_space(self, targets: Sequence[FileTarget]) -> None:
+        if short := shortage(self.folder, targets):
+            raise StoreError(f"there is no room for the export: {short}", cure="name a directory on a larger file system")
 
     def _write(self, targets: Sequence[FileTarget], progress: Progress | None = None) -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from icecore.errors import Damaged, RestoreRefused
 from icecore.host.cuda.inventory import Gpu, Inventory
@@ -52,15 +53,27 @@ def recorded(manifest: Manifest) -> tuple[str, list[Old], dict[int, list[str]], 
         used: dict[str, int] = {}
         for process in known["processes"].values():
             for uuid, size in process["contexts"].items():
-                used[uuid] = used.get(uuid, 0) + int(size)
+                used[str(uuid)] = used.get(uuid, 0) + _bytes(size)
         devices = [
-            Old(d["uuid"], d["name"], int(d["memory"]), d["used"] == "yes")
+            Old(d["uuid"], d["name"], _bytes(int(d["memory"])), d["used"] == "yes")
             for d in manifest.requirements.devices
             if d.get("kind") == "cuda"
         ]
-        return known["driver"], devices, {int(n): list(p["gpus"]) for n, p in known["processes"].items()}, used
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged("manifest", manifest.snapshot, f"what it says of GPUs: {error}") from error
+        processes = {int(number): [str(uuid) for uuid in process["gpus"]] for number, process in known["processes"].items()}
+        return str(known["driver"]), devices, processes, used
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged("manifest", manifest.snapshot, f"what it says of GPUs: {type(error).__name__}: {error}") from error
+
+
+def _bytes(value: object) -> int:
+    """A number of bytes.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if not isinstance(value, int) or not 0 <= value < 1 << 56:
+        raise ValueError(f"{str(value)[:40]!r} is no number of bytes")
+    return value
 
 
 def temporary(manifest: Manifest) -> dict[int, list[tuple[int, int]]]:
@@ -71,9 +84,14 @@ def temporary(manifest: Manifest) -> dict[int, list[tuple[int, int]]]:
     """
     try:
         processes = json.loads(manifest.extra.get("cuda", '{"processes": {}}'))["processes"]
-        return {int(image): [(int(start), int(end)) for start, end in one.get("temporary", ())] for image, one in processes.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged("manifest", manifest.snapshot, f"what it says of device memory: {error}") from error
+        found = {int(image): [(_bytes(start), _bytes(end)) for start, end in one.get("temporary", ())] for image, one in processes.items()}
+        for ranges in found.values():
+            bounds = [bound for both in ranges for bound in both]
+            if any(after < before for before, after in pairwise(bounds)):
+                raise ValueError("its ranges overlap, or are not in order")
+        return found
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged("manifest", manifest.snapshot, f"what it says of device memory: {type(error).__name__}: {error}") from error
 
 
 def assign(old: Sequence[Old], here: Sequence[Gpu], wanted: Mapping[str, str]) -> dict[str, str]:

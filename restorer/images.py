@@ -50,10 +50,13 @@ from icecore.store.manifest import Manifest, Space
 from icecore.store.reader import SnapshotReader
 
 _NAME = re.compile(r"[A-Za-z0-9_.+:-]{1,200}\Z")
+#: Page images are made from cells, never stored; the file of device memory has a name that CRIU is given.
+_MADE_HERE = re.compile(r"pages-\d+\.img\Z|icecore-device-memory\Z")
 _READERS = 16
 _MADV_WIPEONFORK = 18
 #: Mappings with less between them keep their distance in the file, so that no cell is in two places of it.
 _NEAR = 1 << 30
+_TOP = 1 << 57
 #: By how much a mapping's huge pages may exceed its bytes.
 SPARE = 0.125
 #: The name under which CRIU gets the file (`Memory.filed`).
@@ -135,7 +138,7 @@ def image_targets(folder: Path, spaces: Sequence[Space], cells: Sequence[SpaceCe
     """
     targets = []
     for space, own in zip(spaces, cells, strict=True):
-        if not _NAME.match(space.key) or space.key.startswith("."):
+        if not _NAME.match(space.key) or space.key.startswith(".") or _MADE_HERE.match(space.key):
             raise Damaged("manifest", "of the snapshot", f"it has an image file named {space.key!r}")
         targets.append(FileTarget(str(folder / space.key), space.size, own))
     return targets
@@ -155,6 +158,8 @@ def _extents(entries: Entries) -> Extents:
 
 
 def _check_order(entries: Entries, name: str) -> None:
+    if (entries["address"] > _TOP).any() or (entries["pages"] > _TOP // PAGE).any():
+        raise Damaged("image", name, "an entry lies beyond all addresses")
     ends = entries["address"] + entries["pages"] * np.uint64(PAGE)
     if (entries["address"][1:] < ends[:-1]).any():
         raise Damaged("image", name, "its entries are not in address order")

@@ -38,10 +38,10 @@ from icecore.restorer.placers import Placers
 from icecore.restorer.resident_filling import Filling, Wanted, region_for
 from icecore.restorer.resident_record import Recorded, recorded
 from icecore.store.cell import CELL, CELL_BYTES, Records
-from icecore.store.fingerprints import Fingerprints, decode_fingerprints, fingerprint_seed
-from icecore.store.hints import HINTS_KIND, decode_hints
+from icecore.store.fingerprints import Fingerprints, decode_fingerprints, fingerprint_bytes, fingerprint_seed
+from icecore.store.hints import decode_hints, limited
 from icecore.store.loop import LoopThread
-from icecore.store.manifest import Space
+from icecore.store.manifest import Space, cells_of
 from icecore.store.reader import SnapshotReader
 from icecore.store.repository import Repository
 
@@ -359,10 +359,11 @@ class Resident:
         seed = fingerprint_seed(keys, manifest.lineage)
         with suppress(Damaged, FormatTooNew, StoreError):
             if manifest.hints:
-                data = self._loop.run(self._repository.backend.get(manifest.hints, limit=HINTS_KIND.object_limit))
-                return seed, decode_fingerprints(
-                    decode_hints(manifest.hints, data, keys.hints, bytes.fromhex(manifest.hints_digest))
-                )
+                limit = fingerprint_bytes(cells_of(manifest), len(manifest.spaces))
+                kind = limited(limit)
+                data = self._loop.run(self._repository.backend.get(manifest.hints, limit=kind.object_limit))
+                body = decode_hints(manifest.hints, data, keys.hints, bytes.fromhex(manifest.hints_digest), kind=kind)
+                return seed, decode_fingerprints(body, limit)
         return seed, {}
 
     def _differing(

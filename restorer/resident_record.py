@@ -12,6 +12,7 @@ from typing import Any
 from icecore.errors import Damaged
 from icecore.store.cell import CELL_BYTES
 from icecore.store.manifest import Manifest
+from icecore.store.manifest_rules import is_path
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,11 @@ def recorded(manifest: Manifest) -> tuple[str, dict[int, RecordedProcess]]:
             int(image): RecordedProcess(
                 bytes.fromhex(about["token"]),
                 [Recorded(*(of(one) for of, one in zip(_FIELDS, row, strict=True))) for row in about["allocations"]],
-                {int(identity): (int(owner), int(there)) for identity, owner, there in about.get("imports", [])},
+                {_number(identity): (int(owner), _number(there)) for identity, owner, there in about.get("imports", [])},
             )
             for image, about in known["processes"].items()
         }
-        if not directory.startswith("/"):
+        if not is_path(directory):
             raise ValueError("its directory has no path")
         spaces = {int(space.key): space for space in manifest.spaces if space.kind == "device"}
         for image, process in processes.items():
@@ -73,16 +74,16 @@ def recorded(manifest: Manifest) -> tuple[str, dict[int, RecordedProcess]]:
         if not there.issuperset(owner for process in processes.values() for owner in process.imports.values()):
             raise ValueError("a process has memory of another that is not there")
         return directory, processes
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged("manifest", manifest.snapshot, f"what it says of resident memory: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged("manifest", manifest.snapshot, f"what it says of resident memory: {type(error).__name__}: {error}") from error
 
 
 def left_to_driver(manifest: Manifest) -> dict[str, int]:
     """What the preloads of its processes had left to the driver (docs/format.md); nothing where it does not say, or makes no sense: nothing depends on it."""
     total: Counter[str] = Counter()
-    with suppress(ValueError, KeyError, TypeError, AttributeError):
+    with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
         for about in json.loads(manifest.extra["resident"])["processes"].values():
-            total.update({str(name): int(some) for name, some in about.get("left", {}).items()})
+            total.update({str(name): _number(some) for name, some in about.get("left", {}).items()})
     return dict(total)
 
 
@@ -96,4 +97,15 @@ def resident_bytes(manifest: Manifest) -> int:
     return sum(region.length for space in manifest.spaces if space.kind == "device" for region in space.regions)
 
 
-_FIELDS: tuple[Callable[[Any], Any], ...] = (int, int, int, int, str, int)
+def _number(value: object) -> int:
+    """A number of 64 bits.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if not isinstance(value, int) or not 0 <= value < 1 << 64:
+        raise ValueError(f"{str(value)[:40]!r} is no number of 64 bits")
+    return value
+
+
+_FIELDS: tuple[Callable[[Any], Any], ...] = (_number, _number, _number, _number, str, _number)

@@ -47,6 +47,7 @@ from icecore.restorer.plan import room_for
 from icecore.restorer.requirements import Requirements, check_requirements
 from icecore.restorer.resident import Resident
 from icecore.restorer.resident_record import RecordedProcess, outlives, recorded, resident_bytes
+from icecore.restorer.shortage import shortage
 from icecore.restorer.tree import Tree, criu_arguments
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import Manifest
@@ -489,6 +490,8 @@ class _Run:
         )
         if memory.filed:
             self._begin_device_file(memory)
+        if short := shortage(folder, memory.page_images):
+            raise RestoreRefused(f"there is no room for CRIU's page images: {short}", cure="name another directory with --workdir")
         running.bytes += self._write(memory.page_images)
         self.put_back.commit()
         if self.restoring is not None:

@@ -5,18 +5,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 
 from icecore.errors import Damaged, FormatTooNew, ObjectMissing, StoreError
 from icecore.store.envelope import seal
-from icecore.store.hints import HINTS_KIND, TOUCHED, decode_hints
+from icecore.store.hints import HINTS_KIND, TOUCHED, decode_hints, limited
 from icecore.store.names import HINTS, random_id
 from icecore.store.repository import Repository
 
 _KEPT = 3
 _MAX_CELLS = 1 << 20
+#: Of one: a cell takes 20 bytes at most.
+_KIND = limited(32 * _MAX_CELLS)
+#: A lineage has `_KEPT`; others may be about to be deleted.
+_READ = 2 * _KEPT
 _LAST_TIME = (1 << 63) - 1
+
+
+_Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class WorkingSet(msgspec.Struct, frozen=True):
@@ -24,7 +32,7 @@ class WorkingSet(msgspec.Struct, frozen=True):
     ``snapshot``: of which it was observed."""
 
     snapshot: str
-    cells: list[tuple[int, int]]
+    cells: Annotated[list[tuple[_Number, _Number]], msgspec.Meta(max_length=_MAX_CELLS)]
 
 
 def encode(working_set: WorkingSet) -> bytes:
@@ -42,8 +50,6 @@ def decode(name: str, data: bytes) -> WorkingSet:
         found = msgspec.msgpack.decode(data, type=WorkingSet)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Damaged("hints", name, str(error)) from error
-    if len(found.cells) > _MAX_CELLS:
-        raise Damaged("hints", name, f"it lists {len(found.cells)} cells")
     return found
 
 
@@ -71,9 +77,9 @@ async def recall(repository: Repository, lineage: str, snapshot: str) -> list[tu
     found: list[WorkingSet] = []
     try:
         async for info in repository.backend.list(f"{HINTS}{lineage}/"):
-            if info.name.startswith(folder):
-                data = await repository.backend.get(info.name, limit=HINTS_KIND.object_limit)
-                found.append(decode(info.name, decode_hints(info.name, data, repository.keys.hints)))
+            if info.name.startswith(folder) and len(found) < _READ:
+                data = await repository.backend.get(info.name, limit=_KIND.object_limit)
+                found.append(decode(info.name, decode_hints(info.name, data, repository.keys.hints, kind=_KIND)))
     except (Damaged, FormatTooNew, ObjectMissing, StoreError):
         pass  # advice: what was read so far serves
     same = [one for one in found if one.snapshot == snapshot]

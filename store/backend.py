@@ -19,6 +19,10 @@ RESERVE_PIECES = 8
 RESERVE_PIECE = 256 << 10
 READERS_LEAVE = RESERVE_PIECES // 2
 _PART = re.compile(r"[a-z0-9][a-z0-9._-]*\Z")
+#: No object has bytes at an offset beyond this, whatever refers to it.
+MAX_OFFSET = 1 << 62
+#: So many foreign files are told of at most.
+FOREIGN_AT_MOST = 1000
 
 
 class ObjectInfo(NamedTuple):
@@ -26,6 +30,23 @@ class ObjectInfo(NamedTuple):
 
     name: str
     size: int
+
+
+class Foreign(NamedTuple):
+    """Something that lies among the objects and is none: its name (as it is, maybe with surrogates) and what it is, in words."""
+
+    name: str
+    what: str
+
+
+def is_part(text: str) -> bool:
+    """Whether ``text`` can be a part of an object's name."""
+    return len(text) <= MAX_PART and _PART.match(text) is not None
+
+
+def is_name(text: str) -> bool:
+    """Whether ``text`` can be an object's name."""
+    return 0 < len(text) <= MAX_NAME and all(map(is_part, text.split("/")))
 
 
 def check_name(name: str) -> str:
@@ -157,6 +178,11 @@ class Backend(ABC):
 
         An object that existed, or was absent, during the whole listing is, or is not, listed; in between, either.
         """
+
+    async def foreign(self) -> Sequence[Foreign]:
+        """What lies here and can be no object, `FOREIGN_AT_MOST` at most: listings leave it out, and reads of its name fail. Where only listings
+        show it, what those showed so far."""
+        return []
 
     @abstractmethod
     async def delete(self, name: str) -> None:

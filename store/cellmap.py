@@ -18,18 +18,19 @@ import zstandard
 
 from icecore.errors import Damaged
 from icecore.store import codec
-from icecore.store.cell import CELL, CELL_BYTES, NODE_CELLS, PAGE, Bytes, Records
+from icecore.store.cell import CELL, CELL_BYTES, CELL_PAGES, NODE_CELLS, PAGE, Bytes, Records
 from icecore.store.cipher import TAG_BYTES, opened_piece, overhead, sealed_piece
 from icecore.store.codec import Buffer
 from icecore.store.container import Container
-from icecore.store.manifest import NODE_REF
+from icecore.store.manifest import NODE_REF, Region
+from icecore.store.manifest_rules import MAX_NODES
 from icecore.store.names import object_name
 
 #: One node of a pack.
 PACK_ENTRY = np.dtype([("node", "u1", 32), ("offset", "<u8"), ("length", "<u4")])
 _PACK_ENTRY = struct.Struct("<32sQI")
 
-PACK = Container("nodes", b"icnodes\n", 1, PACK_ENTRY, 1 << 26)
+PACK = Container("nodes", b"icnodes\n", 1, PACK_ENTRY, MAX_NODES)
 
 _PLAIN, _ZSTD = b"\0", b"\1"
 _LEVEL = 1
@@ -39,6 +40,9 @@ _KNOWN_CODECS = np.fromiter((codec.known(number) for number in range(256)), np.b
 #: Uncompressed and stored length of a node are at most these.
 MAX_NODE_BYTES = NODE_CELLS * CELL.itemsize
 MAX_STORED_NODE_BYTES = MAX_NODE_BYTES + 1 + TAG_BYTES
+#: No shard or pack is longer: a place beyond it is nowhere.
+MAX_CONTAINER_BYTES = 1 << 40
+_ROWS = 8192
 
 Indices = npt.NDArray[np.int64]
 
@@ -157,23 +161,31 @@ class NodeDecoder:
             raise _damaged(identity, "its records do not have its id")
         return node
 
-    def decode(self, stored: Sequence[memoryview], refs: npt.NDArray[np.void]) -> tuple[Records, Indices]:
+    def decode(
+        self, stored: Sequence[memoryview], refs: npt.NDArray[np.void], limit: int = 1 << 62
+    ) -> tuple[Records, Indices]:
         """Decode and check many nodes of a space.
 
         Args:
             stored: Their stored bytes.
             refs: Their NODE_REF records.
+            limit: Bytes of records that are made at most.
 
         Returns:
             All records, one after the other, and how many each node has.
 
         Raises:
-            Damaged: A node is not what was written, or not of the group that its reference says.
+            Damaged: A node is not what was written, or not of the group that its reference says; or there are more records than ``limit``.
         """
         identities = refs["node"].tobytes()
         if overhead(self._key):
             stored = [self._opened(s, refs[i]) for i, s in enumerate(stored)]
-        plain = [self.plain(s, identities[32 * i : 32 * i + 32]) for i, s in enumerate(stored)]
+        plain = []
+        for i, s in enumerate(stored):
+            plain.append(self.plain(s, identities[32 * i : 32 * i + 32]))
+            limit -= len(plain[-1])
+            if limit < 0:
+                raise _damaged(identities[32 * i : 32 * i + 32], "with it, the records of the snapshot's cells take more memory than this machine has to spare")
         counts = np.fromiter((len(p) // CELL.itemsize for p in plain), np.int64, len(plain))
         records = np.frombuffer(b"".join(plain), CELL)
         owner = np.repeat(np.arange(len(plain)), counts)
@@ -231,7 +243,37 @@ def _wrong(records: Records, groups: Indices, owner: Indices, tag: int) -> npt.N
         | (base_length > CELL_BYTES + tag)
         | (delta != (base_length > 0))
     )
+    for place in ("place", "base_place"):
+        wrong |= records[place]["offset"] > MAX_CONTAINER_BYTES
     return wrong
+
+
+def check_regions(regions: Sequence[Region], records: Records, region: Indices) -> None:
+    """Check that cells lie in their regions, with all their pages: as regions are disjoint, no page of a space is in two cells then.
+
+    Args:
+        regions: A space's.
+        records: CELL records.
+        region: The region of each.
+
+    Raises:
+        ValueError: One does not.
+    """
+    if not len(records):
+        return
+    bounds = np.array([(one.origin, one.start, one.start + one.length) for one in regions], np.int64)
+    origin, start, end = bounds[region].T
+    base = origin + records["cell"].astype(np.int64) * CELL_BYTES
+    if ((base >= end) | (base + CELL_BYTES <= start)).any():
+        raise ValueError("a cell lies outside of its region")
+    edges = np.flatnonzero((base < start) | (base + CELL_BYTES > end))
+    pages = np.arange(CELL_PAGES)
+    for first in range(0, len(edges), _ROWS):
+        rows = edges[first : first + _ROWS]
+        there = np.unpackbits(records["data"][rows] | records["zero"][rows], axis=1, bitorder="little").view(np.bool_)
+        address = base[rows, None] + pages * PAGE
+        if (there & ((address < start[rows, None]) | (address >= end[rows, None]))).any():
+            raise ValueError("a page of a cell lies outside of its region")
 
 
 def pack_footer(key: bytes, name: bytes, ids: Sequence[bytes], lengths: Sequence[int]) -> bytes:
@@ -269,6 +311,8 @@ def parse_refs(nodes: bytes, regions: int) -> npt.NDArray[np.void]:
         raise ValueError("node references that do not ascend or have no region")
     if ((refs["length"] <= 1) | (refs["length"] > MAX_STORED_NODE_BYTES)).any():
         raise ValueError("a node reference of a length that no node has")
+    if (refs["offset"] > MAX_CONTAINER_BYTES).any():
+        raise ValueError("a node reference to a place that no pack has")
     return refs
 
 
@@ -284,6 +328,7 @@ __all__ = [
     "Groups",
     "NodeDecoder",
     "NodeEncoder",
+    "check_regions",
     "decode_node",
     "encode_nodes",
     "group",

@@ -13,24 +13,29 @@ import numpy.typing as npt
 
 from icecore.errors import Damaged, IcecoreError, ObjectMissing, StoreDenied, StoreError
 from icecore.events import Event, phase
-from icecore.store.backend import READERS_LEAVE
+from icecore.store.backend import FOREIGN_AT_MOST, READERS_LEAVE, Foreign
 from icecore.store.cell import CELL, CELL_BYTES, Records
-from icecore.store.cellmap import PACK, parse_pack_footer
+from icecore.store.cellmap import PACK, check_regions, parse_pack_footer
 from icecore.store.container import TAIL_BYTES, Container
 from icecore.store.filters import FILTER_KIND, FilterSet, decode_filter
-from icecore.store.hints import HINTS_KIND, decode_hints
+from icecore.store.fingerprints import fingerprint_bytes
+from icecore.store.hints import HINTS_KIND, decode_hints, limited
 from icecore.store.index import filtered, read_segment
 from icecore.store.keys import CONFIG_KIND, KEY_KIND, decode_config, open_slot
 from icecore.store.log import KEPT_ENTRIES, Entry, anchor_before
-from icecore.store.manifest import MANIFEST_KIND, Manifest
+from icecore.store.manifest import MANIFEST_KIND, Manifest, Space, cells_of
 from icecore.store.names import (
     CONFIG,
+    FILTERS,
     KEYS,
     KINDS,
     LOG,
     PREFIX,
+    SESSIONS,
     Kind,
     filter_name,
+    is_known,
+    key_number,
     log_generation,
     log_name,
     object_name,
@@ -78,6 +83,7 @@ class Report:
         damages: Everything that is wrong; empty if all is well.
         lost: Damage of which only quarantined snapshots suffer: known before.
         quarantined: Snapshots that were found to have lost data, and what.
+        foreign: What lies among the objects and is none of the repository's: it is left alone, and harms nothing.
         failed: Damages that are only objects which the store failed to give: they may be well.
         denied: The first refusal, if the store refused to give any.
         doubtful: Shards that are damaged or missing, or hold a chunk that is.
@@ -92,6 +98,7 @@ class Report:
     damages: list[Damage] = field(default_factory=list)
     lost: list[Damage] = field(default_factory=list)
     quarantined: dict[str, str] = field(default_factory=dict)
+    foreign: list[Foreign] = field(default_factory=list)
     failed: list[Damage] = field(default_factory=list)
     denied: StoreDenied | None = None
     doubtful: set[bytes] = field(default_factory=set)
@@ -201,6 +208,7 @@ class _Checker:
             return
         state = state or entry.state
         await self._list()
+        await self._foreign()
         records = await self._records(state)
         self.report.snapshots = len(records)
         self.report.quarantined = {record.snapshot: record.quarantined for record in records if record.quarantined}
@@ -258,11 +266,23 @@ class _Checker:
             async for info in self._backend.list(PREFIX[kind]):
                 parsed = parse_name(info.name)
                 if parsed is None:
-                    self.damage(kind, info.name, "it has a name that no object of its kind has")
-                    continue
+                    continue  # foreign
                 self._sizes[parsed] = info.size
                 self.report.objects[kind] += 1
                 self.report.bytes[kind] += info.size
+
+    async def _foreign(self) -> None:
+        """What is none of the repository's: told of, and no damage."""
+        found = {one.name: one for one in await self._backend.source.foreign()}
+        for prefix in (*PREFIX.values(), LOG, KEYS, SESSIONS, FILTERS):
+            async for info in self._backend.list(prefix):
+                if not is_known(info.name):
+                    found.setdefault(info.name, Foreign(info.name, "an object with a name that none of the repository's has"))
+                if len(found) >= FOREIGN_AT_MOST:
+                    break
+        self.report.foreign = [found[name] for name in sorted(found)]
+        for one in self.report.foreign:
+            self._repository.emit(Event("check.foreign", {"object": ascii(one.name)[1:-1], "what": one.what}))
 
     async def _records(self, state: State) -> list[SnapshotRecord]:
         records: list[SnapshotRecord] = []
@@ -303,16 +323,19 @@ class _Checker:
         if parsed is not None and self._sizes.get(parsed) != record.manifest_length:
             self.damage(MANIFEST_KIND.title, record.manifest, "it has another length than its record says", snapshots)
         numbers = self._of_snapshot.setdefault(record.snapshot, [])
-        for refs in spaces:
-            numbers += await self._space(refs, snapshots)
+        for space, refs in zip(manifest.spaces, spaces, strict=True):
+            own = await self._space(refs, snapshots)
+            numbers += own.values()
+            self._regions(record, space, refs, own)
 
     async def _hints_of(self, manifest: Manifest) -> None:
         """Hints are advice: damaged ones cost time, no snapshot."""
         if manifest.hints and manifest.hints not in self._hints:
             self._hints.add(manifest.hints)
             try:
-                data = await self._backend.get(manifest.hints, limit=HINTS_KIND.object_limit)
-                decode_hints(manifest.hints, data, self._keys.hints)
+                kind = limited(fingerprint_bytes(cells_of(manifest), len(manifest.spaces)))
+                data = await self._backend.get(manifest.hints, limit=kind.object_limit)
+                decode_hints(manifest.hints, data, self._keys.hints, kind=kind)
             except IcecoreError as error:
                 self.note(error, HINTS_KIND.title, manifest.hints)
 
@@ -323,6 +346,8 @@ class _Checker:
         except IcecoreError as error:
             self.note(error, CONFIG_KIND.title, CONFIG)
         async for info in self._backend.list(KEYS):
+            if key_number(info.name) is None:
+                continue  # foreign
             try:
                 data = await self._backend.get(info.name, limit=KEY_KIND.object_limit)
                 slots = decode_slots(info.name, data)
@@ -333,8 +358,19 @@ class _Checker:
             except IcecoreError as error:
                 self.note(error, KEY_KIND.title, info.name)
 
-    async def _space(self, refs: Refs, snapshots: list[str]) -> list[int]:
-        """Read the nodes that were not seen before; the numbers of all that can be read."""
+    def _regions(self, record: SnapshotRecord, space: Space, refs: Refs, numbers: dict[int, int]) -> None:
+        """Hold cells against their regions, as every reader of the map does."""
+        nodes = [self._nodes[number] for number in numbers.values()]
+        if not nodes:
+            return
+        regions = refs["region"][list(numbers)].astype(np.int64)
+        try:
+            check_regions(space.regions, np.concatenate(nodes), np.repeat(regions, [len(node) for node in nodes]))
+        except ValueError as error:
+            self.damage(MANIFEST_KIND.title, record.manifest, f"{space.kind} {space.key!a}: {error}", [record.snapshot])
+
+    async def _space(self, refs: Refs, snapshots: list[str]) -> dict[int, int]:
+        """Read the nodes that were not seen before; of each reference whose node can be read, the node's number."""
         keys = [(ref["node"].tobytes(), ref["pack"].tobytes(), int(ref["offset"])) for ref in refs]
         fresh = np.array([at for at, key in enumerate(keys) if key not in self._numbers], np.int64)
         for pack in {key[1] for key in keys}:
@@ -344,7 +380,7 @@ class _Checker:
             self._packs.setdefault(pack, set()).update(snapshots)
         there = np.array([("nodes", keys[at][1]) in self._sizes for at in fresh], np.bool_)
         await self._nodes_of(refs, keys, fresh[there], snapshots)
-        return [self._numbers[key] for key in keys if key in self._numbers]
+        return {at: self._numbers[key] for at, key in enumerate(keys) if key in self._numbers}
 
     async def _nodes_of(
         self, refs: Refs, keys: list[tuple[bytes, bytes, int]], which: npt.NDArray[np.int64], snapshots: list[str]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import blake3
 import msgspec
@@ -13,6 +13,7 @@ import zstandard
 
 from icecore.errors import Damaged
 from icecore.store.keys import Keys
+from icecore.store.manifest_rules import MAX_SPACES
 
 FINGERPRINT = np.dtype("V16")
 _MAX_HINTS = 1 << 30  # of the whole object, before compression
@@ -41,6 +42,9 @@ class _Stored(msgspec.Struct, frozen=True, array_like=True):
     restless: bytes = b""
 
 
+_SPACES = Annotated[dict[str, _Stored], msgspec.Meta(max_length=MAX_SPACES)]
+
+
 def encode_fingerprints(spaces: Mapping[str, Fingerprints]) -> bytes:
     """Fingerprints of many spaces (by ``kind:key``) as one hint object."""
     stored = {
@@ -52,18 +56,30 @@ def encode_fingerprints(spaces: Mapping[str, Fingerprints]) -> bytes:
     return zstandard.ZstdCompressor(level=1).compress(msgspec.msgpack.encode(stored))
 
 
-def decode_fingerprints(data: bytes) -> dict[str, Fingerprints]:
+def fingerprint_bytes(cells: int, spaces: int) -> int:
+    """Bytes that the fingerprints of so many cells in so many spaces have at most, before compression.
+
+    Args:
+        cells: Those that the maps have room for.
+    """
+    return 64 * cells + 8192 * spaces + (16 << 20)
+
+
+def decode_fingerprints(data: bytes, limit: int = _MAX_HINTS) -> dict[str, Fingerprints]:
     """The reverse of ``encode_fingerprints``.
+
+    Args:
+        limit: Bytes that they have at most, from `fingerprint_bytes`.
 
     Raises:
         Damaged: the bytes are not such an object.
     """
     try:
         size = zstandard.frame_content_size(data)
-        if not 0 <= size <= _MAX_HINTS:
+        if not 0 <= size <= min(limit, _MAX_HINTS):
             raise ValueError(f"implausible length {size}")
         stored = msgspec.msgpack.decode(
-            zstandard.ZstdDecompressor().decompress(data, max_output_size=size), type=dict[str, _Stored]
+            zstandard.ZstdDecompressor().decompress(data, max_output_size=size), type=_SPACES
         )
         out = {}
         for space, item in stored.items():

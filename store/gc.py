@@ -31,9 +31,11 @@ from icecore.store.names import (
     KINDS,
     LOG,
     PREFIX,
+    PROBE,
     SESSIONS,
     Kind,
     filtered_segment,
+    heartbeat_session,
     log_generation,
     object_name,
     parse_name,
@@ -58,7 +60,6 @@ FENCE_SECONDS = 1800.0
 #: A shard of which less than this share is reached is rewritten.
 COMPACT_BELOW = 0.5
 _SWEEP_SECONDS = 86_400.0
-_PROBE = "probe/"
 _ROUNDS = 3
 
 
@@ -343,7 +344,9 @@ class Collector:
         """
         latest: dict[str, str] = {}
         async for info in self._backend.list(SESSIONS):
-            latest[info.name.split("/")[1]] = info.name
+            session = heartbeat_session(info.name)
+            if session is not None:
+                latest[session] = info.name
         silent = []
         for record in state.sessions:
             ended = has_ended(record.process)
@@ -414,7 +417,7 @@ class Collector:
         segments = {info.name async for info in self._backend.list(PREFIX["segment"])} if filters else set()
         beats = [info async for info in self._backend.list(SESSIONS)]
         hints = [info async for info in self._backend.list(HINTS)]
-        old = [Item(*info) async for info in self._backend.list(_PROBE)]
+        old = [Item(*info) async for info in self._backend.list(PROBE)]
         for info in filters:
             segment = filtered_segment(info.name)
             if segment is not None and object_name("segment", segment) not in segments:
@@ -423,7 +426,7 @@ class Collector:
         state = await self._mark_newest()
         open_ = {record.id for record in state.sessions}
         keeping = _keeping(state)
-        old += [Item(*info) for info in beats if info.name.split("/")[1] not in open_]
+        old += [Item(*info) for info in beats if heartbeat_session(info.name) not in open_]
         if not keeping:  # an open session may have stored the hints of a snapshot that is yet to be committed
             old += [Item(*info) for info in hints if not self._advises(info.name)]
         return old

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from icecore.store.envelope import ObjectKind, unseal
 from icecore.store.names import HINTS
 
@@ -9,17 +11,25 @@ from icecore.store.names import HINTS
 HINTS_KIND = ObjectKind("hints", b"ICEHINT", 1, 1 << 30)
 
 
-def decode_hints(name: str, data: bytes, key: bytes, digest: bytes | None = None) -> bytes:
+def limited(limit: int) -> ObjectKind:
+    """The kind of hints whose body has ``limit`` bytes at most."""
+    return replace(HINTS_KIND, limit=min(limit, HINTS_KIND.limit))
+
+
+def decode_hints(
+    name: str, data: bytes, key: bytes, digest: bytes | None = None, *, kind: ObjectKind = HINTS_KIND
+) -> bytes:
     """The body of hints object ``name``; ``key`` is the repository's hints key.
 
     Args:
+        kind: From `limited`, where it is known how long it can be.
         digest: The digest in :attr:`Manifest.hints_digest`.
 
     Raises:
         Damaged: It is not what was written, or another one than was meant.
         FormatTooNew: It was written by a later version.
     """
-    return unseal(HINTS_KIND, name, data, key, digest)
+    return unseal(kind, name, data, key, digest)
 
 
 #: How the names of working sets begin within their lineage's folder; they live as long as the lineage has a snapshot, and no manifest names them.

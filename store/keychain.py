@@ -18,7 +18,7 @@ from icecore.errors import (
 )
 from icecore.store.backend import Backend
 from icecore.store.keys import KEY_KIND, Keys, open_slot
-from icecore.store.names import KEYS, key_name
+from icecore.store.names import KEYS, key_name, key_number
 from icecore.store.slots import Slots, decode_slots, encode_slots, unlock, verify
 
 #: Told the id of a repository, and whether it is encrypted; raises where a client may not open it.
@@ -182,7 +182,7 @@ async def _create(backend: Backend, name: str, data: bytes) -> bool:
 async def _numbers(backend: Backend) -> list[int]:
     found = []
     async for info in backend.list(KEYS):
-        text = info.name.removeprefix(KEYS)
-        if len(text) == 8 and key_name(int(text, 16)) == info.name:
-            found.append(int(text, 16))
+        number = key_number(info.name)
+        if number is not None:
+            found.append(number)
     return sorted(found)

@@ -28,7 +28,7 @@ _PUBLIC = blake3.blake3(b"", derive_key_context="icecore format 1 public integri
 class Parameters(msgspec.Struct, frozen=True):
     """What is the same for everything in a repository. ``shard_bytes``: size at which a shard is closed."""
 
-    shard_bytes: int = 64 << 20
+    shard_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)] = 64 << 20
 
 
 class Config(msgspec.Struct, frozen=True):
@@ -37,7 +37,7 @@ class Config(msgspec.Struct, frozen=True):
     format: int
     #: Files are named after it.
     id: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
-    created_ns: int
+    created_ns: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
     parameters: Parameters
 
 

@@ -6,7 +6,6 @@ import asyncio
 import errno
 import os
 import secrets
-import stat
 import threading
 import time
 import weakref
@@ -19,15 +18,20 @@ from typing import TypeVar
 
 from icecore.errors import Damaged, NotFound, ObjectExists, ObjectMissing, StoreDenied, StoreError, StoreFull
 from icecore.store.backend import (
+    FOREIGN_AT_MOST,
+    MAX_OFFSET,
     RESERVE_PIECE,
     RESERVE_PIECES,
     Backend,
     Buffer,
     Draft,
+    Foreign,
     ObjectInfo,
     check_name,
     check_prefix,
+    is_part,
 )
+from icecore.store.beneath import NotRegular, open_regular, opened, scan, size_of
 
 T = TypeVar("T")
 
@@ -35,6 +39,7 @@ T = TypeVar("T")
 _TEMPORARY = ".new-"
 #: A folder of files whose bytes mean nothing: deleted where there is no room to say what else may be.
 _RESERVE = ".reserve"
+_PIECES = [str(number) for number in range(RESERVE_PIECES)]
 #: Bytes that must be free before any are set aside.
 _PLENTY = 4 * RESERVE_PIECES * RESERVE_PIECE
 _VECTORS = 512
@@ -83,7 +88,8 @@ class LocalBackend(Backend):
         if create:
             try:
                 self.root.mkdir(parents=True, exist_ok=True)
-                _sync_directory(self.root.parent)
+                with opened(self.root.parent, ()) as above:
+                    _sync_directory(above)
             except OSError as error:
                 raise _translate(error, "create", self.where) from error
         if not self.root.is_dir():
@@ -93,7 +99,7 @@ class LocalBackend(Backend):
         self._limit = open_files
         self._files: OrderedDict[str, _OpenFile] = OrderedDict()
         self._lock = threading.Lock()
-        self._made: set[Path] = {self.root}
+        self._made: set[tuple[str, ...]] = {()}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="icecore-local")
 
     async def run(self, function: Callable[..., T], *arguments: object) -> T:
@@ -115,37 +121,51 @@ class LocalBackend(Backend):
     def draft(self, name: str) -> LocalDraft:
         return LocalDraft(self, name)
 
-    def open_temporary(self, folder: Path) -> tuple[Path, int]:
-        """A new file in ``folder`` that is no object, and its descriptor."""
-        temporary = folder / f"{_TEMPORARY}{secrets.token_hex(8)}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self._make_folder(folder)
-        try:
-            return temporary, os.open(temporary, flags, 0o600)
-        except FileNotFoundError:
-            self._made = {self.root}  # somebody removed empty folders
-            self._make_folder(folder)
-            return temporary, os.open(temporary, flags, 0o600)
+    def open_folder(self, folders: tuple[str, ...]) -> int:
+        """Make a folder of objects durable with its parents, if it is not there yet, and open it; the descriptor is for ``dir_fd``.
 
-    def _make_folder(self, folder: Path) -> None:
-        """Make ``folder`` durable with its parents; remembers what is done."""
-        if folder in self._made:
-            return
-        self._make_folder(folder.parent)
+        Raises:
+            StoreDenied: Something else is in its place.
+        """
+        self._make_folder(folders)
         try:
-            folder.mkdir(mode=0o700)
-        except FileExistsError:
-            pass
-        _sync_directory(folder.parent)
-        self._made.add(folder)
+            return self._open_folder(folders)
+        except FileNotFoundError:
+            self._made = {()}  # somebody removed empty folders
+            self._make_folder(folders)
+            return self._open_folder(folders)
+
+    def _open_folder(self, folders: tuple[str, ...]) -> int:
+        try:
+            with opened(self.root, folders) as at:
+                return os.dup(at)
+        except NotADirectoryError:
+            raise StoreDenied(
+                f"cannot write to {'/'.join(folders)} in {self.where}: a link or a file is in the place of that folder",
+                cure="remove it; to keep a folder on another disk, bind-mount it",
+            ) from None
+
+    def _make_folder(self, folders: tuple[str, ...]) -> None:
+        """Make a folder durable with its parents; remembers what is done."""
+        if folders in self._made:
+            return
+        *above, last = folders
+        self._make_folder(tuple(above))
+        at = self._open_folder(tuple(above))
+        try:
+            with suppress(FileExistsError):
+                os.mkdir(last, 0o700, dir_fd=at)
+            _sync_directory(at)
+        finally:
+            os.close(at)
+        self._made.add(folders)
 
     async def get(self, name: str, *, limit: int = 1 << 30) -> bytes:
         return await self.run(self._get, name, limit)
 
     def _get(self, name: str, limit: int) -> bytes:
-        path = self.root / check_name(name)
         try:
-            with open(path, "rb", buffering=0) as file:
+            with open(self._open(name), "rb", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size
                 if size > limit:
                     raise Damaged("object", name, f"it has {size} bytes, more than the {limit} that it can have")
@@ -156,8 +176,16 @@ class LocalBackend(Backend):
                         raise Damaged("object", name, f"it ends after {len(data)} of {size} bytes")
                     data += more
                 return data
+        except OSError as error:
+            raise _translate(error, f"read object {name} in", self.where) from error
+
+    def _open(self, name: str) -> int:
+        try:
+            return open_regular(self.root, check_name(name))
         except _ABSENT as error:
             raise ObjectMissing(f"there is no object {name} in {self.where}") from error
+        except NotRegular as error:
+            raise Damaged("object", name, error.strerror) from error
         except OSError as error:
             raise _translate(error, f"read object {name} in", self.where) from error
 
@@ -166,6 +194,8 @@ class LocalBackend(Backend):
 
     def read_into(self, name: str, offset: int, out: memoryview) -> None:
         view = out.cast("B")
+        if not 0 <= offset <= MAX_OFFSET:
+            raise Damaged("object", name, f"it has no offset {offset}")
         file = self._acquire(name)
         try:
             done = 0
@@ -188,15 +218,7 @@ class LocalBackend(Backend):
                 self._files.move_to_end(name)
                 file.users += 1
                 return file
-        try:
-            descriptor = os.open(os.path.join(self.root, check_name(name)), os.O_RDONLY | os.O_CLOEXEC)
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                os.close(descriptor)
-                raise IsADirectoryError(errno.EISDIR, "is a folder", name)
-        except _ABSENT as error:
-            raise ObjectMissing(f"there is no object {name} in {self.where}") from error
-        except OSError as error:
-            raise _translate(error, f"read object {name} in", self.where) from error
+        descriptor = self._open(name)
         with self._lock:
             file = self._files.get(name)
             if file is not None:  # another thread was faster
@@ -222,14 +244,12 @@ class LocalBackend(Backend):
             file.close()
 
     async def size(self, name: str) -> int:
-        path = self.root / check_name(name)
         try:
-            found = await self.run(os.stat, path)
-            if not stat.S_ISREG(found.st_mode):
-                raise IsADirectoryError(errno.EISDIR, "is a folder", name)
-            return found.st_size
+            return await self.run(size_of, self.root, check_name(name))
         except _ABSENT as error:
             raise ObjectMissing(f"there is no object {name} in {self.where}") from error
+        except NotRegular as error:
+            raise Damaged("object", name, error.strerror) from error
         except OSError as error:
             raise _translate(error, f"read object {name} in", self.where) from error
 
@@ -240,10 +260,9 @@ class LocalBackend(Backend):
             folder = pending.pop()
             if folder and not folder.endswith("/"):
                 try:
-                    size = (await self.run(os.stat, self.root / folder)).st_size
-                except FileNotFoundError:
-                    continue  # deleted while we were listing
-                yield ObjectInfo(folder, size)
+                    yield ObjectInfo(folder, await self.run(size_of, self.root, folder))
+                except (*_ABSENT, NotRegular):
+                    pass  # deleted, or replaced by something else, while we were listing
                 continue
             files, folders = await self.run(_scan, self.root, folder)
             if not folders:
@@ -252,6 +271,29 @@ class LocalBackend(Backend):
             else:
                 # Object order is that of whole names: "a/" sorts by its own slash, so folders and files are merged by it.
                 pending.extend(sorted([info.name for info in files] + folders, reverse=True))
+
+    async def foreign(self) -> Sequence[Foreign]:
+        return await self.run(self._foreign)
+
+    def _foreign(self) -> Sequence[Foreign]:
+        found: list[Foreign] = []
+        pending: list[tuple[str, ...]] = [()]
+        while pending and len(found) < FOREIGN_AT_MOST:
+            folders = pending.pop()
+            try:
+                here = scan(self.root, folders)
+            except _ABSENT:
+                continue
+            except OSError as error:
+                raise _translate(error, f"list {'/'.join(folders) or 'objects'} in", self.where) from error
+            odd = [(name, "a file") for name, _ in here.files if not is_part(name)]
+            odd += [(name, "a directory") for name in here.folders if not is_part(name)]
+            found += [
+                Foreign("/".join((*folders, name)), what if is_part(name) else f"{what} with a name that no object has")
+                for name, what in sorted(odd + here.others)
+            ]
+            pending += [(*folders, name) for name in here.folders if is_part(name)]
+        return sorted(found)[:FOREIGN_AT_MOST]
 
     async def delete(self, name: str) -> None:
         await self.run(self._delete, name)
@@ -264,13 +306,14 @@ class LocalBackend(Backend):
             self._delete(name)
 
     def _delete(self, name: str) -> None:
-        path = self.root / check_name(name)
+        *folders, last = check_name(name).split("/")
         with self._lock:
             file = self._files.pop(name, None)
             if file is not None:
                 self._evict(file)
         try:
-            os.unlink(path)
+            with opened(self.root, folders) as at:
+                os.unlink(last, dir_fd=at)
         except _ABSENT:
             return
         except OSError as error:
@@ -282,13 +325,12 @@ class LocalBackend(Backend):
     def _sweep(self, age_seconds: float) -> int:
         oldest = time.time() - age_seconds
         removed = 0
-        for folder, _, files in os.walk(self.root):
+        for _, _, files, at in os.fwalk(self.root):
             for file in files:
                 if file.startswith(_TEMPORARY):
-                    path = os.path.join(folder, file)
                     try:
-                        if os.stat(path).st_mtime <= oldest:
-                            os.unlink(path)
+                        if os.stat(file, dir_fd=at, follow_symlinks=False).st_mtime <= oldest:
+                            os.unlink(file, dir_fd=at)
                             removed += 1
                     except FileNotFoundError:
                         continue  # its writer finished
@@ -298,28 +340,28 @@ class LocalBackend(Backend):
         await self.run(self._keep_reserve)
 
     def _keep_reserve(self) -> None:
-        folder = self.root / _RESERVE
         with suppress(OSError):  # no room after all, or nothing may be written: then there is none
-            missing = [folder / str(number) for number in range(RESERVE_PIECES) if _size(folder / str(number)) != RESERVE_PIECE]
             found = os.statvfs(self.root)
-            if not missing or found.f_bavail * found.f_frsize < _PLENTY:
-                return
-            folder.mkdir(mode=0o700, exist_ok=True)
-            for path in missing:
-                _write_piece(path)
+            roomy = found.f_bavail * found.f_frsize >= _PLENTY
+            with opened(self.root, ()) as at, suppress(FileExistsError):
+                if roomy:
+                    os.mkdir(_RESERVE, 0o700, dir_fd=at)
+            with opened(self.root, (_RESERVE,)) as at:
+                missing = [name for name in _PIECES if _size(name, at) != RESERVE_PIECE]
+                for name in missing if roomy else ():
+                    _write_piece(name, at)
 
     async def give_up_reserve(self, leave: int) -> bool:
         return await self.run(self._give_up_reserve, leave)
 
     def _give_up_reserve(self, leave: int) -> bool:
-        folder = self.root / _RESERVE
         try:
-            held = sorted(os.listdir(folder))
-            if len(held) <= leave:
-                return False
-            os.unlink(folder / held[-1])
-        except FileNotFoundError:
-            return folder.is_dir()  # somebody else has just given it up
+            with opened(self.root, (_RESERVE,)) as at:
+                held = [name for name in _PIECES if _size(name, at) >= 0]
+                if len(held) <= leave:
+                    return False
+                with suppress(FileNotFoundError):  # somebody else has just given it up
+                    os.unlink(held[-1], dir_fd=at)
         except OSError:
             return False
         return True
@@ -332,26 +374,15 @@ class LocalBackend(Backend):
 
 
 def _scan(root: Path, folder: str) -> tuple[list[ObjectInfo], list[str]]:
-    files: list[ObjectInfo] = []
-    folders: list[str] = []
+    """The objects in a folder, and the folders in it: what has another name, or is no regular file, is no object."""
     try:
-        with os.scandir(root / folder) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    continue
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(f"{folder}{entry.name}/")
-                else:
-                    try:
-                        files.append(ObjectInfo(folder + entry.name, entry.stat(follow_symlinks=False).st_size))
-                    except FileNotFoundError:
-                        continue  # deleted while we were listing
+        found = scan(root, folder.split("/")[:-1])
     except _ABSENT:
         return [], []
     except OSError as error:
         raise _translate(error, f"list {folder or 'objects'} in", root) from error
-    files.sort()
-    return files, folders
+    files = sorted(ObjectInfo(folder + name, size) for name, size in found.files if is_part(name))
+    return files, [f"{folder}{name}/" for name in found.folders if is_part(name)]
 
 
 class LocalDraft(Draft):
@@ -360,12 +391,16 @@ class LocalDraft(Draft):
     def __init__(self, backend: LocalBackend, name: str) -> None:
         self._backend = backend
         self._name = name
-        self._path = backend.root / check_name(name)
-        self._descriptor = -1
+        *folders, self._last = check_name(name).split("/")
+        self._folder = self._descriptor = -1
+        self._temporary = f"{_TEMPORARY}{secrets.token_hex(8)}"
         self._doing = f"create object {name} in"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
-            self._temporary, self._descriptor = backend.open_temporary(self._path.parent)
+            self._folder = backend.open_folder(tuple(folders))
+            self._descriptor = os.open(self._temporary, flags, 0o600, dir_fd=self._folder)
         except OSError as error:
+            self.discard()
             raise _translate(error, self._doing, backend.where) from error
 
     def append(self, parts: Sequence[Buffer]) -> None:
@@ -381,7 +416,7 @@ class LocalDraft(Draft):
         """``publish`` in this thread."""
         try:
             os.fsync(self._descriptor)
-            os.link(self._temporary, self._path)
+            os.link(self._temporary, self._last, src_dir_fd=self._folder, dst_dir_fd=self._folder, follow_symlinks=False)
         except FileExistsError as error:
             raise ObjectExists(f"object {self._name} exists in {self._backend.where}") from error
         except OSError as error:
@@ -393,19 +428,19 @@ class LocalDraft(Draft):
 
     def _sync_folder(self) -> None:
         try:
-            _sync_directory(self._path.parent)
+            _sync_directory(self._folder)
         except OSError as error:
             # The object is there, whatever the reason; to say that there is no room, or no permission, would deny it.
             raise StoreError(f"cannot {self._doing} {self._backend.where} for good: {error.strerror}") from error
 
     def discard(self) -> None:
-        descriptor, self._descriptor = self._descriptor, -1
+        (descriptor, self._descriptor), (folder, self._folder) = (self._descriptor, -1), (self._folder, -1)
         if descriptor >= 0:
             os.close(descriptor)
-            try:
-                os.unlink(self._temporary)
-            except FileNotFoundError:
-                pass  # a sweep took it for a broken-off one
+            with suppress(FileNotFoundError):  # a sweep took it for a broken-off one
+                os.unlink(self._temporary, dir_fd=folder)
+        if folder >= 0:
+            os.close(folder)
 
 
 def _write_all(descriptor: int, parts: Sequence[memoryview]) -> None:
@@ -421,28 +456,30 @@ def _write_all(descriptor: int, parts: Sequence[memoryview]) -> None:
             pending[0] = pending[0][written:]
 
 
-def _size(path: Path) -> int:
-    """Bytes of the file at ``path``; -1 where there is none."""
+def _size(name: str, folder: int) -> int:
+    """Bytes of a file in the open ``folder``; -1 where there is none."""
     try:
-        return os.stat(path).st_size
+        return os.stat(name, dir_fd=folder, follow_symlinks=False).st_size
     except FileNotFoundError:
         return -1
 
 
-def _write_piece(path: Path) -> None:
+def _write_piece(name: str, folder: int) -> None:
     """A file of random bytes, which no file system stores in fewer; all of it or nothing."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(name, flags, 0o600, dir_fd=folder)
     try:
         _write_all(descriptor, [memoryview(os.urandom(RESERVE_PIECE))])
     except OSError:
-        os.unlink(path)
+        os.unlink(name, dir_fd=folder)
         raise
     finally:
         os.close(descriptor)
 
 
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _sync_directory(folder: int) -> None:
+    """Sync an open directory; ``folder`` may be a descriptor that only names it."""
+    descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
     try:
         os.fsync(descriptor)
     finally:

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 
-from icecore.errors import Damaged, FormatTooNew
+from icecore.errors import Damaged, FormatTooNew, StoreError
+from icecore.store.cell import NODE_CELLS
 from icecore.store.envelope import ObjectKind, Sealed, seal, unseal
+from icecore.store.manifest_rules import (
+    MAX_FILES,
+    MAX_NODES,
+    MAX_PROCESSES,
+    MAX_REGIONS,
+    MAX_SPACES,
+    MAX_WORDS,
+    NODE_REF_BYTES,
+    faults,
+)
 
 #: Reference to one map node: the group of 64 cells of one region that it holds, its id, and where its stored bytes lie.
 NODE_REF = np.dtype(
     [("region", "<u4"), ("group", "<u4"), ("node", "u1", 32), ("pack", "u1", 16), ("offset", "<u8"), ("length", "<u4")]
 )
+
+#: Lists are bounded before they are made: a decoder reads how long one is to be first.
+Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Few = msgspec.Meta(max_length=1 << 12)
 
 SpaceKind = Literal["process", "shared", "file", "image", "device"]
 FilePolicy = Literal["content", "checked", "absent"]
@@ -28,11 +44,11 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     device memory.
     """
 
-    start: int
-    length: int
-    origin: int
-    protection: int = 0
-    flags: int = 0
+    start: Number
+    length: Number
+    origin: Number
+    protection: Number = 0
+    flags: Number = 0
     kind: str = "anonymous"
     name: str = ""
     lazy: bool = False
@@ -48,23 +64,23 @@ class Space(msgspec.Struct, frozen=True):
 
     kind: SpaceKind
     key: str
-    size: int
-    regions: list[Region]
-    nodes: bytes = b""
+    size: Number
+    regions: Annotated[list[Region], msgspec.Meta(max_length=MAX_REGIONS)]
+    nodes: Annotated[bytes, msgspec.Meta(max_length=MAX_NODES * NODE_REF_BYTES)] = b""
 
 
 class Process(msgspec.Struct, frozen=True):
     """One process of the tree, as it was in the window. ``image_id`` is CRIU's id in its image names (the pid in the dumped pid namespace)."""
 
-    image_id: int
-    pid: int
-    parent: int
-    group: int
-    session: int
-    threads: int
-    command: list[str]
+    image_id: Number
+    pid: Number
+    parent: Number
+    group: Number
+    session: Number
+    threads: Number
+    command: Annotated[list[str], msgspec.Meta(max_length=MAX_WORDS)]
     executable: str
-    user: int
+    user: Number
     alive: bool = True
 
 
@@ -76,17 +92,17 @@ class OpenFile(msgspec.Struct, frozen=True):
     """
 
     path: str
-    size: int
-    mtime_ns: int
+    size: Number
+    mtime_ns: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
     inode: int
     device: int
-    mode: int
-    user: int
-    group: int
+    mode: Annotated[int, msgspec.Meta(ge=0, le=0o7777)]
+    user: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+    group: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
     writable: bool
     policy: FilePolicy
     digest: str = ""
-    links: list[str] = []
+    links: Annotated[list[str], msgspec.Meta(max_length=MAX_WORDS)] = []
     mapped: bool = True
 
 
@@ -99,11 +115,11 @@ class Requirements(msgspec.Struct, frozen=True):
     architecture: str
     kernel: str
     criu: str
-    page_size: int = 4096
-    cpu: list[str] = []
-    pids: list[int] = []
-    ports: list[str] = []
-    devices: list[dict[str, str]] = []
+    page_size: Number = 4096
+    cpu: Annotated[list[str], Few] = []
+    pids: Annotated[list[Number], msgspec.Meta(max_length=1 << 20)] = []
+    ports: Annotated[list[str], msgspec.Meta(max_length=1 << 17)] = []
+    devices: Annotated[list[Annotated[dict[str, str], msgspec.Meta(max_length=64)]], Few] = []
 
 
 class Namespaces(msgspec.Struct, frozen=True):
@@ -119,12 +135,12 @@ class Namespaces(msgspec.Struct, frozen=True):
 class Sizes(msgspec.Struct, frozen=True):
     """Bytes of this snapshot: ``logical`` data pages, ``changed`` against the parent, ``stored`` new bytes in shards, by codec name."""
 
-    logical: int = 0
-    zero: int = 0
-    changed: int = 0
-    stored: int = 0
-    device: int = 0
-    by_codec: dict[str, int] = {}
+    logical: Number = 0
+    zero: Number = 0
+    changed: Number = 0
+    stored: Number = 0
+    device: Number = 0
+    by_codec: Annotated[dict[str, Number], Few] = {}
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -135,35 +151,126 @@ class Manifest(msgspec.Struct, frozen=True):
     job: str
     lineage: str
     parent: str
-    created_ns: int
+    created_ns: Number
     host: str
     writer: str
-    root_pid: int
-    processes: list[Process]
-    spaces: list[Space]
-    files: list[OpenFile]
+    root_pid: Number
+    processes: Annotated[list[Process], msgspec.Meta(max_length=MAX_PROCESSES)]
+    spaces: Annotated[list[Space], msgspec.Meta(max_length=MAX_SPACES)]
+    files: Annotated[list[OpenFile], msgspec.Meta(max_length=MAX_FILES)]
     requirements: Requirements
     namespaces: Namespaces
-    criu_options: list[str]
-    tags: list[str] = []
+    criu_options: Annotated[list[str], Few]
+    tags: Annotated[list[str], Few] = []
     pinned: bool = False
     sizes: Sizes = Sizes()
     window_seconds: float = 0.0
     hints: str = ""
     hints_digest: str = ""
-    extra: dict[str, str] = {}
+    extra: Annotated[dict[str, str], Few] = {}
+
+
+def cells_of(manifest: Manifest) -> int:
+    """How many cells a manifest's maps have room for."""
+    return sum(len(space.nodes) // NODE_REF.itemsize for space in manifest.spaces) * NODE_CELLS
 
 
 MANIFEST_KIND = ObjectKind("manifest", b"ICEMANI", 1, 256 << 20)
 #: The newest manifest structure that this code writes and reads.
 MANIFEST_FORMAT = 1
 
-_DECODER = msgspec.msgpack.Decoder(Manifest)
+#: What of a manifest may be many, and is decoded piece by piece, so that all pieces together are bounded while they are made.
+_PIECES: dict[str, msgspec.msgpack.Decoder[Any]] = {
+    "processes": msgspec.msgpack.Decoder(Process),
+    "spaces": msgspec.msgpack.Decoder(Space),
+    "files": msgspec.msgpack.Decoder(OpenFile),
+}
+_MOST = {"processes": MAX_PROCESSES, "spaces": MAX_SPACES, "files": MAX_FILES}
+_OUTLINE: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
+    msgspec.defstruct(
+        "_Outline",
+        [
+            (field.name, Annotated[list[msgspec.Raw], msgspec.Meta(max_length=_MOST[field.name])])
+            if field.name in _PIECES
+            else (field.name, field.type)
+            if field.required
+            else (field.name, field.type, field.default if field.default is not msgspec.NODEFAULT else msgspec.field(default_factory=field.default_factory))
+            for field in msgspec.structs.fields(Manifest)
+        ],
+    )
+)
 
 
 def encode_manifest(manifest: Manifest, key: bytes, name: str = "") -> Sealed:
-    """The object of ``manifest``; ``key`` is the repository's manifest key, ``name`` the object that it will be (which only encryption needs)."""
-    return seal(MANIFEST_KIND, msgspec.msgpack.encode(manifest), key, name)
+    """The object of ``manifest``; ``key`` is the repository's manifest key, ``name`` the object that it will be (which only encryption needs).
+
+    Raises:
+        StoreError: No reader would take it (`icecore.store.manifest_rules`).
+    """
+    body = msgspec.msgpack.encode(manifest)
+    try:
+        _decode(body)
+        return seal(MANIFEST_KIND, body, key, name)
+    except ValueError as error:
+        raise StoreError(f"the manifest of snapshot {manifest.snapshot} cannot be kept: {error}") from error
+
+
+class _Long(msgspec.Struct):
+    """What may be long in a piece of a manifest, as it stands in the object."""
+
+    regions: msgspec.Raw = msgspec.Raw(b"\x90")
+    nodes: msgspec.Raw = msgspec.Raw(b"\xc4\0")
+    command: msgspec.Raw = msgspec.Raw(b"\x90")
+    links: msgspec.Raw = msgspec.Raw(b"\x90")
+
+
+_LONG = msgspec.msgpack.Decoder(_Long)
+#: First byte of a long array or byte string in MessagePack → bytes of its length, which follow.
+_LENGTH_BYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xDC: 2, 0xDD: 4}
+
+
+def _lengths(raw: msgspec.Raw) -> Iterator[tuple[str, int]]:
+    """How long each of those is, before it is made."""
+    long = _LONG.decode(raw)
+    for field in _Long.__struct_fields__:
+        data = memoryview(getattr(long, field))
+        kind = data[0]
+        yield field, kind & 15 if kind >> 4 == 9 else int.from_bytes(data[1 : 1 + _LENGTH_BYTES.get(kind, 0)], "big")
+
+
+def _decode(body: bytes) -> Manifest:
+    """The manifest in an object's body.
+
+    Raises:
+        ValueError: It is none, or breaks a rule. No more is allocated than the rules allow.
+    """
+    try:
+        outline = _OUTLINE.decode(body)
+        if outline.format > MANIFEST_FORMAT:  # the caller says so; its rules are not known here
+            known: dict[str, Any] = {field: getattr(outline, field) for field in Manifest.__struct_fields__ if field not in _PIECES}
+            return Manifest(**known, processes=[], spaces=[], files=[])
+        left = {"regions": MAX_REGIONS, "nodes": MAX_NODES * NODE_REF_BYTES, "command": MAX_WORDS, "links": MAX_WORDS}
+        made: dict[str, Any] = {}
+        for name, decoder in _PIECES.items():
+            made[name] = list[Any]()
+            for raw in getattr(outline, name):
+                for field, length in _lengths(raw):
+                    left[field] -= length
+                    if left[field] < 0:
+                        raise ValueError(f"its {name} have more {field} than a manifest can have")
+                made[name].append(decoder.decode(raw))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    every: dict[str, Any] = {field: made[field] if field in made else getattr(outline, field) for field in Manifest.__struct_fields__}
+    manifest = Manifest(**every)
+    for why in faults(manifest):
+        raise ValueError(why)
+    for space in manifest.spaces:
+        if len(space.nodes) % NODE_REF.itemsize:
+            raise ValueError(f"the node references of {space.kind} {space.key} are cut off")
+        if len(space.nodes) and int(np.frombuffer(space.nodes, NODE_REF)["region"].max()) >= len(space.regions):
+            raise ValueError(f"a node of {space.kind} {space.key} belongs to no region")
+    return manifest
 
 
 def decode_manifest(data: bytes, key: bytes, *, name: str, digest: bytes | None = None) -> Manifest:
@@ -178,17 +285,12 @@ def decode_manifest(data: bytes, key: bytes, *, name: str, digest: bytes | None 
     """
     body = unseal(MANIFEST_KIND, name, data, key, digest)
     try:
-        manifest = _DECODER.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        manifest = _decode(body)
+    except ValueError as error:
         raise Damaged(MANIFEST_KIND.title, name, str(error)) from error
     if manifest.format > MANIFEST_FORMAT:
         raise FormatTooNew(
             f"manifest {name} has format {manifest.format}, this icecore reads up to {MANIFEST_FORMAT}",
             cure="use a newer icecore",
         )
-    for space in manifest.spaces:
-        if len(space.nodes) % NODE_REF.itemsize:
-            raise Damaged(MANIFEST_KIND.title, name, f"the node references of {space.kind} {space.key} are cut off")
-        if len(space.nodes) and int(np.frombuffer(space.nodes, NODE_REF)["region"].max()) >= len(space.regions):
-            raise Damaged(MANIFEST_KIND.title, name, f"a node of {space.kind} {space.key} belongs to no region")
     return manifest

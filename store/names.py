@@ -17,6 +17,8 @@ LOG = "log/"
 SESSIONS = "sessions/"
 HINTS = "hints/"
 FILTERS = "filters/"
+#: What an ``init`` that broke off leaves.
+PROBE = "probe/"
 
 PREFIX: dict[Kind, str] = {
     "shard": "shards/",
@@ -85,9 +87,34 @@ def key_name(slot: int) -> str:
     return f"{KEYS}{slot:08x}"
 
 
+def key_number(name: str) -> int | None:
+    """Number of a key slot's name, or None if it is not one."""
+    text = name.removeprefix(KEYS)
+    return int(text, 16) if name.startswith(KEYS) and re.fullmatch(r"[0-9a-f]{8}", text) else None
+
+
 def heartbeat_name(session: str, sequence: int) -> str:
     """Heartbeat number ``sequence`` of a session (its id in hexadecimal)."""
     return f"{SESSIONS}{session}/{sequence:016x}"
+
+
+def heartbeat_session(name: str) -> str | None:
+    """The session whose heartbeat has this name, or None if it is not a heartbeat's."""
+    found = re.fullmatch(r"([0-9a-f]{32})/[0-9a-f]{16}", name.removeprefix(SESSIONS))
+    return found[1] if found and name.startswith(SESSIONS) else None
+
+
+def is_known(name: str) -> bool:
+    """Whether a repository gives objects such a name. Of hints only the folder is known."""
+    return (
+        name == CONFIG
+        or parse_name(name) is not None
+        or log_generation(name) is not None
+        or key_number(name) is not None
+        or filtered_segment(name) is not None
+        or heartbeat_session(name) is not None
+        or name.startswith((HINTS, PROBE))
+    )
 
 
 def new_snapshot_id() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -15,7 +16,7 @@ from icecore.store import codec
 from icecore.store.ahead import ReadAhead
 from icecore.store.backend import Backend
 from icecore.store.cell import PAGE, Records
-from icecore.store.cellmap import NodeDecoder, parse_refs
+from icecore.store.cellmap import NodeDecoder, check_regions, parse_refs
 from icecore.store.chunk import chunk_id, pages_of
 from icecore.store.decoder import ChunkDecoder, damaged_chunk
 from icecore.store.keys import Keys
@@ -31,6 +32,8 @@ T = TypeVar("T")
 #: Nodes of a pack that lie closer than this are read together, up to ``_READ_BYTES`` at once.
 _GAP_BYTES = 256 << 10
 _READ_BYTES = 16 << 20
+#: Records of a snapshot's cells take at most an eighth of the memory: they are a 5000th of what they describe.
+_MAP_BYTES = max(256 << 20, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8)
 
 
 class Read(NamedTuple):
@@ -93,6 +96,8 @@ class SnapshotReader:
         self._loop = loop
         self._decoder = ChunkDecoder(repository.keys.chunk)
         self._scratch = ScratchPerThread()
+        #: Bytes of the records that each space was found to have.
+        self._map_bytes: dict[tuple[str, str], int] = {}
         self._ahead = None if loop is None or repository.backend.direct else ReadAhead(repository.backend, loop)
 
     @classmethod
@@ -129,7 +134,13 @@ class SnapshotReader:
             lengths = refs["length"][read.refs].tolist()
             for at, start, length in zip(read.refs.tolist(), starts, lengths, strict=True):
                 stored[at] = data[start : start + length]
-        records, counts = NodeDecoder(self._keys.node).decode(stored, refs)
+        others = sum(size for key, size in self._map_bytes.items() if key != (space.kind, space.key))
+        records, counts = NodeDecoder(self._keys.node).decode(stored, refs, _MAP_BYTES - others)
+        self._map_bytes[space.kind, space.key] = records.nbytes
+        try:
+            check_regions(space.regions, records, np.repeat(refs["region"].astype(np.int64), counts))
+        except ValueError as error:
+            raise Damaged("map", f"of snapshot {self.manifest.snapshot}", f"{space.kind} {space.key!a}: {error}") from error
         per_region = np.bincount(refs["region"], weights=counts, minlength=len(space.regions)).astype(np.int64)
         edges = np.concatenate(([0], np.cumsum(per_region))).tolist()
         return [records[a:b] for a, b in pairwise(edges)]

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from icecore.errors import Damaged, IcecoreError, ObjectMissing, StoreError
 from icecore.events import Event, Sink, discard
-from icecore.store.backend import Backend, Buffer, Draft, ObjectInfo
+from icecore.store.backend import Backend, Buffer, Draft, Foreign, ObjectInfo
 from icecore.store.names import HINTS, PREFIX
 
 T = TypeVar("T")
@@ -157,6 +157,9 @@ class ReplicaBackend(Backend):
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         async for info in self.own.list(prefix):
             yield info
+
+    async def foreign(self) -> Sequence[Foreign]:
+        return await self.own.foreign()
 
     async def delete(self, name: str) -> None:
         await self.own.delete(name)

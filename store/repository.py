@@ -30,7 +30,7 @@ from icecore.store.keys import (
 )
 from icecore.store.log import Log
 from icecore.store.manifest import MANIFEST_KIND, Manifest, decode_manifest
-from icecore.store.names import CONFIG, key_name
+from icecore.store.names import CONFIG, key_name, parse_name
 from icecore.store.recent import RecentSegments
 from icecore.store.session import Session
 from icecore.store.slots import Cost, new_slots
@@ -232,6 +232,9 @@ class Repository:
             raise
 
     async def _manifest_from(self, backend: Backend, record: SnapshotRecord) -> Manifest:
+        parsed = parse_name(record.manifest)
+        if parsed is None or parsed[0] != "manifest":
+            raise Damaged("snapshot", record.snapshot, f"its manifest is called {record.manifest[:80]!a}")
         data = await backend.get(record.manifest, limit=MANIFEST_KIND.object_limit)
         manifest = decode_manifest(data, self.keys.manifest, name=record.manifest, digest=record.manifest_digest)
         if manifest.snapshot != record.snapshot:

@@ -25,7 +25,18 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import S3Store
 
 from icecore.errors import Damaged, NotFound, ObjectExists, ObjectMissing, StoreDenied, StoreError, UsageError
-from icecore.store.backend import Backend, Buffer, ObjectInfo, check_name, check_prefix, length_of
+from icecore.store.backend import (
+    FOREIGN_AT_MOST,
+    MAX_OFFSET,
+    Backend,
+    Buffer,
+    Foreign,
+    ObjectInfo,
+    check_name,
+    check_prefix,
+    is_name,
+    length_of,
+)
 from icecore.store.s3_errors import is_conflict, is_past_end, translate
 
 if TYPE_CHECKING:
@@ -45,6 +56,8 @@ _LISTED_AT_ONCE = 1000
 _DELETED_AT_ONCE = 1000
 #: A request may take this many seconds, and the time that its bytes need at this rate.
 _SLOWEST_BYTES_PER_SECOND = 1 << 20
+#: What obstore says of a listing with a key that it cannot take apart (empty or dotted parts, control characters).
+_UNNAMEABLE = "Encountered object with invalid path"
 _LAST_THREADS_SECONDS, _MOST_THREADS_SECONDS = 0.05, 1.0
 
 
@@ -192,6 +205,7 @@ class S3Backend(Backend):
         self.where = place.location
         self._store, known_as = _connect(place)
         self.known_as = (known_as,)
+        self._foreign: set[Foreign] = set()
         _let_threads_end()
 
     async def create(self, name: str, parts: Sequence[Buffer]) -> None:
@@ -227,6 +241,8 @@ class S3Backend(Backend):
         view = out.cast("B")
         if not view.nbytes:
             return
+        if not 0 <= offset <= MAX_OFFSET:
+            raise Damaged("object", name, f"it has no offset {offset}")
         doing = f"read object {name} in"
         at = 0
         with self._failing(doing, name, end=offset + view.nbytes):
@@ -265,10 +281,17 @@ class S3Backend(Backend):
             if page is None:
                 break
             for meta in page:
+                if not is_name(meta["path"]) or not meta["path"].startswith(prefix):
+                    if len(self._foreign) < FOREIGN_AT_MOST:
+                        self._foreign.add(Foreign(meta["path"], "a key that no object has"))
+                    continue
                 for info in order.add(ObjectInfo(meta["path"], meta["size"])):
                     yield info
         for info in order.rest():
             yield info
+
+    async def foreign(self) -> Sequence[Foreign]:
+        return sorted(self._foreign)
 
     async def delete(self, name: str) -> None:
         check_name(name)
@@ -314,6 +337,11 @@ class S3Backend(Backend):
                 raise StoreError(f"cannot {doing} {self.where}: another request for it is under way") from error
             raise ObjectExists(f"object {name} exists in {self.where}") from error
         except (BaseError, FileNotFoundError, PermissionError) as error:
+            if _UNNAMEABLE in str(error):
+                raise StoreError(
+                    f"cannot {doing} {self.where}: a key there has a name that no object has: {str(error)!a}",
+                    cure="delete that key with the provider's own tool: it is not icecore's",
+                ) from error
             if end and is_past_end(str(error)):
                 raise Damaged("object", name, f"it ends before offset {end}") from error
             raise translate(str(error), doing, self.where, name) from error

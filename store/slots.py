@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import blake3
 import msgspec
@@ -30,9 +31,11 @@ _SALT_BYTES = 16
 _CHANGES = 16
 _ID = re.compile(r"[0-9a-f]{32}\Z")
 #: What a slot may ask of whoever tries a passphrase: anybody who can write to the store can plant one.
-_MAX_MEMORY_KIB = 4 << 20
-_MAX_PASSES = 64
-_MAX_LANES = 64
+_MAX_MEMORY_KIB = 1 << 20
+_MAX_PASSES = 16
+_MAX_LANES = 16
+#: Of all slots together, in KiB times passes: four times what 64 slots of the default cost ask for.
+_MAX_WORK = 4 * MAX_SLOTS * 3 * (64 << 10)
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Slot(msgspec.Struct, frozen=True):
 
     id: str
     label: str
-    created_ns: int
+    created_ns: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
     salt: bytes
     memory_kib: int
     passes: int
@@ -71,8 +74,8 @@ class Slots(msgspec.Struct, frozen=True):
     format: int
     method: str
     repository: str
-    slots: list[Slot]
-    changes: list[bytes]
+    slots: Annotated[list[Slot], msgspec.Meta(max_length=MAX_SLOTS)]
+    changes: Annotated[list[bytes], msgspec.Meta(max_length=1 << 10)]
     digest: bytes
     secret: bytes = b""
 
@@ -122,6 +125,9 @@ def decode_slots(name: str, data: bytes) -> Slots | None:
         )
         if not sane or len(slot.salt) != _SALT_BYTES:
             raise Damaged(KEY_KIND.title, name, f"slot {slot.id[:16]!r} asks for {cost} and has {len(slot.salt)} bytes of salt")
+    work = sum(slot.memory_kib * slot.passes for slot in slots.slots)
+    if work > _MAX_WORK:
+        raise Damaged(KEY_KIND.title, name, f"its slots ask for {work >> 20} GiB of memory to be filled before a passphrase is known to be wrong")
     return slots
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import msgspec
 
-from icecore.errors import Damaged
+from icecore.errors import Damaged, StoreError
 from icecore.store.envelope import ObjectKind, Sealed, digest_of, unseal
 from icecore.store.envelope import seal as _seal
 from icecore.store.names import KINDS, Kind, log_name
 
 ENTRY_KIND = ObjectKind("log entry", b"ICELOG\0", 1, 64 << 20)
 PAGE_KIND = ObjectKind("snapshot page", b"ICEPAGE", 1, 16 << 20)
-NAMES_KIND = ObjectKind("name list", b"ICENAME", 1, 256 << 20)
+NAMES_KIND = ObjectKind("name list", b"ICENAME", 1, 17 << 22)
 
 #: How many generations' transaction ids an entry repeats.
 REMEMBERED = 32
@@ -23,8 +24,15 @@ Id = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 MarkId = Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
 HexId = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
-Count = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Generation = Annotated[int, msgspec.Meta(ge=0)]
+#: Lists are bounded before they are made: a decoder reads how long one is to be first.
+Some = msgspec.Meta(max_length=1 << 12)
+Many = msgspec.Meta(max_length=1 << 16)
+#: Records of a page are as many as eight pages of the next smaller class can have.
+PAGE_LIMIT = 1 << 15
+#: Snapshots that a repository lists at most.
+MAX_SNAPSHOTS = 1 << 20
 
 
 class SnapshotRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -40,7 +48,7 @@ class SnapshotRecord(msgspec.Struct, frozen=True, array_like=True):
     job: str
     lineage: str
     parent: str
-    created_ns: int
+    created_ns: Count
     manifest: str
     manifest_length: Count
     manifest_digest: Digest
@@ -48,11 +56,11 @@ class SnapshotRecord(msgspec.Struct, frozen=True, array_like=True):
     stored: Count = 0
     changed: Count = 0
     window_seconds: float = 0.0
-    tags: list[str] = []
+    tags: Annotated[list[str], Some] = []
     pinned: bool = False
     device: Count = 0
     quarantined: str = ""
-    marks: list[MarkId] = []
+    marks: Annotated[list[MarkId], Some] = []
     origin: str = ""
 
 
@@ -117,8 +125,8 @@ class SessionRecord(msgspec.Struct, frozen=True, array_like=True):
     began: Generation
     purpose: str
     host: str
-    created_ns: int
-    pins: list[SnapshotRecord] = []
+    created_ns: Count
+    pins: Annotated[list[SnapshotRecord], msgspec.Meta(max_length=MAX_SNAPSHOTS)] = []
     process: Process | None = None
 
 
@@ -148,14 +156,14 @@ class State(msgspec.Struct, frozen=True):
 
     generation: Annotated[int, msgspec.Meta(ge=1)]
     predecessor: bytes
-    created_ns: int
-    changes: list[str] = []
-    transactions: list[Written] = []
-    pages: list[PageRef] = []
-    tail: list[SnapshotRecord] = []
-    sessions: list[SessionRecord] = []
-    condemned: list[Condemned] = []
-    segments: list[SegmentRef] = []
+    created_ns: Count
+    changes: Annotated[list[str], Many] = []
+    transactions: Annotated[list[Written], Some] = []
+    pages: Annotated[list[PageRef], Many] = []
+    tail: Annotated[list[SnapshotRecord], msgspec.Meta(max_length=PAGE_LIMIT)] = []
+    sessions: Annotated[list[SessionRecord], Many] = []
+    condemned: Annotated[list[Condemned], Many] = []
+    segments: Annotated[list[SegmentRef], Many] = []
     anchor: Anchor | None = None
 
     def session(self, identity: str) -> SessionRecord | None:
@@ -169,12 +177,52 @@ class State(msgspec.Struct, frozen=True):
 
 
 _ENTRY = msgspec.msgpack.Decoder(State)
-_PAGE = msgspec.msgpack.Decoder(list[SnapshotRecord])
+_PAGE: msgspec.msgpack.Decoder[list[SnapshotRecord]] = msgspec.msgpack.Decoder(
+    Annotated[list[SnapshotRecord], msgspec.Meta(max_length=PAGE_LIMIT)]
+)
 
 
 def encode_entry(state: State, key: bytes) -> Sealed:
-    """The log entry of ``state``."""
-    return _seal(ENTRY_KIND, msgspec.msgpack.encode(state), key, log_name(state.generation))
+    """The log entry of ``state``.
+
+    Raises:
+        StoreError: No reader would take it: it is longer than an entry can be, or says more than one may.
+    """
+    name, body = log_name(state.generation), msgspec.msgpack.encode(state)
+    try:
+        _decode_state(name, body)
+        return _seal(ENTRY_KIND, body, key, name)
+    except (Damaged, ValueError) as error:
+        raise StoreError(f"the log entry {name} cannot be written: {getattr(error, 'why', error)}") from error
+
+
+def _decode_state(name: str, body: bytes) -> State:
+    """The state in an entry's body.
+
+    Raises:
+        Damaged: It is none, or says what none can say.
+    """
+    try:
+        state = _ENTRY.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Damaged(ENTRY_KIND.title, name, str(error)) from error
+    for batch in state.condemned:
+        _check_names(ENTRY_KIND, name, batch.names)
+    lists = [batch.ref.id for batch in state.condemned if batch.ref is not None]
+    for what, identities in (
+        ("page", [ref.id for ref in state.pages]),
+        ("name list", lists),
+        ("index segment", [ref.id for ref in state.segments]),
+    ):
+        if len(set(identities)) != len(identities):
+            raise Damaged(ENTRY_KIND.title, name, f"it names one {what} twice")
+    if state.snapshots > MAX_SNAPSHOTS:
+        raise Damaged(ENTRY_KIND.title, name, f"it lists {state.snapshots} snapshots, more than {MAX_SNAPSHOTS}")
+    if any(ref.prefix >> ref.bits for ref in state.segments):
+        raise Damaged(ENTRY_KIND.title, name, "an index segment has a prefix longer than its bits")
+    if not all(math.isfinite(record.window_seconds) for record in state.tail):
+        raise Damaged(ENTRY_KIND.title, name, "a snapshot's window has no length")
+    return state
 
 
 def decode_entry(name: str, generation: int, data: bytes, key: bytes) -> State:
@@ -183,23 +231,36 @@ def decode_entry(name: str, generation: int, data: bytes, key: bytes) -> State:
     Raises:
         Damaged: It is not what was written there.
     """
-    body = unseal(ENTRY_KIND, name, data, key)
-    try:
-        state = _ENTRY.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Damaged(ENTRY_KIND.title, name, str(error)) from error
+    state = _decode_state(name, unseal(ENTRY_KIND, name, data, key))
     if state.generation != generation:
         raise Damaged(ENTRY_KIND.title, name, f"it holds generation {state.generation}, not {generation}")
     if len(state.predecessor) != (32 if generation > 1 else 0):
         raise Damaged(ENTRY_KIND.title, name, f"its predecessor's digest has {len(state.predecessor)} bytes")
-    for batch in state.condemned:
-        _split(ENTRY_KIND, name, batch.names)
     return state
 
 
 def encode_page(records: list[SnapshotRecord], key: bytes, name: str = "") -> Sealed:
-    """The page of ``records``, to be object ``name`` (which only encryption needs)."""
-    return _seal(PAGE_KIND, msgspec.msgpack.encode(records), key, name)
+    """The page of ``records``, to be object ``name`` (which only encryption needs).
+
+    Raises:
+        StoreError: No reader would take it.
+    """
+    body = msgspec.msgpack.encode(records)
+    try:
+        _decode_records(name, body)
+        return _seal(PAGE_KIND, body, key, name)
+    except (Damaged, ValueError) as error:
+        raise StoreError(f"the snapshot page {name} cannot be written: {getattr(error, 'why', error)}") from error
+
+
+def _decode_records(name: str, body: bytes) -> list[SnapshotRecord]:
+    try:
+        records = _PAGE.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Damaged(PAGE_KIND.title, name, str(error)) from error
+    if not all(math.isfinite(record.window_seconds) for record in records):
+        raise Damaged(PAGE_KIND.title, name, "a snapshot's window has no length")
+    return records
 
 
 def page_ref(identity: bytes, sealed: Sealed, records: list[SnapshotRecord]) -> PageRef:
@@ -214,11 +275,7 @@ def decode_page(name: str, data: bytes, key: bytes, ref: PageRef | None = None) 
     Raises:
         Damaged: It is not what was written, or not the page that was meant.
     """
-    body = unseal(PAGE_KIND, name, data, key, ref.digest if ref else None)
-    try:
-        records = _PAGE.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Damaged(PAGE_KIND.title, name, str(error)) from error
+    records = _decode_records(name, unseal(PAGE_KIND, name, data, key, ref.digest if ref else None))
     if ref is not None and len(records) != ref.count:
         raise Damaged(PAGE_KIND.title, name, f"it has {len(records)} records instead of {ref.count}")
     return records
@@ -239,12 +296,11 @@ def split_names(names: bytes) -> list[tuple[Kind, bytes]]:
     return [(KINDS[names[at]], names[at + 1 : at + NAME_BYTES]) for at in range(0, len(names), NAME_BYTES)]
 
 
-def _split(kind: ObjectKind, name: str, names: bytes) -> list[tuple[Kind, bytes]]:
+def _check_names(kind: ObjectKind, name: str, names: bytes) -> None:
     if len(names) % NAME_BYTES:
         raise Damaged(kind.title, name, f"a list of names has {len(names)} bytes, not a multiple of {NAME_BYTES}")
     if any(code >= len(KINDS) for code in names[::NAME_BYTES]):
         raise Damaged(kind.title, name, "a list of names has an unknown kind")
-    return split_names(names)
 
 
 def encode_names(names: list[tuple[Kind, bytes]], key: bytes, name: str = "") -> Sealed:
@@ -258,10 +314,11 @@ def decode_names(name: str, data: bytes, key: bytes, ref: NameListRef | None = N
     Raises:
         Damaged: It is not what was written, or not the list that was meant.
     """
-    names = _split(NAMES_KIND, name, unseal(NAMES_KIND, name, data, key, ref.digest if ref else None))
-    if ref is not None and len(names) != ref.count:
-        raise Damaged(NAMES_KIND.title, name, f"it has {len(names)} names instead of {ref.count}")
-    return names
+    joined = unseal(NAMES_KIND, name, data, key, ref.digest if ref else None)
+    _check_names(NAMES_KIND, name, joined)
+    if ref is not None and len(joined) != ref.count * NAME_BYTES:
+        raise Damaged(NAMES_KIND.title, name, f"it has {len(joined) // NAME_BYTES} names instead of {ref.count}")
+    return split_names(joined)
 
 
 def entry_digest(data: bytes) -> bytes:

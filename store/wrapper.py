@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 
-from icecore.store.backend import Backend, Buffer, Draft, ObjectInfo
+from icecore.store.backend import Backend, Buffer, Draft, Foreign, ObjectInfo
 
 
 class Wrapper(Backend):
@@ -34,6 +34,9 @@ class Wrapper(Backend):
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         async for info in self.inner.list(prefix):
             yield info
+
+    async def foreign(self) -> Sequence[Foreign]:
+        return await self.inner.foreign()
 
     async def delete(self, name: str) -> None:
         await self.inner.delete(name)

@@ -20,7 +20,9 @@ from icecore.store import codec
 from icecore.store.ahead import ReadAhead
 from icecore.store.bases import Deltas
 from icecore.store.cell import CELL_BYTES, PAGE, PLACE, Bytes, Records
+from icecore.store.cellmap import MAX_CONTAINER_BYTES
 from icecore.store.chunk import NO_CHUNK, chunk_id, pages_of
+from icecore.store.cipher import overhead
 from icecore.store.codec import Buffer
 from icecore.store.envelope import seal
 from icecore.store.hints import HINTS_KIND
@@ -344,6 +346,8 @@ class SnapshotWriter:
             self._uploads.check()
         try:
             where, stored = self._elsewhere(chunk, before)
+            if stored is not None and not (stored.place.codec & codec.DELTA or self._can_be(stored.place, length)):
+                stored = None
         except BaseException:
             self._settle(chunk, None)
             raise
@@ -381,6 +385,13 @@ class SnapshotWriter:
             if place is not None:
                 return "index", self._from_index(place)
         return "", None
+
+    def _can_be(self, place: Place, length: int) -> bool:
+        """Whether a chunk of ``length`` bytes can lie there in full. The index, or a delta's record, only says so; a map with a place that cannot be
+        would be refused as a whole."""
+        tag = overhead(self._keys.chunk)
+        longest = place.length <= length + tag if place.codec != codec.RAW else place.length == length + tag
+        return longest and place.offset <= MAX_CONTAINER_BYTES and (place.codec == codec.ZERO) == (place.length == 0)
 
     def _from_index(self, place: np.void) -> Stored | None:
         shard, number = place["shard"].tobytes(), int(place["codec"])

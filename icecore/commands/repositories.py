@@ -309,6 +309,9 @@ def check(arguments: argparse.Namespace, context: Context) -> int:
         fields: dict[str, Value] = {"kind": damage.kind, "object": damage.name, "why": damage.why, "snapshots": list(damage.snapshots)}
         lost = f" (cannot be restored: {', '.join(damage.snapshots)})" if damage.snapshots else ""
         output.result("check.finding", fields, f"DAMAGED {damage}{lost}")
+    for one in report.foreign:
+        name = ascii(one.name)[1:-1]
+        output.result("check.foreign", {"object": name, "what": one.what}, f"foreign {name}: {one.what}")
     rows = [[kind, str(report.objects[kind]), units.size(report.bytes[kind])] for kind in sorted(report.objects)]
     output.table(["OBJECTS", "NUMBER", "SIZE"], rows, right=["NUMBER", "SIZE"])
     output.result(
@@ -316,6 +319,7 @@ def check(arguments: argparse.Namespace, context: Context) -> int:
         {
             "sound": report.sound,
             "damages": len(report.damages),
+            "foreign": len(report.foreign),
             "snapshots": report.snapshots,
             "quarantined": len(report.quarantined),
             "objects": sum(report.objects.values()),

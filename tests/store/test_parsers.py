@@ -85,7 +85,7 @@ states = st.builds(
     created_ns=st.integers(0, 2**62),
     changes=st.lists(texts, max_size=3),
     transactions=st.lists(st.builds(Written, st.integers(1, 5), ids), max_size=3),
-    pages=st.lists(st.builds(PageRef, ids, digests, counts, counts, counts, counts), max_size=3),
+    pages=st.lists(st.builds(PageRef, ids, digests, counts, st.integers(0, 2**18), counts, counts), max_size=3, unique_by=lambda ref: ref.id),
     tail=st.lists(records, max_size=4),
     sessions=st.lists(
         st.builds(
@@ -104,9 +104,10 @@ states = st.builds(
             Condemned, st.integers(0, 5), name_bytes, st.none() | st.builds(NameListRef, ids, digests, counts, counts)
         ),
         max_size=3,
+        unique_by=lambda batch: batch.ref.id if batch.ref else id(batch),
     ),
     segments=st.lists(
-        st.builds(SegmentRef, ids, digests, counts, counts, st.integers(0, 8), st.integers(0, 255)), max_size=3
+        st.builds(SegmentRef, ids, digests, counts, counts, st.just(8), st.integers(0, 255)), max_size=3, unique_by=lambda ref: ref.id
     ),
 )
 

@@ -1,0 +1,24 @@
+"""Whether there is room for files before they are written; rule: what counts is the bytes that the cells hold, not what a manifest says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from icecore.host import limits
+from icecore.restorer.filewriter import FileTarget
+from icecore.store.cell import PAGE
+
+
+def shortage(folder: Path, targets: Sequence[FileTarget]) -> str:
+    """Say by how much the targets' bytes exceed what is free in ``folder``; empty if they fit."""
+    pages = sum(
+        int(np.bitwise_count(target.cells.records["data"] if target.within is None else target.within).sum(dtype=np.int64))
+        for target in targets
+    )
+    free = limits.free_space(str(folder))
+    if pages * PAGE <= free:
+        return ""
+    return f"{pages * PAGE >> 20} MiB are to be written to {folder}, where {free >> 20} MiB are free"
