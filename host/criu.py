@@ -325,7 +325,7 @@ def explain(folder: Path, log: str = "dump.log") -> Diagnosis:
     text = ""
     for path in (folder / log, folder / f"{log}.stderr"):
         try:
-            text += path.read_text(errors="replace") + "\n"
+            text += os.fsdecode(path.read_bytes()) + "\n"
         except FileNotFoundError:
             pass
     return diagnose(text)

@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from icecore.errors import MissingTool, RestoreRefused, UsageError
-from icecore.host import launch
+from icecore.host import launch, procfs
 
 #: Where a job with a private root sees the directory of its instance.
 INSTANCE_MOUNT = "/run/icecore/job"
@@ -138,6 +138,9 @@ class RunRecord:
             isolation = Isolation(**fields.pop("isolation"))
             init = base64.b64decode(fields.pop("init"), validate=True)
             record = cls(**fields, isolation=isolation, init=init)
+            texts = [record.name, record.cwd, *record.command, *record.files, *record.files.values(), *record.binds]
+            if any(b"\0" in os.fsencode(text) for text in texts):
+                raise ValueError("not the record of a run: a text holds a NUL")
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"not the record of a run: {error}") from error
         if set(record.files) != set(OWN_FILES) or not all(path.startswith("/") for path in record.files.values()):
@@ -172,15 +175,13 @@ def bindable_mounts() -> list[str]:
     Left out: what the private root has anew, the kernel's own file systems, and paths that CRIU's option syntax cannot say.
     """
     found: list[str] = []
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
-        for line in file:
-            before, _, after = line.partition(" - ")
-            point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), before.split()[4])
-            own = any(point == own or point.startswith(f"{own}/") for own in _OWN_MOUNTS)
-            if point == "/" or own or point in found or after.split()[0] in _NOT_BOUND or re.search(r"[\]:\s]", point):
-                continue
-            if os.path.lexists(point):  # else hidden under a later mount
-                found.append(point)
+    for mount in procfs.mounts():
+        point = mount.point
+        own = any(point == own or point.startswith(f"{own}/") for own in _OWN_MOUNTS)
+        if point == "/" or own or point in found or mount.kind in _NOT_BOUND or re.search(r"[\]:\s]", point):
+            continue
+        if os.path.lexists(point):  # else hidden under a later mount
+            found.append(point)
     return sorted(found, key=lambda point: point.split("/"))
 
 

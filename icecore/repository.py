@@ -104,7 +104,7 @@ class Repository:
         """
         backend = _with_replicas(os.fspath(location), replicas, config, emit)
         given = passphrase or current(config)
-        place = blake3(backend.where.encode()).hexdigest()[:32]
+        place = blake3(os.fsencode(backend.where)).hexdigest()[:32]
         known = Recollection(state_directory(state) / "opened" / place)
         return cls._make(backend, state, config, lambda: Core.open(backend, passphrase=given, recollection=known, emit=emit))
 

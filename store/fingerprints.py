@@ -13,6 +13,7 @@ import zstandard
 
 from icecore.errors import Damaged
 from icecore.store.keys import Keys
+from icecore.text import loaded, stored
 
 FINGERPRINT = np.dtype("V16")
 _MAX_HINTS = 1 << 30  # of the whole object, before compression
@@ -43,13 +44,13 @@ class _Stored(msgspec.Struct, frozen=True, array_like=True):
 
 def encode_fingerprints(spaces: Mapping[str, Fingerprints]) -> bytes:
     """Fingerprints of many spaces (by ``kind:key``) as one hint object."""
-    stored = {
-        space: _Stored(
+    entries = {
+        stored(space): _Stored(
             known.key.astype("<u8").tobytes(), known.fingerprint.tobytes(), known.restless.astype("<u8").tobytes()
         )
         for space, known in spaces.items()
     }
-    return zstandard.ZstdCompressor(level=1).compress(msgspec.msgpack.encode(stored))
+    return zstandard.ZstdCompressor(level=1).compress(msgspec.msgpack.encode(entries))
 
 
 def decode_fingerprints(data: bytes) -> dict[str, Fingerprints]:
@@ -62,16 +63,16 @@ def decode_fingerprints(data: bytes) -> dict[str, Fingerprints]:
         size = zstandard.frame_content_size(data)
         if not 0 <= size <= _MAX_HINTS:
             raise ValueError(f"implausible length {size}")
-        stored = msgspec.msgpack.decode(
+        entries = msgspec.msgpack.decode(
             zstandard.ZstdDecompressor().decompress(data, max_output_size=size), type=dict[str, _Stored]
         )
         out = {}
-        for space, item in stored.items():
+        for space, item in entries.items():
             keys, restless = (np.frombuffer(part, "<u8").astype(np.uint64) for part in (item.key, item.restless))
             fingerprint = np.frombuffer(item.fingerprint, FINGERPRINT)
             if len(keys) != len(fingerprint):
                 raise ValueError(f"{space}: {len(keys)} addresses, {len(fingerprint)} fingerprints")
-            out[space] = Fingerprints(keys, fingerprint, restless)
+            out[loaded(space)] = Fingerprints(keys, fingerprint, restless)
         return out
     except (ValueError, msgspec.MsgspecError, zstandard.ZstdError, RecursionError) as error:
         raise Damaged("hint", "fingerprints", str(error)) from error

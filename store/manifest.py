@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from icecore.errors import Damaged, FormatTooNew
 from icecore.store.envelope import ObjectKind, Sealed, seal, unseal
+from icecore.text import loaded, stored
 
 #: Reference to one map node: the group of 64 cells of one region that it holds, its id, and where its stored bytes lie.
 NODE_REF = np.dtype(
@@ -128,7 +130,10 @@ class Sizes(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """One snapshot. ``format`` is this structure's version. Ids are lower-case hexadecimal; times ns since the epoch; durations seconds."""
+    """One snapshot. ``format`` is this structure's version. Ids are lower-case hexadecimal; times ns since the epoch; durations seconds.
+
+    Texts from the kernel (paths, arguments) may hold surrogate escapes (PEP 383): they are bytes.
+    """
 
     format: int
     snapshot: str
@@ -155,15 +160,37 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 MANIFEST_KIND = ObjectKind("manifest", b"ICEMANI", 1, 256 << 20)
-#: The newest manifest structure that this code writes and reads.
-MANIFEST_FORMAT = 1
+#: The newest manifest structure that this code writes and reads: the one in which texts may be escaped.
+MANIFEST_FORMAT = 2
+_PLAIN_FORMAT = 1
 
 _DECODER = msgspec.msgpack.Decoder(Manifest)
 
 
 def encode_manifest(manifest: Manifest, key: bytes, name: str = "") -> Sealed:
-    """The object of ``manifest``; ``key`` is the repository's manifest key, ``name`` the object that it will be (which only encryption needs)."""
-    return seal(MANIFEST_KIND, msgspec.msgpack.encode(manifest), key, name)
+    """Return the object of ``manifest``, in the oldest format that can hold it.
+
+    Args:
+        key: The repository's manifest key.
+        name: The object that it will be (which only encryption needs).
+    """
+    try:
+        body = msgspec.msgpack.encode(msgspec.structs.replace(manifest, format=_PLAIN_FORMAT))
+    except UnicodeEncodeError:  # readers of format 1 would take an escaped path for the path
+        whole = msgspec.to_builtins(msgspec.structs.replace(manifest, format=MANIFEST_FORMAT), builtin_types=(bytes,))
+        body = msgspec.msgpack.encode(_each_text(whole, stored))
+    return seal(MANIFEST_KIND, body, key, name)
+
+
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a copy of a value of built-in types with every text changed; names of fields stay, as none needs an escape."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {_each_text(key, change): _each_text(inner, change) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_each_text(inner, change) for inner in value]
+    return value
 
 
 def decode_manifest(data: bytes, key: bytes, *, name: str, digest: bytes | None = None) -> Manifest:
@@ -179,13 +206,17 @@ def decode_manifest(data: bytes, key: bytes, *, name: str, digest: bytes | None 
     body = unseal(MANIFEST_KIND, name, data, key, digest)
     try:
         manifest = _DECODER.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if manifest.format == MANIFEST_FORMAT:
+            manifest = msgspec.convert(_each_text(msgspec.msgpack.decode(body), loaded), Manifest)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Damaged(MANIFEST_KIND.title, name, str(error)) from error
     if manifest.format > MANIFEST_FORMAT:
         raise FormatTooNew(
             f"manifest {name} has format {manifest.format}, this icecore reads up to {MANIFEST_FORMAT}",
             cure="use a newer icecore",
         )
+    if any("\0" in path for file in manifest.files for path in (file.path, *file.links)):
+        raise Damaged(MANIFEST_KIND.title, name, "the path of an open file holds a NUL")
     for space in manifest.spaces:
         if len(space.nodes) % NODE_REF.itemsize:
             raise Damaged(MANIFEST_KIND.title, name, f"the node references of {space.kind} {space.key} are cut off")
