@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 
 from icecore.errors import IcecoreError, PreflightRefused
 from icecore.events import Event
+from icecore.host.jobs import Registry
 from icecore.output import Output
 from icecore.store.cell import CELL
 from icecore.store.local import LocalBackend
@@ -439,3 +440,36 @@ def test_a_tree_that_icecore_did_not_start(cli: Cli) -> None:
         assert os.readlink(f"/proc/{restored}/exe") == str(program)
     finally:
         os.kill(restored, signal.SIGKILL)
+
+
+@pytest.mark.criu
+@pytest.mark.usefixtures("needs_criu")
+@pytest.mark.parametrize("options", [[], ["--root", "private"]], ids=["host", "private"])
+def test_places_that_criu_works_in(cli: Cli, options: list[str]) -> None:
+    """The state directory, CRIU's working directory and the job's: no character of them means anything to CRIU's options or to a shell."""
+    text = os.fsdecode(HOSTILE + b" '\"$(touch pwned);`touch pwned`[1]:x ")
+    state, work = cli.folder / f"state {text}", Path("/dev/shm", f"icecore-test {text}{cli.folder.name}")
+    there = cli.folder / f"cwd {text}"
+    there.mkdir()
+    work.mkdir()
+    variables = {"ICECORE_STATE": str(state)}
+    try:
+        cli.run("init")
+        cli.run("run", "-d", "--name", "count", "--cwd", str(there), *options, "--", "/bin/sh", "-c", "while sleep 0.05; do echo x; done", **variables)
+        for how in (["--stop"], ["--stop", "--memory", "in-place"]):
+            dumped = cli.run("dump", "count", "--workdir", str(work), *how, **variables)
+            assert_harmless(dumped.stdout + dumped.stderr)
+            restored = cli.run("restore", "count", "--workdir", str(work), **variables)
+            assert_harmless(restored.stdout + restored.stderr)
+        job = Registry(state).find("count")
+        size = job.log_sizes()["stdout"]
+        until(lambda: job.log_sizes()["stdout"] > size, "going on")
+        failed = cli.run("dump", "count", "--workdir", str(work / "absent"), status=2, **variables)
+        assert_harmless(failed.stderr)
+        assert not list(cli.folder.rglob("pwned")) and not list(work.iterdir())
+    finally:
+        shutil.rmtree(work)
+        for job in Registry(state).instances():
+            if job.alive:
+                job.kill(signal.SIGKILL)
+                job.wait(timeout=30)
