@@ -111,7 +111,7 @@ class Descriptor:
 
 
 @contextmanager
-def _process(pid: int) -> Iterator[None]:
+def _process(pid: int | str) -> Iterator[None]:
     """Turn what the kernel says of a process that ended meanwhile into `NotFound`."""
     try:
         yield

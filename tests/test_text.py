@@ -1,4 +1,4 @@
-"""Texts of jobs and repositories on their way to a terminal, to a repository and to JSON: nothing is lost, nothing becomes another text, nothing gets through."""
+"""Texts of jobs and repositories on their way to a terminal, a repository or JSON: nothing is lost, nothing becomes another text, nothing gets through."""
 
 from __future__ import annotations
 
