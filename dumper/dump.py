@@ -6,7 +6,6 @@ import gc
 import os
 import shlex
 import shutil
-import socket
 import tempfile
 import threading
 import time
@@ -46,6 +45,7 @@ from icecore.store.loop import LoopThread
 from icecore.store.manifest import MANIFEST_FORMAT, Manifest, Sizes
 from icecore.store.names import new_snapshot_id
 from icecore.store.repository import Repository
+from icecore.text import host_name, require_label
 
 _PRE_COPY_BYTES = 256 << 20
 _PRE_COPY_STAGING = 128 << 20
@@ -133,6 +133,8 @@ def dump(
             cure="dump without --stop and end the job afterwards",
         )
     limits.require_directory(workdir, "--workdir")
+    for tag in options.tags:
+        require_label(tag)
     with _after(options.after, options.hook_seconds, target, emit) as after:
         with ExitStack() as stack:
             dumping = _Dump(repository, loop, target, options, criu or find_criu(), workdir, emit, stack)
@@ -559,7 +561,7 @@ class _Dump:
             lineage=self.storing.lineage,
             parent=self.storing.parent_id,
             created_ns=captured.at_ns,
-            host=socket.gethostname(),
+            host=host_name(),
             writer=f"icecore dump, criu {'.'.join(map(str, self.criu.version))}",
             root_pid=captured.pids[self.target.pid],
             processes=captured.processes,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import stat
 import time
 from collections.abc import Sequence
@@ -43,6 +42,7 @@ from icecore.store.manifest import (
 from icecore.store.names import new_snapshot_id
 from icecore.store.repository import Repository
 from icecore.store.trial import Objective
+from icecore.text import host_name, job_name, require_label
 
 #: Cells between reading and storing; few, so that they are still in a cache when they are hashed again.
 _STAGING_BYTES = 20 << 20
@@ -105,6 +105,8 @@ def import_images(
             f"{folder} is an incremental dump, its pages are in its parent directories",
             cure="dump once more without --prev-images-dir, or import the parents and dump in full",
         )
+    for tag in tags:
+        require_label(tag)
     with ExitStack() as stack:
         manifest = _Import(repository, loop, folder, job, parent, threads, tags, objective, emit, stack).run()
     result = ImportResult(
@@ -150,7 +152,7 @@ class _Import:
         self.cores = {task.pid: criu_images.load_core(folder, task.pid) for task in self.tasks}
         if not self.tasks:
             raise Damaged("image", "pstree.img", "it has no process")
-        self.job = job or self.cores[self.tasks[0].pid].command or f"import-{self.tasks[0].pid}"
+        self.job = job or job_name(self.cores[self.tasks[0].pid].command) or f"import-{self.tasks[0].pid}"
         self.wanted_parent = parent
         self.threads = threads or limits.threads_for(_THREADS)
         self.tags = tags
@@ -266,7 +268,7 @@ class _Import:
             lineage=storing.lineage,
             parent=storing.parent_id,
             created_ns=(self.folder / "pstree.img").stat().st_mtime_ns,
-            host=socket.gethostname(),
+            host=host_name(),
             writer="icecore import",
             root_pid=self.tasks[0].pid,
             processes=self._processes(),

@@ -18,7 +18,7 @@ from icecore.host import limits, procfs
 from icecore.host.criu import Criu
 from icecore.host.cuda.backend import find_backend
 
-_FIELD = re.compile(r"^(RssAnon|VmLck|HugetlbPages):\s*(\d+) kB$", re.MULTILINE)
+_SIZES = ("RssAnon", "VmLck", "HugetlbPages")
 #: Names of memory that CRIU writes into its images: shared anonymous memory, memfds, System V shared memory.
 SHARED_MEMORY = ("/dev/zero", "/memfd:", "/SYSV")
 
@@ -124,8 +124,7 @@ def _process(pid: int) -> ProcessLook:
     if status.zombie:
         return ProcessLook(pid, status, [], [])
     descriptors = procfs.descriptors(pid)
-    with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
-        sizes = {name: int(value) * 1024 for name, value in _FIELD.findall(file.read())}
+    sizes = {name: int(words[0]) * 1024 for name, words in procfs.status_fields(pid).items() if name in _SIZES}
     return ProcessLook(
         pid,
         status,
@@ -192,5 +191,4 @@ def _shared_bytes(processes: Sequence[ProcessLook]) -> int:
 
 def mount_ids(pid: int) -> set[int]:
     """The mounts that a process sees."""
-    with open(f"/proc/{pid}/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
-        return {int(line.split(" ", 1)[0]) for line in file}
+    return {mount.id for mount in procfs.mounts(pid)}

@@ -6,7 +6,6 @@ Every check is a function of one `Look` and returns refusals. None can be overri
 from __future__ import annotations
 
 import os
-import re
 
 from icecore.dumper import checks, checks_descriptors, checks_gpu
 from icecore.dumper.checks import Check, Refusal
@@ -91,9 +90,7 @@ def _missing_capabilities() -> set[str]:
 
 
 def _thread_group(pid: int) -> int:
-    with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
-        found = re.search(r"^Tgid:\s*(\d+)$", file.read(), re.MULTILINE)
-    return int(found[1]) if found else pid
+    return int(procfs.status_fields(pid)["Tgid"][0])
 
 
 def _contains(root: int, pid: int) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from icecore.host import procfs
 from icecore.host.namespaces import RunRecord
+from icecore.text import job_name
 
 
 @dataclass(frozen=True)
@@ -32,4 +33,4 @@ class Target:
     @classmethod
     def of_process(cls, pid: int, job: str = "") -> Target:
         """A tree that icecore did not start; named after its program unless ``job`` says otherwise."""
-        return cls(pid, job or os.path.basename(procfs.executable(pid)) or f"pid-{pid}", guessed=not job)
+        return cls(pid, job or job_name(os.path.basename(procfs.executable(pid))) or f"pid-{pid}", guessed=not job)

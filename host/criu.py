@@ -60,7 +60,7 @@ class Criu:
             MissingTool: It found something lacking.
         """
         done = subprocess.run(
-            [self.path, "check"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, cwd="/"
+            [self.path, "check"], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="surrogateescape", timeout=seconds, cwd="/"
         )
         if done.returncode:
             said = " ".join((done.stdout + done.stderr).split())[-500:]
@@ -70,7 +70,7 @@ class Criu:
 def _version(path: Path) -> Version | None:
     try:
         done = subprocess.run(
-            [path, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20, cwd="/"
+            [path, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="surrogateescape", timeout=20, cwd="/"
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -325,7 +325,7 @@ def explain(folder: Path, log: str = "dump.log") -> Diagnosis:
     text = ""
     for path in (folder / log, folder / f"{log}.stderr"):
         try:
-            text += path.read_text(errors="replace") + "\n"
+            text += os.fsdecode(path.read_bytes()) + "\n"
         except FileNotFoundError:
             pass
     return diagnose(text)

@@ -186,7 +186,7 @@ def diagnose(log: str, *, most: int = 8) -> Diagnosis:
         most: How many error lines to keep.
     """
     errors: list[str] = []
-    for line in log.splitlines():
+    for line in log.split("\n"):
         found = _ERROR_LINE.match(line)
         if found and found.group(2) not in errors and not _HARMLESS.search(line):
             errors.append(found.group(2).strip())

@@ -36,6 +36,7 @@ from icecore.host.resident.client import Keeper
 from icecore.host.resident.keeper import claimed, start_keeper
 from icecore.host.resident.keeper import environment as keeper_environment
 from icecore.host.start import Launch, Starting
+from icecore.text import job_name
 
 #: Where the keepers of jobs on the host's root have their directories.
 _RESIDENT = Path("/run/icecore/resident")
@@ -346,7 +347,7 @@ class Registry:
         if exact:
             require_name(name)
         if not exact:
-            name = re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("._-")[:56] or "job"
+            name = job_name(name) or "job"
         with self._lock():
             taken = {job.name for job in self.instances() if job.state in ("running", "starting")}
             if exact and name in taken:

@@ -9,6 +9,7 @@ import resource
 from pathlib import Path
 
 from icecore.errors import UsageError
+from icecore.host import procfs
 
 PAGE = 4096
 
@@ -33,9 +34,7 @@ _CAPABILITIES = tuple(f"CAP_{name}" for name in _NAMES.split())
 
 def capabilities(pid: int | None = None) -> frozenset[str]:
     """The effective capabilities of a process (default: this thread) by name, e.g. "CAP_SYS_PTRACE"."""
-    text = Path(f"/proc/{'thread-self' if pid is None else pid}/status").read_text(errors="replace")
-    found = re.search(r"^CapEff:\s*([0-9a-f]+)$", text, re.MULTILINE)
-    bits = int(found[1], 16) if found else 0
+    bits = int(procfs.status_fields("thread-self" if pid is None else pid)["CapEff"][0], 16)
     return frozenset(name for number, name in enumerate(_CAPABILITIES) if bits >> number & 1)
 
 
@@ -169,7 +168,7 @@ def memory_available() -> int:
     found = re.search(r"^MemAvailable:\s*(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
     available = int(found[1]) * 1024 if found else 0
     try:
-        group = Path("/proc/self/cgroup").read_text().rsplit("::", 1)[1].strip().lstrip("/")
+        group = os.fsdecode(Path("/proc/self/cgroup").read_bytes()).rsplit("::", 1)[1].removesuffix("\n").lstrip("/")
         folder = Path("/sys/fs/cgroup", group)
         most = (folder / "memory.max").read_text().strip()
         if most != "max":

@@ -27,7 +27,7 @@ from typing import Self
 import msgspec
 
 from icecore.errors import MissingTool, RestoreRefused, UsageError
-from icecore.host import launch
+from icecore.host import launch, procfs
 
 #: Where a job with a private root sees the directory of its instance.
 INSTANCE_MOUNT = "/run/icecore/job"
@@ -142,6 +142,9 @@ class RunRecord:
             record = msgspec.convert(fields, type=cls)
             if set(fields) != set(asdict(record)) or not set(fields["isolation"]) <= set(asdict(record.isolation)):
                 raise ValueError("it has fields that are not known")
+            texts = [record.name, record.cwd, *record.command, *record.files, *record.files.values(), *record.binds]
+            if any(b"\0" in os.fsencode(text) for text in texts):
+                raise ValueError("a text holds a NUL")
         except (msgspec.MsgspecError, ValueError, RecursionError, UsageError) as error:
             raise ValueError(f"not the record of a run: {error}") from error
         if len(record.init) > _MOST_INIT or not _sound([record.cwd, *record.binds, *record.files.values()]):
@@ -183,15 +186,13 @@ def bindable_mounts() -> list[str]:
     Left out: what the private root has anew, the kernel's own file systems, and paths that CRIU's option syntax cannot say.
     """
     found: list[str] = []
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
-        for line in file:
-            before, _, after = line.partition(" - ")
-            point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), before.split()[4])
-            own = any(point == own or point.startswith(f"{own}/") for own in _OWN_MOUNTS)
-            if point == "/" or own or point in found or after.split()[0] in _NOT_BOUND or re.search(r"[\]:\s]", point):
-                continue
-            if os.path.lexists(point):  # else hidden under a later mount
-                found.append(point)
+    for mount in procfs.mounts():
+        point = mount.point
+        own = any(point == own or point.startswith(f"{own}/") for own in _OWN_MOUNTS)
+        if point == "/" or own or point in found or mount.kind in _NOT_BOUND or re.search(r"[\]:\s]", point):
+            continue
+        if os.path.lexists(point):  # else hidden under a later mount
+            found.append(point)
     return sorted(found, key=lambda point: point.split("/"))
 
 

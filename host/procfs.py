@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from icecore.errors import IcecoreError, NotFound
 
@@ -111,7 +111,7 @@ class Descriptor:
 
 
 @contextmanager
-def _process(pid: int) -> Iterator[None]:
+def _process(pid: int | str) -> Iterator[None]:
     """Turn what the kernel says of a process that ended meanwhile into `NotFound`."""
     try:
         yield
@@ -168,12 +168,22 @@ def is_over(pid: int) -> bool:
         return True
 
 
+def status_fields(pid: int | str, thread: int | str = "") -> dict[str, list[str]]:
+    """Return /proc/PID/status, or a thread's: the words of each field but the name, by key.
+
+    The name is the process's own choice. Only a newline ends a line: of what Python counts as line ends too, a name may hold any.
+    """
+    path = f"/proc/{pid}/task/{thread}/status" if thread else f"/proc/{pid}/status"
+    with _process(pid), open(path, "rb") as file:
+        lines = file.read().split(b"\n")
+    pairs = (line.decode("ascii", "replace").split(":", 1) for line in lines if b":" in line and not line.startswith(b"Name:"))
+    return {key: value.split() for key, value in pairs}
+
+
 def status(pid: int) -> Status:
     """State, parents and sizes of a process."""
     name, stat = _stat_fields(pid)
-    with _process(pid), open(f"/proc/{pid}/status", "rb") as file:
-        pairs = (line.split(":", 1) for line in file.read().decode(errors="surrogateescape").splitlines())
-        fields = {key: value.split() for key, value in pairs}
+    fields = status_fields(pid)
 
     def kilobytes(key: str) -> int:
         return int(fields[key][0]) * 1024 if key in fields else 0  # absent in kernel threads and zombies
@@ -257,6 +267,16 @@ def _path(raw: bytes) -> str:
     return os.fsdecode(raw)
 
 
+def _exact(pid: int, mapping: Mapping) -> Mapping:
+    """Return a mapping with its path as the file has it: maps write a newline like the four characters that a name may hold as well."""
+    if "\n" not in mapping.path:
+        return mapping
+    try:
+        return replace(mapping, path=os.readlink(f"/proc/{pid}/map_files/{mapping.start:x}-{mapping.end:x}"))
+    except OSError:  # it was unmapped meanwhile, or this process may not look
+        return mapping
+
+
 def _mapping(fields: tuple[bytes, ...], vm_flags: frozenset[str]) -> Mapping:
     start, end, read, write, execute, share, offset, major, minor, inode, path = fields
     return Mapping(
@@ -294,7 +314,7 @@ def read_maps(pid: int, *, vm_flags: bool = False) -> list[Mapping]:
             if words not in sets:
                 sets[words] = frozenset(words.decode().split())
             found.append(_mapping(head.groups(), sets[words]))
-    return [mapping for mapping in found if mapping.path != "[vsyscall]"]
+    return [_exact(pid, mapping) for mapping in found if mapping.path != "[vsyscall]"]
 
 
 def parse_maps(text: bytes) -> list[Mapping]:
@@ -388,6 +408,28 @@ def command_line(pid: int) -> list[str]:
     with _process(pid), open(f"/proc/{pid}/cmdline", "rb") as file:
         data = file.read()
     return [os.fsdecode(word) for word in data.rstrip(b"\0").split(b"\0")] if data else []
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One line of /proc/PID/mountinfo: the mount's id, where it is, and the type of its file system."""
+
+    id: int
+    point: str
+    kind: str
+
+
+def mounts(pid: int | str = "self") -> list[Mount]:
+    """Return the mounts that a process sees, in the kernel's order."""
+    found = []
+    with open(f"/proc/{pid}/mountinfo", "rb") as file:
+        for line in file.read().split(b"\n"):
+            before, separator, after = line.partition(b" - ")
+            if separator:  # blanks, newlines and backslashes within a name are escaped
+                words = before.split(b" ")
+                point = re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), words[4])
+                found.append(Mount(int(words[0]), os.fsdecode(point), os.fsdecode(after.split(b" ", 1)[0])))
+    return found
 
 
 def executable(pid: int) -> str:

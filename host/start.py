@@ -93,9 +93,9 @@ class Starting:
         if wanted.isolation.root:
             make_instance_mount()
             (wanted.directory / "root").mkdir(exist_ok=True)
-        # -I -S: whatever the user's PYTHON… variables and site packages hold, this program does not load it.
+        # -I -S: whatever the user's PYTHON… variables and site packages hold, this program does not load it; names are bytes as in this process.
         self._launcher = subprocess.Popen(
-            [sys.executable, "-I", "-S", launch.__file__],
+            [sys.executable, "-I", "-S", "-X", "utf8", launch.__file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

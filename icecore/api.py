@@ -34,6 +34,7 @@ from icecore.restorer.restore import Restored
 from icecore.restorer.restore import check as _check
 from icecore.restorer.restore import restore as _restore
 from icecore.store.state import SnapshotRecord
+from icecore.text import harmless
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -306,7 +307,7 @@ def restore(
             # What is still to come needs the repository; whoever opened it closes it.
             Thread(target=_close_when_resident, args=(restored, stack.pop_all()), daemon=True).start()
         variables = {
-            "ICECORE_JOB": restored.job.name if restored.job else record.job,
+            "ICECORE_JOB": restored.job.name if restored.job else harmless(record.job),  # whoever wrote the repository chose it
             "ICECORE_SNAPSHOT": record.snapshot,
             "ICECORE_PID": str(restored.pid),
         }

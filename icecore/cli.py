@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import codecs
+import io
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from types import FrameType
@@ -62,9 +65,15 @@ def split_command(words: Sequence[str]) -> tuple[list[str], list[str] | None]:
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     own, rest = split_command(sys.argv[1:] if words is None else words)
+    _prepare_streams()
     output = Output(as_json="--json" in own, quiet=True)
     before = {number: signal.signal(number, _interrupt) for number in _SIGNALS}
+    threads_before = threading.excepthook
+    threading.excepthook = lambda about: output.trace(
+        "".join(traceback.format_exception(about.exc_type, about.exc_value, about.exc_traceback))
+    )
     try:
+        _require_utf8()
         return _run(own, rest)
     except IcecoreError as error:
         output.error(error)
@@ -82,12 +91,46 @@ def main(words: Sequence[str] | None = None) -> int:
         output.error(_of_system(error))
         return 1
     except Exception as error:  # noqa: BLE001 - a mistake of ours: told in full, and to whoever reads JSON as well
-        traceback.print_exc()
+        output.trace(traceback.format_exc())
         output.error(IcecoreError(f"internal error: {type(error).__name__}: {error}", cure="report it with the lines above"))
         return 1
     finally:
+        threading.excepthook = threads_before
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _prepare_streams() -> None:
+    """Make the standard streams usable, whatever was closed and whatever the locale says.
+
+    A closed one is /dev/null: else the next file that is opened got its number, and would be written to by who means the stream. What an encoding cannot
+    say is escaped, and is no error.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = getattr(sys, name)
+        if stream is None:
+            try:
+                os.fstat(number)
+            except OSError:
+                os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, this one
+            stream = open(os.devnull, "w" if number else "r")  # noqa: SIM115 - for as long as the process lives
+            setattr(sys, name, stream)
+        if number and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _require_utf8() -> None:
+    """Refuse an encoding of names in which bytes and texts are not what they are elsewhere.
+
+    Raises:
+        UsageError: It is not UTF-8.
+    """
+    found = sys.getfilesystemencoding()
+    if codecs.lookup(found).name != "utf-8":
+        raise UsageError(
+            f"the locale encodes file names as {found}; icecore requires UTF-8, in which names of every kind are kept exactly",
+            cure="set PYTHONUTF8=1, or a locale such as LC_ALL=C.UTF-8",
+        )
 
 
 def _run(words: list[str], rest: list[str] | None) -> int:

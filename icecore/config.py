@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 from icecore.errors import NotFound, UsageError
+from icecore.text import harmless
 
 T = TypeVar("T")
 
@@ -121,7 +122,7 @@ def _plain(text: str) -> str:
 
 
 def _label(text: str) -> str:
-    return _plain(text) if text.strip() else _refuse(text)
+    return text if text.strip() and harmless(text) == text else _refuse(text)
 
 
 def _texts(value: Any) -> tuple[str, ...]:
@@ -137,7 +138,9 @@ SECONDS: Kind[float] = Kind(
 COUNT: Kind[int] = Kind("a whole number, 0 or more", _number(_refuse, _count, int), _count, "N")
 THREADS: Kind[int] = Kind(f"a whole number from 0 to {_MOST_THREADS}", _number(_refuse, _threads, int), _threads, "N")
 TEXT: Kind[str] = Kind("a text", lambda value: _plain(value) if isinstance(value, str) else _refuse(value), _plain)
-LABEL: Kind[str] = Kind("a label: a text that is not empty", lambda value: _label(value) if isinstance(value, str) else _refuse(value), _label)
+LABEL: Kind[str] = Kind(
+    "a label: a text that is not empty, without control characters", lambda value: _label(value) if isinstance(value, str) else _refuse(value), _label
+)
 KEEP: Kind[int] = Kind("a whole number, 0 or more, or 'all'", _number(_kept, _count, int), _kept, "N")
 SWITCH: Kind[bool] = Kind(
     "true or false",

@@ -16,7 +16,7 @@ from icecore import passphrase, units
 from icecore.config import Config
 from icecore.dumper.checks_gpu import LEAST_DRIVER
 from icecore.errors import IcecoreError, MissingTool
-from icecore.host import limits, namespaces
+from icecore.host import limits, namespaces, procfs
 from icecore.host.criu import CRIU_LIBRARY, RESTORE_LIBRARY, Criu, find_criu
 from icecore.host.cuda import holder
 from icecore.host.cuda.backend import find_backend
@@ -216,13 +216,11 @@ def _filesystem(path: str) -> str:
     """The type of the file system that ``path`` lies on."""
     wanted = os.path.realpath(path)
     best, kind = "", "unknown"
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
-        for line in file:
-            before, _, after = line.partition(" - ")
-            point = before.split()[4]
-            inside = wanted == point or wanted.startswith(point.rstrip("/") + "/")
-            if inside and len(point) >= len(best):
-                best, kind = point, after.split()[0]
+    for mount in procfs.mounts():
+        point = mount.point
+        inside = wanted == point or wanted.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, mount.kind
     return kind
 
 

@@ -6,8 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
+
+from icecore.text import jsonable
 
 Value = str | int | float | bool | None | list[Any] | dict[str, Any]
 
@@ -18,7 +20,7 @@ class Event:
 
     Attributes:
         name: Dotted name, e.g. ``dump.window`` (docs/events.md lists them all).
-        fields: JSON-able values; bytes in ``bytes``, durations in ``seconds``.
+        fields: JSON-able values; bytes in ``bytes``, durations in ``seconds``. Paths and arguments are as `os.fsdecode` gives them.
         at: Unix time in seconds.
     """
 
@@ -27,9 +29,9 @@ class Event:
     at: float = field(default_factory=time.time)
 
     def as_json(self) -> dict[str, Value]:
-        """The event as one flat JSON object: ``event``, ``at`` and the fields."""
-        data = asdict(self)
-        return {"event": data["name"], "at": data["at"], **data["fields"]}
+        """Return the event as one flat JSON object: ``event``, ``at`` and the fields, as `icecore.text.jsonable` gives them."""
+        data: dict[str, Value] = jsonable({"event": self.name, "at": self.at, **self.fields})
+        return data
 
 
 _PROGRESS_SECONDS = 0.2

@@ -1,7 +1,13 @@
-"""What the command line says: JSON lines, or tables and progress for people; rule: results go to stdout, everything else to stderr."""
+"""What the command line says: JSON lines, or tables and progress for people; rules: results go to stdout, everything else to stderr; nothing that a job or
+a repository named reaches either unescaped.
+
+All text goes through `Output._say`, which escapes each line (`icecore.text.harmless`): an embedded newline is escaped as well, so a caller that has several
+lines gives them one by one. Only `Output.raw`, which shows what a job has written, passes bytes on as they are.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import threading
@@ -12,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 from icecore import units
 from icecore.errors import IcecoreError, PreflightRefused
 from icecore.events import Event, Value
+from icecore.text import harmless
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -89,11 +96,9 @@ class Output:
             self.line(text)
 
     def line(self, text: str) -> None:
-        """A line on stdout; nothing as JSON."""
+        """Print one line on stdout; nothing as JSON."""
         if not self.as_json:
-            with self._lock:
-                self._pause()
-                print(text, file=self._stdout, flush=True)
+            self._say(self._stdout, text)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", right: Sequence[str] = ()) -> None:
         """A table on stdout; nothing as JSON.
@@ -108,30 +113,49 @@ class Output:
         from rich.text import Text
 
         table = Table(
-            title=title or None, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_header=any(columns)
+            title=Text(harmless(title)) if title else None,
+            title_justify="left",
+            box=None,
+            pad_edge=False,
+            padding=(0, 2, 0, 0),
+            header_style="bold",
+            show_header=any(columns),
         )
         for column in columns:
-            table.add_column(column, justify="right" if column in right else "left", no_wrap=True)
+            table.add_column(Text(harmless(column)), justify="right" if column in right else "left", no_wrap=True)
         for row in rows:
-            table.add_row(*(Text(cell) for cell in row))
+            table.add_row(*(Text(harmless(cell)) for cell in row))  # a text, unlike a str, is never searched for markup
         terminal = self._stdout.isatty()
         # Lines are whole, and the terminal wraps them where it must: folded cells cannot be copied or searched for.
-        console = Console(file=self._stdout, width=10_000, highlight=False, force_terminal=terminal, no_color=not terminal)
+        console = Console(file=io.StringIO(), width=10_000, highlight=False, force_terminal=terminal, no_color=not terminal)
+        with console.capture() as captured:
+            console.print(table)
         with self._lock:
             self._pause()
-            with console.capture() as captured:
-                console.print(table)
-            self._stdout.write("\n".join(line.rstrip() for line in captured.get().split("\n")))
-            self._stdout.flush()
+            self._write(self._stdout, "\n".join(line.rstrip() for line in captured.get().split("\n")))
 
     def raw(self, data: bytes, *, error: bool = False) -> None:
-        """Bytes of a job's output, as they are."""
+        """Write bytes of a job's output as they are: whoever asks for them, as with cat(1), gets just these bytes."""
         with self._lock:
             self._pause()
             stream = self._stderr if error else self._stdout
             stream.flush()
             stream.buffer.write(data)
             stream.buffer.flush()
+
+    def _say(self, stream: TextIO, *lines: str) -> None:
+        """Print lines for people, each of them escaped."""
+        with self._lock:
+            self._pause()
+            self._write(stream, "".join(f"{harmless(line)}\n" for line in lines))
+
+    def _write(self, stream: TextIO, text: str) -> None:
+        """Write text of which everything foreign is escaped. What the stream's encoding lacks is escaped as well."""
+        encoding = getattr(stream, "encoding", None)
+        if encoding:
+            text = text.encode(encoding, "backslashreplace").decode(encoding)
+        stream.write(text)
+        stream.flush()
 
     # -- while it lasts
 
@@ -145,19 +169,20 @@ class Output:
         with self._lock:
             if self._bars is not None:
                 self._bars.event(event)
-            text = describe(event)
-            # Beside bars phases say nothing in the end, but how long a GPU job will stand still.
-            tells = event.fields.get("state") in (None, "failed") or "moved_bytes" in event.fields
-            if text and (self._bars is None or tells):
-                self._pause()
-                print(text, file=self._stderr, flush=True)
+        lines = describe(event)
+        # Beside bars phases say nothing in the end, but how long a GPU job will stand still.
+        tells = event.fields.get("state") in (None, "failed") or "moved_bytes" in event.fields
+        if lines and (self._bars is None or tells):
+            self._say(self._stderr, *lines)
 
     def note(self, text: str) -> None:
-        """A remark on stderr; nothing as JSON or when quiet."""
+        """Print a remark, one line, on stderr; nothing as JSON or when quiet."""
         if not self.as_json and not self._quiet:
-            with self._lock:
-                self._pause()
-                print(text, file=self._stderr, flush=True)
+            self._say(self._stderr, text)
+
+    def trace(self, text: str) -> None:
+        """Print a traceback on stderr. Its messages may quote anything, newlines too: each line is marked as its own."""
+        self._say(self._stderr, *(f"| {line}" for line in text.rstrip("\n").split("\n")))
 
     def error(self, error: IcecoreError) -> None:
         """What went wrong, with its cure: on stderr, and as an ``error`` event as JSON."""
@@ -171,16 +196,13 @@ class Output:
             fields["reasons"] = [{"name": name, "message": message, "cure": cure} for name, message, cure in error.reasons]
         if self.as_json:
             self._json(Event("error", fields))
-        with self._lock:
-            self._pause()
-            for line in explain(error):
-                print(line, file=self._stderr)
-            self._stderr.flush()
+        self._say(self._stderr, *explain(error))
 
     def _json(self, event: Event) -> None:
-        line = json.dumps(event.as_json(), ensure_ascii=False, default=str)
+        # ASCII whatever the locale says; JSON escapes all control characters but DEL.
+        line = json.dumps(event.as_json(), allow_nan=False).replace("\x7f", "\\u007f")
         with self._lock:
-            print(line, file=self._stdout, flush=True)
+            self._write(self._stdout, f"{line}\n")
 
     def _pause(self) -> None:
         if self._bars is not None:
@@ -195,30 +217,36 @@ class Output:
 
 
 def explain(error: IcecoreError) -> list[str]:
-    """An error as lines for people."""
+    """Return an error as lines for people."""
     if isinstance(error, PreflightRefused) and error.reasons:
         lines = ["icecore: refused; nothing was stopped:"]
         for name, message, cure in error.reasons:
-            lines.append(f"  {name}: {message}")
+            lines += _lines(f"  {name}: ", message)
             if cure:
-                lines.append(f"    cure: {cure}")
+                lines += _lines("    cure: ", cure)
         return lines
-    lines = [f"icecore: {error.message}"]
+    lines = _lines("icecore: ", error.message)
     if error.cure:
-        lines.append(f"  cure: {error.cure}")
+        lines += _lines("  cure: ", error.cure)
     return lines
 
 
-def describe(event: Event) -> str:
-    """An event as a line for people; empty for those that say nothing to them."""
+def _lines(start: str, text: str) -> list[str]:
+    """Return a text that may have several lines (the end of what a hook printed, say); no line but the first can be taken for one of icecore's own."""
+    first, *others = text.split("\n")
+    return [f"{start}{first}", *(f"  | {line}" for line in others)]
+
+
+def describe(event: Event) -> list[str]:
+    """Return an event as lines for people; none for those that say nothing to them."""
     fields = event.fields
     state = fields.get("state")
     if state == "begin":
-        return ""
+        return []
     title = TITLES.get(event.name, event.name)
     if state in ("end", "failed"):
         if event.name not in TITLES:
-            return ""
+            return []
         words = [title, units.seconds(_number(fields, "seconds"))]
         if "bytes" in fields:
             words.append(units.size(_number(fields, "bytes")))
@@ -227,31 +255,32 @@ def describe(event: Event) -> str:
         if state == "failed":
             words.append("failed")  # why is told once, at the end
         if "moved_bytes" in fields:
-            words.append(_window_words(fields))
-        return "  ".join(words)
+            first, *others = _window_words(fields)
+            return ["  ".join([*words, first]), *others]
+        return ["  ".join(words)]
     if event.name == "dump.predicted":
-        return _predicted_words(fields)
+        return [_predicted_words(fields)]
     if event.name == "run.gpu":
         return _gpu_words(fields)
     if event.name in ("restore.warning", "export.warning", "copy.warning", "sync.warning"):
-        return f"warning: {fields.get('message')}"
+        return _lines("warning: ", str(fields.get("message")))
     if "error" in fields and event.name != "restore.failed":
-        return f"warning: {event.name}: {fields['error']}"
-    return ""
+        return _lines(f"warning: {event.name}: ", str(fields["error"]))
+    return []
 
 
-def _window_words(fields: Mapping[str, Any]) -> str:
+def _window_words(fields: Mapping[str, Any]) -> list[str]:
     """What preflight says of a GPU job: short lines."""
     seconds, least, most = (units.seconds(_number(fields, f"window_{which}")) for which in ("seconds", "least", "most"))
     window = f"  a window of about {seconds} ({least} to {most})"
     moved = f"{units.size(_number(fields, 'moved_bytes'))} are moved"
     if "resident_bytes" not in fields:
-        return f"of device memory {moved}\n{window}"
+        return [f"of device memory {moved}", window]
     without = _number(fields, "no_room")
     why = f"; {units.size(without)} have no room aside" if without else ""
     stays = f"{units.size(_number(fields, 'resident_bytes'))} stay on GPUs, {moved}"
     left = left_words(fields.get("left", {}))
-    return "\n".join([stays, f"{window}, if all that stays has changed{why}", *([f"  {left}"] if left else [])])
+    return [stays, f"{window}, if all that stays has changed{why}", *([f"  {left}"] if left else [])]
 
 
 def _predicted_words(fields: Mapping[str, Any]) -> str:
@@ -274,7 +303,7 @@ def left_words(left: Mapping[str, int]) -> str:
     return "; ".join(words)
 
 
-def _gpu_words(fields: Mapping[str, Any]) -> str:
+def _gpu_words(fields: Mapping[str, Any]) -> list[str]:
     """What `run --gpu` did."""
     lines = [f"--gpu set {' '.join(f'{key}={value}' for key, value in fields['added'].items()) or 'nothing'}: {fields['cost']}"]
     if fields["kept"]:
@@ -282,7 +311,7 @@ def _gpu_words(fields: Mapping[str, Any]) -> str:
         lines.append(f"warning: you set {own}: a job whose ranks use that cannot be snapshotted")
     if fields["resident"] and fields["driver"]:
         lines.append("its device memory is resident: windows leave it on its GPUs; to allocate it costs a little more")
-    return "\n".join([*lines, *(f"note: {note}" for note in fields["notes"])])
+    return [*lines, *(f"note: {note}" for note in fields["notes"])]
 
 
 def _number(fields: Mapping[str, Any], name: str) -> float:
@@ -334,7 +363,7 @@ class _Bars:
             )
 
             self._progress = Progress(
-                TextColumn("{task.description:<24}"),
+                TextColumn("{task.description:<24}", markup=False),
                 BarColumn(),
                 DownloadColumn(binary_units=True),
                 TransferSpeedColumn(),

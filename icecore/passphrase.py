@@ -119,4 +119,4 @@ def _prompt(prompt: str, twice: bool) -> bytes:
     given = getpass.getpass(prompt)
     if twice and getpass.getpass("Once more: ") != given:
         raise UsageError("the two passphrases differ", cure="try again")
-    return given.encode()
+    return os.fsencode(given)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from icecore.config import Config, load
 from icecore.errors import NotFound, StoreError, UsageError
 from icecore.events import Sink, discard
+from icecore.text import is_utf8
 
 if TYPE_CHECKING:
     from icecore.store.backend import Backend
@@ -71,6 +72,8 @@ def _in_bucket(rest: str, config: Config, emit: Sink) -> Backend:
     from icecore.store.metrics import Metered
     from icecore.store.retry import Patience, Retrying
 
+    if not is_utf8(rest):
+        raise UsageError(f"s3://{rest}: names in a bucket are UTF-8", cure="correct the place")
     whole, _, prefix = rest.partition("/")
     profile, _, bucket = whole.rpartition("@")
     settings = config.s3

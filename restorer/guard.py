@@ -63,7 +63,7 @@ class Guard:
         script = str(Path(guard_process.__file__))
         with theirs, open(os.path.join(workdir, "guard.output"), "wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", script, str(theirs.fileno()), workdir, temporary],
+                [sys.executable, "-I", "-S", "-X", "utf8", script, str(theirs.fileno()), workdir, temporary],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,

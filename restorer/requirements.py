@@ -3,6 +3,7 @@ that ``--dry-run`` is this and nothing else."""
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import platform
 import re
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from icecore.errors import MissingTool, NotFound, RestoreRefused
+from icecore.errors import Damaged, MissingTool, NotFound, RestoreRefused
 from icecore.host import limits, procfs, userfaultfd
 from icecore.host.criu import Criu
 from icecore.host.cuda.backend import find_backend
@@ -24,6 +25,7 @@ from icecore.restorer.options import RestoreOptions
 from icecore.restorer.resident_record import resident_bytes
 from icecore.store.cell import CELL_BYTES, NODE_CELLS, PAGE, Records, data_pages
 from icecore.store.manifest import NODE_REF, Manifest, Space
+from icecore.text import printable
 
 #: The CELL records of a space, by region.
 Maps = Callable[[Space], Sequence[Records]]
@@ -266,18 +268,21 @@ def _dead(pid: int) -> bool:
 
 
 def _can_listen(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    text, _, number = address.rpartition(":")
+    try:
+        parsed, port = ipaddress.ip_address(text.strip("[]")), int(number)
+    except ValueError as error:
+        raise Damaged("manifest", "requirements", f"{printable(address)} is not an address and port") from error
+    host, family = str(parsed), socket.AF_INET6 if parsed.version == 6 else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             # Connections that linger do not hinder CRIU, a listener does.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            probe.bind((host, int(port)))
+            probe.bind((host, port))
             probe.listen(1)
-    except OSError:
+    except (OSError, OverflowError):  # no such port
         return False
     return True
 

@@ -554,7 +554,7 @@ class _Run:
 
     def _build(self, tree: Tree, manifest: Manifest, criu: Criu, images: Path) -> None:
         """Have CRIU build it, with the daemon listening from before the first fault on."""
-        held = tree.hold_script() if self.options.mode == "full" else None
+        held = tree.hold_script(self.stack) if self.options.mode == "full" else None
         own, prefix, descriptors = (
             (self.restoring.options, self.restoring.prefix, self.restoring.pass_fds) if self.restoring else ([], [], ())
         )

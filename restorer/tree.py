@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from icecore.errors import IcecoreError, RestoreFailed
@@ -115,14 +115,23 @@ class Tree:
 
     # -- bringing it up -----------------------------------------------------------------------------------------------
 
-    def hold_script(self) -> Path:
-        """Make the action script that keeps CRIU from resuming the tree until `resume`."""
-        fifo, script = self._work / "go", self._work / "hold"
-        os.mkfifo(fifo, 0o600)
-        script.write_text(_HOLD.format(fifo=fifo))
+    def hold_script(self, stack: ExitStack) -> Path:
+        """Make the action script that keeps CRIU from resuming the tree until `resume`.
+
+        CRIU hands the script's path to a shell. So it is named by a descriptor: of the path that the user chose no character reaches a shell.
+
+        Args:
+            stack: Closes the descriptor.
+        """
+        os.mkfifo(self._work / "go", 0o600)
+        folder = os.open(self._work, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        stack.callback(os.close, folder)
+        seen = Path(f"/proc/{os.getpid()}/fd/{folder}")
+        script = self._work / "hold"
+        script.write_text(_HOLD.format(fifo=seen / "go"))
         script.chmod(0o700)
         self._held = True
-        return script
+        return seen / "hold"
 
     def _criu_ended(self) -> None:
         """Nothing but `resume` lets a held tree go."""

@@ -61,7 +61,7 @@ class Cached(Wrapper):
         return self.inner.source
 
     def _key(self, name: str) -> str:
-        return blake3(f"{self.where}\0{check_name(name)}".encode()).hexdigest()[:40]
+        return blake3(f"{self.where}\0{check_name(name)}".encode("utf-8", "surrogateescape")).hexdigest()[:40]
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)

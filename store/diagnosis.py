@@ -29,6 +29,7 @@ from icecore.store.segment import in_shards, of_shards
 from icecore.store.session import Session
 from icecore.store.state import ENTRY_KIND, PAGE_KIND, PageRef, SegmentRef, SnapshotRecord, decode_page, leading
 from icecore.store.tables import index_entries, read_table
+from icecore.text import harmless
 
 _UNREADABLE = (Damaged, ObjectMissing, FormatTooNew)
 
@@ -327,7 +328,7 @@ class Diagnosis:
     def _quarantine(self) -> None:
         for snapshot, record in self._survey.records.items():
             reasons = self._lost.get(snapshot, [])
-            why = "; ".join(reasons[:3]) + (f"; and {len(reasons) - 3} more" if len(reasons) > 3 else "")
+            why = "; ".join(map(harmless, reasons[:3])) + (f"; and {len(reasons) - 3} more" if len(reasons) > 3 else "")
             if why and why != record.quarantined:
                 self._plan.quarantine[snapshot] = why
             elif not why and record.quarantined and self._read_all():

@@ -14,6 +14,7 @@ import zstandard
 from icecore.errors import Damaged
 from icecore.store.keys import Keys
 from icecore.store.manifest_rules import MAX_SPACES
+from icecore.text import loaded, stored
 
 FINGERPRINT = np.dtype("V16")
 _MAX_HINTS = 1 << 30  # of the whole object, before compression
@@ -47,13 +48,13 @@ _SPACES = Annotated[dict[str, _Stored], msgspec.Meta(max_length=MAX_SPACES)]
 
 def encode_fingerprints(spaces: Mapping[str, Fingerprints]) -> bytes:
     """Fingerprints of many spaces (by ``kind:key``) as one hint object."""
-    stored = {
-        space: _Stored(
+    entries = {
+        stored(space): _Stored(
             known.key.astype("<u8").tobytes(), known.fingerprint.tobytes(), known.restless.astype("<u8").tobytes()
         )
         for space, known in spaces.items()
     }
-    return zstandard.ZstdCompressor(level=1).compress(msgspec.msgpack.encode(stored))
+    return zstandard.ZstdCompressor(level=1).compress(msgspec.msgpack.encode(entries))
 
 
 def fingerprint_bytes(cells: int, spaces: int) -> int:
@@ -78,16 +79,16 @@ def decode_fingerprints(data: bytes, limit: int = _MAX_HINTS) -> dict[str, Finge
         size = zstandard.frame_content_size(data)
         if not 0 <= size <= min(limit, _MAX_HINTS):
             raise ValueError(f"implausible length {size}")
-        stored = msgspec.msgpack.decode(
+        entries = msgspec.msgpack.decode(
             zstandard.ZstdDecompressor().decompress(data, max_output_size=size), type=_SPACES
         )
         out = {}
-        for space, item in stored.items():
+        for space, item in entries.items():
             keys, restless = (np.frombuffer(part, "<u8").astype(np.uint64) for part in (item.key, item.restless))
             fingerprint = np.frombuffer(item.fingerprint, FINGERPRINT)
             if len(keys) != len(fingerprint):
                 raise ValueError(f"{space}: {len(keys)} addresses, {len(fingerprint)} fingerprints")
-            out[space] = Fingerprints(keys, fingerprint, restless)
+            out[loaded(space)] = Fingerprints(keys, fingerprint, restless)
         return out
     except (ValueError, msgspec.MsgspecError, zstandard.ZstdError, RecursionError) as error:
         raise Damaged("hint", "fingerprints", str(error)) from error

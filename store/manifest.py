@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -21,6 +21,7 @@ from icecore.store.manifest_rules import (
     NODE_REF_BYTES,
     faults,
 )
+from icecore.text import loaded, stored
 
 #: Reference to one map node: the group of 64 cells of one region that it holds, its id, and where its stored bytes lie.
 NODE_REF = np.dtype(
@@ -144,7 +145,10 @@ class Sizes(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """One snapshot. ``format`` is this structure's version. Ids are lower-case hexadecimal; times ns since the epoch; durations seconds."""
+    """One snapshot. ``format`` is this structure's version. Ids are lower-case hexadecimal; times ns since the epoch; durations seconds.
+
+    Texts from the kernel (paths, arguments) may hold surrogate escapes (PEP 383): they are bytes.
+    """
 
     format: int
     snapshot: str
@@ -176,8 +180,9 @@ def cells_of(manifest: Manifest) -> int:
 
 
 MANIFEST_KIND = ObjectKind("manifest", b"ICEMANI", 1, 256 << 20)
-#: The newest manifest structure that this code writes and reads.
-MANIFEST_FORMAT = 1
+#: The newest manifest structure that this code writes and reads: the one in which texts may be escaped.
+MANIFEST_FORMAT = 2
+_PLAIN_FORMAT = 1
 
 #: What of a manifest may be many, and is decoded piece by piece, so that all pieces together are bounded while they are made.
 _PIECES: dict[str, msgspec.msgpack.Decoder[Any]] = {
@@ -202,13 +207,20 @@ _OUTLINE: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
 
 
 def encode_manifest(manifest: Manifest, key: bytes, name: str = "") -> Sealed:
-    """The object of ``manifest``; ``key`` is the repository's manifest key, ``name`` the object that it will be (which only encryption needs).
+    """Return the object of ``manifest``, in the oldest format that can hold it.
+
+    Args:
+        key: The repository's manifest key.
+        name: The object that it will be (which only encryption needs).
 
     Raises:
         StoreError: No reader would take it (`icecore.store.manifest_rules`).
     """
-    body = msgspec.msgpack.encode(manifest)
     try:
+        try:
+            body = msgspec.msgpack.encode(msgspec.structs.replace(manifest, format=_PLAIN_FORMAT))
+        except UnicodeEncodeError:  # readers of format 1 would take an escaped path for the path
+            body = msgspec.msgpack.encode(_with_texts(msgspec.structs.replace(manifest, format=MANIFEST_FORMAT), stored))
         _decode(body)
         return seal(MANIFEST_KIND, body, key, name)
     except ValueError as error:
@@ -263,6 +275,8 @@ def _decode(body: bytes) -> Manifest:
         raise ValueError(str(error)) from error
     every: dict[str, Any] = {field: made[field] if field in made else getattr(outline, field) for field in Manifest.__struct_fields__}
     manifest = Manifest(**every)
+    if manifest.format == MANIFEST_FORMAT:
+        manifest = msgspec.convert(_with_texts(manifest, loaded), Manifest)
     for why in faults(manifest):
         raise ValueError(why)
     for space in manifest.spaces:
@@ -271,6 +285,22 @@ def _decode(body: bytes) -> Manifest:
         if len(space.nodes) and int(np.frombuffer(space.nodes, NODE_REF)["region"].max()) >= len(space.regions):
             raise ValueError(f"a node of {space.kind} {space.key} belongs to no region")
     return manifest
+
+
+def _with_texts(manifest: Manifest, change: Callable[[str], str]) -> Any:
+    """Return a manifest as values of built-in types, with every text changed."""
+    return _each_text(msgspec.to_builtins(manifest, builtin_types=(bytes,)), change)
+
+
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a copy of a value of built-in types with every text changed; names of fields stay, as none needs an escape."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {_each_text(key, change): _each_text(inner, change) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_each_text(inner, change) for inner in value]
+    return value
 
 
 def decode_manifest(data: bytes, key: bytes, *, name: str, digest: bytes | None = None) -> Manifest:

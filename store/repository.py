@@ -36,6 +36,7 @@ from icecore.store.session import Session
 from icecore.store.slots import Cost, new_slots
 from icecore.store.state import SnapshotRecord, State
 from icecore.store.watermark import Recollection, Watermark
+from icecore.text import require_label
 
 T = TypeVar("T")
 
@@ -344,10 +345,13 @@ class Repository:
 
         Raises:
             NotFound: It is not listed.
+            UsageError: A new label is none.
         """
         updated: list[SnapshotRecord] = []
 
         def set_fields(record: SnapshotRecord) -> SnapshotRecord:
+            for tag in set(tags or ()) - set(record.tags):
+                require_label(tag)
             record = marks.marked(record, pinned=pinned, tags=tags)
             updated.append(record)
             return record

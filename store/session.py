@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
@@ -38,6 +37,7 @@ from icecore.store.presence import this_process
 from icecore.store.recent import RecentSegments
 from icecore.store.segment import sort_entries
 from icecore.store.state import SegmentRef, SessionRecord, SnapshotRecord, State
+from icecore.text import host_name
 
 BEAT_KIND = ObjectKind("heartbeat", b"ICEBEAT", 1, 1 << 16, None)
 #: Index segments up to this many entries together are merged by the commit itself; larger ones are left to the collector.
@@ -200,7 +200,7 @@ class Session:
             StoreError: The store could not be reached; nothing is lost by one missed beat.
         """
         self._beats += 1
-        beat = Heartbeat(self.id, self._beats, time.time_ns(), socket.gethostname(), os.getpid())
+        beat = Heartbeat(self.id, self._beats, time.time_ns(), host_name(), os.getpid())
         name, data = heartbeat_name(self.id, self._beats), encode_heartbeat(beat, self._keys.sessions)
         try:
             await self._backend.create(name, [data])
@@ -409,7 +409,7 @@ async def begin(
         NotFound: A snapshot is not in the repository.
     """
     identity = secrets.token_hex(16)
-    host = socket.gethostname()
+    host = host_name()
     record: SessionRecord | None = None
 
     async def change(state: State, pages: Pages) -> State:

@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.kdf.argon2 import Argon2id
 from icecore.errors import Damaged, FormatTooNew, NotFound, UsageError, WrongPassphrase
 from icecore.store.envelope import Sealed
 from icecore.store.keys import ENCRYPTED_FORMAT, KEY_KIND, encode_slot, read_slot
+from icecore.text import require_label
 
 METHOD = "argon2id"
 MAX_SLOTS = 64
@@ -174,6 +175,7 @@ def add(slots: Slots, secret: bytes, passphrase: bytes, label: str, cost: Cost) 
     """
     if len(slots.slots) >= MAX_SLOTS:
         raise UsageError(f"there are {MAX_SLOTS} slots already", cure="'icecore key remove' one")
+    require_label(label)
     if any(slot.label == label for slot in slots.slots):
         raise UsageError(f"there is a slot {label!r} already", cure="give another --label, or 'icecore key rotate' it")
     new = _wrap(slots.repository, secret, passphrase, label, cost)

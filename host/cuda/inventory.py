@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from types import ModuleType
 
 from icecore.host.cuda.api import DriverMissing
 from icecore.host.cuda.driver import EXTRA_CURE
+from icecore.text import printable
 
 
 @dataclass(frozen=True)
@@ -125,4 +127,4 @@ def _mps(nvml: ModuleType, handle: object) -> list[int]:
 
 
 def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+    return printable(os.fsdecode(value))

@@ -98,6 +98,7 @@ def private_root_lack() -> str:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="surrogateescape",
             timeout=_PROBE_SECONDS,
         )
     except subprocess.TimeoutExpired:

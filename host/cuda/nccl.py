@@ -6,6 +6,8 @@ restore fail. Under the preload (docs/resident.md) what ranks share through cuMe
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +36,7 @@ PARKED_SINCE = 2
 PARKED_COST = "NCCL keeps peer access (NVLink), but not multicast (NVLS), with which large collectives are faster on machines that have it"
 _LIBRARY = "libnccl.so"
 #: The abstract socket of a communicator through which descriptors of cuMem memory pass.
-_SOCKET = "@/tmp/nccl-socket-"
+_SOCKET = re.compile(rb"[0-9a-f]+: (?:[0-9A-F]{8} ){3}[0-9A-F]{4} [0-9A-F]{2} +([0-9]+) @/tmp/nccl-socket-")
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,10 @@ def passes_descriptors(pid: int, sockets: Collection[int]) -> bool:
         sockets: Inodes of its unix sockets.
     """
     try:
-        lines = Path(f"/proc/{pid}/net/unix").read_text(errors="replace").splitlines()
+        lines = Path(f"/proc/{pid}/net/unix").read_bytes().split(b"\n")
     except OSError:
         return False
-    words = [line.split() for line in lines if _SOCKET in line]
-    return any(int(word[6]) in sockets for word in words if len(word) > 7)
+    return any(int(found[1]) in sockets for found in map(_SOCKET.match, lines) if found)
 
 
 def is_library(path: str) -> bool:
@@ -104,7 +105,7 @@ def settings_of(pid: int) -> dict[str, str]:
         words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except (FileNotFoundError, ProcessLookupError) as error:
         raise NotFound(f"there is no process {pid}") from error
-    environment = dict(word.decode(errors="surrogateescape").split("=", 1) for word in words if b"=" in word)
+    environment = dict(os.fsdecode(word).split("=", 1) for word in words if b"=" in word)
     root = f"/proc/{pid}/root"
     files = ["/etc/nccl.conf"]
     if environment.get("HOME"):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from icecore.errors import IcecoreError, NotFound
+from icecore.host import procfs
 from icecore.host.resident import signals
 from icecore.host.resident.protocol import (
     OLDEST_VERSION,
@@ -254,10 +255,10 @@ class Agent(_Speaker):
         wanted, found = set(threads), []
         for name in os.listdir(f"/proc/{self._tracee}/task"):
             try:
-                text = Path(f"/proc/{self._tracee}/task/{name}/status").read_text()
-            except OSError:
+                fields = procfs.status_fields(self._tracee, name)
+            except (NotFound, OSError):
                 continue
-            if int(text.partition("\nNSpid:")[2].splitlines()[0].split()[-1]) in wanted:
+            if int(fields["NSpid"][-1]) in wanted:
                 found.append(int(name))
         return found
 

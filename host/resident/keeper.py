@@ -88,7 +88,8 @@ def start_keeper(directory: Path) -> Keeper:
     # Through a shell that ends at once, so that the keeper is the init's child, not ours.
     done = subprocess.run(
         ["/bin/sh", "-c", '"$0" "$1" >/dev/null 2>&1 </dev/null & echo $!', str(program), str(directory / "keeper")],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_START_SECONDS, start_new_session=True, check=False, cwd="/",
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="surrogateescape", timeout=_START_SECONDS, start_new_session=True,
+        check=False, cwd="/",
     )  # fmt: skip
     until = time.monotonic() + _START_SECONDS
     while time.monotonic() < until:

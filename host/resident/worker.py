@@ -35,6 +35,7 @@ import numpy.typing as npt
 from icecore.host.cuda.backend import find_backend
 from icecore.host.resident.gpu import Gpu
 from icecore.host.resident.gpu_thread import GpuThread, Item
+from icecore.text import harmless
 
 MESSAGE = 1 << 18
 #: A request that is longer: it lies in a memfd, the last descriptor (a job can have hundreds of thousands of allocations).
@@ -120,7 +121,7 @@ def _answer(gpu: Gpu, item: Item) -> None:
         value = _make(gpu, item.request, item.descriptors, given)
         _say(item.control, {"id": item.request["id"], "value": value}, given)
     except Exception as error:  # noqa: BLE001 - told to the client, which waits for an answer
-        _done(item, f"{type(error).__name__}: {error}")
+        _done(item, harmless(f"{type(error).__name__}: {error}"))
     finally:
         for descriptor in (*item.descriptors, *given):
             os.close(descriptor)

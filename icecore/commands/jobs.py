@@ -18,6 +18,7 @@ from icecore.commands.context import Commands, Context, Interrupted, add_setting
 from icecore.config import SECONDS, RunSettings, without_secrets
 from icecore.errors import Damaged, IcecoreError, NotFound, UsageError
 from icecore.events import Event, Value
+from icecore.text import printable_command
 
 if TYPE_CHECKING:
     from icecore.host.job import Job, LogPiece, Stream
@@ -174,7 +175,7 @@ def ps(arguments: argparse.Namespace, context: Context) -> int:
                 units.moment(known.created),
                 known.restored_from[:12],
                 known.snapshot[:12],
-                " ".join(known.command),
+                printable_command(known.command),
             ]
         )
     columns = ["JOB", "INSTANCE", "PID", "STATE", "SINCE", "RESTORED FROM", "LAST SNAPSHOT", "COMMAND"]
@@ -242,7 +243,8 @@ def follow(job: Job, context: Context, *, seen: Mapping[Stream, int] | None = No
             writer.write(replace(piece, data=piece.data[skipped:]) if skipped else piece)
         status = job.wait()
     except Interrupted:
-        context.output.note(f"\njob {job.name} runs on; 'icecore attach {job.name}' follows it again, 'icecore kill {job.name}' ends it")
+        context.output.note("")
+        context.output.note(f"job {job.name} runs on; 'icecore attach {job.name}' follows it again, 'icecore kill {job.name}' ends it")
         raise
     context.output.result("job.ended", {"job": job.name, "instance": job.instance, "how": str(status), "exit_code": status.exit_code})
     if status.code is None:
@@ -258,7 +260,7 @@ class _Writer:
         self._output = context.output
         self._stream = stream
         make = codecs.getincrementaldecoder("utf-8")
-        self._decoders = {name: make("replace") for name in ("stdout", "stderr")}
+        self._decoders = {name: make("surrogateescape") for name in ("stdout", "stderr")}
 
     def write(self, piece: LogPiece) -> None:
         """Write one."""

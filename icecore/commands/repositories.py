@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from icecore import passphrase, units
 from icecore.commands.context import READ_ONLY, Commands, Context, add_setting, overridden
 from icecore.commands.snapshots import WHICH, snapshot_fields
-from icecore.config import LABEL, SIZE, ForgetSettings, GcSettings
+from icecore.config import LABEL, SIZE, TEXT, ForgetSettings, GcSettings
 from icecore.errors import Damaged, UsageError
 from icecore.events import Value
 
@@ -64,7 +64,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("snapshot", help=WHICH)
     parser.add_argument("--pin", action=argparse.BooleanOptionalAction, default=None, help="never forget it by policy")
     parser.add_argument("--tag", type=LABEL, action="append", default=[], metavar="TEXT", help="add a label")
-    parser.add_argument("--untag", type=LABEL, action="append", default=[], metavar="TEXT", help="take a label off")
+    parser.add_argument("--untag", type=TEXT, action="append", default=[], metavar="TEXT", help="take a label off")
 
     parser = commands.add(
         "gc",

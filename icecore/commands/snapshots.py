@@ -13,6 +13,7 @@ from icecore.commands.context import READ_ONLY_ALL, Commands, Context, add_setti
 from icecore.config import LABEL, DumpSettings, RestoreSettings
 from icecore.errors import UsageError
 from icecore.events import Value
+from icecore.text import printable, printable_command
 
 if TYPE_CHECKING:
     from icecore.difference import Difference
@@ -328,7 +329,7 @@ def _show_processes(manifest: Manifest, context: Context) -> None:
         }
         context.output.result("snapshot.process", fields)
         threads = str(process.threads) if process.alive else "zombie"
-        rows.append([str(process.image_id), str(process.parent), threads, " ".join(process.command)])
+        rows.append([str(process.image_id), str(process.parent), threads, printable_command(process.command)])
     context.output.table(["PID", "PARENT", "THREADS", "COMMAND"], rows, title="processes", right=["PID", "PARENT", "THREADS"])
 
 
@@ -346,7 +347,7 @@ def _show_regions(manifest: Manifest, context: Context, everything: bool) -> Non
         space_kind, space_key, kind = key
         fields: dict[str, Value] = {"space": space_kind, "key": space_key, "kind": kind, "regions": counts[key], "bytes": span}
         context.output.result("snapshot.regions", fields)
-        rows.append([f"{space_kind} {space_key}".strip(), kind, str(counts[key]), units.size(span)])
+        rows.append([f"{space_kind} {printable(space_key)}".strip(), kind, str(counts[key]), units.size(span)])
     context.output.line("")
     context.output.table(["SPACE", "KIND", "REGIONS", "SPAN"], rows, title="regions", right=["REGIONS", "SPAN"])
 
@@ -367,7 +368,7 @@ def _show_files(manifest: Manifest, context: Context, everything: bool) -> None:
             "mtime": file.mtime_ns / 1e9,
         }
         context.output.result("snapshot.file", fields)
-        rows.append([units.size(file.size), "rw" if file.writable else "r", file.policy, file.path])
+        rows.append([units.size(file.size), "rw" if file.writable else "r", file.policy, printable(file.path)])
     shown = rows if everything else rows[:_LARGEST]
     context.output.line("")
     context.output.table(["SIZE", "OPEN", "POLICY", "PATH"], shown, title="files", right=["SIZE"])
@@ -398,12 +399,12 @@ def _report_difference(found: Difference, context: Context, everything: bool) ->
     output.line(f"{found.older} → {found.newer}")
     for state, process in found.processes:
         words: dict[str, Value] = {"state": state, "pid": process.image_id, "command": list(process.command)}
-        output.result("diff.process", words, f"process {process.image_id} {state}: {' '.join(process.command)}")
+        output.result("diff.process", words, f"process {process.image_id} {state}: {printable_command(process.command)}")
     for state, file in found.files:
         output.result(
             "diff.file",
             {"state": state, "path": file.path, "bytes": file.size},
-            f"file {file.path} {state}: {units.size(file.size)}",
+            f"file {printable(file.path)} {state}: {units.size(file.size)}",
         )
     regions = sorted(found.regions, key=lambda region: -region.changed)
     for region in regions:
@@ -411,9 +412,9 @@ def _report_difference(found: Difference, context: Context, everything: bool) ->
     shown = regions if everything else regions[:_LARGEST]
     rows = [
         [
-            f"{region.space} {region.key}",
+            f"{region.space} {printable(region.key)}",
             f"{region.start:#x}" if region.space in ("process", "device") else "",
-            f"{region.kind} {region.name if region.name != region.key else ''}".strip(),
+            f"{region.kind} {printable(region.name) if region.name != region.key else ''}".strip(),
             region.state,
             units.size(region.length),
             str(region.cells),

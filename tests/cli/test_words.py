@@ -45,12 +45,14 @@ def test_what_snapshots_say_of_it() -> None:
 
 def test_a_window_without_room() -> None:
     looked = {"state": "end", "seconds": 0.02, "moved_bytes": 650 * MIB, "window_seconds": 9.9, "window_least": 9.0, "window_most": 10.5}
-    assert describe(Event("dump.preflight", dict(looked))).split("  ", 2)[2].splitlines() == [
+    first, *others = describe(Event("dump.preflight", dict(looked)))
+    assert [first.split("  ", 2)[2], *others] == [
         "of device memory 650 MiB are moved",
         "  a window of about 9.90 s (9.00 s to 10.50 s)",
     ]
     resident = {"resident_bytes": 112 << 30, "no_room": 41 << 30, "left": {"pool_bytes": MIB}}
-    assert describe(Event("dump.preflight", {**looked, **resident})).split("  ", 2)[2].splitlines() == [
+    first, *others = describe(Event("dump.preflight", {**looked, **resident}))
+    assert [first.split("  ", 2)[2], *others] == [
         "112 GiB stay on GPUs, 650 MiB are moved",
         "  a window of about 9.90 s (9.00 s to 10.50 s), if all that stays has changed; 41.0 GiB have no room aside",
         "  1.0 MiB with the driver: 1.0 MiB in pools",

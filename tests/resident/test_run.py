@@ -295,7 +295,7 @@ def test_python_api(asked: bool | None, tmp_path: Path, monkeypatch: pytest.Monk
     job.wait(10)
     [about] = [event for event in events if event.name == "run.gpu"]
     assert about.fields["resident"] is (asked is not False) is (b"ICECORE_RESIDENT=" in environment)
-    assert ("its device memory is resident" in describe(about)) is (asked is not False)
+    assert ("its device memory is resident" in "\n".join(describe(about))) is (asked is not False)
 
 
 def test_without_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +306,7 @@ def test_without_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     job.wait(10)
     [about] = [event for event in events if event.name == "run.gpu"]
     assert about.fields["driver"] is False
-    assert "no NVIDIA driver here" in describe(about) and "is resident" not in describe(about)
+    assert "no NVIDIA driver here" in "\n".join(describe(about)) and "is resident" not in "\n".join(describe(about))
 
 
 def keepers(place: Path) -> list[int]:
