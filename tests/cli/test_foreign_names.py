@@ -151,14 +151,14 @@ async def write_hostile(place: Path, name: str) -> list[str]:
             region = Region(0, 4096, 0, kind=job, name=f"/{name}")
             maps = MapWriter(repository.keys)
             nodes = maps.add([np.empty(0, CELL)], None)
-            spaces = [Space("file", f"/absent/{name}", 0, [region], nodes), Space("process", name, 0, [region], nodes)]
+            spaces = [Space("file", f"/absent/{name}", 4096, [region], nodes), Space("process", "1", 0, [region], nodes)]
             file = OpenFile(f"/absent/{name}", 3 + number, 4, 5, 6, 0o644, 0, 0, True, "content", links=[f"/{name}"])
             here = os.uname()
             manifest = Manifest(
                 format=1, snapshot=new_snapshot_id(), job=job, lineage="1" * 32, parent=ids[0] if ids else "", created_ns=time.time_ns(), host=job,
                 writer=job, root_pid=1, processes=[Process(1, 2, 0, 1, 1, 1, [name, str(number)], name, 0)], spaces=spaces, files=[file],
                 requirements=Requirements(here.machine, here.release, "4.0", ports=[], devices=[{"kind": job, "name": job, "uuid": name}]),
-                namespaces=Namespaces(pid=True), criu_options=[name], tags=[job], extra={"imported": name},
+                namespaces=Namespaces(pid=True), criu_options=["--shell-job"], tags=[job], extra={"imported": name},
             )  # fmt: skip
             identity = random_id()
             sealed = encode_manifest(manifest, repository.keys.manifest, object_name("manifest", identity))

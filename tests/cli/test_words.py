@@ -58,5 +58,6 @@ def test_a_window_without_room() -> None:
         "  1.0 MiB with the driver: 1.0 MiB in pools",
     ]
     predicted = {"window_seconds": 0.6, "window_least": 0.5, "window_most": 0.9, "no_room": 0}
-    assert describe(Event("dump.predicted", dict(predicted))) == "a window of about 600.0 ms (500.0 ms to 900.0 ms), by what device memory holds now"
-    assert describe(Event("dump.predicted", {**predicted, "no_room": 2 << 30})).endswith("now; 2.0 GiB have no room aside")
+    assert describe(Event("dump.predicted", dict(predicted))) == ["a window of about 600.0 ms (500.0 ms to 900.0 ms), by what device memory holds now"]
+    [line] = describe(Event("dump.predicted", {**predicted, "no_room": 2 << 30}))
+    assert line.endswith("now; 2.0 GiB have no room aside")

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from icecore.errors import Damaged, UsageError
+from icecore.errors import Damaged, StoreError, UsageError
 from icecore.store.envelope import seal, unseal
 from icecore.store.fingerprints import FINGERPRINT, Fingerprints, decode_fingerprints, encode_fingerprints
 from icecore.store.manifest import (
@@ -34,7 +34,11 @@ from icecore.text import host_name
 from tests.store.miniature import take
 
 KEY = blake3.blake3(b"test").digest()
-_NAMES = st.binary(min_size=1, max_size=40).map(lambda name: os.fsdecode(name.replace(b"\0", b"\\")))
+_NAMES = (
+    st.binary(min_size=1, max_size=40)
+    .map(lambda name: os.fsdecode(name.replace(b"\0", b"\\")))
+    .filter(lambda name: not {"..", ""} & set(name.split("/")))
+)
 
 
 def manifest(name: str) -> Manifest:
@@ -44,7 +48,7 @@ def manifest(name: str) -> Manifest:
     return Manifest(
         format=1, snapshot="0" * 32, job="job", lineage="1" * 32, parent="", created_ns=1, host="host", writer="test", root_pid=1,
         processes=[process], spaces=[Space("file", f"/{name}", 3, [Region(0, 4096, 0, kind="file", name=f"/{name}")])], files=[file],
-        requirements=Requirements("x86_64", "6", "4"), namespaces=Namespaces(), criu_options=["--external", f"mnt[{name}]"], extra={"imported": name},
+        requirements=Requirements("x86_64", "6", "4"), namespaces=Namespaces(), criu_options=["--shell-job"], extra={"imported": name},
     )  # fmt: skip
 
 
@@ -94,9 +98,12 @@ def test_a_text_that_is_not_in_its_only_form_is_damage(written: str) -> None:
 @pytest.mark.parametrize("where", ["path", "links"])
 def test_a_path_with_a_nul_is_damage(where: str) -> None:
     file = msgspec.structs.replace(manifest("x").files[0], **{where: "/a\0b" if where == "path" else ["/a\0b"]})
-    sealed = encode_manifest(msgspec.structs.replace(manifest("x"), files=[file]), KEY).data
-    with pytest.raises(Damaged, match="holds a NUL"):
-        decode_manifest(sealed, KEY, name="snapshots/x")
+    hostile = msgspec.structs.replace(manifest("x"), files=[file])
+    with pytest.raises(StoreError, match="an open file named"):
+        encode_manifest(hostile, KEY)
+    forged = seal(MANIFEST_KIND, msgspec.msgpack.encode(hostile), KEY, "").data
+    with pytest.raises(Damaged, match="an open file named"):
+        decode_manifest(forged, KEY, name="snapshots/x")
 
 
 def test_unknown_fields_are_passed_over_in_both_formats() -> None:
