@@ -38,7 +38,7 @@ from icecore.host import limits, procfs
 from icecore.host.criu import Criu, DumpArguments, explain, find_criu, lazy_dump_command, stream_dump_command
 from icecore.host.cuda.holder import plugin_folder
 from icecore.host.hidden import hides
-from icecore.host.namespaces import dump_options
+from icecore.host.namespaces import dump_options, dump_prefix
 from icecore.host.scanning import native_scan_lacks
 from icecore.host.shell import run_shell
 from icecore.store.loop import LoopThread
@@ -481,7 +481,9 @@ class _Dump:
 
     def _criu_command(self, images: Path, devices: bool) -> list[str]:
         """CRIU's arguments; the guard fills in what is in braces."""
-        own = dump_options(self.target.pid, self.target.record) if self.target.record else []
+        record = self.target.record
+        own = dump_options(self.target.pid, record) if record else []
+        prefix = dump_prefix(self.target.pid, record) if record else []
         arguments = DumpArguments(
             connections=self.options.tcp,
             network_lock="skip",
@@ -501,8 +503,8 @@ class _Dump:
         )
         if self.options.memory == "streamed":
             self.emit(Event("dump.fallback", {"memory": "streamed", "why": "CRIU sends all memory in the window"}))
-            return stream_dump_command(self.criu, self.target.pid, images, arguments, pages="{pages}")
-        return lazy_dump_command(self.criu, self.target.pid, images, arguments, pages="{pages}", status="{status}")
+            return [*prefix, *stream_dump_command(self.criu, self.target.pid, images, arguments, pages="{pages}")]
+        return [*prefix, *lazy_dump_command(self.criu, self.target.pid, images, arguments, pages="{pages}", status="{status}")]
 
     def _restore_options(self) -> list[str]:
         """What a restore of this dump must tell CRIU."""

@@ -6,6 +6,9 @@
   (``--external mnt[…]``); the directory of the instance is bound at `INSTANCE_MOUNT`, so that a restore gives each
   instance its own logs there. CRIU keeps the content of the private /dev/shm in its images.
 
+- copies: an instance may see some files as copies of its own (``restore --files-to``), which are bound over them (`icecore.host.mounts`). Without a private root the
+  tree and the CRIU that restores or dumps it share a mount namespace that differs from the host's in these binds alone, so CRIU takes no notice of any mount.
+
 Without a private root the instance's files (logs, status, init) are known to CRIU by path, and a restore gives it the new
 instance's as inherited descriptors. CRIU then checks neither size nor flags: they must be opened as the job had them.
 """
@@ -17,15 +20,15 @@ import json
 import os
 import re
 import shutil
-import threading
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from icecore.errors import MissingTool, RestoreRefused, UsageError
 from icecore.host import launch
+from icecore.host.mounts import bind, in_thread, new_view
 
 #: Where a job with a private root sees the directory of its instance.
 INSTANCE_MOUNT = "/run/icecore/job"
@@ -102,6 +105,8 @@ class RunRecord:
         files: Each of `OWN_FILES` → its path in CRIU's images, which is the path that the job's processes see.
         binds: The host's mount points that were bound into its private root, parents first.
         init: The init's program: a restore runs the very same bytes, whatever is installed there.
+        files_to: Directory of the instance's own copies of files, each under its whole path; empty: it has none.
+        copies: The files, by the path at which the processes see them.
     """
 
     name: str
@@ -111,6 +116,8 @@ class RunRecord:
     files: dict[str, str]
     binds: list[str]
     init: bytes
+    files_to: str = ""
+    copies: list[str] = field(default_factory=list)
 
     def is_own(self, path: str) -> bool:
         """Whether a path in CRIU's images is the instance's own: nothing may be read or put back at that path of the host.
@@ -124,7 +131,10 @@ class RunRecord:
 
     def encode(self) -> str:
         """As text, for the manifest."""
-        return json.dumps({**asdict(self), "init": base64.b64encode(self.init).decode()})
+        fields = {**asdict(self), "init": base64.b64encode(self.init).decode()}
+        if not self.copies:  # as it was before there were any, for an icecore that knows of none
+            del fields["files_to"], fields["copies"]
+        return json.dumps(fields)
 
     @classmethod
     def decode(cls, text: str) -> RunRecord:
@@ -142,7 +152,14 @@ class RunRecord:
             raise ValueError(f"not the record of a run: {error}") from error
         if set(record.files) != set(OWN_FILES) or not all(path.startswith("/") for path in record.files.values()):
             raise ValueError("not the record of a run: its files are not an instance's")
+        if not all(isinstance(path, str) and _is_plain(path) for path in (record.files_to or "/", *record.copies)):
+            raise ValueError("not the record of a run: its copies are at no absolute paths")
         return record
+
+
+def _is_plain(path: str) -> bool:
+    """Whether a path is absolute and in its shortest form."""
+    return path.startswith("/") and "\0" not in path and os.path.normpath(path) == path
 
 
 def init_program() -> Path:
@@ -217,6 +234,24 @@ def dump_options(pid: int, record: RunRecord) -> list[str]:
     return options
 
 
+def dump_prefix(pid: int, record: RunRecord) -> list[str]:
+    """What stands before ``criu dump``: CRIU must see the copies where the job whose init is ``pid`` sees them.
+
+    Raises:
+        MissingTool: nsenter is missing.
+    """
+    if not record.copies or record.isolation.root:
+        return []
+    return [_nsenter(), f"--mount=/proc/{pid}/ns/mnt", "--"]
+
+
+def _nsenter() -> str:
+    found = shutil.which("nsenter")
+    if found is None:
+        raise MissingTool("nsenter is missing", cure="apt-get install util-linux")
+    return found
+
+
 class RestoreNamespaces:
     """What `criu restore` needs for one new instance of a run: open until the restore has ended (a context manager).
 
@@ -237,19 +272,21 @@ class RestoreNamespaces:
     def __init__(self, record: RunRecord, directory: Path) -> None:
         self.prefix: list[str] = []
         self.options = ["--ext-unix-sk", "--file-locks"]
+        self._record = record
+        self._view = -1
         self._fds: list[int] = []
         try:
             if record.isolation.network:
-                fd = self._keep(_in_thread(_new_network))
+                fd = self._keep(in_thread(_new_network))
                 self.options += ["--inherit-fd", f"fd[{fd}]:{_NETWORK_NAME}"]
                 self.options += ["--tcp-established", "--network-lock", "skip"]
             if record.isolation.root:
                 self._private_root(record, directory)
             else:
-                for name, flags in OWN_FILES.items():
-                    fd = self._keep(os.open(directory / name, flags | os.O_CLOEXEC | os.O_NOFOLLOW))
+                own = in_thread(lambda: self._in_view(directory)) if record.copies else _open_own(directory)
+                for name, fd in own.items():
                     # CRIU's key is the path without its first slash.
-                    self.options += ["--inherit-fd", f"fd[{fd}]:{record.files[name][1:]}"]
+                    self.options += ["--inherit-fd", f"fd[{self._keep(fd)}]:{record.files[name][1:]}"]
         except BaseException:
             self.close()
             raise
@@ -258,6 +295,22 @@ class RestoreNamespaces:
         self._fds.append(fd)
         return fd
 
+    def _in_view(self, directory: Path) -> dict[str, int]:
+        """Move the calling thread into the tree's mount namespace, and open the instance's own files there: CRIU finds files by mount."""
+        nsenter = _nsenter()
+        self._view = self._keep(new_view())
+        self.prefix = [nsenter, f"--mount=/proc/self/fd/{self._view}", "--"]
+        return _open_own(directory)
+
+    def bind_copies(self) -> None:
+        """Put the copies over the files, once they are written and before CRIU runs.
+
+        Raises:
+            OSError: A copy or what it is to cover is missing, or the kernel refused.
+        """
+        if self._record.copies:
+            bind(self._view, self._record.files_to, self._record.copies)
+
     def _private_root(self, record: RunRecord, directory: Path) -> None:
         missing = [point for point in record.binds if not os.path.lexists(point)]
         if missing:
@@ -265,14 +318,12 @@ class RestoreNamespaces:
                 f"the job saw mounts that are missing here: {', '.join(missing)}",
                 cure="mount the same file systems, or make empty directories (files) in their place",
             )
-        nsenter = shutil.which("nsenter")
-        if nsenter is None:
-            raise MissingTool("nsenter is missing", cure="apt-get install util-linux")
+        nsenter = _nsenter()
         make_instance_mount()
         root = directory / "root"
         root.mkdir(exist_ok=True)
         # The bind on which CRIU builds is made in a mount namespace of its own: the host never sees it, and it is gone with the last process in it.
-        fd = self._keep(_in_thread(lambda: _new_root(str(root))))
+        fd = self._keep(in_thread(lambda: _new_root(str(root))))
         self.prefix = [nsenter, f"--mount=/proc/self/fd/{fd}", "--"]
         self.options += ["--root", str(root), "--external", f"mnt[{_INSTANCE_NAME}]:{directory}"]
         for point in record.binds:
@@ -297,6 +348,11 @@ class RestoreNamespaces:
         self.close()
 
 
+def _open_own(directory: Path) -> dict[str, int]:
+    """`OWN_FILES` of an instance, as its processes have them open."""
+    return {name: os.open(directory / name, flags | os.O_CLOEXEC | os.O_NOFOLLOW) for name, flags in OWN_FILES.items()}
+
+
 def _new_network() -> int:
     launch.unshare(launch.CLONE_NEWNET)
     launch.raise_loopback()
@@ -307,28 +363,6 @@ def _new_root(root: str) -> int:
     launch.unshare(launch.CLONE_NEWNS)
     launch.bind_root(root)
     return os.open("/proc/thread-self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
-
-
-def _in_thread(make: Callable[[], int]) -> int:
-    """Run ``make`` in a thread that ends right after: namespaces are a thread's own, and this process must keep its own."""
-    made: list[int] = []
-    failed: list[Exception] = []
-
-    def work() -> None:
-        try:
-            made.append(make())
-        except (OSError, launch.StepFailed) as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=work, name="namespaces")
-    thread.start()
-    thread.join()
-    if failed:
-        error = failed[0]
-        if isinstance(error, launch.StepFailed):
-            raise OSError(error.error.errno, f"{error.step}: {error.error.strerror}") from error
-        raise error
-    return made[0]
 
 
 #: Keeps libraries off io_uring, which CRIU cannot dump: libuv (Node.js) and PyTorch's TCPStore. The kernel has no switch per process.

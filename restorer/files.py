@@ -19,7 +19,7 @@ from icecore.restorer.cells import SpaceCells
 from icecore.restorer.filewriter import FileTarget
 from icecore.store.manifest import Manifest, OpenFile
 
-FilesMode = Literal["restore", "truncate", "leave"]
+FilesMode = Literal["auto", "restore", "truncate", "leave"]
 #: Names that CRIU gives to hard links through which it finds unlinked files again; it removes them itself.
 _LINK_REMAP = "link_remap."
 _HASH_PIECE = 1 << 20
@@ -36,10 +36,20 @@ class Problem:
 
 @dataclass(frozen=True)
 class Action:
-    """What happens to one file: ``write`` its content, or cut it to its size (``truncate``)."""
+    """What happens to one file: ``write`` its content, or cut it to its size (``truncate``).
+
+    Attributes:
+        root: What the file's path is relative to: for an instance's copies their directory, else the root of the job's file system.
+    """
 
     kind: Literal["write", "truncate"]
     file: OpenFile
+    root: str = ""
+
+    @property
+    def path(self) -> str:
+        """Where on this machine the file is."""
+        return self.root + self.file.path
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,7 @@ def plan_files(
         if file.policy == "absent" or file.path in skip:
             continue
         has_content = file.policy == "content" and file.path in stored
-        outcome = _plan_one(file, has_content, mode, root, verify)
+        outcome = _plan_one(file, has_content, "restore" if mode == "auto" else mode, root, verify)
         if isinstance(outcome, Action):
             actions.append(outcome)
         elif outcome is not None:
@@ -82,7 +92,7 @@ def _plan_one(file: OpenFile, has_content: bool, mode: FilesMode, root: str, ver
         now = os.stat(root + file.path)
     except FileNotFoundError:
         if has_content and mode == "restore":
-            return Action("write", file)
+            return Action("write", file, root)
         return Problem(file.path, "it is not there", _cure_for_content(file, has_content, mode))
     except OSError as error:
         return Problem(file.path, f"it cannot be looked at: {error.strerror}", "run as a user who may")
@@ -90,13 +100,13 @@ def _plan_one(file: OpenFile, has_content: bool, mode: FilesMode, root: str, ver
         return Problem(file.path, "it is no regular file any more", "move away what is there now")
     if has_content and mode == "restore" and file.writable:
         # Also if size and time are the same: a mapped file changes without its time.
-        return Action("write", file)
+        return Action("write", file, root)
     if now.st_size == file.size and (not file.mtime_ns or now.st_mtime_ns == file.mtime_ns):
         return None
     if has_content and mode == "restore":
-        return Action("write", file)
+        return Action("write", file, root)
     if now.st_size > file.size and file.writable and mode == "truncate":
-        return Action("truncate", file)
+        return Action("truncate", file, root)
     if now.st_size != file.size:
         message = f"it has {now.st_size} bytes, {file.size} when the snapshot was taken"
         return Problem(file.path, message, _cure_for_content(file, has_content, mode))
@@ -132,13 +142,11 @@ class PutBack:
     Args:
         actions: From `plan_files`.
         cells: Gives the cells of a file's space, by path.
-        root: As for `plan_files`.
     """
 
-    def __init__(self, actions: Sequence[Action], cells: Callable[[str], SpaceCells], root: str = "") -> None:
-        self._root = root
-        self._truncate = [action.file for action in actions if action.kind == "truncate"]
-        self._write: list[tuple[OpenFile, str]] = []
+    def __init__(self, actions: Sequence[Action], cells: Callable[[str], SpaceCells]) -> None:
+        self._truncate = [action for action in actions if action.kind == "truncate"]
+        self._write: list[tuple[Action, str]] = []
         self._made: list[str] = []
         self._placed_links: list[str] = []
         self.targets: list[FileTarget] = []
@@ -148,29 +156,29 @@ class PutBack:
             file = action.file
             if "\0" in file.path or not file.path.startswith("/"):
                 raise Damaged("manifest", "of the snapshot", f"it has an open file named {file.path!r}")
-            folder, name = os.path.split(root + file.path)
+            folder, name = os.path.split(action.path)
             temporary = os.path.join(folder, f".{name[:200]}.icecore-{secrets.token_hex(6)}")
-            self._write.append((file, temporary))
+            self._write.append((action, temporary))
             self.targets.append(FileTarget(temporary, file.size, cells(file.path), mode=0o600))
 
     def prepare(self) -> None:
         """Make the folders that are missing; to be called before the targets are created."""
-        for file, _ in self._write:
-            folder = os.path.dirname(self._root + file.path)
+        for action, _ in self._write:
+            folder = os.path.dirname(action.path)
             try:
                 os.makedirs(folder, exist_ok=True)
             except OSError as error:
-                raise RestoreFailed(f"cannot make {folder} for {file.path}: {error.strerror}") from error
+                raise RestoreFailed(f"cannot make {folder} for {action.file.path}: {error.strerror}") from error
 
     def commit(self) -> None:
         """Give the written files their owner, mode, times and name; cut those that only grew."""
-        for file, temporary in self._write:
-            path = self._root + file.path
+        for action, temporary in self._write:
+            file, path = action.file, action.path
             try:
                 os.chown(temporary, file.user, file.group)
                 os.chmod(temporary, file.mode)
                 os.utime(temporary, ns=(file.mtime_ns, file.mtime_ns))
-                other = self._same_inode(file)
+                other = self._same_inode(action)
                 if other:
                     _write_in_place(temporary, other, file)
                     os.link(other, path)
@@ -181,21 +189,24 @@ class PutBack:
                 raise RestoreFailed(f"cannot put {file.path} back: {error.strerror}") from error
             if os.path.basename(path).startswith(_LINK_REMAP):
                 self._placed_links.append(path)
-        for file in self._truncate:
+        for action in self._truncate:
+            file = action.file
             try:
-                os.truncate(self._root + file.path, file.size)
+                os.truncate(action.path, file.size)
             except OSError as error:
                 raise RestoreFailed(f"cannot cut {file.path} to {file.size} bytes: {error.strerror}") from error
 
-    def _same_inode(self, file: OpenFile) -> str:
+    @staticmethod
+    def _same_inode(action: Action) -> str:
         """Another name under which the very file is still there: its names must go on meaning one file."""
+        file = action.file
         for name in file.links:
             try:
-                now = os.stat(self._root + name)
+                now = os.stat(action.root + name)
             except OSError:
                 continue
             if (now.st_ino, now.st_dev) == (file.inode, file.device):
-                return self._root + name
+                return action.root + name
         return ""
 
     def abandon(self) -> None:

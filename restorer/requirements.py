@@ -17,7 +17,10 @@ from icecore.errors import MissingTool, NotFound, RestoreRefused
 from icecore.host import limits, procfs, userfaultfd
 from icecore.host.criu import Criu
 from icecore.host.cuda.backend import find_backend
+from icecore.host.namespaces import RunRecord
 from icecore.restorer import gpus
+from icecore.restorer.beside import find_conflicts
+from icecore.restorer.copies import Copies, plan_copies
 from icecore.restorer.files import FilePlan, plan_files
 from icecore.restorer.gpus import GpuPlan
 from icecore.restorer.options import RestoreOptions
@@ -44,8 +47,8 @@ class Requirement:
     """One thing that the machine must offer.
 
     Attributes:
-        name: For programs: ``architecture``, ``criu``, ``cpu``, ``kernel``, ``pid``, ``port``, ``file``, ``memory``,
-            ``space``, ``userfaultfd``, ``gpu``, ``gpu-driver``, ``gpu-memory``, ``device``.
+        name: For programs: ``architecture``, ``criu``, ``cpu``, ``kernel``, ``pid``, ``port``, ``file``,
+            ``holder`` (somebody has a file open), ``memory``, ``space``, ``userfaultfd``, ``gpu``, ``gpu-driver``, ``gpu-memory``, ``device``.
         met: Whether it does.
         message: What was found.
         cure: What can be done where it does not.
@@ -66,11 +69,13 @@ class Requirements:
     Attributes:
         checks: Every check that was made.
         files: What will be done to the open files.
+        copies: Which of them are copies of the instance's own.
         gpus: What the driver will be asked to do; None where the job used no GPU, or cannot have one here.
     """
 
     checks: list[Requirement]
     files: FilePlan
+    copies: Copies
     gpus: GpuPlan | None = None
 
     @property
@@ -100,6 +105,7 @@ def check_requirements(
     workdir: str,
     own_files: frozenset[str] = frozenset(),
     records: Maps | None = None,
+    run: RunRecord | None = None,
 ) -> Requirements:
     """Compare what a snapshot requires with this machine.
 
@@ -110,9 +116,16 @@ def check_requirements(
         workdir: Where the image files would lie.
         own_files: Open files that the new instance gets anew (its logs): nothing is asked of them.
         records: Reads the map of a space, where the manifest alone cannot say that there is room; None: what cannot be ruled out is needed.
+        run: How `icecore run` started the job; None: it did not.
     """
+    copies = plan_copies(manifest, options, run, own_files)
+    skip = own_files | set(copies.paths)
     # A job with a private root has its files on the same host mounts, but for what is its own (/dev/shm, /proc).
-    files = plan_files(manifest, options.files, root=options.root, skip=own_files, verify=options.verify_files)
+    files = plan_files(manifest, options.files, root=options.root, skip=skip, verify=options.verify_files)
+    files = FilePlan([*files.actions, *copies.plan.actions], [*files.problems, *copies.plan.problems])
+    conflicts = find_conflicts(
+        manifest, files.actions, options.files, root=options.root, skip=skip, directory=copies.directory, named=run is not None
+    )
     of_gpus, gpu_plan = _gpus(manifest, options)
     checks = [
         *_machine(manifest, criu),
@@ -120,8 +133,9 @@ def check_requirements(
         *_names(manifest),
         *_room(manifest, workdir, records),
         *(Requirement("file", False, f"{p.path}: {p.message}", p.cure) for p in files.problems),
+        *(Requirement("holder", False, f"{c.path}: {c.message}", c.cure, hard=c.hard) for c in conflicts),
     ]
-    return Requirements(checks, files, gpu_plan)
+    return Requirements(checks, files, copies, gpu_plan)
 
 
 def _gpus(manifest: Manifest, options: RestoreOptions) -> tuple[list[Requirement], GpuPlan | None]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from icecore.errors import Damaged, IcecoreError, RestoreFailed, RestoreRefused, UsageError
@@ -32,6 +32,7 @@ from icecore.host.resident.client import Keeper
 from icecore.host.resident.keeper import claimed
 from icecore.restorer import workingset
 from icecore.restorer.cells import SpaceCells
+from icecore.restorer.copies import make_directory, require_copies_possible
 from icecore.restorer.device_file import DeviceFile, FileUnusable
 from icecore.restorer.devices import Devices
 from icecore.restorer.fetch import PLACE_THREADS, Limits
@@ -186,7 +187,7 @@ def check(
     _require_job(record, options)
     own = _own_files(manifest, record)
     records = SnapshotReader(repository, manifest, loop.loop).records
-    return check_requirements(manifest, options, criu or find_criu(), options.workdir or _DEFAULT_WORKDIR, own, records)
+    return check_requirements(manifest, options, criu or find_criu(), options.workdir or _DEFAULT_WORKDIR, own, records, record)
 
 
 def _run_record(manifest: Manifest) -> RunRecord | None:
@@ -211,6 +212,7 @@ def _require_job(record: RunRecord | None, options: RestoreOptions) -> None:
             f"the snapshot is of processes that 'icecore run' did not start: restored they are no job, which could be named {options.instance}",
             cure="leave out --name, and follow them by their pid; what 'icecore run' starts is a job",
         )
+    require_copies_possible(options, record)
 
 
 def _own_files(manifest: Manifest, record: RunRecord | None) -> frozenset[str]:
@@ -293,7 +295,7 @@ class _Run:
         criu = self.wanted_criu or find_criu()
         record = _run_record(manifest)
         _require_job(record, options)
-        requirements = check_requirements(manifest, options, criu, str(top), _own_files(manifest, record), self.reader.records)
+        requirements = check_requirements(manifest, options, criu, str(top), _own_files(manifest, record), self.reader.records, record)
         for warning in requirements.warnings:
             self.emit(Event("restore.warning", {"name": warning.name, "message": warning.message}))
         requirements.require()
@@ -301,6 +303,10 @@ class _Run:
             self.devices = Devices(requirements.gpus, str(work), self.emit)
             self.stack.callback(self.devices.close)
         if record is not None:
+            copies = requirements.copies
+            if copies.directory:
+                make_directory(copies.directory)
+            record = replace(record, files_to=copies.directory, copies=copies.paths)
             registry = self.registry or Registry()
             self.restoring = self.stack.enter_context(
                 registry.restoring(record, snapshot=self.snapshot, lineage=manifest.lineage, name=options.instance)
@@ -475,7 +481,7 @@ class _Run:
         cells = iter(read_spaces(self.reader, [*image_spaces, *file_spaces, *memory_spaces], parallel=far))
         images = [next(cells) for _ in image_spaces]
         files = {space.key: next(cells) for space in file_spaces}
-        self.put_back = PutBack(requirements.files.actions, files.__getitem__, self.options.root)
+        self.put_back = PutBack(requirements.files.actions, files.__getitem__)
         self.put_back.prepare()
         logs = self._logs({space.key: space.size for space in file_spaces}, files)
         running.bytes += self._write([*image_targets(folder, image_spaces, images), *self.put_back.targets, *logs])
@@ -492,6 +498,7 @@ class _Run:
         running.bytes += self._write(memory.page_images)
         self.put_back.commit()
         if self.restoring is not None:
+            self.restoring.bind_copies()
             self.log_sizes = self.restoring.job.log_sizes()
         running.fields |= {
             "files": len(self.put_back.targets) + len(logs),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections import Counter
 from dataclasses import asdict, replace
@@ -77,11 +78,17 @@ def add(commands: Commands) -> None:
     parser.add_argument("--from-resident", action="store_true", help=about)
     parser.add_argument("--root", default="", metavar="DIR", help="directory that is the root of its file system")
     parser.add_argument(
+        "--files-to",
+        default="",
+        metavar="DIR",
+        help="give it copies of its own, below DIR, of the files that would be written; it sees them at their old paths; /: no copies any more",
+    )
+    parser.add_argument(
         "--gpu-map", action="append", default=[], metavar="OLD=NEW", help="GPU it had = GPU it gets: UUIDs or numbers; may be repeated"
     )
     for key, what, *flags in (
         ("mode", "full: let it run once all its memory is there; lazy: at once, memory follows as it is touched"),
-        ("files", "files it had open for writing: put their content back, cut them to their length, or leave them"),
+        ("files", "files it had open for writing: put their content back, cut them to their length, or leave them; auto: the first, unless a running process writes them"),
         ("verify_files", "compare the content of files it reads, where a hash was recorded"),
         ("tcp", "its connections: keep them, or let it find them closed"),
         ("budget_bytes", "bound on the memory for what was fetched and not yet placed", "--budget"),
@@ -140,6 +147,7 @@ def restore(arguments: argparse.Namespace, context: Context) -> int:
         api.restore_options(settings),
         instance=arguments.name,
         root=arguments.root,
+        files_to=os.path.abspath(arguments.files_to) if arguments.files_to else "",
         from_resident=arguments.from_resident,
         detach=not arguments.attach,
         register=not arguments.read_only,

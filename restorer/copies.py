@@ -1,0 +1,146 @@
+"""The files that an instance gets as copies of its own (``--files-to``); the rule: what is at their own paths is read at most, and covered for the instance
+alone (`icecore.host.mounts`)."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import stat
+from collections.abc import Set
+from dataclasses import dataclass
+
+import msgspec
+
+from icecore.errors import RestoreRefused, UsageError
+from icecore.host.namespaces import RunRecord
+from icecore.restorer.files import FilePlan, Problem, plan_files
+from icecore.restorer.options import RestoreOptions
+from icecore.store.manifest import Manifest, OpenFile
+
+#: Puts the files of an instance that had copies at their own paths again.
+IN_PLACE = "/"
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Which files of an instance are copies.
+
+    Attributes:
+        directory: Holds each under its whole path; empty: there are none.
+        paths: The files, by the path at which the instance sees them.
+        plan: What has to be done in the directory, and what stands in the way.
+    """
+
+    directory: str
+    paths: list[str]
+    plan: FilePlan
+
+
+def require_copies_possible(options: RestoreOptions, record: RunRecord | None) -> None:
+    """Refuse a directory for copies where it cannot mean anything.
+
+    Raises:
+        UsageError: It cannot.
+    """
+    if not options.files_to:
+        return
+    if options.files in ("truncate", "leave"):
+        raise UsageError(f"--files {options.files} and --files-to exclude each other: copies are made from the snapshot", cure="leave one of them out")
+    if options.root:
+        raise UsageError("--root and --files-to exclude each other", cure="leave one of them out")
+    if record is None:
+        raise UsageError(
+            "--files-to gives copies to jobs of 'icecore run'; the snapshot is of processes that it did not start",
+            cure="choose --files restore, truncate or leave",
+        )
+
+
+def plan_copies(manifest: Manifest, options: RestoreOptions, record: RunRecord | None, own: Set[str]) -> Copies:
+    """Decide which files are copies, and compare what is there with the snapshot.
+
+    An instance that has copies keeps them in their directory at every restore of its own snapshots, unless the options name another.
+
+    Args:
+        manifest: The snapshot's.
+        options: How it is restored.
+        record: How the job was started; None: not by `icecore run`, and it has no copies.
+        own: Files that the instance gets otherwise.
+    """
+    none = Copies("", [], FilePlan([], []))
+    if record is None or options.files_to == IN_PLACE:
+        return none
+    files = [file for file in manifest.files if file.policy != "absent" and file.path not in own]
+    before = set(record.copies)
+    if options.files_to:
+        directory = os.path.realpath(options.files_to)
+        stored = {space.key for space in manifest.spaces if space.kind == "file"}
+        chosen = [file for file in files if file.writable or file.path in before or (file.path in stored and not _unchanged(file))]
+        extra: list[str] = []
+    elif before:
+        directory, stored = record.files_to, None
+        chosen = [file for file in files if file.path in before]
+        # What it has closed it would open again.
+        extra = sorted(path for path in before - {file.path for file in files} if os.path.isfile(directory + path))
+    else:
+        return none
+    problems = _problems_of_directory(directory)
+    for file in chosen:
+        problems += _problems_of(file, stored)
+    of_copies = msgspec.structs.replace(manifest, files=chosen)
+    plan = plan_files(of_copies, options.files, root=directory, verify=options.verify_files)
+    known = {problem.path for problem in problems}
+    problems += [problem for problem in plan.problems if problem.path not in known]
+    return Copies(directory, sorted({file.path for file in chosen} | set(extra)), FilePlan(plan.actions, problems))
+
+
+def make_directory(directory: str) -> None:
+    """Make the directory of copies where it is missing; only its owner may look into it.
+
+    Raises:
+        RestoreRefused: It cannot be made, or others could change what is in it.
+    """
+    try:
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise RestoreRefused(f"cannot make the directory {directory} for copies: {error.strerror}", cure="name another with --files-to") from error
+    if problems := _problems_of_directory(directory):
+        raise RestoreRefused(f"{directory}: {problems[0].message}", cure=problems[0].cure)
+
+
+def _problems_of_directory(directory: str) -> list[Problem]:
+    try:
+        now = os.lstat(directory)
+    except FileNotFoundError:
+        return []  # it will be made
+    except OSError as error:
+        return [Problem(directory, f"it cannot be looked at: {error.strerror}", "name another directory with --files-to")]
+    if not stat.S_ISDIR(now.st_mode):
+        return [Problem(directory, "it is no directory", "name another with --files-to")]
+    if now.st_uid != os.geteuid() or now.st_mode & 0o022:
+        return [Problem(directory, "others than its owner may write to it, or it is somebody else's", f"chown root {shlex.quote(directory)}; chmod 700 {shlex.quote(directory)}")]
+    return []
+
+
+def _problems_of(file: OpenFile, stored: Set[str] | None) -> list[Problem]:
+    """Why a file cannot have a copy. ``stored``: the files whose content is needed and there; None: the copies exist."""
+    if file.links:
+        return [Problem(file.path, "it had lost the name under which it was opened, and cannot have a copy", "choose --files restore or leave")]
+    if stored is not None and (file.policy != "content" or file.path not in stored):
+        return [Problem(file.path, "its content is not in the snapshot, so there is nothing to copy", "choose --files leave or truncate; a dump with --files content keeps it")]
+    try:
+        now = os.lstat(file.path)
+    except OSError as error:
+        quoted = shlex.quote(file.path)
+        return [Problem(file.path, f"a copy covers the file at this path, and there is none: {error.strerror}", f"make an empty one: install -D /dev/null {quoted}")]
+    if not stat.S_ISREG(now.st_mode):
+        return [Problem(file.path, "a copy covers a regular file, and there is something else", "move away what is there now")]
+    return []
+
+
+def _unchanged(file: OpenFile) -> bool:
+    """Whether the file at its own path has the size and time that were recorded."""
+    try:
+        now = os.stat(file.path)
+    except OSError:
+        return False
+    return (now.st_size, now.st_mtime_ns) == (file.size, file.mtime_ns)

@@ -1,0 +1,126 @@
+"""A restore beside processes that have the job's files open: who runs goes on writing, and every file in the end is whole."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from icecore.dumper.dump import dump
+from icecore.dumper.options import DumpOptions
+from icecore.dumper.target import Target
+from icecore.errors import RestoreRefused, UsageError
+from icecore.events import Event, Sink, discard
+from icecore.host.job import Job
+from icecore.host.jobs import Registry
+from icecore.host.namespaces import Isolation
+from icecore.restorer.options import RestoreOptions
+from icecore.restorer.restore import Restored, check, restore
+from tests.roundtrip.conftest import Trip
+
+pytestmark = pytest.mark.criu
+
+#: Writes its steps to a file that stays open, and reads back what it wrote; ends once the second file is there.
+WRITER = """
+import os, sys, time
+out = open(sys.argv[1], "r+" if os.path.exists(sys.argv[1]) else "w+")
+step = 0
+while not os.path.exists(sys.argv[2]):
+    step += 1
+    out.write(f"step {step}\\n")
+    out.flush()
+    time.sleep(0.005)
+out.seek(0)
+lines = out.read().split("\\n")[:-1]
+again = open(sys.argv[1]).read().split("\\n")[:-1]
+wanted = [f"step {number + 1}" for number in range(step)]
+print("whole" if lines == wanted else "not whole", "same" if again == wanted else "other", flush=True)
+"""
+
+
+def steps(path: Path) -> list[str]:
+    return path.read_text().split("\n")[:-1]
+
+
+def whole(lines: list[str]) -> bool:
+    return lines == [f"step {number + 1}" for number in range(len(lines))]
+
+
+def wait_steps(path: Path, more_than: int, seconds: float = 20.0) -> int:
+    """Wait until a file has more than so many lines."""
+    until = time.monotonic() + seconds
+    while (count := len(steps(path))) <= more_than:
+        assert time.monotonic() < until, f"{path} has {count} lines"
+        time.sleep(0.01)
+    return count
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Iterator[Registry]:
+    made = Registry(tmp_path / "jobs")
+    yield made
+    for job in made.instances():
+        if job.alive:
+            job.kill(9)
+            job.wait(10)
+
+
+class World:
+    """A job that writes a file, and its snapshot."""
+
+    def __init__(self, trip: Trip, registry: Registry, tmp_path: Path, isolation: Isolation | None = None) -> None:
+        self.trip, self.registry = trip, registry
+        self.folder = tmp_path / "work"
+        self.folder.mkdir()
+        self.out, self.end, self.copies = self.folder / "out.txt", self.folder / "end", tmp_path / "copies"
+        self.job = registry.start([sys.executable, "-c", WRITER, str(self.out), str(self.end)], name="writer", isolation=isolation)
+        until = time.monotonic() + 20
+        while not self.out.exists():
+            assert time.monotonic() < until, self.job.log_path("stderr").read_text()
+            time.sleep(0.01)
+        wait_steps(self.out, 20)
+        self.snapshot = self.dump(self.job)
+
+    def dump(self, job: Job) -> str:
+        target = Target(job.pid, job.name, record=job.record())
+        return dump(self.trip.repository, self.trip.loop, target, DumpOptions(), criu=self.trip.criu).snapshot
+
+    def restore(self, emit: Sink = discard, snapshot: str = "", **options: object) -> Restored:
+        chosen = RestoreOptions(**options)  # type: ignore[arg-type]
+        restored = restore(
+            self.trip.repository, self.trip.loop, snapshot or self.snapshot, chosen, criu=self.trip.criu, registry=self.registry, emit=emit
+        )
+        restored.wait_resident(30)
+        return restored
+
+    def finish(self, *jobs: Job) -> list[str]:
+        """End the jobs; the last line of each."""
+        self.end.touch()
+        for job in jobs:
+            assert job.wait(20).exit_code == 0, job.log_path("stderr").read_text()
+        return [job.log_path("stdout").read_text().split("\n")[-2] for job in jobs]
+
+    def copy(self, directory: Path | None = None) -> Path:
+        return Path(f"{directory or self.copies}{self.out}")
+
+
+@pytest.fixture
+def world(trip: Trip, registry: Registry, tmp_path: Path) -> World:
+    return World(trip, registry, tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["full", "lazy"])
+def test_an_instance_with_copies_beside_the_original(mode: str, world: World) -> None:
+    inode = world.out.stat().st_ino
+    restored = world.restore(mode=mode, files_to=str(world.copies)).job
+    assert restored is not None
+    wait_steps(world.copy(), 60)
+    wait_steps(world.out, 60)
+    assert world.out.stat().st_ino == inode
+    assert world.finish(world.job, restored) == ["whole same", "whole same"]
+    assert whole(steps(world.out)) and whole(steps(world.copy()))
