@@ -124,3 +124,25 @@ def test_an_instance_with_copies_beside_the_original(mode: str, world: World) ->
     assert world.out.stat().st_ino == inode
     assert world.finish(world.job, restored) == ["whole same", "whole same"]
     assert whole(steps(world.out)) and whole(steps(world.copy()))
+
+
+@pytest.mark.parametrize("mode", ["full", "lazy"])
+def test_an_instance_with_copies_is_dumped_and_restored_to_them(mode: str, world: World) -> None:
+    first = world.restore(files_to=str(world.copies)).job
+    assert first is not None
+    wait_steps(world.copy(), 60)
+    snapshot = world.dump(first)
+    assert first.record().copies == [str(world.out)]
+    at = wait_steps(world.copy(), 80)
+    first.kill(9)
+    first.wait(10)
+    second = world.restore(mode=mode, snapshot=snapshot).job
+    assert second is not None and second.record().files_to == str(world.copies)
+    wait_steps(world.copy(), at + 20)
+    third = world.dump(second)
+    elsewhere = world.copies.with_name("elsewhere")
+    beside = world.restore(snapshot=third, files_to=str(elsewhere)).job
+    assert beside is not None
+    wait_steps(world.copy(elsewhere), at + 40)
+    assert world.finish(world.job, second, beside) == ["whole same"] * 3
+    assert all(whole(steps(path)) for path in (world.out, world.copy(), world.copy(elsewhere)))
