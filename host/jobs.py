@@ -224,7 +224,7 @@ class Registry:
         )
         return job
 
-    def restoring(self, record: RunRecord, *, snapshot: str, lineage: str = "", name: str = "") -> Restoring:
+    def restoring(self, record: RunRecord, *, snapshot: str, lineage: str = "", name: str = "", dumped: Sequence[str] = ()) -> Restoring:
         """Make the place for a new instance of a run from a snapshot: see `Restoring`.
 
         Args:
@@ -232,6 +232,7 @@ class Registry:
             snapshot: Its id.
             lineage: Its lineage.
             name: Name of the instance. Empty: the job's, with a number where a living one has it.
+            dumped: The copies of files that the snapshot's instance had.
 
         Raises:
             UsageError: A bad name, or one that a living job has.
@@ -251,7 +252,7 @@ class Registry:
         try:
             for own in ("stdout.log", "stderr.log", "status"):
                 os.close(os.open(job.directory / own, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
-            return Restoring(job, record, RestoreNamespaces(record, job.directory))
+            return Restoring(job, record, RestoreNamespaces(record, job.directory, dumped))
         except BaseException:
             shutil.rmtree(job.directory, ignore_errors=True)
             raise
@@ -489,14 +490,17 @@ class Restoring:
         """Paths in the images of files that are the instance's own → the new instance's files. Nothing else may be put at those paths."""
         return {path: self.job.directory / name for name, path in self._record.files.items()}
 
-    def bind_copies(self) -> None:
-        """Put the instance's copies over the files that they are of; they are written, and CRIU does not run yet.
+    def bind_copies(self, images: Path) -> None:
+        """Put the instance's copies over the files that they are of, or have CRIU do so; they are written, and CRIU does not run yet.
+
+        Args:
+            images: CRIU's images.
 
         Raises:
             RestoreRefused: It cannot be done.
         """
         try:
-            self._namespaces.bind_copies()
+            self._namespaces.bind_copies(images)
         except OSError as error:
             raise RestoreRefused(
                 f"cannot bind a copy of a file: {error.strerror}", cure="look at the file and at the directory of --files-to, or choose --files"

@@ -8,6 +8,7 @@
 
 - copies: an instance may see some files as copies of its own (``restore --files-to``), which are bound over them (`icecore.host.mounts`). Without a private root the
   tree and the CRIU that restores or dumps it share a mount namespace that differs from the host's in these binds alone, so CRIU takes no notice of any mount.
+  In a private root they are external mounts, as its other binds are; those that the snapshot's images do not have yet are added to them.
 
 Without a private root the instance's files (logs, status, init) are known to CRIU by path, and a restore gives it the new
 instance's as inherited descriptors. CRIU then checks neither size nor flags: they must be opened as the job had them.
@@ -28,6 +29,7 @@ from typing import Any, Self
 
 from icecore.errors import MissingTool, RestoreRefused, UsageError
 from icecore.host import launch
+from icecore.host.mount_images import add_external_mounts
 from icecore.host.mounts import bind, in_thread, new_view
 
 #: Where a job with a private root sees the directory of its instance.
@@ -42,6 +44,9 @@ OWN_FILES = {
 
 _NETWORK_NAME = "icecore-network"
 _INSTANCE_NAME = "icecore-instance"
+_COPY_NAME = "icecore-copy-{}"
+#: What CRIU's option syntax cannot say of a mount point.
+_UNSPEAKABLE = re.compile(r"[\]:\s]")
 # File systems of the kernel's own that no job keeps data in; "cgroup" (version 1) would be a dozen mounts that another host lacks.
 _NOT_BOUND = frozenset(
     (
@@ -157,6 +162,11 @@ class RunRecord:
         return record
 
 
+def can_cover(path: str, isolation: Isolation) -> bool:
+    """Whether a job with this isolation can see a copy at a path: CRIU must be able to name it."""
+    return not isolation.root or not _UNSPEAKABLE.search(path)
+
+
 def _is_plain(path: str) -> bool:
     """Whether a path is absolute and in its shortest form."""
     return path.startswith("/") and "\0" not in path and os.path.normpath(path) == path
@@ -194,7 +204,7 @@ def bindable_mounts() -> list[str]:
             before, _, after = line.partition(" - ")
             point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), before.split()[4])
             own = any(point == own or point.startswith(f"{own}/") for own in _OWN_MOUNTS)
-            if point == "/" or own or point in found or after.split()[0] in _NOT_BOUND or re.search(r"[\]:\s]", point):
+            if point == "/" or own or point in found or after.split()[0] in _NOT_BOUND or _UNSPEAKABLE.search(point):
                 continue
             if os.path.lexists(point):  # else hidden under a later mount
                 found.append(point)
@@ -231,6 +241,8 @@ def dump_options(pid: int, record: RunRecord) -> list[str]:
         for point in record.binds:
             options += ["--external", f"mnt[{point}]:{point}"]
         options += ["--external", f"mnt[{INSTANCE_MOUNT}]:{_INSTANCE_NAME}"]
+        for number, path in enumerate(record.copies):
+            options += ["--external", f"mnt[{path}]:{_COPY_NAME.format(number)}"]
     return options
 
 
@@ -256,8 +268,9 @@ class RestoreNamespaces:
     """What `criu restore` needs for one new instance of a run: open until the restore has ended (a context manager).
 
     Args:
-        record: From the snapshot.
+        record: From the snapshot, with the copies that the new instance gets.
         directory: The new instance's; its own files (`OWN_FILES`) must be there.
+        dumped: The copies that the snapshot's instance had.
 
     Attributes:
         prefix: Command line to put before ``criu``: it enters the mount namespace in which the private root is being built.
@@ -269,7 +282,8 @@ class RestoreNamespaces:
         OSError: The kernel refused a namespace or a mount.
     """
 
-    def __init__(self, record: RunRecord, directory: Path) -> None:
+    def __init__(self, record: RunRecord, directory: Path, dumped: Sequence[str] = ()) -> None:
+        self._added: dict[str, str] = {}
         self.prefix: list[str] = []
         self.options = ["--ext-unix-sk", "--file-locks"]
         self._record = record
@@ -281,7 +295,7 @@ class RestoreNamespaces:
                 self.options += ["--inherit-fd", f"fd[{fd}]:{_NETWORK_NAME}"]
                 self.options += ["--tcp-established", "--network-lock", "skip"]
             if record.isolation.root:
-                self._private_root(record, directory)
+                self._private_root(record, directory, dumped)
             else:
                 own = in_thread(lambda: self._in_view(directory)) if record.copies else _open_own(directory)
                 for name, fd in own.items():
@@ -302,16 +316,22 @@ class RestoreNamespaces:
         self.prefix = [nsenter, f"--mount=/proc/self/fd/{self._view}", "--"]
         return _open_own(directory)
 
-    def bind_copies(self) -> None:
-        """Put the copies over the files, once they are written and before CRIU runs.
+    def bind_copies(self, images: Path) -> None:
+        """Put the copies over the files, or, for a private root, have CRIU do so. They are written, and CRIU does not run yet.
+
+        Args:
+            images: CRIU's images.
 
         Raises:
+            RestoreRefused: Processes of the job have mount namespaces of their own.
             OSError: A copy or what it is to cover is missing, or the kernel refused.
         """
-        if self._record.copies:
+        if self._view >= 0:
             bind(self._view, self._record.files_to, self._record.copies)
+        elif self._added:
+            add_external_mounts(images, self._added)
 
-    def _private_root(self, record: RunRecord, directory: Path) -> None:
+    def _private_root(self, record: RunRecord, directory: Path, dumped: Sequence[str]) -> None:
         missing = [point for point in record.binds if not os.path.lexists(point)]
         if missing:
             raise RestoreRefused(
@@ -328,6 +348,13 @@ class RestoreNamespaces:
         self.options += ["--root", str(root), "--external", f"mnt[{_INSTANCE_NAME}]:{directory}"]
         for point in record.binds:
             self.options += ["--external", f"mnt[{point}]:{point}"]
+        added = [path for path in record.copies if path not in dumped]
+        for number, path in enumerate([*dumped, *added]):
+            name = _COPY_NAME.format(number)
+            # What is no copy any more is covered by the file itself.
+            self.options += ["--external", f"mnt[{name}]:{record.files_to + path if path in record.copies else path}"]
+            if path in added:
+                self._added[path] = name
 
     @property
     def pass_fds(self) -> tuple[int, ...]:

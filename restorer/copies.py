@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from icecore.errors import RestoreRefused, UsageError
-from icecore.host.namespaces import RunRecord
+from icecore.host.namespaces import RunRecord, can_cover
 from icecore.restorer.files import FilePlan, Problem, plan_files
 from icecore.restorer.options import RestoreOptions
 from icecore.store.manifest import Manifest, OpenFile
@@ -86,6 +86,8 @@ def plan_copies(manifest: Manifest, options: RestoreOptions, record: RunRecord |
     problems = _problems_of_directory(directory)
     for file in chosen:
         problems += _problems_of(file, stored)
+        if not can_cover(file.path, record.isolation):
+            problems.append(Problem(file.path, "CRIU cannot name it as a mount of a private root", "choose --files restore or leave"))
     of_copies = msgspec.structs.replace(manifest, files=chosen)
     plan = plan_files(of_copies, options.files, root=directory, verify=options.verify_files)
     known = {problem.path for problem in problems}

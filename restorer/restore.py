@@ -306,10 +306,11 @@ class _Run:
             copies = requirements.copies
             if copies.directory:
                 make_directory(copies.directory)
+            dumped = record.copies
             record = replace(record, files_to=copies.directory, copies=copies.paths)
             registry = self.registry or Registry()
             self.restoring = self.stack.enter_context(
-                registry.restoring(record, snapshot=self.snapshot, lineage=manifest.lineage, name=options.instance)
+                registry.restoring(record, snapshot=self.snapshot, lineage=manifest.lineage, name=options.instance, dumped=dumped)
             )
         self._begin_resident(manifest, record, str(work))
         size, filed = self._plan_device_file(manifest)
@@ -498,7 +499,7 @@ class _Run:
         running.bytes += self._write(memory.page_images)
         self.put_back.commit()
         if self.restoring is not None:
-            self.restoring.bind_copies()
+            self.restoring.bind_copies(folder)
             self.log_sizes = self.restoring.job.log_sizes()
         running.fields |= {
             "files": len(self.put_back.targets) + len(logs),

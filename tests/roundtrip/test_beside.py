@@ -114,8 +114,14 @@ def world(trip: Trip, registry: Registry, tmp_path: Path) -> World:
     return World(trip, registry, tmp_path)
 
 
+@pytest.fixture(params=[Isolation(), Isolation(root=True)], ids=["host-root", "private-root"])
+def either(request: pytest.FixtureRequest, trip: Trip, registry: Registry, tmp_path: Path) -> World:
+    return World(trip, registry, tmp_path, request.param)
+
+
 @pytest.mark.parametrize("mode", ["full", "lazy"])
-def test_an_instance_with_copies_beside_the_original(mode: str, world: World) -> None:
+def test_an_instance_with_copies_beside_the_original(mode: str, either: World) -> None:
+    world = either
     inode = world.out.stat().st_ino
     restored = world.restore(mode=mode, files_to=str(world.copies)).job
     assert restored is not None
@@ -127,7 +133,8 @@ def test_an_instance_with_copies_beside_the_original(mode: str, world: World) ->
 
 
 @pytest.mark.parametrize("mode", ["full", "lazy"])
-def test_an_instance_with_copies_is_dumped_and_restored_to_them(mode: str, world: World) -> None:
+def test_an_instance_with_copies_is_dumped_and_restored_to_them(mode: str, either: World) -> None:
+    world = either
     first = world.restore(files_to=str(world.copies)).job
     assert first is not None
     wait_steps(world.copy(), 60)
