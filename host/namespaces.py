@@ -29,7 +29,7 @@ from typing import Any, Self
 
 from icecore.errors import MissingTool, RestoreRefused, UsageError
 from icecore.host import launch
-from icecore.host.mount_images import add_external_mounts
+from icecore.host.image_changes import add_external_mounts
 from icecore.host.mounts import bind, in_thread, new_view
 
 #: Where a job with a private root sees the directory of its instance.

@@ -22,19 +22,23 @@ class Conflict:
     """A file that the restored job writes, or that the restore writes, and that running processes have open.
 
     Attributes:
-        path: The file's.
-        message: Who, and what it would come to.
+        file: The file's path as the job sees it.
+        path: Where it is on this machine.
+        message: Who has it, and what that comes to.
         cure: The choices.
         hard: Whether the restore is refused.
+        shared: Whether the restored job and running processes will both write to it.
     """
 
+    file: str
     path: str
     message: str
-    cure: str
-    hard: bool
+    cure: str = ""
+    hard: bool = False
+    shared: bool = False
 
 
-def find_conflicts(manifest: Manifest, actions: Sequence[Action], mode: FilesMode, *, root: str, skip: Set[str], directory: str = "", named: bool = True) -> list[Conflict]:
+def find_conflicts(manifest: Manifest, actions: Sequence[Action], mode: FilesMode, *, root: str, skip: Set[str], directory: str, copies: bool) -> list[Conflict]:
     """Look for running processes that have the files open.
 
     Args:
@@ -42,17 +46,35 @@ def find_conflicts(manifest: Manifest, actions: Sequence[Action], mode: FilesMod
         actions: What would be done to files.
         mode: As in the options; ``auto`` is refused beside writers.
         root: What the paths of files without an action are relative to.
-        skip: Files that the instance has of its own, by the path at which it sees them, and copies.
-        directory: Where the instance's copies are, if it has some.
-        named: Whether the instance may have copies.
+        skip: Files without an action that are the instance's own, by the path at which it sees them.
+        directory: Where the instance's copies are; empty: it has none.
+        copies: Whether it could have copies.
     """
-    kinds = {action.path: action.kind for action in actions}
-    shared = [root + file.path for file in manifest.files if file.writable and file.policy != "absent" and file.path not in skip]
-    paths = dict.fromkeys([*kinds, *shared])
+    kinds = {action.path: (action.file.path, action.kind) for action in actions}
+    untouched = {root + file.path: (file.path, "") for file in manifest.files if file.writable and file.policy != "absent" and file.path not in skip}
+    files = {**untouched, **kinds}
     with ExitStack() as stack:
-        descriptors = dict(_opened(paths, stack))
+        descriptors = dict(_opened(files, stack))
         found = find_holders(descriptors) if descriptors else {}
-    return [one for path, holders in found.items() for one in _conflicts(path, kinds.get(path, ""), holders, mode, directory, named)]
+    out: list[Conflict] = []
+    for path, holders in found.items():
+        file, kind = files[path]
+        writers, readers = [one for one in holders if one.writes], [one for one in holders if not one.writes]
+        if writers and mode == "auto":
+            out.append(Conflict(file, path, f"{_who(writers)} it open for writing", _choices(path, directory, copies), hard=True))
+        elif writers:
+            out.append(Conflict(file, path, f"{_who(writers)} it open for writing, and {_OUTCOMES[kind]}", shared=kind != "write"))
+        if readers and kind == "write":
+            out.append(Conflict(file, path, f"{_who(readers)} it open for reading, and goes on with the file that was there before"))
+    return out
+
+
+#: What becomes of a writer, by what is done to its file.
+_OUTCOMES = {
+    "write": "keeps the old file, which has no name any more",
+    "truncate": "what it has written since the snapshot is cut off",
+    "": "the restored job writes to the same file",
+}
 
 
 def _opened(paths: Iterable[str], stack: ExitStack) -> Iterator[tuple[str, int]]:
@@ -63,32 +85,18 @@ def _opened(paths: Iterable[str], stack: ExitStack) -> Iterator[tuple[str, int]]
             yield path, descriptor
 
 
-def _conflicts(path: str, kind: str, holders: Sequence[Holder], mode: FilesMode, directory: str, named: bool) -> Iterator[Conflict]:
-    writers, readers = [one for one in holders if one.writes], [one for one in holders if not one.writes]
-    if writers and mode == "auto":
-        yield Conflict(path, f"{_who(writers)} open for writing", _choices(path, directory, named), True)
-    elif writers:
-        comes = {
-            "write": "keeps the old file, which has no name any more once it is replaced",
-            "truncate": "goes on writing, and what it has written since the snapshot is cut off",
-            "": "and the restored job both write to it",
-        }[kind]
-        yield Conflict(path, f"{_who(writers)} open for writing, {comes}", "", False)
-    if readers and kind == "write":
-        yield Conflict(path, f"{_who(readers)} open for reading, and goes on with the file that was there before", "", False)
-
-
 def _who(holders: Sequence[Holder]) -> str:
     names = ", ".join(map(str, holders[:_NAMED]))
-    more = f" and {len(holders) - _NAMED} more" if len(holders) > _NAMED else ""
-    return f"{names}{more} has it"
+    if len(holders) > _NAMED:
+        names += f" and {len(holders) - _NAMED} more"
+    return f"{names} {'has' if len(holders) == 1 else 'have'}"
 
 
-def _choices(path: str, directory: str, named: bool) -> str:
+def _choices(path: str, directory: str, copies: bool) -> str:
     if directory and path.startswith(f"{directory}/"):
-        return "name another directory with --files-to, or end who uses this one"
-    copies = "--files-to DIR gives the restored job copies of its own; " if named else ""
+        return "name another directory with --files-to, or end what has the copy open"
+    own = "--files-to DIR gives the restored job copies of its own; " if copies else ""
     return (
-        f"end who writes the file, or choose: {copies}--files leave has both write to it; --files restore replaces it, and the running process keeps the old file, "
-        "which has no name any more; --files truncate cuts it to its length in the snapshot, for both"
+        f"end what writes the file, or choose what becomes of it: {own}--files leave has both write to it; --files truncate cuts it to its length in the "
+        "snapshot, for both; --files restore replaces it, and the running process keeps the old file without a name"
     )

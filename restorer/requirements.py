@@ -71,12 +71,14 @@ class Requirements:
         files: What will be done to the open files.
         copies: Which of them are copies of the instance's own.
         gpus: What the driver will be asked to do; None where the job used no GPU, or cannot have one here.
+        shared: Files to which the restored job and running processes both write: their sizes change at any time.
     """
 
     checks: list[Requirement]
     files: FilePlan
     copies: Copies
     gpus: GpuPlan | None = None
+    shared: frozenset[str] = frozenset()
 
     @property
     def failed(self) -> list[Requirement]:
@@ -124,8 +126,12 @@ def check_requirements(
     files = plan_files(manifest, options.files, root=options.root, skip=skip, verify=options.verify_files)
     files = FilePlan([*files.actions, *copies.plan.actions], [*files.problems, *copies.plan.problems])
     conflicts = find_conflicts(
-        manifest, files.actions, options.files, root=options.root, skip=skip, directory=copies.directory, named=run is not None
+        manifest, files.actions, options.files, root=options.root, skip=skip, directory=copies.directory, copies=run is not None
     )
+    shared = frozenset(conflict.file for conflict in conflicts if conflict.shared)
+    if options.files == "leave":
+        problems = [problem for problem in files.problems if not (problem.path in shared and _grew(manifest, problem.path, options.root))]
+        files = FilePlan(files.actions, problems)
     of_gpus, gpu_plan = _gpus(manifest, options)
     checks = [
         *_machine(manifest, criu),
@@ -135,7 +141,16 @@ def check_requirements(
         *(Requirement("file", False, f"{p.path}: {p.message}", p.cure) for p in files.problems),
         *(Requirement("holder", False, f"{c.path}: {c.message}", c.cure, hard=c.hard) for c in conflicts),
     ]
-    return Requirements(checks, files, copies, gpu_plan)
+    return Requirements(checks, files, copies, gpu_plan, shared)
+
+
+def _grew(manifest: Manifest, path: str, root: str) -> bool:
+    """Whether a file has more bytes than it had."""
+    try:
+        now = os.stat(root + path).st_size
+    except OSError:
+        return False
+    return any(file.path == path and file.size < now for file in manifest.files)
 
 
 def _gpus(manifest: Manifest, options: RestoreOptions) -> tuple[list[Requirement], GpuPlan | None]:

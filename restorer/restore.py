@@ -17,6 +17,7 @@ from icecore.errors import Damaged, IcecoreError, RestoreFailed, RestoreRefused,
 from icecore.events import Event, Phase, Sink, Value, discard, phase
 from icecore.host.criu import Criu, find_criu, restore_environment
 from icecore.host.cuda.holder import VARIABLE, plugin_folder
+from icecore.host.image_changes import forget_sizes
 from icecore.host.job import ExitStatus, Job, Stream
 from icecore.host.jobs import Registry, Restoring
 from icecore.host.limits import (
@@ -498,6 +499,7 @@ class _Run:
             self._begin_device_file(memory)
         running.bytes += self._write(memory.page_images)
         self.put_back.commit()
+        forget_sizes(folder, requirements.shared)
         if self.restoring is not None:
             self.restoring.bind_copies(folder)
             self.log_sizes = self.restoring.job.log_sizes()

@@ -105,6 +105,14 @@ class World:
             assert job.wait(20).exit_code == 0, job.log_path("stderr").read_text()
         return [job.log_path("stdout").read_text().split("\n")[-2] for job in jobs]
 
+    def writer(self) -> int:
+        """The process that writes."""
+        return self.job.main_process()
+
+    def name(self) -> str:
+        """Its name."""
+        return Path(f"/proc/{self.writer()}/comm").read_text().strip()
+
     def copy(self, directory: Path | None = None) -> Path:
         return Path(f"{directory or self.copies}{self.out}")
 
@@ -153,3 +161,86 @@ def test_an_instance_with_copies_is_dumped_and_restored_to_them(mode: str, eithe
     wait_steps(world.copy(elsewhere), at + 40)
     assert world.finish(world.job, second, beside) == ["whole same"] * 3
     assert all(whole(steps(path)) for path in (world.out, world.copy(), world.copy(elsewhere)))
+
+
+@pytest.mark.parametrize("mode", ["full", "lazy"])
+def test_beside_the_running_original_a_restore_is_refused_and_names_the_choices(mode: str, world: World) -> None:
+    """Before, it replaced the file, and what the original wrote from then on was lost."""
+    inode, instances = world.out.stat().st_ino, len(world.registry.instances())
+    events: list[Event] = []
+    with pytest.raises(RestoreRefused) as refused:
+        world.restore(events.append, mode=mode, instance="other")
+    said = str(refused.value)
+    assert all(word in said for word in (str(world.out), "open for writing", f"({world.name()})", "--files-to DIR", "--files leave", "--files truncate", "--files restore"))
+    assert world.out.stat().st_ino == inode and len(world.registry.instances()) == instances
+    assert [path.name for path in world.folder.iterdir()] == ["out.txt"]
+    assert world.finish(world.job) == ["whole same"]
+
+
+def test_a_dry_run_says_it_too(world: World) -> None:
+    found = check(world.trip.repository, world.trip.loop, world.snapshot, criu=world.trip.criu)
+    (holder,) = [one for one in found.checks if one.name == "holder"]
+    assert holder.hard and not holder.met and "--files-to" in holder.cure
+    asked = RestoreOptions(files="restore")
+    found = check(world.trip.repository, world.trip.loop, world.snapshot, asked, criu=world.trip.criu)
+    (holder,) = [one for one in found.checks if one.name == "holder"]
+    assert not holder.hard and "keeps the old file, which has no name any more" in holder.message
+
+
+def test_replaced_as_asked_the_original_keeps_the_old_file(world: World) -> None:
+    inode = world.out.stat().st_ino
+    kept = os.open(f"/proc/{world.writer()}/fd/3", os.O_RDONLY)
+    events: list[Event] = []
+    other = world.restore(events.append, files="restore", instance="other").job
+    assert other is not None and world.out.stat().st_ino != inode
+    assert any(event.name == "restore.warning" and "no name any more" in str(event.fields["message"]) for event in events)
+    wait_steps(world.out, 60)
+    assert world.finish(world.job, other) == ["whole other", "whole same"]
+    assert whole(steps(world.out)) and whole(os.pread(kept, 1 << 20, 0).decode().split("\n")[:-1])
+    os.close(kept)
+
+
+def test_left_as_asked_both_write_to_the_file(world: World) -> None:
+    wait_steps(world.out, 60)
+    inode = world.out.stat().st_ino
+    other = world.restore(files="leave", instance="other").job
+    assert other is not None and world.out.stat().st_ino == inode
+    at = world.out.stat().st_size
+    wait_steps(world.out, len(steps(world.out)) + 20)
+    assert os.stat(f"/proc/{other.main_process()}/fd/3").st_ino == inode and world.out.stat().st_size > at
+    world.finish(world.job, other)
+
+
+def test_cut_as_asked_both_write_to_the_file(world: World) -> None:
+    wait_steps(world.out, 60)
+    inode = world.out.stat().st_ino
+    other = world.restore(files="truncate", instance="other").job
+    assert other is not None and world.out.stat().st_ino == inode
+    assert os.stat(f"/proc/{other.main_process()}/fd/3").st_ino == inode
+    world.finish(world.job, other)
+
+
+def test_after_a_kill_nothing_is_asked(world: World) -> None:
+    """What was killed has its files open until its memory is given back."""
+    world.job.kill(9)
+    other = world.restore().job
+    assert other is not None
+    wait_steps(world.out, 60)
+    assert world.finish(other) == ["whole same"]
+
+
+def test_a_reader_hinders_nothing_and_is_told(world: World) -> None:
+    world.job.kill(9)
+    world.job.wait(10)
+    with subprocess.Popen(["tail", "-f", str(world.out)], stdout=subprocess.DEVNULL) as reader:
+        try:
+            until = time.monotonic() + 10
+            while not any(os.path.exists(f"/proc/{reader.pid}/fd/{n}") and os.path.samefile(f"/proc/{reader.pid}/fd/{n}", world.out) for n in range(3, 8)):
+                assert time.monotonic() < until
+            events: list[Event] = []
+            other = world.restore(events.append).job
+            assert other is not None
+            assert any(f"process {reader.pid} (tail)" in str(event.fields.get("message")) for event in events)
+            assert world.finish(other) == ["whole same"]
+        finally:
+            reader.kill()

@@ -1,19 +1,24 @@
-"""CRIU's image of the mounts of a private root (mountpoints-N.img, CRIU's images/mnt.proto); the rule: mounts are added to it, and none is changed."""
+"""What is changed in CRIU's images before a restore; the rule: what is not named stays as it was dumped.
+
+Mounts are in mountpoints-N.img (CRIU's images/mnt.proto), open files in files.img (fdinfo.proto, regfile.proto).
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 from icecore.errors import RestoreRefused
-from icecore.host.images import read_image, write_image
+from icecore.host.images import FILES, REGULAR_FILE, read_image, write_image
 from icecore.host.protobuf import Message
 
 MOUNTS = 0x55563928
 
 _ID, _PARENT, _ROOT, _POINT, _SHARED, _MASTER, _KEY = 2, 4, 6, 7, 10, 11, 18
 _VARINT, _BYTES = 0, 2
+_ENTRY_TYPE, _ENTRY_FILE = 1, 3
+_FILE_NAME, _FILE_SIZE = 6, 8
 
 
 def add_external_mounts(folder: Path, names: Mapping[str, str]) -> None:
@@ -61,3 +66,20 @@ def _external(parent: Message, number: int, path: str, name: str) -> Message:
         (_KEY, _BYTES, name.encode()),
     ]
     return Message(sorted(fields, key=lambda one: one[0]))
+
+
+def forget_sizes(folder: Path, paths: Set[str]) -> None:
+    """Have CRIU open regular files whatever their size is by then.
+
+    Args:
+        folder: CRIU's images.
+        paths: The files.
+    """
+    if not paths:
+        return
+    entries = read_image(folder / "files.img", FILES)
+    for entry in entries:
+        if entry.integer(_ENTRY_TYPE) == REGULAR_FILE and (file := entry.message(_ENTRY_FILE)).text(_FILE_NAME) in paths:
+            entry.set(_ENTRY_FILE, Message([one for one in file.fields if one[0] != _FILE_SIZE]))
+    (folder / "files.img").unlink()  # it may be shared with the repository
+    write_image(folder / "files.img", entries, FILES)
