@@ -6,6 +6,7 @@ Public surface:
 - `JobFiles.locate(path)`, `JobFiles.directory(path)`: where a path lies (`Place`, `Directory`), links refused unless root alone could make them.
 - `JobFiles.make_directories(path, owner)`: the missing directories of a path, made as the owner; returns what it made (`MadeDirectory`).
 - `JobFiles.create(place, owner)`: a new, empty file of mode 0600 that belongs to ``owner`` from the start; its descriptor.
+- `JobFiles.open_path(place, known)`: an O_PATH descriptor of the file ``known`` at a place.
 - `JobFiles.open_inode(place, known, owner, flags)`: the file at a place, if it is that very regular file and belongs to that owner.
 - `JobFiles.settle(descriptor, file)`: owner, mode without set-ID bits, and time of a file that was created.
 - `JobFiles.exchange`, `place_new`, `rename`, `link`, `unlink`, `rmdir`: names, within checked directories.
@@ -166,6 +167,14 @@ class JobFiles:
         """
         return self._do(lambda: _open_inode(place, known, owner, flags))
 
+    def open_path(self, place: Place, known: Inode) -> int:
+        """Return an O_PATH descriptor of the file ``known`` at a place, whatever it is: to be linked, not to be read or written.
+
+        Raises:
+            PathRefused: It is another file.
+        """
+        return self._do(lambda: _open_path(place, known))
+
     def settle(self, descriptor: int, file: OpenFile) -> bool:
         """Give a file that was created its recorded owner, mode and times; returns whether set-ID bits were left out."""
         return self._do(lambda: self._settle(descriptor, file))
@@ -297,13 +306,22 @@ def _give(descriptor: int, owner: Owner) -> None:
         os.fchown(descriptor, *owner)
 
 
-def _open_inode(place: Place, known: Inode, owner: int, flags: int) -> int:
+def _open_path(place: Place, known: Inode) -> int:
     found = os.open(place.name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=place.directory.descriptor)
+    if inode_of(os.fstat(found)) != known:
+        os.close(found)
+        path = os.path.join(place.directory.path, place.name)
+        raise PathRefused(f"{path} is another file than before", cure="restore again")
+    return found
+
+
+def _open_inode(place: Place, known: Inode, owner: int, flags: int) -> int:
+    found = _open_path(place, known)
     try:
         about = os.fstat(found)
         path = os.path.join(place.directory.path, place.name)
-        if not stat.S_ISREG(about.st_mode) or inode_of(about) != known:
-            raise PathRefused(f"{path} is not the file any more that it was", cure="restore again")
+        if not stat.S_ISREG(about.st_mode):
+            raise PathRefused(f"{path} is no regular file", cure="move away what is there")
         if about.st_uid != owner:
             raise PathRefused(f"{path} belongs to user {about.st_uid}, not to user {owner}", cure="give the file back to its owner, or move it away")
         # The descriptor's own link names this inode and no other.
