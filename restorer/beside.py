@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from icecore.host.holders import Holder, find_holders
 from icecore.restorer.files import Action, FilesMode
+from icecore.restorer.jobpaths import JobPaths, PathRefused
 from icecore.store.manifest import Manifest
 
 _NAMED = 3
@@ -50,39 +51,48 @@ def find_conflicts(manifest: Manifest, actions: Sequence[Action], mode: FilesMod
         directory: Where the instance's copies are; empty: it has none.
         copies: Whether it could have copies.
     """
-    kinds = {action.path: (action.file.path, action.kind) for action in actions}
-    untouched = {root + file.path: (file.path, "") for file in manifest.files if file.writable and file.policy != "absent" and file.path not in skip}
+    kinds = {path: (action.file.path, action.kind) for action in actions for path in _names(action)}
+    untouched = {file.path: (file.path, "") for file in manifest.files if file.writable and file.policy != "absent" and file.path not in skip}
     files = {**untouched, **kinds}
     with ExitStack() as stack:
-        descriptors = dict(_opened(files, stack))
+        descriptors = dict(_opened(files, root, stack))
         found = find_holders(descriptors) if descriptors else {}
     out: list[Conflict] = []
     for path, holders in found.items():
         file, kind = files[path]
         writers, readers = [one for one in holders if one.writes], [one for one in holders if not one.writes]
         if writers and mode == "auto":
-            out.append(Conflict(file, path, f"{_who(writers)} it open for writing", _choices(path, directory, copies), hard=True))
+            out.append(Conflict(file, root + path, f"{_who(writers)} it open for writing", _choices(path, directory, copies), hard=True))
         elif writers:
-            out.append(Conflict(file, path, f"{_who(writers)} it open for writing, and {_OUTCOMES[kind]}", shared=kind != "write"))
-        if readers and kind == "write":
-            out.append(Conflict(file, path, f"{_who(readers)} it open for reading, and goes on with the file that was there before"))
+            out.append(Conflict(file, root + path, f"{_who(writers)} it open for writing, and {_OUTCOMES[kind]}", shared=kind in ("", "truncate")))
+        if readers and kind == "replace":
+            out.append(Conflict(file, root + path, f"{_who(readers)} it open for reading, and goes on with the file that was there before"))
     return out
 
 
 #: What becomes of a writer, by what is done to its file.
 _OUTCOMES = {
-    "write": "keeps the old file, which has no name any more",
+    "replace": "keeps the old file, which has no name any more",
+    "rewrite": "its content is replaced under it",
     "truncate": "what it has written since the snapshot is cut off",
     "": "the restored job writes to the same file",
 }
 
 
-def _opened(paths: Iterable[str], stack: ExitStack) -> Iterator[tuple[str, int]]:
-    for path in paths:
-        with suppress(OSError):  # it is not there, and nobody holds it by this name
-            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW)
+def _names(action: Action) -> Sequence[str]:
+    """Under which names the file is that an action changes."""
+    return action.file.links if action.kind == "rewrite" else [action.file.path]
+
+
+def _opened(names: Iterable[str], root: str, stack: ExitStack) -> Iterator[tuple[str, int]]:
+    """Open the files to be looked at, where the restore would write them."""
+    paths = stack.enter_context(JobPaths(root))
+    for name in names:
+        with suppress(OSError, PathRefused):  # it is not there, and nobody holds it by this name; or the plan says what is wrong
+            place = paths.locate(name)
+            descriptor = os.open(place.name, os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=place.directory.descriptor)
             stack.callback(os.close, descriptor)
-            yield path, descriptor
+            yield name, descriptor
 
 
 def _who(holders: Sequence[Holder]) -> str:

@@ -28,12 +28,16 @@ class Copies:
     Attributes:
         directory: Holds each under its whole path; empty: there are none.
         paths: The files, by the path at which the instance sees them.
-        plan: What has to be done in the directory, and what stands in the way.
+        plan: What has to be done in the directory, and what stands in the way. Its files have their paths there.
     """
 
     directory: str
     paths: list[str]
     plan: FilePlan
+
+    def own_path(self, path: str) -> str:
+        """Return the path at which the instance sees a file of `plan`; other paths are returned as they are."""
+        return path.removeprefix(self.directory) if self.directory and path.startswith(f"{self.directory}/") else path
 
 
 def require_copies_possible(options: RestoreOptions, record: RunRecord | None) -> None:
@@ -42,12 +46,12 @@ def require_copies_possible(options: RestoreOptions, record: RunRecord | None) -
     Raises:
         UsageError: It cannot.
     """
+    if options.root and (options.files_to or (record is not None and record.copies)):
+        raise UsageError("a job with copies of its own (--files-to) has no other root (--root)", cure="leave out --root")
     if not options.files_to:
         return
     if options.files in ("truncate", "leave"):
         raise UsageError(f"--files {options.files} and --files-to exclude each other: copies are made from the snapshot", cure="leave one of them out")
-    if options.root:
-        raise UsageError("--root and --files-to exclude each other", cure="leave one of them out")
     if record is None:
         raise UsageError(
             "--files-to gives copies to jobs of 'icecore run'; the snapshot is of processes that it did not start",
@@ -88,11 +92,17 @@ def plan_copies(manifest: Manifest, options: RestoreOptions, record: RunRecord |
         problems += _problems_of(file, stored)
         if not can_cover(file.path, record.isolation):
             problems.append(Problem(file.path, "CRIU cannot name it as a mount of a private root", "choose --files restore or leave"))
-    of_copies = msgspec.structs.replace(manifest, files=chosen)
-    plan = plan_files(of_copies, options.files, root=directory, verify=options.verify_files)
-    known = {problem.path for problem in problems}
-    problems += [problem for problem in plan.problems if problem.path not in known]
+    plan = plan_files(_moved(manifest, chosen, directory), options.files, verify=options.verify_files)
+    refused = {directory + problem.path for problem in problems}
+    problems += [problem for problem in plan.problems if problem.path not in refused]
     return Copies(directory, sorted({file.path for file in chosen} | set(extra)), FilePlan(plan.actions, problems))
+
+
+def _moved(manifest: Manifest, files: list[OpenFile], directory: str) -> Manifest:
+    """The snapshot with these files, as if they had been in the directory."""
+    there = [msgspec.structs.replace(file, path=directory + file.path) for file in files]
+    spaces = [msgspec.structs.replace(space, key=directory + space.key) for space in manifest.spaces if space.kind == "file"]
+    return msgspec.structs.replace(manifest, files=there, spaces=spaces)
 
 
 def make_directory(directory: str) -> None:
@@ -129,6 +139,9 @@ def _problems_of(file: OpenFile, stored: Set[str] | None) -> list[Problem]:
         return [Problem(file.path, "it had lost the name under which it was opened, and cannot have a copy", "choose --files restore or leave")]
     if stored is not None and (file.policy != "content" or file.path not in stored):
         return [Problem(file.path, "its content is not in the snapshot, so there is nothing to copy", "choose --files leave or truncate; a dump with --files content keeps it")]
+    folder = os.path.dirname(file.path)
+    if os.path.realpath(folder) != folder:
+        return [Problem(file.path, "its path leads through a symbolic link, and a copy cannot cover it", "choose --files restore or leave")]
     try:
         now = os.lstat(file.path)
     except OSError as error:

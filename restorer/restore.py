@@ -37,7 +37,8 @@ from icecore.restorer.copies import make_directory, require_copies_possible
 from icecore.restorer.device_file import DeviceFile, FileUnusable
 from icecore.restorer.devices import Devices
 from icecore.restorer.fetch import PLACE_THREADS, Limits
-from icecore.restorer.files import PutBack
+from icecore.restorer.file_recovery import command as recovery_command
+from icecore.restorer.file_recovery import recover
 from icecore.restorer.filewriter import FileTarget, write_files
 from icecore.restorer.gpus import temporary
 from icecore.restorer.guard import Guard
@@ -46,6 +47,7 @@ from icecore.restorer.options import RestoreOptions
 from icecore.restorer.placers import Placers, placers_for
 from icecore.restorer.placing import PLACER_BYTES
 from icecore.restorer.plan import room_for
+from icecore.restorer.put_back import PutBack
 from icecore.restorer.requirements import Requirements, check_requirements
 from icecore.restorer.resident import Resident
 from icecore.restorer.resident_record import RecordedProcess, outlives, recorded, resident_bytes
@@ -274,6 +276,10 @@ class _Run:
         self.temporary: dict[int, list[tuple[int, int]]] = {}
 
     @property
+    def _state(self) -> Path:
+        return (self.registry or Registry()).state
+
+    @property
     def failure(self) -> BaseException | None:
         """What broke the tree first, if it was not what is being raised."""
         return self.tree.failure if self.tree is not None else None
@@ -282,6 +288,7 @@ class _Run:
         """Everything until the tree runs."""
         options = self.options
         _require_places(options)
+        recover(self._state, self._tell)  # what an earlier restore left is no state to plan from
         top = Path(tempfile.mkdtemp(prefix="icecore-restore-", dir=options.workdir or _DEFAULT_WORKDIR))
         self.stack.callback(shutil.rmtree, top, ignore_errors=True)
         images, work = top / "images", top / "work"
@@ -483,7 +490,8 @@ class _Run:
         cells = iter(read_spaces(self.reader, [*image_spaces, *file_spaces, *memory_spaces], parallel=far))
         images = [next(cells) for _ in image_spaces]
         files = {space.key: next(cells) for space in file_spaces}
-        self.put_back = PutBack(requirements.files.actions, files.__getitem__)
+        actions, own = requirements.files.actions, requirements.copies.own_path
+        self.put_back = PutBack(actions, lambda path: files[own(path)], self._state, self.options.root, self.snapshot)
         self.put_back.prepare()
         logs = self._logs({space.key: space.size for space in file_spaces}, files)
         running.bytes += self._write([*image_targets(folder, image_spaces, images), *self.put_back.targets, *logs])
@@ -498,7 +506,7 @@ class _Run:
         if memory.filed:
             self._begin_device_file(memory)
         running.bytes += self._write(memory.page_images)
-        self.put_back.commit()
+        self._exchange_files(self.put_back)
         forget_sizes(folder, requirements.shared)
         if self.restoring is not None:
             self.restoring.bind_copies(folder)
@@ -508,6 +516,23 @@ class _Run:
             "page_image_bytes": sum(target.size for target in memory.page_images),
         }
         return memory
+
+    def _exchange_files(self, put_back: PutBack) -> None:
+        """CRIU opens the files by their paths, and checks their sizes: they are put in place now, and stay only if the job runs."""
+        if put_back.journal is not None and self.guard is not None:
+            self.guard.undo_with(recovery_command(self._state), put_back.journal.folder)
+        for path in put_back.exchange():
+            message = f"{path} had a set-user-ID or set-group-ID bit, which a restore does not give back"
+            self.emit(Event("restore.warning", {"name": "mode", "message": message}))
+
+    def _hand_files_over(self) -> None:
+        """The tree is built and held, and is about to run."""
+        if self.put_back is not None:
+            self.put_back.hand_over()
+
+    def _tell_left(self, sentences: Sequence[str]) -> None:
+        for sentence in sentences:
+            self._tell(Event("restore.warning", {"name": "files", "message": sentence}))
 
     def _begin_device_file(self, memory: Memory) -> None:
         """Device memory begins to come now: it needs neither CRIU nor the processes."""
@@ -561,7 +586,8 @@ class _Run:
 
     def _build(self, tree: Tree, manifest: Manifest, criu: Criu, images: Path) -> None:
         """Have CRIU build it, with the daemon listening from before the first fault on."""
-        held = tree.hold_script() if self.options.mode == "full" else None
+        # Until the tree runs the changes of files can be undone: CRIU must not decide when that is.
+        held = tree.hold_script() if self.options.mode == "full" or self.put_back else None
         own, prefix, descriptors = (
             (self.restoring.options, self.restoring.prefix, self.restoring.pass_fds) if self.restoring else ([], [], ())
         )
@@ -605,6 +631,7 @@ class _Run:
     def _resume_when_resident(self, tree: Tree) -> Restored:
         if self.devices is None:
             self._fill(tree)
+            self._hand_files_over()
             pid = tree.resume(self.options.criu_seconds)
         else:
             pid = self._resume_before_devices(tree)
@@ -622,13 +649,15 @@ class _Run:
                 tree.filling.fail(error)
                 raise
             filled.result()
+        self._hand_files_over()
         pid = tree.resume(self.options.criu_seconds)
         self._map_resident(tree)
         return pid
 
     def _return_while_filling(self, tree: Tree, manifest: Manifest, images: Path) -> Restored:
         self._bring_devices_back(tree)
-        pid = tree.running(self.options.criu_seconds)
+        self._hand_files_over()
+        pid = tree.resume(self.options.criu_seconds) if tree.held else tree.running(self.options.criu_seconds)
         self._map_resident(tree)
         restored = self._running(pid)
         shutil.rmtree(images, ignore_errors=True)
@@ -670,6 +699,8 @@ class _Run:
         instance = job.instance if job is not None else ""
         fields: dict[str, Value] = {"snapshot": self.snapshot, "pid": pid, "seconds": seconds, "instance": instance}
         self.emit(Event("restore.running", fields))
+        if self.put_back is not None:
+            self._tell_left(self.put_back.finish())
         return Restored(self.snapshot, pid, job, seconds, log_sizes=self.log_sizes)
 
     def _resident(self, tree: Tree, restored: Restored) -> None:
@@ -745,7 +776,7 @@ class _Run:
                     steps.callback(self.tree.leave)
                 return
             if self.put_back is not None:
-                steps.callback(self.put_back.abandon)
+                steps.callback(lambda put_back: self._tell_left(put_back.abandon()), self.put_back)
             if self.tree is not None:
                 steps.callback(self.tree.kill, error)
             elif self.guard is not None:

@@ -124,6 +124,11 @@ class Tree:
         self._held = True
         return script
 
+    @property
+    def held(self) -> bool:
+        """Whether the tree runs only after `resume`."""
+        return self._held
+
     def _criu_ended(self) -> None:
         """Nothing but `resume` lets a held tree go."""
         if self._held and self.daemon.restored:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,15 @@ import pytest
 from icecore.dumper.dump import dump
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
-from icecore.errors import RestoreRefused, UsageError
+from icecore.errors import NotFound, RestoreRefused, UsageError
 from icecore.events import Event, Sink, discard
+from icecore.host import procfs
 from icecore.host.job import Job
 from icecore.host.jobs import Registry
 from icecore.host.namespaces import Isolation
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import Restored, check, restore
+from tests.host.target import eventually
 from tests.roundtrip.conftest import Trip
 
 pytestmark = pytest.mark.criu
@@ -68,6 +71,13 @@ def registry(tmp_path: Path) -> Iterator[Registry]:
         if job.alive:
             job.kill(9)
             job.wait(10)
+
+
+def opened_by(pid: int) -> set[str]:
+    """The paths of a process's descriptors."""
+    with suppress(NotFound):
+        return {descriptor.target for descriptor in procfs.descriptors(pid)}
+    return set()
 
 
 class World:
@@ -234,9 +244,7 @@ def test_a_reader_hinders_nothing_and_is_told(world: World) -> None:
     world.job.wait(10)
     with subprocess.Popen(["tail", "-f", str(world.out)], stdout=subprocess.DEVNULL) as reader:
         try:
-            until = time.monotonic() + 10
-            while not any(os.path.exists(f"/proc/{reader.pid}/fd/{n}") and os.path.samefile(f"/proc/{reader.pid}/fd/{n}", world.out) for n in range(3, 8)):
-                assert time.monotonic() < until
+            assert eventually(lambda: str(world.out) in opened_by(reader.pid), 10)
             events: list[Event] = []
             other = world.restore(events.append).job
             assert other is not None
