@@ -396,6 +396,13 @@ class _Dump:
             raise PreflightRefused([(r.name, r.message, r.cure) for r in refusals])
         found = look(self.target.pid, self.criu, self.workdir, self.options)
         require(found)
+        record = self.target.record
+        if record is not None and record.copies and not record.isolation.root:
+            # CRIU works in the root's mount namespace then, and would take any other for one of its own to restore.
+            own = {(process.namespaces or {}).get("mnt") for process in found.living}
+            if len(own) > 1:
+                cure = "snapshot it before it makes them, or restore it without --files-to"
+                raise PreflightRefused([("namespaces", "the job has copies of files (--files-to), and processes with mount namespaces of their own", cure)])
         for warning in warn(found):
             fields = {"name": warning.name, "message": warning.message, "cure": warning.cure}
             self.emit(Event("dump.warning", {**fields}))

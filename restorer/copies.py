@@ -8,10 +8,12 @@ import shlex
 import stat
 from collections.abc import Set
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
 from icecore.errors import RestoreRefused, UsageError
+from icecore.host.images import load_files, load_remaps
 from icecore.host.namespaces import RunRecord, can_cover
 from icecore.restorer.files import FilePlan, Problem, plan_files
 from icecore.restorer.options import RestoreOptions
@@ -98,6 +100,29 @@ def plan_copies(manifest: Manifest, options: RestoreOptions, record: RunRecord |
     return Copies(directory, sorted({file.path for file in chosen} | set(extra)), FilePlan(plan.actions, problems))
 
 
+def require_all_covered(images: Path, copies: Copies, manifest: Manifest, record: RunRecord) -> None:
+    """Refuse copies where the job has a file open for writing under a second name as well, which no copy covers.
+
+    Args:
+        images: CRIU's images.
+        copies, manifest, record: Of the restore.
+
+    Raises:
+        RestoreRefused: There is such a name.
+    """
+    if not copies.directory:
+        return
+    remapped = {number for remap in load_remaps(images) for number in (remap.original, remap.target)}
+    known = {file.path for file in manifest.files}
+    for file in load_files(images):
+        writable = file.flags & os.O_ACCMODE != os.O_RDONLY and stat.S_ISREG(file.mode) and not file.external
+        if writable and file.id not in remapped and file.path not in known and not record.is_own(file.path):
+            raise RestoreRefused(
+                f"the job has {file.path} open for writing, which is another name of a file that gets a copy: the copy would not be seen there",
+                cure="choose --files restore, truncate or leave",
+            )
+
+
 def _moved(manifest: Manifest, files: list[OpenFile], directory: str) -> Manifest:
     """The snapshot with these files, as if they had been in the directory."""
     there = [msgspec.structs.replace(file, path=directory + file.path) for file in files]
@@ -105,18 +130,22 @@ def _moved(manifest: Manifest, files: list[OpenFile], directory: str) -> Manifes
     return msgspec.structs.replace(manifest, files=there, spaces=spaces)
 
 
-def make_directory(directory: str) -> None:
-    """Make the directory of copies where it is missing; only its owner may look into it.
+def make_directory(directory: str) -> bool:
+    """Make the directory of copies where it is missing; only its owner may look into it. Returns whether it was made.
 
     Raises:
         RestoreRefused: It cannot be made, or others could change what is in it.
     """
     try:
-        os.makedirs(directory, mode=0o700, exist_ok=True)
+        os.makedirs(directory, mode=0o700)
+        return True
+    except FileExistsError:
+        pass
     except OSError as error:
         raise RestoreRefused(f"cannot make the directory {directory} for copies: {error.strerror}", cure="name another with --files-to") from error
     if problems := _problems_of_directory(directory):
         raise RestoreRefused(f"{directory}: {problems[0].message}", cure=problems[0].cure)
+    return False
 
 
 def _problems_of_directory(directory: str) -> list[Problem]:

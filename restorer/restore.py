@@ -3,6 +3,7 @@ it is left."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import threading
@@ -33,7 +34,7 @@ from icecore.host.resident.client import Keeper
 from icecore.host.resident.keeper import claimed
 from icecore.restorer import workingset
 from icecore.restorer.cells import SpaceCells
-from icecore.restorer.copies import make_directory, require_copies_possible
+from icecore.restorer.copies import make_directory, require_all_covered, require_copies_possible
 from icecore.restorer.device_file import DeviceFile, FileUnusable
 from icecore.restorer.devices import Devices
 from icecore.restorer.fetch import PLACE_THREADS, Limits
@@ -228,6 +229,12 @@ def _own_files(manifest: Manifest, record: RunRecord | None) -> frozenset[str]:
     return frozenset(own)
 
 
+def _remove_empty(directory: str) -> None:
+    """Remove a directory that was made, unless something came to be in it."""
+    with suppress(OSError):
+        os.rmdir(directory)
+
+
 def _with_device_memory(manifest: Manifest) -> int:
     """How many processes have device memory among their own, which as many threads of the driver wait for; at least 1."""
     spaces = spaces_of(manifest, "process")
@@ -312,8 +319,8 @@ class _Run:
             self.stack.callback(self.devices.close)
         if record is not None:
             copies = requirements.copies
-            if copies.directory:
-                make_directory(copies.directory)
+            if copies.directory and make_directory(copies.directory):
+                self.stack.callback(_remove_empty, copies.directory)
             dumped = record.copies
             record = replace(record, files_to=copies.directory, copies=copies.paths)
             registry = self.registry or Registry()
@@ -325,7 +332,7 @@ class _Run:
         self.file_placers = self._own_placers(filed, str(work))
         placers = self._own_placers(size - filed, str(work), str(work), beside=filed > 0)
         with phase(self.emit, "restore.images", snapshot=self.snapshot) as running:
-            memory = self._write_files(manifest, images, criu, requirements, running)
+            memory = self._write_files(manifest, record, images, criu, requirements, running)
         if filed and not memory.filed:  # it is placed, after all
             placers = self._own_placers(size, str(work), str(work))
         what = f"the restore of snapshot {self.snapshot}"
@@ -480,7 +487,7 @@ class _Run:
     # -- files --------------------------------------------------------------------------------------------------------
 
     def _write_files(
-        self, manifest: Manifest, folder: Path, criu: Criu, requirements: Requirements, running: Phase
+        self, manifest: Manifest, record: RunRecord | None, folder: Path, criu: Criu, requirements: Requirements, running: Phase
     ) -> Memory:
         """Image files, open files, page images; returns what is to come through userfaultfd."""
         image_spaces = spaces_of(manifest, "image")
@@ -495,6 +502,8 @@ class _Run:
         self.put_back.prepare()
         logs = self._logs({space.key: space.size for space in file_spaces}, files)
         running.bytes += self._write([*image_targets(folder, image_spaces, images), *self.put_back.targets, *logs])
+        if record is not None:
+            require_all_covered(folder, requirements.copies, manifest, record)
         self.device_bytes = {
             int(space.key): sum(region.length for region in space.regions if region.kind == "device")
             for space in memory_spaces

@@ -252,3 +252,92 @@ def test_a_reader_hinders_nothing_and_is_told(world: World) -> None:
             assert world.finish(other) == ["whole same"]
         finally:
             reader.kill()
+
+
+def test_at_their_own_paths_again(world: World) -> None:
+    first = world.restore(files_to=str(world.copies)).job
+    assert first is not None
+    wait_steps(world.copy(), 60)
+    snapshot = world.dump(first)
+    for job in (first, world.job):
+        job.kill(9)
+        job.wait(10)
+    kept = world.copy().stat().st_ino
+    last = world.restore(snapshot=snapshot, files_to="/").job
+    assert last is not None and last.record().copies == []
+    assert opened_by(last.main_process()) >= {str(world.out)} and world.copy().stat().st_ino == kept
+    assert world.finish(last) == ["whole same"] and whole(steps(world.out))
+
+
+def test_a_second_instance_in_the_same_directory_is_refused(world: World) -> None:
+    first = world.restore(files_to=str(world.copies)).job
+    assert first is not None
+    inode = world.copy().stat().st_ino
+    with pytest.raises(RestoreRefused, match="open for writing") as refused:
+        world.restore(files_to=str(world.copies))
+    assert "name another directory with --files-to" in str(refused.value)
+    assert world.copy().stat().st_ino == inode
+    assert world.finish(world.job, first) == ["whole same", "whole same"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("missing", "a copy covers the file at this path, and there is none"),
+        ("open directory", "others than its owner may write to it"),
+        ("a file", "it is no directory"),
+        ("a link", "leads through a symbolic link"),
+    ],
+)
+def test_copies_that_cannot_be(change: str, said: str, world: World) -> None:
+    world.job.kill(9)
+    world.job.wait(10)
+    if change == "missing":
+        world.out.unlink()
+    elif change == "open directory":
+        world.copies.mkdir()
+        world.copies.chmod(0o777)
+    elif change == "a file":
+        world.copies.touch()
+    else:
+        world.folder.rename(world.folder.with_name("moved"))
+        world.folder.symlink_to(world.folder.with_name("moved"))
+    before = sorted(world.folder.parent.iterdir())
+    with pytest.raises(RestoreRefused, match=said):
+        world.restore(files_to=str(world.copies))
+    assert sorted(world.folder.parent.iterdir()) == before and not world.copies.joinpath("tmp").exists()
+
+
+@pytest.mark.parametrize("options", [{"files": "truncate"}, {"files": "leave"}, {"root": "/"}])
+def test_what_copies_exclude(options: dict[str, str], world: World) -> None:
+    with pytest.raises(UsageError):
+        world.restore(files_to=str(world.copies), **options)
+
+
+def test_what_the_kernel_allows_with_a_copy(world: World) -> None:
+    """The instance cannot rename its copy or anything to its path. Who is outside can, and the instance then sees what others see there."""
+    first = world.restore(files_to=str(world.copies)).job
+    assert first is not None
+    inside = Path(f"/proc/{first.main_process()}/root{world.out}")
+    script = f"import os; os.replace({str(world.out)!r}, {str(world.out) + '.1'!r})"
+    rotated = subprocess.run(
+        ["nsenter", f"--mount=/proc/{first.main_process()}/ns/mnt", "--", sys.executable, "-c", script], capture_output=True, text=True
+    )
+    assert "Device or resource busy" in rotated.stderr
+    assert inside.stat().st_ino == world.copy().stat().st_ino
+    new = world.folder / "new"
+    new.write_text("")
+    new.replace(world.out)
+    assert inside.stat().st_ino == world.out.stat().st_ino
+    wait_steps(world.copy(), 60)  # it goes on writing to what it has open
+
+
+def test_a_name_that_no_copy_covers_is_refused(trip: Trip, registry: Registry, tmp_path: Path) -> None:
+    out, alias, copies = tmp_path / "out.txt", tmp_path / "alias.txt", tmp_path / "copies"
+    program = f"import os, time; a = open({str(out)!r}, 'w'); os.link({str(out)!r}, {str(alias)!r}); b = open({str(alias)!r}, 'r+'); time.sleep(1000)"
+    job = registry.start([sys.executable, "-c", program], name="alias")
+    assert eventually(lambda: opened_by(job.main_process()) >= {str(out), str(alias)}, 20)
+    snapshot = dump(trip.repository, trip.loop, Target(job.pid, job.name, record=job.record()), DumpOptions(), criu=trip.criu).snapshot
+    with pytest.raises(RestoreRefused, match="another name of a file that gets a copy"):
+        restore(trip.repository, trip.loop, snapshot, RestoreOptions(files_to=str(copies)), criu=trip.criu, registry=registry)
+    assert out.stat().st_ino == alias.stat().st_ino and not copies.exists()
