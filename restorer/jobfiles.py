@@ -119,8 +119,11 @@ class JobFiles:
         descriptor = place.directory.descriptor
         try:
             self._as_allowed(place.directory, owner, lambda: os.mkdir(name, mode, dir_fd=descriptor))
-        except FileExistsError:  # somebody made it meanwhile; what matters is whether it can be used
-            self._paths.directory(path)
+        except FileExistsError:
+            try:
+                self._paths.directory(path)  # made meanwhile
+            except FileNotFoundError:
+                raise PathRefused(f"{path} is a symbolic link that leads nowhere", cure="remove it, or make the directory that it names") from None
             return made
         if place.directory.root_only:
             os.chown(name, *owner, dir_fd=descriptor, follow_symlinks=False)  # nobody else can have replaced it there

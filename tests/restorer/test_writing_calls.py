@@ -38,7 +38,7 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
     "files.py": ({"os.open"}, "reads what is to be compared, below a checked directory descriptor"),
     "filewriter.py": ({"os.open"}, "image files in icecore's work directory, and logs in the instance's directory; job's files come as descriptors"),
     "images.py": ({"os.unlink"}, "pagemap images in icecore's work directory"),
-    "exporter.py": ({"Path.mkdir", "Path.unlink", "shutil.rmtree"}, "the directory that the user named for the export; open files in it go through jobfiles.py"),
+    "exporter.py": ({"Path.mkdir", "Path.unlink", "shutil.rmtree"}, "the directory that the user named; open files in it go through jobfiles.py"),
     "restore.py": ({"Path.mkdir", "shutil.rmtree", "tempfile.mkdtemp"}, "icecore's work directory, made by mkdtemp"),
     "tree.py": ({"os.open", "os.mkfifo", "Path.write_text", "Path.chmod"}, "the hold script and its FIFO in icecore's work directory"),
     "guard.py": ({"open"}, "the guard's output in icecore's work directory"),
@@ -81,9 +81,10 @@ def writing_calls(source: str) -> set[str]:
             found.add("Path.open")
     # A function that is handed on is called elsewhere.
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("os", "shutil"):
-            if (node.value.id == "os" and node.attr in OS_CALLS) or (node.value.id == "shutil" and node.attr.islower()):
-                found.add(f"{node.value.id}.{node.attr}")
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            module, name = node.value.id, node.attr
+            if (module == "os" and name in OS_CALLS) or (module == "shutil" and name.islower()):
+                found.add(f"{module}.{name}")
     return found
 
 
