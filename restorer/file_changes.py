@@ -194,11 +194,11 @@ def _take_back(files: JobFiles, located: Located, left: list[str]) -> None:
             files.rename(place.directory, aside.name, temporary.name, owner)
         else:
             files.unlink(aside, change.old, owner)
-    now = has(place)
+    now, replaced = has(place), has(temporary)
     if change.old is None:
         if now is not None and now == change.new:
             files.unlink(place, change.new, owner)
-    elif has(temporary) == change.old:
+    elif change.new is not None and replaced not in (None, change.new):  # also if it is not the file that was expected there
         if now == change.new:
             try:
                 files.exchange(place.directory, temporary.name, place.name, owner)
@@ -210,10 +210,13 @@ def _take_back(files: JobFiles, located: Located, left: list[str]) -> None:
                 files.rename(place.directory, temporary.name, place.name, owner)
         elif now is None:
             files.place_new(place.directory, temporary.name, place.name, owner)
-        if has(place) != change.old:
+        if has(place) != replaced:
             kept = os.path.join(place.directory.path, temporary.name)
             left.append(f"somebody replaced {located.path} during the restore; what it was before is {kept}")
             return
+    elif now is not None and now == change.new:
+        left.append(f"somebody removed what {located.path} was before the restore")
+        return
     files.unlink(temporary, change.new, owner)
 
 
@@ -259,7 +262,10 @@ def _begins_alike(descriptor: int, start: int, saved: int) -> bool:
 def finish(files: JobFiles, journal: FileJournal, changes: Sequence[Located]) -> list[str]:
     """Remove what was replaced: the job runs, and the files are its own. Returns what could not be removed, a sentence each."""
     left: list[str] = []
-    journal.settle()
+    try:
+        journal.settle()
+    except OSError as error:  # without that, a crash of the machine could bring back the journal, and not what it needs
+        return [f"what the restore replaced stays beside the files: cannot write {journal.folder}: {error.strerror}"]
     for located in changes:
         change = located.change
         with _told(left, located.path):

@@ -104,7 +104,11 @@ class FileJournal:
             with _listing(above):
                 folder = above / secrets.token_hex(8)
                 folder.mkdir(mode=0o700)
-                return cls(folder, _open_lock(folder))
+                try:
+                    return cls(folder, _open_lock(folder))
+                except OSError:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    raise
         except OSError as error:
             raise RestoreFailed(
                 f"cannot note down which files the restore changes in {above}: {error.strerror}",
@@ -161,19 +165,22 @@ class FileJournal:
         return self.folder / name
 
     def remove(self) -> None:
-        """Forget the restore: nothing is left to undo or to finish."""
-        with suppress(FileNotFoundError):
-            (self.folder / _JOURNAL).unlink()  # first: what is left without it means nothing
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Forget the restore: nothing is left to undo or to finish. Where that fails the next command finds the same."""
+        with suppress(OSError):
+            (self.folder / _JOURNAL).unlink(missing_ok=True)  # first: what is left without it means nothing
+            shutil.rmtree(self.folder, ignore_errors=True)
         self.close()
 
     def put_aside(self) -> Path:
         """Keep what was saved for the user, but not the journal; returns where."""
         place = self.folder.with_name(self.folder.name + _KEPT)
-        with suppress(FileNotFoundError):
-            (self.folder / _JOURNAL).unlink()
-        self.folder.rename(place)
-        self.close()
+        try:
+            (self.folder / _JOURNAL).unlink(missing_ok=True)
+            self.folder.rename(place)
+        except OSError:
+            return self.folder
+        finally:
+            self.close()
         return place
 
     def close(self) -> None:

@@ -81,7 +81,7 @@ def _locate(files: JobFiles, record: Record) -> tuple[list[Located], list[str]]:
         try:
             place = files.locate(path)
         except FileNotFoundError:
-            if change.new is not None or change.saved:
+            if change.old is not None:  # else nothing was replaced
                 left.append(f"the directory of {path} is not there any more")
             continue
         except (OSError, RestoreFailed) as error:

@@ -77,7 +77,10 @@ class FileWriter:
         """
         for target in self._targets:
             if target.descriptor is not None:
-                os.ftruncate(target.descriptor, target.size)
+                try:
+                    os.ftruncate(target.descriptor, target.size)
+                except OSError as error:
+                    raise OSError(error.errno, error.strerror, target.path) from error
                 continue
             flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
             if not target.existing:
@@ -117,6 +120,8 @@ class FileWriter:
                 done = 0
                 while done < length:
                     done += os.pwrite(descriptor, data[position + done : position + length], offset + done)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, target.path) from error
         finally:
             if own is None:
                 os.close(descriptor)

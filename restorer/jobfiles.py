@@ -33,7 +33,6 @@ from icecore.restorer.jobpaths import Directory, JobPaths, PathRefused, Place
 from icecore.store.manifest import OpenFile
 
 Result = TypeVar("Result")
-_DIRECTORY_MODE = 0o755
 #: Set-ID bits are never put back: the owner could write to the file before it got them.
 _MODES = 0o1777
 #: Errors of file systems without an operation.
@@ -100,28 +99,31 @@ class JobFiles:
         """As `JobPaths.locate`."""
         return self._do(lambda: self._paths.locate(path))
 
-    def make_directories(self, path: str, owner: Owner) -> list[MadeDirectory]:
-        """Make the directory ``path`` and its missing parents, for ``owner`` and with mode 0755; returns those made, outermost first.
+    def make_directories(self, path: str, owner: Owner, mode: int = 0o755) -> list[MadeDirectory]:
+        """Make the directory ``path`` and its missing parents, for ``owner``; returns those made, outermost first.
 
         Raises:
             PathRefused: A component is an untrusted link, or another user's directory appeared where one was made.
             OSError: The owner may not, or as mkdir(2).
         """
-        return self._do(lambda: self._make_directories(path, owner))
+        return self._do(lambda: self._make_directories(path, owner, mode))
 
-    def _make_directories(self, path: str, owner: Owner) -> list[MadeDirectory]:
+    def _make_directories(self, path: str, owner: Owner, mode: int) -> list[MadeDirectory]:
         try:
             self._paths.directory(path)
             return []
         except FileNotFoundError:
             parent, name = os.path.split(path)
-            made = self._make_directories(parent, owner)
+            made = self._make_directories(parent, owner, mode)
         place = Place(self._paths.directory(parent), name)
         descriptor = place.directory.descriptor
         try:
-            self._as_allowed(place.directory, owner, lambda: os.mkdir(name, _DIRECTORY_MODE, dir_fd=descriptor))
-        except FileExistsError:  # somebody made it meanwhile; what matters is whether it can be used
-            self._paths.directory(path)
+            self._as_allowed(place.directory, owner, lambda: os.mkdir(name, mode, dir_fd=descriptor))
+        except FileExistsError:
+            try:
+                self._paths.directory(path)  # made meanwhile
+            except FileNotFoundError:
+                raise PathRefused(f"{path} is a symbolic link that leads nowhere", cure="remove it, or make the directory that it names") from None
             return made
         if place.directory.root_only:
             os.chown(name, *owner, dir_fd=descriptor, follow_symlinks=False)  # nobody else can have replaced it there

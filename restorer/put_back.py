@@ -6,9 +6,9 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +22,15 @@ from icecore.restorer.files import Action, same_inode
 from icecore.restorer.filewriter import FileTarget
 from icecore.restorer.jobfiles import Inode, JobFiles, Owner, inode_of
 from icecore.restorer.jobpaths import Place
+
+
+@contextmanager
+def _failing(what: str, cure: str = "") -> Iterator[None]:
+    """Turn an error of the system into one that says what could not be done."""
+    try:
+        yield
+    except OSError as error:
+        raise RestoreFailed(f"cannot {what}: {error.strerror or error}", cure=cure) from error
 
 
 @dataclass(frozen=True)
@@ -78,15 +87,18 @@ class PutBack:
         """
         if not self._actions:
             return
-        files = self._files = JobFiles(self._root)
+        with _failing(f"use {self._root or '/'} as the job's root"):
+            files = self._files = JobFiles(self._root)
         self.journal = FileJournal.begin(self._state)
         missing = self._missing_directories(files)
         planned = [self._planned(number, action) for number, action in enumerate(self._actions)]
-        self.journal.write(record_of(self._snapshot, self._root, planned, missing), durable=False)
+        with _failing(f"write {self.journal.folder}", "free space there"):
+            self.journal.write(record_of(self._snapshot, self._root, planned, missing), durable=False)
         self._make_directories(files, missing)
         for action, change in zip(self._actions, planned, strict=True):
             self._prepare_one(files, action, change)
-        record = record_of(self._snapshot, self._root, [one.change for one in self._located], [made for made, _ in self._made])
+        with _failing("read this machine's boot id"):
+            record = record_of(self._snapshot, self._root, [one.change for one in self._located], [made for made, _ in self._made])
         pool = ThreadPoolExecutor(1, "file-journal")  # the disk works while content is fetched
         self._sealing = pool.submit(self.journal.write, record, durable=True)
         pool.shutdown(wait=False)
@@ -115,11 +127,9 @@ class PutBack:
     def _make_directories(self, files: JobFiles, missing: Sequence[Made]) -> None:
         for made in missing:
             folder = os.fsdecode(made.path)
-            try:
+            with _failing(f"make {folder}", "make it, or let the files' owner make it"):
                 for one in files.make_directories(folder, Owner(made.user, made.group)):
                     self._made.append((msgspec.structs.replace(made, inode=one.inode), one.place))
-            except OSError as error:
-                raise RestoreFailed(f"cannot make {folder}: {error.strerror}", cure="make it, or let the files' owner make it") from error
 
     def _planned(self, number: int, action: Action) -> Change:
         """What is noted down before anything is made."""
@@ -139,7 +149,7 @@ class PutBack:
     def _prepare_one(self, files: JobFiles, action: Action, change: Change) -> None:
         """Look where the file lies, and make the one that is to be written."""
         file = action.file
-        try:
+        with _failing(f"prepare {file.path}", "let its owner write there, or use --files leave"):
             name = same_inode(files.locate, file) if action.kind == "rewrite" else file.path
             if not name:
                 raise RestoreFailed(f"the other names of {file.path} disappeared while it was being restored", cure="restore again")
@@ -163,8 +173,6 @@ class PutBack:
             if action.kind == "rewrite":
                 link = Change("link", os.fsencode(file.path), file.user, file.group, where, new=old, source=os.fsencode(name))
                 self._links.append(Located(link, files.locate(file.path)))
-        except OSError as error:
-            raise RestoreFailed(f"cannot prepare {file.path}: {error.strerror}", cure="let its owner write there, or use --files leave") from error
 
     # -- during -------------------------------------------------------------------------------------------------------
 
@@ -183,16 +191,12 @@ class PutBack:
         for prepared in self._prepared:
             if prepared.descriptor is None:
                 continue
-            try:
+            with _failing(f"give {prepared.action.file.path} its owner and mode"):
                 if self._files.settle(prepared.descriptor, prepared.action.file):
                     without_bits.append(prepared.action.file.path)
-            except OSError as error:
-                raise RestoreFailed(f"cannot give {prepared.action.file.path} its owner and mode: {error.strerror}") from error
         self._close_descriptors()
-        try:
+        with _failing(f"write {self.journal.folder}", "free space there"):
             self._sealing.result()
-        except OSError as error:
-            raise RestoreFailed(f"cannot write {self.journal.folder}: {error.strerror}", cure="free space there") from error
         for located in self._located:
             apply(self._files, self.journal, located)
         return without_bits
@@ -200,7 +204,8 @@ class PutBack:
     def hand_over(self) -> None:
         """The job is about to run: from now on its files are its own, and nothing is undone."""
         if self.journal is not None and not self._handed_over:
-            self.journal.keep()
+            with _failing(f"write {self.journal.folder}", "free space there"):
+                self.journal.keep()
             self._handed_over = True
 
     # -- after --------------------------------------------------------------------------------------------------------
@@ -210,7 +215,10 @@ class PutBack:
         if self._files is None or self.journal is None:
             return []
         left = finish(self._files, self.journal, self._located)
-        self.journal.remove()
+        if left:
+            self.journal.close()  # the next command tries again
+        else:
+            self.journal.remove()
         self._end()
         return left
 

@@ -44,6 +44,7 @@ from icecore.restorer.filewriter import FileTarget, write_files
 from icecore.restorer.gpus import temporary
 from icecore.restorer.guard import Guard
 from icecore.restorer.images import FILE_NAME, SPARE, Memory, image_targets, plan_memory, read_spaces, spaces_of
+from icecore.restorer.jobfiles import JobFiles, Owner
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.placers import Placers, placers_for
 from icecore.restorer.placing import PLACER_BYTES
@@ -379,6 +380,12 @@ class _Run:
             if record.isolation.root and directory.startswith(f"{INSTANCE_MOUNT}/"):
                 place = self.restoring.job.directory / directory.removeprefix(f"{INSTANCE_MOUNT}/")
             self.restoring.has_keeper(place, keep=outlives(manifest))
+        if place == Path(f"{self.options.root}{directory}"):  # a path of the job's own, which nobody may lead elsewhere
+            try:
+                with JobFiles(self.options.root) as files:
+                    files.make_directories(directory, Owner(os.geteuid(), os.getegid()), 0o700)
+            except OSError as error:
+                raise RestoreFailed(f"cannot make {place} for the keeper of device memory: {error.strerror}") from error
         held = self._held_at(manifest, processes, place) if self.options.from_resident else None
         if held is None:
             self._let_go(manifest, processes)

@@ -7,72 +7,21 @@ from pathlib import Path
 
 import blake3
 import msgspec
-import numpy as np
 import pytest
 
 from icecore.errors import Damaged, RestoreFailed
 from icecore.restorer.cells import space_cells
 from icecore.restorer.files import FilesMode, plan_files
-from icecore.restorer.filewriter import FileWriter
 from icecore.restorer.put_back import PutBack
-from icecore.store.cell import CELL, PAGE
-from icecore.store.manifest import FilePolicy, Manifest, OpenFile, Region, Space
-from tests.restorer.places import empty_manifest
+from icecore.store.manifest import FilePolicy, Manifest
+from tests.restorer.job_file_places import manifest_of, put_back, recorded, written
 
 CONTENT = b"what the file held then\n" * 300
 
 
-def recorded(path: Path, *, writable: bool = True, policy: FilePolicy = "content", digest: str = "") -> OpenFile:
-    """The file as it is now, as a snapshot would record it."""
-    about = path.stat()
-    return OpenFile(
-        path=str(path),
-        size=about.st_size,
-        mtime_ns=about.st_mtime_ns,
-        inode=about.st_ino,
-        device=about.st_dev,
-        mode=about.st_mode & 0o7777,
-        user=about.st_uid,
-        group=about.st_gid,
-        writable=writable,
-        policy=policy,
-        digest=digest,
-    )
-
-
-def manifest_of(*files: OpenFile) -> Manifest:
-    spaces = [Space("file", f.path, f.size, [Region(0, -(-f.size // PAGE) * PAGE, 0)]) for f in files if f.policy == "content"]
-    return msgspec.structs.replace(empty_manifest(), files=list(files), spaces=spaces)
-
-
-def prepared(manifest: Manifest, content: bytes, state: Path, mode: FilesMode = "restore", root: str = "") -> PutBack:
+def prepared(manifest: Manifest, content: bytes, state: Path) -> PutBack:
     """Carry out the plan up to the exchange; every file to be written has ``content``."""
-
-    def cells(path: str):  # type: ignore[no-untyped-def]
-        size = next(f.size for f in manifest.files if f.path == path)
-        records = np.zeros(1, CELL)
-        pages = np.zeros(256, np.uint8)
-        pages[: -(-size // PAGE)] = 1
-        records["data"] = np.packbits(pages, bitorder="little")
-        return space_cells([Region(0, -(-size // PAGE) * PAGE, 0)], [records])
-
-    back = PutBack(plan_files(manifest, mode, root=root).actions, cells, state, root)
-    back.prepare()
-    writer = FileWriter(back.targets)
-    writer.create()
-    padded = memoryview(content + bytes(-len(content) % PAGE))
-    for row in writer.order():
-        writer.write(row, padded)
-    return back
-
-
-def put_back(manifest: Manifest, content: bytes, state: Path, mode: FilesMode = "restore", root: str = "") -> None:
-    """Carry out the whole plan, as a restore does that succeeds."""
-    back = prepared(manifest, content, state, mode, root)
-    assert back.exchange() == []
-    back.hand_over()
-    assert back.finish() == []
-    assert list((state / "restores").iterdir()) == []
+    return written(plan_files(manifest, "restore").actions, content, state)
 
 
 @pytest.fixture
