@@ -135,7 +135,7 @@ def _search(ids: Mapping[str, FileId], states: Mapping[str, str]) -> dict[str, s
             holders.add(Holder(0, "", True))
         elif state == "read" and not holders:
             holders.add(Holder(0, "", False))
-        out |= {name: holders for name in names}
+        out |= dict.fromkeys(names, holders)
     return out
 
 

@@ -6,8 +6,9 @@
   (``--external mnt[…]``); the directory of the instance is bound at `INSTANCE_MOUNT`, so that a restore gives each
   instance its own logs there. CRIU keeps the content of the private /dev/shm in its images.
 
-- copies: an instance may see some files as copies of its own (``restore --files-to``), which are bound over them (`icecore.host.mounts`). Without a private root the
-  tree and the CRIU that restores or dumps it share a mount namespace that differs from the host's in these binds alone, so CRIU takes no notice of any mount.
+- copies: an instance may see some files as copies of its own (``restore --files-to``), which are bound over them (`icecore.host.mounts`).
+  Without a private root the tree and the CRIU that restores or dumps it share a mount namespace that differs from the host's in these binds
+  alone, so CRIU takes no notice of any mount.
   In a private root they are external mounts, as its other binds are; those that the snapshot's images do not have yet are added to them.
 
 Without a private root the instance's files (logs, status, init) are known to CRIU by path, and a restore gives it the new

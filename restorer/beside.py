@@ -39,7 +39,9 @@ class Conflict:
     shared: bool = False
 
 
-def find_conflicts(manifest: Manifest, actions: Sequence[Action], mode: FilesMode, *, root: str, skip: Set[str], directory: str, copies: bool) -> list[Conflict]:
+def find_conflicts(
+    manifest: Manifest, actions: Sequence[Action], mode: FilesMode, *, root: str, skip: Set[str], directory: str, copies: bool
+) -> list[Conflict]:
     """Look for running processes that have the files open.
 
     Args:

@@ -7,6 +7,7 @@ import os
 import shlex
 import stat
 from collections.abc import Set
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from icecore.restorer.files import FilePlan, Problem, plan_files
 from icecore.restorer.options import RestoreOptions
 from icecore.store.manifest import Manifest, OpenFile
 
+_ANOTHER = "name another directory with --files-to"
+_IN_PLACE_OR_LEAVE = "choose --files restore or leave"
 #: Puts the files of an instance that had copies at their own paths again.
 IN_PLACE = "/"
 
@@ -93,7 +96,7 @@ def plan_copies(manifest: Manifest, options: RestoreOptions, record: RunRecord |
     for file in chosen:
         problems += _problems_of(file, stored)
         if not can_cover(file.path, record.isolation):
-            problems.append(Problem(file.path, "CRIU cannot name it as a mount of a private root", "choose --files restore or leave"))
+            problems.append(Problem(file.path, "CRIU cannot name it as a mount of a private root", _IN_PLACE_OR_LEAVE))
     plan = plan_files(_moved(manifest, chosen, directory), options.files, verify=options.verify_files)
     refused = {directory + problem.path for problem in problems}
     problems += [problem for problem in plan.problems if problem.path not in refused]
@@ -136,46 +139,66 @@ def make_directory(directory: str) -> bool:
     Raises:
         RestoreRefused: It cannot be made, or others could change what is in it.
     """
+    _require_safe(directory)
     try:
         os.makedirs(directory, mode=0o700)
-        return True
+        made = True
     except FileExistsError:
-        pass
+        made = False
     except OSError as error:
-        raise RestoreRefused(f"cannot make the directory {directory} for copies: {error.strerror}", cure="name another with --files-to") from error
+        raise RestoreRefused(f"cannot make the directory {directory} for copies: {error.strerror}", cure=_ANOTHER) from error
+    _require_safe(directory)  # in /tmp somebody may have made it, or one on the way to it, meanwhile
+    return made
+
+
+def _require_safe(directory: str) -> None:
     if problems := _problems_of_directory(directory):
-        raise RestoreRefused(f"{directory}: {problems[0].message}", cure=problems[0].cure)
-    return False
+        raise RestoreRefused(f"{problems[0].path}: {problems[0].message}", cure=problems[0].cure)
+
+
+def remove_empty(directory: str) -> None:
+    """Remove a directory that was made, unless something came to be in it."""
+    with suppress(OSError):
+        os.rmdir(directory)
 
 
 def _problems_of_directory(directory: str) -> list[Problem]:
-    try:
-        now = os.lstat(directory)
-    except FileNotFoundError:
-        return []  # it will be made
-    except OSError as error:
-        return [Problem(directory, f"it cannot be looked at: {error.strerror}", "name another directory with --files-to")]
-    if not stat.S_ISDIR(now.st_mode):
-        return [Problem(directory, "it is no directory", "name another with --files-to")]
-    if now.st_uid != os.geteuid() or now.st_mode & 0o022:
-        return [Problem(directory, "others than its owner may write to it, or it is somebody else's", f"chown root {shlex.quote(directory)}; chmod 700 {shlex.quote(directory)}")]
+    """Why copies cannot be in a directory: root writes them, and nobody else may lead it elsewhere."""
+    if os.path.realpath(directory) != directory:
+        return [Problem(directory, "its path leads through a symbolic link", _ANOTHER)]
+    path = ""
+    for name in ["", *directory.split("/")[1:]]:
+        path = f"{path.rstrip('/')}/{name}"
+        try:
+            now = os.lstat(path)
+        except FileNotFoundError:
+            return []  # it will be made
+        except OSError as error:
+            return [Problem(path, f"it cannot be looked at: {error.strerror}", _ANOTHER)]
+        if not stat.S_ISDIR(now.st_mode):
+            return [Problem(path, "it is no directory", _ANOTHER)]
+        # In a sticky directory nobody can move what is somebody else's; the last one holds the copies.
+        moves = now.st_mode & 0o022 and not (now.st_mode & stat.S_ISVTX and path != directory)
+        if now.st_uid not in (0, os.geteuid()) or moves:
+            return [Problem(path, "others than root can change what is in it", f"{_ANOTHER}, in directories that only root may write to")]
     return []
 
 
 def _problems_of(file: OpenFile, stored: Set[str] | None) -> list[Problem]:
     """Why a file cannot have a copy. ``stored``: the files whose content is needed and there; None: the copies exist."""
     if file.links:
-        return [Problem(file.path, "it had lost the name under which it was opened, and cannot have a copy", "choose --files restore or leave")]
+        return [Problem(file.path, "it had lost the name under which it was opened, and cannot have a copy", _IN_PLACE_OR_LEAVE)]
     if stored is not None and (file.policy != "content" or file.path not in stored):
-        return [Problem(file.path, "its content is not in the snapshot, so there is nothing to copy", "choose --files leave or truncate; a dump with --files content keeps it")]
+        message = "its content is not in the snapshot, so there is nothing to copy"
+        return [Problem(file.path, message, "choose --files leave or truncate; a dump with --files content keeps it")]
     folder = os.path.dirname(file.path)
     if os.path.realpath(folder) != folder:
-        return [Problem(file.path, "its path leads through a symbolic link, and a copy cannot cover it", "choose --files restore or leave")]
+        return [Problem(file.path, "its path leads through a symbolic link, and a copy cannot cover it", _IN_PLACE_OR_LEAVE)]
     try:
         now = os.lstat(file.path)
     except OSError as error:
-        quoted = shlex.quote(file.path)
-        return [Problem(file.path, f"a copy covers the file at this path, and there is none: {error.strerror}", f"make an empty one: install -D /dev/null {quoted}")]
+        message = f"a copy covers the file at this path, and there is none: {error.strerror}"
+        return [Problem(file.path, message, f"make an empty one: install -D /dev/null {shlex.quote(file.path)}")]
     if not stat.S_ISREG(now.st_mode):
         return [Problem(file.path, "a copy covers a regular file, and there is something else", "move away what is there now")]
     return []

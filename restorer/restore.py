@@ -34,7 +34,7 @@ from icecore.host.resident.client import Keeper
 from icecore.host.resident.keeper import claimed
 from icecore.restorer import workingset
 from icecore.restorer.cells import SpaceCells
-from icecore.restorer.copies import make_directory, require_all_covered, require_copies_possible
+from icecore.restorer.copies import make_directory, remove_empty, require_all_covered, require_copies_possible
 from icecore.restorer.device_file import DeviceFile, FileUnusable
 from icecore.restorer.devices import Devices
 from icecore.restorer.fetch import PLACE_THREADS, Limits
@@ -230,12 +230,6 @@ def _own_files(manifest: Manifest, record: RunRecord | None) -> frozenset[str]:
     return frozenset(own)
 
 
-def _remove_empty(directory: str) -> None:
-    """Remove a directory that was made, unless something came to be in it."""
-    with suppress(OSError):
-        os.rmdir(directory)
-
-
 def _with_device_memory(manifest: Manifest) -> int:
     """How many processes have device memory among their own, which as many threads of the driver wait for; at least 1."""
     spaces = spaces_of(manifest, "process")
@@ -321,7 +315,7 @@ class _Run:
         if record is not None:
             copies = requirements.copies
             if copies.directory and make_directory(copies.directory):
-                self.stack.callback(_remove_empty, copies.directory)
+                self.stack.callback(remove_empty, copies.directory)
             dumped = record.copies
             record = replace(record, files_to=copies.directory, copies=copies.paths)
             registry = self.registry or Registry()

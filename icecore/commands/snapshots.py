@@ -88,7 +88,7 @@ def add(commands: Commands) -> None:
     )
     for key, what, *flags in (
         ("mode", "full: let it run once all its memory is there; lazy: at once, memory follows as it is touched"),
-        ("files", "files it had open for writing: put their content back, cut them to their length, or leave them; auto: the first, unless a running process writes them"),
+        ("files", "files it had open for writing: put content back, cut to length, or leave; auto: the first, unless a running process writes there"),
         ("verify_files", "compare the content of files it reads, where a hash was recorded"),
         ("tcp", "its connections: keep them, or let it find them closed"),
         ("budget_bytes", "bound on the memory for what was fetched and not yet placed", "--budget"),

@@ -38,6 +38,11 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
     "files.py": ({"os.open"}, "reads what is to be compared, below a checked directory descriptor"),
     "filewriter.py": ({"os.open"}, "image files in icecore's work directory, and logs in the instance's directory; job's files come as descriptors"),
     "images.py": ({"os.unlink"}, "pagemap images in icecore's work directory"),
+    "beside.py": ({"os.open"}, "asks who has a file open, with O_PATH below a checked directory descriptor"),
+    "copies.py": (
+        {"os.makedirs", "os.rmdir"},
+        "the directory that the user named, which root alone can change, and all directories on the way to it",
+    ),
     "exporter.py": ({"Path.mkdir", "Path.unlink", "shutil.rmtree"}, "the directory that the user named; open files in it go through jobfiles.py"),
     "restore.py": ({"Path.mkdir", "shutil.rmtree", "tempfile.mkdtemp"}, "icecore's work directory, made by mkdtemp"),
     "tree.py": ({"os.open", "os.mkfifo", "Path.write_text", "Path.chmod"}, "the hold script and its FIFO in icecore's work directory"),

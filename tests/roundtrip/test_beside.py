@@ -181,7 +181,8 @@ def test_beside_the_running_original_a_restore_is_refused_and_names_the_choices(
     with pytest.raises(RestoreRefused) as refused:
         world.restore(events.append, mode=mode, instance="other")
     said = str(refused.value)
-    assert all(word in said for word in (str(world.out), "open for writing", f"({world.name()})", "--files-to DIR", "--files leave", "--files truncate", "--files restore"))
+    choices = ("--files-to DIR", "--files leave", "--files truncate", "--files restore")
+    assert all(word in said for word in (str(world.out), "open for writing", f"({world.name()})", *choices))
     assert world.out.stat().st_ino == inode and len(world.registry.instances()) == instances
     assert [path.name for path in world.folder.iterdir()] == ["out.txt"]
     assert world.finish(world.job) == ["whole same"]
@@ -284,7 +285,8 @@ def test_a_second_instance_in_the_same_directory_is_refused(world: World) -> Non
     ("change", "said"),
     [
         ("missing", "a copy covers the file at this path, and there is none"),
-        ("open directory", "others than its owner may write to it"),
+        ("open directory", "others than root can change what is in it"),
+        ("somebody's parent", "others than root can change what is in it"),
         ("a file", "it is no directory"),
         ("a link", "leads through a symbolic link"),
     ],
@@ -297,6 +299,10 @@ def test_copies_that_cannot_be(change: str, said: str, world: World) -> None:
     elif change == "open directory":
         world.copies.mkdir()
         world.copies.chmod(0o777)
+    elif change == "somebody's parent":
+        world.copies.mkdir()
+        os.chown(world.copies, 65534, 65534)
+        world.copies = world.copies / "own"
     elif change == "a file":
         world.copies.touch()
     else:
