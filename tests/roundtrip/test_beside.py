@@ -15,7 +15,7 @@ import pytest
 from icecore.dumper.dump import dump
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
-from icecore.errors import NotFound, RestoreRefused, UsageError
+from icecore.errors import NotFound, PreflightRefused, RestoreRefused, UsageError
 from icecore.events import Event, Sink, discard
 from icecore.host import procfs
 from icecore.host.job import Job
@@ -336,6 +336,31 @@ def test_what_the_kernel_allows_with_a_copy(world: World) -> None:
     new.replace(world.out)
     assert inside.stat().st_ino == world.out.stat().st_ino
     wait_steps(world.copy(), 60)  # it goes on writing to what it has open
+    with pytest.raises(PreflightRefused, match="lies on no mount that it sees"):
+        world.dump(first)
+
+
+def test_a_job_with_copies_and_a_mount_namespace_within_is_not_dumped(trip: Trip, registry: Registry, tmp_path: Path) -> None:
+    """CRIU would take the inner one for one of its own to restore, which needs a private root."""
+    out, go, copies = tmp_path / "out.txt", tmp_path / "go", tmp_path / "copies"
+    program = (
+        f"import os, subprocess, time\nout = open({str(out)!r}, 'w')\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
+        "subprocess.run(['unshare', '--mount', 'sh', '-c', 'exec sleep 1000 0< /dev/null 1> /dev/null 2>&1'])"
+    )
+    job = registry.start([sys.executable, "-c", program], name="nested")
+    assert eventually(lambda: str(out) in opened_by(job.main_process()), 20)
+
+    def take(job: Job) -> str:
+        return dump(trip.repository, trip.loop, Target(job.pid, job.name, record=job.record()), DumpOptions(), criu=trip.criu).snapshot
+
+    snapshot = take(job)
+    other = restore(trip.repository, trip.loop, snapshot, RestoreOptions(files_to=str(copies)), criu=trip.criu, registry=registry).job
+    assert other is not None
+    go.touch()
+    assert eventually(lambda: any(procfs.command_line(pid) == ["sleep", "1000"] for pid in procfs.tree(other.pid)), 20)
+    with pytest.raises(PreflightRefused, match="mount namespaces of their own"):
+        take(other)
+    assert other.alive
 
 
 def test_a_name_that_no_copy_covers_is_refused(trip: Trip, registry: Registry, tmp_path: Path) -> None:
