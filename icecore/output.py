@@ -233,6 +233,9 @@ def describe(event: Event) -> str:
         return _gpu_words(fields)
     if event.name in ("restore.warning", "export.warning", "copy.warning", "sync.warning"):
         return f"warning: {fields.get('message')}"
+    if event.name == "restore.recovered":
+        what = f"the changes of files by a restore of snapshot {fields['snapshot']} that was killed were {fields['how']}"
+        return "\n".join([what, *(f"warning: {sentence}" for sentence in fields["left"])])
     if "error" in fields and event.name != "restore.failed":
         return f"warning: {event.name}: {fields['error']}"
     return ""

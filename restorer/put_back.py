@@ -157,6 +157,8 @@ class PutBack:
             about = place.stat()
             if about is not None and not stat.S_ISREG(about.st_mode):
                 raise RestoreFailed(f"{file.path} is no regular file any more", cure="move away what is there now")
+            if about is None and change.saved:  # changed in place
+                raise RestoreFailed(f"{name} disappeared while it was being restored", cure="restore again")
             where = Inode(place.directory.device, place.directory.inode)
             old = inode_of(about) if about is not None else None
             change = msgspec.structs.replace(change, path=os.fsencode(name), directory=where, old=old)

@@ -6,6 +6,7 @@ import argparse
 import os
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from icecore.events import Value
 
 if TYPE_CHECKING:
     from icecore.difference import Difference
+    from icecore.restorer.files import Action
     from icecore.restorer.requirements import Requirements
     from icecore.store.manifest import Manifest, Region
     from icecore.store.state import SnapshotRecord
@@ -196,8 +198,36 @@ def _report_requirements(found: Requirements, context: Context) -> None:
         context.output.result("restore.requirement", fields, f"{sign:<5} {check.name}: {check.message}")
         if not check.met and check.cure:
             context.output.line(f"      cure: {check.cure}")
+    _report_files(found.files.actions, context)
     found.require()
     context.output.line("nothing stands in the way")
+
+
+def _report_files(actions: Sequence[Action], context: Context) -> None:
+    """Every file that the restore would change: what it is now, and what it would be."""
+    rows = []
+    for action in actions:
+        then = action.file
+        now = None if action.mtime_ns is None else action.mtime_ns / 1e9
+        # A file that is cut keeps the time of the cut; imported snapshots have no times.
+        later = None if action.kind == "truncate" or not then.mtime_ns else then.mtime_ns / 1e9
+        fields: dict[str, Value] = {
+            "path": then.path,
+            "action": action.kind,
+            "bytes_now": action.size,
+            "bytes_then": then.size,
+            "mtime_now": now,
+            "mtime_then": later,
+        }
+        context.output.result("restore.file", fields)
+        sizes = ["" if action.size is None else units.size(action.size), units.size(then.size)]
+        times = ["" if moment is None else units.moment(moment) for moment in (now, later)]
+        rows.append([action.kind, *sizes, *times, then.path])
+    if rows:
+        context.output.line("")
+        columns = ["ACTION", "SIZE NOW", "SIZE THEN", "MODIFIED NOW", "MODIFIED THEN", "PATH"]
+        context.output.table(columns, rows, title="files that it would change", right=["SIZE NOW", "SIZE THEN"])
+        context.output.line("")
 
 
 def ls(arguments: argparse.Namespace, context: Context) -> int:
