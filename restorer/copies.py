@@ -8,7 +8,7 @@ import shlex
 import stat
 from collections.abc import Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -100,7 +100,9 @@ def plan_copies(manifest: Manifest, options: RestoreOptions, record: RunRecord |
     plan = plan_files(_moved(manifest, chosen, directory), options.files, verify=options.verify_files)
     refused = {directory + problem.path for problem in problems}
     problems += [problem for problem in plan.problems if problem.path not in refused]
-    return Copies(directory, sorted({file.path for file in chosen} | set(extra)), FilePlan(plan.actions, problems))
+    # Exposed: before the tree runs, it is seen to have the copies open and not what they cover.
+    plan = replace(plan, problems=problems, exposed=True)
+    return Copies(directory, sorted({file.path for file in chosen} | set(extra)), plan)
 
 
 def require_all_covered(images: Path, copies: Copies, manifest: Manifest, record: RunRecord) -> None:

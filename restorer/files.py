@@ -11,12 +11,14 @@ from typing import Literal
 
 import blake3
 
-from icecore.restorer.jobfiles import inode_of
+from icecore.restorer.jobfiles import Inode, inode_of
 from icecore.restorer.jobpaths import JobPaths, PathRefused, Place
 from icecore.store.manifest import Manifest, OpenFile
 
 FilesMode = Literal["auto", "restore", "truncate", "leave"]
 _HASH_PIECE = 1 << 20
+#: Files for which directories stay open together.
+_AT_ONCE = 200
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,23 @@ class Action:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """What has to be done to the open files, and what stands in the way."""
+    """What has to be done to the open files, and what stands in the way.
+
+    Attributes:
+        untouched: The files that stay as they are: the job must be given these and no others.
+        exposed: Whether others than root can change where some path leads, until CRIU has opened it.
+    """
 
     actions: list[Action]
     problems: list[Problem]
+    untouched: frozenset[Inode] = frozenset()
+    exposed: bool = False
+
+    def joined(self, other: FilePlan) -> FilePlan:
+        """Return one plan of both."""
+        return FilePlan(
+            [*self.actions, *other.actions], [*self.problems, *other.problems], self.untouched | other.untouched, self.exposed or other.exposed
+        )
 
 
 def plan_files(
@@ -67,21 +82,29 @@ def plan_files(
     """
     actions: list[Action] = []
     problems: list[Problem] = []
+    untouched: set[Inode] = set()
+    exposed = False
     stored = {space.key for space in manifest.spaces if space.kind == "file"}
     with JobPaths(root) as paths:
-        for file in manifest.files:
+        for number, file in enumerate(manifest.files):
+            if number % _AT_ONCE == 0:
+                paths.forget()
             if file.policy == "absent" or file.path in skip:
                 continue
             has_content = file.policy == "content" and file.path in stored
             outcome = _plan_one(paths, file, has_content, "restore" if mode == "auto" else mode, verify)
             if isinstance(outcome, Action):
                 actions.append(outcome)
-            elif outcome is not None:
+            elif isinstance(outcome, Problem):
                 problems.append(outcome)
-    return FilePlan(actions, problems)
+            else:
+                untouched.add(outcome)
+            exposed = exposed or not paths.guarded(os.path.dirname(file.path))
+    return FilePlan(actions, problems, frozenset(untouched), exposed)
 
 
-def _plan_one(paths: JobPaths, file: OpenFile, has_content: bool, mode: FilesMode, verify: bool) -> Action | Problem | None:
+def _plan_one(paths: JobPaths, file: OpenFile, has_content: bool, mode: FilesMode, verify: bool) -> Action | Problem | Inode:
+    """What happens to a file, or why nothing can; or which one it is, if it stays."""
     try:
         place = paths.locate(file.path)
         now = place.stat()
@@ -100,21 +123,30 @@ def _plan_one(paths: JobPaths, file: OpenFile, has_content: bool, mode: FilesMod
     if has_content and mode == "restore" and file.writable:
         # Also if size and time are the same: a mapped file changes without its time.
         return Action("replace", file, now.st_size, now.st_mtime_ns)
-    if now.st_size == file.size and (not file.mtime_ns or now.st_mtime_ns == file.mtime_ns):
-        return None
-    if has_content and mode == "restore":
+    same = now.st_size == file.size and (not file.mtime_ns or now.st_mtime_ns == file.mtime_ns)
+    if has_content and mode == "restore" and not same:
         return Action("replace", file, now.st_size, now.st_mtime_ns)
     if now.st_size > file.size and file.writable and mode == "truncate":
         return Action("truncate", file, now.st_size, now.st_mtime_ns)
     if now.st_size != file.size:
         message = f"it has {now.st_size} bytes, {file.size} when the snapshot was taken"
         return Problem(file.path, message, _cure_for_content(file, has_content, mode))
-    if file.writable or mode == "leave":
-        return None  # the same size is all that CRIU asks for
-    if verify and file.digest and _digest_at(place) == file.digest:
-        return None
+    if _of_another(paths, file, now):
+        message = f"it belongs to user {now.st_uid}, to user {file.user} when the snapshot was taken, and the job would get access to it"
+        return Problem(file.path, message, f"'chown {file.user} {file.path}' if it is the job's, else move it away")
+    # The same size is all that CRIU asks for.
+    if same or file.writable or mode == "leave" or (verify and file.digest and _digest_at(place) == file.digest):
+        return inode_of(now)
     message = "it was modified since the snapshot was taken (same size, other time)"
     return Problem(file.path, message, "bring the old file back, or take the risk with --files leave")
+
+
+def _of_another(paths: JobPaths, file: OpenFile, now: os.stat_result) -> bool:
+    """Whether somebody may have put another user's file at the path, for the job to get what that user alone may do."""
+    unknown = not file.inode  # of imported images
+    if unknown or now.st_uid == file.user or paths.guarded(os.path.dirname(file.path)):
+        return False
+    return file.writable or not now.st_mode & stat.S_IROTH
 
 
 def same_inode(locate: Callable[[str], Place], file: OpenFile) -> str:

@@ -93,16 +93,21 @@ class JobPaths:
 
     root: str = ""
     _directories: dict[str, Directory] = field(default_factory=dict)
+    _guarded: dict[str, bool] = field(default_factory=dict)
     _root: int = -1
 
     def __post_init__(self) -> None:
         self._root = os.open(self.root or "/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
 
-    def close(self) -> None:
-        """Close all descriptors; directories that were handed out are void."""
+    def forget(self) -> None:
+        """Close the directories; those that were handed out are void."""
         for directory in self._directories.values():
             os.close(directory.descriptor)
         self._directories.clear()
+
+    def close(self) -> None:
+        """Close all descriptors; directories that were handed out are void."""
+        self.forget()
         if self._root >= 0:
             os.close(self._root)
             self._root = -1
@@ -131,6 +136,18 @@ class JobPaths:
             descriptor, name = self._walk(path, last_is_directory=True)
             assert not name
         return self._keep(path, descriptor)
+
+    def guarded(self, folder: str) -> bool:
+        """Whether only root can change where a directory's path leads, and the names in it."""
+        known = self._guarded.get(folder)
+        if known is None:
+            try:
+                about = os.stat(self.root + folder, follow_symlinks=False)
+            except OSError:
+                return False
+            above = folder == "/" or self.guarded(os.path.dirname(folder))
+            known = self._guarded[folder] = above and stat.S_ISDIR(about.st_mode) and root_only(about)
+        return known
 
     def locate(self, path: str) -> Place:
         """Return where the file at ``path`` lies; a trusted link as the last component is followed.

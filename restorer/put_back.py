@@ -162,6 +162,10 @@ class PutBack:
             where = Inode(place.directory.device, place.directory.inode)
             old = inode_of(about) if about is not None else None
             change = msgspec.structs.replace(change, path=os.fsencode(name), directory=where, old=old)
+            if about is not None and not file.inode:  # imported images do not say whose it was
+                if about.st_nlink > 1 and not place.directory.root_only:
+                    raise RestoreFailed(f"{name} has other names, and may be another user's file", cure="make a copy of it in its place")
+                change = msgspec.structs.replace(change, user=about.st_uid, group=about.st_gid)
             located = Located(change, place)
             if change.temporary:
                 cells = self._cells(file.path)
@@ -209,6 +213,12 @@ class PutBack:
             with _failing(f"write {self.journal.folder}", "free space there"):
                 self.journal.keep()
             self._handed_over = True
+
+    @property
+    def inodes(self) -> frozenset[Inode]:
+        """The files that the job is to have open of those that are put back."""
+        changes = [located.change for located in self._located]
+        return frozenset(known for change in changes if (known := change.old if change.saved else change.new) is not None)
 
     # -- after --------------------------------------------------------------------------------------------------------
 

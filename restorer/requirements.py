@@ -7,9 +7,11 @@ import os
 import platform
 import re
 import socket
+import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from icecore.restorer.beside import find_conflicts
 from icecore.restorer.copies import Copies, plan_copies
 from icecore.restorer.files import FilePlan, plan_files
 from icecore.restorer.gpus import GpuPlan
+from icecore.restorer.jobfiles import Inode, inode_of
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.resident_record import resident_bytes
 from icecore.store.cell import CELL_BYTES, NODE_CELLS, PAGE, Records, data_pages
@@ -124,14 +127,13 @@ def check_requirements(
     skip = own_files | set(copies.paths)
     # A job with a private root has its files on the same host mounts, but for what is its own (/dev/shm, /proc).
     files = plan_files(manifest, options.files, root=options.root, skip=skip, verify=options.verify_files)
-    files = FilePlan([*files.actions, *copies.plan.actions], [*files.problems, *copies.plan.problems])
+    files = files.joined(copies.plan)
     conflicts = find_conflicts(
         manifest, files.actions, options.files, root=options.root, skip=skip, directory=copies.directory, copies=run is not None
     )
     shared = frozenset(conflict.file for conflict in conflicts if conflict.shared)
     if options.files == "leave":
-        problems = [problem for problem in files.problems if not (problem.path in shared and _grew(manifest, problem.path, options.root))]
-        files = FilePlan(files.actions, problems)
+        files = _with_grown(files, manifest, shared, options.root)
     of_gpus, gpu_plan = _gpus(manifest, options)
     checks = [
         *_machine(manifest, criu),
@@ -144,13 +146,18 @@ def check_requirements(
     return Requirements(checks, files, copies, gpu_plan, shared)
 
 
-def _grew(manifest: Manifest, path: str, root: str) -> bool:
-    """Whether a file has more bytes than it had."""
-    try:
-        now = os.stat(root + path).st_size
-    except OSError:
-        return False
-    return any(file.path == path and file.size < now for file in manifest.files)
+def _with_grown(files: FilePlan, manifest: Manifest, shared: Set[str], root: str) -> FilePlan:
+    """The plan, in which a shared file that only grew is no problem: CRIU does not look at its size."""
+    grown: dict[str, Inode] = {}
+    for file in manifest.files:
+        if file.path not in shared:
+            continue
+        with suppress(OSError):
+            now = os.stat(root + file.path, follow_symlinks=False)
+            if stat.S_ISREG(now.st_mode) and now.st_uid == file.user and now.st_size > file.size:
+                grown[file.path] = inode_of(now)
+    problems = [problem for problem in files.problems if problem.path not in grown]
+    return replace(files, problems=problems, untouched=files.untouched | frozenset(grown.values()))
 
 
 def _gpus(manifest: Manifest, options: RestoreOptions) -> tuple[list[Requirement], GpuPlan | None]:

@@ -43,8 +43,9 @@ from icecore.restorer.file_recovery import recover
 from icecore.restorer.filewriter import FileTarget, write_files
 from icecore.restorer.gpus import temporary
 from icecore.restorer.guard import Guard
+from icecore.restorer.held_files import require_files
 from icecore.restorer.images import FILE_NAME, SPARE, Memory, image_targets, plan_memory, read_spaces, spaces_of
-from icecore.restorer.jobfiles import JobFiles, Owner
+from icecore.restorer.jobfiles import Inode, JobFiles, Owner
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.placers import Placers, placers_for
 from icecore.restorer.placing import PLACER_BYTES
@@ -266,6 +267,8 @@ class _Run:
         self.tree: Tree | None = None
         self.put_back: PutBack | None = None
         self.restoring: Restoring | None = None
+        self.expected: frozenset[Inode] | None = None
+        self.own_places: tuple[str, ...] = ()
         self.early: list[tuple[int, int]] = []
         self.devices: Devices | None = None
         self.device_bytes: dict[int, int] = {}
@@ -291,7 +294,7 @@ class _Run:
         options = self.options
         _require_places(options)
         recover(self._state, self._tell)  # what an earlier restore left is no state to plan from
-        top = Path(tempfile.mkdtemp(prefix="icecore-restore-", dir=options.workdir or _DEFAULT_WORKDIR))
+        self.top = top = Path(tempfile.mkdtemp(prefix="icecore-restore-", dir=options.workdir or _DEFAULT_WORKDIR))
         self.stack.callback(shutil.rmtree, top, ignore_errors=True)
         images, work = top / "images", top / "work"
         images.mkdir(mode=0o700)
@@ -518,6 +521,7 @@ class _Run:
         running.bytes += self._write(memory.page_images)
         self._exchange_files(self.put_back)
         forget_sizes(folder, requirements.shared)
+        self.expected = self._expected_files(manifest, requirements, self.put_back)
         if self.restoring is not None:
             self.restoring.bind_copies(folder)
             self.log_sizes = self.restoring.job.log_sizes()
@@ -535,8 +539,21 @@ class _Run:
             message = f"{path} had a set-user-ID or set-group-ID bit, which a restore does not give back"
             self.emit(Event("restore.warning", {"name": "mode", "message": message}))
 
-    def _hand_files_over(self) -> None:
-        """The tree is built and held, and is about to run."""
+    def _expected_files(self, manifest: Manifest, requirements: Requirements, put_back: PutBack) -> frozenset[Inode] | None:
+        """What the tree may have open; None: that is not known (of imported images), or nobody but root could change where a path leads."""
+        if not requirements.files.exposed or not all(file.inode for file in manifest.files):
+            return None
+        self.own_places = (f"{self.top}/",)  # CRIU's log
+        record = _run_record(manifest)
+        if self.restoring is not None and record is not None:
+            own_root = (f"{INSTANCE_MOUNT}/", *_OWN_FOLDERS) if record.isolation.root else ()
+            self.own_places += (f"{self.restoring.job.directory}/", *own_root)
+        return requirements.files.untouched | put_back.inodes
+
+    def _hand_files_over(self, tree: Tree) -> None:
+        """The tree is about to run; it is held, unless nobody but root could change anything about its files, and nothing was changed."""
+        if self.expected is not None and tree.held:
+            require_files(tree.root(), self.expected, self.own_places)
         if self.put_back is not None:
             self.put_back.hand_over()
 
@@ -597,7 +614,7 @@ class _Run:
     def _build(self, tree: Tree, manifest: Manifest, criu: Criu, images: Path) -> None:
         """Have CRIU build it, with the daemon listening from before the first fault on."""
         # Until the tree runs the changes of files can be undone: CRIU must not decide when that is.
-        held = tree.hold_script() if self.options.mode == "full" or self.put_back else None
+        held = tree.hold_script() if self.options.mode == "full" or self.put_back or self.expected is not None else None
         own, prefix, descriptors = (
             (self.restoring.options, self.restoring.prefix, self.restoring.pass_fds) if self.restoring else ([], [], ())
         )
@@ -641,7 +658,7 @@ class _Run:
     def _resume_when_resident(self, tree: Tree) -> Restored:
         if self.devices is None:
             self._fill(tree)
-            self._hand_files_over()
+            self._hand_files_over(tree)
             pid = tree.resume(self.options.criu_seconds)
         else:
             pid = self._resume_before_devices(tree)
@@ -659,14 +676,14 @@ class _Run:
                 tree.filling.fail(error)
                 raise
             filled.result()
-        self._hand_files_over()
+        self._hand_files_over(tree)
         pid = tree.resume(self.options.criu_seconds)
         self._map_resident(tree)
         return pid
 
     def _return_while_filling(self, tree: Tree, manifest: Manifest, images: Path) -> Restored:
         self._bring_devices_back(tree)
-        self._hand_files_over()
+        self._hand_files_over(tree)
         pid = tree.resume(self.options.criu_seconds) if tree.held else tree.running(self.options.criu_seconds)
         self._map_resident(tree)
         restored = self._running(pid)

@@ -109,6 +109,35 @@ def test_a_hard_link_to_another_users_file_is_not_written_to(home: Path, victim:
     assert look(victim) == before
 
 
+@pytest.mark.parametrize("mode", ["leave", "truncate", "restore"])
+def test_another_users_file_is_not_given_to_the_job(home: Path, victim: Path, mode: str) -> None:
+    """Nothing would be written: CRIU would open it as root, and the job would have what it may not read."""
+    file = home / "data.bin"
+    then = recorded(file, writable=False, policy="checked")
+    secret = victim / "secret"
+    secret.write_bytes(CONTENT)
+    os.utime(secret, ns=(then.mtime_ns, then.mtime_ns))
+    file.unlink()
+    os.link(secret, file)
+    (problem,) = plan_files(manifest_of(then), mode).problems  # type: ignore[arg-type]
+    assert "belongs to user 0" in problem.message and "chown" in problem.cure
+    secret.chmod(0o644)
+    assert plan_files(manifest_of(then), mode).problems == [], "everybody may read that"  # type: ignore[arg-type]
+
+
+def test_a_file_of_an_imported_snapshot_is_cut_for_its_present_owner(home: Path, victim: Path, state: Path) -> None:
+    file = home / "data.bin"
+    then = msgspec.structs.replace(recorded(file), inode=0, device=0, user=0, group=0, mtime_ns=0, policy="checked", size=10)
+    put_back(manifest_of(then), b"", state, "truncate")
+    assert file.read_bytes() == CONTENT[:10] and file.stat().st_uid == HOSTILE
+    file.unlink()
+    os.link(victim / "secret", file)
+    before = look(victim)
+    with pytest.raises(RestoreFailed, match="has other names"):
+        put_back(manifest_of(then), b"", state, "truncate")
+    assert look(victim) == before
+
+
 def test_another_name_that_is_another_users_file_is_not_rewritten(home: Path, victim: Path, state: Path) -> None:
     """The recorded inode number is that of root's file: only the owner tells them apart."""
     secret = (victim / "secret").stat()
