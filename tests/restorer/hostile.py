@@ -1,7 +1,7 @@
 """A process of another user that changes what the names in its directories mean, as fast as it can, until its standard input closes.
 
-Run as ``python -I -S hostile.py UID HOME SHARED VICTIM PAUSE``. With a PAUSE (seconds) it mends after each change, and waits so long. HOME is its own, in SHARED everybody may write, VICTIM is root's. Made of the standard library
-alone: it is started with no rights.
+Run as ``python -I -S hostile.py UID HOME SHARED VICTIM PAUSE``. HOME is its own, in SHARED everybody may write, VICTIM is root's. With a PAUSE (seconds) it
+mends after each change, and waits so long. Made of the standard library alone: it is started with no rights.
 """
 
 from __future__ import annotations
