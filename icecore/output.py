@@ -235,7 +235,8 @@ def describe(event: Event) -> str:
         return f"warning: {fields.get('message')}"
     if event.name == "restore.recovered":
         what = f"the changes of files by a restore of snapshot {fields['snapshot']} that was killed were {fields['how']}"
-        return "\n".join([what, *(f"warning: {sentence}" for sentence in fields["left"])])
+        left = fields["left"]
+        return "\n".join([what, *(f"warning: {sentence}" for sentence in (left if isinstance(left, list) else []))])
     if "error" in fields and event.name != "restore.failed":
         return f"warning: {event.name}: {fields['error']}"
     return ""

@@ -1,7 +1,7 @@
 """A process of another user that changes what the names in its directories mean, as fast as it can, until its standard input closes.
 
-Run as ``python -I -S hostile.py UID HOME SHARED VICTIM``. HOME is its own, in SHARED everybody may write, VICTIM is root's. Made of the standard library
-alone: it is started with no rights.
+Run as ``python -I -S hostile.py UID HOME SHARED VICTIM PAUSE``. HOME is its own, in SHARED everybody may write, VICTIM is root's. With a PAUSE (seconds) it
+mends after each change, and waits so long. Made of the standard library alone: it is started with no rights.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import random
 import select
 import sys
+import time
 from contextlib import suppress
 
 _EXCHANGE = 2
@@ -90,7 +91,7 @@ def mend(home: str) -> None:
                 os.rename(f"{home}/{other}", folder)
     with suppress(FileExistsError):
         os.mkdir(folder)
-    for name in ("data.bin", "grown.bin"):
+    for name in ("data.bin", "grown.bin", "root.bin"):
         place = f"{folder}/{name}"
         with suppress(OSError):
             os.unlink(place)
@@ -100,6 +101,7 @@ def mend(home: str) -> None:
 
 def main() -> None:
     user, home, shared, victim = int(sys.argv[1]), *sys.argv[2:5]
+    pause = float(sys.argv[5])
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
@@ -108,6 +110,11 @@ def main() -> None:
     while not poll.poll(0):
         with suppress(OSError):
             turn(home, shared, victim)
+        if pause:
+            time.sleep(random.random() * pause / 10)
+            with suppress(OSError):
+                mend(home)
+            time.sleep(random.random() * pause)
 
 
 if __name__ == "__main__":

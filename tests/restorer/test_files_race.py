@@ -34,12 +34,12 @@ NOBODY = 65534
 
 
 @contextmanager
-def attackers(home: Path, shared: Path, victim: Path) -> Iterator[None]:
-    """Run two of them, each of a user of its own; the first owns the home."""
+def attackers(home: Path, shared: Path, victim: Path, pause: float = 0.0) -> Iterator[None]:
+    """Run two of them, each of a user of its own; the first owns the home. With a ``pause`` they let much through."""
     with ExitStack() as stack:
         processes = []
         for user in (HOSTILE, NOBODY):
-            words = [sys.executable, "-I", "-S", str(Path(hostile.__file__)), str(user), str(home), str(shared), str(victim)]
+            words = [sys.executable, "-I", "-S", str(Path(hostile.__file__)), str(user), str(home), str(shared), str(victim), str(pause)]
             processes.append(subprocess.Popen(words, stdin=subprocess.PIPE))
             stack.callback(processes[-1].kill)
         yield

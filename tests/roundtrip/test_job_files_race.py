@@ -61,10 +61,10 @@ def test_a_job_is_given_its_own_files_and_nobody_else_loses_any(trip: Trip, tmp_
         victims = {(about.st_dev, about.st_ino) for about in (path.stat() for path in ground.victim.rglob("*"))}
         outcomes: Counter[str] = Counter()
         end = time.monotonic() + seconds
-        with attackers(ground.home, ground.shared, ground.victim):
+        with attackers(ground.home, ground.shared, ground.victim, 0.5):
             while sum(outcomes.values()) < least or time.monotonic() < end:
                 number = sum(outcomes.values())
-                options = RestoreOptions(mode=["full", "lazy"][number % 2], files=["restore", "restore", "leave", "truncate"][number % 4])  # type: ignore[arg-type]
+                options = RestoreOptions(mode=["full", "lazy"][number % 2], files=["restore", "restore", "restore", "leave", "truncate"][number % 5])  # type: ignore[arg-type]
                 try:
                     restored = restore(trip.repository, trip.loop, snapshot, options, criu=trip.criu, registry=registry)
                 except (RestoreFailed, RestoreRefused) as error:
@@ -79,5 +79,6 @@ def test_a_job_is_given_its_own_files_and_nobody_else_loses_any(trip: Trip, tmp_
                     assert not opened & victims, "the job was given a file of root's"
                 assert (look(ground.victim), look(ground.outside)) == before, outcomes
         print(dict(outcomes))
+        assert outcomes["runs"] or not seconds, outcomes
         ground.assert_nothing_of_roots_is_theirs()
         assert not [path for path in (registry.state / "restores").glob("*") if path.suffix != ".kept"]
