@@ -7,7 +7,7 @@ who is outside can, and the mount vanishes with the entry.
 
 from __future__ import annotations
 
-import ctypes
+import errno
 import os
 import stat
 import threading
@@ -16,13 +16,13 @@ from contextlib import ExitStack
 from typing import TypeVar
 
 from icecore.host import launch, libc
+from icecore.host.filesystem import open_confined
 
 T = TypeVar("T")
 
-_OPEN_TREE, _MOVE_MOUNT, _OPENAT2 = 428, 429, 437  # the same on every architecture
+_OPEN_TREE, _MOVE_MOUNT = 428, 429  # the same on every architecture
 _OPEN_TREE_CLONE, _AT_EMPTY_PATH = 1, 0x1000
 _MOVE_MOUNT_FROM_EMPTY, _MOVE_MOUNT_TO_EMPTY = 0x4, 0x40
-_RESOLVE_NO_MAGICLINKS, _RESOLVE_NO_SYMLINKS = 0x2, 0x4
 _CLONE_FS = 0x200
 
 
@@ -98,12 +98,14 @@ def bind(namespace: int, directory: str, paths: Iterable[str]) -> None:
 
 def _open_file(path: str) -> int:
     """An O_PATH descriptor of a regular file, reached through no symbolic link."""
-    how = (ctypes.c_uint64 * 3)(os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW, 0, _RESOLVE_NO_SYMLINKS | _RESOLVE_NO_MAGICLINKS)
-    number = libc.syscall(_OPENAT2, -100, os.fsencode(path), ctypes.byref(how), ctypes.sizeof(how))
-    descriptor = _checked(number, path)
+    root = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        descriptor = open_confined(root, path.lstrip("/"), os.O_PATH | os.O_NOFOLLOW)
+    finally:
+        os.close(root)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(22, f"{path} is no regular file")
+        raise OSError(errno.EINVAL, f"{path} is no regular file")
     return descriptor
 
 
