@@ -38,7 +38,7 @@ from icecore.host import limits, procfs
 from icecore.host.criu import Criu, DumpArguments, explain, find_criu, lazy_dump_command, stream_dump_command
 from icecore.host.cuda.holder import plugin_folder
 from icecore.host.hidden import hides
-from icecore.host.namespaces import dump_options
+from icecore.host.namespaces import dump_options, dump_prefix
 from icecore.host.scanning import native_scan_lacks
 from icecore.host.shell import run_shell
 from icecore.store.loop import LoopThread
@@ -410,6 +410,13 @@ class _Dump:
         found = look(self.target.pid, self.criu, self.workdir, self.options)
         self.lives.watch([one.pid for one in found.gpus.processes] if found.gpus is not None else [])
         require(found)
+        record = self.target.record
+        if record is not None and record.copies and not record.isolation.root:
+            # CRIU works in the root's mount namespace then, and would take any other for one of its own to restore.
+            own = {(process.namespaces or {}).get("mnt") for process in found.living}
+            if len(own) > 1:
+                cure = "snapshot it before it makes them, or restore it without --files-to"
+                raise PreflightRefused([("namespaces", "the job has copies of files (--files-to), and processes with mount namespaces of their own", cure)])
         for warning in warn(found):
             fields = {"name": warning.name, "message": warning.message, "cure": warning.cure}
             self.emit(Event("dump.warning", {**fields}))
@@ -495,7 +502,9 @@ class _Dump:
 
     def _criu_command(self, images: Path, devices: bool) -> list[str]:
         """CRIU's arguments; the guard fills in what is in braces."""
-        own = dump_options(self.target.pid, self.target.record) if self.target.record else []
+        record = self.target.record
+        own = dump_options(self.target.pid, record) if record else []
+        prefix = dump_prefix(self.target.pid, record) if record else []
         arguments = DumpArguments(
             connections=self.options.tcp,
             network_lock="skip",
@@ -515,8 +524,8 @@ class _Dump:
         )
         if self.options.memory == "streamed":
             self.emit(Event("dump.fallback", {"memory": "streamed", "why": "CRIU sends all memory in the window"}))
-            return stream_dump_command(self.criu, self.target.pid, images, arguments, pages="{pages}")
-        return lazy_dump_command(self.criu, self.target.pid, images, arguments, pages="{pages}", status="{status}")
+            return [*prefix, *stream_dump_command(self.criu, self.target.pid, images, arguments, pages="{pages}")]
+        return [*prefix, *lazy_dump_command(self.criu, self.target.pid, images, arguments, pages="{pages}", status="{status}")]
 
     def _restore_options(self) -> list[str]:
         """What a restore of this dump must tell CRIU."""

@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -70,6 +70,8 @@ class Description:
         owner: Pid and start time of the process that starts or restores it.
         resident: Where the keeper of its device memory is, as this machine sees it (`icecore.host.resident`); empty: it has none, or icecore was older.
         keep_resident: From its first snapshot on that memory outlives it, unless it ends well.
+        files_to: Directory of its own copies of files (``restore --files-to``); empty: it has none.
+        copies: The files, by the path at which it sees them.
     """
 
     name: str
@@ -88,6 +90,8 @@ class Description:
     snapshot: str = ""
     resident: str = ""
     keep_resident: bool = False
+    files_to: str = ""
+    copies: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -228,6 +232,8 @@ class Job:
             files=own_paths(self.directory, known.isolation),
             binds=known.binds,
             init=(self.directory / "icecore-init").read_bytes(),
+            files_to=known.files_to,
+            copies=known.copies,
         )
 
     # -- how it is

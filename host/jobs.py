@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from icecore.errors import Damaged, IcecoreError, NotFound, UsageError
+from icecore.errors import Damaged, IcecoreError, NotFound, RestoreRefused, UsageError
 from icecore.events import Event, Sink, discard
 from icecore.host import procfs
 from icecore.host.job import Description, Job, boot_id, init_of
@@ -225,14 +225,15 @@ class Registry:
         )
         return job
 
-    def restoring(self, record: RunRecord, *, snapshot: str, lineage: str = "", name: str = "") -> Restoring:
+    def restoring(self, record: RunRecord, *, snapshot: str, lineage: str = "", name: str = "", dumped: Sequence[str] = ()) -> Restoring:
         """Make the place for a new instance of a run from a snapshot: see `Restoring`.
 
         Args:
-            record: From the snapshot's manifest.
+            record: From the snapshot's manifest, with the copies of files that this instance gets.
             snapshot: Its id.
             lineage: Its lineage.
             name: Name of the instance. Empty: the job's, with a number where a living one has it.
+            dumped: The copies of files that the snapshot's instance had.
 
         Raises:
             UsageError: A bad name, or one that a living job has.
@@ -247,11 +248,12 @@ class Registry:
             snapshot=snapshot,
             lineage=lineage,
         )
+        described = replace(described, files_to=record.files_to, copies=record.copies)
         job = self._note_down(described, exact=bool(name), init=record.init)
         try:
             for own in ("stdout.log", "stderr.log", "status"):
                 os.close(os.open(job.directory / own, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
-            return Restoring(job, record, RestoreNamespaces(record, job.directory))
+            return Restoring(job, record, RestoreNamespaces(record, job.directory, dumped))
         except BaseException:
             shutil.rmtree(job.directory, ignore_errors=True)
             raise
@@ -488,6 +490,22 @@ class Restoring:
     def redirected(self) -> dict[str, Path]:
         """Paths in the images of files that are the instance's own → the new instance's files. Nothing else may be put at those paths."""
         return {path: self.job.directory / name for name, path in self._record.files.items()}
+
+    def bind_copies(self, images: Path) -> None:
+        """Put the instance's copies over the files that they are of, or have CRIU do so; they are written, and CRIU does not run yet.
+
+        Args:
+            images: CRIU's images.
+
+        Raises:
+            RestoreRefused: It cannot be done.
+        """
+        try:
+            self._namespaces.bind_copies(images)
+        except OSError as error:
+            raise RestoreRefused(
+                f"cannot bind a copy of a file: {error.strerror}", cure="look at the file and at the directory of --files-to, or choose --files"
+            ) from error
 
     def has_keeper(self, place: Path, *, keep: bool) -> None:
         """Note down where the keeper of its device memory is, and whether that memory outlives it."""

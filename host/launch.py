@@ -23,7 +23,7 @@ import time
 from typing import Any, NoReturn
 
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x08000000, 0x20000000, 0x40000000
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE, MS_SLAVE = 1, 2, 4, 8, 4096, 16384, 1 << 18, 1 << 19
 MNT_DETACH = 2
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
 
@@ -49,6 +49,11 @@ def _checked(result: int, step: str) -> None:
 def unshare(flags: int) -> None:
     """Give the calling thread (for pid namespaces: its later children) new namespaces (unshare(2))."""
     _checked(_libc.unshare(flags), "making the namespaces")
+
+
+def enter(namespace: int, kind: int) -> None:
+    """Move the calling thread into a namespace (setns(2))."""
+    _checked(_libc.setns(namespace, kind), "entering the namespace")
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:

@@ -6,6 +6,11 @@
   (``--external mnt[…]``); the directory of the instance is bound at `INSTANCE_MOUNT`, so that a restore gives each
   instance its own logs there. CRIU keeps the content of the private /dev/shm in its images.
 
+- copies: an instance may see some files as copies of its own (``restore --files-to``), which are bound over them (`icecore.host.mounts`).
+  Without a private root the tree and the CRIU that restores or dumps it share a mount namespace that differs from the host's in these binds
+  alone, so CRIU takes no notice of any mount.
+  In a private root they are external mounts, as its other binds are; those that the snapshot's images do not have yet are added to them.
+
 Without a private root the instance's files (logs, status, init) are known to CRIU by path, and a restore gives it the new
 instance's as inherited descriptors. CRIU then checks neither size nor flags: they must be opened as the job had them.
 """
@@ -17,9 +22,8 @@ import json
 import os
 import re
 import shutil
-import threading
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -28,6 +32,8 @@ import msgspec
 
 from icecore.errors import MissingTool, RestoreRefused, UsageError
 from icecore.host import launch, procfs
+from icecore.host.image_changes import add_external_mounts
+from icecore.host.mounts import bind, in_thread, new_view
 
 #: Where a job with a private root sees the directory of its instance.
 INSTANCE_MOUNT = "/run/icecore/job"
@@ -43,6 +49,9 @@ OWN_FILES = {
 _MOST_INIT = 16 << 20
 _NETWORK_NAME = "icecore-network"
 _INSTANCE_NAME = "icecore-instance"
+_COPY_NAME = "icecore-copy-{}"
+#: What CRIU's option syntax cannot say of a mount point.
+_UNSPEAKABLE = re.compile(r"[\]:\s]")
 # File systems of the kernel's own that no job keeps data in; "cgroup" (version 1) would be a dozen mounts that another host lacks.
 _NOT_BOUND = frozenset(
     (
@@ -106,6 +115,8 @@ class RunRecord:
         files: Each of `OWN_FILES` → its path in CRIU's images, which is the path that the job's processes see.
         binds: The host's mount points that were bound into its private root, parents first.
         init: The init's program: a restore runs the very same bytes, whatever is installed there.
+        files_to: Directory of the instance's own copies of files, each under its whole path; empty: it has none.
+        copies: The files, by the path at which the processes see them.
     """
 
     name: str
@@ -115,6 +126,8 @@ class RunRecord:
     files: dict[str, str]
     binds: list[str]
     init: bytes
+    files_to: str = ""
+    copies: list[str] = field(default_factory=list)
 
     def is_own(self, path: str) -> bool:
         """Whether a path in CRIU's images is the instance's own: nothing may be read or put back at that path of the host.
@@ -128,7 +141,10 @@ class RunRecord:
 
     def encode(self) -> str:
         """As text, for the manifest."""
-        return json.dumps({**asdict(self), "init": base64.b64encode(self.init).decode()})
+        fields = {**asdict(self), "init": base64.b64encode(self.init).decode()}
+        if not self.copies:  # as it was before there were any, for an icecore that knows of none
+            del fields["files_to"], fields["copies"]
+        return json.dumps(fields)
 
     @classmethod
     def decode(cls, text: str) -> RunRecord:
@@ -140,9 +156,9 @@ class RunRecord:
         try:
             fields = json.loads(text)
             record = msgspec.convert(fields, type=cls)
-            if set(fields) != set(asdict(record)) or not set(fields["isolation"]) <= set(asdict(record.isolation)):
+            if not set(fields) <= set(asdict(record)) or not set(fields["isolation"]) <= set(asdict(record.isolation)):
                 raise ValueError("it has fields that are not known")
-            texts = [record.name, record.cwd, *record.command, *record.files, *record.files.values(), *record.binds]
+            texts = [record.name, record.cwd, *record.command, *record.files, *record.files.values(), *record.binds, record.files_to, *record.copies]
             if any(b"\0" in os.fsencode(text) for text in texts):
                 raise ValueError("a text holds a NUL")
         except (msgspec.MsgspecError, ValueError, RecursionError, UsageError) as error:
@@ -151,12 +167,24 @@ class RunRecord:
             raise ValueError("not the record of a run: its init is too long, or a path is none")
         if set(record.files) != set(OWN_FILES) or not all(path.startswith("/") for path in record.files.values()):
             raise ValueError("not the record of a run: its files are not an instance's")
+        if not all(map(_is_plain, (record.files_to or "/", *record.copies))):
+            raise ValueError("not the record of a run: its copies are at no absolute paths")
         return record
 
 
 def _sound(paths: Iterable[str]) -> bool:
     """Whether all are absolute paths that go nowhere up."""
     return all(path.startswith("/") and "\0" not in path and ".." not in path.split("/") for path in paths)
+
+
+def can_cover(path: str, isolation: Isolation) -> bool:
+    """Whether a job with this isolation can see a copy at a path: CRIU must be able to name it."""
+    return not isolation.root or not _UNSPEAKABLE.search(path)
+
+
+def _is_plain(path: str) -> bool:
+    """Whether a path is absolute and in its shortest form."""
+    return path.startswith("/") and "\0" not in path and os.path.normpath(path) == path
 
 
 def init_program() -> Path:
@@ -189,7 +217,7 @@ def bindable_mounts() -> list[str]:
     for mount in procfs.mounts():
         point = mount.point
         own = any(point == own or point.startswith(f"{own}/") for own in _OWN_MOUNTS)
-        if point == "/" or own or point in found or mount.kind in _NOT_BOUND or re.search(r"[\]:\s]", point):
+        if point == "/" or own or point in found or mount.kind in _NOT_BOUND or _UNSPEAKABLE.search(point):
             continue
         if os.path.lexists(point):  # else hidden under a later mount
             found.append(point)
@@ -226,15 +254,36 @@ def dump_options(pid: int, record: RunRecord) -> list[str]:
         for point in record.binds:
             options += ["--external", f"mnt[{point}]:{point}"]
         options += ["--external", f"mnt[{INSTANCE_MOUNT}]:{_INSTANCE_NAME}"]
+        for number, path in enumerate(record.copies):
+            options += ["--external", f"mnt[{path}]:{_COPY_NAME.format(number)}"]
     return options
+
+
+def dump_prefix(pid: int, record: RunRecord) -> list[str]:
+    """What stands before ``criu dump``: CRIU must see the copies where the job whose init is ``pid`` sees them.
+
+    Raises:
+        MissingTool: nsenter is missing.
+    """
+    if not record.copies or record.isolation.root:
+        return []
+    return [_nsenter(), f"--mount=/proc/{pid}/ns/mnt", "--"]
+
+
+def _nsenter() -> str:
+    found = shutil.which("nsenter")
+    if found is None:
+        raise MissingTool("nsenter is missing", cure="apt-get install util-linux")
+    return found
 
 
 class RestoreNamespaces:
     """What `criu restore` needs for one new instance of a run: open until the restore has ended (a context manager).
 
     Args:
-        record: From the snapshot.
+        record: From the snapshot, with the copies that the new instance gets.
         directory: The new instance's; its own files (`OWN_FILES`) must be there.
+        dumped: The copies that the snapshot's instance had.
 
     Attributes:
         prefix: Command line to put before ``criu``: it enters the mount namespace in which the private root is being built.
@@ -246,22 +295,25 @@ class RestoreNamespaces:
         OSError: The kernel refused a namespace or a mount.
     """
 
-    def __init__(self, record: RunRecord, directory: Path) -> None:
+    def __init__(self, record: RunRecord, directory: Path, dumped: Sequence[str] = ()) -> None:
+        self._added: dict[str, str] = {}
         self.prefix: list[str] = []
         self.options = ["--ext-unix-sk", "--file-locks"]
+        self._record = record
+        self._view = -1
         self._fds: list[int] = []
         try:
             if record.isolation.network:
-                fd = self._keep(_in_thread(_new_network))
+                fd = self._keep(in_thread(_new_network))
                 self.options += ["--inherit-fd", f"fd[{fd}]:{_NETWORK_NAME}"]
                 self.options += ["--tcp-established", "--network-lock", "skip"]
             if record.isolation.root:
-                self._private_root(record, directory)
+                self._private_root(record, directory, dumped)
             else:
-                for name, flags in OWN_FILES.items():
-                    fd = self._keep(os.open(directory / name, flags | os.O_CLOEXEC | os.O_NOFOLLOW))
+                own = in_thread(lambda: self._in_view(directory)) if record.copies else _open_own(directory)
+                for name, fd in own.items():
                     # CRIU's key is the path without its first slash.
-                    self.options += ["--inherit-fd", f"fd[{fd}]:{record.files[name][1:]}"]
+                    self.options += ["--inherit-fd", f"fd[{self._keep(fd)}]:{record.files[name][1:]}"]
         except BaseException:
             self.close()
             raise
@@ -270,25 +322,52 @@ class RestoreNamespaces:
         self._fds.append(fd)
         return fd
 
-    def _private_root(self, record: RunRecord, directory: Path) -> None:
+    def _in_view(self, directory: Path) -> dict[str, int]:
+        """Move the calling thread into the tree's mount namespace, and open the instance's own files there: CRIU finds files by mount."""
+        nsenter = _nsenter()
+        self._view = self._keep(new_view())
+        self.prefix = [nsenter, f"--mount=/proc/self/fd/{self._view}", "--"]
+        return _open_own(directory)
+
+    def bind_copies(self, images: Path) -> None:
+        """Put the copies over the files, or, for a private root, have CRIU do so. They are written, and CRIU does not run yet.
+
+        Args:
+            images: CRIU's images.
+
+        Raises:
+            RestoreRefused: Processes of the job have mount namespaces of their own.
+            OSError: A copy or what it is to cover is missing, or the kernel refused.
+        """
+        if self._view >= 0:
+            bind(self._view, self._record.files_to, self._record.copies)
+        elif self._added:
+            add_external_mounts(images, self._added)
+
+    def _private_root(self, record: RunRecord, directory: Path, dumped: Sequence[str]) -> None:
         missing = [point for point in record.binds if not os.path.lexists(point)]
         if missing:
             raise RestoreRefused(
                 f"the job saw mounts that are missing here: {', '.join(missing)}",
                 cure="mount the same file systems, or make empty directories (files) in their place",
             )
-        nsenter = shutil.which("nsenter")
-        if nsenter is None:
-            raise MissingTool("nsenter is missing", cure="apt-get install util-linux")
+        nsenter = _nsenter()
         make_instance_mount()
         root = directory / "root"
         root.mkdir(exist_ok=True)
         # The bind on which CRIU builds is made in a mount namespace of its own: the host never sees it, and it is gone with the last process in it.
-        fd = self._keep(_in_thread(lambda: _new_root(str(root))))
+        fd = self._keep(in_thread(lambda: _new_root(str(root))))
         self.prefix = [nsenter, f"--mount=/proc/self/fd/{fd}", "--"]
         self.options += ["--root", str(root), "--external", f"mnt[{_INSTANCE_NAME}]:{directory}"]
         for point in record.binds:
             self.options += ["--external", f"mnt[{point}]:{point}"]
+        added = [path for path in record.copies if path not in dumped]
+        for number, path in enumerate([*dumped, *added]):
+            name = _COPY_NAME.format(number)
+            # What is no copy any more is covered by the file itself.
+            self.options += ["--external", f"mnt[{name}]:{record.files_to + path if path in record.copies else path}"]
+            if path in added:
+                self._added[path] = name
 
     @property
     def pass_fds(self) -> tuple[int, ...]:
@@ -309,6 +388,11 @@ class RestoreNamespaces:
         self.close()
 
 
+def _open_own(directory: Path) -> dict[str, int]:
+    """`OWN_FILES` of an instance, as its processes have them open."""
+    return {name: os.open(directory / name, flags | os.O_CLOEXEC | os.O_NOFOLLOW) for name, flags in OWN_FILES.items()}
+
+
 def _new_network() -> int:
     launch.unshare(launch.CLONE_NEWNET)
     launch.raise_loopback()
@@ -319,28 +403,6 @@ def _new_root(root: str) -> int:
     launch.unshare(launch.CLONE_NEWNS)
     launch.bind_root(root)
     return os.open("/proc/thread-self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
-
-
-def _in_thread(make: Callable[[], int]) -> int:
-    """Run ``make`` in a thread that ends right after: namespaces are a thread's own, and this process must keep its own."""
-    made: list[int] = []
-    failed: list[Exception] = []
-
-    def work() -> None:
-        try:
-            made.append(make())
-        except (OSError, launch.StepFailed) as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=work, name="namespaces")
-    thread.start()
-    thread.join()
-    if failed:
-        error = failed[0]
-        if isinstance(error, launch.StepFailed):
-            raise OSError(error.error.errno, f"{error.step}: {error.error.strerror}") from error
-        raise error
-    return made[0]
 
 
 #: Keeps libraries off io_uring, which CRIU cannot dump: libuv (Node.js) and PyTorch's TCPStore. The kernel has no switch per process.

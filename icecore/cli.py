@@ -21,6 +21,8 @@ from icecore.errors import IcecoreError, StoreFull, UsageError
 from icecore.output import Output
 
 GROUPS = (jobs, snapshots, repositories, trust, keys, regions, exchange, node)
+#: Commands that see or change what runs on this node: they put right first what a killed restore left among jobs' files.
+_OF_THIS_NODE = frozenset({"run", "ps", "dump", "restore", "doctor"})
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -154,6 +156,8 @@ def _run(words: list[str], rest: list[str] | None) -> int:
         Output(as_json=arguments.json, quiet=arguments.quiet) as output,
         Context(settings, output, arguments.repository or settings.repository) as context,
     ):
+        if arguments.command in _OF_THIS_NODE:
+            context.recover_files()
         status: int = arguments.run(arguments, context)
         return status
 

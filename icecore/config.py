@@ -200,7 +200,7 @@ class RestoreSettings:
     """
 
     mode: Literal["full", "lazy"] = _setting("full", choice("full", "lazy"))
-    files: Literal["restore", "truncate", "leave"] = _setting("restore", choice("restore", "truncate", "leave"))
+    files: Literal["auto", "restore", "truncate", "leave"] = _setting("auto", choice("auto", "restore", "truncate", "leave"))
     verify_files: bool = _setting(False, SWITCH)
     tcp: Literal["keep", "close"] = _setting("keep", choice("keep", "close"))
     budget_bytes: int = _setting(0, SIZE)

@@ -58,6 +58,7 @@ def examine(config: Config, location: str) -> Iterator[Finding]:
     yield from _gpus()
     yield _workdir(config.restore.workdir or config.dump.workdir)
     yield _jobs(config)
+    yield from _saved_files(config)
     yield from _repository(config, location)
 
 
@@ -236,6 +237,15 @@ def _jobs(config: Config) -> Finding:
     if os.statvfs(nearest).f_flag & os.ST_NOEXEC:
         return Finding("jobs", "bad", f"{state} is on a file system mounted noexec", "set ICECORE_STATE to another place")
     return Finding("jobs", "good", f"noted down in {state}")
+
+
+def _saved_files(config: Config) -> Iterator[Finding]:
+    """What restores saved of jobs' files and could not put back."""
+    folder = state_directory(config.state) / "restores"
+    kept = sorted(folder.glob("*.kept")) if os.access(folder, os.R_OK) else []
+    for one in kept:
+        message = f"{one} holds what a restore replaced among a job's files and could not put back"
+        yield Finding("restores", "warning", message, f"take what you need, then 'rm -r {one}'")
 
 
 def _repository(config: Config, location: str) -> Iterator[Finding]:

@@ -264,6 +264,10 @@ def describe(event: Event) -> list[str]:
         return _gpu_words(fields)
     if event.name in ("restore.warning", "export.warning", "copy.warning", "sync.warning"):
         return _lines("warning: ", str(fields.get("message")))
+    if event.name == "restore.recovered":
+        what = f"the changes of files by a restore of snapshot {fields['snapshot']} that was killed were {fields['how']}"
+        left = fields["left"]
+        return [what, *(f"warning: {sentence}" for sentence in (left if isinstance(left, list) else []))]
     if "error" in fields and event.name != "restore.failed":
         return _lines(f"warning: {event.name}: ", str(fields["error"]))
     return []

@@ -8,15 +8,19 @@ import re
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from icecore.errors import Damaged, IcecoreError, StoreError, UsageError
+from icecore.errors import IcecoreError, StoreError, UsageError
 from icecore.events import Event, Progress, Sink, discard, phase
 from icecore.host.limits import threads_for
+from icecore.restorer.cells import SpaceCells
 from icecore.restorer.fetch import PLACE_THREADS, Limits
 from icecore.restorer.filewriter import FileTarget, write_files
 from icecore.restorer.images import image_targets, plan_memory, read_spaces, spaces_of
+from icecore.restorer.jobfiles import JobFiles, Owner
+from icecore.restorer.jobpaths import components
 from icecore.restorer.shortage import shortage
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import Space
@@ -132,12 +136,14 @@ class _Export:
         version = tuple(int(number) for number in re.findall(r"\d+", manifest.requirements.criu)[:3])
         own = cells[len(images) : len(images) + len(memory)]
         pages = plan_memory(self.folder, list(zip(memory, own, strict=True)), version, lazily=False).page_images
-        open_files = [
-            FileTarget(self._open_file(space), space.size, part)
-            for space, part in zip(files, cells[len(images) + len(memory) :], strict=True)
-        ]
-        self._require_space([*pages, *open_files])
-        self._write([*pages, *open_files], progress)
+        with ExitStack() as stack:
+            own_files = stack.enter_context(JobFiles(str(self.folder)))
+            open_files = [
+                self._open_file(stack, own_files, space, part)
+                for space, part in zip(files, cells[len(images) + len(memory) :], strict=True)
+            ]
+            self._require_space([*pages, *open_files])
+            self._write([*pages, *open_files], progress)
         written = [*targets, *pages, *open_files]
         return ExportResult(
             self.folder,
@@ -147,14 +153,17 @@ class _Export:
             time.perf_counter() - began,
         )
 
-    def _open_file(self, space: Space) -> str:
-        """Where the content of an open file goes; its folder is made."""
-        parts = Path(space.key).parts
-        if not parts or parts[0] != "/" or ".." in parts or "\0" in space.key:
-            raise Damaged("manifest", self.reader.manifest.snapshot, f"it has an open file named {space.key!r}")
-        path = self.folder.joinpath(OPEN_FILES, *parts[1:])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return str(path)
+    def _open_file(self, stack: ExitStack, files: JobFiles, space: Space, cells: SpaceCells) -> FileTarget:
+        """Make the file that the content of an open file goes into, with its directories."""
+        components(space.key)
+        path, owner = f"/{OPEN_FILES}{space.key}", Owner(os.geteuid(), os.getegid())
+        try:
+            files.make_directories(os.path.dirname(path), owner)
+            descriptor = files.create(files.locate(path), owner)
+        except OSError as error:
+            raise StoreError(f"cannot write {self.folder}{path}: {error.strerror}") from error
+        stack.callback(os.close, descriptor)
+        return FileTarget(f"{self.folder}{path}", space.size, cells, descriptor=descriptor)
 
     def _require_space(self, targets: Sequence[FileTarget]) -> None:
         if short := shortage(self.folder, targets):

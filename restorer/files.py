@@ -1,28 +1,24 @@
-"""Open files put back as they were when the snapshot was taken; the rule: a file is replaced as a whole, under its
-name, so that whoever still has the old one open keeps it, or it is not touched."""
+"""Which open files a restore has to put back, and what stands in the way; the rule: nothing is changed here (`icecore.restorer.put_back` does that)."""
 
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
 import stat
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 import blake3
 
-from icecore.errors import Damaged, RestoreFailed
-from icecore.restorer.cells import SpaceCells
-from icecore.restorer.filewriter import FileTarget
+from icecore.restorer.jobfiles import Inode, inode_of
+from icecore.restorer.jobpaths import JobPaths, PathRefused, Place
 from icecore.store.manifest import Manifest, OpenFile
 
-FilesMode = Literal["restore", "truncate", "leave"]
-#: Names that CRIU gives to hard links through which it finds unlinked files again; it removes them itself.
-_LINK_REMAP = "link_remap."
+FilesMode = Literal["auto", "restore", "truncate", "leave"]
 _HASH_PIECE = 1 << 20
+#: Files for which directories stay open together.
+_AT_ONCE = 200
 
 
 @dataclass(frozen=True)
@@ -36,18 +32,40 @@ class Problem:
 
 @dataclass(frozen=True)
 class Action:
-    """What happens to one file: ``write`` its content, or cut it to its size (``truncate``)."""
+    """What happens to one file.
 
-    kind: Literal["write", "truncate"]
+    Attributes:
+        kind: ``create`` it, ``replace`` it by another with the recorded content, ``rewrite`` its content in place (another name of it is
+            still there), or ``truncate`` it to its recorded size.
+        file: What the snapshot recorded.
+        size, mtime_ns: What is there now; None for ``create``.
+    """
+
+    kind: Literal["create", "replace", "rewrite", "truncate"]
     file: OpenFile
+    size: int | None = None
+    mtime_ns: int | None = None
 
 
 @dataclass(frozen=True)
 class FilePlan:
-    """What has to be done to the open files, and what stands in the way."""
+    """What has to be done to the open files, and what stands in the way.
+
+    Attributes:
+        untouched: The files that stay as they are: the job must be given these and no others.
+        exposed: Whether others than root can change where some path leads, until CRIU has opened it.
+    """
 
     actions: list[Action]
     problems: list[Problem]
+    untouched: frozenset[Inode] = frozenset()
+    exposed: bool = False
+
+    def joined(self, other: FilePlan) -> FilePlan:
+        """Return one plan of both."""
+        return FilePlan(
+            [*self.actions, *other.actions], [*self.problems, *other.problems], self.untouched | other.untouched, self.exposed or other.exposed
+        )
 
 
 def plan_files(
@@ -64,48 +82,81 @@ def plan_files(
     """
     actions: list[Action] = []
     problems: list[Problem] = []
+    untouched: set[Inode] = set()
+    exposed = False
     stored = {space.key for space in manifest.spaces if space.kind == "file"}
-    for file in manifest.files:
-        if file.policy == "absent" or file.path in skip:
-            continue
-        has_content = file.policy == "content" and file.path in stored
-        outcome = _plan_one(file, has_content, mode, root, verify)
-        if isinstance(outcome, Action):
-            actions.append(outcome)
-        elif outcome is not None:
-            problems.append(outcome)
-    return FilePlan(actions, problems)
+    with JobPaths(root) as paths:
+        for number, file in enumerate(manifest.files):
+            if number % _AT_ONCE == 0:
+                paths.forget()
+            if file.policy == "absent" or file.path in skip:
+                continue
+            has_content = file.policy == "content" and file.path in stored
+            outcome = _plan_one(paths, file, has_content, "restore" if mode == "auto" else mode, verify)
+            if isinstance(outcome, Action):
+                actions.append(outcome)
+            elif isinstance(outcome, Problem):
+                problems.append(outcome)
+            else:
+                untouched.add(outcome)
+            exposed = exposed or not paths.guarded(os.path.dirname(file.path))
+    return FilePlan(actions, problems, frozenset(untouched), exposed)
 
 
-def _plan_one(file: OpenFile, has_content: bool, mode: FilesMode, root: str, verify: bool) -> Action | Problem | None:
+def _plan_one(paths: JobPaths, file: OpenFile, has_content: bool, mode: FilesMode, verify: bool) -> Action | Problem | Inode:
+    """What happens to a file, or why nothing can; or which one it is, if it stays."""
     try:
-        now = os.stat(root + file.path)
+        place = paths.locate(file.path)
+        now = place.stat()
     except FileNotFoundError:
-        if has_content and mode == "restore":
-            return Action("write", file)
-        return Problem(file.path, "it is not there", _cure_for_content(file, has_content, mode))
+        now = None
+    except PathRefused as error:
+        return Problem(file.path, error.message, error.cure)
     except OSError as error:
         return Problem(file.path, f"it cannot be looked at: {error.strerror}", "run as a user who may")
+    if now is None:
+        if has_content and mode == "restore":
+            return Action("rewrite" if same_inode(paths.locate, file) else "create", file)
+        return Problem(file.path, "it is not there", _cure_for_content(file, has_content, mode))
     if not stat.S_ISREG(now.st_mode):
         return Problem(file.path, "it is no regular file any more", "move away what is there now")
     if has_content and mode == "restore" and file.writable:
         # Also if size and time are the same: a mapped file changes without its time.
-        return Action("write", file)
-    if now.st_size == file.size and (not file.mtime_ns or now.st_mtime_ns == file.mtime_ns):
-        return None
-    if has_content and mode == "restore":
-        return Action("write", file)
+        return Action("replace", file, now.st_size, now.st_mtime_ns)
+    same = now.st_size == file.size and (not file.mtime_ns or now.st_mtime_ns == file.mtime_ns)
+    if has_content and mode == "restore" and not same:
+        return Action("replace", file, now.st_size, now.st_mtime_ns)
     if now.st_size > file.size and file.writable and mode == "truncate":
-        return Action("truncate", file)
+        return Action("truncate", file, now.st_size, now.st_mtime_ns)
     if now.st_size != file.size:
         message = f"it has {now.st_size} bytes, {file.size} when the snapshot was taken"
         return Problem(file.path, message, _cure_for_content(file, has_content, mode))
-    if file.writable or mode == "leave":
-        return None  # the same size is all that CRIU asks for
-    if verify and file.digest and content_digest(root + file.path) == file.digest:
-        return None
+    if _of_another(paths, file, now):
+        message = f"it belongs to user {now.st_uid}, to user {file.user} when the snapshot was taken, and the job would get access to it"
+        return Problem(file.path, message, f"'chown {file.user} {file.path}' if it is the job's, else move it away")
+    # The same size is all that CRIU asks for.
+    if same or file.writable or mode == "leave" or (verify and file.digest and _digest_at(place) == file.digest):
+        return inode_of(now)
     message = "it was modified since the snapshot was taken (same size, other time)"
     return Problem(file.path, message, "bring the old file back, or take the risk with --files leave")
+
+
+def _of_another(paths: JobPaths, file: OpenFile, now: os.stat_result) -> bool:
+    """Whether somebody may have put another user's file at the path, for the job to get what that user alone may do."""
+    unknown = not file.inode  # of imported images
+    if unknown or now.st_uid == file.user or paths.guarded(os.path.dirname(file.path)):
+        return False
+    return file.writable or not now.st_mode & stat.S_IROTH
+
+
+def same_inode(locate: Callable[[str], Place], file: OpenFile) -> str:
+    """Return another name under which the very file is still there: its names must go on meaning one file. Empty: there is none."""
+    for name in file.links:
+        with suppress(OSError, PathRefused):
+            about = locate(name).stat()
+            if about is not None and stat.S_ISREG(about.st_mode) and inode_of(about) == (file.device, file.inode):
+                return name
+    return ""
 
 
 def _cure_for_content(file: OpenFile, has_content: bool, mode: FilesMode) -> str:
@@ -116,98 +167,11 @@ def _cure_for_content(file: OpenFile, has_content: bool, mode: FilesMode) -> str
     return "bring the file back; a dump with --with-files keeps its content in the snapshot"
 
 
-def content_digest(path: str) -> str:
+def _digest_at(place: Place) -> str:
     """BLAKE3 of a file's content in hexadecimal, as manifests record it."""
     state = blake3.blake3()
-    with open(path, "rb", buffering=0) as file:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with open(os.open(place.name, flags, dir_fd=place.directory.descriptor), "rb", buffering=0) as file:
         while piece := file.read(_HASH_PIECE):
             state.update(piece)
     return state.hexdigest()
-
-
-class PutBack:
-    """Carries out a file plan: `targets` are written by a fetcher under temporary names beside the files, then
-    `commit` puts them in place. Nothing has changed before `commit`; `abandon` removes the temporary files.
-
-    Args:
-        actions: From `plan_files`.
-        cells: Gives the cells of a file's space, by path.
-        root: As for `plan_files`.
-    """
-
-    def __init__(self, actions: Sequence[Action], cells: Callable[[str], SpaceCells], root: str = "") -> None:
-        self._root = root
-        self._truncate = [action.file for action in actions if action.kind == "truncate"]
-        self._write: list[tuple[OpenFile, str]] = []
-        self._made: list[str] = []
-        self._placed_links: list[str] = []
-        self.targets: list[FileTarget] = []
-        for action in actions:
-            if action.kind != "write":
-                continue
-            file = action.file
-            if "\0" in file.path or not file.path.startswith("/"):
-                raise Damaged("manifest", "of the snapshot", f"it has an open file named {file.path!r}")
-            folder, name = os.path.split(root + file.path)
-            temporary = os.path.join(folder, f".{name[:200]}.icecore-{secrets.token_hex(6)}")
-            self._write.append((file, temporary))
-            self.targets.append(FileTarget(temporary, file.size, cells(file.path), mode=0o600))
-
-    def prepare(self) -> None:
-        """Make the folders that are missing; to be called before the targets are created."""
-        for file, _ in self._write:
-            folder = os.path.dirname(self._root + file.path)
-            try:
-                os.makedirs(folder, exist_ok=True)
-            except OSError as error:
-                raise RestoreFailed(f"cannot make {folder} for {file.path}: {error.strerror}") from error
-
-    def commit(self) -> None:
-        """Give the written files their owner, mode, times and name; cut those that only grew."""
-        for file, temporary in self._write:
-            path = self._root + file.path
-            try:
-                os.chown(temporary, file.user, file.group)
-                os.chmod(temporary, file.mode)
-                os.utime(temporary, ns=(file.mtime_ns, file.mtime_ns))
-                other = self._same_inode(file)
-                if other:
-                    _write_in_place(temporary, other, file)
-                    os.link(other, path)
-                    os.unlink(temporary)
-                else:
-                    os.replace(temporary, path)
-            except OSError as error:
-                raise RestoreFailed(f"cannot put {file.path} back: {error.strerror}") from error
-            if os.path.basename(path).startswith(_LINK_REMAP):
-                self._placed_links.append(path)
-        for file in self._truncate:
-            try:
-                os.truncate(self._root + file.path, file.size)
-            except OSError as error:
-                raise RestoreFailed(f"cannot cut {file.path} to {file.size} bytes: {error.strerror}") from error
-
-    def _same_inode(self, file: OpenFile) -> str:
-        """Another name under which the very file is still there: its names must go on meaning one file."""
-        for name in file.links:
-            try:
-                now = os.stat(self._root + name)
-            except OSError:
-                continue
-            if (now.st_ino, now.st_dev) == (file.inode, file.device):
-                return self._root + name
-        return ""
-
-    def abandon(self) -> None:
-        """The restore failed: remove what is temporary, and links that only CRIU would have removed."""
-        for path in [*(temporary for _, temporary in self._write), *self._placed_links]:
-            with suppress(OSError):
-                os.unlink(path)
-
-
-def _write_in_place(source: str, target: str, file: OpenFile) -> None:
-    """Give ``target`` the content of ``source``, without making another file of it."""
-    with open(source, "rb") as content, open(target, "r+b") as out:
-        shutil.copyfileobj(content, out, _HASH_PIECE)
-        out.truncate()
-    os.utime(target, ns=(file.mtime_ns, file.mtime_ns))

@@ -26,13 +26,14 @@ class FileTarget:
     """One file to be written from cells.
 
     Attributes:
-        path: Where; it must not exist, unless ``existing``.
+        path: Where; it must not exist, unless ``existing``. With ``descriptor`` only a name for messages.
         size: Bytes it has in the end.
         cells: Cells whose data pages go into it.
         layout: None: an address is an offset in the file. Else where the pages of a pagemap lie in a page image.
         within: u1[n, 32], with a layout: the pages that it covers.
         mode: Permission bits.
         existing: The file is there, empty and perhaps open: it is filled in place.
+        descriptor: The file is open for writing, and its maker closes it. None: it is opened by its path.
     """
 
     path: str
@@ -42,6 +43,7 @@ class FileTarget:
     within: Bytes | None = None
     mode: int = 0o600
     existing: bool = False
+    descriptor: int | None = None
 
 
 class FileWriter:
@@ -74,6 +76,12 @@ class FileWriter:
             OSError: No space, no permission.
         """
         for target in self._targets:
+            if target.descriptor is not None:
+                try:
+                    os.ftruncate(target.descriptor, target.size)
+                except OSError as error:
+                    raise OSError(error.errno, error.strerror, target.path) from error
+                continue
             flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
             if not target.existing:
                 flags |= os.O_CREAT | os.O_EXCL
@@ -104,15 +112,19 @@ class FileWriter:
         else:
             assert target.within is not None
             runs = target.layout.runs(base, bitmap, target.within[cell])
-        descriptor = os.open(target.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        own = target.descriptor
+        descriptor = os.open(target.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW) if own is None else own
         try:
             for position, offset, length in runs:
                 length = min(length, target.size - offset)  # the last page of a file is padded
                 done = 0
                 while done < length:
                     done += os.pwrite(descriptor, data[position + done : position + length], offset + done)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, target.path) from error
         finally:
-            os.close(descriptor)
+            if own is None:
+                os.close(descriptor)
 
 
 def write_files(

@@ -89,6 +89,10 @@ class Guard:
         own = dict(environment or {})
         self._send({"do": "run", "argv": list(argv), "numbers": list(descriptors), "environment": own}, descriptors)
 
+    def undo_with(self, argv: Sequence[str], journal: Path) -> None:
+        """Name the command that undoes what the restore does to files. It runs when the tree was killed and ``journal`` is still there."""
+        self._send({"do": "undo", "argv": list(argv), "journal": str(journal)})
+
     def kill(self) -> None:
         """Ask for the end of CRIU and the tree; ``killed`` is said when nothing is left."""
         self._send({"do": "kill"})

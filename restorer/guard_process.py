@@ -9,6 +9,7 @@ hold its lock on the address map at that moment (see `icecore.restorer.daemon`).
 Run by its path under ``python -I -S`` and made of the standard library alone: it starts in a few milliseconds.
 Arguments: the number of its end of a SOCK_SEQPACKET socket pair, CRIU's working directory, which becomes its own, and the
 directory to remove when the restorer dies before the tree is complete.
+What undoes the restore's changes of files is a command that the restorer names (``undo``) before it makes them.
 A message is one JSON object, for ``read`` followed by a zero byte and the events as the kernel gave them.
 """
 
@@ -77,6 +78,8 @@ class Guard:
         self.criu = 0
         self.released = False
         self.alone = False
+        self.undo: list[str] = []
+        self.journal = ""
         self.child_ended, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -123,6 +126,8 @@ class Guard:
             os.close(self.kept.pop(request["keep"]))
         elif what == "run":
             self.run(request["argv"], descriptors, request["numbers"], request["environment"])
+        elif what == "undo":
+            self.undo, self.journal = request["argv"], request["journal"]
         elif what == "kill":
             self.kill_tree()
             self.say({"say": "killed"})
@@ -243,6 +248,14 @@ class Guard:
                 return
             time.sleep(0.001)
 
+    def undo_files(self) -> None:
+        """Have the job's files put back as they were before the restore, if the restorer did not do it."""
+        if not self.undo or not os.path.exists(self.journal):
+            return
+        with contextlib.suppress(OSError):
+            pid = os.posix_spawn(self.undo[0], self.undo, os.environ, setsigdef=[*_IGNORED, signal.SIGCHLD, signal.SIGPIPE], setsigmask=[])
+            os.waitpid(pid, 0)
+
     def close_all(self) -> None:
         for descriptor in self.kept.values():
             os.close(descriptor)
@@ -264,6 +277,7 @@ def main() -> None:
     finally:
         if not guard.released:
             guard.kill_tree()
+            guard.undo_files()
             import shutil  # only now: it costs milliseconds at the start
 
             shutil.rmtree(temporary, ignore_errors=True)

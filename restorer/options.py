@@ -14,8 +14,10 @@ class RestoreOptions:
     Attributes:
         mode: ``full`` holds the tree until all its memory is resident and verified; ``lazy`` lets it run at once and
             fills its memory as it is touched, and in the background.
-        files: Files that the job had open for writing: ``restore`` puts their content back, ``truncate`` cuts files
-            that grew to the recorded size, ``leave`` does nothing.
+        files: Files that the job had open for writing: ``restore`` puts their content back, ``truncate`` cuts files that grew to the recorded size,
+            ``leave`` does nothing. ``auto`` is ``restore``, but refuses where a running process has one of them open for writing.
+        files_to: Directory in which the instance gets copies of its own of the files that would be written; it sees them at the old paths (jobs of
+            `icecore run`). ``/`` puts the files of an instance with copies at their own paths again. Empty: where they were.
         verify_files: Compare the content of read-only open files with the recorded hash, not only size and mtime.
         workdir: Directory on tmpfs for CRIU's image files while the restore runs. Empty: /dev/shm.
         budget_bytes: Bound on the memory that holds fetched and not yet placed bytes; 0: 512 MiB, and as much for every further process with device memory.
@@ -39,7 +41,8 @@ class RestoreOptions:
     """
 
     mode: Literal["full", "lazy"] = "full"
-    files: Literal["restore", "truncate", "leave"] = "restore"
+    files: Literal["auto", "restore", "truncate", "leave"] = "auto"
+    files_to: str = ""
     verify_files: bool = False
     workdir: str = ""
     budget_bytes: int = 0

@@ -8,9 +8,11 @@ import os
 import platform
 import re
 import socket
+import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,9 +20,13 @@ from icecore.errors import Damaged, MissingTool, NotFound, RestoreRefused
 from icecore.host import limits, procfs, userfaultfd
 from icecore.host.criu import Criu
 from icecore.host.cuda.backend import find_backend
+from icecore.host.namespaces import RunRecord
 from icecore.restorer import gpus
+from icecore.restorer.beside import find_conflicts
+from icecore.restorer.copies import Copies, plan_copies
 from icecore.restorer.files import FilePlan, plan_files
 from icecore.restorer.gpus import GpuPlan
+from icecore.restorer.jobfiles import Inode, inode_of
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.resident_record import resident_bytes
 from icecore.store.cell import CELL_BYTES, NODE_CELLS, PAGE, Records, data_pages
@@ -46,8 +52,8 @@ class Requirement:
     """One thing that the machine must offer.
 
     Attributes:
-        name: For programs: ``architecture``, ``criu``, ``cpu``, ``kernel``, ``pid``, ``port``, ``file``, ``memory``,
-            ``space``, ``userfaultfd``, ``gpu``, ``gpu-driver``, ``gpu-memory``, ``device``.
+        name: For programs: ``architecture``, ``criu``, ``cpu``, ``kernel``, ``pid``, ``port``, ``file``,
+            ``holder`` (somebody has a file open), ``memory``, ``space``, ``userfaultfd``, ``gpu``, ``gpu-driver``, ``gpu-memory``, ``device``.
         met: Whether it does.
         message: What was found.
         cure: What can be done where it does not.
@@ -68,12 +74,16 @@ class Requirements:
     Attributes:
         checks: Every check that was made.
         files: What will be done to the open files.
+        copies: Which of them are copies of the instance's own.
         gpus: What the driver will be asked to do; None where the job used no GPU, or cannot have one here.
+        shared: Files to which the restored job and running processes both write: their sizes change at any time.
     """
 
     checks: list[Requirement]
     files: FilePlan
+    copies: Copies
     gpus: GpuPlan | None = None
+    shared: frozenset[str] = frozenset()
 
     @property
     def failed(self) -> list[Requirement]:
@@ -102,6 +112,7 @@ def check_requirements(
     workdir: str,
     own_files: frozenset[str] = frozenset(),
     records: Maps | None = None,
+    run: RunRecord | None = None,
 ) -> Requirements:
     """Compare what a snapshot requires with this machine.
 
@@ -112,9 +123,19 @@ def check_requirements(
         workdir: Where the image files would lie.
         own_files: Open files that the new instance gets anew (its logs): nothing is asked of them.
         records: Reads the map of a space, where the manifest alone cannot say that there is room; None: what cannot be ruled out is needed.
+        run: How `icecore run` started the job; None: it did not.
     """
+    copies = plan_copies(manifest, options, run, own_files)
+    skip = own_files | set(copies.paths)
     # A job with a private root has its files on the same host mounts, but for what is its own (/dev/shm, /proc).
-    files = plan_files(manifest, options.files, root=options.root, skip=own_files, verify=options.verify_files)
+    files = plan_files(manifest, options.files, root=options.root, skip=skip, verify=options.verify_files)
+    files = files.joined(copies.plan)
+    conflicts = find_conflicts(
+        manifest, files.actions, options.files, root=options.root, skip=skip, directory=copies.directory, copies=run is not None
+    )
+    shared = frozenset(conflict.file for conflict in conflicts if conflict.shared)
+    if options.files == "leave":
+        files = _with_grown(files, manifest, shared, options.root)
     of_gpus, gpu_plan = _gpus(manifest, options)
     checks = [
         *_machine(manifest, criu),
@@ -122,8 +143,23 @@ def check_requirements(
         *_names(manifest),
         *_room(manifest, workdir, records),
         *(Requirement("file", False, f"{p.path}: {p.message}", p.cure) for p in files.problems),
+        *(Requirement("holder", False, f"{c.path}: {c.message}", c.cure, hard=c.hard) for c in conflicts),
     ]
-    return Requirements(checks, files, gpu_plan)
+    return Requirements(checks, files, copies, gpu_plan, shared)
+
+
+def _with_grown(files: FilePlan, manifest: Manifest, shared: Set[str], root: str) -> FilePlan:
+    """The plan, in which a shared file that only grew is no problem: CRIU does not look at its size."""
+    grown: dict[str, Inode] = {}
+    for file in manifest.files:
+        if file.path not in shared:
+            continue
+        with suppress(OSError):
+            now = os.stat(root + file.path, follow_symlinks=False)
+            if stat.S_ISREG(now.st_mode) and now.st_uid == file.user and now.st_size > file.size:
+                grown[file.path] = inode_of(now)
+    problems = [problem for problem in files.problems if problem.path not in grown]
+    return replace(files, problems=problems, untouched=files.untouched | frozenset(grown.values()))
 
 
 def _gpus(manifest: Manifest, options: RestoreOptions) -> tuple[list[Requirement], GpuPlan | None]:

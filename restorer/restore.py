@@ -3,6 +3,7 @@ it is left."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import threading
@@ -10,13 +11,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from icecore.errors import Damaged, IcecoreError, RestoreFailed, RestoreRefused, UsageError
 from icecore.events import Event, Phase, Sink, Value, discard, phase
 from icecore.host.criu import Criu, find_criu, restore_environment
 from icecore.host.cuda import holder as plugin
+from icecore.host.image_changes import forget_sizes
 from icecore.host.job import ExitStatus, Job, Stream
 from icecore.host.jobs import Registry, Restoring
 from icecore.host.limits import (
@@ -32,18 +34,23 @@ from icecore.host.resident.client import Keeper
 from icecore.host.resident.keeper import claimed
 from icecore.restorer import workingset
 from icecore.restorer.cells import SpaceCells
+from icecore.restorer.copies import make_directory, remove_empty, require_all_covered, require_copies_possible
 from icecore.restorer.device_file import DeviceFile, FileUnusable
 from icecore.restorer.devices import Devices
 from icecore.restorer.fetch import PLACE_THREADS, Limits
-from icecore.restorer.files import PutBack
+from icecore.restorer.file_recovery import command as recovery_command
+from icecore.restorer.file_recovery import recover
 from icecore.restorer.filewriter import FileTarget, write_files
 from icecore.restorer.gpus import temporary
 from icecore.restorer.guard import Guard
+from icecore.restorer.held_files import require_files
 from icecore.restorer.images import FILE_NAME, SPARE, Memory, image_targets, plan_memory, read_spaces, spaces_of
+from icecore.restorer.jobfiles import Inode, JobFiles, Owner
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.placers import Placers, placers_for
 from icecore.restorer.placing import PLACER_BYTES
 from icecore.restorer.plan import room_for
+from icecore.restorer.put_back import PutBack
 from icecore.restorer.requirements import Requirements, check_requirements
 from icecore.restorer.resident import Resident
 from icecore.restorer.resident_record import RecordedProcess, outlives, recorded, resident_bytes
@@ -187,7 +194,7 @@ def check(
     _require_job(record, options)
     own = _own_files(manifest, record)
     records = SnapshotReader(repository, manifest, loop.loop).records
-    return check_requirements(manifest, options, criu or find_criu(), options.workdir or _DEFAULT_WORKDIR, own, records)
+    return check_requirements(manifest, options, criu or find_criu(), options.workdir or _DEFAULT_WORKDIR, own, records, record)
 
 
 def _run_record(manifest: Manifest) -> RunRecord | None:
@@ -212,6 +219,7 @@ def _require_job(record: RunRecord | None, options: RestoreOptions) -> None:
             f"the snapshot is of processes that 'icecore run' did not start: restored they are no job, which could be named {options.instance}",
             cure="leave out --name, and follow them by their pid; what 'icecore run' starts is a job",
         )
+    require_copies_possible(options, record)
 
 
 def _own_files(manifest: Manifest, record: RunRecord | None) -> frozenset[str]:
@@ -260,6 +268,8 @@ class _Run:
         self.tree: Tree | None = None
         self.put_back: PutBack | None = None
         self.restoring: Restoring | None = None
+        self.expected: frozenset[Inode] | None = None
+        self.own_places: tuple[str, ...] = ()
         self.early: list[tuple[int, int]] = []
         self.devices: Devices | None = None
         self.device_bytes: dict[int, int] = {}
@@ -272,6 +282,10 @@ class _Run:
         self.temporary: dict[int, list[tuple[int, int]]] = {}
 
     @property
+    def _state(self) -> Path:
+        return (self.registry or Registry()).state
+
+    @property
     def failure(self) -> BaseException | None:
         """What broke the tree first, if it was not what is being raised."""
         return self.tree.failure if self.tree is not None else None
@@ -280,7 +294,8 @@ class _Run:
         """Everything until the tree runs."""
         options = self.options
         _require_places(options)
-        top = Path(tempfile.mkdtemp(prefix="icecore-restore-", dir=options.workdir or _DEFAULT_WORKDIR))
+        recover(self._state, self._tell)  # what an earlier restore left is no state to plan from
+        self.top = top = Path(tempfile.mkdtemp(prefix="icecore-restore-", dir=options.workdir or _DEFAULT_WORKDIR))
         self.stack.callback(shutil.rmtree, top, ignore_errors=True)
         images, work = top / "images", top / "work"
         images.mkdir(mode=0o700)
@@ -294,7 +309,7 @@ class _Run:
         criu = self.wanted_criu or find_criu()
         record = _run_record(manifest)
         _require_job(record, options)
-        requirements = check_requirements(manifest, options, criu, str(top), _own_files(manifest, record), self.reader.records)
+        requirements = check_requirements(manifest, options, criu, str(top), _own_files(manifest, record), self.reader.records, record)
         for warning in requirements.warnings:
             self.emit(Event("restore.warning", {"name": warning.name, "message": warning.message}))
         requirements.require()
@@ -302,16 +317,21 @@ class _Run:
             self.devices = Devices(requirements.gpus, str(work), self.emit)
             self.stack.callback(self.devices.close)
         if record is not None:
+            copies = requirements.copies
+            if copies.directory and make_directory(copies.directory):
+                self.stack.callback(remove_empty, copies.directory)
+            dumped = record.copies
+            record = replace(record, files_to=copies.directory, copies=copies.paths)
             registry = self.registry or Registry()
             self.restoring = self.stack.enter_context(
-                registry.restoring(record, snapshot=self.snapshot, lineage=manifest.lineage, name=options.instance)
+                registry.restoring(record, snapshot=self.snapshot, lineage=manifest.lineage, name=options.instance, dumped=dumped)
             )
         self._begin_resident(manifest, record, str(work))
         size, filed = self._plan_device_file(manifest)
         self.file_placers = self._own_placers(filed, str(work))
         placers = self._own_placers(size - filed, str(work), str(work), beside=filed > 0)
         with phase(self.emit, "restore.images", snapshot=self.snapshot) as running:
-            memory = self._write_files(manifest, images, criu, requirements, running)
+            memory = self._write_files(manifest, record, images, criu, requirements, running)
         if filed and not memory.filed:  # it is placed, after all
             placers = self._own_placers(size, str(work), str(work))
         what = f"the restore of snapshot {self.snapshot}"
@@ -358,6 +378,12 @@ class _Run:
             if record.isolation.root and directory.startswith(f"{INSTANCE_MOUNT}/"):
                 place = self.restoring.job.directory / directory.removeprefix(f"{INSTANCE_MOUNT}/")
             self.restoring.has_keeper(place, keep=outlives(manifest))
+        if place == Path(f"{self.options.root}{directory}"):  # a path of the job's own, which nobody may lead elsewhere
+            try:
+                with JobFiles(self.options.root) as files:
+                    files.make_directories(directory, Owner(os.geteuid(), os.getegid()), 0o700)
+            except OSError as error:
+                raise RestoreFailed(f"cannot make {place} for the keeper of device memory: {error.strerror}") from error
         held = self._held_at(manifest, processes, place) if self.options.from_resident else None
         if held is None:
             self._let_go(manifest, processes)
@@ -466,7 +492,7 @@ class _Run:
     # -- files --------------------------------------------------------------------------------------------------------
 
     def _write_files(
-        self, manifest: Manifest, folder: Path, criu: Criu, requirements: Requirements, running: Phase
+        self, manifest: Manifest, record: RunRecord | None, folder: Path, criu: Criu, requirements: Requirements, running: Phase
     ) -> Memory:
         """Image files, open files, page images; returns what is to come through userfaultfd."""
         image_spaces = spaces_of(manifest, "image")
@@ -476,10 +502,13 @@ class _Run:
         cells = iter(read_spaces(self.reader, [*image_spaces, *file_spaces, *memory_spaces], parallel=far))
         images = [next(cells) for _ in image_spaces]
         files = {space.key: next(cells) for space in file_spaces}
-        self.put_back = PutBack(requirements.files.actions, files.__getitem__, self.options.root)
+        actions, own = requirements.files.actions, requirements.copies.own_path
+        self.put_back = PutBack(actions, lambda path: files[own(path)], self._state, self.options.root, self.snapshot)
         self.put_back.prepare()
         logs = self._logs({space.key: space.size for space in file_spaces}, files)
         running.bytes += self._write([*image_targets(folder, image_spaces, images), *self.put_back.targets, *logs])
+        if record is not None:
+            require_all_covered(folder, requirements.copies, manifest, record)
         self.device_bytes = {
             int(space.key): sum(region.length for region in space.regions if region.kind == "device")
             for space in memory_spaces
@@ -493,14 +522,47 @@ class _Run:
         if short := shortage(folder, memory.page_images):
             raise RestoreRefused(f"there is no room for CRIU's page images: {short}", cure="name another directory with --workdir")
         running.bytes += self._write(memory.page_images)
-        self.put_back.commit()
+        self._exchange_files(self.put_back)
+        forget_sizes(folder, requirements.shared)
+        self.expected = self._expected_files(manifest, requirements, self.put_back)
         if self.restoring is not None:
+            self.restoring.bind_copies(folder)
             self.log_sizes = self.restoring.job.log_sizes()
         running.fields |= {
             "files": len(self.put_back.targets) + len(logs),
             "page_image_bytes": sum(target.size for target in memory.page_images),
         }
         return memory
+
+    def _exchange_files(self, put_back: PutBack) -> None:
+        """CRIU opens the files by their paths, and checks their sizes: they are put in place now, and stay only if the job runs."""
+        if put_back.journal is not None and self.guard is not None:
+            self.guard.undo_with(recovery_command(self._state), put_back.journal.folder)
+        for path in put_back.exchange():
+            message = f"{path} had a set-user-ID or set-group-ID bit, which a restore does not give back"
+            self.emit(Event("restore.warning", {"name": "mode", "message": message}))
+
+    def _expected_files(self, manifest: Manifest, requirements: Requirements, put_back: PutBack) -> frozenset[Inode] | None:
+        """What the tree may have open; None: that is not known (of imported images), or nobody but root could change where a path leads."""
+        if not requirements.files.exposed or not all(file.inode for file in manifest.files):
+            return None
+        self.own_places = (f"{self.top}/",)  # CRIU's log
+        record = _run_record(manifest)
+        if self.restoring is not None and record is not None:
+            own_root = (f"{INSTANCE_MOUNT}/", *_OWN_FOLDERS) if record.isolation.root else ()
+            self.own_places += (f"{self.restoring.job.directory}/", *own_root)
+        return requirements.files.untouched | put_back.inodes
+
+    def _hand_files_over(self, tree: Tree) -> None:
+        """The tree is about to run; it is held, unless nobody but root could change anything about its files, and nothing was changed."""
+        if self.expected is not None and tree.held:
+            require_files(tree.root(), self.expected, self.own_places)
+        if self.put_back is not None:
+            self.put_back.hand_over()
+
+    def _tell_left(self, sentences: Sequence[str]) -> None:
+        for sentence in sentences:
+            self._tell(Event("restore.warning", {"name": "files", "message": sentence}))
 
     def _begin_device_file(self, memory: Memory) -> None:
         """Device memory begins to come now: it needs neither CRIU nor the processes."""
@@ -554,7 +616,8 @@ class _Run:
 
     def _build(self, tree: Tree, manifest: Manifest, criu: Criu, images: Path) -> None:
         """Have CRIU build it, with the daemon listening from before the first fault on."""
-        held = tree.hold_script(self.stack) if self.options.mode == "full" else None
+        # Until the tree runs the changes of files can be undone: CRIU must not decide when that is.
+        held = tree.hold_script(self.stack) if self.options.mode == "full" or self.put_back or self.expected is not None else None
         own, prefix, descriptors = (
             (self.restoring.options, self.restoring.prefix, self.restoring.pass_fds) if self.restoring else ([], [], ())
         )
@@ -598,6 +661,7 @@ class _Run:
     def _resume_when_resident(self, tree: Tree) -> Restored:
         if self.devices is None:
             self._fill(tree)
+            self._hand_files_over(tree)
             pid = tree.resume(self.options.criu_seconds)
         else:
             pid = self._resume_before_devices(tree)
@@ -615,13 +679,15 @@ class _Run:
                 tree.filling.fail(error)
                 raise
             filled.result()
+        self._hand_files_over(tree)
         pid = tree.resume(self.options.criu_seconds)
         self._map_resident(tree)
         return pid
 
     def _return_while_filling(self, tree: Tree, manifest: Manifest, images: Path) -> Restored:
         self._bring_devices_back(tree)
-        pid = tree.running(self.options.criu_seconds)
+        self._hand_files_over(tree)
+        pid = tree.resume(self.options.criu_seconds) if tree.held else tree.running(self.options.criu_seconds)
         self._map_resident(tree)
         restored = self._running(pid)
         shutil.rmtree(images, ignore_errors=True)
@@ -663,6 +729,8 @@ class _Run:
         instance = job.instance if job is not None else ""
         fields: dict[str, Value] = {"snapshot": self.snapshot, "pid": pid, "seconds": seconds, "instance": instance}
         self.emit(Event("restore.running", fields))
+        if self.put_back is not None:
+            self._tell_left(self.put_back.finish())
         return Restored(self.snapshot, pid, job, seconds, log_sizes=self.log_sizes)
 
     def _resident(self, tree: Tree, restored: Restored) -> None:
@@ -738,7 +806,7 @@ class _Run:
                     steps.callback(self.tree.leave)
                 return
             if self.put_back is not None:
-                steps.callback(self.put_back.abandon)
+                steps.callback(lambda put_back: self._tell_left(put_back.abandon()), self.put_back)
             if self.tree is not None:
                 steps.callback(self.tree.kill, error)
             elif self.guard is not None:

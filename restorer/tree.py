@@ -133,6 +133,11 @@ class Tree:
         self._held = True
         return seen / "hold"
 
+    @property
+    def held(self) -> bool:
+        """Whether the tree runs only after `resume`."""
+        return self._held
+
     def _criu_ended(self) -> None:
         """Nothing but `resume` lets a held tree go."""
         if self._held and self.daemon.restored:
@@ -182,7 +187,7 @@ class Tree:
         self._await(lambda d: d.criu_status is not None, seconds, "end within {:.0f} s after it built the tree")
         if self.daemon.criu_status != 0:
             raise self._explain()
-        return self._root()
+        return self.root()
 
     def _await(self, condition: Callable[[Daemon], bool], seconds: float, what: str) -> None:
         """Wait for CRIU.
@@ -211,7 +216,7 @@ class Tree:
         except IcecoreError:
             return False
 
-    def _root(self) -> int:
+    def root(self) -> int:
         """The root's pid, which CRIU writes down once it has built the tree."""
         try:
             return int(self._pid_file.read_text())
@@ -235,7 +240,7 @@ class Tree:
             RestoreFailed: It could not, or the filling broke.
         """
         held, self._held = self._held, False  # CRIU may end because of what the driver or its helper did, which says more
-        if not devices.bring_back(self._root, sizes, self.filling, lambda: self.failure, self._end_of_criu, seconds):
+        if not devices.bring_back(self.root, sizes, self.filling, lambda: self.failure, self._end_of_criu, seconds):
             self.running(seconds)  # says why CRIU ended
             raise RestoreFailed("CRIU let the tree go before the driver had brought its device memory back")
         self._held = held
@@ -252,7 +257,7 @@ class Tree:
         Raises:
             RestoreFailed: They could not, or the filling broke.
         """
-        resident.map(host_pids(self._root(), plan), lambda: self.failure)
+        resident.map(host_pids(self.root(), plan), lambda: self.failure)
 
     # -- letting it go ------------------------------------------------------------------------------------------------
 

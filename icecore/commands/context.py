@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 from icecore import passphrase
 from icecore.config import SWITCH, Config, Kind
-from icecore.errors import NotFound, UsageError
+from icecore.errors import IcecoreError, NotFound, UsageError
+from icecore.events import Event
 from icecore.output import Output
 
 if TYPE_CHECKING:
@@ -80,6 +81,24 @@ class Context:
         from icecore.places import state_directory
 
         return Registry(state_directory(self.config.state))
+
+    def recover_files(self) -> None:
+        """Undo or finish what restores that were killed left of their changes to jobs' files."""
+        from icecore.host.jobs import Registry
+        from icecore.places import state_directory
+
+        state = Registry(state_directory(self.config.state)).state
+        try:
+            if not any(os.scandir(state / "restores")):
+                return
+        except OSError:  # no restore ever changed a file, or this user may not look
+            return
+        from icecore.restorer.file_recovery import recover
+
+        try:
+            recover(state, self.output.event)
+        except IcecoreError as error:
+            self.output.event(Event("restore.warning", {"name": "files", "message": str(error)}))
 
     def require_job(self, name: str) -> None:
         """Nothing, if there is a snapshot of a job with this name, or an instance of it on this node.

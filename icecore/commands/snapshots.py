@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,7 @@ from icecore.text import printable, printable_command
 
 if TYPE_CHECKING:
     from icecore.difference import Difference
+    from icecore.restorer.files import Action
     from icecore.restorer.requirements import Requirements
     from icecore.store.manifest import Manifest, Region
     from icecore.store.state import SnapshotRecord
@@ -78,11 +81,17 @@ def add(commands: Commands) -> None:
     parser.add_argument("--from-resident", action="store_true", help=about)
     parser.add_argument("--root", default="", metavar="DIR", help="directory that is the root of its file system")
     parser.add_argument(
+        "--files-to",
+        default="",
+        metavar="DIR",
+        help="give it copies of its own, below DIR, of the files that would be written; it sees them at their old paths; /: no copies any more",
+    )
+    parser.add_argument(
         "--gpu-map", action="append", default=[], metavar="OLD=NEW", help="GPU it had = GPU it gets: UUIDs or numbers; may be repeated"
     )
     for key, what, *flags in (
         ("mode", "full: let it run once all its memory is there; lazy: at once, memory follows as it is touched"),
-        ("files", "files it had open for writing: put their content back, cut them to their length, or leave them"),
+        ("files", "files it had open for writing: put content back, cut to length, or leave; auto: the first, unless a running process writes there"),
         ("verify_files", "compare the content of files it reads, where a hash was recorded"),
         ("tcp", "its connections: keep them, or let it find them closed"),
         ("budget_bytes", "bound on the memory for what was fetched and not yet placed", "--budget"),
@@ -141,6 +150,7 @@ def restore(arguments: argparse.Namespace, context: Context) -> int:
         api.restore_options(settings),
         instance=arguments.name,
         root=arguments.root,
+        files_to=os.path.abspath(arguments.files_to) if arguments.files_to else "",
         from_resident=arguments.from_resident,
         detach=not arguments.attach,
         register=not arguments.read_only,
@@ -189,8 +199,36 @@ def _report_requirements(found: Requirements, context: Context) -> None:
         context.output.result("restore.requirement", fields, f"{sign:<5} {check.name}: {check.message}")
         if not check.met and check.cure:
             context.output.line(f"      cure: {check.cure}")
+    _report_files(found.files.actions, context)
     found.require()
     context.output.line("nothing stands in the way")
+
+
+def _report_files(actions: Sequence[Action], context: Context) -> None:
+    """Every file that the restore would change: what it is now, and what it would be."""
+    rows = []
+    for action in actions:
+        then = action.file
+        now = None if action.mtime_ns is None else action.mtime_ns / 1e9
+        # A file that is cut keeps the time of the cut; imported snapshots have no times.
+        later = None if action.kind == "truncate" or not then.mtime_ns else then.mtime_ns / 1e9
+        fields: dict[str, Value] = {
+            "path": then.path,
+            "action": action.kind,
+            "bytes_now": action.size,
+            "bytes_then": then.size,
+            "mtime_now": now,
+            "mtime_then": later,
+        }
+        context.output.result("restore.file", fields)
+        sizes = ["" if action.size is None else units.size(action.size), units.size(then.size)]
+        times = ["" if moment is None else units.moment(moment) for moment in (now, later)]
+        rows.append([action.kind, *sizes, *times, then.path])
+    if rows:
+        context.output.line("")
+        columns = ["ACTION", "SIZE NOW", "SIZE THEN", "MODIFIED NOW", "MODIFIED THEN", "PATH"]
+        context.output.table(columns, rows, title="files that it would change", right=["SIZE NOW", "SIZE THEN"])
+        context.output.line("")
 
 
 def ls(arguments: argparse.Namespace, context: Context) -> int:

@@ -18,6 +18,8 @@ from icecore.config import Config
 from icecore.errors import NotFound, UsageError
 from tests.cli.conftest import Cli, until
 from tests.cli.documents import check_event, documented_events
+from tests.restorer.job_file_places import written
+from tests.restorer.killed_put_back import NEWER, THEN, lay_out
 
 pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("needs_criu")]
 
@@ -86,6 +88,45 @@ def test_the_whole_way(cli: Cli) -> None:
     assert ended["how"] == "exited 9"
     for event in [*first, *second, *shown, *differing, *stopped, *requirements, *restored, *listed]:
         check_event(event, documented)
+
+
+def test_a_dry_run_lists_the_files_that_would_change_and_changes_none(cli: Cli) -> None:
+    cli.run("init")
+    kept = cli.folder / "kept"
+    kept.write_bytes(b"then\n")
+    words = [sys.executable, "-c", "import sys, time; f = open(sys.argv[1], 'r+b'); print('there', flush=True); time.sleep(1000)", str(kept)]
+    cli.run("run", "-d", "--name", "writer", "--", *words)
+    until(lambda: "there" in (cli.job("writer").directory / "stdout.log").read_text(), "there")
+    cli.run("dump", "writer", "--stop")
+    until(lambda: not cli.job("writer").alive, "stopped")
+    then = kept.stat().st_mtime
+    kept.write_bytes(b"newer and longer\n")
+    os.utime(kept, (1e9, 1e9))
+    (listed,) = [event for event in cli.events("restore", "-n", "writer") if event["event"] == "restore.file"]
+    check_event(listed, documented_events())
+    shown = {key: listed[key] for key in ("path", "action", "bytes_now", "bytes_then", "mtime_now", "mtime_then")}
+    expected = {"path": str(kept), "action": "replace", "bytes_now": 17, "bytes_then": 5, "mtime_now": 1e9, "mtime_then": pytest.approx(then)}
+    assert shown == expected
+    text = cli.run("restore", "-n", "writer").stdout
+    assert "files that it would change" in text and str(kept) in text and "17 B" in text and "2001-09-09" in text
+    assert kept.read_bytes() == b"newer and longer\n"
+    kept.unlink()
+    (listed,) = [event for event in cli.events("restore", "-n", "writer") if event["event"] == "restore.file"]
+    assert (listed["action"], listed["bytes_now"], listed["mtime_now"]) == ("create", None, None)
+
+
+def test_the_next_command_puts_right_what_a_killed_restore_left(cli: Cli) -> None:
+    home = cli.folder / "killed"
+    home.mkdir()
+    back = written(lay_out(home), THEN, cli.folder / "state")
+    back.exchange()
+    assert back.journal is not None
+    back.journal.close()  # as if its process had been killed
+    (event,) = [event for event in cli.events("ps") if event["event"] == "restore.recovered"]
+    check_event(event, documented_events())
+    assert (event["how"], event["left"]) == ("undone", [])
+    assert (home / "home" / "replaced").read_bytes() == NEWER
+    assert "restore.recovered" not in [event["event"] for event in cli.events("ps")]
 
 
 def test_text_for_people(cli: Cli) -> None:

@@ -292,6 +292,12 @@ def test_records_survive_the_manifest() -> None:
     assert RECORD.encode().isascii()
 
 
+def test_records_of_instances_with_copies() -> None:
+    own = replace(RECORD, files_to="/srv/own", copies=["/data/out"])
+    assert RunRecord.decode(own.encode()) == own
+    assert "copies" not in json.loads(RECORD.encode()), "an icecore that knows of none can read it"
+
+
 def test_which_paths_are_an_instances_own() -> None:
     assert RECORD.is_own("/run/icecore/job/stdout.log") and RECORD.is_own("/dev/shm/x") and RECORD.is_own("/dev/pts/0")
     assert not any(RECORD.is_own(path) for path in ("/dev/shmx", "/tmp/x", "/dev/null", "/sys/x"))
@@ -307,6 +313,9 @@ def test_which_paths_are_an_instances_own() -> None:
         {"files": {name: name for name in RECORD.files}},
         {"init": "!"},
         {"name": None, "surplus": 1},
+        {"files_to": "own", "copies": ["/out"]},
+        {"files_to": "/own", "copies": ["/a/../out"]},
+        {"files_to": "/own", "copies": [1]},
     ],
 )
 def test_what_is_no_record_is_refused(change: dict[str, object]) -> None:

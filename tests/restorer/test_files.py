@@ -7,62 +7,26 @@ from pathlib import Path
 
 import blake3
 import msgspec
-import numpy as np
 import pytest
 
 from icecore.errors import Damaged, RestoreFailed
 from icecore.restorer.cells import space_cells
-from icecore.restorer.files import FilesMode, PutBack, plan_files
-from icecore.restorer.filewriter import FileWriter
-from icecore.store.cell import CELL, PAGE
-from icecore.store.manifest import FilePolicy, Manifest, OpenFile, Region, Space
-from tests.restorer.places import empty_manifest
+from icecore.restorer.files import FilesMode, plan_files
+from icecore.restorer.put_back import PutBack
+from icecore.store.manifest import FilePolicy, Manifest
+from tests.restorer.job_file_places import manifest_of, put_back, recorded, written
 
 CONTENT = b"what the file held then\n" * 300
 
 
-def recorded(path: Path, *, writable: bool = True, policy: FilePolicy = "content", digest: str = "") -> OpenFile:
-    """The file as it is now, as a snapshot would record it."""
-    about = path.stat()
-    return OpenFile(
-        path=str(path),
-        size=about.st_size,
-        mtime_ns=about.st_mtime_ns,
-        inode=about.st_ino,
-        device=about.st_dev,
-        mode=about.st_mode & 0o7777,
-        user=about.st_uid,
-        group=about.st_gid,
-        writable=writable,
-        policy=policy,
-        digest=digest,
-    )
+def prepared(manifest: Manifest, content: bytes, state: Path) -> PutBack:
+    """Carry out the plan up to the exchange; every file to be written has ``content``."""
+    return written(plan_files(manifest, "restore").actions, content, state)
 
 
-def manifest_of(*files: OpenFile) -> Manifest:
-    spaces = [Space("file", f.path, f.size, [Region(0, -(-f.size // PAGE) * PAGE, 0)]) for f in files if f.policy == "content"]
-    return msgspec.structs.replace(empty_manifest(), files=list(files), spaces=spaces)
-
-
-def put_back(manifest: Manifest, content: bytes, mode: FilesMode = "restore") -> PutBack:
-    """Carries out the plan up to the commit; every file to be written has ``content``."""
-
-    def cells(path: str):  # type: ignore[no-untyped-def]
-        size = next(f.size for f in manifest.files if f.path == path)
-        records = np.zeros(1, CELL)
-        pages = np.zeros(256, np.uint8)
-        pages[: -(-size // PAGE)] = 1
-        records["data"] = np.packbits(pages, bitorder="little")
-        return space_cells([Region(0, -(-size // PAGE) * PAGE, 0)], [records])
-
-    back = PutBack(plan_files(manifest, mode).actions, cells)
-    back.prepare()
-    writer = FileWriter(back.targets)
-    writer.create()
-    padded = memoryview(content + bytes(-len(content) % PAGE))
-    for row in writer.order():
-        writer.write(row, padded)
-    return back
+@pytest.fixture
+def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("state")
 
 
 @pytest.fixture
@@ -73,13 +37,13 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_changed_file_gets_its_content_mode_and_time_back(file: Path) -> None:
+def test_a_changed_file_gets_its_content_mode_and_time_back(file: Path, state: Path) -> None:
     then = recorded(file)
     file.write_bytes(b"something else")
     file.chmod(0o600)
     before = file.stat().st_ino
     with open(file, "rb") as still_open:
-        put_back(manifest_of(then), CONTENT).commit()
+        put_back(manifest_of(then), CONTENT, state)
         assert still_open.read() == b"something else", "who has it open keeps what he has"
     assert file.read_bytes() == CONTENT
     now = file.stat()
@@ -87,7 +51,7 @@ def test_a_changed_file_gets_its_content_mode_and_time_back(file: Path) -> None:
     assert [p.name for p in file.parent.iterdir()] == ["data.bin"]
 
 
-def test_a_file_that_is_gone_comes_back_with_its_folders(file: Path) -> None:
+def test_a_file_that_is_gone_comes_back_with_its_folders(file: Path, state: Path) -> None:
     nested = file.parent / "a" / "b" / "data.bin"
     nested.parent.mkdir(parents=True)
     file.rename(nested)
@@ -95,38 +59,38 @@ def test_a_file_that_is_gone_comes_back_with_its_folders(file: Path) -> None:
     nested.unlink()
     nested.parent.rmdir()
     nested.parent.parent.rmdir()
-    put_back(manifest_of(then), CONTENT).commit()
+    put_back(manifest_of(then), CONTENT, state)
     assert nested.read_bytes() == CONTENT
 
 
-def test_until_the_commit_nothing_has_changed(file: Path) -> None:
+def test_until_the_commit_nothing_has_changed(file: Path, state: Path) -> None:
     then = recorded(file)
     file.write_bytes(b"now")
-    back = put_back(manifest_of(then), CONTENT)
+    back = prepared(manifest_of(then), CONTENT, state)
     assert file.read_bytes() == b"now"
     back.abandon()
     assert file.read_bytes() == b"now"
     assert [p.name for p in file.parent.iterdir()] == ["data.bin"]
 
 
-def test_links_that_only_criu_would_have_removed_go_when_the_restore_fails(file: Path) -> None:
+def test_links_that_only_criu_would_have_removed_go_when_the_restore_fails(file: Path, state: Path) -> None:
     link = file.with_name("link_remap.7")
     file.rename(link)
     then = recorded(link)
     link.unlink()
-    back = put_back(manifest_of(then), CONTENT)
-    back.commit()
+    back = prepared(manifest_of(then), CONTENT, state)
+    back.exchange()
     assert link.read_bytes() == CONTENT
     back.abandon()
     assert list(file.parent.iterdir()) == []
 
 
-def test_a_file_that_grew_is_cut(file: Path) -> None:
+def test_a_file_that_grew_is_cut(file: Path, state: Path) -> None:
     then = recorded(file)
     with open(file, "ab") as out:
         out.write(b"more")
     inode = file.stat().st_ino
-    put_back(manifest_of(then), b"", "truncate").commit()
+    put_back(manifest_of(then), b"", state, "truncate")
     assert file.read_bytes() == CONTENT and file.stat().st_ino == inode
 
 
@@ -171,7 +135,7 @@ def test_what_stands_in_the_way(
         assert problem in found.message and found.path == str(file) and found.cure
 
 
-def test_the_hash_decides_when_the_time_does_not(file: Path) -> None:
+def test_the_hash_decides_when_the_time_does_not(file: Path, state: Path) -> None:
     then = recorded(file, writable=False, policy="checked", digest=blake3.blake3(CONTENT).hexdigest())
     os.utime(file, ns=(0, 0))
     assert plan_files(manifest_of(then), "restore", verify=True).problems == []
@@ -180,23 +144,23 @@ def test_the_hash_decides_when_the_time_does_not(file: Path) -> None:
     assert plan_files(manifest_of(then), "restore", verify=True).problems != []
 
 
-def test_files_of_the_new_instance_are_left_alone(file: Path) -> None:
+def test_files_of_the_new_instance_are_left_alone(file: Path, state: Path) -> None:
     then = recorded(file)
     file.unlink()
     assert plan_files(manifest_of(then), "restore", skip={str(file)}).actions == []
 
 
-def test_a_path_that_is_no_path_is_damage(file: Path) -> None:
+def test_a_path_that_is_no_path_is_damage(file: Path, state: Path) -> None:
     then = msgspec.structs.replace(recorded(file), path="relative/name")
     with pytest.raises(Damaged, match="relative/name"):
-        PutBack(plan_files(manifest_of(then), "restore").actions, lambda path: space_cells([], []))
+        PutBack(plan_files(manifest_of(then), "restore").actions, lambda path: space_cells([], []), state)
 
 
-def test_a_folder_that_cannot_be_made_is_named(file: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_named(file: Path, state: Path) -> None:
     then = msgspec.structs.replace(recorded(file), path=str(file / "below" / "data.bin"))
     manifest = manifest_of(then)
     plan = plan_files(manifest, "restore")
     assert plan.problems, "a file stands where a folder is needed"
     actions = plan_files(manifest_of(msgspec.structs.replace(then, path="/proc/nowhere/data.bin")), "restore").actions
     with pytest.raises(RestoreFailed, match="/proc/nowhere"):
-        PutBack(actions, lambda path: space_cells([], [])).prepare()
+        PutBack(actions, lambda path: space_cells([], []), state).prepare()

@@ -1,0 +1,252 @@
+"""What a restore changes among a job's files, written down before it does; the rule: whatever is on disk says whether to undo it or to finish it.
+
+``STATE/restores/ID/`` is one restore: ``lock`` (held while the restore lives), ``journal``, contents that were saved before a file is
+changed in place, and ``keep`` from the moment the job runs. Without ``keep`` the journal is undone, with it finished. The directory
+belongs to root and nobody else may write there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from icecore.errors import Damaged, RestoreFailed
+from icecore.host.job import boot_id
+from icecore.restorer.jobfiles import Inode
+
+FOLDER = "restores"
+_JOURNAL, _LOCK, _KEEP, _KEPT = "journal", "lock", "keep", ".kept"
+_FORMAT = 1
+
+
+class Change(msgspec.Struct, frozen=True):
+    """One change of one name. Paths are bytes, as the kernel has them.
+
+    ``put``: ``temporary`` gets the place ``path`` (``old`` None: where there was nothing). ``rewrite``: ``path`` keeps its inode ``old``
+    and gets the content of ``temporary``. ``truncate``: ``path`` is cut to ``size`` bytes. ``link``: ``path`` becomes another name of ``new``,
+    which is found at ``source``.
+
+    Attributes:
+        user, group: Whom the file belongs to.
+        directory: Which directory ``path`` and ``temporary`` lie in.
+        new: The file that was prepared; None: it was not created yet.
+        saved: Name in the journal's directory of the old content from byte ``size`` on, for changes in place.
+    """
+
+    kind: Literal["put", "rewrite", "truncate", "link"]
+    path: bytes
+    user: int
+    group: int
+    directory: Inode | None
+    temporary: bytes = b""
+    old: Inode | None = None
+    new: Inode | None = None
+    saved: str = ""
+    size: int = 0
+    source: bytes = b""
+
+
+class Made(msgspec.Struct, frozen=True):
+    """A directory that was missing. ``inode`` None: it was not made yet, or its maker ended before he noted it."""
+
+    path: bytes
+    user: int
+    group: int
+    inode: Inode | None = None
+
+
+class Record(msgspec.Struct, frozen=True):
+    """All that a restore changes. ``boot`` is the machine's boot id: device numbers are compared within one boot only."""
+
+    format: int
+    snapshot: str
+    root: bytes
+    boot: str
+    changes: list[Change]
+    made: list[Made]
+
+
+_DECODER = msgspec.msgpack.Decoder(Record)
+
+
+class FileJournal:
+    """The journal of one restore, locked by this process until `close`.
+
+    Attributes:
+        folder: ``STATE/restores/ID``.
+    """
+
+    def __init__(self, folder: Path, lock: int) -> None:
+        self.folder = folder
+        self._lock = lock
+
+    @classmethod
+    def begin(cls, state: Path) -> FileJournal:
+        """Make the directory of a new restore.
+
+        Raises:
+            RestoreFailed: It cannot be made, or others may write to it.
+        """
+        above = state / FOLDER
+        try:
+            state.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                above.mkdir(mode=0o700)
+            with _listing(above):
+                folder = above / secrets.token_hex(8)
+                folder.mkdir(mode=0o700)
+                try:
+                    return cls(folder, _open_lock(folder))
+                except OSError:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    raise
+        except OSError as error:
+            raise RestoreFailed(
+                f"cannot note down which files the restore changes in {above}: {error.strerror}",
+                cure="name another directory in ICECORE_STATE, or free space there",
+            ) from error
+
+    def write(self, record: Record, *, durable: bool) -> None:
+        """Replace the journal; with ``durable`` it survives a crash of the machine."""
+        temporary = self.folder / f"{_JOURNAL}.new"
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(msgspec.msgpack.encode(record))
+            file.flush()
+            if durable:
+                os.fsync(descriptor)
+        temporary.replace(self.folder / _JOURNAL)
+        if durable:
+            _sync(self.folder)
+            _sync(self.folder.parent)
+
+    def read(self) -> Record | None:
+        """Return what was noted down; None: nothing, so nothing was changed.
+
+        Raises:
+            Damaged: It is not what was written.
+        """
+        try:
+            data = (self.folder / _JOURNAL).read_bytes()
+        except FileNotFoundError:
+            return None
+        try:
+            record = _DECODER.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise Damaged("journal", str(self.folder), str(error)) from error
+        if record.format != _FORMAT:
+            raise Damaged("journal", str(self.folder), f"it has format {record.format}, this icecore reads {_FORMAT}")
+        return record
+
+    def keep(self) -> None:
+        """The job runs: from now on its files are kept. One system call."""
+        os.close(os.open(self.folder / _KEEP, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+
+    @property
+    def kept(self) -> bool:
+        """Whether the job ran."""
+        return (self.folder / _KEEP).exists()
+
+    def settle(self) -> None:
+        """Have `keep` survive a crash of the machine."""
+        _sync(self.folder)
+
+    def saved(self, name: str) -> Path:
+        """Where old content is saved."""
+        return self.folder / name
+
+    def remove(self) -> None:
+        """Forget the restore: nothing is left to undo or to finish. Where that fails the next command finds the same."""
+        with suppress(OSError):
+            (self.folder / _JOURNAL).unlink(missing_ok=True)  # first: what is left without it means nothing
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self.close()
+
+    def put_aside(self) -> Path:
+        """Keep what was saved for the user, but not the journal; returns where."""
+        place = self.folder.with_name(self.folder.name + _KEPT)
+        try:
+            (self.folder / _JOURNAL).unlink(missing_ok=True)
+            self.folder.rename(place)
+        except OSError:
+            return self.folder
+        finally:
+            self.close()
+        return place
+
+    def close(self) -> None:
+        """Let others have the journal."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def record_of(snapshot: str, root: str, changes: Sequence[Change], made: Sequence[Made]) -> Record:
+    """Return the record of a restore on this machine, now."""
+    return Record(_FORMAT, snapshot, os.fsencode(root), boot_id(), list(changes), list(made))
+
+
+def abandoned(state: Path) -> list[FileJournal]:
+    """Return the journals of restores that have ended without removing them, locked.
+
+    Raises:
+        RestoreFailed: Others than root may write where they lie.
+    """
+    above = state / FOLDER
+    found: list[FileJournal] = []
+    try:
+        with _listing(above):
+            for name in sorted(os.listdir(above)):
+                folder = above / name
+                if name.endswith(_KEPT) or not folder.is_dir():
+                    continue
+                with suppress(BlockingIOError, FileNotFoundError):
+                    found.append(FileJournal(folder, _open_lock(folder)))
+    except (FileNotFoundError, PermissionError):
+        pass  # no restore ever changed a file, or this user may not look
+    return found
+
+
+@contextmanager
+def _listing(above: Path) -> Iterator[None]:
+    """Hold the directory of all journals: none is begun meanwhile.
+
+    Raises:
+        RestoreFailed: Others than this user may write there.
+    """
+    descriptor = os.open(above, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        about = os.fstat(descriptor)
+        if about.st_uid != os.geteuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise RestoreFailed(f"others than user {os.geteuid()} may write to {above}", cure=f"'rm -r {above}', after a look at who made it")
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _open_lock(folder: Path) -> int:
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,189 @@
+"""Files are all old or all new, whatever ends the restore, and what others did to them meanwhile is left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from icecore.errors import RestoreFailed
+from icecore.events import Event
+from icecore.restorer import file_recovery
+from icecore.restorer.file_journal import FileJournal
+from icecore.restorer.file_recovery import recover
+from icecore.restorer.files import plan_files
+from icecore.restorer.put_back import PutBack
+from tests.restorer import killed_put_back
+from tests.restorer.job_file_places import look, manifest_of, recorded, written
+from tests.restorer.killed_put_back import NEWER, THEN, lay_out
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="files of several users")
+
+
+@pytest.mark.timeout(600)
+def test_whatever_step_is_the_last_one_files_are_all_old_or_all_new(tmp_path: Path) -> None:
+    """By SIGKILL, after which the recovery is killed as well; and by an error of the step, after which nothing but this process is needed."""
+    done = subprocess.run(
+        [sys.executable, "-P", str(Path(killed_put_back.__file__)), str(tmp_path)], capture_output=True, text=True, timeout=550
+    )
+    assert done.returncode == 0, done.stderr
+    cases = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [case for case in cases if case["status"] or case["outcome"] not in ("old", "new")] == [], done.stderr
+    seen = Counter((case["then"], case["outcome"]) for case in cases)
+    assert seen["runs", "old"] > 40 and seen["runs", "new"] > 5 and seen["fails", "old"] > 60 and seen["breaks", "old"] > 40, seen
+    assert seen["fails", "new"] == 0
+    assert cases[-1]["outcome"] == "new", "without a step that fails the job runs"
+
+
+def exchanged(top: Path) -> PutBack:
+    back = written(lay_out(top), THEN, top / "state")
+    back.exchange()
+    return back
+
+
+def forget(back: PutBack) -> None:
+    """As if its process had been killed."""
+    assert back.journal is not None
+    back.journal.close()
+
+
+def recovered(state: Path) -> list[Event]:
+    events: list[Event] = []
+    recover(state, events.append)
+    return events
+
+
+@pytest.mark.parametrize("how", ["in this process", "by another"])
+def test_what_somebody_wrote_meanwhile_is_left_alone_and_told(tmp_path: Path, how: str) -> None:
+    back = exchanged(tmp_path)
+    home = tmp_path / "home"
+    (home / "replaced.new").write_bytes(b"somebody else's\n")
+    (home / "replaced.new").rename(home / "replaced")
+    with open(home / "grown", "ab") as file:
+        file.write(b"appended after the cut\n")
+    if how == "in this process":
+        left = back.abandon()
+    else:
+        forget(back)
+        (event,) = recovered(tmp_path / "state")
+        assert event.name == "restore.recovered" and event.fields["how"] == "undone"
+        left = event.fields["left"]  # type: ignore[assignment]
+    assert len(left) == 3 and "somebody replaced" in " ".join(left) and "was written to after it was cut" in " ".join(left), left
+    assert (home / "replaced").read_bytes() == b"somebody else's\n"
+    assert (home / "grown").read_bytes() == THEN + b"appended after the cut\n"
+    (kept,) = [path for path in home.iterdir() if path.name.startswith(".replaced")]
+    assert kept.read_bytes() == NEWER, "what it was before is still there"
+    (folder,) = (tmp_path / "state" / "restores").iterdir()
+    assert [path.read_bytes() for path in folder.glob("*.saved")] == [NEWER]
+    assert (home / "linked").read_bytes() == NEWER, "the others are undone"
+    assert recovered(tmp_path / "state") == [], "it is told once"
+
+
+def test_an_old_file_that_somebody_removed_meanwhile_is_told(tmp_path: Path) -> None:
+    back = exchanged(tmp_path)
+    (kept,) = [path for path in (tmp_path / "home").iterdir() if path.name.startswith(".replaced")]
+    kept.unlink()
+    left = back.abandon()
+    assert "somebody removed what" in left[0] and (tmp_path / "home" / "replaced").read_bytes() == THEN
+
+
+def test_the_journal_of_a_living_restore_is_left_alone(tmp_path: Path) -> None:
+    back = exchanged(tmp_path)
+    now = look(tmp_path)
+    assert recovered(tmp_path / "state") == []
+    assert look(tmp_path) == now
+    assert back.abandon() == []
+
+
+def test_a_journal_is_not_applied_to_another_directory(tmp_path: Path) -> None:
+    back = exchanged(tmp_path)
+    forget(back)
+    home = tmp_path / "home"
+    home.rename(tmp_path / "away")
+    home.mkdir()
+    for path in (tmp_path / "away").glob("*"):
+        if path.is_file():
+            (home / path.name).write_bytes(b"another file")
+    before = look(tmp_path / "home"), look(tmp_path / "away")
+    (event,) = recovered(tmp_path / "state")
+    assert all("another one now" in text or "not there" in text or "what was saved" in text for text in event.fields["left"])  # type: ignore[union-attr]
+    assert (look(tmp_path / "home"), look(tmp_path / "away")) == before
+
+
+def test_after_a_start_of_the_machine_files_are_known_by_their_inodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    actions = lay_out(tmp_path)
+    before = look(tmp_path / "home")
+    back = written(actions, THEN, tmp_path / "state")
+    back.exchange()
+    forget(back)
+    monkeypatch.setattr(file_recovery, "boot_id", lambda: "another")
+    (event,) = recovered(tmp_path / "state")
+    assert event.fields["left"] == [] and look(tmp_path / "home") == before
+
+
+def test_a_journal_that_makes_no_sense_changes_nothing_and_is_told(tmp_path: Path) -> None:
+    back = exchanged(tmp_path)
+    forget(back)
+    assert back.journal is not None
+    (back.journal.folder / "journal").write_bytes(b"\xc1 nonsense")
+    before = look(tmp_path / "home")
+    (event,) = recovered(tmp_path / "state")
+    assert "damaged" in str(event.fields["left"]) and look(tmp_path / "home") == before
+
+
+def test_a_file_that_is_replaced_while_content_is_fetched_is_not_lost(tmp_path: Path) -> None:
+    back = written(lay_out(tmp_path), THEN, tmp_path / "state")
+    home = tmp_path / "home"
+    (home / "replaced.new").write_bytes(b"rotated in\n")
+    (home / "replaced.new").rename(home / "replaced")
+    before = look(home)
+    with pytest.raises(RestoreFailed, match="was replaced while"):
+        back.exchange()
+    assert back.abandon() == []
+    assert (home / "replaced").read_bytes() == b"rotated in\n"
+    assert (home / "linked").read_bytes() == NEWER and not [name for name in os.listdir(home) if name.startswith(".")]
+    assert before["replaced"] == look(home)["replaced"]
+
+
+def test_who_reads_a_file_keeps_what_he_has(tmp_path: Path) -> None:
+    actions = lay_out(tmp_path)
+    with open(tmp_path / "home" / "replaced", "rb") as reader:
+        back = written(actions, THEN, tmp_path / "state")
+        back.exchange()
+        assert reader.read() == NEWER and (tmp_path / "home" / "replaced").read_bytes() == THEN
+        back.hand_over()
+        assert back.finish() == []
+        assert reader.seek(0) == 0 and reader.read() == NEWER
+
+
+def test_nothing_to_do_leaves_no_journal(tmp_path: Path) -> None:
+    path = tmp_path / "read.only"
+    path.write_bytes(THEN)
+    then = recorded(path, writable=False, policy="checked")
+    back = written(plan_files(manifest_of(then), "restore").actions, THEN, tmp_path / "state")
+    assert not back and back.exchange() == []
+    back.hand_over()
+    assert back.finish() == [] == back.abandon()
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_journal_that_others_could_have_written_is_not_believed(tmp_path: Path) -> None:
+    forget(exchanged(tmp_path))
+    (tmp_path / "state" / "restores").chmod(0o777)
+    before = look(tmp_path)
+    with pytest.raises(RestoreFailed, match="others than user 0 may write"):
+        recovered(tmp_path / "state")
+    assert look(tmp_path) == before
+
+
+def test_journals_are_roots_alone(tmp_path: Path) -> None:
+    journal = FileJournal.begin(tmp_path / "state")
+    for folder in (journal.folder, journal.folder.parent):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    journal.close()
+    assert recovered(tmp_path / "state") == [] and not journal.folder.exists()

@@ -1,0 +1,148 @@
+"""Nothing in the restorer but its own module for it names a job's path to a system call that writes; read from the sources."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+RESTORER = Path(__file__).parents[2] / "restorer"
+
+#: Functions of `os` that change what a path names, or open it.
+OS_CALLS = {
+    "open", "chown", "lchown", "chmod", "lchmod", "utime", "truncate", "rename", "renames", "replace", "link", "symlink", "unlink", "remove",
+    "mkdir", "makedirs", "rmdir", "removedirs", "mkfifo", "mknod", "setxattr", "removexattr", "chroot", "posix_spawn", "system",
+}  # fmt: skip
+#: Methods of `pathlib.Path` that do.
+PATH_CALLS = {"write_text", "write_bytes", "touch", "mkdir", "unlink", "rmdir", "symlink_to", "hardlink_to", "chmod", "lchmod"}
+#: Methods that strings and others have too: `Path`'s take one argument.
+PATH_CALLS_OF_ONE = {"rename", "replace"}
+WRITES = set("wax+")
+
+#: Module -> the calls in it, and why no job's path is given to them.
+ALLOWED: dict[str, tuple[set[str], str]] = {
+    "jobfiles.py": (
+        {"os.open", "os.chown", "os.mkdir", "os.link", "os.unlink", "os.rmdir", "os.utime"},
+        "the module for it: names below checked directory descriptors, and descriptors",
+    ),
+    "jobpaths.py": ({"os.open"}, "opens the root alone, with O_PATH"),
+    "file_changes.py": (
+        {"os.open", "os.utime", "Path.rename", "Path.unlink"},
+        "descriptors from jobfiles.py; saved contents in the state directory, where root alone writes",
+    ),
+    "file_journal.py": (
+        {"os.open", "open", "Path.mkdir", "Path.replace", "Path.rename", "Path.unlink", "shutil.rmtree"},
+        "the state directory, which is checked to be root's alone",
+    ),
+    "files.py": ({"os.open"}, "reads what is to be compared, below a checked directory descriptor"),
+    "filewriter.py": ({"os.open"}, "image files in icecore's work directory, and logs in the instance's directory; job's files come as descriptors"),
+    "images.py": ({"os.unlink"}, "pagemap images in icecore's work directory"),
+    "beside.py": ({"os.open"}, "asks who has a file open, with O_PATH below a checked directory descriptor"),
+    "copies.py": (
+        {"os.makedirs", "os.rmdir"},
+        "the directory that the user named, which root alone can change, and all directories on the way to it",
+    ),
+    "exporter.py": ({"Path.mkdir", "Path.unlink", "shutil.rmtree"}, "the directory that the user named; open files in it go through jobfiles.py"),
+    "restore.py": ({"Path.mkdir", "shutil.rmtree", "tempfile.mkdtemp"}, "icecore's work directory, made by mkdtemp"),
+    "tree.py": ({"os.open", "os.mkfifo", "Path.write_text", "Path.chmod"}, "the hold script and its FIFO in icecore's work directory"),
+    "guard.py": ({"open"}, "the guard's output in icecore's work directory"),
+    "guard_process.py": ({"os.open", "os.unlink", "os.posix_spawn", "shutil.rmtree"}, "CRIU's output and socket in the guard's work directory"),
+    "locks.py": ({"os.open"}, "lock files in icecore's work directory"),
+    "file_table.py": ({"open"}, "memory (memfd), by descriptor"),
+    "resident.py": ({"Path.mkdir"}, "the keeper's directory: the instance's own, or made by jobfiles.py before"),
+}
+
+
+def writing_calls(source: str) -> set[str]:
+    """The calls of a module that could write to a path: ``os.X``, ``Path.X``, ``shutil.X``, ``tempfile.X``, ``open``, ``filesystem.X``."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module in ("os", "shutil", "tempfile", "ctypes"):
+            found |= {f"from {node.module} import {alias.name}" for alias in node.names}
+        if isinstance(node, ast.ImportFrom) and node.module == "icecore.host.filesystem":
+            found |= {f"filesystem.{alias.name}" for alias in node.names}
+        if isinstance(node, ast.Import):
+            found |= {f"import {alias.name} as {alias.asname}" for alias in node.names if alias.name in ("os", "shutil", "tempfile") and alias.asname}
+        if not isinstance(node, ast.Call):
+            continue
+        function = node.func
+        if isinstance(function, ast.Name) and function.id == "open" and _writes(node):
+            found.add("open")
+        if not isinstance(function, ast.Attribute):
+            continue
+        base = function.value.id if isinstance(function.value, ast.Name) else ""
+        name = function.attr
+        if base == "os":
+            if name in OS_CALLS:
+                found.add(f"os.{name}")
+        elif base in ("shutil", "tempfile"):
+            found.add(f"{base}.{name}")
+        elif base in ("msgspec", "files", "self._files"):  # not paths: fields of structs, and jobfiles.py itself
+            continue
+        elif name in PATH_CALLS or (name in PATH_CALLS_OF_ONE and len(node.args) == 1 and not node.keywords):
+            found.add(f"Path.{name}")
+        elif name == "open" and _is_mode(node.args[:1]) and _writes(node, 0):
+            found.add("Path.open")
+    # A function that is handed on is called elsewhere.
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            module, name = node.value.id, node.attr
+            if (module == "os" and name in OS_CALLS) or (module == "shutil" and name.islower()):
+                found.add(f"{module}.{name}")
+    return found
+
+
+def _writes(call: ast.Call, position: int = 1) -> bool:
+    """Whether an ``open`` may write: its mode says so, or cannot be read from the source."""
+    given = [word.value for word in call.keywords if word.arg == "mode"] + call.args[position : position + 1]
+    return any(not isinstance(mode, ast.Constant) or (isinstance(mode.value, str) and bool(WRITES & set(mode.value))) for mode in given)
+
+
+def _is_mode(arguments: list[ast.expr]) -> bool:
+    """Whether the first argument of a method ``open`` is a mode: others than `Path` have such a method."""
+    return bool(arguments) and isinstance(arguments[0], ast.Constant) and isinstance(arguments[0].value, str) and len(arguments[0].value) <= 3
+
+
+MODULES = sorted(path.name for path in RESTORER.glob("*.py"))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_only_the_module_for_it_writes_to_a_jobs_files(name: str) -> None:
+    allowed, reason = ALLOWED.get(name, (set(), ""))
+    primitives = {"filesystem.rename", "filesystem.acting_as", "filesystem.open_confined", "filesystem.RENAME_EXCHANGE", "filesystem.RENAME_NOREPLACE"}
+    if name in ("jobfiles.py", "jobpaths.py"):
+        allowed = allowed | primitives
+    found = writing_calls((RESTORER / name).read_text())
+    assert found <= allowed, f"{name} writes by path; use JobFiles, or say here why no job's path is meant: {sorted(found - allowed)}"
+    stale = (allowed - primitives) - found
+    assert not stale, f"{name} does not call {sorted(stale)} any more ({reason})"
+
+
+def test_no_allowance_is_for_a_module_that_is_gone() -> None:
+    assert set(ALLOWED) <= set(MODULES)
+
+
+@pytest.mark.parametrize(
+    ("line", "call"),
+    [
+        ("os.chown(path, 0, 0)", "os.chown"),
+        ("os.truncate(path, 0)", "os.truncate"),
+        ("open(path, 'r+b')", "open"),
+        ("open(path, mode=given)", "open"),
+        ("path.open('w')", "Path.open"),
+        ("path.write_bytes(b'')", "Path.write_bytes"),
+        ("path.replace(other)", "Path.replace"),
+        ("shutil.copyfile(a, b)", "shutil.copyfile"),
+        ("stack.callback(shutil.rmtree, top)", "shutil.rmtree"),
+        ("from os import chown", "from os import chown"),
+        ("import os as system", "import os as system"),
+        ("from icecore.host.filesystem import rename", "filesystem.rename"),
+    ],
+)
+def test_the_reader_sees_calls_that_write(line: str, call: str) -> None:
+    assert writing_calls(line) == {call}
+
+
+def test_the_reader_leaves_others_alone() -> None:
+    assert writing_calls("text.replace('a', 'b'); replace(one, a=1); open(path, 'rb'); backend.open()") == set()
