@@ -34,7 +34,7 @@ from icecore.dumper.target import Target
 from icecore.dumper.window import Window, wait_running
 from icecore.errors import DumpFailed, HookFailed, PreflightRefused, UsageError
 from icecore.events import Event, Sink, discard, phase
-from icecore.host import limits, procfs
+from icecore.host import limits, oom, procfs
 from icecore.host.criu import Criu, DumpArguments, explain, find_criu, lazy_dump_command, stream_dump_command
 from icecore.host.cuda.holder import plugin_folder
 from icecore.host.hidden import hides
@@ -281,6 +281,8 @@ class _Dump:
         images = self._make_workdir()
         guard = Guard(str(images))
         self.stack.callback(guard.release)
+        if guard.oom_score > oom.PROTECTED:
+            self.emit(Event("dump.unprotected", {"oom_score": guard.oom_score, "wanted": oom.PROTECTED, "cure": oom.CURE}))
         devices = self._devices(found, guard, images)
         storing = self.storing = Storing(
             self.repository,

@@ -32,6 +32,7 @@ from pathlib import Path
 from icecore.dumper.hold import wait_for_stream
 from icecore.dumper.prepared import Prepared
 from icecore.errors import DumpFailed
+from icecore.host import oom
 from icecore.host.page_server import Connection
 from icecore.host.pipes import HeldPipes, make_room
 from icecore.host.waiting import readable
@@ -79,7 +80,9 @@ class Guard:
         self.end_seconds = _END_SECONDS
         self._lock = threading.Lock()
         try:
-            self._expect("ready", start_timeout)
+            ready = self._expect("ready", start_timeout)
+            #: The ``oom_score_adj`` of the guard, which CRIU and the GPU helper inherit.
+            self.oom_score = int(str(ready["oom_score"]))
         except BaseException:
             self.release()
             raise
@@ -314,9 +317,9 @@ class _Server:
         except OSError:
             self.dumper_alive = False
 
-    def serve(self) -> None:
+    def serve(self, oom_score: int) -> None:
         released = False
-        self.say(event="ready")
+        self.say(event="ready", oom_score=oom_score)
         while self.dumper_alive and not released:
             try:
                 message, descriptors, _, _ = socket.recv_fds(self.control, _MESSAGE, 2)
@@ -419,13 +422,12 @@ def main() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     make_room()
-    # Nor may the OOM killer choose it while the parasite is in the job; for who lacks CAP_SYS_RESOURCE this stays a wish.
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-        file.write("-900")
+    # The OOM killer must not choose CRIU, which inherits this, while its parasite is in the job.
+    reached = oom.protect()
     control = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(control.fileno(), False)
     os.set_inheritable(int(sys.argv[2]), False)
-    _Server(control, int(sys.argv[2]), sys.argv[3]).serve()
+    _Server(control, int(sys.argv[2]), sys.argv[3]).serve(reached)
 
 
 if __name__ == "__main__":
