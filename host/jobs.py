@@ -33,9 +33,10 @@ from icecore.host.namespaces import (
     init_program,
 )
 from icecore.host.resident.client import Keeper
-from icecore.host.resident.keeper import claimed, start_keeper
+from icecore.host.resident.keeper import claimed, make_place, start_keeper
 from icecore.host.resident.keeper import environment as keeper_environment
 from icecore.host.start import Launch, Starting
+from icecore.private import private_state, require_own
 
 #: Where the keepers of jobs on the host's root have their directories.
 _RESIDENT = Path("/run/icecore/resident")
@@ -67,9 +68,11 @@ class Registry:
 
     Args:
         state: The directory; made where it is missing. Default: `state_directory`.
+        emit: Gets ``state.tightened``.
     """
 
-    def __init__(self, state: Path | None = None) -> None:
+    def __init__(self, state: Path | None = None, *, emit: Sink = discard) -> None:
+        self._emit = emit
         self.state = (state or state_directory()).absolute()
         self._jobs = self.state / "jobs"
 
@@ -87,6 +90,8 @@ class Registry:
         found: list[Job] = []
         damaged: dict[str, Damaged] = {}
         try:
+            for own in (self.state, self._jobs):
+                require_own(own)  # nobody else's notes say which processes are to be signalled
             entries = sorted(self._jobs.iterdir())
         except FileNotFoundError:
             return [], {}
@@ -332,8 +337,8 @@ class Registry:
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
-        self._jobs.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(self.state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        private_state(self.state, "jobs", emit=self._emit)
+        fd = os.open(self.state / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             yield
@@ -420,7 +425,7 @@ def _keeper_place(job: Job) -> Path:
 
 def _with_keeper(place: Path, seen: Path, environment: Mapping[str, str]) -> dict[str, str]:
     """Start a keeper; what its job's environment needs, which sees it there."""
-    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_place(place)
     start_keeper(place)
     return keeper_environment(str(seen), environment)
 

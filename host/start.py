@@ -92,7 +92,7 @@ class Starting:
         self.pid = 0
         if wanted.isolation.root:
             make_instance_mount()
-            (wanted.directory / "root").mkdir(exist_ok=True)
+            (wanted.directory / "root").mkdir(mode=0o700, exist_ok=True)
         # -I -S: whatever the user's PYTHON… variables and site packages hold, this program does not load it.
         self._launcher = subprocess.Popen(
             [sys.executable, "-I", "-S", launch.__file__],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import tomllib
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 from icecore.errors import NotFound, UsageError
+from icecore.private import require_unchangeable
 
 T = TypeVar("T")
 
@@ -20,6 +20,7 @@ T = TypeVar("T")
 PREFIX = "ICECORE_"
 #: Variables that hold a secret: never passed on to jobs and hooks.
 SECRET = ("ICECORE_PASSPHRASE", "ICECORE_NEW_PASSPHRASE", "ICECORE_TARGET_PASSPHRASE")
+_WHY_OWN = "its settings are commands that would be run as you"
 _SIZES = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4} | {
     f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)
 }
@@ -409,28 +410,23 @@ def standard_files(environment: Mapping[str, str], directory: Path) -> list[Path
     return [Path("/etc/icecore.toml"), Path(own) / "icecore.toml", directory / "icecore.toml"]
 
 
-def read_file(path: Path, *, trusted: bool) -> dict[str, Any] | None:
-    """The document in a file, None if there is none.
-
-    Args:
-        trusted: The caller named the file; otherwise it must belong to this user or root, because settings hold commands that are run.
+def read_file(path: Path) -> dict[str, Any] | None:
+    """Return the document in a file, None if there is none.
 
     Raises:
-        UsageError: It cannot be read, is not TOML, or is somebody else's.
+        UsageError: It cannot be read, is not TOML, or others can change it: settings hold commands that are run.
     """
     try:
-        with open(path, "rb") as file:
-            about = os.fstat(file.fileno())
+        # Somebody else's FIFO must not keep this process waiting before it is seen whose it is.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            require_unchangeable(path, os.fstat(descriptor), _WHY_OWN)
+            os.set_blocking(descriptor, True)
             data = file.read(1 << 20)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}", cure="correct its permissions or remove it") from error
-    if not trusted and (about.st_uid not in (0, os.geteuid()) or about.st_mode & stat.S_IWOTH):
-        raise UsageError(
-            f"{path} can be written by others than you, and its settings are commands that would be run as you",
-            cure=f"chown and chmod o-w it, work elsewhere, or name it with --config {path}",
-        )
     try:
         return tomllib.loads(data.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -457,12 +453,12 @@ def load(
     environment = os.environ if environment is None else environment
     config = Config()
     for file in standard_files(environment, Path.cwd()) if files is None else files:
-        table = read_file(file, trusted=False)
+        table = read_file(file)
         if table is not None:
             config = merge(config, table, str(file))
     named = path or environment.get("ICECORE_CONFIG", "")
     if named:
-        table = read_file(Path(named), trusted=True)
+        table = read_file(Path(named))
         if table is None:
             raise NotFound(f"there is no configuration file {named}", cure="correct --config or ICECORE_CONFIG")
         config = merge(config, table, named)

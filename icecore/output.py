@@ -231,6 +231,8 @@ def describe(event: Event) -> str:
         return "  ".join(words)
     if event.name == "run.gpu":
         return _gpu_words(fields)
+    if event.name == "state.tightened":
+        return f"note: others could use the directory {fields['directory']} (mode {fields['before']}); it is for its owner alone now"
     if event.name in ("restore.warning", "export.warning", "copy.warning", "sync.warning"):
         return f"warning: {fields.get('message')}"
     if "error" in fields and event.name != "restore.failed":

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from icecore.errors import Damaged, NotFound, ObjectExists, ObjectMissing, StoreDenied, StoreError, StoreFull
+from icecore.private import make_parents
 from icecore.store.backend import (
     RESERVE_PIECE,
     RESERVE_PIECES,
@@ -82,7 +83,8 @@ class LocalBackend(Backend):
         self.where = self.folder = str(self.root)
         if create:
             try:
-                self.root.mkdir(parents=True, exist_ok=True)
+                make_parents(self.root.parent)
+                self.root.mkdir(mode=0o700, exist_ok=True)
                 _sync_directory(self.root.parent)
             except OSError as error:
                 raise _translate(error, "create", self.where) from error

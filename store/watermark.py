@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from icecore.private import create_private, private_state
 from icecore.store.keys import CONFIG_KIND
 
 
@@ -38,7 +39,7 @@ class FileWatermark(Watermark):
     """Remembers in a small file outside the repository.
 
     Args:
-        path: The file; its folder is made when needed. Use one per repository id.
+        path: The file, in a folder of a state directory; both are made when needed. Use one per repository id.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -91,7 +92,8 @@ class Recollection:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    private_state(path.parent.parent, path.parent.name)
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    temporary.write_bytes(data)
+    with open(create_private(temporary), "wb") as file:
+        file.write(data)
     os.replace(temporary, path)

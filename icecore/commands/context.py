@@ -79,7 +79,7 @@ class Context:
         from icecore.host.jobs import Registry
         from icecore.places import state_directory
 
-        return Registry(state_directory(self.config.state))
+        return Registry(state_directory(self.config.state), emit=self.output.event)
 
     def require_job(self, name: str) -> None:
         """Nothing, if there is a snapshot of a job with this name, or an instance of it on this node.
