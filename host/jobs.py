@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from icecore.config import job_environment
 from icecore.errors import Damaged, IcecoreError, NotFound, UsageError
 from icecore.events import Event, Sink, discard
 from icecore.host import procfs
@@ -157,7 +158,7 @@ class Registry:
             name: Empty: the program's, with a number where that is taken.
             isolation: Its namespaces; default pid and ipc.
             cwd: Empty: this process's.
-            environment: Default: this process's. Both get `RESTORABLE_ENVIRONMENT` where they do not set it themselves.
+            environment: Default: this process's, without credentials. Both get `RESTORABLE_ENVIRONMENT` where they do not set it themselves.
             umask: Default: this process's.
             resident: Its device memory shall stay where it is in windows (`icecore.host.resident`): with the preload, and a keeper of its own.
             keep_resident: With ``resident``: from its first snapshot on that memory shall outlive the job, unless it ends with status 0, for a restore
@@ -174,7 +175,7 @@ class Registry:
         if keep_resident and not resident:
             raise UsageError("only resident memory can be kept", cure="leave out --keep-resident, or --no-resident")
         isolation = isolation or Isolation()
-        own = dict(os.environ if environment is None else environment)
+        own = dict(job_environment(os.environ)[0] if environment is None else environment)
         added = {key: value for key, value in RESTORABLE_ENVIRONMENT.items() if key not in own}
         own.update(added)
         directory = os.path.abspath(cwd or os.getcwd())

@@ -20,6 +20,27 @@ T = TypeVar("T")
 PREFIX = "ICECORE_"
 #: Variables that hold a secret: never passed on to jobs and hooks.
 SECRET = ("ICECORE_PASSPHRASE", "ICECORE_NEW_PASSPHRASE", "ICECORE_TARGET_PASSPHRASE")
+#: Variables that open a repository: what boto3 takes credentials from, and where a passphrase comes from. No job gets them unless it is asked for by name.
+CREDENTIALS = (
+    *SECRET,
+    *(f"{name}_{kind}" for name in ("ICECORE_PASSPHRASE", "ICECORE_TARGET_PASSPHRASE") for kind in ("FILE", "COMMAND")),
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "AWS_SECURITY_TOKEN",
+    "AWS_PROFILE",
+    "AWS_DEFAULT_PROFILE",
+    "AWS_SHARED_CREDENTIALS_FILE",
+    "AWS_CONFIG_FILE",
+    "AWS_ROLE_ARN",
+    "AWS_ROLE_SESSION_NAME",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_CONTAINER_AUTHORIZATION_TOKEN",
+    "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE",
+    "BOTO_CONFIG",
+)
 _WHY_OWN = "its settings are commands that would be run as you"
 _SIZES = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4} | {
     f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)
@@ -402,6 +423,16 @@ def _of(name: str, known: Mapping[str, object]) -> list[str]:
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
     """``environment`` as others may see it."""
     return {name: value for name, value in environment.items() if name not in SECRET}
+
+
+def job_environment(environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Split an environment.
+
+    Returns:
+        What a job gets of it, and the names of the credentials that it does not get.
+    """
+    held = [name for name in CREDENTIALS if name in environment]
+    return {name: value for name, value in environment.items() if name not in held}, held
 
 
 def standard_files(environment: Mapping[str, str], directory: Path) -> list[Path]:

@@ -231,6 +231,8 @@ def describe(event: Event) -> str:
         return "  ".join(words)
     if event.name == "run.gpu":
         return _gpu_words(fields)
+    if event.name == "run.withheld":
+        return _withheld_words(fields)
     if event.name == "state.tightened":
         return f"note: others could use the directory {fields['directory']} (mode {fields['before']}); it is for its owner alone now"
     if event.name in ("restore.warning", "export.warning", "copy.warning", "sync.warning"):
@@ -238,6 +240,10 @@ def describe(event: Event) -> str:
     if "error" in fields and event.name != "restore.failed":
         return f"warning: {event.name}: {fields['error']}"
     return ""
+
+
+def _withheld_words(fields: Mapping[str, Any]) -> str:
+    return f"note: the job does not get {', '.join(fields['names'])}; '--env NAME' passes one on"
 
 
 def _window_words(fields: Mapping[str, Any]) -> str:
