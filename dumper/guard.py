@@ -57,16 +57,17 @@ class Guard:
 
     Args:
         workdir: Directory on tmpfs for CRIU's images; the guard removes it when the dumper dies before ``release``.
+        lock: Descriptor that the guard and CRIU inherit, because it says that ``workdir`` is in use (`icecore.host.workdir`); -1: there is none.
         start_timeout: Seconds the guard process may take to come up.
     """
 
-    def __init__(self, workdir: str, *, start_timeout: float = 30.0) -> None:
+    def __init__(self, workdir: str, *, lock: int = -1, start_timeout: float = 30.0) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket = ours
         self._life, life = os.pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "icecore.dumper.guard", str(theirs.fileno()), str(life), workdir],
-            pass_fds=[theirs.fileno(), life],
+            [sys.executable, "-P", "-m", "icecore.dumper.guard", str(theirs.fileno()), str(life), str(lock), workdir],
+            pass_fds=[theirs.fileno(), life, *([lock] if lock >= 0 else [])],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -303,9 +304,10 @@ class Guard:
 class _Server:
     """The guard's own loop: one CRIU at a time, until the dumper releases it or dies."""
 
-    def __init__(self, control: socket.socket, life: int, workdir: str) -> None:
+    def __init__(self, control: socket.socket, life: int, lock: int, workdir: str) -> None:
         self.control = control
         self.life = life
+        self.lock = lock
         self.workdir = workdir
         self.dumper_alive = True
         self.prepared: Prepared | None = None
@@ -359,7 +361,7 @@ class _Server:
 
     def prepare(self, command: list[str], hidden: str | None, ends: list[socket.socket]) -> None:
         try:
-            self.prepared = Prepared(command, ends[0], ends[1] if len(ends) > 1 else None, self.life, hidden)
+            self.prepared = Prepared(command, ends[0], ends[1] if len(ends) > 1 else None, self.life, hidden, self.lock)
         except OSError as error:
             self.say(event="ended", status=-1, error=f"{command[0]}: {error.strerror}")
             return
@@ -412,7 +414,7 @@ class _Watch:
 
 
 def main() -> None:
-    """Entry of the guard process: ``guard CONTROL_FD LIFE_FD WORKDIR``."""
+    """Entry of the guard process: ``guard CONTROL_FD LIFE_FD LOCK_FD WORKDIR``."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     # CRIU works while the job stands still: it goes before whatever else this machine does, where that is allowed.
@@ -426,8 +428,10 @@ def main() -> None:
     reached = oom.protect()
     control = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(control.fileno(), False)
-    os.set_inheritable(int(sys.argv[2]), False)
-    _Server(control, int(sys.argv[2]), sys.argv[3]).serve(reached)
+    for number in map(int, sys.argv[2:4]):
+        if number >= 0:
+            os.set_inheritable(number, False)
+    _Server(control, int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]).serve(reached)
 
 
 if __name__ == "__main__":

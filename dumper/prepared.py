@@ -40,6 +40,7 @@ class Prepared:
         pages: CRIU's end of the page-server connection; from now on this object's.
         devices: The end of CRIU's plugin for GPU processes (`icecore.host.cuda.holder`); from now on this object's. None: there are none.
         life: Writing end of a pipe, which CRIU and the script inherit.
+        lock: Says that the working directory is in use; CRIU inherits it. -1: there is none.
         hidden: Path of the file for what CRIU is kept from seeing (`icecore.host.hidden`); None: it sees everything.
 
     Raises:
@@ -47,7 +48,7 @@ class Prepared:
     """
 
     def __init__(
-        self, command: Sequence[str], pages: socket.socket, devices: socket.socket | None, life: int, hidden: str | None
+        self, command: Sequence[str], pages: socket.socket, devices: socket.socket | None, life: int, hidden: str | None, lock: int = -1
     ) -> None:
         self.pages = pages
         self._open: set[int] = set()
@@ -60,7 +61,7 @@ class Prepared:
             self._open.add(script)
             numbers = {"{pages}": str(pages.fileno()), "{status}": str(status), "{hold}": _path(script)}
             environment = dump_environment(hidden)
-            given = []
+            given = [] if lock < 0 else [lock]
             if devices is not None:
                 given.append(devices.fileno())
                 environment[VARIABLE] = str(devices.fileno())

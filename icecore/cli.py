@@ -15,6 +15,7 @@ from icecore import config
 from icecore.commands import exchange, jobs, keys, node, regions, repositories, snapshots
 from icecore.commands.context import Commands, Context, Interrupted, Parser, load_numpy
 from icecore.errors import IcecoreError, StoreFull, UsageError
+from icecore.host.workdir import sweep
 from icecore.output import Output
 
 GROUPS = (jobs, snapshots, repositories, keys, regions, exchange, node)
@@ -111,6 +112,8 @@ def _run(words: list[str], rest: list[str] | None) -> int:
         Output(as_json=arguments.json, quiet=arguments.quiet) as output,
         Context(settings, output, arguments.repository or settings.repository) as context,
     ):
+        for workdir in {settings.dump.workdir, settings.restore.workdir or "/dev/shm"}:
+            sweep(workdir, output.event)
         status: int = arguments.run(arguments, context)
         return status
 

@@ -233,6 +233,8 @@ def describe(event: Event) -> str:
         return _gpu_words(fields)
     if event.name == "run.withheld":
         return _withheld_words(fields)
+    if event.name == "workdir.swept":
+        return f"note: removed {fields['directory']}, which a dump or restore that was killed had left"
     if event.name == "state.tightened":
         return f"note: others could use the directory {fields['directory']} (mode {fields['before']}); it is for its owner alone now"
     if event.name in ("restore.warning", "export.warning", "copy.warning", "sync.warning"):

@@ -8,7 +8,8 @@ hold its lock on the address map at that moment (see `icecore.restorer.daemon`).
 
 Run by its path under ``python -I -S`` and made of the standard library alone: it starts in a few milliseconds.
 Arguments: the number of its end of a SOCK_SEQPACKET socket pair, CRIU's working directory, which becomes its own, and the
-directory to remove when the restorer dies before the tree is complete.
+directory to remove when the restorer dies before the tree is complete, and the number of a descriptor
+that it only holds, the lock of that directory (-1: none).
 A message is one JSON object, for ``read`` followed by a zero byte and the events as the kernel gave them.
 """
 
@@ -289,13 +290,15 @@ class Guard:
 
 
 def main() -> None:
-    """Entry: ``guard_process.py CONTROL_FD WORKDIR TEMPORARY``."""
+    """Entry: ``guard_process.py CONTROL_FD WORKDIR TEMPORARY LOCK_FD``."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     protect(min(oom_score(), _ORDINARY))
     control = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(control.fileno(), False)
+    if int(sys.argv[4]) >= 0:
+        os.set_inheritable(int(sys.argv[4]), False)
     temporary = os.path.abspath(sys.argv[3])
     os.chdir(sys.argv[2])
     guard = Guard(control)

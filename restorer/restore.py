@@ -3,8 +3,8 @@ it is left."""
 
 from __future__ import annotations
 
+import os
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +30,7 @@ from icecore.host.limits import (
 from icecore.host.namespaces import INSTANCE_MOUNT, RunRecord
 from icecore.host.resident.client import Keeper
 from icecore.host.resident.keeper import claimed
+from icecore.host.workdir import make_work_directory
 from icecore.restorer import workingset
 from icecore.restorer.cells import SpaceCells
 from icecore.restorer.device_file import DeviceFile, FileUnusable
@@ -279,12 +280,13 @@ class _Run:
         """Everything until the tree runs."""
         options = self.options
         _require_places(options)
-        top = Path(tempfile.mkdtemp(prefix="icecore-restore-", dir=options.workdir or _DEFAULT_WORKDIR))
+        top, lock = make_work_directory("icecore-restore-", options.workdir or _DEFAULT_WORKDIR, self.emit)
+        self.stack.callback(os.close, lock)
         self.stack.callback(shutil.rmtree, top, ignore_errors=True)
         images, work = top / "images", top / "work"
         images.mkdir(mode=0o700)
         work.mkdir(mode=0o700)
-        self.guard = Guard(str(work), str(top))
+        self.guard = Guard(str(work), str(top), lock=lock)
         raise_descriptor_limit()  # one for each process and child; after the guard, which starts CRIU with what there was before
         manifest = self._open()
         self.drivers = _with_device_memory(manifest)

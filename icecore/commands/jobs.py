@@ -38,7 +38,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("-d", "--detach", action="store_true", help="return at once; print the job's name")
     parser.add_argument("--name", default="", help="name of the job (default: the program's)")
     parser.add_argument("--cwd", default="", metavar="DIR", help="directory to start in (default: this one)")
-    parser.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable, or pass one on that holds credentials; may be repeated")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable, or pass one on that is withheld; may be repeated")
     parser.add_argument("--gpu", action="store_true", help="it uses NVIDIA GPUs: make it, and NCCL, so that it can be snapshotted")
     parser.add_argument("--rm", action="store_true", help="forget the job and its logs once it has ended (foreground only)")
     for key, what in (

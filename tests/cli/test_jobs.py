@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -200,3 +201,39 @@ def test_killing_the_starter_leaves_the_job(cli: Cli) -> None:
     cli.run("kill", "count", "-s", "KILL")
     assert not cli.job("count").alive
     assert cli.run("rm", "--ended", "0").stdout.startswith("count (")
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize("moment", ["dump.criu", "dump.store"])
+def test_the_next_command_removes_what_a_killed_dump_left(cli: Cli, moment: str) -> None:
+    """Its guard removes it, unless that is killed too."""
+    workdir = cli.folder / "workdir"
+    workdir.mkdir()
+    cli.environment["ICECORE_DUMP_WORKDIR"] = str(workdir)
+    cli.run("init")
+    cli.run("run", "-d", "--name", "j", "--", "sleep", "1000")
+    dump = cli.start("--json", "dump", "j", "--before", "true")
+    assert dump.stdout is not None
+    while json.loads(dump.stdout.readline())["event"] != moment:
+        pass
+    guard = [int(child) for child in Path(f"/proc/{dump.pid}/task/{dump.pid}/children").read_text().split() if b"icecore.dumper.guard" in words_of(child)]
+    dump.send_signal(signal.SIGSTOP)
+    [left] = workdir.iterdir()
+    cli.run("ps")
+    assert left.is_dir()  # it is in use, even if nothing of it moves
+    for pid in (*guard, dump.pid):
+        os.kill(pid, signal.SIGKILL)
+    dump.communicate(timeout=20)
+    until(lambda: not [entry for entry in os.listdir("/proc") if entry.isdecimal() and str(left).encode() in words_of(entry)], "over")
+    assert left.is_dir()
+    [swept] = [event for event in cli.events("ps") if event["event"] == "workdir.swept"]
+    check_event(swept, documented_events())
+    assert swept["directory"] == str(left) and not left.exists()
+
+
+def words_of(pid: str) -> bytes:
+    """The command line of a process; empty where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
