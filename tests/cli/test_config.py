@@ -176,7 +176,7 @@ def test_a_file_that_others_can_change_is_refused_with_the_command_that_corrects
     assert read() == "do-anything"
     CHANGEABLE[how](own)
     for _ in range(3):  # one cure after the other
-        with pytest.raises(UsageError, match="can be written by others|belongs to user") as caught:
+        with pytest.raises(UsageError, match=r"can be written by others|belongs to user") as caught:
             read()
         assert re.match(r"(chmod go-w|chown 0) /", caught.value.cure)
         subprocess.run(caught.value.cure.replace("chown", "chown -h"), shell=True, check=True, timeout=20)

@@ -41,7 +41,8 @@ def scores(root: int) -> dict[str, int]:
 @pytest.mark.parametrize("score", [0, 500])
 def test_a_restored_job_has_the_rank_that_it_was_dumped_with(cli: Cli, score: int) -> None:
     cli.run("init")
-    cli.run("run", "-d", "--name", "j", "--", "/bin/bash", "-c", "echo 300 > /proc/self/oom_score_adj; sleep 1000 & echo 0 > /proc/self/oom_score_adj; wait; true")
+    script = "echo 300 > /proc/self/oom_score_adj; sleep 1000 & echo 0 > /proc/self/oom_score_adj; wait; true"
+    cli.run("run", "-d", "--name", "j", "--", "/bin/bash", "-c", script)
     before = scores(cli.job("j").pid)
     assert before == {"icecore-init": 0, "bash": 0, "sleep": 300}
     with own_score(score):

@@ -19,7 +19,8 @@ NOBODY = 65534
 def under(cli: Cli, script: str) -> str:
     """The output of a shell script in which ``icecore`` is the command line, with a /run of its own."""
     icecore = " ".join(cli.command())
-    words = ["unshare", "--mount", "--propagation", "private", "/bin/bash", "-ec", f"mount -t tmpfs -o mode=755 none /run; icecore() {{ {icecore} \"$@\"; }}; {script}"]
+    whole = f'mount -t tmpfs -o mode=755 none /run; icecore() {{ {icecore} "$@"; }}; {script}'
+    words = ["unshare", "--mount", "--propagation", "private", "/bin/bash", "-ec", whole]
     done = subprocess.run(words, env=cli.environment, cwd=cli.folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -37,7 +38,8 @@ def test_state_is_private_whatever_the_umask(cli: Cli, umask: str) -> None:
     cli.environment["ICECORE_REPOSITORY"] = str(cli.folder / "other" / "repository")
     run = under(
         cli,
-        f"umask {umask}; icecore init; icecore run --name j --root private -- sh -c 'umask; sleep 0.1'; icecore run -d --name k -- sleep 1; icecore ls; icecore wait k;"
+        f"umask {umask}; icecore init; icecore run --name j --root private -- sh -c 'umask; sleep 0.1';"
+        "icecore run -d --name k -- sleep 1; icecore ls; icecore wait k;"
         "stat -c '%a %n' /run/icecore /run/icecore/job",
     )
     assert f"{int(umask, 8):04o}\n" in run  # the job's own is what it was

@@ -276,7 +276,7 @@ def leftovers(workdir: Path) -> list[str]:
             continue
         try:
             words = words_of(entry)
-            state = Path("/proc", entry, "stat").read_text().rsplit(")", 1)[1].split()[0]
+            state = Path("/proc", entry, "stat").read_text(errors="replace").rsplit(")", 1)[1].split()[0]
         except (FileNotFoundError, ProcessLookupError):
             continue
         if str(workdir).encode() in words and state not in "ZX" and b"driver.py" not in words:
