@@ -1,4 +1,4 @@
-"""A job names sockets in its environment and puts there what it likes: nobody gets root to speak to anybody else, to touch anything else, or to wait for ever."""
+"""A job names sockets and puts there what it likes: nobody gets root to speak to anybody else, to touch anything else, or to wait for ever."""
 
 from __future__ import annotations
 
