@@ -84,7 +84,7 @@ class Prepared:
             if devices is not None:
                 devices.close()
         self._close(status)
-        _watch(self.criu.pid, journal, [life, *([lock] if lock >= 0 else [])])
+        self._watcher = _watch(self.criu.pid, journal, [life, *([lock] if lock >= 0 else [])])
 
     def _pipe(self) -> tuple[int, int]:
         ends = os.pipe()
@@ -122,6 +122,7 @@ class Prepared:
             Its exit status.
         """
         status = self.criu.wait()
+        os.waitpid(self._watcher, 0)  # by then the job is as it was
         self._close()
         return status
 
@@ -136,8 +137,8 @@ class Prepared:
         return self.end()
 
 
-def _watch(criu: int, journal: int, kept: Sequence[int]) -> None:
-    """Have a child of this process put back what CRIU has changed in the job, should CRIU be killed; returns once it watches.
+def _watch(criu: int, journal: int, kept: Sequence[int]) -> int:
+    """Have a child of this process put back what CRIU has changed in the job, should CRIU be killed; its pid, once it watches.
 
     Args:
         kept: Descriptors that the child keeps, because others wait for its end through them.
@@ -148,7 +149,7 @@ def _watch(criu: int, journal: int, kept: Sequence[int]) -> None:
         os.close(ready)
         os.read(ours, 1)
         os.close(ours)
-        return
+        return child
     try:
         for name in os.listdir("/proc/self/fd"):
             if int(name) > 2 and int(name) not in (journal, ready, *kept):

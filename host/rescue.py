@@ -1,9 +1,9 @@
 """What a CRIU that is killed has changed in a job's threads is put back; rule: from the kill until then none of these threads runs.
 
-The kernel stops a process that is traced with PTRACE_O_TRACEEXIT before it ends, even if it is killed with SIGKILL (ptrace(2), PTRACE_EVENT_EXIT): while what it traces itself is
-still held. So somebody traces CRIU, and when it is being killed, sends the processes that it was changing a SIGSTOP. CRIU then ends, the kernel lets go of its threads, and
-each of these stops before it comes to run any code. Their registers, masks and bytes are in a journal that a library in CRIU keeps (host/criu_journal.c). They are put
-back, CRIU's code is unmapped, what it had opened is closed, and the processes go on.
+The kernel stops a process that is traced with PTRACE_O_TRACEEXIT before it ends, even if SIGKILL ends it (ptrace(2), PTRACE_EVENT_EXIT). At that moment it still
+holds what it traces itself. So somebody traces CRIU, and when CRIU is being killed, sends a SIGSTOP to the processes that it was changing. CRIU then ends, the
+kernel lets go of its threads, and each of these stops before it runs any code. A library in CRIU keeps a journal of their registers, masks and bytes
+(host/criu_journal.c). All is put back, CRIU's code is unmapped, what it had opened is closed, and the processes go on.
 """
 
 from __future__ import annotations
@@ -209,9 +209,8 @@ def _descriptors_of(process: int, criu: int) -> list[int]:
     try:
         for number, target in _links(process):
             with suppress(OSError):
-                if target.startswith(_BLOB) or (target.endswith("dump.log") and _identity(process, number) in logs):
-                    found.append(number)
-                elif target.startswith("socket:") and _is_criu_end(pidfd, number):
+                is_log = target.endswith("dump.log") and _identity(process, number) in logs
+                if target.startswith(_BLOB) or is_log or (target.startswith("socket:") and _is_criu_end(pidfd, number)):
                     found.append(number)
     finally:
         os.close(pidfd)

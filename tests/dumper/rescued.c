@@ -31,6 +31,8 @@ static void *work(void *which)
 }
 int main(int count, char **words)
 {
+	if (count != 4)
+		return 2;
 	int processes = atoi(words[1]); threads = atoi(words[2]);
 	FILE *file = fopen(words[3], "w+");
 	if (ftruncate(fileno(file), 4096 * 4)) return 1;
