@@ -1,6 +1,6 @@
 """What a CRIU that is killed has changed in a job's threads is put back; rule: from the kill until then none of these threads runs.
 
-The kernel stops a process that is traced with PTRACE_O_TRACEEXIT before it ends, even if SIGKILL ends it (ptrace(2), PTRACE_EVENT_EXIT). At that moment it still
+The kernel stops a process that is traced with PTRACE_O_TRACEEXIT before it ends, even if SIGKILL ends it (ptrace(2), PTRACE_EVENT_EXIT). It then still
 holds what it traces itself. So somebody traces CRIU, and when CRIU is being killed, sends a SIGSTOP to the processes that it was changing. CRIU then ends, the
 kernel lets go of its threads, and each of these stops before it runs any code. A library in CRIU keeps a journal of their registers, masks and bytes
 (host/criu_journal.c). All is put back, CRIU's code is unmapped, what it had opened is closed, and the processes go on.
