@@ -428,9 +428,9 @@ def main() -> None:
     reached = oom.protect()
     control = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(control.fileno(), False)
-    for number in map(int, sys.argv[2:4]):
-        if number >= 0:
-            os.set_inheritable(number, False)
+    for descriptor in map(int, sys.argv[2:4]):
+        if descriptor >= 0:
+            os.set_inheritable(descriptor, False)
     _Server(control, int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]).serve(reached)
 
 
