@@ -6,7 +6,6 @@ import gc
 import os
 import shlex
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,13 +33,14 @@ from icecore.dumper.target import Target
 from icecore.dumper.window import Window, wait_running
 from icecore.errors import DumpFailed, HookFailed, PreflightRefused, UsageError
 from icecore.events import Event, Sink, discard, phase
-from icecore.host import limits, procfs
+from icecore.host import limits, oom, procfs
 from icecore.host.criu import Criu, DumpArguments, explain, find_criu, lazy_dump_command, stream_dump_command
 from icecore.host.cuda.holder import plugin_folder
 from icecore.host.hidden import hides
 from icecore.host.namespaces import dump_options, dump_prefix
 from icecore.host.scanning import native_scan_lacks
 from icecore.host.shell import run_shell
+from icecore.host.workdir import make_work_directory
 from icecore.store.loop import LoopThread
 from icecore.store.manifest import MANIFEST_FORMAT, Manifest, Sizes
 from icecore.store.names import new_snapshot_id
@@ -269,6 +269,8 @@ class _Dump:
         self.emit = emit
         self.stack = stack
         self.lives = Lives(target.pid, target.job)
+        #: Of the working directory; -1 before there is one.
+        self.lock = -1
         self.threads = options.scan_threads or limits.threads_for(SCAN_THREADS if native_scan_lacks() else NATIVE_SCAN_THREADS)
         self.encoders = options.scan_threads or limits.threads_for(ENCODE_THREADS)
 
@@ -284,8 +286,10 @@ class _Dump:
         except HookFailed as error:
             raise DumpFailed(error.message) from error
         images = self._make_workdir()
-        guard = Guard(str(images))
+        guard = Guard(str(images), lock=self.lock)
         self.stack.callback(guard.release)
+        if guard.oom_score > oom.PROTECTED:
+            self.emit(Event("dump.unprotected", {"oom_score": guard.oom_score, "wanted": oom.PROTECTED, "cure": oom.CURE}))
         devices = self._devices(found, guard, images)
         storing = self.storing = Storing(
             self.repository,
@@ -443,7 +447,8 @@ class _Dump:
         return devices
 
     def _make_workdir(self) -> Path:
-        images = Path(tempfile.mkdtemp(prefix="icecore-dump-", dir=self.workdir))
+        images, self.lock = make_work_directory("icecore-dump-", self.workdir, self.emit)
+        self.stack.callback(os.close, self.lock)
         self.stack.callback(shutil.rmtree, images, ignore_errors=True)
         return images
 

@@ -32,6 +32,7 @@ from pathlib import Path
 from icecore.dumper.hold import wait_for_stream
 from icecore.dumper.prepared import Prepared
 from icecore.errors import DumpFailed
+from icecore.host import oom
 from icecore.host.page_server import Connection
 from icecore.host.pipes import HeldPipes, make_room
 from icecore.host.waiting import readable
@@ -56,16 +57,17 @@ class Guard:
 
     Args:
         workdir: Directory on tmpfs for CRIU's images; the guard removes it when the dumper dies before ``release``.
+        lock: Descriptor that the guard and CRIU inherit, because it says that ``workdir`` is in use (`icecore.host.workdir`); -1: there is none.
         start_timeout: Seconds the guard process may take to come up.
     """
 
-    def __init__(self, workdir: str, *, start_timeout: float = 30.0) -> None:
+    def __init__(self, workdir: str, *, lock: int = -1, start_timeout: float = 30.0) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket = ours
         self._life, life = os.pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "icecore.dumper.guard", str(theirs.fileno()), str(life), workdir],
-            pass_fds=[theirs.fileno(), life],
+            [sys.executable, "-P", "-m", "icecore.dumper.guard", str(theirs.fileno()), str(life), str(lock), workdir],
+            pass_fds=[theirs.fileno(), life, *([lock] if lock >= 0 else [])],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -79,7 +81,9 @@ class Guard:
         self.end_seconds = _END_SECONDS
         self._lock = threading.Lock()
         try:
-            self._expect("ready", start_timeout)
+            ready = self._expect("ready", start_timeout)
+            #: The ``oom_score_adj`` of the guard, which CRIU and the GPU helper inherit.
+            self.oom_score = int(str(ready["oom_score"]))
         except BaseException:
             self.release()
             raise
@@ -300,9 +304,10 @@ class Guard:
 class _Server:
     """The guard's own loop: one CRIU at a time, until the dumper releases it or dies."""
 
-    def __init__(self, control: socket.socket, life: int, workdir: str) -> None:
+    def __init__(self, control: socket.socket, life: int, lock: int, workdir: str) -> None:
         self.control = control
         self.life = life
+        self.lock = lock
         self.workdir = workdir
         self.dumper_alive = True
         self.prepared: Prepared | None = None
@@ -314,9 +319,9 @@ class _Server:
         except OSError:
             self.dumper_alive = False
 
-    def serve(self) -> None:
+    def serve(self, oom_score: int) -> None:
         released = False
-        self.say(event="ready")
+        self.say(event="ready", oom_score=oom_score)
         while self.dumper_alive and not released:
             try:
                 message, descriptors, _, _ = socket.recv_fds(self.control, _MESSAGE, 2)
@@ -356,7 +361,7 @@ class _Server:
 
     def prepare(self, command: list[str], hidden: str | None, ends: list[socket.socket]) -> None:
         try:
-            self.prepared = Prepared(command, ends[0], ends[1] if len(ends) > 1 else None, self.life, hidden)
+            self.prepared = Prepared(command, ends[0], ends[1] if len(ends) > 1 else None, self.life, hidden, self.lock)
         except OSError as error:
             self.say(event="ended", status=-1, error=f"{command[0]}: {error.strerror}")
             return
@@ -409,7 +414,7 @@ class _Watch:
 
 
 def main() -> None:
-    """Entry of the guard process: ``guard CONTROL_FD LIFE_FD WORKDIR``."""
+    """Entry of the guard process: ``guard CONTROL_FD LIFE_FD LOCK_FD WORKDIR``."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     # CRIU works while the job stands still: it goes before whatever else this machine does, where that is allowed.
@@ -419,13 +424,14 @@ def main() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     make_room()
-    # Nor may the OOM killer choose it while the parasite is in the job; for who lacks CAP_SYS_RESOURCE this stays a wish.
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-        file.write("-900")
+    # The OOM killer must not choose CRIU, which inherits this, while its parasite is in the job.
+    reached = oom.protect()
     control = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(control.fileno(), False)
-    os.set_inheritable(int(sys.argv[2]), False)
-    _Server(control, int(sys.argv[2]), sys.argv[3]).serve()
+    for descriptor in map(int, sys.argv[2:4]):
+        if descriptor >= 0:
+            os.set_inheritable(descriptor, False)
+    _Server(control, int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]).serve(reached)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,9 @@ Every check is a function of one `Look` and returns refusals. None can be overri
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from icecore.dumper import checks, checks_descriptors, checks_gpu
 from icecore.dumper.checks import Check, Refusal
@@ -13,6 +16,10 @@ from icecore.dumper.look import Look
 from icecore.errors import NotFound, PreflightRefused
 from icecore.host import limits, procfs
 
+#: Modules and programs of icecore's that hold jobs, or work for who does.
+_MACHINERY = frozenset({"icecore.dumper.guard", "icecore.host.cuda.helper", "icecore.host.resident.worker"})
+_PROGRAMS = frozenset({"icecore-keeper"})
+_RESTORE_GUARD = str(Path(checks.__file__).parent.with_name("restorer") / "guard_process.py")
 _CAP_CURE = "run as root with CAP_SYS_ADMIN and CAP_SYS_PTRACE"
 
 CHECKS: tuple[Check, ...] = (
@@ -70,7 +77,10 @@ def check_target(pid: int) -> list[Refusal]:
     leader = _thread_group(pid)
     if leader != pid:
         return [Refusal("thread", f"{pid} is a thread of process {leader}", f"name process {leader}")]
-    if pid == 1 or _contains(pid, os.getpid()):
+    if pid == 1:
+        message = "process 1 is the init of this machine, or of the container that icecore runs in"
+        return [Refusal("init", message, "start the job with 'icecore run', or name the process below it that is to be snapshotted")]
+    if _contains(pid, os.getpid()):
         return [
             Refusal(
                 "self",
@@ -78,7 +88,32 @@ def check_target(pid: int) -> list[Refusal]:
                 "snapshot a job that was started apart, with 'icecore run' or setsid",
             )
         ]
+    return [refusal for member in procfs.tree(pid) for refusal in _check_member(member)]
+
+
+def _check_member(pid: int) -> list[Refusal]:
+    """What keeps a process from being looked at, or from standing still."""
+    with suppress(NotFound):  # it has ended
+        try:
+            os.readlink(f"/proc/{pid}/ns/user")
+        except PermissionError:
+            cure = "run icecore with at least the capabilities of that process: as root on the machine, or in a container with --privileged"
+            message = f"icecore may not look at process {pid}, which has capabilities that icecore lacks or lives in an outer user namespace"
+            return [Refusal("access", message, cure)]
+        except FileNotFoundError:
+            return []
+        if is_own_machinery(procfs.command_line(pid)):
+            message = f"process {pid} is a part of icecore itself: another dump or restore, or a job's device memory, would wait for it"
+            return [Refusal("icecore", message, "name the job itself, or try again once that dump or restore is done ('icecore ps' lists the jobs)")]
     return []
+
+
+def is_own_machinery(command: Sequence[str]) -> bool:
+    """Whether a command line is that of a process which others wait for: a guard, a helper, a keeper."""
+    if not command:
+        return False
+    named = command[command.index("-m") + 1] if "-m" in command[:-1] else ""
+    return named in _MACHINERY or os.path.basename(command[0]) in _PROGRAMS or _RESTORE_GUARD in command[:5]
 
 
 def _missing_capabilities() -> set[str]:

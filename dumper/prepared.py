@@ -18,6 +18,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 
+from icecore.host import rescue
 from icecore.host.criu import dump_environment
 from icecore.host.cuda import holder
 from icecore.host.cuda.backend import find_backend
@@ -41,6 +42,7 @@ class Prepared:
         pages: CRIU's end of the page-server connection; from now on this object's.
         devices: The end of CRIU's plugin for GPU processes (`icecore.host.cuda.holder`); from now on this object's. None: there are none.
         life: Writing end of a pipe, which CRIU and the script inherit.
+        lock: Says that the working directory is in use; CRIU inherits it. -1: there is none.
         hidden: Path of the file for what CRIU is kept from seeing (`icecore.host.hidden`); None: it sees everything.
 
     Raises:
@@ -48,7 +50,7 @@ class Prepared:
     """
 
     def __init__(
-        self, command: Sequence[str], pages: socket.socket, devices: socket.socket | None, life: int, hidden: str | None
+        self, command: Sequence[str], pages: socket.socket, devices: socket.socket | None, life: int, hidden: str | None, lock: int = -1
     ) -> None:
         self.pages = pages
         self._open: set[int] = set()
@@ -61,7 +63,10 @@ class Prepared:
             self._open.add(script)
             numbers = {"{pages}": str(pages.fileno()), "{status}": str(status), "{hold}": _path(script)}
             environment = dump_environment(hidden)
-            given = []
+            given = [] if lock < 0 else [lock]
+            given.append(journal := rescue.make_journal())
+            self._open.add(journal)
+            environment[rescue.VARIABLE] = str(journal)
             if devices is not None:
                 given.append(devices.fileno())
                 environment |= holder.dump_environment(devices.fileno(), find_backend().kinds())
@@ -80,6 +85,7 @@ class Prepared:
             if devices is not None:
                 devices.close()
         self._close(status)
+        self._watcher = _watch(self.criu.pid, journal, [life, *([lock] if lock >= 0 else [])])
 
     def _pipe(self) -> tuple[int, int]:
         ends = os.pipe()
@@ -117,6 +123,7 @@ class Prepared:
             Its exit status.
         """
         status = self.criu.wait()
+        os.waitpid(self._watcher, 0)  # by then the job is as it was
         self._close()
         return status
 
@@ -129,6 +136,29 @@ class Prepared:
         self._close(self._go)
         self.hang_up()
         return self.end()
+
+
+def _watch(criu: int, journal: int, kept: Sequence[int]) -> int:
+    """Have a child of this process put back what CRIU has changed in the job, should CRIU be killed; its pid, once it watches.
+
+    Args:
+        kept: Descriptors that the child keeps, because others wait for its end through them.
+    """
+    ours, ready = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(ready)
+        os.read(ours, 1)
+        os.close(ours)
+        return child
+    try:
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) > 2 and int(name) not in (journal, ready, *kept):
+                with contextlib.suppress(OSError):
+                    os.close(int(name))
+        rescue.watch(criu, journal, ready)
+    finally:
+        os._exit(0)
 
 
 def _path(descriptor: int) -> str:

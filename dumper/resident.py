@@ -43,6 +43,7 @@ from icecore.host.resident.gpu import NOWHERE, ON_DEVICE, SPARE, spare_room
 from icecore.host.resident.keeper import start_keeper
 from icecore.host.resident.sharing import Shares, Taken, find_shares
 from icecore.host.resident.tree import LockAll, ResidentTree, UnlockAll
+from icecore.host.resident.trusted import open_directory, require_private
 from icecore.host.resident.working import RING, HostRegion, Worker, copy_cell, fetch_through
 from icecore.store.cell import CELL_BYTES
 
@@ -82,7 +83,13 @@ class Resident:
         self.look = look
         self._outlives = outlives
         self._emit = emit
-        self._directory = os.open(look.seen_from(next(iter(look.pids))), os.O_PATH | os.O_CLOEXEC)
+        seen = look.seen_from(next(iter(look.pids)))
+        self._directory = open_directory(seen)
+        try:
+            require_private(self._directory, seen)  # else somebody may have put there what a keeper would replace
+        except BaseException:
+            os.close(self._directory)
+            raise
         # Through a descriptor: the job may be gone when its memory is let go of.
         self._place = Path(f"/proc/self/fd/{self._directory}")
         self._tree: ResidentTree | None = None
@@ -204,7 +211,7 @@ class Resident:
 
     def _have_keeper(self) -> None:
         """A keeper that has died is replaced; the processes hand everything over within about a second."""
-        start_keeper(self.look.seen_from(next(iter(self.look.pids))))
+        start_keeper(Path(f"/proc/{os.getpid()}/fd/{self._directory}"))  # the directory that was looked at, whatever its path leads to by now
         end = time.monotonic() + _KEEPER_SECONDS
         while any(agent.report().counts.unheld for agent in self._agents) and time.monotonic() < end:
             time.sleep(0.02)

@@ -19,6 +19,7 @@ from icecore.host.resident.copyplan import NOTHING, Foreseen, foresee, pinned_by
 from icecore.host.resident.gpu import spare_room
 from icecore.host.resident.protocol import VARIABLE
 from icecore.host.resident.sharing import Taken, share_any
+from icecore.host.resident.trusted import open_directory, require_private
 
 #: Bytes a second at which what changed is copied aside on its GPU (docs/resident.md: 0.4–0.9 TB/s), and through its bus into pinned memory (its target there).
 DEVICE_RATE, HOST_RATE = 400e9, 45e9
@@ -89,7 +90,8 @@ def look_at_resident(gpus: GpuLook, staging_bytes: int) -> tuple[GpuLook, Reside
     refused = []
     for process in gpus.processes:
         try:
-            agent = _agent_of(process.pid)
+            named = resident_directory(process.pid)  # once: a process may change what it shows
+            agent = _agent_of(process.pid, named)
             report = None if agent is None else _report(agent)
             if agent is not None and report is None and _kept(process.pid, agent.directory):
                 raise ResidentFailed("no agent of its listens", errno.ENOTCONN)
@@ -101,7 +103,10 @@ def look_at_resident(gpus: GpuLook, staging_bytes: int) -> tuple[GpuLook, Reside
             continue
         if agent is None or report is None:
             continue
-        named = resident_directory(process.pid)
+        if not _is_private(agent.directory):
+            what = f"process {process.pid} names {named} for its device memory, which others can write to"
+            refused.append(("gpu-resident", what, f"start the job with 'icecore run --gpu', or: chown root {named} && chmod 0700 {named}"))
+            continue
         if directory and named != directory:
             what = f"the device memory of the tree's processes stays with two keepers: {directory} and {named}"
             refused.append(("gpu-resident", what, "start all processes of a job by one icecore run"))
@@ -120,6 +125,21 @@ def look_at_resident(gpus: GpuLook, staging_bytes: int) -> tuple[GpuLook, Reside
     without = replace(gpus, processes=less)
     copies = _foreseen(without, sizes, staging_bytes)
     return without, ResidentLook(directory, pids, reports, _outsiders(directory, reports), copies)
+
+
+def _is_private(directory: Path) -> bool:
+    """Whether a directory that a process names is one in which nobody but root, or this user, can put anything. A keeper may be started there."""
+    try:
+        found = open_directory(directory)
+    except OSError:
+        return False
+    try:
+        require_private(found, directory)
+    except PermissionError:
+        return False
+    finally:
+        os.close(found)
+    return True
 
 
 def _sizes(agent: Agent, report: Report) -> Counter[str]:
@@ -175,7 +195,7 @@ def has_mapped(pid: int) -> bool:
         NotFound: It has ended.
         ResidentFailed: It does not tell.
     """
-    agent = _agent_of(pid)
+    agent = _agent_of(pid, resident_directory(pid))
     if agent is None:
         return False
     report = _report(agent)
@@ -190,13 +210,12 @@ def _kept(pid: int, directory: Path) -> bool:
         return False
 
 
-def _agent_of(pid: int) -> Agent | None:
+def _agent_of(pid: int, named: str) -> Agent | None:
     """The agent that a process may have; None: it was started without the preload.
 
     Raises:
         NotFound: It has ended.
     """
-    named = resident_directory(pid)
     if not named:
         return None
     return Agent(Path(f"/proc/{pid}/root{named}"), procfs.status(pid).own_pid, tracee=pid)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 
+from icecore.errors import NotFound
 from icecore.host import procfs
 from icecore.host.namespaces import RunRecord
 from icecore.text import job_name
@@ -33,4 +35,7 @@ class Target:
     @classmethod
     def of_process(cls, pid: int, job: str = "") -> Target:
         """A tree that icecore did not start; named after its program unless ``job`` says otherwise."""
-        return cls(pid, job or job_name(os.path.basename(procfs.executable(pid))) or f"pid-{pid}", guessed=not job)
+        program = ""
+        with suppress(NotFound, PermissionError):  # preflight says what is wrong with it
+            program = job_name(os.path.basename(procfs.executable(pid)))
+        return cls(pid, job or program or f"pid-{pid}", guessed=not job)

@@ -23,6 +23,7 @@ import msgspec
 from icecore.errors import Damaged, NotFound, UsageError
 from icecore.host import procfs
 from icecore.host.namespaces import Isolation, RunRecord, own_paths
+from icecore.private import create_private
 
 Stream = Literal["stdout", "stderr"]
 _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
@@ -154,7 +155,7 @@ class Job:
     def save(self) -> None:
         """Write job.json, whole or not at all, whatever becomes of the machine."""
         path, new = self.directory / "job.json", self.directory / "job.json.new"
-        with open(new, "w") as file:
+        with open(create_private(new), "w") as file:
             # The standard library's JSON: it can hold names that are not UTF-8, escaped.
             file.write(json.dumps(asdict(self.description), indent=2) + "\n")
             file.flush()

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from icecore.config import job_environment
 from icecore.errors import Damaged, IcecoreError, NotFound, RestoreRefused, UsageError
 from icecore.events import Event, Sink, discard
 from icecore.host import procfs
@@ -33,9 +34,10 @@ from icecore.host.namespaces import (
     init_program,
 )
 from icecore.host.resident.client import Keeper
-from icecore.host.resident.keeper import claimed, start_keeper
+from icecore.host.resident.keeper import claimed, make_place, start_keeper
 from icecore.host.resident.keeper import environment as keeper_environment
 from icecore.host.start import Launch, Starting
+from icecore.private import private_state, require_own
 from icecore.text import job_name
 
 #: Where the keepers of jobs on the host's root have their directories.
@@ -68,9 +70,11 @@ class Registry:
 
     Args:
         state: The directory; made where it is missing. Default: `state_directory`.
+        emit: Gets ``state.tightened``.
     """
 
-    def __init__(self, state: Path | None = None) -> None:
+    def __init__(self, state: Path | None = None, *, emit: Sink = discard) -> None:
+        self._emit = emit
         self.state = (state or state_directory()).absolute()
         self._jobs = self.state / "jobs"
 
@@ -88,6 +92,8 @@ class Registry:
         found: list[Job] = []
         damaged: dict[str, Damaged] = {}
         try:
+            for own in (self.state, self._jobs):
+                require_own(own)  # nobody else's notes say which processes are to be signalled
             entries = sorted(self._jobs.iterdir())
         except FileNotFoundError:
             return [], {}
@@ -153,7 +159,7 @@ class Registry:
             name: Empty: the program's, with a number where that is taken.
             isolation: Its namespaces; default pid and ipc.
             cwd: Empty: this process's.
-            environment: Default: this process's. Both get `RESTORABLE_ENVIRONMENT` where they do not set it themselves.
+            environment: Default: this process's, without credentials. Both get `RESTORABLE_ENVIRONMENT` where they do not set it themselves.
             umask: Default: this process's.
             resident: Its device memory shall stay where it is in windows (`icecore.host.resident`): with the preload, and a keeper of its own.
             keep_resident: With ``resident``: from its first snapshot on that memory shall outlive the job, unless it ends with status 0, for a restore
@@ -170,7 +176,7 @@ class Registry:
         if keep_resident and not resident:
             raise UsageError("only resident memory can be kept", cure="leave out --keep-resident, or --no-resident")
         isolation = isolation or Isolation()
-        own = dict(os.environ if environment is None else environment)
+        own = dict(job_environment(os.environ)[0] if environment is None else environment)
         added = {key: value for key, value in RESTORABLE_ENVIRONMENT.items() if key not in own}
         own.update(added)
         directory = os.path.abspath(cwd or os.getcwd())
@@ -335,8 +341,8 @@ class Registry:
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
-        self._jobs.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(self.state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        private_state(self.state, "jobs", emit=self._emit)
+        fd = os.open(self.state / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             yield
@@ -423,7 +429,7 @@ def _keeper_place(job: Job) -> Path:
 
 def _with_keeper(place: Path, seen: Path, environment: Mapping[str, str]) -> dict[str, str]:
     """Start a keeper; what its job's environment needs, which sees it there."""
-    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_place(place)
     start_keeper(place)
     return keeper_environment(str(seen), environment)
 

@@ -34,6 +34,7 @@ from icecore.errors import MissingTool, RestoreRefused, UsageError
 from icecore.host import launch, procfs
 from icecore.host.image_changes import add_external_mounts
 from icecore.host.mounts import bind, in_thread, new_view
+from icecore.private import make_parents, require_own
 
 #: Where a job with a private root sees the directory of its instance.
 INSTANCE_MOUNT = "/run/icecore/job"
@@ -237,7 +238,8 @@ def private_mounts() -> list[tuple[str, str, str | None]]:
 
 def make_instance_mount() -> None:
     """Make the (empty, host-wide) directory on which every private root mounts its instance's."""
-    os.makedirs(INSTANCE_MOUNT, mode=0o755, exist_ok=True)
+    make_parents(Path(INSTANCE_MOUNT))
+    require_own(Path(INSTANCE_MOUNT))
 
 
 def dump_options(pid: int, record: RunRecord) -> list[str]:
@@ -354,7 +356,7 @@ class RestoreNamespaces:
         nsenter = _nsenter()
         make_instance_mount()
         root = directory / "root"
-        root.mkdir(exist_ok=True)
+        root.mkdir(mode=0o700, exist_ok=True)
         # The bind on which CRIU builds is made in a mount namespace of its own: the host never sees it, and it is gone with the last process in it.
         fd = self._keep(in_thread(lambda: _new_root(str(root))))
         self.prefix = [nsenter, f"--mount=/proc/self/fd/{fd}", "--"]

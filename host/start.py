@@ -92,7 +92,7 @@ class Starting:
         self.pid = 0
         if wanted.isolation.root:
             make_instance_mount()
-            (wanted.directory / "root").mkdir(exist_ok=True)
+            (wanted.directory / "root").mkdir(mode=0o700, exist_ok=True)
         # -I -S: whatever the user's PYTHON… variables and site packages hold, this program does not load it; names are bytes as in this process.
         self._launcher = subprocess.Popen(
             [sys.executable, "-I", "-S", "-X", "utf8", launch.__file__],

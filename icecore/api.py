@@ -10,7 +10,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from icecore import passphrase
-from icecore.config import Config, load, without_secrets
+from icecore.config import Config, job_environment, load
 from icecore.dumper.dump import DumpResult
 from icecore.dumper.dump import dump as _dump
 from icecore.dumper.options import DumpOptions
@@ -97,7 +97,7 @@ def run(
         name: The job's name. Empty: the program's, with a number where that is taken.
         isolation: Its namespaces; default: what the configuration says.
         cwd: Its directory; empty: this process's.
-        environment: Its environment; default: this process's, but for the passphrase of a repository.
+        environment: Its environment; default: this process's without what opens a repository (`icecore.config.CREDENTIALS`).
         gpu: It uses NVIDIA GPUs: it gets what CUDA needs in a pid namespace of its own (unless ``isolation`` says otherwise), and NCCL is told what
             makes its jobs snapshotable (docs/gpu.md).
         resident: With ``gpu``: windows leave its device memory where it is (docs/resident.md); None: what the configuration says.
@@ -112,7 +112,7 @@ def run(
         MissingTool: What ``keep_resident`` needs was not built.
     """
     config = config or load()
-    environment = without_secrets(os.environ) if environment is None else environment
+    environment = _environment(emit) if environment is None else environment
     own = config.run
     said = isolation
     isolation = isolation or Isolation(
@@ -137,6 +137,14 @@ def run(
     if keep_resident:
         raise UsageError("only the device memory of GPU jobs can be kept", cure="add --gpu, or leave out --keep-resident")
     return registry(config).start(command, name=name, isolation=isolation, cwd=cwd, environment=environment, emit=emit)
+
+
+def _environment(emit: Sink) -> dict[str, str]:
+    """Return what a job gets of this process's environment."""
+    environment, held = job_environment(os.environ)
+    if held:
+        emit(Event("run.withheld", {"names": list(held)}))
+    return environment
 
 
 def _word(private: bool | None) -> Word:
@@ -165,7 +173,7 @@ def start_gpu(
     """
     if must_keep and not resident:
         raise UsageError("only resident memory can be kept", cure="leave out --keep-resident, or --no-resident; or add --resident")
-    variables = dict(without_secrets(os.environ) if environment is None else environment)
+    variables = dict(_environment(emit) if environment is None else environment)
     missing: list[str] = []
     if resident:
         try:

@@ -18,6 +18,7 @@ from icecore import config
 from icecore.commands import exchange, jobs, keys, node, regions, repositories, snapshots, trust
 from icecore.commands.context import Commands, Context, Interrupted, Parser, load_numpy
 from icecore.errors import IcecoreError, StoreFull, UsageError
+from icecore.host.workdir import sweep
 from icecore.output import Output
 
 GROUPS = (jobs, snapshots, repositories, trust, keys, regions, exchange, node)
@@ -158,6 +159,8 @@ def _run(words: list[str], rest: list[str] | None) -> int:
     ):
         if arguments.command in _OF_THIS_NODE:
             context.recover_files()
+        for workdir in {settings.dump.workdir, settings.restore.workdir or "/dev/shm"}:
+            sweep(workdir, output.event)
         status: int = arguments.run(arguments, context)
         return status
 

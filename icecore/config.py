@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import tomllib
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 from icecore.errors import NotFound, UsageError
+from icecore.private import require_unchangeable
 from icecore.text import harmless
 
 T = TypeVar("T")
@@ -21,6 +21,28 @@ T = TypeVar("T")
 PREFIX = "ICECORE_"
 #: Variables that hold a secret: never passed on to jobs and hooks.
 SECRET = ("ICECORE_PASSPHRASE", "ICECORE_NEW_PASSPHRASE", "ICECORE_TARGET_PASSPHRASE")
+#: Variables that open a repository: what boto3 takes credentials from, and where a passphrase comes from. No job gets them unless it is asked for by name.
+CREDENTIALS = (
+    *SECRET,
+    *(f"{name}_{kind}" for name in ("ICECORE_PASSPHRASE", "ICECORE_TARGET_PASSPHRASE") for kind in ("FILE", "COMMAND")),
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "AWS_SECURITY_TOKEN",
+    "AWS_PROFILE",
+    "AWS_DEFAULT_PROFILE",
+    "AWS_SHARED_CREDENTIALS_FILE",
+    "AWS_CONFIG_FILE",
+    "AWS_ROLE_ARN",
+    "AWS_ROLE_SESSION_NAME",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_CONTAINER_AUTHORIZATION_TOKEN",
+    "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE",
+    "BOTO_CONFIG",
+)
+_WHY_OWN = "its settings are commands that would be run as you"
 _SIZES = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4} | {
     f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)
 }
@@ -408,34 +430,39 @@ def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in SECRET}
 
 
+def job_environment(environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Split an environment.
+
+    Returns:
+        What a job gets of it, and the names of the credentials that it does not get.
+    """
+    held = [name for name in CREDENTIALS if name in environment]
+    return {name: value for name, value in environment.items() if name not in held}, held
+
+
 def standard_files(environment: Mapping[str, str], directory: Path) -> list[Path]:
     """Where configuration is looked for, weakest first: the machine's, the user's, the working directory's."""
     own = environment.get("XDG_CONFIG_HOME") or str(Path(environment.get("HOME", "/")) / ".config")
     return [Path("/etc/icecore.toml"), Path(own) / "icecore.toml", directory / "icecore.toml"]
 
 
-def read_file(path: Path, *, trusted: bool) -> dict[str, Any] | None:
-    """The document in a file, None if there is none.
-
-    Args:
-        trusted: The caller named the file; otherwise it must belong to this user or root, because settings hold commands that are run.
+def read_file(path: Path) -> dict[str, Any] | None:
+    """Return the document in a file, None if there is none.
 
     Raises:
-        UsageError: It cannot be read, is not TOML, or is somebody else's.
+        UsageError: It cannot be read, is not TOML, or others can change it: settings hold commands that are run.
     """
     try:
-        with open(path, "rb") as file:
-            about = os.fstat(file.fileno())
+        # Somebody else's FIFO must not keep this process waiting before it is seen whose it is.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            require_unchangeable(path, os.fstat(descriptor), _WHY_OWN)
+            os.set_blocking(descriptor, True)
             data = file.read(1 << 20)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}", cure="correct its permissions or remove it") from error
-    if not trusted and (about.st_uid not in (0, os.geteuid()) or about.st_mode & stat.S_IWOTH):
-        raise UsageError(
-            f"{path} can be written by others than you, and its settings are commands that would be run as you",
-            cure=f"chown and chmod o-w it, work elsewhere, or name it with --config {path}",
-        )
     try:
         return tomllib.loads(data.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -462,12 +489,12 @@ def load(
     environment = os.environ if environment is None else environment
     config = Config()
     for file in standard_files(environment, Path.cwd()) if files is None else files:
-        table = read_file(file, trusted=False)
+        table = read_file(file)
         if table is not None:
             config = merge(config, table, str(file))
     named = path or environment.get("ICECORE_CONFIG", "")
     if named:
-        table = read_file(Path(named), trusted=True)
+        table = read_file(Path(named))
         if table is None:
             raise NotFound(f"there is no configuration file {named}", cure="correct --config or ICECORE_CONFIG")
         config = merge(config, table, named)

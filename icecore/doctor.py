@@ -16,7 +16,7 @@ from icecore import passphrase, units
 from icecore.config import Config
 from icecore.dumper.checks_gpu import LEAST_DRIVER
 from icecore.errors import IcecoreError, MissingTool
-from icecore.host import limits, namespaces, procfs
+from icecore.host import limits, namespaces, oom, procfs
 from icecore.host.criu import CRIU_LIBRARY, RESTORE_LIBRARY, Criu, find_criu
 from icecore.host.cuda import holder
 from icecore.host.cuda.backend import find_backend
@@ -90,6 +90,11 @@ def _privileges() -> Iterator[Finding]:
         yield Finding("capabilities", "bad", f"{', '.join(missing)} missing", "run as root, in a container with --privileged")
     else:
         yield Finding("capabilities", "good", "CAP_SYS_ADMIN, CAP_SYS_PTRACE")
+    if "CAP_SYS_RESOURCE" in limits.capabilities():
+        yield Finding("OOM killer", "good", "it spares CRIU and its guards: they get oom_score_adj -1000")
+    else:
+        message = "CAP_SYS_RESOURCE missing: it may choose CRIU while a job is being dumped, which can lose the job"
+        yield Finding("OOM killer", "warning", message, oom.CURE)
     try:
         os.close(create())
     except (OSError, IcecoreError) as error:

@@ -262,6 +262,12 @@ def describe(event: Event) -> list[str]:
         return [_predicted_words(fields)]
     if event.name == "run.gpu":
         return _gpu_words(fields)
+    if event.name == "run.withheld":
+        return [_withheld_words(fields)]
+    if event.name == "workdir.swept":
+        return [f"note: removed {fields['directory']}, which a dump or restore that was killed had left"]
+    if event.name == "state.tightened":
+        return [f"note: others could use the directory {fields['directory']} (mode {fields['before']}); it is for its owner alone now"]
     if event.name in ("restore.warning", "export.warning", "copy.warning", "sync.warning"):
         return _lines("warning: ", str(fields.get("message")))
     if event.name == "restore.recovered":
@@ -271,6 +277,10 @@ def describe(event: Event) -> list[str]:
     if "error" in fields and event.name != "restore.failed":
         return _lines(f"warning: {event.name}: ", str(fields["error"]))
     return []
+
+
+def _withheld_words(fields: Mapping[str, Any]) -> str:
+    return f"note: the job does not get {', '.join(fields['names'])}; '--env NAME' passes one on"
 
 
 def _window_words(fields: Mapping[str, Any]) -> list[str]:

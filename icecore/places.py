@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from icecore.config import Config, load
 from icecore.errors import NotFound, StoreError, UsageError
 from icecore.events import Sink, discard
+from icecore.private import make_parents
 from icecore.text import is_utf8
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def backend_at(location: str, *, create: bool = False, config: Config | None = N
     path = Path(rest if separator else location).expanduser()
     if create and not path.exists():
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_parents(path.absolute().parent)
             path.mkdir(mode=0o700, exist_ok=True)  # what is kept there holds the jobs' secrets
         except OSError as error:
             raise StoreError(f"cannot make {path}: {error.strerror}", cure="name another directory, or correct its parent") from error

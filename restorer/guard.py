@@ -56,15 +56,16 @@ class Guard:
     Args:
         workdir: CRIU's working directory on tmpfs.
         temporary: The directory that the guard removes when it has to kill the tree because the restorer died.
+        lock: Descriptor that the guard inherits, because it says that ``temporary`` is in use (`icecore.host.workdir`); -1: there is none.
     """
 
-    def __init__(self, workdir: str, temporary: str) -> None:
+    def __init__(self, workdir: str, temporary: str, *, lock: int = -1) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         script = str(Path(guard_process.__file__))
         with theirs, open(os.path.join(workdir, "guard.output"), "wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-X", "utf8", script, str(theirs.fileno()), workdir, temporary],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-I", "-S", "-X", "utf8", script, str(theirs.fileno()), workdir, temporary, str(lock)],
+                pass_fds=[theirs.fileno(), *([lock] if lock >= 0 else [])],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

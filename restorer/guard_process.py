@@ -8,7 +8,8 @@ hold its lock on the address map at that moment (see `icecore.restorer.daemon`).
 
 Run by its path under ``python -I -S`` and made of the standard library alone: it starts in a few milliseconds.
 Arguments: the number of its end of a SOCK_SEQPACKET socket pair, CRIU's working directory, which becomes its own, and the
-directory to remove when the restorer dies before the tree is complete.
+directory to remove when the restorer dies before the tree is complete, and the number of a descriptor
+that it only holds, the lock of that directory (-1: none).
 What undoes the restore's changes of files is a command that the restorer names (``undo``) before it makes them.
 A message is one JSON object, for ``read`` followed by a zero byte and the events as the kernel gave them.
 """
@@ -29,6 +30,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Iterator
 
 LAZY_SOCKET = "lazy-pages.socket"
 RESTORE_FINISHED = 0x52535446
@@ -37,7 +39,43 @@ EVENT_FORK = 0x13
 MAX_EVENTS = 64
 MAX_MESSAGE = 1 << 18
 _PR_SET_CHILD_SUBREAPER = 36
+_OOM_SCORE = "/proc/self/oom_score_adj"
+#: What this process has (the OOM killer never chooses it), and what CRIU starts with: it sets that of a task only where the snapshot says anything but 0.
+_PROTECTED, _ORDINARY = -1000, 0
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+@contextlib.contextmanager
+def ordinary_oom_score(before: int) -> Iterator[None]:
+    """Within, this process has the ``oom_score_adj`` with which CRIU starts, as far as the kernel permits it; afterwards it is protected, or has ``before``."""
+    set_oom_score(_ORDINARY)
+    try:
+        yield
+    finally:
+        protect(before)
+
+
+def protect(otherwise: int) -> int:
+    """Keep the OOM killer from choosing this process; where the kernel refuses, have ``otherwise``. Return what it has."""
+    if not set_oom_score(_PROTECTED):
+        set_oom_score(otherwise)
+    return oom_score()
+
+
+def oom_score() -> int:
+    """Return the ``oom_score_adj`` of this process."""
+    with open(_OOM_SCORE, encoding="ascii") as file:
+        return int(file.read())
+
+
+def set_oom_score(wanted: int) -> bool:
+    """Set the ``oom_score_adj`` of this process (as `icecore.host.oom`, which cannot be imported here); False: the kernel refuses."""
+    try:
+        with open(_OOM_SCORE, "w", encoding="ascii") as file:
+            file.write(str(wanted))
+    except PermissionError:
+        return False
+    return True
 
 
 def descendants(root: int) -> list[int]:
@@ -148,19 +186,21 @@ class Guard:
             ours.append(output := os.open("restore.log.stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
             # As it would be without us; but it cannot be given descriptors above its limit.
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(self.soft_limit, *(one + 1 for one in ours)), hard))
-            self.criu = os.posix_spawn(
-                argv[0],
-                argv,
-                {**os.environ, **environment},
-                file_actions=[
-                    (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
-                    (os.POSIX_SPAWN_DUP2, output, 1),
-                    (os.POSIX_SPAWN_DUP2, output, 2),
-                    *((os.POSIX_SPAWN_DUP2, old, new) for old, new in zip(moved, numbers, strict=True)),
-                ],
-                setsigdef=[*_IGNORED, signal.SIGCHLD, signal.SIGPIPE],
-                setsigmask=[],
-            )
+            # The tree inherits it from CRIU, with the minimum to which it may lower it: a job must not end up protected.
+            with ordinary_oom_score(oom_score()):
+                self.criu = os.posix_spawn(
+                    argv[0],
+                    argv,
+                    {**os.environ, **environment},
+                    file_actions=[
+                        (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+                        (os.POSIX_SPAWN_DUP2, output, 1),
+                        (os.POSIX_SPAWN_DUP2, output, 2),
+                        *((os.POSIX_SPAWN_DUP2, old, new) for old, new in zip(moved, numbers, strict=True)),
+                    ],
+                    setsigdef=[*_IGNORED, signal.SIGCHLD, signal.SIGPIPE],
+                    setsigmask=[],
+                )
             self.say({"say": "started", "pid": self.criu})
         except (OSError, ValueError) as error:  # ValueError: a number above the hard limit, or a descriptor that did not arrive
             self.say({"say": "ended", "status": 127, "why": str(error)})
@@ -263,12 +303,15 @@ class Guard:
 
 
 def main() -> None:
-    """Entry: ``guard_process.py CONTROL_FD WORKDIR TEMPORARY``."""
+    """Entry: ``guard_process.py CONTROL_FD WORKDIR TEMPORARY LOCK_FD``."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    protect(min(oom_score(), _ORDINARY))
     control = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(control.fileno(), False)
+    if int(sys.argv[4]) >= 0:
+        os.set_inheritable(int(sys.argv[4]), False)
     temporary = os.path.abspath(sys.argv[3])
     os.chdir(sys.argv[2])
     guard = Guard(control)

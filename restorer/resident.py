@@ -27,7 +27,7 @@ from icecore.errors import Damaged, FormatTooNew, IcecoreError, NotFound, Restor
 from icecore.events import Sink, phase
 from icecore.host.limits import raise_descriptor_limit
 from icecore.host.resident.client import Agent, Keeper, ResidentFailed
-from icecore.host.resident.keeper import start_keeper
+from icecore.host.resident.keeper import make_place, start_keeper
 from icecore.host.resident.protocol import Allocation
 from icecore.host.resident.sharing import repeated
 from icecore.host.resident.working import HostRegion, Worker, WorkerFailed
@@ -198,7 +198,7 @@ class Resident:
         return pieces
 
     def _have_keeper(self) -> None:
-        self._place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_place(self._place)
         keeper = start_keeper(self._place)
         if self._holder is not None:
             self._take(self._holder)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from icecore.host.limits import (
 from icecore.host.namespaces import INSTANCE_MOUNT, RunRecord
 from icecore.host.resident.client import Keeper
 from icecore.host.resident.keeper import claimed
+from icecore.host.workdir import make_work_directory
 from icecore.restorer import workingset
 from icecore.restorer.cells import SpaceCells
 from icecore.restorer.copies import make_directory, remove_empty, require_all_covered, require_copies_possible
@@ -295,12 +295,14 @@ class _Run:
         options = self.options
         _require_places(options)
         recover(self._state, self._tell)  # what an earlier restore left is no state to plan from
-        self.top = top = Path(tempfile.mkdtemp(prefix="icecore-restore-", dir=options.workdir or _DEFAULT_WORKDIR))
+        self.top, lock = make_work_directory("icecore-restore-", options.workdir or _DEFAULT_WORKDIR, self.emit)
+        top = self.top
+        self.stack.callback(os.close, lock)
         self.stack.callback(shutil.rmtree, top, ignore_errors=True)
         images, work = top / "images", top / "work"
         images.mkdir(mode=0o700)
         work.mkdir(mode=0o700)
-        self.guard = Guard(str(work), str(top))
+        self.guard = Guard(str(work), str(top), lock=lock)
         raise_descriptor_limit()  # one for each process and child; after the guard, which starts CRIU with what there was before
         manifest = self._open()
         self.drivers = _with_device_memory(manifest)

@@ -18,6 +18,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from icecore.errors import StoreError
+from icecore.private import make_parents
 
 #: Magic, size of the whole object, bytes of the block, BLAKE3 of key, number, size and bytes.
 _HEADER = struct.Struct("<8sQQ32s")
@@ -46,7 +47,8 @@ class Blocks:
         self.limit = limit
         self._touch_seconds = touch_seconds
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_parents(self.folder.parent)
+            self.folder.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise StoreError(
                 f"cannot make the cache {self.folder}: {error.strerror}", cure="correct [cache] directory"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from icecore.errors import Damaged, NotFound, ObjectExists, ObjectMissing, StoreDenied, StoreError, StoreFull
+from icecore.private import make_parents
 from icecore.store.backend import (
     FOREIGN_AT_MOST,
     MAX_OFFSET,
@@ -87,7 +88,8 @@ class LocalBackend(Backend):
         self.where = self.folder = str(self.root)
         if create:
             try:
-                self.root.mkdir(parents=True, exist_ok=True)
+                make_parents(self.root.parent)
+                self.root.mkdir(mode=0o700, exist_ok=True)
                 with opened(self.root.parent, ()) as above:
                     _sync_directory(above)
             except OSError as error:

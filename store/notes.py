@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from icecore.errors import StoreError
+from icecore.private import private_state
 
 #: Bytes of a note that are read; none is near that long.
 _LIMIT = 1 << 20
@@ -75,10 +76,9 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _make(folder: Path) -> None:
-    if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError):
-            folder.mkdir(0o700)
+    new = not folder.is_dir()
+    private_state(folder.parent, folder.name)
+    if new:
         _sync(folder.parent)
 
 

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("icecore", "store", "host", "dumper", "restorer", "service")
 
-GROUND = {"icecore.errors", "icecore.events", "icecore.config", "icecore.text"}
+GROUND = {"icecore.errors", "icecore.events", "icecore.config", "icecore.private", "icecore.text"}
 # floor -> the floors whose modules it may import, its own included
 MAY_IMPORT = {
     "ground": {"ground"},

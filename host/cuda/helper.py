@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from icecore.errors import IcecoreError, NotFound
-from icecore.host import procfs, ptrace
+from icecore.host import oom, procfs, ptrace
 from icecore.host.cuda.api import DeviceCheckpoint, DeviceError, IllegalState, State, device_error
 from icecore.host.cuda.backend import find_backend
 from icecore.host.cuda.holder import Holder, NotHeld
@@ -398,8 +398,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     for descriptor in (control.fileno(), int(sys.argv[2])):
         os.set_inheritable(descriptor, False)
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-        file.write("-900")
+    oom.protect()
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # its processes may use any GPU, whatever its starter sees
     try:
         api = find_backend().connect()

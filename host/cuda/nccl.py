@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from icecore.errors import NotFound
+from icecore.host.resident.trusted import open_file
 
 #: What `icecore run --gpu` sets: transports through /dev/shm and sockets instead of peer access, nothing that ranks share on a GPU.
 SNAPSHOTABLE: Mapping[str, str] = {
@@ -30,6 +31,7 @@ PARKED: Mapping[str, str] = {
 }
 #: Where the job has a network of its own, which has loopback only.
 LOOPBACK: Mapping[str, str] = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+_LONGEST_FILE = 1 << 20
 COST = "NCCL moves data between GPUs through host memory instead of NVLink or PCIe peer access: collectives are slower"
 #: The version that a preload speaks which parks it (`icecore.host.resident.client.Report`).
 PARKED_SINCE = 2
@@ -106,7 +108,6 @@ def settings_of(pid: int) -> dict[str, str]:
     except (FileNotFoundError, ProcessLookupError) as error:
         raise NotFound(f"there is no process {pid}") from error
     environment = dict(os.fsdecode(word).split("=", 1) for word in words if b"=" in word)
-    root = f"/proc/{pid}/root"
     files = ["/etc/nccl.conf"]
     if environment.get("HOME"):
         files.append(f"{environment['HOME']}/.nccl.conf")
@@ -115,7 +116,8 @@ def settings_of(pid: int) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in files:
         try:
-            text = Path(root + name).read_text(errors="replace")
+            with open(open_file(pid, name), encoding="utf-8", errors="replace") as file:  # the process may have named anything
+                text = file.read(_LONGEST_FILE)
         except OSError:
             continue
         for line in text.splitlines():

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from errno import EAGAIN, EALREADY, ECONNRESET, EINVAL, EIO, EMFILE, ENOENT, EPIPE, EPROTO
+from errno import EAGAIN, EALREADY, ECONNRESET, EINVAL, EIO, EMFILE, ENOENT, EPIPE, EPROTO, ETIMEDOUT
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,6 +31,7 @@ from icecore.host.resident.protocol import (
     receive,
     send,
 )
+from icecore.host.resident.trusted import connect
 
 T = TypeVar("T")
 
@@ -38,7 +39,9 @@ _ANSWER_SECONDS = 10.0
 _LEASE_SECONDS = 30.0
 #: In which a job whose process broke off comes to its end: torchrun gives the others 30 s to end by themselves.
 _KEPT_SECONDS = 60.0
-_LONGEST_ADDRESS = 108
+#: For a whole list; one of hundreds of thousands of allocations takes a second or two.
+_LIST_SECONDS = 30.0
+_MOST_LISTED = 1 << 23
 _HUNG_UP = (EPROTO, ECONNRESET, EPIPE)
 
 
@@ -103,13 +106,15 @@ class Agent(_Speaker):
     Args:
         directory: ``ICECORE_RESIDENT`` of the process, as this machine sees it.
         pid: The process, as it knows itself (in its own pid namespace).
-        tracee: The same as this machine sees it; default: ``pid``.
+        tracee: The same as this machine sees it: who else listens there is not spoken to, and no thread of any other process is reached.
+            Default: ``pid``, and any process of this user may listen.
     """
 
     def __init__(self, directory: Path, pid: int, tracee: int | None = None) -> None:
         self.directory = directory
         self.pid = pid
         self._tracee = pid if tracee is None else tracee
+        self._peer = tracee
 
     @property
     def exists(self) -> bool:
@@ -127,7 +132,7 @@ class Agent(_Speaker):
         """Its resident allocations, by address."""
 
         def ask() -> list[Allocation]:
-            with _connected(self._path, _ANSWER_SECONDS) as connection:
+            with _connected(self._path, _ANSWER_SECONDS, self._peer) as connection:
                 send(connection, Message(Operation.AGENT_LIST), version=self.version)
                 return [Allocation.of(one) for one, _ in _until(connection, Operation.AGENT_END)]
 
@@ -196,7 +201,7 @@ class Agent(_Speaker):
         given = descriptors or {}
 
         def ask() -> Message:
-            with _connected(self._path, seconds) as connection:
+            with _connected(self._path, seconds, self._peer) as connection:
                 send(connection, Message(Operation.AGENT_MAP, count=len(given)), version=self.version)
                 for identity, descriptor in given.items():
                     send(connection, Message(Operation.AGENT_MAP, identity=identity), descriptor, self.version)
@@ -242,16 +247,14 @@ class Agent(_Speaker):
 
     def _ask(self, message: Message, seconds: float = 0.0) -> Message:
         def ask() -> Message:
-            with _connected(self._path, seconds + _ANSWER_SECONDS) as connection:
+            with _connected(self._path, seconds + _ANSWER_SECONDS, self._peer) as connection:
                 send(connection, message, version=self.version)
                 return _last_answer(connection, self._path)
 
         return self._spoken(ask)
 
     def _as_seen_here(self, threads: Sequence[int]) -> list[int]:
-        """Thread ids of the process's own namespace as ids of this one."""
-        if self._tracee == self.pid:
-            return list(threads)
+        """Thread ids of the process's own namespace as ids of this one; of the process alone, whatever it says of others."""
         wanted, found = set(threads), []
         for name in os.listdir(f"/proc/{self._tracee}/task"):
             try:
@@ -432,11 +435,12 @@ def _ns(seconds: float) -> int:
 
 
 @contextmanager
-def _connected(path: Path, seconds: float) -> Iterator[socket.socket]:
+def _connected(path: Path, seconds: float, pid: int | None = None) -> Iterator[socket.socket]:
+    """Connect to a keeper, or with ``pid`` to the agent of that process."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as connection:
         connection.settimeout(seconds)
         try:
-            _connect(connection, path)
+            connect(connection, path, pid=pid)
             yield connection
         except (FileNotFoundError, ConnectionRefusedError) as error:
             raise NotFound(f"nobody answers at {path}") from error
@@ -446,24 +450,17 @@ def _connected(path: Path, seconds: float) -> Iterator[socket.socket]:
             raise ResidentFailed(f"{path} did not answer ({error})", getattr(error, "errno", None) or EIO) from error
 
 
-def _connect(connection: socket.socket, path: Path) -> None:
-    """Also to a path that is longer than a socket's address may be."""
-    if len(os.fsencode(path)) < _LONGEST_ADDRESS:
-        connection.connect(str(path))
-        return
-    folder = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
-    try:
-        connection.connect(f"/proc/self/fd/{folder}/{path.name}")
-    finally:
-        os.close(folder)
-
-
 def _until(connection: socket.socket, end: Operation) -> Iterator[tuple[Message, int]]:
-    while True:
+    """Yield a list's messages: in its time as a whole, and no more than any process has allocations."""
+    over = time.monotonic() + _LIST_SECONDS
+    for _ in range(_MOST_LISTED):
         message, descriptor = receive(connection)
         if message.operation == end:
             return
         yield message, descriptor
+        if time.monotonic() > over:
+            raise TimeoutError(ETIMEDOUT, f"its list did not end within {_LIST_SECONDS:.0f} s")
+    raise ValueError("its list does not end")
 
 
 def _answer(connection: socket.socket, path: Path) -> Message:

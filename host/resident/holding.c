@@ -131,6 +131,15 @@ bool holding_token(void)
 	return has_token;
 }
 
+/* It gets the descriptors of all our memory: it must be root's, or our user's. */
+static bool is_trusted(int connection)
+{
+	struct ucred peer;
+	socklen_t length = sizeof peer;
+
+	return getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 && (peer.uid == 0 || peer.uid == geteuid());
+}
+
 /* A connection, or -1. */
 static int call_keeper(void)
 {
@@ -141,7 +150,7 @@ static int call_keeper(void)
 		return -1;
 	packet_limit(made, LIMIT_SECONDS);
 	snprintf(address.sun_path, sizeof address.sun_path, "%s/keeper", resident_directory());
-	if (connect(made, (void *)&address, sizeof address) == 0)
+	if (connect(made, (void *)&address, sizeof address) == 0 && is_trusted(made))
 		return made;
 	close(made);
 	return -1;

@@ -653,8 +653,8 @@ static void harden(void)
 	int adjustment = open("/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC);
 
 	if (adjustment >= 0) {
-		if (write(adjustment, "-1000", 5) != 5 && write(adjustment, "-900", 4) != 4)
-			(void)0; /* not root */
+		if (write(adjustment, "-1000", 5) != 5 && write(adjustment, "0", 1) != 1)
+			(void)0; /* neither is permitted: it keeps what it inherited */
 		close(adjustment);
 	}
 	if (getrlimit(RLIMIT_NOFILE, &files) == 0) {

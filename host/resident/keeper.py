@@ -13,6 +13,7 @@ from pathlib import Path
 from icecore.errors import MissingTool, NotFound
 from icecore.host.resident.client import Keeper
 from icecore.host.resident.protocol import VARIABLE
+from icecore.private import make_parents, tighten
 
 _START_SECONDS = 10.0
 _FOLDER = Path(__file__).parent
@@ -70,6 +71,12 @@ def claimed(directory: Path) -> Iterator[bool]:
         yield ours
     finally:
         os.close(lock)
+
+
+def make_place(directory: Path) -> None:
+    """Make the directory of a keeper, for root alone; those above it are nobody else's either."""
+    make_parents(directory.parent)
+    tighten(directory)
 
 
 def start_keeper(directory: Path) -> Keeper:

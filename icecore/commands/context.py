@@ -80,7 +80,7 @@ class Context:
         from icecore.host.jobs import Registry
         from icecore.places import state_directory
 
-        return Registry(state_directory(self.config.state))
+        return Registry(state_directory(self.config.state), emit=self.output.event)
 
     def recover_files(self) -> None:
         """Undo or finish what restores that were killed left of their changes to jobs' files."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from icecore import units
 from icecore.commands.context import Commands, Context, Interrupted, add_setting, overridden
-from icecore.config import SECONDS, RunSettings, without_secrets
+from icecore.config import SECONDS, RunSettings, job_environment
 from icecore.errors import Damaged, IcecoreError, NotFound, UsageError
 from icecore.events import Event, Value
 from icecore.text import printable_command
@@ -39,7 +39,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("-d", "--detach", action="store_true", help="return at once; print the job's name")
     parser.add_argument("--name", default="", help="name of the job (default: the program's)")
     parser.add_argument("--cwd", default="", metavar="DIR", help="directory to start in (default: this one)")
-    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="set a variable; may be repeated")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable, or pass one on that is withheld; may be repeated")
     parser.add_argument("--gpu", action="store_true", help="it uses NVIDIA GPUs: make it, and NCCL, so that it can be snapshotted")
     parser.add_argument("--rm", action="store_true", help="forget the job and its logs once it has ended (foreground only)")
     for key, what in (
@@ -99,12 +99,7 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
     isolation = Isolation(
         pid=own.pid == "private", ipc=own.ipc == "private", network=own.network == "private", root=own.root == "private"
     )
-    environment = without_secrets(os.environ)
-    for pair in arguments.env:
-        name, separator, value = pair.partition("=")
-        if not separator or not name:
-            raise UsageError(f"--env {pair!r} is wrong", cure="write NAME=VALUE")
-        environment[name] = value
+    environment = _environment(arguments, context)
     if _stdin_holds_something():
         context.output.note("note: the job does not get what comes on standard input; have its command read a file: icecore run -- sh -c 'COMMAND < FILE'")
     registry = context.registry()
@@ -141,6 +136,22 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
     if arguments.rm:
         registry.remove(job)
     return status
+
+
+def _environment(arguments: argparse.Namespace, context: Context) -> dict[str, str]:
+    """Return the job's environment: this process's without credentials, with what ``--env`` says."""
+    environment, held = job_environment(os.environ)
+    for pair in arguments.env:
+        name, separator, value = pair.partition("=")
+        if not name:
+            raise UsageError(f"--env {pair!r} is wrong", cure="write NAME=VALUE, or NAME to pass a variable on")
+        if not separator and name not in os.environ:
+            raise UsageError(f"--env {name}: there is no such variable here", cure=f"write {name}=VALUE")
+        environment[name] = value if separator else os.environ[name]
+    held = [name for name in held if name not in environment]
+    if held:
+        context.output.event(Event("run.withheld", {"names": list(held)}))
+    return environment
 
 
 def _stdin_holds_something() -> bool:

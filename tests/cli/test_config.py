@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import struct
+import subprocess
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -117,18 +120,101 @@ def test_a_named_file_has_to_exist(tmp_path: Path) -> None:
         load(str(tmp_path / "nowhere.toml"), environment={}, files=[])
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs to give a file away")
-def test_files_of_others_are_refused_unless_named(tmp_path: Path) -> None:
-    path = tmp_path / "icecore.toml"
+NOBODY = 65534
+#: An access control list by which a second user may write: user::rw-, user:65534:rw-, group::r--, mask::rw-, other::r--.
+_ACL = struct.pack("<I" + 5 * "HHI", 2, 1, 6, 0xFFFFFFFF, 2, 6, NOBODY, 4, 4, 0xFFFFFFFF, 0x10, 6, 0xFFFFFFFF, 0x20, 4, 0xFFFFFFFF)
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs to give a file away")
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A good file in a directory of its own."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path = folder / "icecore.toml"
     path.write_text("[restore]\nafter = 'do-anything'\n")
-    os.chown(path, 65534, 65534)
-    with pytest.raises(UsageError, match="can be written by others"):
-        load(environment={}, files=[path])
-    assert load(str(path), environment={}, files=[]).restore.after == "do-anything"
-    os.chown(path, 0, 0)
-    path.chmod(0o666)
-    with pytest.raises(UsageError, match="can be written by others"):
-        load(environment={}, files=[path])
+    return path
+
+
+def change_link(path: Path) -> None:
+    """Put a link of somebody else in the file's place, to a file that is root's."""
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+    os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+
+
+def lead_away(path: Path) -> None:
+    """Have the way to the file lead through a directory that others can write to."""
+    loose = path.parent.parent / "loose"
+    loose.mkdir()
+    loose.chmod(0o775)
+    path.rename(loose / path.name)
+    path.symlink_to(loose / path.name)
+
+
+CHANGEABLE = {
+    "group": lambda path: path.chmod(0o664),
+    "all": lambda path: path.chmod(0o646),
+    "list": lambda path: os.setxattr(path, "system.posix_acl_access", _ACL),
+    "owner": lambda path: os.chown(path, NOBODY, NOBODY),
+    "group of the directory": lambda path: path.parent.chmod(0o775),
+    "owner of the directory": lambda path: os.chown(path.parent, NOBODY, NOBODY),
+    "link": change_link,
+    "way": lead_away,
+}
+
+
+@needs_root
+@pytest.mark.parametrize("named", [False, True, None], ids=["found", "named", "ICECORE_CONFIG"])
+@pytest.mark.parametrize("how", CHANGEABLE)
+def test_a_file_that_others_can_change_is_refused_with_the_command_that_corrects_it(own: Path, how: str, named: bool | None) -> None:
+    def read() -> str:
+        if named is None:
+            return load(environment={"ICECORE_CONFIG": str(own)}, files=[]).restore.after
+        return load(str(own), environment={}, files=[]).restore.after if named else load(environment={}, files=[own]).restore.after
+
+    assert read() == "do-anything"
+    CHANGEABLE[how](own)
+    for _ in range(3):  # one cure after the other
+        with pytest.raises(UsageError, match=r"can be written by others|belongs to user") as caught:
+            read()
+        assert re.match(r"(chmod go-w|chown 0) /", caught.value.cure)
+        subprocess.run(caught.value.cure.replace("chown", "chown -h"), shell=True, check=True, timeout=20)
+        try:
+            assert read() == "do-anything"
+        except UsageError:
+            continue
+        return
+    pytest.fail("the cures lead nowhere")
+
+
+@needs_root
+def test_a_file_that_an_unprivileged_user_plants_is_not_read(tmp_path: Path) -> None:
+    """In a sticky directory, where ICECORE_CONFIG names a file that is not there; a FIFO of theirs holds nobody up."""
+    folder = tmp_path / "public"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    for parent in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        parent.chmod(0o711)
+    path = folder / "icecore.toml"
+    as_nobody = ["setpriv", "--reuid", str(NOBODY), "--clear-groups", "--"]
+    for make in (f"echo \"[restore]\" > {path}", f"mkfifo {path}", f"ln -s /etc/passwd {path}"):
+        subprocess.run([*as_nobody, "/bin/sh", "-c", make], check=True, timeout=20)
+        with pytest.raises(UsageError, match=f"belongs to user {NOBODY}"):
+            load(environment={"ICECORE_CONFIG": str(path)}, files=[])
+        path.unlink()
+    path.write_text("[restore]\nafter = 'mine'\n")
+    assert load(environment={"ICECORE_CONFIG": str(path)}, files=[]).restore.after == "mine"
+
+
+def test_a_pipe_that_was_handed_over_is_read() -> None:
+    ours, theirs = os.pipe()
+    os.write(theirs, b"[restore]\nafter = 'piped'\n")
+    os.close(theirs)
+    try:
+        assert load(f"/dev/fd/{ours}", environment={}, files=[]).restore.after == "piped"
+    finally:
+        os.close(ours)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
+import icecore
+from icecore.config import CREDENTIALS, Config
+from icecore.events import Event
 from tests.cli.conftest import Cli, until
 from tests.cli.documents import check_event, documented_events
 
@@ -63,6 +68,41 @@ def test_environment_directory_and_removal(cli: Cli) -> None:
     done = cli.run("run", "--rm", "--cwd", "elsewhere", "--env", "WORD=a=b", "--", "/bin/sh", "-c", "pwd; echo $WORD")
     assert done.stdout == f"{cli.folder}/elsewhere\na=b\n"
     assert cli.events("ps", "-a") == []
+
+
+def test_a_job_gets_no_credentials_of_icecores_unless_by_name(cli: Cli) -> None:
+    held = {name: f"secret {name}" for name in CREDENTIALS if name != "AWS_CONFIG_FILE"}
+    passed = {"AWS_REGION": "here", "GOOGLE_APPLICATION_CREDENTIALS": "/its/own", "WORD": "x"}
+    show = ("--", "env", "-0")
+
+    def variables(*options: str, **more: str) -> tuple[dict[str, str], str]:
+        done = cli.run("run", "--rm", *options, *show, **held, **passed, **more)
+        return dict(pair.split("=", 1) for pair in done.stdout.rstrip("\0").split("\0")), done.stderr
+
+    seen, said = variables()
+    assert seen.items() >= passed.items()
+    assert not [value for value in seen.values() if "secret" in value]
+    assert all(name in said for name in held) and "AWS_CONFIG_FILE" not in said and said.count("\n") == 1
+    seen, said = variables("--env", "AWS_PROFILE", "--env", "AWS_ROLE_ARN=other", "--env", "WORD")
+    assert (seen["AWS_PROFILE"], seen["AWS_ROLE_ARN"], seen["WORD"]) == (held["AWS_PROFILE"], "other", "x")
+    assert "AWS_PROFILE" not in said and "AWS_ROLE_ARN" not in said and "AWS_SESSION_TOKEN" in said
+    environment = {**cli.environment, **held}
+    done = subprocess.run(cli.command("--json", "run", *show), env=environment, cwd=cli.folder, capture_output=True, text=True, timeout=60, check=True)
+    [event] = [event for event in map(json.loads, done.stdout.splitlines()) if event["event"] == "run.withheld"]
+    check_event(event, documented_events())
+    assert event["names"] == list(held)
+
+
+def test_the_api_gives_a_job_no_credentials(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("ICECORE_PASSPHRASE", "secret")
+    monkeypatch.setenv("ICECORE_STATE", str(cli.folder / "state"))
+    events: list[Event] = []
+    jobs = [icecore.run(["env"], config=Config(), emit=events.append), cli.registry.start(["env"])]
+    for job in jobs:
+        assert job.wait(20).code == 0
+        assert "secret" not in job.log_path("stdout").read_text()
+    assert [event.fields["names"] for event in events if event.name == "run.withheld"] == [["ICECORE_PASSPHRASE", "AWS_SECRET_ACCESS_KEY"]]
 
 
 def test_a_job_has_its_own_pids_or_the_hosts(cli: Cli) -> None:
@@ -161,3 +201,39 @@ def test_killing_the_starter_leaves_the_job(cli: Cli) -> None:
     cli.run("kill", "count", "-s", "KILL")
     assert not cli.job("count").alive
     assert cli.run("rm", "--ended", "0").stdout.startswith("count (")
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize("moment", ["dump.criu", "dump.store"])
+def test_the_next_command_removes_what_a_killed_dump_left(cli: Cli, moment: str) -> None:
+    """Its guard removes it, unless that is killed too."""
+    workdir = cli.folder / "workdir"
+    workdir.mkdir()
+    cli.environment["ICECORE_DUMP_WORKDIR"] = str(workdir)
+    cli.run("init")
+    cli.run("run", "-d", "--name", "j", "--", "sleep", "1000")
+    dump = cli.start("--json", "dump", "j", "--before", "true")
+    assert dump.stdout is not None
+    while json.loads(dump.stdout.readline())["event"] != moment:
+        pass
+    guard = [int(child) for child in Path(f"/proc/{dump.pid}/task/{dump.pid}/children").read_text().split() if b"icecore.dumper.guard" in words_of(child)]
+    dump.send_signal(signal.SIGSTOP)
+    [left] = workdir.iterdir()
+    cli.run("ps")
+    assert left.is_dir()  # it is in use, even if nothing of it moves
+    for pid in (*guard, dump.pid):
+        os.kill(pid, signal.SIGKILL)
+    dump.communicate(timeout=20)
+    until(lambda: not [entry for entry in os.listdir("/proc") if entry.isdecimal() and str(left).encode() in words_of(entry)], "over")
+    assert left.is_dir()
+    [swept] = [event for event in cli.events("ps") if event["event"] == "workdir.swept"]
+    check_event(swept, documented_events())
+    assert swept["directory"] == str(left) and not left.exists()
+
+
+def words_of(pid: str) -> bytes:
+    """The command line of a process; empty where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""

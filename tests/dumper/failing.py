@@ -8,7 +8,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -126,6 +126,7 @@ class Dumper:
     Args:
         pause: The event at which it pauses.
         powerless: It has no capabilities.
+        wrapped: What starts it.
         descriptors: How many it may have; 0: as many as this process.
         options: Of the dump.
     """
@@ -137,6 +138,7 @@ class Dumper:
         pause: tuple[str, str] | None = None,
         *,
         powerless: bool = False,
+        wrapped: Sequence[str] = (),
         descriptors: int = 0,
         **options: object,
     ) -> None:
@@ -151,7 +153,7 @@ class Dumper:
             "options": options,
         }
         self.process = subprocess.Popen(
-            [sys.executable, "-P", str(_DRIVER), json.dumps(order)],
+            [*wrapped, sys.executable, "-P", str(_DRIVER), json.dumps(order)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,

@@ -14,6 +14,7 @@ import pytest
 from icecore.dumper.guard import GuardLost
 from icecore.dumper.options import DumpOptions
 from icecore.events import Event
+from icecore.host import procfs
 from tests.programs import driving
 
 from .failing import SECONDS, Dumper, Job, Witness, fails, members
@@ -132,13 +133,18 @@ def test_a_dumper_that_is_stopped_in_the_window(job: Job, witness: Witness, dump
     witness.next_dump_is_good()
 
 
+def guard_of(workdir: Path) -> int:
+    """The guard process; a child of its that watches CRIU has the same command line."""
+    found = members(workdir, "icecore.dumper.guard")
+    [guard] = [pid for pid in found if procfs.status(pid).parent not in found]
+    return guard
+
+
 def kill_guard(workdir: Path) -> Callable[[Event], None]:
     """Kills the guard process."""
 
     def kill(_: Event) -> None:
-        guards = members(workdir, "icecore.dumper.guard")
-        assert len(guards) == 1
-        os.kill(guards[0], signal.SIGKILL)
+        os.kill(guard_of(workdir), signal.SIGKILL)
 
     return kill
 
@@ -163,7 +169,7 @@ def test_a_guard_that_is_killed_while_criu_freezes(job: Job, witness: Witness) -
         os.kill(guards[0], signal.SIGKILL)
 
     def look(_: Event) -> None:
-        guards.extend(members(witness.store.workdir, "icecore.dumper.guard"))
+        guards.append(guard_of(witness.store.workdir))
 
     killer = threading.Thread(target=later)
     killer.start()

@@ -20,6 +20,7 @@ import pytest
 from icecore.dumper import checks, checks_descriptors
 from icecore.dumper.checks_descriptors import kernel_refuses_options
 from icecore.dumper.gpus import GpuLook, GpuProcess
+from icecore.dumper.guard import Guard
 from icecore.dumper.look import look
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.preflight import refuse, warn
@@ -28,6 +29,7 @@ from icecore.errors import NotFound, PreflightRefused
 from icecore.host import limits, procfs
 from icecore.host.criu import find_criu
 from icecore.host.cuda.backend import Backend
+from icecore.restorer.guard import Guard as RestoreGuard
 from tests.programs import driving
 
 from .conftest import Start
@@ -130,8 +132,49 @@ def test_a_thread(store: Store) -> None:
 
 
 def test_oneself_and_ones_ancestors(store: Store) -> None:
-    for pid in (os.getpid(), os.getppid(), 1):
+    for pid in (os.getpid(), os.getppid()):
         assert list(refused(store, Target(pid, "job"))) == ["self"]
+
+
+def test_the_init_of_the_machine(store: Store) -> None:
+    assert list(refused(store, Target.of_process(1))) == ["init"]
+
+
+def test_targets_that_end_or_never_ran_are_named_for_preflight_to_judge(store: Store) -> None:
+    """The name of a target is guessed from its program, which some have not, and some do not show."""
+    child = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert list(refused(store, Target.of_process(child.pid))) == ["zombie"]
+    child.wait(10)
+    assert list(refused(store, Target.of_process(2))) == ["kernel-thread"]
+    with pytest.raises(NotFound, match="there is no process"):
+        store.dump(Target.of_process(child.pid))
+
+
+def test_a_process_that_icecore_may_not_look_at(job: Job, store: Store) -> None:
+    """In a user namespace of its own it has all capabilities, but none over processes outside of it."""
+    dumper = Dumper(store, job, wrapped=["unshare", "--user", "--map-root-user", "--"])
+    said = dumper.until("error")
+    assert dumper.process.wait(20) == 4
+    assert said[1] == "PreflightRefused" and f"may not look at process {job.pid}" in said[2]
+    assert not standing(job.pid)
+
+
+def test_a_tree_with_a_part_of_icecore_in_it(tmp_path: Path, store: Store, has: Has) -> None:
+    guard = Guard(str(tmp_path))
+    try:
+        assert list(refused(store, guard.pid)) == ["icecore"]
+    finally:
+        guard.release()
+    folder = tmp_path / "restore"
+    folder.mkdir()
+    restoring = RestoreGuard(str(folder), str(folder))
+    try:
+        assert restoring.receive(20) is not None
+        assert list(refused(store, restoring.pid)) == ["icecore"]
+    finally:
+        restoring.end(20)
+    assert "icecore" not in refusals(has("pass  # -m icecore.dumper.guard"))
 
 
 def test_without_capabilities(job: Job, store: Store) -> None:

@@ -1,0 +1,167 @@
+"""Paths that nobody else controls; rule: the umask, and what an earlier or careless hand has left, never decide who may read or replace what is icecore's.
+
+Others are all users but root and the one that this process runs as. An access control list shows in the group's bits (acl(5)), so it counts as these do.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from icecore.errors import UsageError
+from icecore.events import Event, Sink, discard
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_MOST_LINKS = 40
+#: What icecore keeps in a state directory.
+STATE_ENTRIES = frozenset({"jobs", "lock", "opened", "places", "restores", "seen"})
+
+
+def is_own(about: os.stat_result) -> bool:
+    """Whether a file belongs to root or to the user that this process runs as."""
+    return about.st_uid in (0, os.geteuid())
+
+
+def components(path: str | os.PathLike[str]) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield every directory and symbolic link that the kernel passes on its way to ``path``, and ``path`` itself, each with its lstat(2).
+
+    Raises:
+        OSError: One of them does not exist, or there are too many links.
+    """
+    left, here, links = Path(os.path.abspath(path)).parts[::-1], "/", 0
+    todo = list(left[:-1])
+    yield here, os.lstat(here)
+    while todo:
+        name = todo.pop()
+        if name == "..":
+            here = os.path.dirname(here)
+            continue
+        one = os.path.join(here, name)
+        about = os.lstat(one)
+        yield one, about
+        if not stat.S_ISLNK(about.st_mode):
+            here = one
+            continue
+        links += 1
+        if links > _MOST_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), one)
+        target = os.readlink(one)
+        todo += [part for part in target.split("/")[::-1] if part not in ("", ".")]
+        if target.startswith("/"):
+            here = "/"
+
+
+def require_unchangeable(path: Path, about: os.stat_result, what: str) -> None:
+    """Require that others can neither write to a file nor put another in its place.
+
+    Args:
+        about: What fstat(2) says of it.
+        what: Why that matters, for the message.
+
+    Raises:
+        UsageError: They can; the cure is the command that corrects it.
+        OSError: It does not exist any more.
+    """
+    # A pipe that was handed to this process has no directories.
+    passed = list(components(path)) if stat.S_ISREG(about.st_mode) else []
+    for one, found in [*passed, (str(path), about)]:
+        where = "it" if one == str(path) else one
+        if not is_own(found):
+            owner = f"user {found.st_uid}"
+            raise UsageError(f"{path}: {where} belongs to {owner}, and {what}", cure=f"chown {os.geteuid()} {shlex.quote(one)}")
+        if stat.S_ISLNK(found.st_mode) or not found.st_mode & _OTHERS_WRITE:
+            continue
+        # In a sticky directory nobody removes what is another's; and what is mounted read-only nobody changes.
+        if (stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX) or os.statvfs(one).f_flag & os.ST_RDONLY:
+            continue
+        raise UsageError(f"{path}: {where} can be written by others than you, and {what}", cure=f"chmod go-w {shlex.quote(one)}")
+
+
+def private_state(state: Path, *names: str, emit: Sink = discard) -> Path:
+    """Make a state directory, or one below it, and have it for its owner alone.
+
+    Args:
+        state: The state directory; its missing parents are made, for everybody to read.
+        names: The path below it.
+        emit: Gets ``state.tightened`` where others could use a directory until now.
+
+    Returns:
+        The path of the last.
+
+    Raises:
+        UsageError: One of them belongs to somebody else, or is reached through somebody else's link.
+        OSError: It cannot be made.
+    """
+    make_parents(state.parent)
+    tighten(state, foreign=True, emit=emit)
+    for name in names:
+        state /= name
+        tighten(state, foreign=False, emit=emit)
+    return state
+
+
+def make_parents(path: Path) -> None:
+    """Make a directory and its missing parents, which everybody may read as far as the umask says, and only their owner may write to."""
+    for one in [*reversed(path.parents), path]:
+        with suppress(FileExistsError):
+            os.mkdir(one, 0o755)
+
+
+def require_own(path: Path) -> os.stat_result:
+    """Return what stat(2) says of a directory that belongs to nobody else.
+
+    Raises:
+        UsageError: It belongs to somebody else, or is reached through somebody else's link.
+        OSError: It does not exist.
+    """
+    for one, found in components(path):
+        if stat.S_ISLNK(found.st_mode) and not is_own(found):
+            raise UsageError(f"{path}: the link {one} belongs to user {found.st_uid}", cure=f"remove it: rm {shlex.quote(one)}")
+    about = os.stat(path)
+    if not is_own(about):
+        cure = f"chown {os.geteuid()} {shlex.quote(str(path))} if you know what it holds, or name another directory"
+        raise UsageError(f"the directory {path} belongs to user {about.st_uid}, who could replace what icecore keeps there", cure=cure)
+    return about
+
+
+def tighten(path: Path, *, foreign: bool = False, emit: Sink = discard) -> None:
+    """Make a directory for its owner alone, or have one that exists be so.
+
+    Args:
+        foreign: One that holds more than a state directory does is left as it is: others may depend on it.
+        emit: Gets ``state.tightened``.
+
+    Raises:
+        UsageError: It belongs to somebody else, or is reached through somebody else's link; others can write to it, and it is not icecore's alone.
+        OSError: It cannot be made.
+    """
+    with suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    required = require_own(path)
+    descriptor = os.open(os.path.realpath(path), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        about = os.fstat(descriptor)
+        if not os.path.samestat(about, required):
+            raise UsageError(f"the directory {path} was replaced meanwhile", cure="try again, and see who can write to its parent")
+        if not about.st_mode & _OTHERS or (about.st_uid != os.geteuid() and os.geteuid() != 0):
+            return
+        if foreign and not set(os.listdir(descriptor)) <= STATE_ENTRIES:
+            if about.st_mode & _OTHERS_WRITE:
+                cure = "name a directory of icecore's own (ICECORE_STATE)"
+                raise UsageError(f"others can write to the directory {path}, and it holds more than icecore's state", cure=cure)
+            return
+        os.fchmod(descriptor, 0o700)
+        emit(Event("state.tightened", {"directory": str(path), "before": f"{stat.S_IMODE(about.st_mode):04o}"}))
+    finally:
+        os.close(descriptor)
+
+
+def create_private(path: Path) -> int:
+    """Open a file for writing, made for its owner alone where it is missing, else emptied; the descriptor is the caller's."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
