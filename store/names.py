@@ -16,6 +16,8 @@ KEYS = "keys/"
 LOG = "log/"
 SESSIONS = "sessions/"
 HINTS = "hints/"
+#: Second copies of the few objects without which nothing can be read, each under its own name behind this.
+COPIES = "copies/"
 FILTERS = "filters/"
 
 PREFIX: dict[Kind, str] = {
@@ -83,6 +85,17 @@ def log_generation(name: str) -> int | None:
 def key_name(slot: int) -> str:
     """The key slot ``slot``."""
     return f"{KEYS}{slot:08x}"
+
+
+def key_number(name: str) -> int | None:
+    """The number of a key slot's name, or None if it is not one."""
+    text = name.removeprefix(KEYS)
+    return int(text, 16) if name.startswith(KEYS) and re.fullmatch(r"[0-9a-f]{8}", text) else None
+
+
+def copy_name(name: str) -> str:
+    """The second copy of the configuration or of a key slot."""
+    return COPIES + name
 
 
 def heartbeat_name(session: str, sequence: int) -> str:
