@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import msgspec
 
 from icecore.errors import Damaged, ObjectExists, ObjectMissing, RollbackDetected, StoreDenied, StoreError, StoreFull
+from icecore.events import Event, Sink, discard
+from icecore.store import gaps
 from icecore.store.backend import Backend
 from icecore.store.catalog import Pages
 from icecore.store.envelope import HEADER_BYTES, Sealed
@@ -33,6 +35,12 @@ _RECENT_SECONDS = 60.0
 _TRIES = 5
 _BACKOFF_SECONDS = 0.005
 _BACKOFF_LIMIT_SECONDS = 0.5
+#: A gap is noted until a client that saw an entry in it has missed so many generations: by then everything there has been trimmed.
+_GAPS_KEPT = 2 * KEPT_ENTRIES
+ROLLED_BACK = (
+    "do not write to it: find out who put back another copy of it; where storage has lost its newest entries, 'icecore repair --accept-rollback'"
+    " goes on from what is there"
+)
 _NOTHING_LEFT = (
     "free space there, or enlarge it: what the repository keeps in reserve for this is used up;"
     " restore, export, copy, sync, check and stats need none with --read-only"
@@ -88,13 +96,18 @@ class Log:
 
     Args:
         watermark: Where the newest generation seen is remembered.
+
+    Attributes:
+        emit: Told of entries that this client has seen and that a repair has found lost.
+        watermark: As given.
     """
 
     def __init__(self, backend: Backend, key: bytes, *, watermark: Watermark | None = None) -> None:
+        self.emit: Sink = discard
         self.pages = Pages(backend, key)
         self._backend = backend
         self._key = key
-        self._watermark = watermark or Watermark()
+        self.watermark = watermark or Watermark()
         self._known: Entry | None = None
         #: The newest entry that is known to be part of the log: ``_known``, or the one before it. When that was found, on the clock that goes on in sleep.
         self._proven: Entry | None = None
@@ -144,7 +157,7 @@ class Log:
             RollbackDetected: It is older than, or another one than, what this client has already seen.
             Damaged: An entry is damaged, or there is none.
         """
-        seen = self._watermark.load()
+        seen = self.watermark.load()
         entry: Entry | None = None
         while entry is None:
             listed = await self._listed()
@@ -159,9 +172,13 @@ class Log:
                 if hint == seen.generation:
                     raise RollbackDetected(
                         f"the repository in {self._backend.where} ends at generation {listed}, this client has already seen {hint}",
-                        cure="do not write to it: find out who put back an older copy of it",
+                        cure=ROLLED_BACK,
                     ) from None
                 raise
+            except Damaged:
+                if await self._listed() <= hint:
+                    raise
+                # a repair has continued the log behind it since the listing
         if seen.generation:
             await self._follows(entry, seen)
         while prove:
@@ -169,6 +186,10 @@ class Log:
                 following = await self.read(entry.generation + 1)
             except ObjectMissing:
                 break
+            except Damaged:
+                if await self._listed() <= entry.generation + 1:
+                    raise
+                return await self.newest()  # a repair has continued the log behind it
             if following.state.predecessor != entry.digest:
                 raise Damaged(
                     ENTRY_KIND.title, log_name(following.generation), "it does not follow the entry before it"
@@ -176,6 +197,16 @@ class Log:
             entry = following
         self._keep(entry)
         return entry
+
+    async def continues(self, entry: Entry) -> None:
+        """Check that ``entry`` continues what this client has seen, if that is not newer.
+
+        Raises:
+            RollbackDetected: It continues another log.
+        """
+        seen = self.watermark.load()
+        if 0 < seen.generation <= entry.generation:
+            await self._follows(entry, seen)
 
     async def _follows(self, entry: Entry, seen: Seen) -> None:
         """Check that ``entry`` continues the log of which this client has seen an entry, as far back as entries are kept.
@@ -185,21 +216,55 @@ class Log:
         Raises:
             RollbackDetected: It continues another one.
         """
+        lost = entry.state.gaps
         while entry.generation > seen.generation:
+            at = gaps.step(lost, entry.generation, max(seen.generation, entry.generation - REMEMBERED + 1))
+            if at < seen.generation:
+                # What was seen is noted as lost, by a holder of the key. Its successor still names it, if that is no repair's.
+                gap = gaps.gap_of(lost, seen.generation)
+                if gap is not None and gap.last == seen.generation and entry.state.predecessor != (gap.base or bytes(32)):
+                    if entry.state.predecessor.hex() != seen.digest:
+                        raise self._other(seen)
+                    return
+                error = f"a repair found generation {seen.generation}, which this node has seen, lost: what only that knew of is gone"
+                self.emit(Event("log.repaired", {"seen": seen.generation, "continued": entry.generation, "error": error}))
+                return
             try:
-                before = await self.read(max(seen.generation, entry.generation - REMEMBERED + 1))
+                before = await self.read(at)
             except ObjectMissing:
                 return  # trimmed: nobody can tell any more
-            if before.state.transactions and before.state.transactions[-1] not in entry.state.transactions:
+            except Damaged:
+                above = await self._above(at, entry.generation)
+                if above is None:
+                    if entry.generation - 1 == seen.generation and entry.state.predecessor.hex() == seen.digest:
+                        return
+                    raise
+                before = above
+                at = before.generation
+            gap = gaps.gap_of(lost, at + 1)
+            if gap is not None and gap.last + 1 == entry.generation:
+                follows = gap.base == before.digest
+            else:
+                follows = not before.state.transactions or before.state.transactions[-1] in entry.state.transactions
+            if not follows:
                 raise self._other(seen)
             entry = before
         if entry.digest.hex() != seen.digest:
             raise self._other(seen)
 
+    async def _above(self, low: int, high: int) -> Entry | None:
+        """The oldest entry between two generations that can be read."""
+        for generation in range(low + 1, high):
+            try:
+                return await self.read(generation)
+            except (Damaged, ObjectMissing):
+                continue
+        return None
+
     def _other(self, seen: Seen) -> RollbackDetected:
         return RollbackDetected(
             f"generation {seen.generation} of the repository in {self._backend.where} is not the one that this client has seen",
-            cure="do not write to it: find out who put back another copy of it",
+            cure=ROLLED_BACK,
         )
 
     async def _listed(self) -> int:
@@ -210,7 +275,7 @@ class Log:
     def _keep(self, entry: Entry) -> None:
         self._known = self._proven = entry
         self._proven_at = _now()
-        self._watermark.save(Seen(entry.generation, entry.digest.hex()))
+        self.watermark.save(Seen(entry.generation, entry.digest.hex()))
 
     async def transact(self, change: Change, words: str, *, prove: bool = True, leave: int | None = None) -> Entry:
         """Apply ``change`` to the newest state, again and again until it is the one that was changed.
@@ -276,6 +341,7 @@ class Log:
                 created_ns=time.time_ns(),
                 changes=[],
                 anchor=entry.anchor,
+                gaps=gaps.kept(entry.state.gaps, entry.generation - _GAPS_KEPT),
             )
             carried: list[_Waiting] = []
             failed: list[tuple[_Waiting, Exception]] = []
@@ -417,7 +483,7 @@ class Log:
                 continue  # it is what is in doubt
             try:
                 entry = await self.read(generation)
-            except ObjectMissing:
+            except (ObjectMissing, Damaged):
                 continue
             if ours in entry.state.transactions or entry.digest == sealed.digest:
                 return True

@@ -33,6 +33,10 @@ class Watermark:
         if seen.generation > self._seen.generation:
             self._seen = seen
 
+    def accept(self, seen: Seen) -> None:
+        """Remember ``seen`` even where it is older than, or another than, what was seen: a person has decided that it counts."""
+        self._seen = seen
+
 
 class FileWatermark(Watermark):
     """Remembers in a small file outside the repository.
@@ -59,6 +63,10 @@ class FileWatermark(Watermark):
         if seen.generation <= self.load().generation:
             return
         super().save(seen)
+        _replace(self._path, msgspec.json.encode(seen))
+
+    def accept(self, seen: Seen) -> None:
+        super().accept(seen)
         _replace(self._path, msgspec.json.encode(seen))
 
 
