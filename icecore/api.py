@@ -15,7 +15,7 @@ from icecore.dumper.dump import DumpResult
 from icecore.dumper.dump import dump as _dump
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
-from icecore.errors import Damaged, HookFailed, MissingTool, NotFound, UsageError
+from icecore.errors import HookFailed, MissingTool, NotFound, UsageError
 from icecore.events import Event, Sink, discard
 from icecore.hooks import run_hook
 from icecore.host import procfs
@@ -27,7 +27,7 @@ from icecore.host.jobs import Registry, require_name
 from icecore.host.namespaces import Isolation
 from icecore.host.resident.keeper import preload_path
 from icecore.places import state_directory
-from icecore.repository import Repository
+from icecore.repository import Repository, lost
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.requirements import Requirements
 from icecore.restorer.restore import Restored
@@ -334,8 +334,7 @@ def _whole(record: SnapshotRecord) -> SnapshotRecord:
         Damaged: It is in quarantine.
     """
     if record.quarantined:
-        why = f"{record.quarantined}; 'icecore repair --from' a replica may bring it back"
-        raise Damaged("snapshot", record.snapshot, why)
+        raise lost(record)
     return record
 
 

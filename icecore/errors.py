@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+#: What to do where the repository itself has lost something.
+REPAIR = "'icecore check --read-data' names all damage, 'icecore repair --dry-run' says what can be brought back, 'icecore repair' does it"
+
 
 class IcecoreError(Exception):
     """Base of all errors.
@@ -98,6 +101,9 @@ class StoreDenied(StoreError):
 class ObjectMissing(StoreError):
     """An object that should be there is not."""
 
+    def __init__(self, message: str, *, cure: str = "") -> None:
+        super().__init__(message, cure=cure or REPAIR)
+
 
 class ObjectExists(StoreError):
     """Create-if-absent found the name taken."""
@@ -108,8 +114,8 @@ class Damaged(IcecoreError):
 
     exit_code = 9
 
-    def __init__(self, kind: str, name: str, why: str) -> None:
-        super().__init__(f"{kind} {name} is damaged: {why}", cure="run 'icecore check --read-data' to see what else is")
+    def __init__(self, kind: str, name: str, why: str, *, cure: str = "") -> None:
+        super().__init__(f"{kind} {name} is damaged: {why}", cure=cure or REPAIR)
         self.kind = kind
         self.name = name
         self.why = why

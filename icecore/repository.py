@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from icecore import addressing
 from icecore.config import Config
-from icecore.errors import IcecoreError, NotFound, StoreError, UsageError
+from icecore.errors import Damaged, IcecoreError, NotFound, ObjectMissing, StoreError, UsageError
 from icecore.events import Event, Sink, discard
 from icecore.passphrase import Passphrase, current
 from icecore.places import backend_at
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from icecore.store.gc import Options as GcOptions
     from icecore.store.gc import Plan as GcPlan
     from icecore.store.gc import Result as GcResult
+    from icecore.store.identity import Mend
     from icecore.store.reader import SnapshotReader
     from icecore.store.reconcile import Plan as SyncPlan
     from icecore.store.repair import Repairer
@@ -80,6 +81,7 @@ class Repository:
         plain: bool = False,
         state: str = "",
         config: Config | None = None,
+        rebuild: bool = False,
         emit: Sink = discard,
     ) -> Repository:
         """Open the repository at a location.
@@ -94,6 +96,7 @@ class Repository:
             config: Says how buckets are reached (sections [s3] and [cache]). None: what `icecore.config.load` gives.
             state: Directory in which is remembered which repository is where, and its newest state: another one, or an older one, shown later is an error.
                 Empty: this node's.
+            rebuild: Open it even if nothing is left of its configuration, to `repair` it.
             emit: Gets the events of everything done through it.
 
         Raises:
@@ -107,7 +110,7 @@ class Repository:
         """
         backend = _with_replicas(os.fspath(location), replicas, config, emit)
         client = Client(state, config)
-        return cls._make(backend, state, config, lambda: client.open(backend, passphrase=passphrase, plain=plain, emit=emit))
+        return cls._make(backend, state, config, lambda: client.open(backend, passphrase=passphrase, plain=plain, rebuild=rebuild, emit=emit))
 
     @classmethod
     def create(
@@ -195,7 +198,13 @@ class Repository:
         Raises:
             NotFound: There is no such snapshot.
         """
-        return self.loop.run(self.core.manifest(self._record(snapshot)))
+        record = self._record(snapshot)
+        try:
+            return self.loop.run(self.core.manifest(record))
+        except (Damaged, ObjectMissing) as error:
+            if record.quarantined:
+                raise lost(record) from error
+            raise
 
     def reader(self, snapshot: str | SnapshotRecord) -> SnapshotReader:
         """A reader of a snapshot's memory and files. It pins nothing: what it reads may be collected once the snapshot is forgotten.
@@ -555,43 +564,91 @@ class Repository:
 
         return self.loop.run(keychain.change(self.core.backend, self.core.keys, edit)).slots
 
-    def plan_repair(self, source: Repository | str | os.PathLike[str] | None = None, *, read_data: float = 1.0) -> RepairPlan:
+    def recovery_file(self) -> bytes:
+        """The content of a recovery file: what `import_keys` needs to open this repository again where it has lost its keys or its configuration.
+
+        Of a repository that is not encrypted it is a secret; of an encrypted one it needs one of the passphrases that there are now.
+        """
+        from icecore.store import recovery
+
+        return self.loop.run(recovery.export(self.core))
+
+    @staticmethod
+    def import_keys(
+        location: str | os.PathLike[str],
+        name: str,
+        data: bytes,
+        *,
+        passphrase: Passphrase | None = None,
+        config: Config | None = None,
+        emit: Sink = discard,
+    ) -> list[Mend]:
+        """Put back from a recovery file what a repository has lost of its keys and its configuration; what is whole there stays.
+
+        Args:
+            name, data: The file's name, for messages, and its content.
+            location, passphrase, config, emit: As of `open`; the passphrase is one of the time of the file.
+
+        Returns:
+            What was put back.
+
+        Raises:
+            UsageError: It is the file of another repository.
+            Damaged: The file is.
+        """
+        from icecore.store.recovery import Restorer
+
+        backend = backend_at(os.fspath(location), config=config, emit=emit)
+        restorer = Restorer(backend, name, data, passphrase or current(config), emit=emit)
+        with LoopThread() as loop:
+            try:
+                return loop.run(restorer.apply())
+            finally:
+                loop.run(backend.close())
+
+    def plan_repair(
+        self, source: Repository | str | os.PathLike[str] | None = None, *, read_data: float = 1.0, accept_rollback: bool = False
+    ) -> RepairPlan:
         """What a repair would put right, and what is lost; nothing is changed.
 
         Args:
             source: A replica, or its location: what is damaged here is looked for there first.
             read_data: Share (0 to 1) of the data that is read; damage to what is not read is not found.
+            accept_rollback: Go on from what is there even where this node has seen newer log entries that are absent, or other ones.
 
         Raises:
             UsageError: ``source`` is no replica of this repository.
-            Damaged: The newest log entry is: nothing can be said of the repository.
+            RollbackDetected: This node has seen a newer state, and that is not accepted.
         """
-        return self._repair(source, lambda repairer: repairer.plan(), read_data)
+        return self._repair(source, lambda repairer: repairer.plan(), read_data, accept_rollback)
 
-    def repair(self, source: Repository | str | os.PathLike[str] | None = None, *, read_data: float = 1.0) -> RepairPlan:
+    def repair(
+        self, source: Repository | str | os.PathLike[str] | None = None, *, read_data: float = 1.0, accept_rollback: bool = False
+    ) -> RepairPlan:
         """Put right what can be, in one transaction; what still reads is not touched, and snapshots that lost data stay listed, quarantined.
 
         Arguments and errors as of `plan_repair`; returns what was done.
         """
-        return self._repair(source, lambda repairer: repairer.apply(), read_data)
+        return self._repair(source, lambda repairer: repairer.apply(), read_data, accept_rollback)
 
     def _repair(
         self,
         source: Repository | str | os.PathLike[str] | None,
         what: Callable[[Repairer], Coroutine[Any, Any, RepairPlan]],
         read_data: float,
+        accept_rollback: bool,
     ) -> RepairPlan:
         from icecore.store.repair import Repairer
 
         if source is None:
-            return self.loop.run(what(Repairer(self._itself(), read_data=read_data)))
+            return self.loop.run(what(Repairer(self._itself(), read_data=read_data, accept_rollback=accept_rollback)))
 
         async def run() -> RepairPlan:
             # Its back end must be of this event loop.
             place = source.location if isinstance(source, Repository) else os.fspath(source)
             backend = backend_at(place, config=self._config, emit=self.core.emit)
             try:
-                return await what(Repairer(self._itself(), await self._open_replica(backend), read_data=read_data))
+                return await what(Repairer(self._itself(), await self._open_replica(backend), read_data=read_data, accept_rollback=accept_rollback))
             finally:
                 await backend.close()
 
@@ -624,6 +681,12 @@ class Repository:
 
     def __repr__(self) -> str:
         return f"Repository({self.location!r})"
+
+
+def lost(record: SnapshotRecord) -> Damaged:
+    """The error of whoever needs what a snapshot in quarantine has lost."""
+    cure = "'icecore repair --from PLACE' brings it back from a replica that has it, 'icecore forget SNAPSHOT' gives it up"
+    return Damaged("snapshot", record.snapshot, record.quarantined, cure=cure)
 
 
 def _with_replicas(location: str, replicas: Sequence[str], config: Config | None, emit: Sink) -> Backend:

@@ -59,7 +59,14 @@ class Client:
         self._config = config
 
     async def open(
-        self, backend: Backend, *, passphrase: Passphrase | None = None, secret: bytes = b"", plain: bool = False, emit: Sink = discard
+        self,
+        backend: Backend,
+        *,
+        passphrase: Passphrase | None = None,
+        secret: bytes = b"",
+        plain: bool = False,
+        rebuild: bool = False,
+        emit: Sink = discard,
     ) -> Core:
         """Open the repository in ``backend`` if it is the one that this client knows there, or if it knows none.
 
@@ -67,6 +74,7 @@ class Client:
             passphrase: Gives it; None: as `icecore.passphrase.current`.
             secret: The master secret of the repository whose replica it has to be; then ``passphrase`` does not count.
             plain: A plain repository is meant, although a passphrase is configured.
+            rebuild: As `icecore.store.repository.Repository.open`.
 
         Raises:
             RepositoryReplaced: Another is there, or it is not encrypted any more.
@@ -92,6 +100,7 @@ class Client:
                 secret=secret,
                 recollection=self._recollection(backend),
                 admit=admit,
+                rebuild=rebuild,
                 emit=emit,
             )
         except NotFound as error:

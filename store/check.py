@@ -11,22 +11,27 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from icecore.errors import Damaged, IcecoreError, ObjectMissing, StoreDenied, StoreError
+from icecore.errors import Damaged, IcecoreError, ObjectMissing, RollbackDetected, StoreDenied, StoreError
 from icecore.events import Event, phase
+from icecore.store import relog
 from icecore.store.backend import FOREIGN_AT_MOST, READERS_LEAVE, Foreign
 from icecore.store.cell import CELL, CELL_BYTES, Records
 from icecore.store.cellmap import PACK, check_regions, parse_pack_footer
 from icecore.store.container import TAIL_BYTES, Container
+from icecore.store.envelope import ObjectKind
 from icecore.store.filters import FILTER_KIND, FilterSet, decode_filter
 from icecore.store.fingerprints import fingerprint_bytes
-from icecore.store.hints import HINTS_KIND, decode_hints, limited
+from icecore.store.gaps import between, gap_of
+from icecore.store.hints import HINTS_KIND, decode_hints, limited, touched_lineage
+from icecore.store.identity import inspect
 from icecore.store.index import filtered, read_segment
-from icecore.store.keys import CONFIG_KIND, KEY_KIND, decode_config, open_slot
+from icecore.store.keys import CONFIG_KIND
 from icecore.store.log import KEPT_ENTRIES, Entry, anchor_before
 from icecore.store.manifest import MANIFEST_KIND, Manifest, Space, cells_of
 from icecore.store.names import (
     CONFIG,
     FILTERS,
+    HINTS,
     KEYS,
     KINDS,
     LOG,
@@ -35,7 +40,6 @@ from icecore.store.names import (
     Kind,
     filter_name,
     is_known,
-    key_number,
     log_generation,
     log_name,
     object_name,
@@ -46,13 +50,14 @@ from icecore.store.reach import Refs, read_nodes, space_refs
 from icecore.store.reader import SnapshotReader
 from icecore.store.repository import Repository
 from icecore.store.segment import TITLE as SEGMENT_TITLE
-from icecore.store.session import Session
+from icecore.store.session import BEAT_KIND, Session, decode_heartbeat
 from icecore.store.shard import SHARD, parse_footer
-from icecore.store.slots import decode_slots, verify
 from icecore.store.state import ENTRY_KIND, NAMES_KIND, PAGE_KIND, Condemned, SegmentRef, SnapshotRecord, State
 
 Name = tuple[Kind, bytes]
 _READ_BATCH = 64
+#: Of a run of entries that are missing, so many are named.
+_HOLE = 64
 
 
 @dataclass(frozen=True)
@@ -143,8 +148,8 @@ async def check(
             return checker.report
         try:
             session = await repository.begin(None, "check", load_index=False, leave=READERS_LEAVE)
-        except Damaged as error:
-            checker.note(error, error.kind, error.name)
+        except (Damaged, ObjectMissing, RollbackDetected):
+            await checker.run(None)  # the log is damaged, so nothing can be registered in it
             return checker.report
         async with session:
             await checker.run(session.state)
@@ -169,6 +174,7 @@ class _Checker:
         self._packs: dict[bytes, set[str]] = {}
         self._footers: dict[bytes, Records | None] = {}
         self._hints: set[str] = set()
+        self._lineages: set[str] = set()
         self._manifest: Manifest | None = None
 
     def note(self, error: IcecoreError, kind: str, name: str, snapshots: Sequence[str] = ()) -> None:
@@ -223,6 +229,7 @@ class _Checker:
                 self._affect("nodes", object_name(*name), sorted(self._packs[name[1]]))
         cells = await self._cells()
         await self._segments(state)
+        await self._advice()
         if self._share > 0:
             await self._read(cells)
         unreached = self._sizes.keys() - self._named
@@ -230,31 +237,54 @@ class _Checker:
         self.report.unreached_bytes = sum(self._sizes[name] for name in unreached)
 
     async def _log_chain(self, state: State | None) -> Entry | None:
-        """Every log entry there is, from the newest on: readable, and the one that its successor names."""
+        """Every log entry there is, from the newest on: readable, and the one that its successor names. The newest that can be read."""
         log = self._repository.log
         try:
-            newest = await log.newest()
-        except Damaged as error:
-            self.note(error, ENTRY_KIND.title, LOG)
-            return None
+            newest: Entry | None = await log.newest()
+        except (Damaged, RollbackDetected) as error:
+            condition = await relog.look(log)
+            for name, why in relog.lost(condition):
+                self.damage(ENTRY_KIND.title, name, why)
+            newest = condition.base
+            if condition.whole or newest is None:
+                self.note(error, ENTRY_KIND.title, LOG)
         sizes = {info.name: info.size async for info in self._backend.list(LOG)}
-        generations = [generation for generation in map(log_generation, sizes) if generation is not None]
         self.report.objects["log"] = len(sizes)
         self.report.bytes["log"] = sum(sizes.values())
-        oldest = min(generations, default=newest.generation)
-        following = newest
-        for generation in range(newest.generation - 1, oldest - 1, -1):
-            try:
-                before = await log.read(generation)
-            except IcecoreError as error:
-                if isinstance(error, ObjectMissing) and await self._trimmed(generation, newest.generation):
-                    break
-                self.note(error, ENTRY_KIND.title, log_name(generation))
-                break  # what it would say of the one before is unknown
-            if following.state.predecessor != before.digest:
-                self.damage(ENTRY_KIND.title, log_name(generation), "it is not the one that its successor follows")
-            following = before
+        if newest is not None:
+            listed = [generation for generation in map(log_generation, sizes) if generation is not None]
+            await self._older(newest, sorted((generation for generation in listed if generation < newest.generation), reverse=True))
         return newest
+
+    async def _older(self, newest: Entry, listed: Sequence[int]) -> None:
+        """The entries before the newest, but for those that a repair has noted as lost."""
+        noted = newest.state.gaps
+        following, wanted = newest.generation, newest.state.predecessor
+        for generation in listed:
+            if gap_of(noted, generation) is not None:
+                continue
+            await self._absent(following, generation, newest)
+            gap = gap_of(noted, generation + 1)
+            expected = wanted if generation + 1 == following else gap.base if gap is not None else b""
+            following, wanted = generation, b""
+            try:
+                entry = await self._repository.log.read(generation)
+            except IcecoreError as error:
+                if not isinstance(error, ObjectMissing) or not await self._trimmed(generation, newest.generation):
+                    self.note(error, ENTRY_KIND.title, log_name(generation))
+                continue
+            if expected and expected != entry.digest:
+                self.damage(ENTRY_KIND.title, log_name(generation), "it is not the one that its successor follows")
+            wanted = entry.state.predecessor
+
+    async def _absent(self, following: int, generation: int, newest: Entry) -> None:
+        """Entries between two that are listed."""
+        if following - generation == 1:
+            return
+        for first, last in between(newest.state.gaps, generation + 1, following - 1):
+            if last - first >= _HOLE or not await self._trimmed(last, newest.generation):
+                for lost in range(last, max(first - 1, last - _HOLE), -1):
+                    self.damage(ENTRY_KIND.title, log_name(lost), "it is missing")
 
     async def _trimmed(self, generation: int, newest: int) -> bool:
         """Whether an entry is missing because everything older is, too; or it is no longer kept and its anchor is missing: a trim that is under way."""
@@ -319,6 +349,7 @@ class _Checker:
             self.note(error, MANIFEST_KIND.title, record.manifest, snapshots)
             return
         self._manifest = manifest
+        self._lineages.add(manifest.lineage)
         await self._hints_of(manifest)
         if parsed is not None and self._sizes.get(parsed) != record.manifest_length:
             self.damage(MANIFEST_KIND.title, record.manifest, "it has another length than its record says", snapshots)
@@ -335,28 +366,36 @@ class _Checker:
             try:
                 kind = limited(fingerprint_bytes(cells_of(manifest), len(manifest.spaces)))
                 data = await self._backend.get(manifest.hints, limit=kind.object_limit)
-                decode_hints(manifest.hints, data, self._keys.hints, kind=kind)
+                decode_hints(manifest.hints, data, self._keys.hints, bytes.fromhex(manifest.hints_digest) or None, kind=kind)
             except IcecoreError as error:
                 self.note(error, HINTS_KIND.title, manifest.hints)
 
     async def _identity(self) -> None:
-        """Configuration and key slots."""
+        """Configuration, key slots, and the second copies of both."""
         try:
-            decode_config(CONFIG, await self._backend.get(CONFIG, limit=CONFIG_KIND.object_limit), self._keys)
-        except IcecoreError as error:
+            mends = await inspect(self._backend, self._keys, self._repository.config)
+        except StoreError as error:
             self.note(error, CONFIG_KIND.title, CONFIG)
-        async for info in self._backend.list(KEYS):
-            if key_number(info.name) is None:
-                continue  # foreign
-            try:
-                data = await self._backend.get(info.name, limit=KEY_KIND.object_limit)
-                slots = decode_slots(info.name, data)
-                if slots is None:
-                    open_slot(info.name, data)
-                else:
-                    verify(info.name, slots, self._keys.secret)
-            except IcecoreError as error:
-                self.note(error, KEY_KIND.title, info.name)
+            return
+        for mend in mends:
+            if not mend.harmless:
+                self.damage(mend.kind, mend.name, mend.why)
+
+    async def _advice(self) -> None:
+        """Working sets and heartbeats: whoever cannot read one does without."""
+        async for info in self._backend.list(HINTS):
+            if touched_lineage(info.name) in self._lineages:
+                await self._readable(info.name, HINTS_KIND, lambda name, data: decode_hints(name, data, self._keys.hints))
+        async for info in self._backend.list(SESSIONS):
+            await self._readable(info.name, BEAT_KIND, lambda name, data: decode_heartbeat(name, data, self._keys.sessions))
+
+    async def _readable(self, name: str, kind: ObjectKind, decode: Callable[[str, bytes], object]) -> None:
+        try:
+            decode(name, await self._backend.get(name, limit=kind.object_limit))
+        except ObjectMissing:
+            pass  # it has been replaced, or its session is over
+        except IcecoreError as error:
+            self.note(error, kind.title, name)
 
     def _regions(self, record: SnapshotRecord, space: Space, refs: Refs, numbers: dict[int, int]) -> None:
         """Hold cells against their regions, as every reader of the map does."""

@@ -12,22 +12,23 @@ import numpy as np
 from icecore.errors import Damaged, FormatTooNew, ObjectMissing
 from icecore.store.cell import CELL, Records
 from icecore.store.check import Damage, Report
-from icecore.store.envelope import digest_of
 from icecore.store.filters import FILTER_KIND
-from icecore.store.hints import HINTS_KIND
+from icecore.store.gaps import ranges
+from icecore.store.hints import HINTS_KIND, touched_lineage
+from icecore.store.identity import Mend, inspect
 from icecore.store.index import read_segment
-from icecore.store.keys import CONFIG_KIND, KEY_KIND
 from icecore.store.lookup import Index
 from icecore.store.manifest import MANIFEST_KIND, Manifest, decode_manifest
 from icecore.store.names import PREFIX, log_generation, log_name, object_name, parse_name
 from icecore.store.reach import Refs, readable_nodes, space_refs
+from icecore.store.relog import complete, record_of
 from icecore.store.repository import Repository
 from icecore.store.rows import unpack
 from icecore.store.salvage import Key, Salvage, Salvager
 from icecore.store.segment import TITLE as SEGMENT_TITLE
 from icecore.store.segment import in_shards, of_shards
-from icecore.store.session import Session
-from icecore.store.state import ENTRY_KIND, PAGE_KIND, PageRef, SegmentRef, SnapshotRecord, decode_page, leading
+from icecore.store.session import BEAT_KIND, Session
+from icecore.store.state import ENTRY_KIND, PAGE_KIND, Gap, PageRef, SegmentRef, SnapshotRecord, decode_page, leading
 from icecore.store.tables import index_entries, read_table
 from icecore.text import harmless
 
@@ -59,6 +60,8 @@ class Plan:
         quarantine: Snapshots that lost data, and what.
         release: Snapshots in quarantine that read again.
         beyond: Damage that cannot be put right from what there is.
+        recovered: Snapshots that are listed again because their manifests were found, and what is known of them.
+        unlisted: Manifests of no listed snapshot that are not listed again, and why.
     """
 
     damages: list[Damage] = field(default_factory=list)
@@ -66,11 +69,13 @@ class Plan:
     quarantine: dict[str, str] = field(default_factory=dict)
     release: list[str] = field(default_factory=list)
     beyond: list[Damage] = field(default_factory=list)
+    recovered: dict[str, str] = field(default_factory=dict)
+    unlisted: dict[str, str] = field(default_factory=dict)
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self.fixes or self.quarantine or self.release)
+        return not (self.fixes or self.quarantine or self.release or self.recovered)
 
 
 @dataclass
@@ -91,14 +96,29 @@ class Survey:
     leave: set[bytes] = field(default_factory=set)
     nodes: dict[bytes, Records] = field(default_factory=dict)
     trim: list[str] = field(default_factory=list)
+    lost: list[Gap] = field(default_factory=list)
+    absent: list[int] = field(default_factory=list)
+    mends: list[Mend] = field(default_factory=list)
 
 
 class Diagnosis:
-    """Finds out what can be put right, and from what."""
+    """Finds out what can be put right, and from what.
+
+    Args:
+        index: Make the index anew from all that is reached.
+    """
 
     def __init__(
-        self, repository: Repository, source: Repository | None, session: Session, report: Report, survey: Survey
+        self,
+        repository: Repository,
+        source: Repository | None,
+        session: Session,
+        report: Report,
+        survey: Survey,
+        *,
+        index: bool = False,
     ) -> None:
+        self._reindex = index
         self._repository = repository
         self._source = source
         self._session = session
@@ -111,20 +131,25 @@ class Diagnosis:
         self._lost: dict[str, list[str]] = {}
         self._condemned: set[str] = set()
         self._packs = {damage.name for damage in report.damages if damage.kind == "nodes"}
+        self._suffering = {snapshot for damage in report.damages for snapshot in damage.snapshots}
+        self._shard_names: set[bytes] = set()
+        self._named: set[str] = set()
 
     async def run(self) -> None:
         """All of it."""
-        records = await self._lists()
-        for record in records:
-            self._survey.records[record.snapshot] = record
-            await self._snapshot(record)
-        for pack in sorted(self._packs):
-            self._fix("nodes", pack, "what still reads in it is stored anew")
         sizes = {}
         async for info in self._repository.backend.list(PREFIX["shard"]):
             parsed = parse_name(info.name)
             if parsed is not None:
                 sizes[parsed[1]] = info.size
+        self._shard_names = set(sizes)
+        records = await self._lists()
+        self._named = {record.manifest for record in records}
+        for record in records:
+            self._survey.records[record.snapshot] = record
+            await self._snapshot(record)
+        for pack in sorted(self._packs):
+            self._fix("nodes", pack, "what still reads in it is stored anew")
         await self._shards(sizes)
         await self._index(sizes)
         self._quarantine()
@@ -179,7 +204,7 @@ class Diagnosis:
             except _UNREADABLE:
                 continue
             if manifest.snapshot not in known and ref.first <= leading(manifest.snapshot) <= ref.last:
-                record = _record_of(manifest, info.name, data)
+                record = record_of(manifest, info.name, data)
                 # Of two manifests of one snapshot one was swapped out by a collector: the one whose nodes are there counts.
                 if manifest.snapshot not in found or await self._complete(manifest):
                     found[manifest.snapshot] = record
@@ -213,6 +238,12 @@ class Diagnosis:
                     self._lose(record.snapshot, f"node {names[at].hex()} of its maps cannot be read")
 
     async def _manifest(self, record: SnapshotRecord) -> Manifest | None:
+        if record.snapshot in self._suffering:
+            other = await self._another(record.snapshot)
+            if other is not None:
+                self._survey.restored.add(record.snapshot)
+                self._fix(MANIFEST_KIND.title, record.manifest, f"taken from {other[0]}, which is of the same snapshot and leads to what is there")
+                return other[1]
         try:
             manifest = await self._repository.manifest(record)
             space_refs(manifest, record.manifest)
@@ -227,6 +258,20 @@ class Diagnosis:
                 return manifest
             except _UNREADABLE:
                 pass
+        return None
+
+    async def _another(self, snapshot: str) -> tuple[str, Manifest] | None:
+        """Another manifest of a snapshot, all of which is there: a collector's that the log knows nothing of, or one that it has not deleted yet."""
+        async for info in self._repository.backend.list(PREFIX["manifest"]):
+            if info.name in self._named:
+                continue
+            try:
+                data = await self._repository.backend.get(info.name, limit=MANIFEST_KIND.object_limit)
+                manifest = decode_manifest(data, self._repository.keys.manifest, name=info.name)
+            except _UNREADABLE:
+                continue
+            if manifest.snapshot == snapshot and await complete(self._repository, manifest, info.name, self._shard_names):
+                return info.name, manifest
         return None
 
     async def _read(self, refs: Refs) -> None:
@@ -291,7 +336,7 @@ class Diagnosis:
         """Segments without what cannot be used; and if one cannot be read, what it held, from the shards' footers."""
         wrong = {damage.name for damage in self._report.damages if damage.kind == SEGMENT_TITLE}
         harmed = frozenset(self._survey.leave)
-        kept, dropped = list[SegmentRef](), False
+        kept, dropped = list[SegmentRef](), self._reindex
         for ref in self._state.segments:
             name = object_name("segment", ref.id)
             if name in wrong or self._survey.forget_marks:
@@ -339,14 +384,7 @@ class Diagnosis:
 
     async def _others(self) -> None:
         """Damage outside of what snapshots reach."""
-        entries = {
-            log_generation(damage.name) or 0 for damage in self._report.damages if damage.kind == ENTRY_KIND.title
-        }
-        if entries:
-            old = [generation async for generation in self._repository.log.generations() if generation <= max(entries)]
-            self._survey.trim += [log_name(generation) for generation in reversed(old)]
-            how = f"removed with all {len(old)} that are older: only people read those"
-            self._fix(ENTRY_KIND.title, log_name(max(entries)), how)
+        await self._entries()
         hints = {damage.name for damage in self._report.damages if damage.kind == HINTS_KIND.title}
         for snapshot, manifest in list(self._survey.manifests.items()):
             if manifest.hints in hints:
@@ -357,28 +395,39 @@ class Diagnosis:
             if damage.kind == FILTER_KIND.title:
                 self._survey.trim.append(damage.name)
                 self._fix(FILTER_KIND.title, damage.name, "removed: it only saves time, and 'gc' makes it anew")
-        self._plan.beyond += [d for d in self._report.damages if d.kind in (CONFIG_KIND.title, KEY_KIND.title)]
+            elif damage.kind == BEAT_KIND.title:
+                self._survey.trim.append(damage.name)
+                self._fix(BEAT_KIND.title, damage.name, "removed: its session gives the next sign of life")
+            elif damage.kind == HINTS_KIND.title and touched_lineage(damage.name) is not None:
+                self._survey.trim.append(damage.name)
+                self._fix(HINTS_KIND.title, damage.name, "removed: it only saves time")
+        await self._identity()
 
+    async def _entries(self) -> None:
+        """Entries before the newest: nobody needs them but to tell that the log is the one that was seen, so they are noted as lost."""
+        log = self._repository.log
+        wrong = {log_generation(damage.name) or 0 for damage in self._report.damages if damage.kind == ENTRY_KIND.title} - {0}
+        listed = {generation async for generation in log.generations()}
+        self._survey.absent = sorted(wrong - listed)
+        for first, last in ranges(wrong):
+            digest = b""
+            if first - 1 in listed:
+                try:
+                    digest = (await log.read(first - 1)).digest
+                except _UNREADABLE:
+                    pass
+            self._survey.lost.append(Gap(first, last, digest))
+            self._fix(ENTRY_KIND.title, log_name(last), f"{last - first + 1} entries noted as lost: the entries after them hold all that counts")
 
-def _record_of(manifest: Manifest, name: str, data: bytes) -> SnapshotRecord:
-    """The record with which a snapshot was committed."""
-    sizes = manifest.sizes
-    return SnapshotRecord(
-        manifest.snapshot,
-        manifest.job,
-        manifest.lineage,
-        manifest.parent,
-        manifest.created_ns,
-        name,
-        len(data),
-        digest_of(data),
-        sizes.logical,
-        sizes.stored,
-        sizes.changed,
-        manifest.window_seconds,
-        manifest.tags,
-        manifest.pinned,
-    )
+    async def _identity(self) -> None:
+        """Configuration, keys, and the second copies of both."""
+        mends = await inspect(self._repository.backend, self._repository.keys, self._repository.config)
+        self._survey.mends = mends
+        for mend in mends:
+            if mend.how:
+                self._fix(mend.kind, mend.name, mend.how)
+            else:
+                self._plan.beyond.append(Damage(mend.kind, mend.name, mend.why))
 
 
 def _reached(nodes: Iterable[Records]) -> set[bytes]:

@@ -1,4 +1,7 @@
-"""Where a repository's keys come from: its newest key object, and a passphrase where that must be asked for; each change of slots is one creation."""
+"""Where a repository's keys come from: its newest key object, and a passphrase where that must be asked for; each change of slots is one creation.
+
+Each key object has a second copy under another name, which is read where the first is damaged or missing.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from dataclasses import dataclass
 
 from icecore.errors import (
     Damaged,
+    IcecoreError,
     ObjectExists,
     ObjectMissing,
     StoreDenied,
@@ -16,9 +20,10 @@ from icecore.errors import (
     UsageError,
     WrongPassphrase,
 )
+from icecore.events import Event, Sink, discard
 from icecore.store.backend import Backend
 from icecore.store.keys import KEY_KIND, Keys, open_slot
-from icecore.store.names import KEYS, key_name, key_number
+from icecore.store.names import COPIES, KEYS, copy_name, key_name, key_number
 from icecore.store.slots import Slots, decode_slots, encode_slots, unlock, verify
 
 #: Told the id of a repository, and whether it is encrypted; raises where a client may not open it.
@@ -26,57 +31,93 @@ Admit = Callable[[str, bool], None]
 #: Asked for the passphrase when, and only when, there is something to open with it; in a thread, so it may ask a person.
 Passphrase = Callable[[], bytes]
 
+#: What brings back keys of which no copy is left.
+RECOVER = "'icecore key import FILE' puts back what 'icecore key export FILE' has written"
 _TRIES = 8
 _PAUSE_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Newest:
-    """The key object that counts: its number and bytes, and its slots if the repository is encrypted."""
+    """A key object: its name, number and bytes, and its slots if the repository is encrypted.
 
+    Attributes:
+        above: The highest number that any key object has, damaged ones included.
+    """
+
+    name: str
     number: int
     data: bytes
     slots: Slots | None
-
-    @property
-    def name(self) -> str:
-        """The object's name."""
-        return key_name(self.number)
+    above: int
 
 
-async def newest(backend: Backend) -> Newest:
-    """The key object of the highest number.
+async def newest(backend: Backend, emit: Sink = discard) -> Newest:
+    """The key object of the highest number; its second copy where it is damaged or missing.
+
+    Args:
+        emit: Told where it is not the one that counts.
 
     Raises:
-        Damaged: There is none, or it is not what was written.
+        Damaged: There is none that can be read.
         FormatTooNew: A later version wrote it.
     """
     while True:
-        numbers = await _numbers(backend)
-        if not numbers:
-            raise Damaged(KEY_KIND.title, KEYS, "there is none")
-        name = key_name(numbers[-1])
-        try:
-            data = await backend.get(name, limit=KEY_KIND.object_limit)
-        except ObjectMissing:
-            if (await _numbers(backend))[-1:] == numbers[-1:]:
-                raise
-            continue  # replaced meanwhile
-        return Newest(numbers[-1], data, decode_slots(name, data))
+        numbers = await numbers_of(backend)
+        failed: IcecoreError = Damaged(KEY_KIND.title, KEYS, "there is none", cure=RECOVER)
+        if numbers:
+            name = key_name(numbers[-1])
+            try:
+                data = await backend.get(name, limit=KEY_KIND.object_limit)
+                return Newest(name, numbers[-1], data, decode_slots(name, data), numbers[-1])
+            except ObjectMissing as error:
+                if (await numbers_of(backend))[-1:] != numbers[-1:]:
+                    continue  # replaced meanwhile
+                failed = error
+            except Damaged as error:
+                failed = error
+        found = await readable(backend)
+        if found:
+            emit(Event("store.copy_read", {"object": found[0].name, "error": str(failed)}))
+            return found[0]
+        if isinstance(failed, Damaged):
+            raise Damaged(failed.kind, failed.name, failed.why, cure=RECOVER)
+        raise failed
+
+
+async def readable(backend: Backend) -> list[Newest]:
+    """All key objects that can be read, second copies included, each content once; what counts first."""
+    first, second = await numbers_of(backend), await numbers_of(backend, COPIES)
+    above = max([*first, *second], default=0)
+    found: dict[bytes, Newest] = {}
+    for number in sorted({*first, *second}, reverse=True):
+        for name in (key_name(number), copy_name(key_name(number))):
+            try:
+                data = await backend.get(name, limit=KEY_KIND.object_limit)
+                found.setdefault(data, Newest(name, number, data, decode_slots(name, data), above))
+            except (Damaged, ObjectMissing):
+                continue
+    return list(found.values())
 
 
 async def _first(backend: Backend) -> Newest | None:
     """The key object of a repository that is not encrypted: the first, and nothing ever takes its place. None if it is not such a one."""
     try:
         data = await backend.get(key_name(0), limit=KEY_KIND.object_limit)
-    except ObjectMissing:
+        slots = decode_slots(key_name(0), data)
+    except (Damaged, ObjectMissing):
         return None
-    slots = decode_slots(key_name(0), data)
-    return Newest(0, data, None) if slots is None else None
+    return Newest(key_name(0), 0, data, None, 0) if slots is None else None
 
 
 async def read_keys(
-    backend: Backend, passphrase: Passphrase | None, secret: bytes = b"", *, encrypted: bool = True, admit: Admit | None = None
+    backend: Backend,
+    passphrase: Passphrase | None,
+    secret: bytes = b"",
+    *,
+    encrypted: bool = True,
+    admit: Admit | None = None,
+    emit: Sink = discard,
 ) -> Keys:
     """The keys of the repository in ``backend``.
 
@@ -91,7 +132,14 @@ async def read_keys(
         WrongPassphrase: It is encrypted, and there is no passphrase or a wrong one.
         Damaged, FormatTooNew: As `newest`.
     """
-    found = (None if encrypted else await _first(backend)) or await newest(backend)
+    found = (None if encrypted else await _first(backend)) or await newest(backend, emit)
+    return await open_keys(backend, found, passphrase, secret, admit)
+
+
+async def open_keys(
+    backend: Backend, found: Newest, passphrase: Passphrase | None, secret: bytes = b"", admit: Admit | None = None
+) -> Keys:
+    """Return the keys in a key object; arguments and errors as of `read_keys`."""
     if found.slots is None:
         plain = open_slot(found.name, found.data)
         if secret and secret != plain:
@@ -141,9 +189,11 @@ async def change(backend: Backend, keys: Keys, edit: Callable[[Slots], Slots]) -
             )
         verify(found.name, found.slots, keys.secret)
         changed = await asyncio.to_thread(edit, found.slots)
-        if await _create(backend, key_name(found.number + 1), encode_slots(changed).data):
+        number, data = found.above + 1, encode_slots(changed).data
+        if await _create(backend, key_name(number), data):
             # The number may have been taken and given up while we slept: what counts is whether the newest follows ours.
             counts = (await newest(backend)).slots
+            await _create(backend, copy_name(key_name(number)), data)
             await tidy(backend)
             if counts is not None and changed.changes[-1] in counts.changes:
                 return changed
@@ -152,9 +202,13 @@ async def change(backend: Backend, keys: Keys, edit: Callable[[Slots], Slots]) -
 
 async def tidy(backend: Backend) -> int:
     """Delete key objects that do not count any more (a change that broke off leaves one): they still open the repository; returns how many."""
-    old = (await _numbers(backend))[:-1]
+    counts = (await newest(backend)).number
+    old = [number for number in await numbers_of(backend) if number < counts]
     for number in old:
         await backend.delete(key_name(number))
+    for number in await numbers_of(backend, COPIES):
+        if number < counts:
+            await backend.delete(copy_name(key_name(number)))
     return len(old)
 
 
@@ -179,10 +233,11 @@ async def _create(backend: Backend, name: str, data: bytes) -> bool:
             await asyncio.sleep(_PAUSE_SECONDS)
 
 
-async def _numbers(backend: Backend) -> list[int]:
-    found = []
-    async for info in backend.list(KEYS):
-        number = key_number(info.name)
-        if number is not None:
-            found.append(number)
-    return sorted(found)
+async def numbers_of(backend: Backend, prefix: str = "") -> list[int]:
+    """The numbers of all key objects, ascending.
+
+    Args:
+        prefix: `COPIES` for the second copies.
+    """
+    numbers = [key_number(info.name.removeprefix(prefix)) async for info in backend.list(prefix + KEYS)]
+    return sorted(number for number in numbers if number is not None)

@@ -22,7 +22,7 @@ CONFIG_KIND = ObjectKind("configuration", b"ICECONF", 1, 1 << 16, None)
 KEY_KIND = ObjectKind("key slot", b"ICEKEYS", 1, 1 << 16, None)
 
 #: Digest key of what must be read before there is a secret: guards against accidents, not against people.
-_PUBLIC = blake3.blake3(b"", derive_key_context="icecore format 1 public integrity").digest()
+PUBLIC = blake3.blake3(b"", derive_key_context="icecore format 1 public integrity").digest()
 
 
 class Parameters(msgspec.Struct, frozen=True):
@@ -120,7 +120,7 @@ def new_slot(secret: bytes = b"") -> KeySlot:
 
 def encode_slot(slot: msgspec.Struct) -> Sealed:
     """The object of ``slot``: a `KeySlot`, or what an encrypted repository has in its place."""
-    return seal(KEY_KIND, msgspec.msgpack.encode(slot), _PUBLIC)
+    return seal(KEY_KIND, msgspec.msgpack.encode(slot), PUBLIC)
 
 
 def read_slot(name: str, data: bytes) -> bytes:
@@ -129,7 +129,7 @@ def read_slot(name: str, data: bytes) -> bytes:
     Raises:
         Damaged: The slot is not what was written.
     """
-    return unseal(KEY_KIND, name, data, _PUBLIC)
+    return unseal(KEY_KIND, name, data, PUBLIC)
 
 
 def open_slot(name: str, data: bytes) -> bytes:

@@ -6,17 +6,19 @@ import asyncio
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from icecore.errors import Damaged, ObjectExists, ObjectMissing, RollbackDetected, StoreDenied, StoreError, StoreFull
+from icecore.events import Event, Sink, discard
+from icecore.store import gaps
 from icecore.store.backend import Backend
 from icecore.store.catalog import Pages
 from icecore.store.envelope import HEADER_BYTES, Sealed
 from icecore.store.names import LOG, log_generation, log_name
-from icecore.store.state import ENTRY_KIND, REMEMBERED, Anchor, State, Written, decode_entry, encode_entry, entry_digest
+from icecore.store.state import ENTRY_KIND, REMEMBERED, Anchor, Gap, State, Written, decode_entry, encode_entry, entry_digest
 from icecore.store.watermark import Seen, Watermark
 
 #: What a transaction does: from a state to the next. It may be called again with a newer state, so it must not remember what it saw;
@@ -33,6 +35,8 @@ _RECENT_SECONDS = 60.0
 _TRIES = 5
 _BACKOFF_SECONDS = 0.005
 _BACKOFF_LIMIT_SECONDS = 0.5
+#: A gap is noted until a client that saw an entry in it has missed so many generations: by then everything there has been trimmed.
+_GAPS_KEPT = 2 * KEPT_ENTRIES
 _NOTHING_LEFT = (
     "free space there, or enlarge it: what the repository keeps in reserve for this is used up;"
     " restore, export, copy, sync, check and stats need none with --read-only"
@@ -80,7 +84,9 @@ def _step_back(entry: Entry, to: int) -> int:
     # Generation 1 carries no transaction: only its successor names it.
     step = max(to, entry.generation - REMEMBERED + 1, 2 if entry.generation > 2 else 1)
     anchor = entry.state.anchor
-    return anchor.generation if anchor is not None and to <= anchor.generation < step else step
+    if anchor is None or not to <= anchor.generation < step or gaps.gap_of(entry.state.gaps, anchor.generation) is not None:
+        return step
+    return anchor.generation
 
 
 def _names(entry: Entry, before: Entry) -> bool:
@@ -110,13 +116,18 @@ class Log:
 
     Args:
         watermark: Where the newest generation seen is remembered.
+
+    Attributes:
+        emit: Told of entries that this client has seen and that a repair has found lost.
+        watermark: As given.
     """
 
     def __init__(self, backend: Backend, key: bytes, *, watermark: Watermark | None = None) -> None:
+        self.emit: Sink = discard
         self.pages = Pages(backend, key)
         self._backend = backend
         self._key = key
-        self._watermark = watermark or Watermark()
+        self.watermark = watermark or Watermark()
         self._known: Entry | None = None
         #: The newest entry that is known to be part of the log: ``_known``, or the one before it. When that was found, on the clock that goes on in sleep.
         self._proven: Entry | None = None
@@ -166,7 +177,7 @@ class Log:
             RollbackDetected: It is older than, or another one than, what this client has already seen.
             Damaged: An entry is damaged, or there is none.
         """
-        seen = self._watermark.load()
+        seen = self.watermark.load()
         entry = await self._start(seen)
         while seen.generation:
             missing = await self._follows(entry, seen)
@@ -174,7 +185,10 @@ class Log:
                 break
             entry = await self._beyond(entry, missing)
         if prove:
-            entry = await self._end(entry)
+            last = await self._end(entry)
+            if last is None:
+                return await self.newest()
+            entry = last
         self._keep(entry)
         return entry
 
@@ -197,29 +211,49 @@ class Log:
                 return await self.read(hint)
             except ObjectMissing:
                 pass  # trimmed, or taken back, between the listing and the read: then the next listing shows another
+            except Damaged:
+                if await self._listed() <= hint:
+                    raise
+                # a repair has continued the log behind it since the listing
         if hint == seen.generation:
             raise RollbackDetected(
                 f"the repository in {self._backend.where} ends at generation {listed}, this client has already seen {hint}",
-                cure=self._cure(),
+                cure=self.cure_of_rollback,
             )
         raise Damaged(ENTRY_KIND.title, log_name(hint), "it is listed, but cannot be read")
 
-    async def _end(self, entry: Entry) -> Entry:
-        """Return the last of the entries that follow ``entry`` without a gap."""
+    async def _end(self, entry: Entry) -> Entry | None:
+        """Return the last of the entries that follow ``entry`` without a gap; None if a repair has continued the log behind one that is damaged."""
         while True:
             try:
                 following = await self.read(entry.generation + 1)
             except ObjectMissing:
                 return entry
+            except Damaged:
+                if await self._listed() <= entry.generation + 1:
+                    raise
+                return None
             if following.state.predecessor != entry.digest:
                 raise Damaged(ENTRY_KIND.title, log_name(following.generation), "it does not follow the entry before it")
             entry = following
+
+    async def continues(self, entry: Entry) -> None:
+        """Check that ``entry`` continues what this client has seen, if that is not newer.
+
+        Raises:
+            RollbackDetected: It continues another log, or an entry that would tell is absent.
+        """
+        seen = self.watermark.load()
+        if 0 < seen.generation <= entry.generation:
+            missing = await self._follows(entry, seen)
+            if missing is not None:
+                raise self._absent(entry, missing)
 
     async def _follows(self, entry: Entry, seen: Seen) -> int | None:
         """Check that ``entry`` continues the log of which this client has seen an entry.
 
         An entry names the one before it and its anchor by their digests, and repeats the random transaction ids of the generations before it. So the
-        way back takes one read for 512, or at least for 31 generations.
+        way back takes one read for 512, or at least for 31 generations. It leads over the gaps that the newest entry notes (`icecore.store.gaps`).
 
         Returns:
             None if it does, or if what would tell may have been trimmed. Else the generation of an entry that is absent although ``entry`` is not
@@ -227,28 +261,58 @@ class Log:
 
         Raises:
             RollbackDetected: It continues another one.
+            Damaged: Too many entries are damaged to tell.
         """
-        newest = entry.generation
-        if _may_be_trimmed(seen.generation, newest) and await self._digest(seen.generation) is None:
+        newest, lost = entry.generation, entry.state.gaps
+        noted = gaps.gap_of(lost, seen.generation) is not None
+        if not noted and _may_be_trimmed(seen.generation, newest) and await self._digest(seen.generation) is None:
             return None  # nothing that is kept names it
         while entry.generation > seen.generation:
-            step = _step_back(entry, seen.generation)
+            at = gaps.step(lost, entry.generation, _step_back(entry, seen.generation))
+            if at < seen.generation:
+                return self._over_gap(entry, seen, lost, newest)
             try:
-                before = await self.read(step)
+                before = await self.read(at)
             except ObjectMissing:
-                if not _may_be_trimmed(step, newest):
-                    return step
+                if not _may_be_trimmed(at, newest):
+                    return at
                 # The trim may have left the entry that was seen until the end.
-                held = await self._digest(seen.generation)
+                held = None if noted else await self._digest(seen.generation)
                 if held is not None and held.hex() != seen.digest:
                     raise self._other(seen) from None
                 return None
-            if not _names(entry, before):
+            except Damaged:
+                above = await self._above(max(at, entry.generation - REMEMBERED), entry.generation)
+                if above is None:
+                    if entry.generation - 1 == seen.generation and entry.state.predecessor.hex() == seen.digest:
+                        return None
+                    raise
+                before = above
+            gap = gaps.gap_of(lost, before.generation + 1)
+            follows = gap.base == before.digest if gap is not None and gap.last + 1 == entry.generation else _names(entry, before)
+            if not follows:
                 raise self._other(seen)
             entry = before
         if entry.digest.hex() != seen.digest:
             raise self._other(seen)
         return None
+
+    def _over_gap(self, entry: Entry, seen: Seen, lost: Sequence[Gap], newest: int) -> None:
+        """Accept, with a warning, that the entry that was seen is noted as lost: only a holder of the key does that.
+
+        Args:
+            entry: The one after the gap. It still names the last entry of the gap, if it is not the repair's own.
+
+        Raises:
+            RollbackDetected: It names another entry than the one that was seen.
+        """
+        gap = gaps.gap_of(lost, seen.generation)
+        if gap is not None and gap.last == seen.generation and entry.state.predecessor != (gap.base or bytes(32)):
+            if entry.state.predecessor.hex() != seen.digest:
+                raise self._other(seen)
+            return
+        error = f"a repair found generation {seen.generation}, which this client has seen, lost: what only that knew of is gone"
+        self.emit(Event("log.repaired", {"seen": seen.generation, "continued": newest, "error": error}))
 
     async def _beyond(self, entry: Entry, missing: int) -> Entry:
         """Return an entry newer than ``entry``, because a trim took the one of generation ``missing`` while the log was read.
@@ -256,7 +320,7 @@ class Log:
         Raises:
             RollbackDetected: There is no entry that is new enough for such a trim: the entry is withheld, or was deleted.
         """
-        newer = await self._end(entry)
+        newer = await self._end(entry) or entry
         if not _may_be_trimmed(missing, newer.generation):
             listed = await self._listed()
             if listed > newer.generation:
@@ -265,23 +329,38 @@ class Log:
                 except ObjectMissing:
                     pass
         if newer.generation == entry.generation:
-            raise RollbackDetected(
-                f"log entry {missing} of the repository in {self._backend.where} is absent, although the log ends at generation {entry.generation} and"
-                f" its newest {KEPT_ENTRIES} entries are kept: nothing shows that it continues what this client has seen",
-                cure=self._cure(),
-            )
+            raise self._absent(entry, missing)
         return newer
 
-    def _cure(self) -> str:
+    @property
+    def cure_of_rollback(self) -> str:
+        """What a person can do where the log does not continue what this client has seen."""
         return (
             "find out who put back, or withholds, a part of it before you write to it;"
-            f" 'icecore trust {self._backend.where}' shows what is known and what is there, and accepts it if it is meant"
+            f" 'icecore trust {self._backend.where}' shows what is known and what is there, and accepts it if it is meant;"
+            " where storage has lost its newest entries, 'icecore repair --accept-rollback' goes on from what is there"
         )
+
+    def _absent(self, entry: Entry, missing: int) -> RollbackDetected:
+        return RollbackDetected(
+            f"log entry {missing} of the repository in {self._backend.where} is absent, although the log ends at generation {entry.generation} and"
+            f" its newest {KEPT_ENTRIES} entries are kept: nothing shows that it continues what this client has seen",
+            cure=self.cure_of_rollback,
+        )
+
+    async def _above(self, low: int, high: int) -> Entry | None:
+        """The oldest entry between two generations that can be read."""
+        for generation in range(low + 1, high):
+            try:
+                return await self.read(generation)
+            except (Damaged, ObjectMissing):
+                continue
+        return None
 
     def _other(self, seen: Seen) -> RollbackDetected:
         return RollbackDetected(
             f"generation {seen.generation} of the repository in {self._backend.where} is not the one that this client has seen",
-            cure=self._cure(),
+            cure=self.cure_of_rollback,
         )
 
     async def _listed(self) -> int:
@@ -300,19 +379,14 @@ class Log:
         Raises:
             RollbackDetected: This client has seen something else since.
         """
-        self._watermark.accept(Seen(entry.generation, entry.digest.hex()), instead_of=instead_of)
+        self.watermark.accept(Seen(entry.generation, entry.digest.hex()), instead_of=instead_of)
         self._known = self._proven = entry
         self._proven_at = _now()
 
     def _keep(self, entry: Entry) -> None:
         self._known = self._proven = entry
         self._proven_at = _now()
-        self._watermark.save(Seen(entry.generation, entry.digest.hex()))
-
-    @property
-    def watermark(self) -> Watermark:
-        """What this client remembers of the log."""
-        return self._watermark
+        self.watermark.save(Seen(entry.generation, entry.digest.hex()))
 
     async def transact(self, change: Change, words: str, *, prove: bool = True, leave: int | None = None) -> Entry:
         """Apply ``change`` to the newest state, again and again until it is the one that was changed.
@@ -378,6 +452,7 @@ class Log:
                 created_ns=time.time_ns(),
                 changes=[],
                 anchor=entry.anchor,
+                gaps=gaps.kept(entry.state.gaps, entry.generation - _GAPS_KEPT),
             )
             carried: list[_Waiting] = []
             failed: list[tuple[_Waiting, Exception]] = []
@@ -520,7 +595,7 @@ class Log:
                 continue  # it is what is in doubt
             try:
                 entry = await self.read(generation)
-            except ObjectMissing:
+            except (ObjectMissing, Damaged):
                 continue
             if ours in entry.state.transactions or entry.digest == sealed.digest:
                 return True

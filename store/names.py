@@ -16,6 +16,8 @@ KEYS = "keys/"
 LOG = "log/"
 SESSIONS = "sessions/"
 HINTS = "hints/"
+#: Second copies of the few objects without which nothing can be read, each under its own name behind this.
+COPIES = "copies/"
 FILTERS = "filters/"
 #: What an ``init`` that broke off leaves.
 PROBE = "probe/"
@@ -91,6 +93,11 @@ def key_number(name: str) -> int | None:
     """Number of a key slot's name, or None if it is not one."""
     text = name.removeprefix(KEYS)
     return int(text, 16) if name.startswith(KEYS) and re.fullmatch(r"[0-9a-f]{8}", text) else None
+
+
+def copy_name(name: str) -> str:
+    """The second copy of the configuration or of a key slot."""
+    return COPIES + name
 
 
 def heartbeat_name(session: str, sequence: int) -> str:

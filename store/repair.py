@@ -15,12 +15,16 @@ from icecore.events import Event, phase
 from icecore.store import catalog
 from icecore.store.catalog import Pages
 from icecore.store.cell import Records
-from icecore.store.check import check
-from icecore.store.diagnosis import Diagnosis, Plan, Survey
+from icecore.store.check import Damage, check
+from icecore.store.diagnosis import Diagnosis, Fix, Plan, Survey
+from icecore.store.gaps import gap_of, joined
+from icecore.store.identity import inspect, mend
 from icecore.store.index import build
 from icecore.store.keys import Keys
-from icecore.store.names import random_id
+from icecore.store.manifest import MANIFEST_KIND
+from icecore.store.names import log_name, random_id
 from icecore.store.reach import Refs
+from icecore.store.relog import Relogger, Relogging, fill, lost
 from icecore.store.repository import Repository
 from icecore.store.rewrite import MapRewriter, NewManifest
 from icecore.store.rows import Place, Stored
@@ -28,7 +32,7 @@ from icecore.store.salvage import Key
 from icecore.store.segment import sort_entries
 from icecore.store.session import Session
 from icecore.store.shard_writer import ShardWriter
-from icecore.store.state import PageRef, SegmentRef, SnapshotRecord, State
+from icecore.store.state import ENTRY_KIND, PageRef, SegmentRef, SnapshotRecord, State
 
 _ROUNDS = 4
 
@@ -40,12 +44,13 @@ class Repairer:
         repository: Which.
         source: A replica of it, opened: the place where what is damaged here is looked for first. They must share a master secret.
         read_data: Share of the chunks that is read, 0 to 1; damage to data that is not read is not found.
+        accept_rollback: As of `icecore.store.relog.Relogger`.
 
     Raises:
         UsageError: ``source`` is no replica.
     """
 
-    def __init__(self, repository: Repository, source: Repository | None = None, *, read_data: float = 1.0) -> None:
+    def __init__(self, repository: Repository, source: Repository | None = None, *, read_data: float = 1.0, accept_rollback: bool = False) -> None:
         if source is not None and not _same_secret(source.keys, repository.keys):
             raise UsageError(
                 f"{source.backend.where} is no replica of {repository.backend.where}",
@@ -54,14 +59,18 @@ class Repairer:
         self._repository = repository
         self._source = source
         self._read_data = read_data
+        self._relogger = Relogger(repository, accept_rollback=accept_rollback)
 
     async def plan(self) -> Plan:
-        """What there is to do.
+        """What there is to do. Where the newest log entry is lost, what else is damaged is found once the log goes on.
 
         Raises:
-            Damaged: The newest log entry is: nothing can be said of the repository.
+            RollbackDetected: This client has seen a newer entry than there is, or another, and that is not accepted.
             StoreError: The store failed; what it failed to give is not taken for damaged.
         """
+        relogging = await self._relogger.plan()
+        if relogging is not None:
+            return _continued(relogging)
         async with await self._begin() as session:
             return (await self._survey(session)).plan
 
@@ -71,10 +80,17 @@ class Repairer:
         Maps that came from the replica may lead to more that is damaged: then there is another round, each one transaction.
         """
         done = Plan()
+        relogging = await self._relogger.apply()
+        if relogging is not None:
+            done = _continued(relogging)
+            self._repository.emit(Event("repair.log", {"generation": relogging.generation, "recovered": list(done.recovered)}))
         with phase(self._repository.emit, "repair"):
             for round_ in range(_ROUNDS):
                 async with await self._begin() as session:
-                    survey = await self._survey(session)
+                    survey = await self._survey(session, index=relogging is not None and not round_)
+                    await mend(self._repository.backend, survey.mends)
+                    for generation in survey.absent:
+                        await fill(self._repository, generation)
                     if not survey.plan.empty:
                         await _Apply(self._repository, session, survey).run()
                 for name in survey.trim:
@@ -94,7 +110,7 @@ class Repairer:
     async def _begin(self) -> Session:
         return await self._repository.begin(None, "repair", load_index=False)
 
-    async def _survey(self, session: Session) -> Survey:
+    async def _survey(self, session: Session, *, index: bool = False) -> Survey:
         report = await check(self._repository, read_data=self._read_data, session=session)
         if report.denied is not None:
             raise report.denied
@@ -105,10 +121,21 @@ class Repairer:
                 cure="try again; if the storage itself has lost it (a bad disk), delete the object and repair again",
             )
         survey = Survey(Plan(report.damages))
-        if report.sound and not report.quarantined:
+        mends = [] if report.damages else await inspect(self._repository.backend, self._repository.keys, self._repository.config)
+        if report.sound and not report.quarantined and not mends and not index:
             return survey
-        await Diagnosis(self._repository, self._source, session, report, survey).run()
+        await Diagnosis(self._repository, self._source, session, report, survey, index=index).run()
         return survey
+
+
+def _continued(relogging: Relogging) -> Plan:
+    plan = Plan([Damage(ENTRY_KIND.title, name, why) for name, why in lost(relogging.condition)])
+    plan.fixes = [Fix(ENTRY_KIND.title, log_name(relogging.generation), relogging.words())]
+    for record in relogging.recovered:
+        plan.recovered[record.snapshot] = f"of job {record.job!r}: whether it had been committed, or forgotten since, nobody can tell any more"
+    plan.unlisted = relogging.unlisted
+    plan.beyond = [Damage(MANIFEST_KIND.title, name, why) for name, why in relogging.unreadable.items()]
+    return plan
 
 
 def _same_secret(one: Keys, other: Keys) -> bool:
@@ -165,7 +192,10 @@ class _Apply:
                     batch for batch in state.condemned if batch.ref is None or batch.ref.id not in survey.forget_marks
                 ],
                 segments=[ref for ref in state.segments if ref.id not in survey.segments] + segments,
+                gaps=joined([*state.gaps, *survey.lost]),
             )
+            if state.anchor is not None and gap_of(state.gaps, state.anchor.generation) is not None:
+                state = msgspec.structs.replace(state, anchor=None)  # nobody finds it there
             return await catalog.edit(state, {*swaps, *plan.quarantine, *plan.release}, edit, pages)
 
         await self._session.transform(change, f"repair: {len(plan.fixes)} fixes, {len(plan.quarantine)} quarantined")

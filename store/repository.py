@@ -8,9 +8,9 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TypeVar
 
-from icecore.errors import Damaged, NotFound, ObjectExists, ObjectMissing, StoreError, UsageError
+from icecore.errors import Damaged, NotFound, ObjectExists, ObjectMissing, StoreError, UsageError, WrongPassphrase
 from icecore.events import Sink, discard
-from icecore.store import catalog, marks
+from icecore.store import catalog, identity, marks
 from icecore.store import session as sessions
 from icecore.store.backend import READERS_LEAVE, Backend
 from icecore.store.catalog import Pages
@@ -30,7 +30,7 @@ from icecore.store.keys import (
 )
 from icecore.store.log import Log
 from icecore.store.manifest import MANIFEST_KIND, Manifest, decode_manifest
-from icecore.store.names import CONFIG, key_name, parse_name
+from icecore.store.names import CONFIG, copy_name, key_name, parse_name
 from icecore.store.recent import RecentSegments
 from icecore.store.session import Session
 from icecore.store.slots import Cost, new_slots
@@ -66,6 +66,7 @@ class Repository:
         self.config = config
         self.keys = keys
         self.log = log
+        self.log.emit = emit
         self.emit = emit
         self._recent = RecentSegments()
 
@@ -100,30 +101,29 @@ class Repository:
         else:
             raise UsageError(f"{backend.where} is a repository already")
         # A creation that broke off left its slot and first entry: they are taken over, and so is a race of two creators settled.
-        identity, given = secrets.token_hex(16), b""
+        named, given = secrets.token_hex(16), b""
         if passphrase is None:
             slot = encode_slot(new_slot(secret))
         else:
             given = await asyncio.to_thread(passphrase)
             master = secret or secrets.token_bytes(32)
-            slot = encode_slot(await asyncio.to_thread(new_slots, identity, master, given, "first", cost or Cost()))
-        try:
-            await backend.create(key_name(0), [slot.data])
-        except ObjectExists:
-            pass
+            slot = encode_slot(await asyncio.to_thread(new_slots, named, master, given, "first", cost or Cost()))
+        await identity.agreed(backend, copy_name(key_name(0)), await identity.agreed(backend, key_name(0), slot.data))
         keys = await read_keys(backend, (lambda: given) if passphrase is not None else None)
         if (passphrase is not None) != keys.encrypted or (secret and keys.secret != secret):
-            raise UsageError(
-                f"{backend.where} was begun as another repository and never finished", cure="remove its 'keys', or name another place"
-            )
+            raise _begun(backend)
         log = Log(backend, keys.log, watermark=watermark)
         await log.found()
         if any([generation > 1 async for generation in log.generations()]):
             raise UsageError(f"{backend.where} holds the log of a repository that lost its configuration", cure=_REMAINS_CURE)
-        number, identity = (ENCRYPTED_FORMAT, keys.repository) if keys.encrypted else (FORMAT, identity)
-        config = Config(number, identity, time.time_ns(), parameters or Parameters())
+        number, named = (ENCRYPTED_FORMAT, keys.repository) if keys.encrypted else (FORMAT, named)
+        config = Config(number, named, time.time_ns(), parameters or Parameters())
+        data = await identity.agreed(backend, copy_name(CONFIG), encode_config(config, keys).data)
+        if decode_config(CONFIG, data, keys).parameters != config.parameters:
+            raise _begun(backend)
+        config = decode_config(CONFIG, data, keys)
         try:
-            await backend.create(CONFIG, [encode_config(config, keys).data])
+            await backend.create(CONFIG, [data])
         except ObjectExists as error:
             raise UsageError(f"{backend.where} is a repository already") from error
         await backend.keep_reserve()
@@ -139,6 +139,7 @@ class Repository:
         watermark: Watermark | None = None,
         recollection: Recollection | None = None,
         admit: Admit | None = None,
+        rebuild: bool = False,
         emit: Sink = discard,
     ) -> Repository:
         """Open the repository that lies in ``backend``.
@@ -148,26 +149,30 @@ class Repository:
             secret: The master secret of a repository whose replica it has to be; opens it without a passphrase.
             recollection: Where its configuration is remembered.
             admit: Asked before anything but its keys and configuration is read, and of an encrypted one before the passphrase is.
+            rebuild: Make a configuration where none is left; for a repair, which stores it.
 
         Raises:
             WrongPassphrase: It is encrypted, and there is no passphrase or a wrong one.
             NotFound: There is none.
             FormatTooNew: It is a later version's.
-            Damaged: Its configuration or key slot is.
+            Damaged: Its configuration or key slot is, and so is the second copy.
         """
+        passphrase = identity.asked_once(passphrase)
         known = recollection.load() if recollection is not None else b""
         if known:
             try:
-                keys = await read_keys(backend, passphrase, secret, encrypted=is_encrypted(known), admit=admit)
+                keys = await read_keys(backend, passphrase, secret, encrypted=is_encrypted(known), admit=admit, emit=emit)
                 return cls._opened(backend, decode_config(CONFIG, known, keys), keys, watermark, admit, emit)
-            except Damaged:
+            except (Damaged, WrongPassphrase):
                 pass  # another repository is in this place now, or none: what it says itself counts
         try:
             data = await backend.get(CONFIG, limit=CONFIG_KIND.object_limit)
-        except ObjectMissing as error:
-            raise NotFound(f"{backend.where} is no repository", cure="'icecore init' makes one") from error
-        keys = await read_keys(backend, passphrase, secret, encrypted=is_encrypted(data), admit=admit)
-        repository = cls._opened(backend, decode_config(CONFIG, data, keys), keys, watermark, admit, emit)
+            keys = await read_keys(backend, passphrase, secret, encrypted=is_encrypted(data), admit=admit, emit=emit)
+            config = decode_config(CONFIG, data, keys)
+        except (Damaged, ObjectMissing, UsageError, WrongPassphrase) as error:
+            found = await identity.from_copies(backend, passphrase, secret, error, rebuild=rebuild, admit=admit, emit=emit)
+            keys, config, data = found.keys, found.config, found.data
+        repository = cls._opened(backend, config, keys, watermark, admit, emit)
         if recollection is not None:
             recollection.save(data)
         return repository
@@ -371,6 +376,12 @@ class Repository:
     async def close(self) -> None:
         """Close the back end."""
         await self.backend.close()
+
+
+def _begun(backend: Backend) -> UsageError:
+    return UsageError(
+        f"{backend.where} was begun as another repository and never finished", cure="remove its 'keys' and 'copies', or name another place"
+    )
 
 
 async def probe(backend: Backend) -> None:

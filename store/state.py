@@ -146,12 +146,20 @@ class Anchor(msgspec.Struct, frozen=True, array_like=True):
     since: Annotated[int, msgspec.Meta(ge=1)]
 
 
+class Gap(msgspec.Struct, frozen=True, array_like=True):
+    """Generations ``first`` to ``last``, whose entries a repair found lost; ``base`` is the digest of the entry before them, empty if that is lost, too."""
+
+    first: Annotated[int, msgspec.Meta(ge=1)]
+    last: Annotated[int, msgspec.Meta(ge=1)]
+    base: bytes = b""
+
+
 class State(msgspec.Struct, frozen=True):
     """All that a log entry says.
 
     ``predecessor`` is the digest of the entry before; ``transactions`` the last generations' transaction ids, oldest first, this entry's own last;
     ``changes`` says in words what this entry did. Snapshots are those of ``pages``, then ``tail``, in order of their commits. ``anchor`` is the last entry
-    before this one that is trimmed by itself (see ``log``), where that is known.
+    before this one that is trimmed by itself (see ``log``), where that is known. ``gaps`` are entries that are lost, ascending (see ``gaps``).
     """
 
     generation: Annotated[int, msgspec.Meta(ge=1)]
@@ -165,6 +173,7 @@ class State(msgspec.Struct, frozen=True):
     condemned: Annotated[list[Condemned], Many] = []
     segments: Annotated[list[SegmentRef], Many] = []
     anchor: Anchor | None = None
+    gaps: list[Gap] = []
 
     def session(self, identity: str) -> SessionRecord | None:
         """The open session with this id."""

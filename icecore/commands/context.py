@@ -54,8 +54,11 @@ class Context:
     _stack: ExitStack = field(default_factory=ExitStack)
     _repository: Repository | None = None
 
-    def repository(self) -> Repository:
+    def repository(self, *, rebuild: bool = False) -> Repository:
         """The repository, opened when first asked for.
+
+        Args:
+            rebuild: Open it even if nothing is left of its configuration, to repair it.
 
         Raises:
             UsageError: None is named.
@@ -70,6 +73,7 @@ class Context:
                 passphrase=passphrase.current(self.config),
                 state=self.config.state,
                 config=self.config,
+                rebuild=rebuild,
                 emit=self.output.event,
             )
             self._repository = self._stack.enter_context(opened)

@@ -8,6 +8,7 @@ from icecore import units
 from icecore.commands.context import READ_ONLY_ALL, Commands, Context
 from icecore.commands.snapshots import WHICH
 from icecore.config import LABEL, SIZE, THREADS
+from icecore.errors import Damaged
 from icecore.events import Value
 
 
@@ -37,17 +38,22 @@ def import_(arguments: argparse.Namespace, context: Context) -> int:
     if arguments.job:
         require_name(arguments.job)
     repository = context.repository()
-    done = import_images(
-        repository.core,
-        repository.loop,
-        arguments.directory,
-        arguments.job,
-        parent=repository.find(arguments.parent).snapshot if arguments.parent else "",
-        threads=arguments.threads,
-        tags=arguments.tag,
-        objective=Objective(arguments.link_rate) if arguments.link_rate else None,
-        emit=context.output.event,
-    )
+    try:
+        done = import_images(
+            repository.core,
+            repository.loop,
+            arguments.directory,
+            arguments.job,
+            parent=repository.find(arguments.parent).snapshot if arguments.parent else "",
+            threads=arguments.threads,
+            tags=arguments.tag,
+            objective=Objective(arguments.link_rate) if arguments.link_rate else None,
+            emit=context.output.event,
+        )
+    except Damaged as error:
+        if error.kind == "image":  # one of the directory, not of the repository
+            raise Damaged(error.kind, error.name, error.why, cure="dump the tree with 'criu dump' again, and import that") from error
+        raise
     sizes = done.sizes
     context.output.line(
         f"{done.snapshot}  {done.job}: {units.size(sizes.logical)} in memory, {units.size(sizes.changed)} changed, "
@@ -58,10 +64,13 @@ def import_(arguments: argparse.Namespace, context: Context) -> int:
 
 def export(arguments: argparse.Namespace, context: Context) -> int:
     """icecore export."""
+    from icecore.repository import lost
     from icecore.restorer.exporter import OPEN_FILES
     from icecore.restorer.exporter import export as write
 
     repository, record = context.repository().locate(arguments.snapshot)
+    if record.quarantined:
+        raise lost(record)
     done = write(
         repository.core,
         repository.loop,

@@ -1,13 +1,15 @@
-"""The key command: who can open an encrypted repository."""
+"""The key command: who can open an encrypted repository; and what opens any repository again that has lost its keys."""
 
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from icecore import passphrase, units
 from icecore.commands.context import Commands, Context
-from icecore.errors import UsageError
+from icecore.errors import NotFound, UsageError
 
 if TYPE_CHECKING:
     from icecore.store.slots import Slot
@@ -18,12 +20,15 @@ def add(commands: Commands) -> None:
     parser = commands.add(
         "key",
         key,
-        "List, add, remove or replace the passphrases of an encrypted repository.",
+        "List, add, remove or replace the passphrases of an encrypted repository; export and import a recovery file.",
         more="'rotate' puts another passphrase in the place of one. The data is not encrypted anew: whoever has had a passphrase may"
-        " have kept what it opens, and only 'icecore copy' to a new repository shuts him out.",
+        " have kept what it opens, and only 'icecore copy' to a new repository shuts him out. 'export' writes a file from which 'import' puts back keys and"
+        " configuration that a repository has lost: keep it apart from the repository. It is opened by the passphrases of its time; of a repository that is"
+        " not encrypted it is a secret.",
     )
-    parser.add_argument("action", choices=("list", "add", "remove", "rotate"))
-    parser.add_argument("slot", nargs="?", default="", help="the slot's label or id, for remove and rotate; the new label, for add")
+    parser.add_argument("action", choices=("list", "add", "remove", "rotate", "export", "import"))
+    what = "the slot's label or id, for remove and rotate; the new label, for add; the file, for export and import"
+    parser.add_argument("slot", nargs="?", default="", metavar="NAME", help=what)
     parser.add_argument("--new-file", metavar="FILE", default="", help="the new passphrase is in this file (- is not stdin)")
     parser.add_argument("--new-command", metavar="COMMAND", default="", help="the new passphrase is what this prints")
 
@@ -36,6 +41,10 @@ def new_passphrase(arguments: argparse.Namespace) -> passphrase.Passphrase:
 def key(arguments: argparse.Namespace, context: Context) -> int:
     """icecore key."""
     action, which = arguments.action, arguments.slot
+    if action in ("export", "import"):
+        if not which:
+            raise UsageError("which file?", cure="icecore key export FILE" if action == "export" else "icecore key import FILE")
+        return (_export if action == "export" else _import)(Path(which), context)
     repository = context.repository()
     if action == "list":
         if which:
@@ -52,6 +61,44 @@ def key(arguments: argparse.Namespace, context: Context) -> int:
     else:
         slots = repository.change_passphrase(which, new_passphrase(arguments)())
     _show(slots, context)
+    return 0
+
+
+def _export(path: Path, context: Context) -> int:
+    repository = context.repository()
+    data = repository.recovery_file()
+    try:
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except FileExistsError:
+        raise UsageError(f"{path} exists", cure="name another file, or remove it") from None
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}", cure="name another file") from error
+    context.output.result("key.export", {"file": str(path), "encrypted": repository.encrypted}, f"wrote {path}")
+    if repository.encrypted:
+        context.output.note("today's passphrases open it, also those that are removed later: keep it apart from the repository")
+    else:
+        context.output.note("the repository is not encrypted, so this file is its key: keep it secret, and apart from the repository")
+    return 0
+
+
+def _import(path: Path, context: Context) -> int:
+    from icecore.repository import Repository
+    from icecore.store.recovery import LIMIT
+
+    try:
+        with open(path, "rb") as file:
+            data = file.read(LIMIT + 1)
+    except OSError as error:
+        raise NotFound(f"cannot read {path}: {error.strerror}", cure="name the file that 'icecore key export FILE' wrote") from error
+    given = passphrase.current(context.config)
+    mends = Repository.import_keys(context.location, str(path), data, passphrase=given, config=context.config, emit=context.output.event)
+    for mend in mends:
+        context.output.result("key.import", {"kind": mend.kind, "object": mend.name, "how": mend.how}, f"{mend.kind} {mend.name}: {mend.how}")
+    if not mends:
+        context.output.note("the repository has all that is in the file: nothing was changed")
     return 0
 
 

@@ -96,12 +96,19 @@ def add(commands: Commands) -> None:
         "repair",
         repair,
         "Put right what is damaged, from a replica or from what there is.",
-        more="What still reads stays as it is; snapshots that lost data stay listed, quarantined. Ends with status 9 if anything is lost.",
+        more="What still reads stays as it is; snapshots that lost data stay listed, quarantined. Where the newest log entries are lost, the log"
+        " continues from the newest whole one, and snapshots whose manifests are whole are listed again. Ends with status 9 if anything is lost.",
     )
     parser.add_argument("-n", "--dry-run", action="store_true", help="say what would be done, change nothing")
     parser.add_argument("--from", dest="source", default="", metavar="PLACE", help="a replica, where what is damaged is looked for first")
     parser.add_argument(
         "--read-data", type=_share, default=1.0, metavar="PERCENT", help="read this share of the data only; other damage is not found (default: 100)"
+    )
+
+    parser.add_argument(
+        "--accept-rollback",
+        action="store_true",
+        help="go on from what is there even where this node has seen newer log entries that are absent, or other ones: only if storage has lost them",
     )
 
     parser = commands.add("stats", stats, "Show what the repository holds, by job, lineage and codec.")
@@ -339,11 +346,18 @@ def check(arguments: argparse.Namespace, context: Context) -> int:
 
 def repair(arguments: argparse.Namespace, context: Context) -> int:
     """icecore repair."""
-    output, repository = context.output, context.repository()
+    output, repository = context.output, context.repository(rebuild=True)
     work = repository.plan_repair if arguments.dry_run else repository.repair
-    plan = work(arguments.source or None, read_data=arguments.read_data)
+    plan = work(arguments.source or None, read_data=arguments.read_data, accept_rollback=arguments.accept_rollback)
+    for damage in plan.damages:
+        if damage.kind == "log entry":
+            output.line(f"DAMAGED {damage}")
     for fix in plan.fixes:
         output.result("repair.fix", {"kind": fix.kind, "object": fix.name, "how": fix.how}, f"{fix.kind} {fix.name}: {fix.how}")
+    for snapshot, known in plan.recovered.items():
+        output.result("repair.recovered", {"snapshot": snapshot, "why": known}, f"RECOVERED {snapshot}: {known}")
+    for name, why in plan.unlisted.items():
+        output.result("repair.unlisted", {"object": name, "why": why}, f"not listed: manifest {name}: {why}")
     for snapshot, why in plan.quarantine.items():
         output.result("repair.loss", {"snapshot": snapshot, "why": why}, f"QUARANTINED {snapshot}: {why}")
     for snapshot in plan.release:
@@ -359,9 +373,11 @@ def repair(arguments: argparse.Namespace, context: Context) -> int:
             "quarantined": len(plan.quarantine),
             "released": len(plan.release),
             "beyond": len(plan.beyond),
+            "recovered": len(plan.recovered),
         },
         f"{len(plan.damages)} damages, {len(plan.fixes)} things {'to put' if arguments.dry_run else 'put'} right; "
-        f"{len(plan.quarantine)} snapshots lost data, {len(plan.release)} read again",
+        f"{len(plan.quarantine)} snapshots lost data, {len(plan.release)} read again"
+        + (f", {len(plan.recovered)} found again" if plan.recovered else ""),
     )
     return Damaged.exit_code if plan.quarantine or plan.beyond else 0
 

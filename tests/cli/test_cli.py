@@ -136,11 +136,11 @@ def test_a_place_that_is_no_repository(cli: Cli, tmp_path: Path) -> None:
 
 def test_damage_has_its_exit_code(cli: Cli) -> None:
     cli.run("init")
-    path = cli.folder / "repository" / "config"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.chmod(0o600)
-    path.write_bytes(data)
+    for path in (cli.folder / "repository" / "config", cli.folder / "repository" / "copies" / "config"):
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.chmod(0o600)
+        path.write_bytes(data)
     done = cli.run("ls", status=9)
     assert "configuration config is damaged" in done.stderr
 

@@ -30,7 +30,7 @@ from icecore.store.check import check
 from icecore.store.cipher import Key, open_piece, open_whole, peek_piece, seal_piece, seal_whole
 from icecore.store.envelope import seal
 from icecore.store.faulty import Call, Crashed, FaultyBackend, Outcome, stop_at
-from icecore.store.keys import _PUBLIC, KEY_KIND, Keys, Parameters, encode_slot, open_slot
+from icecore.store.keys import KEY_KIND, PUBLIC, Keys, Parameters, encode_slot, open_slot
 from icecore.store.local import LocalBackend
 from icecore.store.memory import MemoryBackend
 from icecore.store.names import key_name, log_generation
@@ -258,7 +258,7 @@ def test_a_replicas_log_is_not_anothers() -> None:
         there.objects[newest] = here.objects[newest]
         with pytest.raises(Damaged):
             await (await Repository.open(there, passphrase=giving())).log.newest()
-        there.objects["config"] = here.objects["config"]
+        there.objects["config"] = there.objects["copies/config"] = here.objects["config"]
         with pytest.raises(Damaged):
             await Repository.open(there, passphrase=giving())
 
@@ -430,10 +430,11 @@ def test_key_objects_of_others_and_of_later_versions() -> None:
         planted = slots.new_slots(repository.config.id, repository.keys.secret, b"known to a thief", "planted", CHEAP)
         both = msgspec.structs.replace(real, slots=[*real.slots, *planted.slots])
         greedy = [msgspec.structs.replace(real.slots[0], memory_kib=1 << 30)]
+        for insane in (greedy, []):
+            backend.objects[key_name(1)] = encode_slot(msgspec.structs.replace(real, slots=insane)).data
+            assert (await Repository.open(backend, passphrase=giving())).config == repository.config
         for harmed, error in (
             (both, Damaged),
-            (msgspec.structs.replace(real, slots=greedy), Damaged),
-            (msgspec.structs.replace(real, slots=[]), Damaged),
             (msgspec.structs.replace(real, format=3), FormatTooNew),
             (msgspec.structs.replace(real, method="scrypt"), FormatTooNew),
             (msgspec.structs.replace(real, repository="f" * 32), WrongPassphrase),
@@ -462,7 +463,7 @@ def test_whatever_stands_in_a_key_object_is_a_named_error(fields: dict[str, obje
     """Its digest guards against accidents only: anybody who can write to the store writes what he likes there."""
     real = msgspec.to_builtins(slots.new_slots("0" * 32, bytes(32), PASSPHRASE, "label", CHEAP), builtin_types=[bytes])
     for body in ({**real, **fields}, {**fields, "format": 2, "method": method}):
-        data = seal(KEY_KIND, msgspec.msgpack.encode(body) + tail, _PUBLIC).data
+        data = seal(KEY_KIND, msgspec.msgpack.encode(body) + tail, PUBLIC).data
         try:
             found = slots.decode_slots("keys/x", data)
             if found is not None and (found.slots[0].memory_kib > 1 << 14 or found.slots[0].passes > 4):
@@ -475,7 +476,7 @@ def test_whatever_stands_in_a_key_object_is_a_named_error(fields: dict[str, obje
             continue
         assert found is None, "a passphrase that is wrong opened it"
     with pytest.raises(Damaged):
-        slots.decode_slots("keys/x", seal(KEY_KIND, b"\x81\xa6method\xa2\xff\xfe", _PUBLIC).data)
+        slots.decode_slots("keys/x", seal(KEY_KIND, b"\x81\xa6method\xa2\xff\xfe", PUBLIC).data)
 
 
 def test_plain_stays_plain() -> None:

@@ -93,7 +93,7 @@ def test_it_is_no_object(place: Path) -> None:
     async def body() -> None:
         async with made(place) as repository:
             assert reserve(place) == RESERVE
-            assert {info.name.split("/")[0] async for info in repository.backend.list("")} == {"config", "keys", "log"}
+            assert {info.name.split("/")[0] async for info in repository.backend.list("")} == {"config", "copies", "keys", "log"}
             await take(repository, A)
             await collect(repository, sweep_seconds=0)
             assert reserve(place) == RESERVE

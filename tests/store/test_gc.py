@@ -40,7 +40,7 @@ def test_forgotten_snapshots_are_deleted_and_the_others_stay() -> None:
         await repository.forget([second, other])
         await collect(repository)
         await sound(repository, unreached=0)
-        assert {name.split("/")[0] for name in backend.objects} == {"config", "keys", "log"}
+        assert {name.split("/")[0] for name in backend.objects} == {"config", "copies", "keys", "log"}
         assert (await state_of(repository)).state.condemned == []
 
     asyncio.run(body())
@@ -299,7 +299,7 @@ def test_many_names_are_condemned_in_an_object_of_their_own() -> None:
         await early.abort()
         await collect(repository)
         await sound(repository, unreached=0)
-        assert {name.split("/")[0] for name in backend.objects} == {"config", "keys", "log"}
+        assert {name.split("/")[0] for name in backend.objects} == {"config", "copies", "keys", "log"}
 
     asyncio.run(body())
 

@@ -139,7 +139,9 @@ def test_key_objects_that_are_not_the_first() -> None:
         assert await read(await Repository.open(backend, passphrase=lambda: PASSPHRASE), snapshot) == {1: 1, 2: 2}
         # Of a plain repository the first is the only one.
         assert new_slot().method == "plain"
-        plain.objects["keys/00000000"] = plain.objects["keys/00000000"][:-1] + b"\0"
+        for name in ("keys/00000000", "copies/keys/00000000"):
+            await Repository.open(plain)
+            plain.objects[name] = plain.objects[name][:-1] + b"\0"
         with pytest.raises(Damaged):
             await Repository.open(plain)
 

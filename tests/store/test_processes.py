@@ -226,7 +226,7 @@ async def look(location: Location, folder: Path) -> tuple[int, int]:
     assert not [name for name in left if name.startswith("sessions/") or "/." in name]
     await repository.forget(sorted(there))
     await collect(repository)
-    assert {info.name.split("/")[0] async for info in here.list("")} == {"config", "keys", "log"}
+    assert {info.name.split("/")[0] async for info in here.list("")} == {"config", "copies", "keys", "log"}
     await here.close()
     return len(known), len(restored)
 

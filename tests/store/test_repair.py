@@ -41,7 +41,7 @@ def test_any_one_object_is_damaged(harm: Harm, replica: bool) -> None:
     async def body() -> None:
         backend = MemoryBackend()
         contents = dict(zip(await build(backend), CONTENTS, strict=True))
-        names = [name for name in sorted(backend.objects) if name.split("/")[0] not in ("config", "keys")]
+        names = [name for name in sorted(backend.objects) if name.split("/")[0] not in ("config", "keys", "copies")]
         newest = min(name for name in names if name.startswith("log/"))
         tried = set()
         for name in names:
@@ -95,7 +95,7 @@ def test_much_is_damaged_at_once(seed: int) -> None:
         contents = dict(zip(await build(backend), CONTENTS, strict=True))
         harmed = MemoryBackend(dict(backend.objects))
         dice = random.Random(seed)
-        names = [name for name in sorted(backend.objects) if name.split("/")[0] not in ("config", "keys", "log")]
+        names = [name for name in sorted(backend.objects) if name.split("/")[0] not in ("config", "keys", "copies", "log")]
         for name in dice.sample(names, len(names) // 2):
             dice.choice([flip, truncate, empty, remove])(harmed.objects, name)
         repository = await Repository.open(harmed)

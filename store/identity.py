@@ -1,0 +1,324 @@
+"""The few objects without which nothing can be read, configuration and keys: opens by whichever copy is whole, and puts the others right.
+
+The rule: a copy counts only if it verifies under the keys, so that a whole object of another repository in its place is no better than a damaged one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from icecore.errors import (
+    Damaged,
+    Distrusted,
+    IcecoreError,
+    NotFound,
+    ObjectExists,
+    ObjectMissing,
+    StoreError,
+    UsageError,
+    WrongPassphrase,
+)
+from icecore.events import Event, Sink
+from icecore.store.backend import Backend
+from icecore.store.keychain import RECOVER, Admit, Passphrase, numbers_of, open_keys, readable
+from icecore.store.keys import (
+    CONFIG_KIND,
+    ENCRYPTED_FORMAT,
+    FORMAT,
+    KEY_KIND,
+    Config,
+    Keys,
+    Parameters,
+    decode_config,
+    encode_config,
+    encode_slot,
+    new_slot,
+    open_slot,
+)
+from icecore.store.manifest import MANIFEST_KIND, decode_manifest
+from icecore.store.names import CONFIG, COPIES, LOG, PREFIX, copy_name, key_name, log_generation, random_id
+from icecore.store.slots import decode_slots, verify
+from icecore.store.state import ENTRY_KIND, decode_entry
+
+_CONFIGS = (CONFIG, copy_name(CONFIG))
+_MIB = 1 << 20
+#: So many objects are tried before keys are taken for those of another repository.
+_WITNESSES = 64
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What opens a repository."""
+
+    keys: Keys
+    config: Config
+    data: bytes
+
+
+def asked_once(passphrase: Passphrase | None) -> Passphrase | None:
+    """The same passphrase, asked for once however many slots it is tried on."""
+    if passphrase is None:
+        return None
+    given: list[bytes] = []
+
+    def ask() -> bytes:
+        if not given:
+            given.append(passphrase())
+        return given[0]
+
+    return ask
+
+
+async def from_copies(
+    backend: Backend,
+    passphrase: Passphrase | None,
+    secret: bytes,
+    error: IcecoreError,
+    *,
+    rebuild: bool = False,
+    admit: Admit | None = None,
+    emit: Sink,
+) -> Identity:
+    """Open by any pair of a key object and a configuration that fit.
+
+    Args:
+        passphrase, secret: As of `icecore.store.keychain.read_keys`.
+        error: Why the ones that are read first do not open it; raised where no others do.
+        rebuild: Make a configuration where none is left: by ``repair``, which stores it.
+        admit: As of `icecore.store.keychain.read_keys`; what it refuses is passed over where anything else opens.
+        emit: Told what was read instead.
+
+    Raises:
+        NotFound: No repository is there.
+        Damaged: Nothing is left of one of the two.
+        WrongPassphrase: As ``error``.
+        Distrusted: Only what ``admit`` refuses would open it.
+    """
+    objects = await readable(backend)
+    # What a change of slots has replaced opens nothing, as long as anything of the change can be read.
+    objects = [found for found in objects if found.number == objects[0].number]
+    configs = [(name, data) for name in _CONFIGS if (data := await _get(backend, name, CONFIG_KIND.object_limit)) is not None]
+    if not configs and not objects:
+        raise NotFound(f"{backend.where} is no repository", cure="'icecore init' makes one") from error
+    opened: list[Keys] = []
+    for found in objects:
+        try:
+            keys = await open_keys(backend, found, passphrase, secret, admit)
+        except Distrusted as refused:
+            error = refused
+            continue
+        except (Damaged, WrongPassphrase, UsageError):
+            continue
+        for name, data in configs:
+            try:
+                config = _decode(name, data, keys)
+            except Damaged:
+                continue
+            emit(Event("store.copy_read", {"object": f"{found.name}, {name}", "error": str(error)}))
+            return Identity(keys, config, data)
+        opened.append(keys)
+    for keys in opened:
+        if await is_of(backend, keys):
+            if not rebuild:
+                why = "it is missing, and so is its copy" if not configs else "neither it nor its copy can be read"
+                raise Damaged(CONFIG_KIND.title, CONFIG, why, cure=f"'icecore repair' makes it anew; {RECOVER}") from error
+            config = await _rebuilt(backend, keys)
+            return Identity(keys, config, encode_config(config, keys).data)
+    if opened and isinstance(error, ObjectMissing):
+        # keys without anything that they open: 'init' broke off, and goes on where it was
+        raise NotFound(f"{backend.where} is no repository", cure="'icecore init' makes one") from error
+    raise error
+
+
+async def _rebuilt(backend: Backend, keys: Keys) -> Config:
+    """A configuration like the one that was lost. Its id is known where the repository is encrypted; another one is harmless where it is not."""
+    largest = max([info.size async for info in backend.list(PREFIX["shard"])], default=0)
+    size = Parameters().shard_bytes if not largest else min(1 << 30, max(_MIB, 1 << (largest - 1).bit_length()))
+    number = ENCRYPTED_FORMAT if keys.encrypted else FORMAT
+    return Config(number, keys.repository or random_id().hex(), time.time_ns(), Parameters(size))
+
+
+async def is_of(backend: Backend, keys: Keys) -> bool:
+    """Whether anything in ``backend`` verifies under the keys: a log entry, or a manifest."""
+
+    async def opens(names: AsyncIterator[str], limit: int, read: Callable[[str, bytes], object]) -> bool:
+        tried = 0
+        async for name in names:
+            data = await _get(backend, name, limit)
+            try:
+                if data is not None:
+                    read(name, data)
+                    return True
+            except Damaged:
+                pass
+            tried += 1
+            if tried == _WITNESSES:
+                break
+        return False
+
+    async def listed(prefix: str) -> AsyncIterator[str]:
+        async for info in backend.list(prefix):
+            yield info.name
+
+    def entry(name: str, data: bytes) -> object:
+        return decode_entry(name, log_generation(name) or 0, data, keys.log)
+
+    return await opens(listed(LOG), ENTRY_KIND.object_limit, entry) or await opens(
+        listed(PREFIX["manifest"]), MANIFEST_KIND.object_limit, lambda name, data: decode_manifest(data, keys.manifest, name=name)
+    )
+
+
+@dataclass(frozen=True)
+class Mend:
+    """One object that is not as it should be.
+
+    Attributes:
+        kind: What it is, in words.
+        name: The object.
+        why: What is wrong with it.
+        how: What is done about it; empty: nothing can be.
+        data: What is stored in its place; None: it is removed.
+        before: What is there now; None: nothing.
+        harmless: It is no damage: an earlier version left out a copy.
+    """
+
+    kind: str
+    name: str
+    why: str
+    how: str
+    data: bytes | None
+    before: bytes | None
+    harmless: bool = False
+
+
+async def inspect(backend: Backend, keys: Keys, config: Config, *, spare_config: bytes = b"", spare_key: tuple[int, bytes] | None = None) -> list[Mend]:
+    """What is wrong with the configuration, the keys and their copies.
+
+    Args:
+        keys, config: What the repository was opened with.
+        spare_config, spare_key: Objects that verify, from a recovery file; used where the repository has none that does. A key object with its number.
+
+    Raises:
+        StoreError: The store failed.
+    """
+    copies = [info.name async for info in backend.list(COPIES)]
+    mends = await _configs(backend, keys, config, spare_config, bool(copies))
+    return mends + await _keys(backend, keys, spare_key, bool(copies))
+
+
+async def _configs(backend: Backend, keys: Keys, config: Config, spare: bytes, copies: bool) -> list[Mend]:
+    held: dict[str, bytes | None] = {}
+    wrong: dict[str, str] = {}
+    for name in _CONFIGS:
+        held[name] = data = await _get(backend, name, CONFIG_KIND.object_limit)
+        try:
+            if data is None:
+                wrong[name] = "it is missing"
+            else:
+                _decode(name, data, keys)
+        except Damaged as error:
+            wrong[name] = error.why
+    good = next((data for name, data in held.items() if name not in wrong), None)
+    source, how = good or spare or encode_config(config, keys).data, "stored anew"
+    if not good and not spare:
+        how = f"made anew from what this client knows, with the id {config.id}"
+    return [_mend(CONFIG_KIND.title, name, why, how, source, held[name], copies) for name, why in wrong.items()]
+
+
+async def _keys(backend: Backend, keys: Keys, spare: tuple[int, bytes] | None, copies: bool) -> list[Mend]:
+    held: dict[tuple[int, str], bytes] = {}
+    wrong: dict[str, str] = {}
+    for prefix in ("", COPIES):
+        for number in await numbers_of(backend, prefix):
+            name = prefix + key_name(number)
+            data = await _get(backend, name, KEY_KIND.object_limit)
+            if data is None:
+                continue  # replaced meanwhile
+            held[number, name] = data
+            try:
+                _verify(name, data, keys)
+            except Damaged as error:
+                wrong[name] = error.why
+    good = [(number, data) for (number, name), data in held.items() if name not in wrong]
+    if good:
+        counts, source = max(good, key=lambda one: one[0])
+    elif spare is not None:
+        counts, source = max([spare[0], *(number for number, _ in held)]), spare[1]
+    elif not keys.encrypted:
+        counts, source = 0, encode_slot(new_slot(keys.secret)).data
+    else:
+        named = sorted(wrong) or [key_name(0)]
+        return [Mend(KEY_KIND.title, name, wrong.get(name, "there is none"), "", None, None) for name in named]
+    mends = []
+    for name in (key_name(counts), copy_name(key_name(counts))):
+        if (counts, name) not in held or name in wrong:
+            why = wrong.get(name, "it is missing")
+            mends.append(_mend(KEY_KIND.title, name, why, "stored anew", source, held.get((counts, name)), copies))
+    for (number, name), data in held.items():
+        if name in wrong and number != counts:
+            mends.append(Mend(KEY_KIND.title, name, wrong[name], "removed: it opens nothing", None, data))
+    return mends
+
+
+def _decode(name: str, data: bytes, keys: Keys) -> Config:
+    """The configuration in object ``name``: a second copy has the same bytes, so it is encrypted for the name of the first."""
+    try:
+        return decode_config(CONFIG, data, keys)
+    except Damaged as error:
+        raise Damaged(error.kind, name, error.why) from error
+
+
+def _mend(kind: str, name: str, why: str, how: str, source: bytes, before: bytes | None, copies: bool) -> Mend:
+    harmless = before is None and name.startswith(COPIES) and not copies
+    return Mend(kind, name, "it has no second copy" if harmless else why, "a second copy is stored" if harmless else how, source, before, harmless)
+
+
+def _verify(name: str, data: bytes, keys: Keys) -> None:
+    slots = decode_slots(name, data)
+    if slots is not None and keys.encrypted and slots.repository == keys.repository:
+        verify(name, slots, keys.secret)
+    elif slots is not None or keys.encrypted or open_slot(name, data) != keys.secret:
+        raise Damaged(KEY_KIND.title, name, "it is that of another repository")
+
+
+async def mend(backend: Backend, mends: list[Mend]) -> None:
+    """Do it; safe to stop anywhere: an object is only ever removed while another copy of it is whole, or where it is of no use."""
+    for one in mends:
+        if not one.how:
+            continue
+        if one.before is not None:
+            if await _get(backend, one.name, KEY_KIND.object_limit) != one.before:
+                continue  # another has put it right meanwhile
+            await backend.delete(one.name)
+        if one.data is not None:
+            try:
+                await backend.create(one.name, [one.data])
+            except ObjectExists:
+                pass  # another has, too
+
+
+async def _get(backend: Backend, name: str, limit: int) -> bytes | None:
+    try:
+        return await backend.get(name, limit=limit)
+    except ObjectMissing:
+        return None
+    except Damaged:
+        return b""  # longer than anything of its kind
+
+
+async def agreed(backend: Backend, name: str, data: bytes) -> bytes:
+    """Store object ``name``; what it holds then, which may be what another stored before.
+
+    Raises:
+        StoreError: The store failed.
+    """
+    try:
+        await backend.create(name, [data])
+        return data
+    except ObjectExists:
+        held = await _get(backend, name, CONFIG_KIND.object_limit)
+        if held is None:
+            raise StoreError(f"{name} is created and removed at the same time", cure="try again") from None
+        return held
