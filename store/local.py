@@ -187,7 +187,7 @@ class LocalBackend(Backend):
         except _ABSENT as error:
             raise ObjectMissing(f"there is no object {name} in {self.where}") from error
         except NotRegular as error:
-            raise Damaged("object", name, error.strerror) from error
+            raise Damaged("object", name, str(error.strerror)) from error
         except OSError as error:
             raise _translate(error, f"read object {name} in", self.where) from error
 
@@ -251,7 +251,7 @@ class LocalBackend(Backend):
         except _ABSENT as error:
             raise ObjectMissing(f"there is no object {name} in {self.where}") from error
         except NotRegular as error:
-            raise Damaged("object", name, error.strerror) from error
+            raise Damaged("object", name, str(error.strerror)) from error
         except OSError as error:
             raise _translate(error, f"read object {name} in", self.where) from error
 

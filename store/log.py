@@ -18,7 +18,17 @@ from icecore.store.backend import Backend
 from icecore.store.catalog import Pages
 from icecore.store.envelope import HEADER_BYTES, Sealed
 from icecore.store.names import LOG, log_generation, log_name
-from icecore.store.state import ENTRY_KIND, REMEMBERED, Anchor, Gap, State, Written, decode_entry, encode_entry, entry_digest
+from icecore.store.state import (
+    ENTRY_KIND,
+    REMEMBERED,
+    Anchor,
+    Gap,
+    State,
+    Written,
+    decode_entry,
+    encode_entry,
+    entry_digest,
+)
 from icecore.store.watermark import Seen, Watermark
 
 #: What a transaction does: from a state to the next. It may be called again with a newer state, so it must not remember what it saw;
@@ -270,7 +280,8 @@ class Log:
         while entry.generation > seen.generation:
             at = gaps.step(lost, entry.generation, _step_back(entry, seen.generation))
             if at < seen.generation:
-                return self._over_gap(entry, seen, lost, newest)
+                self._over_gap(entry, seen, lost, newest)
+                return None
             try:
                 before = await self.read(at)
             except ObjectMissing:
