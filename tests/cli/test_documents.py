@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import re
 from collections import defaultdict
 
 import icecore
@@ -117,3 +118,13 @@ def test_the_readme_names_only_commands_that_exist() -> None:
     assert {line[1] for line in words} <= set(parsers.choices)
 
 
+
+
+def test_every_test_that_the_security_page_names_exists() -> None:
+    """Whoever reads a promise there can run what shows it."""
+    text = (ROOT / "docs" / "security.md").read_text()
+    files = list((ROOT / "tests").rglob("test_*.py"))
+    defined = {name for path in files for name in re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE)}
+    named = set(re.findall(r"`(test_\w+)`", text))
+    assert len(named) > 50 and not named - defined
+    assert set(re.findall(r"`(test_\w+\.py)`", text)) <= {path.name for path in files}
