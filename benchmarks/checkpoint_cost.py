@@ -110,10 +110,12 @@ class Training:
         """Return what a checkpoint between two times cost."""
         time.sleep(3 * pace)  # the step that is in progress when it becomes durable
         within = [step for step in self.steps() if step.end > began and step.begin < durable]
-        # A save that the job makes itself is part of the step at whose end it stands.
-        lost = sum(step.seconds for step in within) - pace * len(within)
-        slowed = [step.seconds / pace for step in within if step.seconds < _STOPPED * pace]
-        longest = max((step.seconds for step in within), default=0.0)
+        # A save that the job makes itself is part of the step at whose end it stands; a window may fall between two steps.
+        ends = [step.end for step in within]
+        spans = [(end - begin) / 1e9 for begin, end in zip([within[0].begin, *ends[:-1]], ends, strict=True)] if within else []
+        lost = sum(spans) - pace * len(spans)
+        slowed = [span / pace for span in spans if span < _STOPPED * pace]
+        longest = max(spans, default=0.0)
         return Cost(max(0.0, lost), longest, statistics.mean(slowed) if slowed else 0.0, (durable - began) / 1e9, stored)
 
 
