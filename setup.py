@@ -26,7 +26,7 @@ LIBRARY_FLAGS = [*COMMON_FLAGS, "-fPIC", "-shared", "-fvisibility=hidden", "-Wl,
 PRELOAD_FLAGS = [*LIBRARY_FLAGS, "-Wl,-soname,libicecore-resident.so"]
 # It is a memcpy: the compiler must not make a call of itself out of it.
 CRIU_FLAGS = [*LIBRARY_FLAGS, "-fno-builtin", "-Wl,-soname,libicecore-criu.so"]
-CRIU_SOURCES = ["host/criu_memcpy.c", "host/criu_pages.c", "host/criu_proc.c", "host/criu_journal.c"]
+CRIU_SOURCES = ["host/criu_memcpy.c", "host/criu_pages.c", "host/criu_proc.c"]
 PRELOAD_SOURCES = [
     f"{RESIDENT}{name}.c"
     for name in (

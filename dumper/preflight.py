@@ -113,7 +113,7 @@ def is_own_machinery(command: Sequence[str]) -> bool:
     if not command:
         return False
     named = command[command.index("-m") + 1] if "-m" in command[:-1] else ""
-    return named in _MACHINERY or os.path.basename(command[0]) in _PROGRAMS or _RESTORE_GUARD in command[:5]
+    return named in _MACHINERY or os.path.basename(command[0]) in _PROGRAMS or _RESTORE_GUARD in command[:7]
 
 
 def _missing_capabilities() -> set[str]:

@@ -18,7 +18,6 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 
-from icecore.host import rescue
 from icecore.host.criu import dump_environment
 from icecore.host.cuda import holder
 from icecore.host.cuda.backend import find_backend
@@ -64,9 +63,6 @@ class Prepared:
             numbers = {"{pages}": str(pages.fileno()), "{status}": str(status), "{hold}": _path(script)}
             environment = dump_environment(hidden)
             given = [] if lock < 0 else [lock]
-            given.append(journal := rescue.make_journal())
-            self._open.add(journal)
-            environment[rescue.VARIABLE] = str(journal)
             if devices is not None:
                 given.append(devices.fileno())
                 environment |= holder.dump_environment(devices.fileno(), find_backend().kinds())
@@ -85,7 +81,6 @@ class Prepared:
             if devices is not None:
                 devices.close()
         self._close(status)
-        self._watcher = _watch(self.criu.pid, journal, [life, *([lock] if lock >= 0 else [])])
 
     def _pipe(self) -> tuple[int, int]:
         ends = os.pipe()
@@ -123,7 +118,6 @@ class Prepared:
             Its exit status.
         """
         status = self.criu.wait()
-        os.waitpid(self._watcher, 0)  # by then the job is as it was
         self._close()
         return status
 
@@ -136,29 +130,6 @@ class Prepared:
         self._close(self._go)
         self.hang_up()
         return self.end()
-
-
-def _watch(criu: int, journal: int, kept: Sequence[int]) -> int:
-    """Have a child of this process put back what CRIU has changed in the job, should CRIU be killed; its pid, once it watches.
-
-    Args:
-        kept: Descriptors that the child keeps, because others wait for its end through them.
-    """
-    ours, ready = os.pipe()
-    child = os.fork()
-    if child:
-        os.close(ready)
-        os.read(ours, 1)
-        os.close(ours)
-        return child
-    try:
-        for name in os.listdir("/proc/self/fd"):
-            if int(name) > 2 and int(name) not in (journal, ready, *kept):
-                with contextlib.suppress(OSError):
-                    os.close(int(name))
-        rescue.watch(criu, journal, ready)
-    finally:
-        os._exit(0)
 
 
 def _path(descriptor: int) -> str:

@@ -18,22 +18,18 @@ from typing import NamedTuple, TypeVar
 T = TypeVar("T")
 
 #: Requests.
-CONT, DETACH, SYSCALL = 7, 17, 24
-SEIZE, LISTEN, PEEKSIGINFO = 0x4206, 0x4208, 0x4209
-_POKEUSER, _GETREGSET, _SETREGSET, _INTERRUPT = 6, 0x4204, 0x4205, 0x4207
+CONT, SYSCALL = 7, 24
+PEEKSIGINFO = 0x4209
+_DETACH, _GETREGSET, _SETREGSET, _SEIZE, _INTERRUPT = 17, 0x4204, 0x4205, 0x4206, 0x4207
 _GETSIGMASK, _SETSIGMASK = 0x420A, 0x420B
-#: Options of `SEIZE`, and events.
-OPTION_SYSGOOD, OPTION_TRACE_EXIT = 1, 0x40
-EVENT_EXIT, EVENT_STOP = 6, 128
-_SYSGOOD = 0x80
+_OPTION_SYSGOOD = 1
+_EVENT_STOP, _SYSGOOD = 128, 0x80
 _WALL = 0x40000000
 _NT_PRSTATUS = 1
 _GET_SYSCALL_INFO = 0x420E
 #: struct ptrace_syscall_info: which, and from its 24th byte on number and arguments, or the result.
 _CALL = struct.Struct("<B23x7Q")
 _ENTRY, _EXIT = 1, 2
-#: Where the debug register that switches breakpoints on is in struct user (x86_64).
-_DEBUG_CONTROL = 848 + 7 * 8
 _REGISTERS_BYTES = 1024
 _SPIN_SECONDS, _POLL_SECONDS = 0.001, 0.0005
 
@@ -51,7 +47,7 @@ class Stop(NamedTuple):
     @property
     def trap(self) -> bool:
         """It was interrupted, or its process is stopped by a signal: in the kernel's handling of signals, from where interrupted calls are restarted."""
-        return self.event == EVENT_STOP
+        return self.event == _EVENT_STOP
 
     @property
     def at_call(self) -> bool:
@@ -76,13 +72,13 @@ def standing(thread: int, seconds: float) -> Iterator[int]:
     Yields:
         SIGTRAP, or with which signal its whole process is stopped anyway; 0: it does not stand, because it has ended, has another tracer, or takes longer.
     """
-    if not request(SEIZE, thread, 0, OPTION_SYSGOOD):
+    if not request(_SEIZE, thread, 0, _OPTION_SYSGOOD):
         yield 0
         return
     try:
         yield _stopped(thread, seconds) if interrupt(thread) else 0
     finally:
-        request(DETACH, thread)
+        request(_DETACH, thread)
 
 
 def request(what: int, thread: int, address: int = 0, data: object = None) -> bool:
@@ -180,17 +176,11 @@ def registers(thread: int) -> bytes:
     return buffer.raw[: vector.length] if request(_GETREGSET, thread, _NT_PRSTATUS, ctypes.addressof(vector)) else b""
 
 
-def set_registers(thread: int, values: bytes, kind: int = _NT_PRSTATUS) -> bool:
-    """Of a thread that stands; ``kind``: of another set than the general ones (elf.h, NT_…). False: it has ended."""
+def set_registers(thread: int, values: bytes) -> bool:
+    """Of a thread that stands; False: it has ended."""
     buffer = ctypes.create_string_buffer(values, len(values))
     vector = _Vector(ctypes.addressof(buffer), len(values))
-    return request(_SETREGSET, thread, kind, ctypes.addressof(vector))
-
-
-def clear_breakpoints(thread: int) -> None:
-    """Switch off the breakpoints that a tracer has set in a thread that stands: they outlive it."""
-    if os.uname().machine == "x86_64":
-        request(_POKEUSER, thread, _DEBUG_CONTROL, 0)
+    return request(_SETREGSET, thread, _NT_PRSTATUS, ctypes.addressof(vector))
 
 
 def signals_pending(thread: int, first: int, count: int) -> list[bytes]:

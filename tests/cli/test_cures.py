@@ -169,8 +169,8 @@ class Broken:
         named = [one for one in named if one[:2] != ["key", "export"]]  # that was to be done before
         assert named, f"no command in {cure!r}"
         for at, one in enumerate(named):
-            # What only looks ends with the status of damage; the last one is what helps, and may have to say that something is lost.
-            said = self.run(*one, status=(0, 9) if one[0] in ("check", "repair") else 0)
+            # What only looks ends with the status of what it finds; the last one is what helps, and may have to say that something is lost.
+            said = self.run(*one, status={"check": (0, 9), "repair": (0, 9), "trust": (0, 15)}.get(one[0], 0))
             assert at < len(named) - 1 or "0 things" not in said or "QUARANTINED" in said
         return named
 

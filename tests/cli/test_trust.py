@@ -51,8 +51,9 @@ def plain_at(place: Path, identity: str = "") -> None:
         repository = await Core.create(LocalBackend(place, create=True))
         if identity:
             forged = encode_config(Identity(FORMAT, identity, 1, Parameters()), repository.keys)
-            (place / "config").unlink()
-            await repository.backend.create("config", [forged.data])
+            for name in ("config", "copies/config"):
+                (place / name).unlink()
+                await repository.backend.create(name, [forged.data])
         await repository.close()
 
     asyncio.run(body())

@@ -44,13 +44,15 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
         "the directory that the user named, which root alone can change, and all directories on the way to it",
     ),
     "exporter.py": ({"Path.mkdir", "Path.unlink", "shutil.rmtree"}, "the directory that the user named; open files in it go through jobfiles.py"),
-    "restore.py": ({"Path.mkdir", "shutil.rmtree", "tempfile.mkdtemp"}, "icecore's work directory, made by mkdtemp"),
+    "restore.py": ({"Path.mkdir", "shutil.rmtree"}, "icecore's work directory, made by icecore.host.workdir"),
     "tree.py": ({"os.open", "os.mkfifo", "Path.write_text", "Path.chmod"}, "the hold script and its FIFO in icecore's work directory"),
     "guard.py": ({"open"}, "the guard's output in icecore's work directory"),
-    "guard_process.py": ({"os.open", "os.unlink", "os.posix_spawn", "shutil.rmtree"}, "CRIU's output and socket in the guard's work directory"),
+    "guard_process.py": (
+        {"open", "os.open", "os.unlink", "os.posix_spawn", "shutil.rmtree"},
+        "CRIU's output and socket in the guard's work directory; its own oom_score_adj",
+    ),
     "locks.py": ({"os.open"}, "lock files in icecore's work directory"),
     "file_table.py": ({"open"}, "memory (memfd), by descriptor"),
-    "resident.py": ({"Path.mkdir"}, "the keeper's directory: the instance's own, or made by jobfiles.py before"),
 }
 
 
