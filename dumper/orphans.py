@@ -33,7 +33,7 @@ def misjudged(look: GpuLook, states: Mapping[int, State]) -> list[Refusal]:
     refusals = [
         Refusal(
             "gpu-state",
-            f"process {one.pid} has begun to use CUDA since it was looked at, or the driver calls its threads otherwise than versions that icecore knows",
+            f"process {one.pid} has begun to use CUDA since the check, or this driver version names its threads in a way that icecore does not know",
             f"{_AGAIN}; if that does not help, report it with the driver's version",
         )
         for one in look.orphans
@@ -42,7 +42,7 @@ def misjudged(look: GpuLook, states: Mapping[int, State]) -> list[Refusal]:
     return refusals + [
         Refusal(
             "gpu-state",
-            f"process {one.pid} has threads of the driver's, but the driver says that it has no CUDA state",
+            f"process {one.pid} has threads of the driver, but the driver reports no CUDA state for it",
             f"{_AGAIN}; if that does not help, report it with the driver's version",
         )
         for one in look.processes
@@ -89,7 +89,7 @@ def left_open(cuda: Mapping[int, Sequence[procfs.Mapping]], backend: Backend) ->
         if not any(NVML_LIBRARY in m.path for m in mappings):
             raise DumpFailed(
                 f"the driver's checkpoint has left device files open in process {pid}: {', '.join(sorted(names))}",
-                cure="end what else uses the GPU in that process, and report it with the driver's version",
+                cure="stop other uses of the GPU in that process, and report this with the driver's version",
             )
         found.append(pid)
     return found

@@ -34,7 +34,7 @@ def add_external_mounts(folder: Path, names: Mapping[str, str]) -> None:
     images = sorted(folder.glob("mountpoints-*.img"))
     if len(images) != 1:
         raise RestoreRefused(
-            f"the job has {len(images)} mount namespaces: copies of files could be given to its first process alone", cure="choose --files restore or leave"
+            f"the job has {len(images)} mount namespaces: only its first process could get copies of files", cure="choose --files restore or leave"
         )
     mounts = read_image(images[0], MOUNTS)
     number = max(mount.integer(_ID) for mount in mounts)

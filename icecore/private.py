@@ -125,8 +125,8 @@ def require_own(path: Path) -> os.stat_result:
             raise UsageError(f"{path}: the link {one} belongs to user {found.st_uid}", cure=f"remove it: rm {shlex.quote(one)}")
     about = os.stat(path)
     if not is_own(about):
-        cure = f"chown {os.geteuid()} {shlex.quote(str(path))} if you know what it holds, or name another directory"
-        raise UsageError(f"the directory {path} belongs to user {about.st_uid}, who could replace what icecore keeps there", cure=cure)
+        cure = f"chown {os.geteuid()} {shlex.quote(str(path))} if you trust its contents, or name another directory"
+        raise UsageError(f"the directory {path} belongs to user {about.st_uid}, who could replace icecore's files there", cure=cure)
     return about
 
 
@@ -148,12 +148,12 @@ def tighten(path: Path, *, foreign: bool = False, emit: Sink = discard) -> None:
     try:
         about = os.fstat(descriptor)
         if not os.path.samestat(about, required):
-            raise UsageError(f"the directory {path} was replaced meanwhile", cure="try again, and see who can write to its parent")
+            raise UsageError(f"the directory {path} was replaced meanwhile", cure="try again, and check who can write to its parent")
         if not about.st_mode & _OTHERS or (about.st_uid != os.geteuid() and os.geteuid() != 0):
             return
         if foreign and not set(os.listdir(descriptor)) <= STATE_ENTRIES:
             if about.st_mode & _OTHERS_WRITE:
-                cure = "name a directory of icecore's own (ICECORE_STATE)"
+                cure = "name a directory that only icecore uses (ICECORE_STATE)"
                 raise UsageError(f"others can write to the directory {path}, and it holds more than icecore's state", cure=cure)
             return
         os.fchmod(descriptor, 0o700)

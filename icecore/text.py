@@ -83,7 +83,7 @@ def require_label(text: str) -> None:
         UsageError: It is empty, or not all of it can be shown.
     """
     if not text.strip() or harmless(text) != text:
-        raise UsageError(f"{printable(text)!r} is not a label", cure="use a text that is not empty, without control characters")
+        raise UsageError(f"{printable(text)!r} is not a label", cure="use a non-empty text without control characters")
 
 
 def host_name() -> str:

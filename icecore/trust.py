@@ -206,12 +206,12 @@ class Client:
         if identity != finding.found.id:
             raise UsageError(f"{backend.where} holds {finding.found}, not {identity}", cure=f"'icecore trust {backend.where}' shows it")
         if finding.plain and not plain:
-            raise PlainRefused(f"{backend.where} holds {finding.found}", cure=f"say that this is meant: {command(backend.where, finding)}")
+            raise PlainRefused(f"{backend.where} holds {finding.found}", cure=f"to accept it: {command(backend.where, finding)}")
         if not finding.continues:
             if generation != finding.newest.generation:
                 raise UsageError(
                     f"the log in {backend.where} ends at generation {finding.newest.generation} and does not continue what this client has seen",
-                    cure=f"say that this is meant: {command(backend.where, finding)}",
+                    cure=f"to accept it: {command(backend.where, finding)}",
                 )
             self._watermark(finding.found.id, backend).replace(finding.newest)
         meant = not finding.found.encrypted and (plain or (finding.known is not None and finding.known.plain))
@@ -250,7 +250,7 @@ def _require_no_encrypted(place: KnownPlace, backend: Backend) -> None:
     try:
         known = place.recall()
     except Distrusted as error:
-        words = f"what this client knows of {backend.where} does not tell whether an encrypted repository was there ({error.message})"
+        words = f"the record of {backend.where} does not show whether an encrypted repository was there ({error.message})"
     else:
         if known is None or not known.encrypted:
             return
@@ -271,6 +271,6 @@ async def _require_admitted(backend: Backend, admit: Admit) -> None:
 
 def _plain_refused(backend: Backend, found: Known) -> PlainRefused:
     return PlainRefused(
-        f"{backend.where} holds {found}, and a passphrase is configured: an encrypted one is expected",
-        cure=f"if it is meant to be plain: icecore trust {shlex.quote(backend.where)} --accept {found.id} --plain, or name the place in plain_places",
+        f"{backend.where} holds {found}, but a passphrase is configured: an encrypted one is expected",
+        cure=f"if it is plain on purpose: icecore trust {shlex.quote(backend.where)} --accept {found.id} --plain, or name the place in plain_places",
     )

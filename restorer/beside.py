@@ -68,7 +68,7 @@ def find_conflicts(
         elif writers:
             out.append(Conflict(file, root + path, f"{_who(writers)} it open for writing, and {_OUTCOMES[kind]}", shared=kind in ("", "truncate")))
         if readers and kind == "replace":
-            out.append(Conflict(file, root + path, f"{_who(readers)} it open for reading, and goes on with the file that was there before"))
+            out.append(Conflict(file, root + path, f"{_who(readers)} it open for reading, and will go on reading the old file"))
     return out
 
 
@@ -106,9 +106,9 @@ def _who(holders: Sequence[Holder]) -> str:
 
 def _choices(path: str, directory: str, copies: bool) -> str:
     if directory and path.startswith(f"{directory}/"):
-        return "name another directory with --files-to, or end what has the copy open"
-    own = "--files-to DIR gives the restored job copies of its own; " if copies else ""
+        return "name another directory with --files-to, or end the process that has the copy open"
+    own = "--files-to DIR gives the restored job its own copies; " if copies else ""
     return (
-        f"end what writes the file, or choose what becomes of it: {own}--files leave has both write to it; --files truncate cuts it to its length in the "
+        f"end the writing process, or choose what happens to the file: {own}--files leave lets both write to it; --files truncate cuts it to its length in the "
         "snapshot, for both; --files restore replaces it, and the running process keeps the old file without a name"
     )

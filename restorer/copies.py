@@ -52,7 +52,7 @@ def require_copies_possible(options: RestoreOptions, record: RunRecord | None) -
         UsageError: It cannot.
     """
     if options.root and (options.files_to or (record is not None and record.copies)):
-        raise UsageError("a job with copies of its own (--files-to) has no other root (--root)", cure="leave out --root")
+        raise UsageError("a job with its own copies (--files-to) cannot have another root (--root)", cure="leave out --root")
     if not options.files_to:
         return
     if options.files in ("truncate", "leave"):
@@ -176,7 +176,7 @@ def _problems_of_directory(directory: str) -> list[Problem]:
         except FileNotFoundError:
             return []  # it will be made
         except OSError as error:
-            return [Problem(path, f"it cannot be looked at: {error.strerror}", _ANOTHER)]
+            return [Problem(path, f"cannot examine it: {error.strerror}", _ANOTHER)]
         if not stat.S_ISDIR(now.st_mode):
             return [Problem(path, "it is no directory", _ANOTHER)]
         # In a sticky directory nobody can move what is somebody else's; the last one holds the copies.
@@ -189,13 +189,13 @@ def _problems_of_directory(directory: str) -> list[Problem]:
 def _problems_of(file: OpenFile, stored: Set[str] | None) -> list[Problem]:
     """Why a file cannot have a copy. ``stored``: the files whose content is needed and there; None: the copies exist."""
     if file.links:
-        return [Problem(file.path, "it had lost the name under which it was opened, and cannot have a copy", _IN_PLACE_OR_LEAVE)]
+        return [Problem(file.path, "it lost the name under which it was opened, so it cannot have a copy", _IN_PLACE_OR_LEAVE)]
     if stored is not None and (file.policy != "content" or file.path not in stored):
         message = "its content is not in the snapshot, so there is nothing to copy"
         return [Problem(file.path, message, "choose --files leave or truncate; a dump with --files content keeps it")]
     folder = os.path.dirname(file.path)
     if os.path.realpath(folder) != folder:
-        return [Problem(file.path, "its path leads through a symbolic link, and a copy cannot cover it", _IN_PLACE_OR_LEAVE)]
+        return [Problem(file.path, "its path leads through a symbolic link, so a copy cannot cover it", _IN_PLACE_OR_LEAVE)]
     try:
         now = os.lstat(file.path)
     except OSError as error:

@@ -76,7 +76,7 @@ def apply(files: JobFiles, journal: FileJournal, located: Located) -> None:
         else:
             _change_in_place(files, journal, located)
     except FileExistsError as error:
-        raise RestoreFailed(f"cannot put {located.path} back: something else appeared there meanwhile", cure="restore again") from error
+        raise RestoreFailed(f"cannot put {located.path} back: another file appeared there meanwhile", cure="restore again") from error
     except OSError as error:
         raise RestoreFailed(f"cannot put {located.path} back: {error.strerror}") from error
 
@@ -212,7 +212,7 @@ def _take_back(files: JobFiles, located: Located, left: list[str]) -> None:
             files.place_new(place.directory, temporary.name, place.name, owner)
         if has(place) != replaced:
             kept = os.path.join(place.directory.path, temporary.name)
-            left.append(f"somebody replaced {located.path} during the restore; what it was before is {kept}")
+            left.append(f"somebody replaced {located.path} during the restore; the earlier file is {kept}")
             return
     elif now is not None and now == change.new:
         left.append(f"somebody removed what {located.path} was before the restore")
@@ -234,7 +234,7 @@ def _write_back(files: JobFiles, journal: FileJournal, located: Located, left: l
         try:
             about = os.fstat(source)
             if change.kind == "truncate" and not _begins_alike(descriptor, change.size, source):
-                left.append(f"{located.path} was written to after it was cut; what was cut off is in the file {saved.name}")
+                left.append(f"{located.path} was written to after it was cut; the part that was cut off is in the file {saved.name}")
                 return
             _copy(source, 0, descriptor, change.size)
             os.ftruncate(descriptor, change.size + about.st_size)
@@ -265,7 +265,7 @@ def finish(files: JobFiles, journal: FileJournal, changes: Sequence[Located]) ->
     try:
         journal.settle()
     except OSError as error:  # without that, a crash of the machine could bring back the journal, and not what it needs
-        return [f"what the restore replaced stays beside the files: cannot write {journal.folder}: {error.strerror}"]
+        return [f"replaced files stay beside the new ones: cannot write {journal.folder}: {error.strerror}"]
     for located in changes:
         change = located.change
         with _told(left, located.path):

@@ -111,7 +111,7 @@ class FileJournal:
                     raise
         except OSError as error:
             raise RestoreFailed(
-                f"cannot note down which files the restore changes in {above}: {error.strerror}",
+                f"cannot record in {above} which files the restore changes: {error.strerror}",
                 cure="name another directory in ICECORE_STATE, or free space there",
             ) from error
 
@@ -227,7 +227,7 @@ def _listing(above: Path) -> Iterator[None]:
     try:
         about = os.fstat(descriptor)
         if about.st_uid != os.geteuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise RestoreFailed(f"others than user {os.geteuid()} may write to {above}", cure=f"'rm -r {above}', after a look at who made it")
+            raise RestoreFailed(f"others than user {os.geteuid()} may write to {above}", cure=f"'rm -r {above}', after you have checked who made it")
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:

@@ -130,7 +130,7 @@ class JobFiles:
         found = self._paths.directory(path)
         about = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
         if inode_of(about) != (found.device, found.inode) or about.st_uid != owner.user:
-            raise PathRefused(f"another user replaced the directory {path} while it was made", cure="keep others from writing to its parent directory")
+            raise PathRefused(f"another user replaced the directory {path} during its creation", cure="keep others from writing to its parent directory")
         return [*made, MadeDirectory(place, inode_of(about))]
 
     # -- files --------------------------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ def _open_path(place: Place, known: Inode) -> int:
     if inode_of(os.fstat(found)) != known:
         os.close(found)
         path = os.path.join(place.directory.path, place.name)
-        raise PathRefused(f"{path} is another file than before", cure="restore again")
+        raise PathRefused(f"{path} is no longer the same file", cure="restore again")
     return found
 
 

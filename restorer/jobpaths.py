@@ -228,7 +228,7 @@ class JobPaths:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
         if not here.trusted or about.st_uid not in (0, os.geteuid()):
             raise PathRefused(
-                f"{path} leads through the symbolic link {part!r}, which others than root can make or replace",
-                cure=f"replace the link {part!r} by the directory or file itself, or have root make it in a directory that only root may write to",
+                f"{path} leads through the symbolic link {part!r}, which users other than root can create or replace",
+                cure=f"replace the link {part!r} with the directory or file itself, or have root make it in a directory that only root may write to",
             )
         return os.readlink("", dir_fd=link)

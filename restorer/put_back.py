@@ -164,7 +164,7 @@ class PutBack:
             change = msgspec.structs.replace(change, path=os.fsencode(name), directory=where, old=old)
             if about is not None and not file.inode:  # imported images do not say whose it was
                 if about.st_nlink > 1 and not place.directory.root_only:
-                    raise RestoreFailed(f"{name} has other names, and may be another user's file", cure="make a copy of it in its place")
+                    raise RestoreFailed(f"{name} has other names, and may be another user's file", cure="replace it with a copy of itself")
                 change = msgspec.structs.replace(change, user=about.st_uid, group=about.st_gid)
             located = Located(change, place)
             if change.temporary:

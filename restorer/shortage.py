@@ -21,4 +21,4 @@ def shortage(folder: Path, targets: Sequence[FileTarget]) -> str:
     free = limits.free_space(str(folder))
     if pages * PAGE <= free:
         return ""
-    return f"{pages * PAGE >> 20} MiB are to be written to {folder}, where {free >> 20} MiB are free"
+    return f"{pages * PAGE >> 20} MiB must be written to {folder}, which has {free >> 20} MiB free"

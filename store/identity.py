@@ -123,7 +123,7 @@ async def from_copies(
         if await is_of(backend, keys):
             if not rebuild:
                 why = "it is missing, and so is its copy" if not configs else "neither it nor its copy can be read"
-                raise Damaged(CONFIG_KIND.title, CONFIG, why, cure=f"'icecore repair' makes it anew; {RECOVER}") from error
+                raise Damaged(CONFIG_KIND.title, CONFIG, why, cure=f"'icecore repair' rebuilds it; {RECOVER}") from error
             config = await _rebuilt(backend, keys)
             return Identity(keys, config, encode_config(config, keys).data)
     if opened and isinstance(error, ObjectMissing):
@@ -223,7 +223,7 @@ async def _configs(backend: Backend, keys: Keys, config: Config, spare: bytes, c
     good = next((data for name, data in held.items() if name not in wrong), None)
     source, how = good or spare or encode_config(config, keys).data, "stored anew"
     if not good and not spare:
-        how = f"made anew from what this client knows, with the id {config.id}"
+        how = f"rebuilt from what this client knows, with the id {config.id}"
     return [_mend(CONFIG_KIND.title, name, why, how, source, held[name], copies) for name, why in wrong.items()]
 
 
@@ -280,7 +280,7 @@ def _verify(name: str, data: bytes, keys: Keys) -> None:
     if slots is not None and keys.encrypted and slots.repository == keys.repository:
         verify(name, slots, keys.secret)
     elif slots is not None or keys.encrypted or open_slot(name, data) != keys.secret:
-        raise Damaged(KEY_KIND.title, name, "it is that of another repository")
+        raise Damaged(KEY_KIND.title, name, "it belongs to another repository")
 
 
 async def mend(backend: Backend, mends: list[Mend]) -> None:

@@ -115,7 +115,7 @@ class KnownPlace:
         if (found.id, found.encrypted) != (known.id, known.encrypted):
             raise RepositoryReplaced(
                 f"{self._where} holds {found}; this client knows {known}{where}",
-                cure=f"find out who replaced it before you use it; 'icecore trust {self._where}' shows both, and accepts the new one if it is meant",
+                cure=f"find out who replaced it before you use it; 'icecore trust {self._where}' shows both, and can accept the new one",
             )
 
     def note(self, known: Known) -> None:
@@ -148,12 +148,12 @@ class KnownPlace:
         try:
             record = msgspec.json.decode(data, type=kind)
             if record.place != name:
-                raise ValueError(f"it is that of {record.place}")
+                raise ValueError(f"it is the record of {record.place}")
             return record
         except ValueError as error:  # msgspec's and Unicode's are, too
             raise RecordDamaged(
-                f"{path}, which says what repository this client knows at {self._where}, is damaged: {error}",
-                cure=f"'icecore trust {self._where}' shows what is there, and notes it down anew if it is meant",
+                f"{path}, the record of the repository at {self._where}, is damaged: {error}",
+                cure=f"'icecore trust {self._where}' shows what is there, and can record it again",
             ) from error
 
 

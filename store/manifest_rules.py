@@ -56,7 +56,7 @@ def faults(manifest: Manifest) -> Iterator[str]:
         if why:
             yield f"{space.kind} {_shown(space.key)}: {why}"
     if nodes > MAX_NODES:
-        yield f"it refers to {nodes} map nodes, more than the {MAX_NODES} that a snapshot can have"
+        yield f"it refers to {nodes} map nodes, more than the maximum of {MAX_NODES}"
     images = {process.image_id for process in manifest.processes}
     if len(images) != len(manifest.processes):
         yield "two processes have one id"
@@ -71,7 +71,7 @@ def faults(manifest: Manifest) -> Iterator[str]:
         if not _is_port(port):
             yield f"it requires the port {_shown(port)}"
     if not set(manifest.criu_options) <= _OPTIONS:
-        yield f"it wants CRIU to have the options {_shown(' '.join(manifest.criu_options))}"
+        yield f"it names these options of CRIU: {_shown(' '.join(manifest.criu_options))}"
 
 
 #: Bytes of a NODE_REF record (`icecore.store.manifest`).

@@ -92,5 +92,5 @@ def _sync(folder: Path) -> None:
 
 def _failed(doing: str, path: Path, error: OSError) -> StoreError:
     return StoreError(
-        f"cannot {doing} what this client remembers, {path}: {error.strerror}", cure="correct its permissions or make room, or set ICECORE_STATE"
+        f"cannot {doing} this client's record {path}: {error.strerror}", cure="correct its permissions or make room, or set ICECORE_STATE"
     )

@@ -101,7 +101,7 @@ class Restorer:
         if not await is_of(self._backend, keys):
             raise UsageError(
                 f"{self._name} is not the recovery file of {self._backend.where}: nothing there verifies under its keys",
-                cure="name the repository that it was exported from, or that one's file",
+                cure="name the repository that it was exported from, or use the file of this one",
             )
         spare = self._recovery.number, self._recovery.key
         mends = await inspect(self._backend, keys, config, spare_config=self._recovery.config, spare_key=spare)

@@ -91,7 +91,7 @@ async def look(log: Log) -> Condition:
             continue  # trimmed between the listing and the read
         absent = gaps.ranges(_absent(listed, generation, top))
         return Condition(base, top, damaged, absent)
-    raise StoreError("the log moves on all the time", cure="try again")
+    raise StoreError("other clients keep adding to the log", cure="try again")
 
 
 def _absent(listed: list[int], low: int, top: int) -> Iterable[int]:
@@ -125,10 +125,10 @@ class Relogging:
     def words(self) -> str:
         """What is lost, for people."""
         base = self.condition.base
-        found = f"{len(self.recovered)} snapshots that it does not list are listed again, labelled {RECOVERED!r}, as their manifests are whole"
-        lost = "lost are forgets, pins and labels that came later, snapshots without a whole manifest, and the work of open sessions"
+        found = f"{len(self.recovered)} unlisted snapshots with intact manifests are listed again, labelled {RECOVERED!r}"
+        lost = "lost are later forgets, pins and labels, snapshots without an intact manifest, and the work of open sessions"
         if base is None:
-            return f"the log begins anew at generation {self.generation}: {found}; {lost}"
+            return f"the log starts again at generation {self.generation}: {found}; {lost}"
         when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(base.state.created_ns / 1e9))
         return f"the log continues from generation {base.generation} ({when}) with generation {self.generation}: {found}; {lost}"
 
@@ -169,7 +169,7 @@ class Relogger:
             await self._log.continues(condition.base)
         except Damaged:
             raise RollbackDetected(
-                f"too many log entries are damaged to tell whether generation {condition.base.generation} continues what this client has seen",
+                f"too many log entries are damaged to determine whether generation {condition.base.generation} continues what this client has seen",
                 cure=self._log.cure_of_rollback,
             ) from error
 
@@ -186,7 +186,7 @@ class Relogger:
             except ObjectExists:
                 continue  # another continued it
             return plan
-        raise StoreError("others continue the log all the time", cure="try again")
+        raise StoreError("other clients keep adding to the log", cure="try again")
 
     async def _settle(self) -> None:
         """Accept the newest entry where it is another than the one that was seen, or nobody can tell."""
@@ -290,7 +290,7 @@ class Relogger:
             generation=generation,
             predecessor=digest or bytes(32),
             created_ns=now,
-            changes=[f"repair: continues after generation {first - 1}, {generation - first} entries are lost, {len(plan.recovered)} snapshots found"],
+            changes=[f"repair: continues after generation {first - 1}, {generation - first} entries lost, {len(plan.recovered)} snapshots found"],
             transactions=[
                 *[written for written in before.transactions if written.generation > generation - REMEMBERED],
                 Written(generation, secrets.token_bytes(16)),
