@@ -1,9 +1,9 @@
-"""What a CRIU that is killed has changed in a job's threads is put back; rule: from the kill until then none of these threads runs.
+"""Puts back what a killed CRIU changed in a job's threads; rule: from the kill until then none of these threads runs.
 
 The kernel stops a process that is traced with PTRACE_O_TRACEEXIT before it ends, even if SIGKILL ends it (ptrace(2), PTRACE_EVENT_EXIT). It then still
-holds what it traces itself. So somebody traces CRIU, and when CRIU is being killed, sends a SIGSTOP to the processes that it was changing. CRIU then ends, the
-kernel lets go of its threads, and each of these stops before it runs any code. A library in CRIU keeps a journal of their registers, masks and bytes
-(host/criu_journal.c). All is put back, CRIU's code is unmapped, what it had opened is closed, and the processes go on.
+holds what it traces itself. So a child of the guard traces CRIU, and when CRIU is being killed, sends a SIGSTOP to the processes that it was changing. CRIU
+then ends, the kernel lets go of its threads, and each of these stops before it runs any code. A library in CRIU keeps a journal of their registers, masks and
+bytes (host/criu_journal.c). Everything is put back, CRIU's code is unmapped, its files are closed, and the processes go on.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ARGUMENTS = (14, 13, 12)  # rdi, rsi, rdx
 
 
 def make_journal() -> int:
-    """Make an empty journal; a descriptor, the caller's to close."""
+    """Make an empty journal; return its descriptor, which the caller closes."""
     journal = os.memfd_create("icecore-journal", os.MFD_CLOEXEC)
     os.ftruncate(journal, (_JOURNAL_BYTES + mmap.PAGESIZE - 1) & -mmap.PAGESIZE)
     return journal
@@ -87,7 +87,7 @@ class Journal:
         return cls(last, threads, tuple((thread, address, word) for address, word, thread, used in pokes if used))
 
     def held_by(self, criu: int) -> Journal:
-        """What is noted of threads that it still holds: others it has let go of, and they have run since."""
+        """Return the records of threads that it still holds: it has released the others, and they have run since."""
 
         def held(thread: int) -> bool:
             try:
@@ -126,7 +126,7 @@ def watch(criu: int, journal: int, ready: int) -> None:
 
 
 def _end(criu: int, found: Journal) -> None:
-    """Let a CRIU that stands at its end go, and put back what it had changed."""
+    """Release a CRIU that is stopped at its exit, and put back what it changed."""
     stopped: list[int] = []
     try:
         broken = {process: _descriptors_of(process, criu) for process in _touched(found)}
@@ -134,10 +134,10 @@ def _end(criu: int, found: Journal) -> None:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGSTOP)
                 stopped.append(process)
-        own = _children(criu)  # on which it tries what the kernel can do, or its script
+        own = _children(criu)  # with which it probes the kernel, or its script
         ptrace.request(ptrace.CONT, criu)
         with suppress(ProcessLookupError):
-            ptrace.wait(criu, block=True)  # it has ended, and let go of all
+            ptrace.wait(criu, block=True)  # it has ended, and released everything
         for child in own:
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
@@ -158,7 +158,7 @@ def _children(criu: int) -> list[int]:
 
 
 def _touched(found: Journal) -> list[int]:
-    """The processes in which CRIU had not put back everything."""
+    """Return the processes in which CRIU had not put back everything."""
     changed = {_process_of(thread) for thread in (*found.threads, *(thread for thread, _, _ in found.pokes))}
     last = _process_of(found.last) if found.last else 0
     if last and (_blobs(last) or _opened(last)):
@@ -199,7 +199,7 @@ def _links(process: int) -> Iterator[tuple[int, str]]:
 
 
 def _descriptors_of(process: int, criu: int) -> list[int]:
-    """What CRIU's code has open in a process: its memory, its log, its socket. While CRIU still is, so that its end of the socket has a name."""
+    """Return what CRIU's code has open in a process: its memory, its log, its socket. Call it while CRIU exists, so that its end of the socket has a name."""
     logs = {(about.st_dev, about.st_ino) for about in _files(criu)}
     found = []
     try:
@@ -231,7 +231,7 @@ def _files(process: int) -> Iterator[os.stat_result]:
 
 
 def _is_criu_end(pidfd: int, number: int) -> bool:
-    """Whether a socket of the process is connected to a CRIU."""
+    """Return whether a socket of the process is connected to a CRIU."""
     copy = int(libc.syscall(_PIDFD_GETFD, pidfd, number, 0))
     if copy < 0:
         return False
@@ -273,7 +273,7 @@ def _put_back(process: int, found: Journal, descriptors: list[int]) -> None:
 
 
 def _wait_stopped(thread: int) -> None:
-    """Wait until a thread stands, in the kernel's handling of signals."""
+    """Wait until a thread is stopped in the kernel's handling of signals."""
     until = time.monotonic() + _STOP_SECONDS
     while time.monotonic() < until:
         stop = ptrace.wait(thread, block=False)
@@ -286,7 +286,7 @@ def _wait_stopped(thread: int) -> None:
 
 
 def _clean(process: int, thread: int, descriptors: list[int]) -> None:
-    """Have a thread that stands close what CRIU's code had opened, and unmap that."""
+    """Make a stopped thread close what CRIU's code opened, and unmap that code."""
     calls = [(_CLOSE, (number, 0)) for number in descriptors] + [(_MUNMAP, one) for one in _blobs(process)]
     place = _system_call_instruction(process) if calls and os.uname().machine == "x86_64" else 0
     if not place:
@@ -302,7 +302,7 @@ def _clean(process: int, thread: int, descriptors: list[int]) -> None:
             for at, value in zip(_ARGUMENTS, arguments, strict=False):
                 words[at] = value
             ptrace.set_registers(thread, struct.pack(f"<{len(words)}Q", *words))
-            for _ in range(2):  # its beginning and its end
+            for _ in range(2):  # its entry and its exit
                 if not _step_to_call(thread):
                     return
     finally:
@@ -311,7 +311,7 @@ def _clean(process: int, thread: int, descriptors: list[int]) -> None:
 
 
 def _step_to_call(thread: int) -> bool:
-    """Let a thread run to the next beginning or end of a system call."""
+    """Let a thread run to the next entry to or exit from a system call."""
     until = time.monotonic() + _STOP_SECONDS
     ptrace.request(ptrace.SYSCALL, thread)
     while time.monotonic() < until:
@@ -326,7 +326,7 @@ def _step_to_call(thread: int) -> bool:
 
 
 def _system_call_instruction(process: int) -> int:
-    """Where in a process's vdso a system call is made; 0: nowhere."""
+    """Return the address of a system call instruction in a process's vdso; 0: there is none."""
     for one in procfs.read_maps(process):
         if one.path == "[vdso]":
             with open(f"/proc/{process}/mem", "rb", buffering=0) as memory:

@@ -1,4 +1,4 @@
-"""The only way in which a client opens or makes a repository: what it knows of the place is binding, and encryption is not lost; rule: nothing else calls
+"""Opens and makes every repository of a client: its record of the place is binding, and encryption is not lost; rule: nothing else calls
 `icecore.store.repository.Repository.open` and `create`.
 """
 
@@ -32,9 +32,9 @@ class Finding:
         seen: The newest log entry of the repository that is there, as far as this client has seen it before; None: that record is damaged.
         found: The repository that is there.
         newest: Its newest log entry.
-        troubles: Why it would not be opened; empty if it would.
+        troubles: Why commands do not open it; empty if they do.
         continues: Whether its log continues what this client has seen.
-        plain: Whether it has to be said that a plain repository is meant.
+        plain: Whether accepting it requires ``plain``, because it is a plain repository.
     """
 
     known: Known | None
@@ -47,7 +47,7 @@ class Finding:
 
 
 class Client:
-    """Opens and makes repositories for one client: whoever shares a state directory.
+    """Opens and makes repositories for one client: all processes that share a state directory.
 
     Args:
         state: The directory in which it remembers; empty: this node's.
@@ -78,7 +78,7 @@ class Client:
 
         Raises:
             RepositoryReplaced: Another is there, or it is not encrypted any more.
-            PlainRefused: It is plain, a passphrase is configured, and nothing says that this is meant.
+            PlainRefused: It is plain, a passphrase is configured, and nothing marks it as plain on purpose.
             RecordDamaged: What this client remembers of the place is damaged.
             NotFound, WrongPassphrase, FormatTooNew, Damaged: As `icecore.store.repository.Repository.open`.
         """
@@ -137,7 +137,7 @@ class Client:
 
         Raises:
             PlainRefused: An encrypted repository is known there.
-            UsageError: There is a repository already, or the place does not do what one needs.
+            UsageError: There is a repository already, or the place does not support one.
         """
         place = self._place(backend)
         if passphrase is None and not plain:
@@ -147,7 +147,7 @@ class Client:
         return self._remembering(core)
 
     async def examine(self, backend: Backend, *, passphrase: Passphrase | None = None) -> Finding:
-        """Compare what this client knows of a place with what is there; nothing is noted down.
+        """Compare what this client knows of a place with what is there; record nothing.
 
         Raises:
             NotFound, WrongPassphrase, FormatTooNew, Damaged: It cannot be opened, or its log cannot be read.
@@ -188,12 +188,12 @@ class Client:
         plain: bool = False,
         passphrase: Passphrase | None = None,
     ) -> Finding:
-        """Know from now on what is at a place, because a person says that it is meant.
+        """Record the repository at a place, because the user accepts it.
 
         Args:
             identity: The id of the repository that is there.
-            generation: Its newest generation; has to be given where its log does not continue what this client has seen.
-            plain: A plain repository is meant; has to be given where a passphrase is configured, or an encrypted one is known.
+            generation: Its newest generation; required if its log does not continue what this client has seen.
+            plain: Accept a plain repository; required if a passphrase is configured, or an encrypted one is known.
 
         Returns:
             What was found before.
@@ -222,7 +222,7 @@ class Client:
         return KnownPlace(self._state / "places", backend.known_as, backend.where)
 
     def _meant_plain(self, backend: Backend) -> bool:
-        """Whether the configuration says that a plain repository is meant here."""
+        """Return whether the configuration marks this place as plain."""
         if self._config is None:
             return False
         return any(not names_of(place, self._config).isdisjoint(backend.known_as) for place in self._config.plain_places)

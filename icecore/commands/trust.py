@@ -1,4 +1,4 @@
-"""The trust command: what this client knows of a place, what is there, and that it is meant."""
+"""The trust command: shows what this client knows of a place and what is there, and accepts it."""
 
 from __future__ import annotations
 
