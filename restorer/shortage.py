@@ -1,4 +1,4 @@
-"""Whether there is room for files before they are written; rule: what counts is the bytes that the cells hold, not what a manifest says of them."""
+"""Checks for room before files are written; rule: the bytes in the cells count, not the sizes in a manifest."""
 
 from __future__ import annotations
 
