@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Measure what a checkpoint costs a training job: PyTorch's ways to save, and icecore's snapshots of a job that knows nothing of them.
+"""Measure what a checkpoint costs a training job: PyTorch's ways to save, and icecore's snapshots of an unmodified job.
 
 One job at a time trains on the GPU and logs its steps; each way saves the same state to tmpfs. The table gives, for each checkpoint: the
-training time that was lost (the time from its begin until it is durable, less the steps made in it at their undisturbed pace), the
+training time that was lost (the time from its start until it is durable, minus the steps made meanwhile at their undisturbed pace), the
 longest step, how much slower the other steps are meanwhile, the time until it is durable, and its bytes. With --every, icecore takes snapshots
 at that interval, and the table gives the share of the training time that they cost.
 
@@ -50,7 +50,7 @@ class Cost:
     Attributes:
         lost: Seconds of training.
         longest: Seconds of the longest step.
-        slower: Mean duration of the steps that were not stopped, by the median of undisturbed ones; 0: there were none.
+        slower: Mean duration of the steps that were not stopped, divided by the median of undisturbed ones; 0: there were none.
         durable: Seconds until it was durable.
         stored: Bytes.
     """
@@ -82,7 +82,7 @@ class Training:
         self.folder = folder
 
     def steps(self) -> list[Step]:
-        """All steps until now."""
+        """Return all steps until now."""
         path = self.folder / "steps"
         lines = path.read_text().splitlines() if path.exists() else []
         return [Step(*map(int, line.split())) for line in lines if line.count(" ") == 1]
@@ -91,7 +91,7 @@ class Training:
         """Wait for ``seconds``, and at least `_FEWEST` undisturbed steps; return their median in seconds.
 
         Raises:
-            RuntimeError: The job makes too few.
+            RuntimeError: The job makes too few steps.
         """
         self._await(1, 0)
         since = time.monotonic_ns()
@@ -108,7 +108,7 @@ class Training:
 
     def cost(self, began: int, durable: int, pace: float, stored: int) -> Cost:
         """Return what a checkpoint between two times cost."""
-        time.sleep(3 * pace)  # the step that is in progress when it becomes durable
+        time.sleep(3 * pace)  # the step in progress when it becomes durable
         within = [step for step in self.steps() if step.end > began and step.begin < durable]
         # A save that the job makes itself is part of the step at whose end it stands; a window may fall between two steps.
         ends = [step.end for step in within]
@@ -139,7 +139,7 @@ def training(folder: Path, way: str, gib: float, device: str) -> Iterator[Traini
 
 
 def saves(way: str, gib: float, device: str, count: int, calm: float) -> list[Cost]:
-    """The costs of ``count`` saves by the job itself."""
+    """Return the costs of ``count`` saves by the job itself."""
     costs = []
     with scratch("cost") as folder, training(folder, way, gib, device) as job:
         pace = job.settle(calm)
@@ -178,7 +178,7 @@ class Icecore:
 
 
 def snapshots(gib: float, device: str, count: int, calm: float, every: float, during: float) -> tuple[list[Cost], float | None]:
-    """The costs of ``count`` snapshots, and the share of training time that one each ``every`` seconds costs."""
+    """Return the costs of ``count`` snapshots, and the share of training time that one each ``every`` seconds costs."""
     # A GPU job has a private root, with a /dev/shm of its own: it logs its steps elsewhere.
     with scratch("cost") as folder, tempfile.TemporaryDirectory(prefix="icecore-bench-cost-") as visible:
         icecore = Icecore(folder)
@@ -223,7 +223,7 @@ def _periodic(icecore: Icecore, job: Training, pace: float, folder: Path, every:
 
 
 def results(found: dict[str, list[Cost]], share: float | None, where: str, every: float) -> list[Result]:
-    """The table: medians over the checkpoints of each way, the first of each apart, for it warms what the others reuse."""
+    """Return the table: medians over the checkpoints of each way; the first of each is separate, because it warms what the others reuse."""
     out = []
     for way, costs in found.items():
         for label, chosen in (("first", costs[:1]), ("then", costs[1:])):

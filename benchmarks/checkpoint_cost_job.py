@@ -1,10 +1,10 @@
-"""A training job that logs each step and saves a checkpoint when it is told to; the job of benchmarks/checkpoint_cost.py.
+"""A training job that logs each step and saves a checkpoint on request; the job of benchmarks/checkpoint_cost.py.
 
 Usage: checkpoint_cost_job.py FOLDER WAY [--gib GIB] [--device cuda|cpu]
 
 It appends to FOLDER/steps one line "BEGIN END" (nanoseconds of CLOCK_MONOTONIC) for each step. When FOLDER/order holds a new
 number, it saves model and optimizer to FOLDER/checkpoint-NUMBER after the step, and writes FOLDER/saved-NUMBER: the times at which
-the save began and became durable. A job whose WAY is "none" saves nothing, and knows nothing of who takes its snapshots.
+the save began and became durable. A job whose WAY is "none" saves nothing, and does not know that its snapshots are taken.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Saver:
             dist.init_process_group("cpu:gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
 
     def save(self, number: str) -> None:
-        """Begin a save, as far as the way is asynchronous."""
+        """Start a save; where the way is asynchronous, return before it is done."""
         import torch
 
         began = time.monotonic_ns()

@@ -227,8 +227,8 @@ def nvml(found: Look) -> list[Refusal]:
     return [
         Refusal(
             "nvml",
-            f"process {p.pid} uses NVML: once restored, its calls of it fail until it calls nvmlShutdown and nvmlInit again",
-            "have it initialise NVML for each reading, or begin anew after an error",
+            f"process {p.pid} uses NVML: after a restore, its NVML calls fail until it calls nvmlShutdown and nvmlInit again",
+            "have it initialise NVML for each reading, or initialise it again after an error",
         )
         for p in (found.gpus.orphans if found.gpus is not None else ())
         if p.nvml

@@ -346,7 +346,7 @@ class Devices:
     def warn(self) -> None:
         """Warn of what a restore will take from processes that run on. The window is over."""
         for pid in self._nvml:
-            message = f"process {pid} uses NVML beside CUDA: once restored, its calls of NVML fail until it calls nvmlShutdown and nvmlInit again"
+            message = f"process {pid} uses NVML and CUDA: after a restore, its NVML calls fail until it calls nvmlShutdown and nvmlInit again"
             self._emit(Event("dump.warning", {"name": "nvml", "message": message, "cure": "have it initialise NVML for each reading"}))
 
     def describe(self, images: Mapping[int, int]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What a failed dump is to say of processes that ended meanwhile; the rule: their end is the cause, and what failed for it is not told in its place."""
+"""Explains a failed dump by processes that ended meanwhile; the rule: the error names their end as the cause, not what failed because of it."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class Lives:
                 self._began.setdefault(pid, procfs.start_time(pid))
 
     def forget(self) -> None:
-        """From now on this dump itself ends them."""
+        """Stop watching: from now on this dump itself ends the processes."""
         self._began.clear()
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Raise `DumpFailed` with the end of a process where something fails for that."""
+        """Raise `DumpFailed` with the end of a process if something fails because of it."""
         try:
             yield
-        except (IcecoreError, OSError) as error:  # what is reached through its /proc is a missing file then
+        except (IcecoreError, OSError) as error:  # files below its /proc are missing then
             ended = [pid for pid, began in self._began.items() if _ended(pid, began)]
             if not ended or isinstance(error, _OTHERS):
                 raise

@@ -1,8 +1,8 @@
-"""Processes that have device files of the driver open or mapped and no CUDA state; the rule: nobody with CUDA state of its own is ever taken for one.
+"""Processes that have device files of the driver open or mapped but no CUDA state; the rule: a process with CUDA state of its own never counts as one.
 
 They are children that were forked from a CUDA process (workers of a DataLoader, of torch.compile), in which CUDA does not work, and users of NVML alone. The
 driver closes nothing in them. CRIU's plugin dumps these files without asking whose they are, and a restore replaces them (host/criu_device_files.c), so it is
-decided here that no other process has any: by the driver before the window, and by its threads once all stand still.
+decided here that no other process has any: by the driver before the window, and by its threads once all processes are stopped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _AGAIN = "dump it again"
 
 
 def misjudged(look: GpuLook, states: Mapping[int, State]) -> list[Refusal]:
-    """Refuse processes of which the driver says otherwise than their threads do.
+    """Refuse processes whose driver state contradicts their threads.
 
     Args:
         states: What the driver says of each process of the look.
@@ -33,7 +33,7 @@ def misjudged(look: GpuLook, states: Mapping[int, State]) -> list[Refusal]:
     refusals = [
         Refusal(
             "gpu-state",
-            f"process {one.pid} has begun to use CUDA since it was looked at, or the driver calls its threads otherwise than versions that icecore knows",
+            f"process {one.pid} has begun to use CUDA since the check, or this driver version names its threads in a way that icecore does not know",
             f"{_AGAIN}; if that does not help, report it with the driver's version",
         )
         for one in look.orphans
@@ -42,7 +42,7 @@ def misjudged(look: GpuLook, states: Mapping[int, State]) -> list[Refusal]:
     return refusals + [
         Refusal(
             "gpu-state",
-            f"process {one.pid} has threads of the driver's, but the driver says that it has no CUDA state",
+            f"process {one.pid} has threads of the driver, but the driver reports no CUDA state for it",
             f"{_AGAIN}; if that does not help, report it with the driver's version",
         )
         for one in look.processes
@@ -51,7 +51,7 @@ def misjudged(look: GpuLook, states: Mapping[int, State]) -> list[Refusal]:
 
 
 def require_no_others(root: int, look: GpuLook, cuda: Collection[int]) -> None:
-    """Require that nobody has CUDA state but those that were checkpointed. The tree stands still.
+    """Require that only checkpointed processes have CUDA state. The tree is stopped.
 
     Args:
         root: The tree's.
@@ -59,7 +59,7 @@ def require_no_others(root: int, look: GpuLook, cuda: Collection[int]) -> None:
         cuda: Those that were checkpointed.
 
     Raises:
-        DumpFailed: Somebody may have some.
+        DumpFailed: Another process may have CUDA state.
     """
     asked = {one.pid for one in (*look.processes, *look.orphans)}
     named = any(one.threads for one in look.processes)
@@ -67,7 +67,7 @@ def require_no_others(root: int, look: GpuLook, cuda: Collection[int]) -> None:
         if pid in cuda:
             continue
         with suppress(NotFound):
-            # Where the driver's threads have other names they tell nothing of a process that nobody asked the driver about.
+            # If the driver's threads have other names, they do not describe a process about which the driver was not asked.
             if has_drivers_threads(pid) or (not named and pid not in asked and _has_device_files(pid, look.backend)):
                 raise DumpFailed(f"process {pid} has begun to use CUDA since the dump began", cure=_AGAIN)
 
@@ -79,7 +79,7 @@ def left_open(cuda: Mapping[int, Sequence[procfs.Mapping]], backend: Backend) ->
         cuda: Their mappings.
 
     Raises:
-        DumpFailed: A process has some and has not loaded NVML: a restore would take from it what it needs.
+        DumpFailed: A process has some and has not loaded NVML: a restore would take files from it that it needs.
     """
     kinds, found = backend.kinds(), []
     for pid, mappings in cuda.items() if kinds else ():
@@ -89,7 +89,7 @@ def left_open(cuda: Mapping[int, Sequence[procfs.Mapping]], backend: Backend) ->
         if not any(NVML_LIBRARY in m.path for m in mappings):
             raise DumpFailed(
                 f"the driver's checkpoint has left device files open in process {pid}: {', '.join(sorted(names))}",
-                cure="end what else uses the GPU in that process, and report it with the driver's version",
+                cure="stop other uses of the GPU in that process, and report this with the driver's version",
             )
         found.append(pid)
     return found
@@ -100,7 +100,7 @@ def _has_device_files(pid: int, backend: Backend) -> bool:
 
 
 def _open_devices(pid: int, kinds: Collection[str]) -> Iterator[str]:
-    """Yield the path of each open device file of the driver's, found by its device number: it may have been opened in a root that is gone."""
+    """Yield the path of each open device file of the driver's, found by its device number: it may have been opened in a root that no longer exists."""
     folder = Path(f"/proc/{pid}/fd")
     for name in os.listdir(folder):
         with suppress(FileNotFoundError):

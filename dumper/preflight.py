@@ -79,7 +79,7 @@ def check_target(pid: int) -> list[Refusal]:
         return [Refusal("thread", f"{pid} is a thread of process {leader}", f"name process {leader}")]
     if pid == 1:
         message = "process 1 is the init of this machine, or of the container that icecore runs in"
-        return [Refusal("init", message, "start the job with 'icecore run', or name the process below it that is to be snapshotted")]
+        return [Refusal("init", message, "start the job with 'icecore run', or name the descendant process to snapshot")]
     if _contains(pid, os.getpid()):
         return [
             Refusal(
@@ -98,7 +98,7 @@ def _check_member(pid: int) -> list[Refusal]:
             os.readlink(f"/proc/{pid}/ns/user")
         except PermissionError:
             cure = "run icecore with at least the capabilities of that process: as root on the machine, or in a container with --privileged"
-            message = f"icecore may not look at process {pid}, which has capabilities that icecore lacks or lives in an outer user namespace"
+            message = f"icecore may not look at process {pid}, which has capabilities that icecore lacks, or is in an outer user namespace"
             return [Refusal("access", message, cure)]
         except FileNotFoundError:
             return []

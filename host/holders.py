@@ -1,10 +1,10 @@
-"""Who has a file open; the rule: the kernel says whether anyone has, and /proc only says who.
+"""Finds the processes that have a file open; the rule: the kernel says whether any has, /proc only says which.
 
-A write lease (fcntl(2), F_SETLEASE) is granted on a file that nobody else has open, and a read lease on one that nobody has open for writing. Mappings count,
-and so do processes in other mount and pid namespaces, which a search through /proc may miss. So a file without a holder costs a few microseconds, and only
-one with a holder costs the search. Where a file system has no leases, the search alone answers.
+A write lease (fcntl(2), F_SETLEASE) is granted only on a file that no other process has open, and a read lease only on one that no process has open for
+writing. Mappings count, and so do processes in other mount and pid namespaces, which a search through /proc may miss. So a file without a holder costs a few
+microseconds, and only one with a holder costs the search. Where a file system has no leases, the search alone answers.
 
-The answer is of one moment: who opens a file later is not in it.
+The answer holds for one moment: it misses a process that opens a file later.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ FileId = tuple[int, int]
 
 @dataclass(frozen=True, order=True)
 class Holder:
-    """One that has a file open.
+    """A process that has a file open.
 
     Attributes:
-        pid: As this process sees it; 0: nobody that this process can see (another pid namespace, the kernel's own file server).
-        name: Its program's.
+        pid: As this process sees it; 0: a holder that this process cannot see (another pid namespace, the kernel's own file server).
+        name: The name of its program.
         writes: Whether it has the file open for writing, or mapped so.
     """
 
@@ -54,11 +54,11 @@ class Holder:
 
 
 def find_holders(files: Mapping[str, int], patience: float = _ENDING_SECONDS) -> dict[str, list[Holder]]:
-    """Return who has each of some regular files open and will go on running.
+    """Return the processes that have regular files open and will go on running.
 
     Args:
         files: Name → descriptor (O_PATH will do) of the file.
-        patience: Seconds for which processes that are ending may take to let go. Those that still have it then count.
+        patience: Seconds to wait for ending processes to close a file. Those that still have it open then count.
 
     Returns:
         Name → holders, writers first; names without a holder are left out.
@@ -83,7 +83,7 @@ def _id(descriptor: int) -> FileId:
 
 
 def _state(descriptor: int) -> str:
-    """``free``, ``read``, ``written``, or ``unknown`` where the kernel does not say."""
+    """Return ``free``, ``read``, ``written``, or ``unknown`` if the kernel does not say."""
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         return "free"
     try:
@@ -91,7 +91,7 @@ def _state(descriptor: int) -> str:
     except OSError:
         return "unknown"
     try:
-        # Who opens the file while we have the lease makes the kernel send this signal; SIGIO, its choice, would end this process.
+        # If a process opens the file while we have the lease, the kernel sends this signal; SIGIO, its choice, would end this process.
         fcntl.fcntl(probe, fcntl.F_SETSIG, signal.SIGURG)
         for lease, state in ((fcntl.F_WRLCK, "free"), (fcntl.F_RDLCK, "read")):
             try:
@@ -110,7 +110,7 @@ def _state(descriptor: int) -> str:
 
 
 def _search(ids: Mapping[str, FileId], states: Mapping[str, str]) -> dict[str, set[Holder]]:
-    """Look through all processes: their descriptors, and their mappings where those do not explain what the kernel says."""
+    """Search all processes: their descriptors, and their mappings if descriptors do not explain the kernel's answer."""
     wanted: dict[FileId, list[str]] = {}
     for name, key in ids.items():
         wanted.setdefault(key, []).append(name)
@@ -142,7 +142,7 @@ def _search(ids: Mapping[str, FileId], states: Mapping[str, str]) -> dict[str, s
 def _look_at_descriptors(pid: int, writers: dict[FileId, dict[int, bool]]) -> None:
     try:
         folder = os.open(f"/proc/{pid}/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:  # it ended, or is not ours to look at
+    except OSError:  # it ended, or this process may not look at it
         return
     own = pid == os.getpid()
     try:
@@ -211,9 +211,9 @@ def _name(pid: int) -> str:
 
 
 def _is_ending(holder: Holder) -> bool:
-    """Whether it has been killed: what it holds is closed once its memory is given back, which takes a while for a large process.
+    """Return whether it has been killed: its files are closed after its memory is freed, which takes a while for a large process.
 
-    Of a holder that is not visible nobody can say so; most often it is a process that has ended between the kernel's answer and the search.
+    For an invisible holder this is unknown; most often it is a process that ended between the kernel's answer and the search.
     """
     pid = holder.pid
     try:

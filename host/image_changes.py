@@ -1,4 +1,4 @@
-"""What is changed in CRIU's images before a restore; the rule: what is not named stays as it was dumped.
+"""Changes CRIU's images before a restore; the rule: everything that is not named stays as it was dumped.
 
 Mounts are in mountpoints-N.img (CRIU's images/mnt.proto), open files in files.img (fdinfo.proto, regfile.proto).
 """
@@ -29,12 +29,12 @@ def add_external_mounts(folder: Path, names: Mapping[str, str]) -> None:
         names: Path of a file in the root → the name under which ``criu restore --external`` says what is mounted there.
 
     Raises:
-        RestoreRefused: There are several mount namespaces: who lives in the others would not see the mounts.
+        RestoreRefused: There are several mount namespaces: processes in the others would not see the mounts.
     """
     images = sorted(folder.glob("mountpoints-*.img"))
     if len(images) != 1:
         raise RestoreRefused(
-            f"the job has {len(images)} mount namespaces: copies of files could be given to its first process alone", cure="choose --files restore or leave"
+            f"the job has {len(images)} mount namespaces: only its first process could get copies of files", cure="choose --files restore or leave"
         )
     mounts = read_image(images[0], MOUNTS)
     number = max(mount.integer(_ID) for mount in mounts)
@@ -55,7 +55,7 @@ def _is_below(path: str, point: str) -> bool:
 
 
 def _external(parent: Message, number: int, path: str, name: str) -> Message:
-    """A mount like its parent, but external, and nobody's peer."""
+    """Return a mount like its parent, but external and without peers."""
     changed = (_ID, _PARENT, _ROOT, _POINT, _SHARED, _MASTER, _KEY)
     fields = [one for one in parent.fields if one[0] not in changed]
     fields += [
@@ -69,7 +69,7 @@ def _external(parent: Message, number: int, path: str, name: str) -> Message:
 
 
 def forget_sizes(folder: Path, paths: Set[str]) -> None:
-    """Have CRIU open regular files whatever their size is by then.
+    """Make CRIU open regular files whatever their size is at the restore.
 
     Args:
         folder: CRIU's images.

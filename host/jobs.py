@@ -510,7 +510,7 @@ class Restoring:
             self._namespaces.bind_copies(images)
         except OSError as error:
             raise RestoreRefused(
-                f"cannot bind a copy of a file: {error.strerror}", cure="look at the file and at the directory of --files-to, or choose --files"
+                f"cannot bind a copy of a file: {error.strerror}", cure="check the file and the directory of --files-to, or use --files instead"
             ) from error
 
     def has_keeper(self, place: Path, *, keep: bool) -> None:

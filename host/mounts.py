@@ -1,8 +1,8 @@
-"""Files that a tree sees at the paths of others; the rule: the mounts are made in a namespace of the tree's own, so that nobody else sees them, and they
+"""Files that a tree sees at the paths of others; the rule: the mounts are made in the tree's own namespace, so that no other process sees them, and they
 vanish with the last process in it.
 
-A bind mount covers one file, by its directory entry. Its limits are the kernel's (rename(2)): who is in the namespace cannot rename or remove the file (EBUSY);
-who is outside can, and the mount vanishes with the entry.
+A bind mount covers one file, by its directory entry. Its limits are the kernel's (rename(2)): a process in the namespace cannot rename or remove the file
+(EBUSY); a process outside can, and the mount vanishes with the entry.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def in_thread(make: Callable[[], T]) -> T:
 def new_view() -> int:
     """Give the calling thread a mount namespace like its own, for `bind`; return its descriptor.
 
-    What is mounted and unmounted outside later is seen inside too (propagation ``slave``), never the other way round.
+    Later mounts and unmounts outside are visible inside too (propagation ``slave``), never the other way round.
     """
     launch.unshare(launch.CLONE_NEWNS)
     launch.mount("none", "/", None, launch.MS_REC | launch.MS_SLAVE)
@@ -63,7 +63,7 @@ def new_view() -> int:
 
 
 def bind(namespace: int, directory: str, paths: Iterable[str]) -> None:
-    """Put the files of a directory over those at the same paths below the root of a mount namespace.
+    """Mount the files of a directory over those at the same paths below the root of a mount namespace.
 
     Args:
         namespace: Descriptor of the namespace.
@@ -83,7 +83,7 @@ def bind(namespace: int, directory: str, paths: Iterable[str]) -> None:
             trees.append((path, tree))
 
         def attach() -> None:
-            launch.unshare(_CLONE_FS)  # setns(2) wants it
+            launch.unshare(_CLONE_FS)  # setns(2) requires it
             launch.enter(namespace, launch.CLONE_NEWNS)
             for path, tree in trees:
                 target = _open_file(path)
@@ -97,7 +97,7 @@ def bind(namespace: int, directory: str, paths: Iterable[str]) -> None:
 
 
 def _open_file(path: str) -> int:
-    """An O_PATH descriptor of a regular file, reached through no symbolic link."""
+    """Return an O_PATH descriptor of a regular file, reached without symbolic links."""
     root = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         descriptor = open_confined(root, path.lstrip("/"), os.O_PATH | os.O_NOFOLLOW)

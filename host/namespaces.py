@@ -169,7 +169,7 @@ class RunRecord:
         if set(record.files) != set(OWN_FILES) or not all(path.startswith("/") for path in record.files.values()):
             raise ValueError("not the record of a run: its files are not an instance's")
         if not all(map(_is_plain, (record.files_to or "/", *record.copies))):
-            raise ValueError("not the record of a run: its copies are at no absolute paths")
+            raise ValueError("not the record of a run: the paths of its copies are not absolute")
         return record
 
 

@@ -1,7 +1,8 @@
-"""Working directories on tmpfs; rule: one belongs to who holds the lock in it, and what nobody holds any more the next command of the same user removes.
+"""Working directories on tmpfs; rule: one belongs to the processes that hold its lock, and the next command of the same user removes those without a holder.
 
-The lock is flock(2) on a file in the directory. All who inherit its descriptor share it, and the kernel lets go of it when the last of them has ended, however
-it ends. A directory comes into being without a lock, so its maker looks again once it has the lock: whoever found the directory unlocked may have removed it.
+The lock is flock(2) on a file in the directory. All processes that inherit its descriptor share it, and the kernel releases it when the last of them has
+ended, however it ends. A new directory has no lock, so its maker checks it again once it has the lock: a process that found the directory unlocked may have
+removed it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _NAME = re.compile(r"icecore-(dump|restore)-[a-z0-9_]{8}")
 
 
 def make_work_directory(prefix: str, parent: str | os.PathLike[str], emit: Sink = discard) -> tuple[Path, int]:
-    """Make a working directory, and remove those beside it that nobody uses any more.
+    """Make a working directory, and remove unused ones beside it.
 
     Args:
         prefix: What its name begins with: ``icecore-dump-`` or ``icecore-restore-``.
@@ -39,7 +40,7 @@ def make_work_directory(prefix: str, parent: str | os.PathLike[str], emit: Sink 
         made = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         try:
             lock = os.open(made / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except FileNotFoundError:  # it was swept as soon as it was there
+        except FileNotFoundError:  # it was swept as soon as it existed
             continue
         fcntl.flock(lock, fcntl.LOCK_EX)
         if _is_at(lock, made):
@@ -48,7 +49,7 @@ def make_work_directory(prefix: str, parent: str | os.PathLike[str], emit: Sink 
 
 
 def sweep(parent: str | os.PathLike[str], emit: Sink = discard) -> None:
-    """Remove the working directories of this user that nobody uses any more.
+    """Remove the unused working directories of this user.
 
     Args:
         emit: Gets ``workdir.swept`` for each.
@@ -75,7 +76,7 @@ def _found(parent: Path) -> Iterator[Path]:
 
 
 def _remove_unused(path: Path) -> bool:
-    """Remove a working directory if nobody holds its lock; whether it was removed."""
+    """Remove a working directory if no process holds its lock; return whether it was removed."""
     try:
         lock = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -96,7 +97,7 @@ def _remove_unused(path: Path) -> bool:
                 shutil.rmtree(inner)
             else:
                 inner.unlink()
-        os.unlink(path / LOCK)  # last: who dies in between leaves what the next one removes
+        os.unlink(path / LOCK)  # last: if this process dies in between, the next sweep removes the rest
         os.rmdir(path)
         return True
     finally:
@@ -104,7 +105,7 @@ def _remove_unused(path: Path) -> bool:
 
 
 def _is_at(lock: int, directory: Path) -> bool:
-    """Whether the lock is still that of the directory."""
+    """Return whether the lock is still that of the directory."""
     try:
         return os.path.samestat(os.fstat(lock), os.lstat(directory / LOCK))
     except FileNotFoundError:

@@ -131,7 +131,7 @@ def _require_utf8() -> None:
     found = sys.getfilesystemencoding()
     if codecs.lookup(found).name != "utf-8":
         raise UsageError(
-            f"the locale encodes file names as {found}; icecore requires UTF-8, in which names of every kind are kept exactly",
+            f"the locale encodes file names as {found}; icecore requires UTF-8, which keeps all names exactly",
             cure="set PYTHONUTF8=1, or a locale such as LC_ALL=C.UTF-8",
         )
 

@@ -93,7 +93,7 @@ def _privileges() -> Iterator[Finding]:
     if "CAP_SYS_RESOURCE" in limits.capabilities():
         yield Finding("OOM killer", "good", "it spares CRIU and its guards: they get oom_score_adj -1000")
     else:
-        message = "CAP_SYS_RESOURCE missing: it may choose CRIU while a job is being dumped, which can lose the job"
+        message = "CAP_SYS_RESOURCE missing: the OOM killer may choose CRIU during a dump, which can lose the job"
         yield Finding("OOM killer", "warning", message, oom.CURE)
     try:
         os.close(create())
@@ -249,7 +249,7 @@ def _saved_files(config: Config) -> Iterator[Finding]:
     folder = state_directory(config.state) / "restores"
     kept = sorted(folder.glob("*.kept")) if os.access(folder, os.R_OK) else []
     for one in kept:
-        message = f"{one} holds what a restore replaced among a job's files and could not put back"
+        message = f"{one} holds files of a job that a restore replaced and could not put back"
         yield Finding("restores", "warning", message, f"take what you need, then 'rm -r {one}'")
 
 

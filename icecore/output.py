@@ -265,13 +265,13 @@ def describe(event: Event) -> list[str]:
     if event.name == "run.withheld":
         return [_withheld_words(fields)]
     if event.name == "workdir.swept":
-        return [f"note: removed {fields['directory']}, which a dump or restore that was killed had left"]
+        return [f"note: removed {fields['directory']}, which a killed dump or restore left"]
     if event.name == "state.tightened":
-        return [f"note: others could use the directory {fields['directory']} (mode {fields['before']}); it is for its owner alone now"]
+        return [f"note: others had access to the directory {fields['directory']} (mode {fields['before']}); it is for its owner alone now"]
     if event.name in ("restore.warning", "export.warning", "copy.warning", "sync.warning"):
         return _lines("warning: ", str(fields.get("message")))
     if event.name == "restore.recovered":
-        what = f"the changes of files by a restore of snapshot {fields['snapshot']} that was killed were {fields['how']}"
+        what = f"a killed restore of snapshot {fields['snapshot']} had changed files; its changes were {fields['how']}"
         left = fields["left"]
         return [what, *(f"warning: {sentence}" for sentence in (left if isinstance(left, list) else []))]
     if "error" in fields and event.name != "restore.failed":

@@ -74,7 +74,7 @@ def _in_bucket(rest: str, config: Config, emit: Sink) -> Backend:
     from icecore.store.retry import Patience, Retrying
 
     if not is_utf8(rest):
-        raise UsageError(f"s3://{rest}: names in a bucket are UTF-8", cure="correct the place")
+        raise UsageError(f"s3://{rest}: a name in a bucket must be UTF-8", cure="correct the place")
     whole, _, prefix = rest.partition("/")
     profile, _, bucket = whole.rpartition("@")
     settings = config.s3

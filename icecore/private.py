@@ -1,6 +1,6 @@
-"""Paths that nobody else controls; rule: the umask, and what an earlier or careless hand has left, never decide who may read or replace what is icecore's.
+"""Paths that no other user controls; rule: neither the umask nor existing permissions decide who may read or replace icecore's files.
 
-Others are all users but root and the one that this process runs as. An access control list shows in the group's bits (acl(5)), so it counts as these do.
+Others are all users except root and the one that this process runs as. An access control list shows in the group's bits (acl(5)), so it counts as these do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STATE_ENTRIES = frozenset({"jobs", "lock", "opened", "places", "restores", "seen
 
 
 def is_own(about: os.stat_result) -> bool:
-    """Whether a file belongs to root or to the user that this process runs as."""
+    """Return whether a file belongs to root or to the user that this process runs as."""
     return about.st_uid in (0, os.geteuid())
 
 
@@ -77,14 +77,14 @@ def require_unchangeable(path: Path, about: os.stat_result, what: str) -> None:
             raise UsageError(f"{path}: {where} belongs to {owner}, and {what}", cure=f"chown {os.geteuid()} {shlex.quote(one)}")
         if stat.S_ISLNK(found.st_mode) or not found.st_mode & _OTHERS_WRITE:
             continue
-        # In a sticky directory nobody removes what is another's; and what is mounted read-only nobody changes.
+        # In a sticky directory users cannot remove files of others; a read-only mount cannot change.
         if (stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX) or os.statvfs(one).f_flag & os.ST_RDONLY:
             continue
         raise UsageError(f"{path}: {where} can be written by others than you, and {what}", cure=f"chmod go-w {shlex.quote(one)}")
 
 
 def private_state(state: Path, *names: str, emit: Sink = discard) -> Path:
-    """Make a state directory, or one below it, and have it for its owner alone.
+    """Make a state directory, or one below it, accessible to its owner alone.
 
     Args:
         state: The state directory; its missing parents are made, for everybody to read.
@@ -114,7 +114,7 @@ def make_parents(path: Path) -> None:
 
 
 def require_own(path: Path) -> os.stat_result:
-    """Return what stat(2) says of a directory that belongs to nobody else.
+    """Return the stat(2) result of a directory that belongs to no other user.
 
     Raises:
         UsageError: It belongs to somebody else, or is reached through somebody else's link.
@@ -125,16 +125,16 @@ def require_own(path: Path) -> os.stat_result:
             raise UsageError(f"{path}: the link {one} belongs to user {found.st_uid}", cure=f"remove it: rm {shlex.quote(one)}")
     about = os.stat(path)
     if not is_own(about):
-        cure = f"chown {os.geteuid()} {shlex.quote(str(path))} if you know what it holds, or name another directory"
-        raise UsageError(f"the directory {path} belongs to user {about.st_uid}, who could replace what icecore keeps there", cure=cure)
+        cure = f"chown {os.geteuid()} {shlex.quote(str(path))} if you trust its contents, or name another directory"
+        raise UsageError(f"the directory {path} belongs to user {about.st_uid}, who could replace icecore's files there", cure=cure)
     return about
 
 
 def tighten(path: Path, *, foreign: bool = False, emit: Sink = discard) -> None:
-    """Make a directory for its owner alone, or have one that exists be so.
+    """Make a directory for its owner alone, or restrict an existing one to its owner.
 
     Args:
-        foreign: One that holds more than a state directory does is left as it is: others may depend on it.
+        foreign: Leave a directory unchanged that holds more than icecore's state: others may depend on it.
         emit: Gets ``state.tightened``.
 
     Raises:
@@ -148,12 +148,12 @@ def tighten(path: Path, *, foreign: bool = False, emit: Sink = discard) -> None:
     try:
         about = os.fstat(descriptor)
         if not os.path.samestat(about, required):
-            raise UsageError(f"the directory {path} was replaced meanwhile", cure="try again, and see who can write to its parent")
+            raise UsageError(f"the directory {path} was replaced meanwhile", cure="try again, and check who can write to its parent")
         if not about.st_mode & _OTHERS or (about.st_uid != os.geteuid() and os.geteuid() != 0):
             return
         if foreign and not set(os.listdir(descriptor)) <= STATE_ENTRIES:
             if about.st_mode & _OTHERS_WRITE:
-                cure = "name a directory of icecore's own (ICECORE_STATE)"
+                cure = "name a directory that only icecore uses (ICECORE_STATE)"
                 raise UsageError(f"others can write to the directory {path}, and it holds more than icecore's state", cure=cure)
             return
         os.fchmod(descriptor, 0o700)

@@ -685,7 +685,7 @@ class Repository:
 
 def lost(record: SnapshotRecord) -> Damaged:
     """The error of whoever needs what a snapshot in quarantine has lost."""
-    cure = "'icecore repair --from PLACE' brings it back from a replica that has it, 'icecore forget SNAPSHOT' gives it up"
+    cure = "'icecore repair --from PLACE' restores it from a replica that has it, 'icecore forget SNAPSHOT' gives it up"
     return Damaged("snapshot", record.snapshot, record.quarantined, cure=cure)
 
 

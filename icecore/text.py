@@ -1,4 +1,4 @@
-"""Text that jobs and repositories bring: how bytes that are not UTF-8 are kept, stored and shown; rule: no two byte strings ever become one text.
+"""Text from jobs and repositories: how bytes that are not UTF-8 are kept, stored and shown; rule: no two byte strings ever become one text.
 
 In memory a name from the kernel is a str with surrogate escapes (PEP 383, `os.fsdecode`), which gives the very same bytes back. A str like that can
 neither be printed nor stored nor put into JSON; here are the only ways to do so:
@@ -62,7 +62,7 @@ def _shown(character: str) -> str:
         return f"\\x{code - 0xDC00:02x}"
     if character in _SHORT:
         return _SHORT[character]
-    # A byte above 0x7f is no character: only bytes are written so.
+    # A byte above 0x7f is not a character: only bytes are written this way.
     return f"\\x{code:02x}" if code < 0x80 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
@@ -72,7 +72,7 @@ def printable_command(words: Iterable[str]) -> str:
 
 
 def job_name(text: str) -> str:
-    """Return the name of a job that is guessed from a program's, in the characters that such names may have; empty if nothing is left."""
+    """Return a job name derived from a program's name, in the characters that such names may have; empty if nothing is left."""
     return _NO_NAME.sub("-", text).lstrip("._-")[:56]
 
 
@@ -83,7 +83,7 @@ def require_label(text: str) -> None:
         UsageError: It is empty, or not all of it can be shown.
     """
     if not text.strip() or harmless(text) != text:
-        raise UsageError(f"{printable(text)!r} is not a label", cure="use a text that is not empty, without control characters")
+        raise UsageError(f"{printable(text)!r} is not a label", cure="use a non-empty text without control characters")
 
 
 def host_name() -> str:

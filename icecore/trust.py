@@ -1,4 +1,4 @@
-"""The only way in which a client opens or makes a repository: what it knows of the place is binding, and encryption is not lost; rule: nothing else calls
+"""Opens and makes every repository of a client: its record of the place is binding, and encryption is not lost; rule: nothing else calls
 `icecore.store.repository.Repository.open` and `create`.
 """
 
@@ -32,9 +32,9 @@ class Finding:
         seen: The newest log entry of the repository that is there, as far as this client has seen it before; None: that record is damaged.
         found: The repository that is there.
         newest: Its newest log entry.
-        troubles: Why it would not be opened; empty if it would.
+        troubles: Why commands do not open it; empty if they do.
         continues: Whether its log continues what this client has seen.
-        plain: Whether it has to be said that a plain repository is meant.
+        plain: Whether accepting it requires ``plain``, because it is a plain repository.
     """
 
     known: Known | None
@@ -47,7 +47,7 @@ class Finding:
 
 
 class Client:
-    """Opens and makes repositories for one client: whoever shares a state directory.
+    """Opens and makes repositories for one client: all processes that share a state directory.
 
     Args:
         state: The directory in which it remembers; empty: this node's.
@@ -78,7 +78,7 @@ class Client:
 
         Raises:
             RepositoryReplaced: Another is there, or it is not encrypted any more.
-            PlainRefused: It is plain, a passphrase is configured, and nothing says that this is meant.
+            PlainRefused: It is plain, a passphrase is configured, and nothing marks it as plain on purpose.
             RecordDamaged: What this client remembers of the place is damaged.
             NotFound, WrongPassphrase, FormatTooNew, Damaged: As `icecore.store.repository.Repository.open`.
         """
@@ -137,7 +137,7 @@ class Client:
 
         Raises:
             PlainRefused: An encrypted repository is known there.
-            UsageError: There is a repository already, or the place does not do what one needs.
+            UsageError: There is a repository already, or the place does not support one.
         """
         place = self._place(backend)
         if passphrase is None and not plain:
@@ -147,7 +147,7 @@ class Client:
         return self._remembering(core)
 
     async def examine(self, backend: Backend, *, passphrase: Passphrase | None = None) -> Finding:
-        """Compare what this client knows of a place with what is there; nothing is noted down.
+        """Compare what this client knows of a place with what is there; record nothing.
 
         Raises:
             NotFound, WrongPassphrase, FormatTooNew, Damaged: It cannot be opened, or its log cannot be read.
@@ -188,12 +188,12 @@ class Client:
         plain: bool = False,
         passphrase: Passphrase | None = None,
     ) -> Finding:
-        """Know from now on what is at a place, because a person says that it is meant.
+        """Record the repository at a place, because the user accepts it.
 
         Args:
             identity: The id of the repository that is there.
-            generation: Its newest generation; has to be given where its log does not continue what this client has seen.
-            plain: A plain repository is meant; has to be given where a passphrase is configured, or an encrypted one is known.
+            generation: Its newest generation; required if its log does not continue what this client has seen.
+            plain: Accept a plain repository; required if a passphrase is configured, or an encrypted one is known.
 
         Returns:
             What was found before.
@@ -206,12 +206,12 @@ class Client:
         if identity != finding.found.id:
             raise UsageError(f"{backend.where} holds {finding.found}, not {identity}", cure=f"'icecore trust {backend.where}' shows it")
         if finding.plain and not plain:
-            raise PlainRefused(f"{backend.where} holds {finding.found}", cure=f"say that this is meant: {command(backend.where, finding)}")
+            raise PlainRefused(f"{backend.where} holds {finding.found}", cure=f"to accept it: {command(backend.where, finding)}")
         if not finding.continues:
             if generation != finding.newest.generation:
                 raise UsageError(
                     f"the log in {backend.where} ends at generation {finding.newest.generation} and does not continue what this client has seen",
-                    cure=f"say that this is meant: {command(backend.where, finding)}",
+                    cure=f"to accept it: {command(backend.where, finding)}",
                 )
             self._watermark(finding.found.id, backend).replace(finding.newest)
         meant = not finding.found.encrypted and (plain or (finding.known is not None and finding.known.plain))
@@ -222,7 +222,7 @@ class Client:
         return KnownPlace(self._state / "places", backend.known_as, backend.where)
 
     def _meant_plain(self, backend: Backend) -> bool:
-        """Whether the configuration says that a plain repository is meant here."""
+        """Return whether the configuration marks this place as plain."""
         if self._config is None:
             return False
         return any(not names_of(place, self._config).isdisjoint(backend.known_as) for place in self._config.plain_places)
@@ -250,7 +250,7 @@ def _require_no_encrypted(place: KnownPlace, backend: Backend) -> None:
     try:
         known = place.recall()
     except Distrusted as error:
-        words = f"what this client knows of {backend.where} does not tell whether an encrypted repository was there ({error.message})"
+        words = f"the record of {backend.where} does not show whether an encrypted repository was there ({error.message})"
     else:
         if known is None or not known.encrypted:
             return
@@ -271,6 +271,6 @@ async def _require_admitted(backend: Backend, admit: Admit) -> None:
 
 def _plain_refused(backend: Backend, found: Known) -> PlainRefused:
     return PlainRefused(
-        f"{backend.where} holds {found}, and a passphrase is configured: an encrypted one is expected",
-        cure=f"if it is meant to be plain: icecore trust {shlex.quote(backend.where)} --accept {found.id} --plain, or name the place in plain_places",
+        f"{backend.where} holds {found}, but a passphrase is configured: an encrypted one is expected",
+        cure=f"if it is plain on purpose: icecore trust {shlex.quote(backend.where)} --accept {found.id} --plain, or name the place in plain_places",
     )

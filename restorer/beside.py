@@ -1,6 +1,6 @@
-"""What a restore means to processes that run and have the job's files open; the rule: nobody's output is replaced, cut or shared unless the options ask for it.
+"""Finds running processes that have a job's files open; the rule: no process's output is replaced, cut or shared unless the options ask for it.
 
-Readers are told, and hinder nothing: a file is replaced under its name, so that whoever reads the old one loses no byte of it.
+Readers cause a warning only: a file is replaced under its name, so a process that reads the old one loses no byte of it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Conflict:
     Attributes:
         file: The file's path as the job sees it.
         path: Where it is on this machine.
-        message: Who has it, and what that comes to.
+        message: Who has it, and what follows.
         cure: The choices.
         hard: Whether the restore is refused.
         shared: Whether the restored job and running processes will both write to it.
@@ -45,7 +45,7 @@ def find_conflicts(
     """Look for running processes that have the files open.
 
     Args:
-        manifest: The snapshot's: files that the job had open for writing count even where nothing is done to them.
+        manifest: The snapshot's: files that the job had open for writing count even if they do not change.
         actions: What would be done to files.
         mode: As in the options; ``auto`` is refused beside writers.
         root: What the paths of files without an action are relative to.
@@ -68,7 +68,7 @@ def find_conflicts(
         elif writers:
             out.append(Conflict(file, root + path, f"{_who(writers)} it open for writing, and {_OUTCOMES[kind]}", shared=kind in ("", "truncate")))
         if readers and kind == "replace":
-            out.append(Conflict(file, root + path, f"{_who(readers)} it open for reading, and goes on with the file that was there before"))
+            out.append(Conflict(file, root + path, f"{_who(readers)} it open for reading, and will go on reading the old file"))
     return out
 
 
@@ -82,15 +82,15 @@ _OUTCOMES = {
 
 
 def _names(action: Action) -> Sequence[str]:
-    """Under which names the file is that an action changes."""
+    """Return the names of the file that an action changes."""
     return action.file.links if action.kind == "rewrite" else [action.file.path]
 
 
 def _opened(names: Iterable[str], root: str, stack: ExitStack) -> Iterator[tuple[str, int]]:
-    """Open the files to be looked at, where the restore would write them."""
+    """Open the files to check, where the restore would write them."""
     paths = stack.enter_context(JobPaths(root))
     for name in names:
-        with suppress(OSError, PathRefused):  # it is not there, and nobody holds it by this name; or the plan says what is wrong
+        with suppress(OSError, PathRefused):  # it does not exist, so no process holds it by this name; or the plan reports the fault
             place = paths.locate(name)
             descriptor = os.open(place.name, os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=place.directory.descriptor)
             stack.callback(os.close, descriptor)
@@ -106,9 +106,9 @@ def _who(holders: Sequence[Holder]) -> str:
 
 def _choices(path: str, directory: str, copies: bool) -> str:
     if directory and path.startswith(f"{directory}/"):
-        return "name another directory with --files-to, or end what has the copy open"
-    own = "--files-to DIR gives the restored job copies of its own; " if copies else ""
+        return "name another directory with --files-to, or end the process that has the copy open"
+    own = "--files-to DIR gives the restored job its own copies; " if copies else ""
     return (
-        f"end what writes the file, or choose what becomes of it: {own}--files leave has both write to it; --files truncate cuts it to its length in the "
+        f"end the writing process, or choose what happens to the file: {own}--files leave lets both write to it; --files truncate cuts it to its length in the "
         "snapshot, for both; --files restore replaces it, and the running process keeps the old file without a name"
     )

@@ -1,4 +1,4 @@
-"""The files that an instance gets as copies of its own (``--files-to``); the rule: what is at their own paths is read at most, and covered for the instance
+"""The files that an instance gets as its own copies (``--files-to``); the rule: the files at the original paths are only read, and covered for the instance
 alone (`icecore.host.mounts`)."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Copies:
     Attributes:
         directory: Holds each under its whole path; empty: there are none.
         paths: The files, by the path at which the instance sees them.
-        plan: What has to be done in the directory, and what stands in the way. Its files have their paths there.
+        plan: What to do in the directory, and which problems prevent it. Its files have their paths there.
     """
 
     directory: str
@@ -46,13 +46,13 @@ class Copies:
 
 
 def require_copies_possible(options: RestoreOptions, record: RunRecord | None) -> None:
-    """Refuse a directory for copies where it cannot mean anything.
+    """Refuse a directory for copies that has no meaning with the other options.
 
     Raises:
         UsageError: It cannot.
     """
     if options.root and (options.files_to or (record is not None and record.copies)):
-        raise UsageError("a job with copies of its own (--files-to) has no other root (--root)", cure="leave out --root")
+        raise UsageError("a job with its own copies (--files-to) cannot have another root (--root)", cure="leave out --root")
     if not options.files_to:
         return
     if options.files in ("truncate", "leave"):
@@ -129,7 +129,7 @@ def require_all_covered(images: Path, copies: Copies, manifest: Manifest, record
 
 
 def _moved(manifest: Manifest, files: list[OpenFile], directory: str) -> Manifest:
-    """The snapshot with these files, as if they had been in the directory."""
+    """Return the snapshot with these files, as if they had been in the directory."""
     there = [msgspec.structs.replace(file, path=directory + file.path) for file in files]
     spaces = [msgspec.structs.replace(space, key=directory + space.key) for space in manifest.spaces if space.kind == "file"]
     return msgspec.structs.replace(manifest, files=there, spaces=spaces)
@@ -149,7 +149,7 @@ def make_directory(directory: str) -> bool:
         made = False
     except OSError as error:
         raise RestoreRefused(f"cannot make the directory {directory} for copies: {error.strerror}", cure=_ANOTHER) from error
-    _require_safe(directory)  # in /tmp somebody may have made it, or one on the way to it, meanwhile
+    _require_safe(directory)  # in /tmp another user may meanwhile have made it, or a directory on the way to it
     return made
 
 
@@ -159,13 +159,13 @@ def _require_safe(directory: str) -> None:
 
 
 def remove_empty(directory: str) -> None:
-    """Remove a directory that was made, unless something came to be in it."""
+    """Remove a directory that was made, unless it has contents by now."""
     with suppress(OSError):
         os.rmdir(directory)
 
 
 def _problems_of_directory(directory: str) -> list[Problem]:
-    """Why copies cannot be in a directory: root writes them, and nobody else may lead it elsewhere."""
+    """Return why copies cannot be in a directory: root writes them, and no other user may redirect it."""
     if os.path.realpath(directory) != directory:
         return [Problem(directory, "its path leads through a symbolic link", _ANOTHER)]
     path = ""
@@ -176,10 +176,10 @@ def _problems_of_directory(directory: str) -> list[Problem]:
         except FileNotFoundError:
             return []  # it will be made
         except OSError as error:
-            return [Problem(path, f"it cannot be looked at: {error.strerror}", _ANOTHER)]
+            return [Problem(path, f"cannot examine it: {error.strerror}", _ANOTHER)]
         if not stat.S_ISDIR(now.st_mode):
             return [Problem(path, "it is no directory", _ANOTHER)]
-        # In a sticky directory nobody can move what is somebody else's; the last one holds the copies.
+        # In a sticky directory users cannot move files of others; the last directory holds the copies.
         moves = now.st_mode & 0o022 and not (now.st_mode & stat.S_ISVTX and path != directory)
         if now.st_uid not in (0, os.geteuid()) or moves:
             return [Problem(path, "others than root can change what is in it", f"{_ANOTHER}, in directories that only root may write to")]
@@ -187,15 +187,15 @@ def _problems_of_directory(directory: str) -> list[Problem]:
 
 
 def _problems_of(file: OpenFile, stored: Set[str] | None) -> list[Problem]:
-    """Why a file cannot have a copy. ``stored``: the files whose content is needed and there; None: the copies exist."""
+    """Return why a file cannot have a copy. ``stored``: the files whose content is needed and there; None: the copies exist."""
     if file.links:
-        return [Problem(file.path, "it had lost the name under which it was opened, and cannot have a copy", _IN_PLACE_OR_LEAVE)]
+        return [Problem(file.path, "it lost the name under which it was opened, so it cannot have a copy", _IN_PLACE_OR_LEAVE)]
     if stored is not None and (file.policy != "content" or file.path not in stored):
         message = "its content is not in the snapshot, so there is nothing to copy"
         return [Problem(file.path, message, "choose --files leave or truncate; a dump with --files content keeps it")]
     folder = os.path.dirname(file.path)
     if os.path.realpath(folder) != folder:
-        return [Problem(file.path, "its path leads through a symbolic link, and a copy cannot cover it", _IN_PLACE_OR_LEAVE)]
+        return [Problem(file.path, "its path leads through a symbolic link, so a copy cannot cover it", _IN_PLACE_OR_LEAVE)]
     try:
         now = os.lstat(file.path)
     except OSError as error:
@@ -207,7 +207,7 @@ def _problems_of(file: OpenFile, stored: Set[str] | None) -> list[Problem]:
 
 
 def _unchanged(file: OpenFile) -> bool:
-    """Whether the file at its own path has the size and time that were recorded."""
+    """Return whether the file at its own path has the size and time that were recorded."""
     try:
         now = os.stat(file.path)
     except OSError:

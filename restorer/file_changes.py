@@ -1,7 +1,7 @@
-"""Changes of a job's files, made, undone and finished; the rule: what was replaced is kept until `finish`, and each step looks at what is there.
+"""Changes of a job's files, made, undone and finished; the rule: replaced files are kept until `finish`, and each step checks the actual files.
 
 Undoing and finishing may be repeated, and begun again by another process (`icecore.restorer.file_recovery`): which of two files has which name says
-how far a change got. What somebody else put there meanwhile is left alone and told.
+how far a change got. Files that another process put there meanwhile stay unchanged and are reported.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def apply(files: JobFiles, journal: FileJournal, located: Located) -> None:
     """Make one change.
 
     Raises:
-        RestoreFailed: It cannot be made; `undo` takes back what was begun.
+        RestoreFailed: It cannot be made; `undo` undoes the part that was made.
     """
     change = located.change
     try:
@@ -76,13 +76,13 @@ def apply(files: JobFiles, journal: FileJournal, located: Located) -> None:
         else:
             _change_in_place(files, journal, located)
     except FileExistsError as error:
-        raise RestoreFailed(f"cannot put {located.path} back: something else appeared there meanwhile", cure="restore again") from error
+        raise RestoreFailed(f"cannot put {located.path} back: another file appeared there meanwhile", cure="restore again") from error
     except OSError as error:
         raise RestoreFailed(f"cannot put {located.path} back: {error.strerror}") from error
 
 
 def _put(files: JobFiles, located: Located) -> None:
-    """Give the prepared file its name; what had the name gets the temporary one."""
+    """Give the prepared file its name, and the file that had the name the temporary one."""
     change, place, temporary = located.change, located.place, located.temporary
     if change.old is None:
         files.place_new(place.directory, temporary.name, place.name, located.owner)
@@ -164,10 +164,10 @@ def _copy(source: int, start: int, target: int, position: int) -> None:
 
 
 def undo(files: JobFiles, journal: FileJournal, changes: Sequence[Located], made: Sequence[tuple[Made, Place]]) -> list[str]:
-    """Take back what was made of the changes, the last first, and remove what is temporary.
+    """Undo the changes that were made, the last first, and remove temporary files.
 
     Returns:
-        What could not be taken back, a sentence each: what it names was not touched.
+        What could not be undone, a sentence each: the named files were not touched.
     """
     left: list[str] = []
     for located in reversed(changes):
@@ -202,7 +202,7 @@ def _take_back(files: JobFiles, located: Located, left: list[str]) -> None:
         if now == change.new:
             try:
                 files.exchange(place.directory, temporary.name, place.name, owner)
-                if has(temporary) != change.new:  # replaced since the look: whoever did it keeps what he put there
+                if has(temporary) != change.new:  # replaced since the check: that replacement stays
                     files.exchange(place.directory, temporary.name, place.name, owner)
             except OSError as error:
                 if error.errno not in UNSUPPORTED:
@@ -212,7 +212,7 @@ def _take_back(files: JobFiles, located: Located, left: list[str]) -> None:
             files.place_new(place.directory, temporary.name, place.name, owner)
         if has(place) != replaced:
             kept = os.path.join(place.directory.path, temporary.name)
-            left.append(f"somebody replaced {located.path} during the restore; what it was before is {kept}")
+            left.append(f"somebody replaced {located.path} during the restore; the earlier file is {kept}")
             return
     elif now is not None and now == change.new:
         left.append(f"somebody removed what {located.path} was before the restore")
@@ -234,7 +234,7 @@ def _write_back(files: JobFiles, journal: FileJournal, located: Located, left: l
         try:
             about = os.fstat(source)
             if change.kind == "truncate" and not _begins_alike(descriptor, change.size, source):
-                left.append(f"{located.path} was written to after it was cut; what was cut off is in the file {saved.name}")
+                left.append(f"{located.path} was written to after it was cut; the part that was cut off is in the file {saved.name}")
                 return
             _copy(source, 0, descriptor, change.size)
             os.ftruncate(descriptor, change.size + about.st_size)
@@ -247,7 +247,7 @@ def _write_back(files: JobFiles, journal: FileJournal, located: Located, left: l
 
 
 def _begins_alike(descriptor: int, start: int, saved: int) -> bool:
-    """Whether all bytes from ``start`` on are those with which the saved content begins: then an undo was broken off, or none was begun."""
+    """Return whether all bytes from ``start`` on match the beginning of the saved content: then an undo was interrupted, or none was begun."""
     position = 0
     while piece := os.pread(descriptor, _COPY_BYTES, start + position):
         if os.pread(saved, len(piece), position) != piece:
@@ -264,8 +264,8 @@ def finish(files: JobFiles, journal: FileJournal, changes: Sequence[Located]) ->
     left: list[str] = []
     try:
         journal.settle()
-    except OSError as error:  # without that, a crash of the machine could bring back the journal, and not what it needs
-        return [f"what the restore replaced stays beside the files: cannot write {journal.folder}: {error.strerror}"]
+    except OSError as error:  # otherwise a crash of the machine could bring back the journal without the files that it needs
+        return [f"replaced files stay beside the new ones: cannot write {journal.folder}: {error.strerror}"]
     for located in changes:
         change = located.change
         with _told(left, located.path):
@@ -279,7 +279,7 @@ def finish(files: JobFiles, journal: FileJournal, changes: Sequence[Located]) ->
 
 @contextmanager
 def _told(left: list[str], path: str) -> Iterator[None]:
-    """What fails for one file does not keep the others from being put right."""
+    """Report the failure of one file, so that the others can go on."""
     try:
         yield
     except OSError as error:

@@ -1,8 +1,8 @@
-"""What a restore changes among a job's files, written down before it does; the rule: whatever is on disk says whether to undo it or to finish it.
+"""Records what a restore changes among a job's files before it does; the rule: the record on disk decides whether to undo or to finish.
 
 ``STATE/restores/ID/`` is one restore: ``lock`` (held while the restore lives), ``journal``, contents that were saved before a file is
-changed in place, and ``keep`` from the moment the job runs. Without ``keep`` the journal is undone, with it finished. The directory
-belongs to root and nobody else may write there.
+changed in place, and ``keep`` from the moment the job runs. Without ``keep`` the changes are undone, with it finished. The directory
+belongs to root, and no other user may write there.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class Made(msgspec.Struct, frozen=True):
-    """A directory that was missing. ``inode`` None: it was not made yet, or its maker ended before he noted it."""
+    """A directory that was missing. ``inode`` None: it was not made yet, or its maker ended before recording it."""
 
     path: bytes
     user: int
@@ -111,7 +111,7 @@ class FileJournal:
                     raise
         except OSError as error:
             raise RestoreFailed(
-                f"cannot note down which files the restore changes in {above}: {error.strerror}",
+                f"cannot record in {above} which files the restore changes: {error.strerror}",
                 cure="name another directory in ICECORE_STATE, or free space there",
             ) from error
 
@@ -130,7 +130,7 @@ class FileJournal:
             _sync(self.folder.parent)
 
     def read(self) -> Record | None:
-        """Return what was noted down; None: nothing, so nothing was changed.
+        """Return the recorded changes; None: none, so nothing was changed.
 
         Raises:
             Damaged: It is not what was written.
@@ -148,7 +148,7 @@ class FileJournal:
         return record
 
     def keep(self) -> None:
-        """The job runs: from now on its files are kept. One system call."""
+        """Record that the job runs, so that its files are kept. One system call."""
         os.close(os.open(self.folder / _KEEP, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
     @property
@@ -157,22 +157,22 @@ class FileJournal:
         return (self.folder / _KEEP).exists()
 
     def settle(self) -> None:
-        """Have `keep` survive a crash of the machine."""
+        """Make `keep` survive a crash of the machine."""
         _sync(self.folder)
 
     def saved(self, name: str) -> Path:
-        """Where old content is saved."""
+        """Return where old content is saved."""
         return self.folder / name
 
     def remove(self) -> None:
-        """Forget the restore: nothing is left to undo or to finish. Where that fails the next command finds the same."""
+        """Forget the restore: nothing is left to undo or to finish. If that fails, the next command tries again."""
         with suppress(OSError):
-            (self.folder / _JOURNAL).unlink(missing_ok=True)  # first: what is left without it means nothing
+            (self.folder / _JOURNAL).unlink(missing_ok=True)  # first: the other files mean nothing without it
             shutil.rmtree(self.folder, ignore_errors=True)
         self.close()
 
     def put_aside(self) -> Path:
-        """Keep what was saved for the user, but not the journal; returns where."""
+        """Keep the saved content for the user, but not the journal; return where it is."""
         place = self.folder.with_name(self.folder.name + _KEPT)
         try:
             (self.folder / _JOURNAL).unlink(missing_ok=True)
@@ -184,7 +184,7 @@ class FileJournal:
         return place
 
     def close(self) -> None:
-        """Let others have the journal."""
+        """Release the journal to other processes."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -218,7 +218,7 @@ def abandoned(state: Path) -> list[FileJournal]:
 
 @contextmanager
 def _listing(above: Path) -> Iterator[None]:
-    """Hold the directory of all journals: none is begun meanwhile.
+    """Lock the directory of all journals: no journal can begin meanwhile.
 
     Raises:
         RestoreFailed: Others than this user may write there.
@@ -227,7 +227,7 @@ def _listing(above: Path) -> Iterator[None]:
     try:
         about = os.fstat(descriptor)
         if about.st_uid != os.geteuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise RestoreFailed(f"others than user {os.geteuid()} may write to {above}", cure=f"'rm -r {above}', after a look at who made it")
+            raise RestoreFailed(f"others than user {os.geteuid()} may write to {above}", cure=f"'rm -r {above}', after you have checked who made it")
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Files of restores that ended in the middle, put right by whoever comes next; the rule: undone if the job never ran, finished if it did.
+"""Recovers the files of restores that ended in the middle; the rule: changes are undone if the job never ran, finished if it did.
 
 The guard of a restore runs ``python -m icecore.restorer.file_recovery STATE`` when the restorer dies; where the guard died too, the next
 command does it.
@@ -24,7 +24,7 @@ from icecore.restorer.jobpaths import Place
 
 
 def command(state: Path) -> list[str]:
-    """Return the command line that recovers what restores on this machine left behind."""
+    """Return the command line that recovers files after restores on this machine."""
     return [sys.executable, "-P", "-m", "icecore.restorer.file_recovery", str(state)]
 
 
@@ -72,7 +72,7 @@ def _recover(journal: FileJournal, emit: Sink) -> None:
 
 
 def _locate(files: JobFiles, record: Record) -> tuple[list[Located], list[str]]:
-    """Find the changes' places again; of those that are another directory now nothing is touched."""
+    """Find the places of the changes again; leave out those whose directory was replaced."""
     found: list[Located] = []
     left: list[str] = []
     same_boot = record.boot == boot_id()
@@ -114,7 +114,7 @@ def _locate_directories(files: JobFiles, made: Sequence[Made]) -> list[tuple[Mad
 
 
 def main() -> None:
-    """Entry for the guard of a restore."""
+    """Run for the guard of a restore."""
     recover(Path(sys.argv[1]))
 
 

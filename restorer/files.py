@@ -132,7 +132,7 @@ def _plan_one(paths: JobPaths, file: OpenFile, has_content: bool, mode: FilesMod
         message = f"it has {now.st_size} bytes, {file.size} when the snapshot was taken"
         return Problem(file.path, message, _cure_for_content(file, has_content, mode))
     if _of_another(paths, file, now):
-        message = f"it belongs to user {now.st_uid}, to user {file.user} when the snapshot was taken, and the job would get access to it"
+        message = f"it belongs to user {now.st_uid}, but belonged to user {file.user} when the snapshot was taken; the job would get access to it"
         return Problem(file.path, message, f"'chown {file.user} {file.path}' if it is the job's, else move it away")
     # The same size is all that CRIU asks for.
     if same or file.writable or mode == "leave" or (verify and file.digest and _digest_at(place) == file.digest):

@@ -62,7 +62,7 @@ def recorded(manifest: Manifest) -> tuple[str, list[Old], dict[int, list[str]], 
         processes = {int(number): [str(uuid) for uuid in process["gpus"]] for number, process in known["processes"].items()}
         return str(known["driver"]), devices, processes, used
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged("manifest", manifest.snapshot, f"what it says of GPUs: {type(error).__name__}: {error}") from error
+        raise Damaged("manifest", manifest.snapshot, f"its record of GPUs: {type(error).__name__}: {error}") from error
 
 
 def _bytes(value: object) -> int:
@@ -72,7 +72,7 @@ def _bytes(value: object) -> int:
         ValueError: It is none.
     """
     if not isinstance(value, int) or not 0 <= value < 1 << 56:
-        raise ValueError(f"{str(value)[:40]!r} is no number of bytes")
+        raise ValueError(f"{str(value)[:40]!r} is not a number of bytes")
     return value
 
 
@@ -88,10 +88,10 @@ def temporary(manifest: Manifest) -> dict[int, list[tuple[int, int]]]:
         for ranges in found.values():
             bounds = [bound for both in ranges for bound in both]
             if any(after < before for before, after in pairwise(bounds)):
-                raise ValueError("its ranges overlap, or are not in order")
+                raise ValueError("its ranges overlap or are out of order")
         return found
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged("manifest", manifest.snapshot, f"what it says of device memory: {type(error).__name__}: {error}") from error
+        raise Damaged("manifest", manifest.snapshot, f"its record of device memory: {type(error).__name__}: {error}") from error
 
 
 def assign(old: Sequence[Old], here: Sequence[Gpu], wanted: Mapping[str, str]) -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""Which files CRIU has given to a tree that it holds; the rule: only those that were checked, or the tree does not run.
+"""Checks the files that CRIU opened for a held tree; the rule: the tree runs only if all of them were checked.
 
-CRIU opens files by their paths, as root. Who controls a directory of such a path can make it lead elsewhere between the check and CRIU's opening;
+CRIU opens files by their paths, as root. A user who controls a directory of such a path can redirect it between the check and CRIU's opening;
 the job would get another user's file.
 """
 
@@ -27,7 +27,7 @@ def require_files(root: int, expected: Set[Inode], own: tuple[str, ...] = ()) ->
         own: Beginnings of paths that are the instance's own.
 
     Raises:
-        RestoreFailed: One is another.
+        RestoreFailed: One is not.
     """
     for pid in procfs.tree(root):
         try:

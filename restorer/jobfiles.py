@@ -11,8 +11,8 @@ Public surface:
 - `JobFiles.settle(descriptor, file)`: owner, mode without set-ID bits, and time of a file that was created.
 - `JobFiles.exchange`, `place_new`, `rename`, `link`, `unlink`, `rmdir`: names, within checked directories.
 
-Whose rights count: a change of names is made as the file's owner. What he may not do is done as root only in a directory where
-root alone can make names; in any other directory it is refused. So a user gains nothing from a name in a directory of his own.
+Whose rights count: names are changed as the file's owner. What the owner may not do, root does only in a directory where
+root alone can make names; in any other directory it is refused. So users gain nothing from names in their own directories.
 """
 
 from __future__ import annotations
@@ -126,11 +126,11 @@ class JobFiles:
                 raise PathRefused(f"{path} is a symbolic link that leads nowhere", cure="remove it, or make the directory that it names") from None
             return made
         if place.directory.root_only:
-            os.chown(name, *owner, dir_fd=descriptor, follow_symlinks=False)  # nobody else can have replaced it there
+            os.chown(name, *owner, dir_fd=descriptor, follow_symlinks=False)  # no other user can have replaced it there
         found = self._paths.directory(path)
         about = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
         if inode_of(about) != (found.device, found.inode) or about.st_uid != owner.user:
-            raise PathRefused(f"another user replaced the directory {path} while it was made", cure="keep others from writing to its parent directory")
+            raise PathRefused(f"another user replaced the directory {path} during its creation", cure="keep others from writing to its parent directory")
         return [*made, MadeDirectory(place, inode_of(about))]
 
     # -- files --------------------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ class JobFiles:
         if about is None or stat.S_ISDIR(about.st_mode) or (known is not None and inode_of(about) != known):
             return False
         try:
-            # Who replaces the name now can only have a name of his own directory removed.
+            # A user who replaces the name now only gets a name in the user's own directory removed.
             self._as_allowed(place.directory, owner, lambda: os.unlink(place.name, dir_fd=place.directory.descriptor))
         except FileNotFoundError:
             return False
@@ -277,7 +277,7 @@ class JobFiles:
 
     @staticmethod
     def _as_allowed(directory: Directory, owner: Owner, work: Callable[[], Result]) -> Result:
-        """Do as the owner what changes names in a directory; as root where only root can."""
+        """Change names in a directory as the owner; as root if only root can change it."""
         try:
             with acting_as(*owner, [owner.group]):
                 return work()
@@ -313,7 +313,7 @@ def _open_path(place: Place, known: Inode) -> int:
     if inode_of(os.fstat(found)) != known:
         os.close(found)
         path = os.path.join(place.directory.path, place.name)
-        raise PathRefused(f"{path} is another file than before", cure="restore again")
+        raise PathRefused(f"{path} is no longer the same file", cure="restore again")
     return found
 
 

@@ -2,8 +2,8 @@
 
 The kernel shows paths of open files resolved, so on the machine of the snapshot no component is a link. On another machine
 the administrator may have made one (/var/run, a /home on another disk). Such a link is followed if it belongs to root and every
-directory on the way to it belongs to root and is not writable by others: nobody else can make, move or replace it. Any other link is
-refused, because whoever made it chooses where root writes.
+directory on the way to it belongs to root and is not writable by others: no other user can make, move or replace it. Any other link is
+refused, because its maker chooses where root writes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Directory:
 
     Attributes:
         descriptor: Open with O_PATH, owned by the `JobPaths`.
-        path: As it was asked for, below the root.
+        path: As requested, below the root.
         device, inode: Which directory it is.
         root_only: Only root can make, rename and remove names in it.
     """
@@ -52,7 +52,7 @@ class Place:
     name: str
 
     def stat(self) -> os.stat_result | None:
-        """What has the name, not followed; None: nothing."""
+        """Return the stat result of the name, without following a link; None: it does not exist."""
         try:
             return os.stat(self.name, dir_fd=self.directory.descriptor, follow_symlinks=False)
         except FileNotFoundError:
@@ -60,15 +60,15 @@ class Place:
 
 
 def root_only(about: os.stat_result) -> bool:
-    """Whether only root (or this process's user) can change the names in a directory."""
+    """Return whether only root (or this process's user) can change the names in a directory."""
     return about.st_uid in (0, os.geteuid()) and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def components(path: str) -> list[str]:
-    """The components of a recorded path.
+    """Return the components of a recorded path.
 
     Raises:
-        Damaged: It is none that the kernel shows for an open file.
+        Damaged: The kernel never shows such a path for an open file.
     """
     parts = path.split("/")[1:]
     if not path.startswith("/") or "\0" in path or any(part in ("", ".", "..") for part in parts):
@@ -122,7 +122,7 @@ class JobPaths:
         """Return the directory at ``path``, an absolute path below the root.
 
         Raises:
-            PathRefused: A component is a symbolic link that somebody else than root could make.
+            PathRefused: A component is a symbolic link that users other than root could make.
             OSError: FileNotFoundError, NotADirectoryError, or as open(2).
         """
         known = self._directories.get(path)
@@ -138,7 +138,7 @@ class JobPaths:
         return self._keep(path, descriptor)
 
     def guarded(self, folder: str) -> bool:
-        """Whether only root can change where a directory's path leads, and the names in it."""
+        """Return whether only root can change where a directory's path leads, and the names in it."""
         known = self._guarded.get(folder)
         if known is None:
             try:
@@ -228,7 +228,7 @@ class JobPaths:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
         if not here.trusted or about.st_uid not in (0, os.geteuid()):
             raise PathRefused(
-                f"{path} leads through the symbolic link {part!r}, which others than root can make or replace",
-                cure=f"replace the link {part!r} by the directory or file itself, or have root make it in a directory that only root may write to",
+                f"{path} leads through the symbolic link {part!r}, which users other than root can create or replace",
+                cure=f"replace the link {part!r} with the directory or file itself, or have root make it in a directory that only root may write to",
             )
         return os.readlink("", dir_fd=link)

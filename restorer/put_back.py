@@ -1,4 +1,4 @@
-"""Open files put back as they were when the snapshot was taken; the rule: a file is replaced as a whole, under its name, so that whoever still has the old
+"""Puts open files back as they were when the snapshot was taken; the rule: a file is replaced as a whole, under its name, so that a process with the old
 one open keeps it, and until the job runs everything can be undone."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Prepared:
 class PutBack:
     """Carries out a file plan: `prepare`, write the `targets`, `exchange`, then `hand_over` and `finish`, or `abandon`.
 
-    Nothing that the job's files are is changed before `exchange`; until `hand_over` all of it is undone by `abandon`, by the guard after the
+    The job's files do not change before `exchange`; until `hand_over` all changes are undone by `abandon`, by the guard after the
     restorer's death, or by the next command (`icecore.restorer.file_recovery`). Where there is nothing to do, no journal is made.
 
     Args:
@@ -79,7 +79,7 @@ class PutBack:
     # -- before -------------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Note down what will be done, make the directories that are missing, and an empty file beside each that is to be written.
+        """Record the changes, make missing directories, and create an empty file beside each one that will be written.
 
         Raises:
             RestoreFailed: A directory or file cannot be made.
@@ -108,7 +108,7 @@ class PutBack:
         return [*(prepared.located for prepared in self._prepared), *self._links]
 
     def _missing_directories(self, files: JobFiles) -> list[Made]:
-        """Which directories there are to be made, outermost first."""
+        """Return the directories to make, outermost first."""
         missing: dict[str, Made] = {}
         for action in self._actions:
             folder, above = os.path.dirname(action.file.path), []
@@ -132,7 +132,7 @@ class PutBack:
                     self._made.append((msgspec.structs.replace(made, inode=one.inode), one.place))
 
     def _planned(self, number: int, action: Action) -> Change:
-        """What is noted down before anything is made."""
+        """Return the record that is written before anything is made."""
         file = action.file
         temporary = f".{os.path.basename(file.path)[:100]}.icecore-{secrets.token_hex(6)}"
         return Change(
@@ -147,7 +147,7 @@ class PutBack:
         )
 
     def _prepare_one(self, files: JobFiles, action: Action, change: Change) -> None:
-        """Look where the file lies, and make the one that is to be written."""
+        """Find where the file lies, and create the one that will be written."""
         file = action.file
         with _failing(f"prepare {file.path}", "let its owner write there, or use --files leave"):
             name = same_inode(files.locate, file) if action.kind == "rewrite" else file.path
@@ -162,9 +162,9 @@ class PutBack:
             where = Inode(place.directory.device, place.directory.inode)
             old = inode_of(about) if about is not None else None
             change = msgspec.structs.replace(change, path=os.fsencode(name), directory=where, old=old)
-            if about is not None and not file.inode:  # imported images do not say whose it was
+            if about is not None and not file.inode:  # imported images do not record the owner
                 if about.st_nlink > 1 and not place.directory.root_only:
-                    raise RestoreFailed(f"{name} has other names, and may be another user's file", cure="make a copy of it in its place")
+                    raise RestoreFailed(f"{name} has other names, and may be another user's file", cure="replace it with a copy of itself")
                 change = msgspec.structs.replace(change, user=about.st_uid, group=about.st_gid)
             located = Located(change, place)
             if change.temporary:
@@ -208,7 +208,7 @@ class PutBack:
         return without_bits
 
     def hand_over(self) -> None:
-        """The job is about to run: from now on its files are its own, and nothing is undone."""
+        """Record that the job is about to run: its files are its own, and nothing is undone."""
         if self.journal is not None and not self._handed_over:
             with _failing(f"write {self.journal.folder}", "free space there"):
                 self.journal.keep()
@@ -216,7 +216,7 @@ class PutBack:
 
     @property
     def inodes(self) -> frozenset[Inode]:
-        """The files that the job is to have open of those that are put back."""
+        """Return the restored files that the job must have open."""
         changes = [located.change for located in self._located]
         return frozenset(known for change in changes if (known := change.old if change.saved else change.new) is not None)
 
@@ -235,7 +235,7 @@ class PutBack:
         return left
 
     def abandon(self) -> list[str]:
-        """The restore failed: undo everything, unless the job ran; returns what could not be undone, a sentence each. May be called twice."""
+        """Undo everything after a failed restore, unless the job ran; return what could not be undone, a sentence each. May be called twice."""
         if self._handed_over:
             return self.finish()
         left: list[str] = []

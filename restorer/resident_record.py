@@ -75,7 +75,7 @@ def recorded(manifest: Manifest) -> tuple[str, dict[int, RecordedProcess]]:
             raise ValueError("a process has memory of another that is not there")
         return directory, processes
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged("manifest", manifest.snapshot, f"what it says of resident memory: {type(error).__name__}: {error}") from error
+        raise Damaged("manifest", manifest.snapshot, f"its record of resident memory: {type(error).__name__}: {error}") from error
 
 
 def left_to_driver(manifest: Manifest) -> dict[str, int]:
@@ -104,7 +104,7 @@ def _number(value: object) -> int:
         ValueError: It is none.
     """
     if not isinstance(value, int) or not 0 <= value < 1 << 64:
-        raise ValueError(f"{str(value)[:40]!r} is no number of 64 bits")
+        raise ValueError(f"{str(value)[:40]!r} is not a 64-bit number")
     return value
 
 

@@ -541,7 +541,7 @@ class _Run:
         if put_back.journal is not None and self.guard is not None:
             self.guard.undo_with(recovery_command(self._state), put_back.journal.folder)
         for path in put_back.exchange():
-            message = f"{path} had a set-user-ID or set-group-ID bit, which a restore does not give back"
+            message = f"{path} had a set-user-ID or set-group-ID bit, which a restore does not put back"
             self.emit(Event("restore.warning", {"name": "mode", "message": message}))
 
     def _expected_files(self, manifest: Manifest, requirements: Requirements, put_back: PutBack) -> frozenset[Inode] | None:

@@ -1,4 +1,4 @@
-"""Whether there is room for files before they are written; rule: what counts is the bytes that the cells hold, not what a manifest says of them."""
+"""Checks for room before files are written; rule: the bytes in the cells count, not the sizes in a manifest."""
 
 from __future__ import annotations
 
@@ -21,4 +21,4 @@ def shortage(folder: Path, targets: Sequence[FileTarget]) -> str:
     free = limits.free_space(str(folder))
     if pages * PAGE <= free:
         return ""
-    return f"{pages * PAGE >> 20} MiB are to be written to {folder}, where {free >> 20} MiB are free"
+    return f"{pages * PAGE >> 20} MiB must be written to {folder}, which has {free >> 20} MiB free"

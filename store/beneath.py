@@ -1,4 +1,4 @@
-"""Files below a directory, reached part by part without following a link: whatever is planted there, nothing outside is read, written or removed."""
+"""Reaches files below a directory part by part, without following links: whatever is planted there, nothing outside is read, written or removed."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _KINDS = {
 
 
 class NotRegular(OSError):
-    """Something that is no regular file is in the place of one; ``strerror`` says what."""
+    """Something else is in the place of a regular file; ``strerror`` says what."""
 
 
 class Found(NamedTuple):
-    """What a directory holds: files that are regular (name and bytes), real directories, and all else (name and what it is)."""
+    """The contents of a directory: regular files (name and bytes), real directories, and everything else (name and kind)."""
 
     files: list[tuple[str, int]]
     folders: list[str]
@@ -35,7 +35,7 @@ class Found(NamedTuple):
 
 
 def kind_of(mode: int) -> str:
-    """The kind of file that ``st_mode`` tells, in words."""
+    """Return the kind of file for ``st_mode``, in words."""
     return _KINDS.get(stat.S_IFMT(mode), "a regular file")
 
 
@@ -48,7 +48,7 @@ def opened(root: Path, folders: Sequence[str]) -> Iterator[int]:
 
     Raises:
         FileNotFoundError: It is not there.
-        NotADirectoryError: A part of its path is no directory, or a link.
+        NotADirectoryError: A part of its path is a link, or not a directory.
     """
     at = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -62,7 +62,7 @@ def opened(root: Path, folders: Sequence[str]) -> Iterator[int]:
 
 
 def open_regular(root: Path, name: str) -> int:
-    """Open the regular file ``name`` (parts between slashes) below ``root`` for reading. Waits for nothing.
+    """Open the regular file ``name`` (parts between slashes) below ``root`` for reading, without blocking.
 
     Raises:
         FileNotFoundError, NotADirectoryError: It is not there.

@@ -273,7 +273,7 @@ def check_regions(regions: Sequence[Region], records: Records, region: Indices) 
         there = np.unpackbits(records["data"][rows] | records["zero"][rows], axis=1, bitorder="little").view(np.bool_)
         address = base[rows, None] + pages * PAGE
         if (there & ((address < start[rows, None]) | (address >= end[rows, None]))).any():
-            raise ValueError("a page of a cell lies outside of its region")
+            raise ValueError("a page of a cell lies outside its region")
 
 
 def pack_footer(key: bytes, name: bytes, ids: Sequence[bytes], lengths: Sequence[int]) -> bytes:
@@ -312,7 +312,7 @@ def parse_refs(nodes: bytes, regions: int) -> npt.NDArray[np.void]:
     if ((refs["length"] <= 1) | (refs["length"] > MAX_STORED_NODE_BYTES)).any():
         raise ValueError("a node reference of a length that no node has")
     if (refs["offset"] > MAX_CONTAINER_BYTES).any():
-        raise ValueError("a node reference to a place that no pack has")
+        raise ValueError("a node reference beyond the size of any pack")
     return refs
 
 

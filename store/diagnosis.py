@@ -242,7 +242,7 @@ class Diagnosis:
             other = await self._another(record.snapshot)
             if other is not None:
                 self._survey.restored.add(record.snapshot)
-                self._fix(MANIFEST_KIND.title, record.manifest, f"taken from {other[0]}, which is of the same snapshot and leads to what is there")
+                self._fix(MANIFEST_KIND.title, record.manifest, f"taken from {other[0]}, which is of the same snapshot and refers to existing objects")
                 return other[1]
         try:
             manifest = await self._repository.manifest(record)
@@ -417,7 +417,7 @@ class Diagnosis:
                 except _UNREADABLE:
                     pass
             self._survey.lost.append(Gap(first, last, digest))
-            self._fix(ENTRY_KIND.title, log_name(last), f"{last - first + 1} entries noted as lost: the entries after them hold all that counts")
+            self._fix(ENTRY_KIND.title, log_name(last), f"{last - first + 1} entries recorded as lost: later entries hold the complete state")
 
     async def _identity(self) -> None:
         """Configuration, keys, and the second copies of both."""

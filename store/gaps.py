@@ -1,6 +1,6 @@
-"""Lost entries of the log, as the state notes them down: how a reader steps over them. Pure.
+"""Lost entries of the log, as the state records them: how a reader skips them. Pure.
 
-The rule: only a holder of the log key can note a gap, so an entry that is absent without being noted is an error, and one that is noted is not.
+The rule: only a holder of the log key can record a gap, so an absent entry is an error unless it is recorded.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from icecore.store.state import Gap
 
 
 def gap_of(gaps: Sequence[Gap], generation: int) -> Gap | None:
-    """The gap that the entry of ``generation`` belongs to, or None if it is not noted as lost."""
+    """Return the gap that the entry of ``generation`` belongs to, or None if it is not recorded as lost."""
     return next((gap for gap in gaps if gap.first <= generation <= gap.last), None)
 
 
 def step(gaps: Sequence[Gap], start: int, wanted: int) -> int:
-    """The entry to read next by a reader who is at entry ``start`` and goes back to ``wanted``.
+    """Return the entry to read next for a reader who is at entry ``start`` and goes back to ``wanted``.
 
     Args:
         gaps: Of the newest state.
@@ -33,7 +33,7 @@ def step(gaps: Sequence[Gap], start: int, wanted: int) -> int:
 
 
 def ranges(generations: Iterable[int]) -> list[tuple[int, int]]:
-    """The runs of consecutive numbers, ascending: first and last of each."""
+    """Return the runs of consecutive numbers, ascending: first and last of each."""
     runs: list[tuple[int, int]] = []
     for generation in sorted(set(generations)):
         if runs and runs[-1][1] + 1 == generation:
@@ -44,7 +44,7 @@ def ranges(generations: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def joined(gaps: Iterable[Gap]) -> list[Gap]:
-    """The same gaps, ascending; neighbours become one."""
+    """Return the same gaps, ascending; neighbours become one."""
     made: list[Gap] = []
     for gap in sorted(gaps, key=lambda gap: gap.first):
         if made and gap.first <= made[-1].last + 1:
@@ -55,12 +55,12 @@ def joined(gaps: Iterable[Gap]) -> list[Gap]:
 
 
 def kept(gaps: Sequence[Gap], above: int) -> list[Gap]:
-    """The gaps that reach above a generation: older ones lie where every entry has been trimmed."""
+    """Return the gaps that reach above a generation: older ones lie where every entry has been trimmed."""
     return [gap for gap in gaps if gap.last > above]
 
 
 def between(gaps: Sequence[Gap], first: int, last: int) -> list[tuple[int, int]]:
-    """What of the generations ``first`` to ``last`` is not noted as lost, newest first, as runs."""
+    """Return the generations from ``first`` to ``last`` that are not recorded as lost, newest first, as runs."""
     runs, low = [], first
     for gap in sorted(gaps, key=lambda gap: gap.first):
         if gap.last < low or gap.first > last:

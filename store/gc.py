@@ -81,7 +81,10 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.keep_entries < KEPT_ENTRIES:
-            raise UsageError(f"a collection that leaves {self.keep_entries} log entries", cure=f"leave {KEPT_ENTRIES} or more: clients take less for an attack")
+            raise UsageError(
+                f"a collection cannot keep only {self.keep_entries} log entries",
+                cure=f"keep {KEPT_ENTRIES} or more: clients treat fewer as an attack",
+            )
 
 
 @dataclass(frozen=True)

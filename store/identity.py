@@ -1,6 +1,6 @@
-"""The few objects without which nothing can be read, configuration and keys: opens by whichever copy is whole, and puts the others right.
+"""Configuration and keys, without which nothing can be read: opens with whichever copy is intact, and repairs the others.
 
-The rule: a copy counts only if it verifies under the keys, so that a whole object of another repository in its place is no better than a damaged one.
+The rule: a copy counts only if it verifies under the keys, so that an intact object of another repository counts as a damaged one.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Identity:
 
 
 def asked_once(passphrase: Passphrase | None) -> Passphrase | None:
-    """The same passphrase, asked for once however many slots it is tried on."""
+    """Ask for the passphrase once, however many slots it is tried on."""
     if passphrase is None:
         return None
     given: list[bytes] = []
@@ -85,10 +85,10 @@ async def from_copies(
 
     Args:
         passphrase, secret: As of `icecore.store.keychain.read_keys`.
-        error: Why the ones that are read first do not open it; raised where no others do.
+        error: Why the first copies do not open it; raised if no others do.
         rebuild: Make a configuration where none is left: by ``repair``, which stores it.
-        admit: As of `icecore.store.keychain.read_keys`; what it refuses is passed over where anything else opens.
-        emit: Told what was read instead.
+        admit: As of `icecore.store.keychain.read_keys`; refused candidates are skipped if anything else opens.
+        emit: Gets what was read instead.
 
     Raises:
         NotFound: No repository is there.
@@ -123,7 +123,7 @@ async def from_copies(
         if await is_of(backend, keys):
             if not rebuild:
                 why = "it is missing, and so is its copy" if not configs else "neither it nor its copy can be read"
-                raise Damaged(CONFIG_KIND.title, CONFIG, why, cure=f"'icecore repair' makes it anew; {RECOVER}") from error
+                raise Damaged(CONFIG_KIND.title, CONFIG, why, cure=f"'icecore repair' rebuilds it; {RECOVER}") from error
             config = await _rebuilt(backend, keys)
             return Identity(keys, config, encode_config(config, keys).data)
     if opened and isinstance(error, ObjectMissing):
@@ -133,7 +133,7 @@ async def from_copies(
 
 
 async def _rebuilt(backend: Backend, keys: Keys) -> Config:
-    """A configuration like the one that was lost. Its id is known where the repository is encrypted; another one is harmless where it is not."""
+    """Return a configuration like the lost one. The id of an encrypted repository is known; in a plain one another id is harmless."""
     largest = max([info.size async for info in backend.list(PREFIX["shard"])], default=0)
     size = Parameters().shard_bytes if not largest else min(1 << 30, max(_MIB, 1 << (largest - 1).bit_length()))
     number = ENCRYPTED_FORMAT if keys.encrypted else FORMAT
@@ -141,7 +141,7 @@ async def _rebuilt(backend: Backend, keys: Keys) -> Config:
 
 
 async def is_of(backend: Backend, keys: Keys) -> bool:
-    """Whether anything in ``backend`` verifies under the keys: a log entry, or a manifest."""
+    """Return whether anything in ``backend`` verifies under the keys: a log entry, or a manifest."""
 
     async def opens(names: AsyncIterator[str], limit: int, read: Callable[[str, bytes], object]) -> bool:
         tried = 0
@@ -194,7 +194,7 @@ class Mend:
 
 
 async def inspect(backend: Backend, keys: Keys, config: Config, *, spare_config: bytes = b"", spare_key: tuple[int, bytes] | None = None) -> list[Mend]:
-    """What is wrong with the configuration, the keys and their copies.
+    """Return what is wrong with the configuration, the keys and their copies.
 
     Args:
         keys, config: What the repository was opened with.
@@ -223,7 +223,7 @@ async def _configs(backend: Backend, keys: Keys, config: Config, spare: bytes, c
     good = next((data for name, data in held.items() if name not in wrong), None)
     source, how = good or spare or encode_config(config, keys).data, "stored anew"
     if not good and not spare:
-        how = f"made anew from what this client knows, with the id {config.id}"
+        how = f"rebuilt from what this client knows, with the id {config.id}"
     return [_mend(CONFIG_KIND.title, name, why, how, source, held[name], copies) for name, why in wrong.items()]
 
 
@@ -263,7 +263,7 @@ async def _keys(backend: Backend, keys: Keys, spare: tuple[int, bytes] | None, c
 
 
 def _decode(name: str, data: bytes, keys: Keys) -> Config:
-    """The configuration in object ``name``: a second copy has the same bytes, so it is encrypted for the name of the first."""
+    """Return the configuration in object ``name``: a second copy has the same bytes, so it is encrypted for the name of the first."""
     try:
         return decode_config(CONFIG, data, keys)
     except Damaged as error:
@@ -280,11 +280,11 @@ def _verify(name: str, data: bytes, keys: Keys) -> None:
     if slots is not None and keys.encrypted and slots.repository == keys.repository:
         verify(name, slots, keys.secret)
     elif slots is not None or keys.encrypted or open_slot(name, data) != keys.secret:
-        raise Damaged(KEY_KIND.title, name, "it is that of another repository")
+        raise Damaged(KEY_KIND.title, name, "it belongs to another repository")
 
 
 async def mend(backend: Backend, mends: list[Mend]) -> None:
-    """Do it; safe to stop anywhere: an object is only ever removed while another copy of it is whole, or where it is of no use."""
+    """Make the repairs; safe to interrupt: an object is removed only while another copy of it is intact, or if it is useless."""
     for one in mends:
         if not one.how:
             continue
@@ -309,7 +309,7 @@ async def _get(backend: Backend, name: str, limit: int) -> bytes | None:
 
 
 async def agreed(backend: Backend, name: str, data: bytes) -> bytes:
-    """Store object ``name``; what it holds then, which may be what another stored before.
+    """Store object ``name``; return its content, which may be what another client stored before.
 
     Raises:
         StoreError: The store failed.

@@ -1,4 +1,4 @@
-"""Which repository a client knows at a place: its id, and whether it is encrypted; rule: what is known is binding, and only a place without a record is new."""
+"""Records which repository a client knows at a place: its id, and whether it is encrypted; rule: the record is binding, and only a place without one is new."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Known(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         id: Its id.
         encrypted: Whether it is encrypted.
-        plain: Whether a person said that it is meant not to be.
+        plain: Whether the user accepted it as plain.
     """
 
     id: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
@@ -49,7 +49,7 @@ class _Alias(msgspec.Struct, frozen=True, tag="alias", forbid_unknown_fields=Tru
 class KnownPlace:
     """What a client knows of one place, in files outside of it.
 
-    A place may be named by a link, which others than those who can write to the place can change: where the link led is remembered as well.
+    A link may name the place, and users who cannot write to the place may change the link: so the record includes where the link led.
 
     Args:
         folder: Holds a file for each name; made when needed.
@@ -84,7 +84,7 @@ class KnownPlace:
         return known
 
     def admit(self, found: Known) -> None:
-        """Require that the repository at the place is the one that is known there; note it down if none is.
+        """Require that the repository at the place is the one that is known there; record it if none is.
 
         Args:
             found: What is there. Its ``plain`` counts only where nothing is known.
@@ -115,11 +115,11 @@ class KnownPlace:
         if (found.id, found.encrypted) != (known.id, known.encrypted):
             raise RepositoryReplaced(
                 f"{self._where} holds {found}; this client knows {known}{where}",
-                cure=f"find out who replaced it before you use it; 'icecore trust {self._where}' shows both, and accepts the new one if it is meant",
+                cure=f"find out who replaced it before you use it; 'icecore trust {self._where}' shows both, and can accept the new one",
             )
 
     def note(self, known: Known) -> None:
-        """Note down what is at the place, in the stead of whatever was known: for who made it, and a person who confirmed it."""
+        """Record what is at the place, replacing the earlier record: for the maker of the repository, and after the user's confirmation."""
         with notes.locked(self._folder):
             self._write(known)
 
@@ -148,12 +148,12 @@ class KnownPlace:
         try:
             record = msgspec.json.decode(data, type=kind)
             if record.place != name:
-                raise ValueError(f"it is that of {record.place}")
+                raise ValueError(f"it is the record of {record.place}")
             return record
         except ValueError as error:  # msgspec's and Unicode's are, too
             raise RecordDamaged(
-                f"{path}, which says what repository this client knows at {self._where}, is damaged: {error}",
-                cure=f"'icecore trust {self._where}' shows what is there, and notes it down anew if it is meant",
+                f"{path}, the record of the repository at {self._where}, is damaged: {error}",
+                cure=f"'icecore trust {self._where}' shows what is there, and can record it again",
             ) from error
 
 

@@ -227,7 +227,7 @@ class Log:
                 # a repair has continued the log behind it since the listing
         if hint == seen.generation:
             raise RollbackDetected(
-                f"the repository in {self._backend.where} ends at generation {listed}, this client has already seen {hint}",
+                f"the repository in {self._backend.where} ends at generation {listed}, but this client has already seen {hint}",
                 cure=self.cure_of_rollback,
             )
         raise Damaged(ENTRY_KIND.title, log_name(hint), "it is listed, but cannot be read")
@@ -322,7 +322,7 @@ class Log:
             if entry.state.predecessor.hex() != seen.digest:
                 raise self._other(seen)
             return
-        error = f"a repair found generation {seen.generation}, which this client has seen, lost: what only that knew of is gone"
+        error = f"a repair found generation {seen.generation}, which this client has seen, to be lost: changes that only that entry held are gone"
         self.emit(Event("log.repaired", {"seen": seen.generation, "continued": newest, "error": error}))
 
     async def _beyond(self, entry: Entry, missing: int) -> Entry:
@@ -348,14 +348,14 @@ class Log:
         """What a person can do where the log does not continue what this client has seen."""
         return (
             "find out who put back, or withholds, a part of it before you write to it;"
-            f" 'icecore trust {self._backend.where}' shows what is known and what is there, and accepts it if it is meant;"
+            f" 'icecore trust {self._backend.where}' shows what is known and what is there, and can accept it;"
             " where storage has lost its newest entries, 'icecore repair --accept-rollback' goes on from what is there"
         )
 
     def _absent(self, entry: Entry, missing: int) -> RollbackDetected:
         return RollbackDetected(
             f"log entry {missing} of the repository in {self._backend.where} is absent, although the log ends at generation {entry.generation} and"
-            f" its newest {KEPT_ENTRIES} entries are kept: nothing shows that it continues what this client has seen",
+            f" its newest {KEPT_ENTRIES} entries are kept: it cannot be shown to continue what this client has seen",
             cure=self.cure_of_rollback,
         )
 

@@ -269,7 +269,7 @@ def _decode(body: bytes) -> Manifest:
                 for field, length in _lengths(raw):
                     left[field] -= length
                     if left[field] < 0:
-                        raise ValueError(f"its {name} have more {field} than a manifest can have")
+                        raise ValueError(f"its {name} have more {field} than a manifest may have")
                 made[name].append(decoder.decode(raw))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(str(error)) from error

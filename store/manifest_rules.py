@@ -1,6 +1,6 @@
-"""What a manifest may say, whoever wrote it: counts, addresses, names and paths that everything behind it relies on. Pure; one pass, no loop over pages.
+"""Checks what a manifest may say, whoever wrote it: counts, addresses, names and paths that later code relies on. Pure; one pass, no loop over pages.
 
-A manifest that breaks a rule is refused where it is read and where it is written, so no reader of one has to ask again.
+A manifest that breaks a rule is refused when it is read and when it is written, so later code does not check again.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def faults(manifest: Manifest) -> Iterator[str]:
         if why:
             yield f"{space.kind} {_shown(space.key)}: {why}"
     if nodes > MAX_NODES:
-        yield f"it refers to {nodes} map nodes, more than the {MAX_NODES} that a snapshot can have"
+        yield f"it refers to {nodes} map nodes, more than the maximum of {MAX_NODES}"
     images = {process.image_id for process in manifest.processes}
     if len(images) != len(manifest.processes):
         yield "two processes have one id"
@@ -71,7 +71,7 @@ def faults(manifest: Manifest) -> Iterator[str]:
         if not _is_port(port):
             yield f"it requires the port {_shown(port)}"
     if not set(manifest.criu_options) <= _OPTIONS:
-        yield f"it wants CRIU to have the options {_shown(' '.join(manifest.criu_options))}"
+        yield f"it names these options of CRIU: {_shown(' '.join(manifest.criu_options))}"
 
 
 #: Bytes of a NODE_REF record (`icecore.store.manifest`).
@@ -90,7 +90,7 @@ def _identity(manifest: Manifest) -> Iterator[str]:
 
 
 def _space(space: Space) -> str:
-    """Why a space cannot be; empty if it can."""
+    """Return why a space is invalid; empty if it is valid."""
     if space.kind == "file":
         named = is_path(space.key)
     else:
@@ -119,7 +119,7 @@ def _space(space: Space) -> str:
 
 
 def is_path(path: str) -> bool:
-    """Whether a path is absolute, names something, and goes nowhere up."""
+    """Return whether a path is absolute, names something, and contains no `..`."""
     return path.startswith("/") and path != "/" and "\0" not in path and ".." not in path.split("/")
 
 

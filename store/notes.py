@@ -1,4 +1,4 @@
-"""Small files in which a client remembers something outside of a repository: a reader sees an old or a new one as a whole, and a crash leaves one of them."""
+"""Small files in which a client remembers something outside of a repository: a reader sees a complete old or new one, and a crash leaves one of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read(path: Path) -> bytes | None:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Replace the note, durably; only its owner may read it. Its folder is made where it is missing.
+    """Replace the note, durably; only its owner may read it. Makes its folder if that is missing.
 
     Raises:
         StoreError: It cannot be written; the old one, if any, is still there.
@@ -58,7 +58,7 @@ def write(path: Path, data: bytes) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep every other process, and every other thread, out of the notes in ``folder``. Hold it briefly: it blocks.
+    """Lock the notes in ``folder`` against all other processes and threads. Hold it briefly: it blocks.
 
     Raises:
         StoreError: The folder cannot be written to.
@@ -92,5 +92,5 @@ def _sync(folder: Path) -> None:
 
 def _failed(doing: str, path: Path, error: OSError) -> StoreError:
     return StoreError(
-        f"cannot {doing} what this client remembers, {path}: {error.strerror}", cure="correct its permissions or make room, or set ICECORE_STATE"
+        f"cannot {doing} this client's record {path}: {error.strerror}", cure="correct its permissions or make room, or set ICECORE_STATE"
     )

@@ -1,6 +1,6 @@
-"""The recovery file: a copy of what opens a repository, to be kept apart from it; made from a repository that opens, and put back into one that does not.
+"""The recovery file: a copy of what opens a repository, kept apart from it; made from a repository that opens, and put back into one that does not.
 
-The rule: nothing is put back that does not belong there, and nothing that is whole there is replaced.
+The rule: only objects of that repository are put back, and intact ones are never replaced.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Recovery(msgspec.Struct, frozen=True):
 
 
 async def export(repository: Repository) -> bytes:
-    """The recovery file of an open repository.
+    """Return the recovery file of an open repository.
 
     Raises:
         Damaged: No key object is whole.
@@ -55,10 +55,10 @@ async def export(repository: Repository) -> bytes:
 
 
 def decode(name: str, data: bytes) -> Recovery:
-    """The content of recovery file ``name``.
+    """Return the content of recovery file ``name``.
 
     Raises:
-        Damaged: It is none, or not what was written.
+        Damaged: It is not a recovery file, or it was changed.
         FormatTooNew: A later version wrote it.
     """
     try:
@@ -91,17 +91,17 @@ class Restorer:
         self._emit = emit
 
     async def apply(self) -> list[Mend]:
-        """Do it; safe to stop anywhere. Returns what was put back: nothing where all is whole.
+        """Put back what is lost; safe to interrupt. Returns what was put back: nothing if everything is intact.
 
         Raises:
             UsageError: It is the file of another repository.
-            WrongPassphrase: None of the passphrases at the time of the file.
+            WrongPassphrase: It was not valid when the file was exported.
         """
         keys, config = await self._open()
         if not await is_of(self._backend, keys):
             raise UsageError(
                 f"{self._name} is not the recovery file of {self._backend.where}: nothing there verifies under its keys",
-                cure="name the repository that it was exported from, or that one's file",
+                cure="name the repository that it was exported from, or use the file of this one",
             )
         spare = self._recovery.number, self._recovery.key
         mends = await inspect(self._backend, keys, config, spare_config=self._recovery.config, spare_key=spare)

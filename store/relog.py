@@ -1,7 +1,7 @@
-"""Continues a log whose newest entries are lost: finds the newest whole entry and the snapshots whose manifests outlived theirs; plans, then writes one entry.
+"""Continues a log whose newest entries are lost: finds the newest intact entry and the snapshots with surviving manifests; plans, then writes one entry.
 
-The rule: nothing is overwritten or deleted. The new entry stands behind every generation that is known to have existed. It notes the lost ones
-(`icecore.store.gaps`), and their names stay taken, so that no writer that slept creates one.
+The rule: nothing is overwritten or deleted. The new entry comes after every generation that is known to have existed. It records the lost ones
+(`icecore.store.gaps`), and their names stay taken, so that no suspended writer creates one.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ async def look(log: Log) -> Condition:
             continue  # trimmed between the listing and the read
         absent = gaps.ranges(_absent(listed, generation, top))
         return Condition(base, top, damaged, absent)
-    raise StoreError("the log moves on all the time", cure="try again")
+    raise StoreError("other clients keep adding to the log", cure="try again")
 
 
 def _absent(listed: list[int], low: int, top: int) -> Iterable[int]:
@@ -109,7 +109,7 @@ class Relogging:
         generation: Of the entry to write.
         recovered: Snapshots whose manifests were found.
         unlisted: Manifests that are not listed, and why.
-        unreadable: Manifests of which nobody can tell what they were, and why.
+        unreadable: Manifests whose snapshot is unknown, and why.
         pins: Snapshots that open sessions had pinned.
         began: Generation at which the oldest of these sessions began.
     """
@@ -123,12 +123,12 @@ class Relogging:
     began: int = 0
 
     def words(self) -> str:
-        """What is lost, for people."""
+        """Return what is lost, for people."""
         base = self.condition.base
-        found = f"{len(self.recovered)} snapshots that it does not list are listed again, labelled {RECOVERED!r}, as their manifests are whole"
-        lost = "lost are forgets, pins and labels that came later, snapshots without a whole manifest, and the work of open sessions"
+        found = f"{len(self.recovered)} unlisted snapshots with intact manifests are listed again, labelled {RECOVERED!r}"
+        lost = "lost are later forgets, pins and labels, snapshots without an intact manifest, and the work of open sessions"
         if base is None:
-            return f"the log begins anew at generation {self.generation}: {found}; {lost}"
+            return f"the log starts again at generation {self.generation}: {found}; {lost}"
         when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(base.state.created_ns / 1e9))
         return f"the log continues from generation {base.generation} ({when}) with generation {self.generation}: {found}; {lost}"
 
@@ -137,7 +137,7 @@ class Relogger:
     """One attempt. ``plan`` changes nothing; ``apply`` plans again and writes.
 
     Args:
-        accept_rollback: Go on even where this client has seen newer entries that are absent, or other ones: nobody but a person can tell whether
+        accept_rollback: Go on even if this client has seen newer entries that are absent, or other ones: only a person can tell whether
             storage has lost them, or somebody has put back an older copy.
     """
 
@@ -148,10 +148,10 @@ class Relogger:
         self._accept = accept_rollback
 
     async def plan(self) -> Relogging | None:
-        """What there is to do, or None if the newest entry is whole.
+        """Return what there is to do, or None if the newest entry is intact.
 
         Raises:
-            RollbackDetected: What is there is older than, or another than, what this client has seen, and that is not accepted.
+            RollbackDetected: The log is older than, or different from, what this client has seen, and that is not accepted.
         """
         condition = await look(self._log)
         if not self._accept:
@@ -169,12 +169,12 @@ class Relogger:
             await self._log.continues(condition.base)
         except Damaged:
             raise RollbackDetected(
-                f"too many log entries are damaged to tell whether generation {condition.base.generation} continues what this client has seen",
+                f"too many log entries are damaged to determine whether generation {condition.base.generation} continues what this client has seen",
                 cure=self._log.cure_of_rollback,
             ) from error
 
     async def apply(self) -> Relogging | None:
-        """Do it; safe to stop anywhere."""
+        """Continue the log; safe to interrupt."""
         for _ in range(_TRIES):
             plan = await self.plan()
             if plan is None:
@@ -186,10 +186,10 @@ class Relogger:
             except ObjectExists:
                 continue  # another continued it
             return plan
-        raise StoreError("others continue the log all the time", cure="try again")
+        raise StoreError("other clients keep adding to the log", cure="try again")
 
     async def _settle(self) -> None:
-        """Accept the newest entry where it is another than the one that was seen, or nobody can tell."""
+        """Accept the newest entry if it differs from the one that was seen, or if that is unknown."""
         try:
             await self._log.newest()
         except (RollbackDetected, Damaged):
@@ -253,7 +253,7 @@ class Relogger:
         return records
 
     async def _listed_before(self, base: Entry | None, known: set[str]) -> set[str]:
-        """Snapshots that an entry before ``base`` lists and ``base`` does not: they were forgotten, so nothing brings them back."""
+        """Return the snapshots that an entry before ``base`` lists and ``base`` does not: they were forgotten, so they stay forgotten."""
         before: set[str] = set()
         pages: dict[bytes, PageRef] = {}
         if base is None:
@@ -290,7 +290,7 @@ class Relogger:
             generation=generation,
             predecessor=digest or bytes(32),
             created_ns=now,
-            changes=[f"repair: continues after generation {first - 1}, {generation - first} entries are lost, {len(plan.recovered)} snapshots found"],
+            changes=[f"repair: continues after generation {first - 1}, {generation - first} entries lost, {len(plan.recovered)} snapshots found"],
             transactions=[
                 *[written for written in before.transactions if written.generation > generation - REMEMBERED],
                 Written(generation, secrets.token_bytes(16)),
@@ -314,7 +314,7 @@ class Relogger:
 
 
 async def fill(repository: Repository, generation: int) -> None:
-    """Take the name of a lost entry, so that no writer that slept creates it: it would believe that its entry counts."""
+    """Take the name of a lost entry, so that no suspended writer creates it and takes its entry for valid."""
     name = log_name(generation)
     try:
         await repository.backend.create(name, [seal(_LOST_KIND, b"", repository.keys.log, name).data])
@@ -323,7 +323,7 @@ async def fill(repository: Repository, generation: int) -> None:
 
 
 async def complete(repository: Repository, manifest: Manifest, name: str, shards: set[bytes]) -> bool:
-    """Whether everything that a manifest leads to is there.
+    """Return whether everything that a manifest refers to exists.
 
     Args:
         shards: Those that are listed.
@@ -340,7 +340,7 @@ async def complete(repository: Repository, manifest: Manifest, name: str, shards
 
 
 def named_shards(cells: Records) -> set[bytes]:
-    """The shards that records name."""
+    """Return the shards that records name."""
     found: set[bytes] = set()
     for field_ in ("place", "base_place"):
         places = cells[field_][cells[field_]["length"] > 0]
@@ -349,7 +349,7 @@ def named_shards(cells: Records) -> set[bytes]:
 
 
 def record_of(manifest: Manifest, name: str, data: bytes) -> SnapshotRecord:
-    """The record with which a snapshot was committed."""
+    """Return the record with which a snapshot was committed."""
     sizes = manifest.sizes
     return SnapshotRecord(
         manifest.snapshot,
@@ -371,7 +371,7 @@ def record_of(manifest: Manifest, name: str, data: bytes) -> SnapshotRecord:
 
 
 def lost(condition: Condition) -> list[tuple[str, str]]:
-    """The lost entries, each with a reason: for whoever reports them."""
+    """Return the lost entries, each with a reason, for reports."""
     found = [(log_name(generation), why) for generation, why in sorted(condition.damaged.items(), reverse=True)]
     for first, last in reversed(condition.missing):
         more = f", and so are the {last - first} before it" if last > first else ""

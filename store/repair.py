@@ -132,7 +132,7 @@ def _continued(relogging: Relogging) -> Plan:
     plan = Plan([Damage(ENTRY_KIND.title, name, why) for name, why in lost(relogging.condition)])
     plan.fixes = [Fix(ENTRY_KIND.title, log_name(relogging.generation), relogging.words())]
     for record in relogging.recovered:
-        plan.recovered[record.snapshot] = f"of job {record.job!r}: whether it had been committed, or forgotten since, nobody can tell any more"
+        plan.recovered[record.snapshot] = f"of job {record.job!r}: it is unknown whether it had been committed, or forgotten since"
     plan.unlisted = relogging.unlisted
     plan.beyond = [Damage(MANIFEST_KIND.title, name, why) for name, why in relogging.unreadable.items()]
     return plan

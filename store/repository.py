@@ -240,7 +240,7 @@ class Repository:
     async def _manifest_from(self, backend: Backend, record: SnapshotRecord) -> Manifest:
         parsed = parse_name(record.manifest)
         if parsed is None or parsed[0] != "manifest":
-            raise Damaged("snapshot", record.snapshot, f"its manifest is called {record.manifest[:80]!a}")
+            raise Damaged("snapshot", record.snapshot, f"its manifest has the name {record.manifest[:80]!a}")
         data = await backend.get(record.manifest, limit=MANIFEST_KIND.object_limit)
         manifest = decode_manifest(data, self.keys.manifest, name=record.manifest, digest=record.manifest_digest)
         if manifest.snapshot != record.snapshot:

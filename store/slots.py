@@ -128,7 +128,7 @@ def decode_slots(name: str, data: bytes) -> Slots | None:
             raise Damaged(KEY_KIND.title, name, f"slot {slot.id[:16]!r} asks for {cost} and has {len(slot.salt)} bytes of salt")
     work = sum(slot.memory_kib * slot.passes for slot in slots.slots)
     if work > _MAX_WORK:
-        raise Damaged(KEY_KIND.title, name, f"its slots ask for {work >> 20} GiB of memory to be filled before a passphrase is known to be wrong")
+        raise Damaged(KEY_KIND.title, name, f"its slots require {work >> 20} GiB of memory before a passphrase proves wrong")
     return slots
 
 

@@ -46,7 +46,7 @@ class Watermark:
         elif seen.generation == self._seen.generation and seen.digest != self._seen.digest:
             raise RollbackDetected(
                 f"the log in {self._where} has two entries of generation {seen.generation}: this client has seen both",
-                cure=f"find out who shows clients different states of it; 'icecore trust {self._where}' shows what is known and what is there",
+                cure=f"find out who shows different states to different clients; 'icecore trust {self._where}' shows what is known and what is there",
             )
 
     def accept(self, seen: Seen, *, instead_of: Seen) -> None:
@@ -62,7 +62,7 @@ class Watermark:
         """
         if self._seen != instead_of:
             raise RollbackDetected(
-                f"this client has seen generation {self._seen.generation} of the log meanwhile, not {instead_of.generation}", cure="look again"
+                f"this client has meanwhile seen generation {self._seen.generation} of the log, not {instead_of.generation}", cure="look again"
             )
         self._seen = seen
 
@@ -98,8 +98,8 @@ class FileWatermark(Watermark):
             return seen
         except ValueError as error:  # msgspec's and Unicode's are, too
             raise RecordDamaged(
-                f"{self._path}, which says what this client has seen of the repository, is damaged: {error}",
-                cure=f"'icecore trust {self._where}' shows what is there, and notes it down anew if it is meant",
+                f"{self._path}, the record of what this client has seen of the repository, is damaged: {error}",
+                cure=f"'icecore trust {self._where}' shows what is there, and can record it again",
             ) from error
 
     def save(self, seen: Seen) -> None:

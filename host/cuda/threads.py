@@ -1,4 +1,4 @@
-"""The driver's threads of a process, which show that it has CUDA state; rule: nobody is asked or stopped, /proc tells."""
+"""Finds the driver's threads in a process, which show that it has CUDA state; rule: /proc is the only source, no process is asked or stopped."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _NAMES = re.compile(r"cuda-EvtHandlr|cuda[0-9a-fA-F]{11}")
 
 
 def has_drivers_threads(pid: int) -> bool:
-    """Whether the driver has a thread in a process. A forked child has none, because fork(2) copies no threads.
+    """Return whether the driver has a thread in a process. A forked child has none, because fork(2) copies no threads.
 
-    Threads of a program that is itself called like one of the driver's do not count.
+    If the program itself has the name of a driver's thread, its threads do not count.
 
     Raises:
         NotFound: The process has ended.

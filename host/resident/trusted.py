@@ -1,7 +1,8 @@
-"""Sockets that a job names; rule: nothing is said to a socket before it is known whose it is, and no link leads to another.
+"""Sockets that a job names; rule: a socket gets no data before its owner is known, and no link redirects to another.
 
-A process may have made up what it has in its environment, and what lies in the directory that it names there. So a directory is opened below the root of the
-process that named it, without links; a socket is opened before it is connected to, so that both are one; and the kernel says who listens there (SO_PEERCRED).
+A process may have forged its environment, and the contents of the directory that it names there. So a directory is opened below the root of the
+process that named it, without links; a socket is opened before it is connected to, so that both are the same; and the kernel tells which process listens
+there (SO_PEERCRED).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def open_directory(path: Path) -> int:
 
 
 def open_file(pid: int, path: str) -> int:
-    """Open for reading what a process calls by this path: a regular file below its root.
+    """Open for reading the regular file at this path below a process's root.
 
     Raises:
         OSError: There is none.
@@ -71,14 +72,14 @@ def require_private(directory: int, path: Path) -> None:
 
 
 def connect(connection: socket.socket, path: Path, *, pid: int | None) -> None:
-    """Connect to a unix socket, and require that it is whose it should be.
+    """Connect to a unix socket, and require that it has the expected owner.
 
     Args:
         path: Where it is.
         pid: The process that must be listening there, as this machine sees it; None: a process of root's or of this user's, in a directory of theirs.
 
     Raises:
-        PermissionError: Somebody else listens there, or could have put it there.
+        PermissionError: Another process listens there, or another user could have put the socket there.
         OSError: As connect(2).
     """
     directory = open_directory(path.parent)

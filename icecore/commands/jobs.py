@@ -39,7 +39,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("-d", "--detach", action="store_true", help="return at once; print the job's name")
     parser.add_argument("--name", default="", help="name of the job (default: the program's)")
     parser.add_argument("--cwd", default="", metavar="DIR", help="directory to start in (default: this one)")
-    parser.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable, or pass one on that is withheld; may be repeated")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable, or pass on one that is withheld; may be repeated")
     parser.add_argument("--gpu", action="store_true", help="it uses NVIDIA GPUs: make it, and NCCL, so that it can be snapshotted")
     parser.add_argument("--rm", action="store_true", help="forget the job and its logs once it has ended (foreground only)")
     for key, what in (
@@ -146,7 +146,7 @@ def _environment(arguments: argparse.Namespace, context: Context) -> dict[str, s
         if not name:
             raise UsageError(f"--env {pair!r} is wrong", cure="write NAME=VALUE, or NAME to pass a variable on")
         if not separator and name not in os.environ:
-            raise UsageError(f"--env {name}: there is no such variable here", cure=f"write {name}=VALUE")
+            raise UsageError(f"--env {name}: this environment has no such variable", cure=f"write {name}=VALUE")
         environment[name] = value if separator else os.environ[name]
     held = [name for name in held if name not in environment]
     if held:
@@ -255,7 +255,7 @@ def follow(job: Job, context: Context, *, seen: Mapping[Stream, int] | None = No
         status = job.wait()
     except Interrupted:
         context.output.note("")
-        context.output.note(f"job {job.name} runs on; 'icecore attach {job.name}' follows it again, 'icecore kill {job.name}' ends it")
+        context.output.note(f"job {job.name} runs on; 'icecore attach {job.name}' shows its output again, 'icecore kill {job.name}' ends it")
         raise
     context.output.result("job.ended", {"job": job.name, "instance": job.instance, "how": str(status), "exit_code": status.exit_code})
     if status.code is None:

@@ -78,7 +78,7 @@ def _export(path: Path, context: Context) -> int:
         raise UsageError(f"cannot write {path}: {error.strerror}", cure="name another file") from error
     context.output.result("key.export", {"file": str(path), "encrypted": repository.encrypted}, f"wrote {path}")
     if repository.encrypted:
-        context.output.note("today's passphrases open it, also those that are removed later: keep it apart from the repository")
+        context.output.note("the current passphrases open it, even after their removal: keep it apart from the repository")
     else:
         context.output.note("the repository is not encrypted, so this file is its key: keep it secret, and apart from the repository")
     return 0
@@ -98,7 +98,7 @@ def _import(path: Path, context: Context) -> int:
     for mend in mends:
         context.output.result("key.import", {"kind": mend.kind, "object": mend.name, "how": mend.how}, f"{mend.kind} {mend.name}: {mend.how}")
     if not mends:
-        context.output.note("the repository has all that is in the file: nothing was changed")
+        context.output.note("the repository has everything that is in the file: nothing was changed")
     return 0
 
 

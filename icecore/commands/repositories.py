@@ -28,7 +28,7 @@ def add(commands: Commands) -> None:
         action="store_true",
         help="encrypt it; the passphrase comes as for every command (docs/security.md), or is asked for",
     )
-    parser.add_argument("--plain", action="store_true", help="make a plain one although an encrypted one was there")
+    parser.add_argument("--plain", action="store_true", help="make a plain repository even if the place held an encrypted one")
     parser.add_argument(
         "--replica-of",
         metavar="PLACE",
@@ -96,8 +96,8 @@ def add(commands: Commands) -> None:
         "repair",
         repair,
         "Put right what is damaged, from a replica or from what there is.",
-        more="What still reads stays as it is; snapshots that lost data stay listed, quarantined. Where the newest log entries are lost, the log"
-        " continues from the newest whole one, and snapshots whose manifests are whole are listed again. Ends with status 9 if anything is lost.",
+        more="Readable data stays unchanged; snapshots that lost data stay listed, quarantined. If the newest log entries are lost, the log"
+        " continues from the newest intact one, and snapshots with intact manifests are listed again. Ends with status 9 if anything is lost.",
     )
     parser.add_argument("-n", "--dry-run", action="store_true", help="say what would be done, change nothing")
     parser.add_argument("--from", dest="source", default="", metavar="PLACE", help="a replica, where what is damaged is looked for first")
@@ -108,7 +108,7 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--accept-rollback",
         action="store_true",
-        help="go on from what is there even where this node has seen newer log entries that are absent, or other ones: only if storage has lost them",
+        help="continue from the log that is there, even if this node has seen newer or other log entries; use it only if storage has lost them",
     )
 
     parser = commands.add("stats", stats, "Show what the repository holds, by job, lineage and codec.")
@@ -174,7 +174,7 @@ def init(arguments: argparse.Namespace, context: Context) -> int:
         context.output.note("without the passphrase nobody can read it, and nobody can bring it back: keep it apart, or 'icecore key add' another")
         return 0
     if passphrase.current(config).configured and not repository.encrypted and not arguments.plain:
-        context.output.note("it is not encrypted, although a passphrase is configured: 'icecore init --encrypt' makes one that is")
+        context.output.note("the repository is not encrypted, although a passphrase is configured: 'icecore init --encrypt' makes an encrypted one")
     context.output.note("it will hold whatever jobs have in memory, secrets too: only you may read it")
     return 0
 

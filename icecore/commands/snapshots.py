@@ -84,14 +84,14 @@ def add(commands: Commands) -> None:
         "--files-to",
         default="",
         metavar="DIR",
-        help="give it copies of its own, below DIR, of the files that would be written; it sees them at their old paths; /: no copies any more",
+        help="give it its own copies, below DIR, of the files that would be written; it sees them at their old paths; /: use no copies",
     )
     parser.add_argument(
         "--gpu-map", action="append", default=[], metavar="OLD=NEW", help="GPU it had = GPU it gets: UUIDs or numbers; may be repeated"
     )
     for key, what, *flags in (
         ("mode", "full: let it run once all its memory is there; lazy: at once, memory follows as it is touched"),
-        ("files", "files it had open for writing: put content back, cut to length, or leave; auto: the first, unless a running process writes there"),
+        ("files", "files it had open for writing: put content back, cut to length, or leave; auto: the first, but refuses if a running process writes to one"),
         ("verify_files", "compare the content of files it reads, where a hash was recorded"),
         ("tcp", "its connections: keep them, or let it find them closed"),
         ("budget_bytes", "bound on the memory for what was fetched and not yet placed", "--budget"),

@@ -1,4 +1,4 @@
-"""The trust command: what this client knows of a place, what is there, and that it is meant."""
+"""The trust command: shows what this client knows of a place and what is there, and accepts it."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def add(commands: Commands) -> None:
         "trust",
         trust,
         "Compare the repository at a place with the one that this client knows there; accept another one.",
-        more="Ends with status 15 if it differs and is not accepted.",
+        more="Ends with status 15 if the repository differs and is not accepted.",
         numpy=False,
     )
-    parser.add_argument("location", nargs="?", default="", metavar="PLACE", help="a directory, or s3://BUCKET/PREFIX (default: what is configured)")
+    parser.add_argument("location", nargs="?", default="", metavar="PLACE", help="a directory, or s3://BUCKET/PREFIX (default: the configured one)")
     parser.add_argument(
         "--accept",
         type=_accepted,
         metavar="ID[@GENERATION]",
         default=None,
-        help="know this repository there from now on: its whole id, and its newest generation where its log does not continue what was seen",
+        help="record this repository as the one at the place: its whole id, and its newest generation if its log does not continue what was seen",
     )
-    parser.add_argument("--plain", action="store_true", help="with --accept: a plain repository is meant, although a passphrase is configured")
+    parser.add_argument("--plain", action="store_true", help="with --accept: accept a plain repository although a passphrase is configured")
 
 
 def _accepted(text: str) -> tuple[str, int | None]:
@@ -50,7 +50,7 @@ def trust(arguments: argparse.Namespace, context: Context) -> int:
     from icecore.trust import Client
 
     if arguments.plain and arguments.accept is None:
-        raise UsageError("--plain says what is accepted", cure="give --accept ID as well")
+        raise UsageError("--plain requires --accept", cure="give --accept ID as well")
     config = context.config
     backend = backend_at(arguments.location or context.location, config=config, emit=context.output.event)
     client, given = Client(config.state, config), passphrase.current(config)
@@ -90,11 +90,11 @@ def _show(place: str, finding: Finding, accepted: bool, context: Context) -> int
         f"  there  {found}, at generation {finding.newest.generation}",
     )
     if accepted:
-        context.output.note(f"from now on this client knows {found} in {place}")
+        context.output.note(f"this client now knows {found} in {place}")
         return 0
     for error in finding.troubles:
         context.output.note(f"NOT TRUSTED: {error.message}")
     if finding.troubles:
-        context.output.note(f"if it is meant: {how}")
+        context.output.note(f"to accept it: {how}")
         return Distrusted.exit_code
     return 0
