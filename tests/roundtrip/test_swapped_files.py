@@ -23,14 +23,15 @@ pytestmark = pytest.mark.criu
 
 #: Has files open and mapped that CRIU opens by their paths, and others that it makes itself; ends once a file is there.
 JOB = """
-import mmap, os, sys, time
+import ctypes, mmap, os, sys, time
 home = sys.argv[1]
 data = open(f"{home}/data", "r+b", buffering=0)
 empty = open(f"{home}/empty", "r+b", buffering=0)
-with open(f"{home}/mapped", "r+b") as file:
-    mapped = mmap.mmap(file.fileno(), 4096)
-with open(f"{home}/private", "rb") as file:
-    private = mmap.mmap(file.fileno(), 4096, mmap.MAP_PRIVATE, mmap.PROT_READ)
+library = ctypes.CDLL(None)
+library.mmap.restype = ctypes.c_void_p
+for name, flags in ("mapped", mmap.MAP_SHARED), ("private", mmap.MAP_PRIVATE):
+    with open(f"{home}/{name}", "r+b") as file:  # Python's own mappings keep a descriptor
+        assert library.mmap(None, ctypes.c_size_t(4096), 3, flags, file.fileno(), ctypes.c_long(0)) != ctypes.c_void_p(-1).value
 unnamed = open(f"{home}/unnamed", "w+b", buffering=0)
 unnamed.write(b"unnamed")
 os.unlink(f"{home}/unnamed")
