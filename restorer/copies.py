@@ -41,8 +41,9 @@ class Copies:
     plan: FilePlan
 
     def own_path(self, path: str) -> str:
-        """Return the path at which the instance sees a file of `plan`; other paths are returned as they are."""
-        return path.removeprefix(self.directory) if self.directory and path.startswith(f"{self.directory}/") else path
+        """Return the path at which the instance sees a file of `plan`; other paths, also those of other files in `directory`, are returned as they are."""
+        own = path.removeprefix(self.directory)
+        return own if own in self.paths else path
 
 
 def require_copies_possible(options: RestoreOptions, record: RunRecord | None) -> None:

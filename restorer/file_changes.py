@@ -277,6 +277,24 @@ def finish(files: JobFiles, journal: FileJournal, changes: Sequence[Located]) ->
     return left
 
 
+def leave_originals(files: JobFiles, journal: FileJournal, changes: Sequence[Located]) -> list[str]:
+    """Leave what was replaced where it is: nobody knows whether the job ran. Returns a sentence for each file whose original is left."""
+    left: list[str] = []
+    for located in changes:
+        change = located.change
+        with _told(left, located.path):
+            if change.kind == "put" and change.old is not None:
+                for place in (located.temporary, located.aside):
+                    if has(place) == change.old:
+                        left.append(f"what {located.path} was before the restore is {os.path.join(place.directory.path, place.name)}")
+            elif change.kind == "rewrite":
+                files.unlink(located.temporary, change.new, located.owner)
+            if change.saved and journal.saved(change.saved).exists():
+                whole = "what" if change.kind == "rewrite" else f"what followed byte {change.size} of what"
+                left.append(f"{whole} {located.path} was before the restore is in the file {change.saved}")
+    return left
+
+
 @contextmanager
 def _told(left: list[str], path: str) -> Iterator[None]:
     """Report the failure of one file, so that the others can go on."""

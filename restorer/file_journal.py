@@ -151,6 +151,10 @@ class FileJournal:
         """Record that the job runs, so that its files are kept. One system call."""
         os.close(os.open(self.folder / _KEEP, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
+    def unkeep(self) -> None:
+        """Take `keep` back: the job never ran."""
+        (self.folder / _KEEP).unlink(missing_ok=True)
+
     @property
     def kept(self) -> bool:
         """Whether the job ran."""

@@ -16,7 +16,7 @@ import msgspec
 
 from icecore.errors import RestoreFailed
 from icecore.restorer.cells import SpaceCells
-from icecore.restorer.file_changes import Located, apply, finish, undo
+from icecore.restorer.file_changes import Located, apply, finish, leave_originals, undo
 from icecore.restorer.file_journal import Change, FileJournal, Made, record_of
 from icecore.restorer.files import Action, same_inode
 from icecore.restorer.filewriter import FileTarget
@@ -45,8 +45,8 @@ class _Prepared:
 class PutBack:
     """Carries out a file plan: `prepare`, write the `targets`, `exchange`, then `hand_over` and `finish`, or `abandon`.
 
-    The job's files do not change before `exchange`; until `hand_over` all changes are undone by `abandon`, by the guard after the
-    restorer's death, or by the next command (`icecore.restorer.file_recovery`). Where there is nothing to do, no journal is made.
+    The job's files do not change before `exchange`. `abandon` undoes all changes until the job is let go; until `hand_over` so does the
+    guard after the restorer's death, or by the next command (`icecore.restorer.file_recovery`). Where there is nothing to do, no journal is made.
 
     Args:
         actions: From `plan_files`.
@@ -234,20 +234,34 @@ class PutBack:
         self._end()
         return left
 
-    def abandon(self) -> list[str]:
-        """Undo everything after a failed restore, unless the job ran; return what could not be undone, a sentence each. May be called twice."""
-        if self._handed_over:
+    def abandon(self, *, went: bool = False, ran: bool = False) -> list[str]:
+        """The restore failed: undo everything, unless the job may have run. May be called twice.
+
+        Args:
+            went: The job was let go: it may have run and written to its files. What they were before is left and named.
+            ran: It certainly ran: as `finish`.
+
+        Returns:
+            What could not be undone or removed, and where what was replaced is left, a sentence each.
+        """
+        if self._handed_over and ran:
             return self.finish()
         left: list[str] = []
         if self._files is not None and self.journal is not None:
             if self._sealing is not None:
                 with suppress(OSError):
                     self._sealing.result()
-            left = undo(self._files, self.journal, self._located, self._made)
+            if self._handed_over and went:
+                left = leave_originals(self._files, self.journal, self._located)
+            else:
+                with suppress(OSError):  # the journal goes with it
+                    self.journal.unkeep()
+                left = undo(self._files, self.journal, self._located, self._made)
             if left:
                 left.append(f"what was saved is in {self.journal.put_aside()}")
             else:
                 self.journal.remove()
+        self._handed_over = False
         self._end()
         return left
 

@@ -270,6 +270,7 @@ class _Run:
         self.restoring: Restoring | None = None
         self.expected: frozenset[Inode] | None = None
         self.own_places: tuple[str, ...] = ()
+        self.given_files: set[str] = set()
         self.early: list[tuple[int, int]] = []
         self.devices: Devices | None = None
         self.device_bytes: dict[int, int] = {}
@@ -548,17 +549,17 @@ class _Run:
         """What the tree may have open; None: that is not known (of imported images), or nobody but root could change where a path leads."""
         if not requirements.files.exposed or not all(file.inode for file in manifest.files):
             return None
-        self.own_places = (f"{self.top}/",)  # CRIU's log
         record = _run_record(manifest)
-        if self.restoring is not None and record is not None:
-            own_root = (f"{INSTANCE_MOUNT}/", *_OWN_FOLDERS) if record.isolation.root else ()
-            self.own_places += (f"{self.restoring.job.directory}/", *own_root)
+        self.given_files = {f"/{FILE_NAME}"}
+        if record is not None:
+            self.given_files |= set(record.files.values())
+            self.own_places = (f"{INSTANCE_MOUNT}/", *_OWN_FOLDERS) if record.isolation.root else ()
         return requirements.files.untouched | put_back.inodes
 
     def _hand_files_over(self, tree: Tree) -> None:
         """The tree is about to run; it is held, unless nobody but root could change anything about its files, and nothing was changed."""
         if self.expected is not None and tree.held:
-            require_files(tree.root(), self.expected, self.own_places)
+            require_files(tree.root(), self.top / "images", self.expected, self.own_places, self.given_files)
         if self.put_back is not None:
             self.put_back.hand_over()
 
@@ -808,11 +809,15 @@ class _Run:
                     steps.callback(self.tree.leave)
                 return
             if self.put_back is not None:
-                steps.callback(lambda put_back: self._tell_left(put_back.abandon()), self.put_back)
+                steps.callback(self._abandon_files, self.put_back)
             if self.tree is not None:
                 steps.callback(self.tree.kill, error)
             elif self.guard is not None:
                 steps.callback(self._end_guard, self.guard)
+
+    def _abandon_files(self, put_back: PutBack) -> None:
+        went, ran = (self.tree.went, self.tree.ran) if self.tree is not None else (False, False)
+        self._tell_left(put_back.abandon(went=went, ran=ran))
 
     @staticmethod
     def _end_guard(guard: Guard) -> None:

@@ -110,6 +110,10 @@ class Tree:
         self.daemon.ended = self._criu_ended
         self._lock = threading.Lock()
         self._settled = False
+        #: Whether `resume` may have let it go: before that CRIU holds all of it, and none of it has run.
+        self.went = False
+        #: Whether CRIU has let it go and has ended without an error.
+        self.ran = False
         #: It lives without us: nobody kills it any more.
         self.released = False
 
@@ -174,9 +178,12 @@ class Tree:
 
     def resume(self, seconds: float) -> int:
         """Let a held tree go; the root's pid."""
+        if self.failure is not None:
+            raise self.failure
         self._held = False
         descriptor = os.open(self._work / "go", os.O_RDWR | os.O_CLOEXEC)
         try:
+            self.went = True  # first: an interrupt may come between the two
             os.write(descriptor, b"go\n")
             return self.running(seconds)
         finally:
@@ -187,6 +194,7 @@ class Tree:
         self._await(lambda d: d.criu_status is not None, seconds, "end within {:.0f} s after it built the tree")
         if self.daemon.criu_status != 0:
             raise self._explain()
+        self.ran = True
         return self.root()
 
     def _await(self, condition: Callable[[Daemon], bool], seconds: float, what: str) -> None:

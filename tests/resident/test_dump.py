@@ -586,11 +586,10 @@ def test_a_worker_that_dies_as_it_looks(store: Store, launch: Launch, joined: Ma
 def test_a_worker_that_does_not_let_go_is_ended(when: str, store: Store, launch: Launch, joined: Machine) -> None:
     """With it the snapshot; the memory is the job's."""
     job = launch(gpus=(0, 1))
-    if when == "look":
-        store.dump(job.pid)
-    fault(joined, "worker-faults/unmap", "fails")
+    begins = "dump.resident.prepare" if when == "look" else "dump.resident.unmap"
+    events = Events({(begins, "begin"): lambda event: fault(joined, "worker-faults/unmap", "fails")})
     with pytest.raises(IcecoreError, match="worker ended" if when == "look" else "does not let go"):
-        store.dump(job.pid)
+        store.dump(job.pid, events=events)
     assert joined.used(0) + joined.used(1) == job.resident + MIB // 2
     runs_on(job, store)
     store.dump(job.pid)
@@ -617,7 +616,8 @@ def test_what_is_freed_while_the_dump_stores_is_free(
         for pid in members(store.workdir, "icecore.host.resident.worker"):
             held.append([line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if f"{joined.cuda}/gpu" in line])
 
-    store.dump(job.pid, DumpOptions(stop=stop), events=Events({("dump.store", "begin"): hook, ("dump.resident.copy", "end"): hook}))
+    hooks = {("dump.store", "begin"): hook, ("dump.resident.copy", "end"): hook, ("dump.resident.unmap", "begin"): lambda event: asked.clear()}
+    store.dump(job.pid, DumpOptions(stop=stop), events=Events(hooks))
     assert [bool(some) for some in held] == [True, False]
     assert bool(asked) is not stop and not set(asked) & {"t", "T"}
 

@@ -161,6 +161,39 @@ def test_who_reads_a_file_keeps_what_he_has(tmp_path: Path) -> None:
         assert reader.seek(0) == 0 and reader.read() == NEWER
 
 
+def test_a_job_that_was_never_let_go_has_its_files_undone_also_after_the_hand_over(tmp_path: Path) -> None:
+    actions = lay_out(tmp_path)
+    before = look(tmp_path / "home")
+    back = written(actions, THEN, tmp_path / "state")
+    back.exchange()
+    back.hand_over()
+    assert back.abandon() == [] == back.abandon()
+    assert look(tmp_path / "home") == before and list((tmp_path / "state" / "restores").iterdir()) == []
+
+
+def test_of_a_job_that_may_have_run_the_originals_are_left_and_named(tmp_path: Path) -> None:
+    back = exchanged(tmp_path)
+    back.hand_over()
+    left = back.abandon(went=True)
+    home = tmp_path / "home"
+    (kept,) = [path for path in home.iterdir() if path.name.startswith(".")]
+    assert kept.read_bytes() == NEWER and f"what {home}/replaced was before the restore is {kept}" in left
+    (folder,) = (tmp_path / "state" / "restores").iterdir()
+    assert left[-1] == f"what was saved is in {folder}"
+    for name, file in (("grown", "2.saved"), ("link_remap.7", "3.saved")):
+        (sentence,) = [sentence for sentence in left if f"{file}" in sentence]
+        assert (folder / file).read_bytes() == NEWER and (name in sentence or "linked" in sentence)
+    assert (home / "replaced").read_bytes() == THEN == (home / "grown").read_bytes()
+    assert recovered(tmp_path / "state") == [] and kept.exists()
+
+
+def test_of_a_job_that_ran_the_originals_are_removed(tmp_path: Path) -> None:
+    back = exchanged(tmp_path)
+    back.hand_over()
+    assert back.abandon(went=True, ran=True) == []
+    assert not [path for path in (tmp_path / "home").iterdir() if path.name.startswith(".")]
+
+
 def test_nothing_to_do_leaves_no_journal(tmp_path: Path) -> None:
     path = tmp_path / "read.only"
     path.write_bytes(THEN)

@@ -372,3 +372,42 @@ def test_a_name_that_no_copy_covers_is_refused(trip: Trip, registry: Registry, t
     with pytest.raises(RestoreRefused, match="another name of a file that gets a copy"):
         restore(trip.repository, trip.loop, snapshot, RestoreOptions(files_to=str(copies)), criu=trip.criu, registry=registry)
     assert out.stat().st_ino == alias.stat().st_ino and not copies.exists()
+
+
+_OPENS_LATER = """
+import os, sys, time
+out = open(sys.argv[1], "w+b", buffering=0)
+out.write(b"out")
+while not os.path.exists(sys.argv[2]):
+    time.sleep(0.01)
+ordinary = open(sys.argv[3], "w+b", buffering=0)
+ordinary.write(b"ordinary")
+time.sleep(600)
+"""
+
+
+def test_an_ordinary_file_in_the_directory_of_copies_is_put_back_as_itself(trip: Trip, registry: Registry, tmp_path: Path) -> None:
+    copies, out, more = tmp_path / "copies", tmp_path / "out", tmp_path / "more"
+    ordinary = copies / "ordinary"
+
+    def taken(job: Job, path: Path, **options: bool) -> str:
+        assert eventually(lambda: path.exists() and path.stat().st_size > 0), job.log_path("stderr").read_text()
+        target = Target(job.pid, job.name, record=job.record())
+        return dump(trip.repository, trip.loop, target, DumpOptions(**options), criu=trip.criu).snapshot  # type: ignore[arg-type]
+
+    def restored(snapshot: str, **options: str) -> Job:
+        found = restore(trip.repository, trip.loop, snapshot, RestoreOptions(**options), criu=trip.criu, registry=registry)  # type: ignore[arg-type]
+        found.wait_resident(30)
+        assert found.job is not None
+        return found.job
+
+    job = registry.start([sys.executable, "-c", _OPENS_LATER, str(out), str(more), str(ordinary)], name="ordinary")
+    copied = restored(taken(job, out), files_to=str(copies))
+    more.touch()
+    job.kill(9)
+    job.wait(20)
+    snapshot = taken(copied, ordinary, stop=True)
+    copied.wait(20)
+    ordinary.write_bytes(b"newer than the snapshot")
+    restored(snapshot, files="restore")
+    assert ordinary.read_bytes() == b"ordinary" and Path(f"{copies}{out}").read_bytes() == b"out"

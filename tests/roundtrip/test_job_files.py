@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from icecore.restorer.file_recovery import recover
 from icecore.restorer.guard_process import descendants
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import Restored, check, restore
+from icecore.restorer.tree import Tree
 from tests.restorer.criu_place import await_gone
 from tests.restorer.job_file_places import look
 from tests.roundtrip.conftest import Trip
@@ -160,6 +162,38 @@ def test_a_restore_whose_criu_fails_leaves_all_files_as_they_were(stopped: Stopp
     with pytest.raises(RestoreFailed):
         stopped.restore(criu_plugins="/nowhere", criu_seconds=0.0)
     assert look(stopped.home) == before and stopped.journals == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("how", ["interrupted", "no fifo", "criu is killed"])
+def test_a_restore_that_fails_after_the_hand_over_and_before_the_job_runs_loses_no_file(
+    stopped: Stopped, monkeypatch: pytest.MonkeyPatch, mode: str, how: str
+) -> None:
+    stopped.change("restore")
+    before = look(stopped.home)
+    events: list[Event] = []
+    resume = Tree.resume
+
+    def fail(tree: Tree, seconds: float) -> int:
+        if how == "interrupted":
+            raise KeyboardInterrupt
+        if how == "no fifo":
+            (tree._work / "go").unlink()
+        else:
+            os.kill(tree.daemon.criu_pid, signal.SIGSTOP)  # so that it is let go, and ends before it can do anything
+            threading.Timer(0.5, os.kill, (tree.daemon.criu_pid, signal.SIGKILL)).start()
+        return resume(tree, seconds)
+
+    monkeypatch.setattr(Tree, "resume", fail)
+    with pytest.raises((KeyboardInterrupt, FileNotFoundError, RestoreFailed)):
+        stopped.restore(events.append, mode=mode)
+    assert not any(job.alive for job in stopped.registry.instances())
+    if how != "criu is killed":
+        assert look(stopped.home) == before and stopped.journals == []
+        return
+    (kept,) = [path for path in stopped.home.iterdir() if path.name.startswith(".data")]
+    assert kept.read_bytes() == b"newer than the snapshot\n"
+    assert any(str(kept) in str(event.fields["message"]) for event in events if event.name == "restore.warning")
 
 
 def test_a_restore_that_fails_once_the_job_runs_leaves_the_job_its_files(stopped: Stopped) -> None:
