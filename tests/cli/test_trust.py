@@ -417,7 +417,11 @@ def test_trust_shows_both_and_wants_the_whole_id(cli: Cli, tmp_path: Path) -> No
     new = elsewhere.make(place)
     assert known in cli.run("ls", status=15, **secret).stderr
     shown = cli.run("trust", status=15, **secret)
-    assert f"known  plain repository {known}" in shown.stdout and f"there  encrypted repository {new}, at generation 1" in shown.stdout
+    assert shown.stdout.splitlines() == [
+        str(place),
+        f"  known  plain repository {known}",
+        f"  there  encrypted repository {new}, at generation 1",
+    ]
     assert f"icecore trust {place} --accept {new}\n" in shown.stderr
     for wrong in (new[:12], "yes", "0" * 32, known):
         cli.run("trust", "--accept", wrong, status=2, **secret)
