@@ -32,6 +32,8 @@ PREFIX: dict[Kind, str] = {
 #: The kinds whose objects lie in 256 folders, by the first byte of their name.
 _SPREAD: frozenset[Kind] = frozenset({"shard", "segment"})
 _ID = re.compile(r"[0-9a-f]{32}\Z")
+#: The highest number of a key object that has a name.
+LAST_KEY = (1 << 32) - 1
 #: The highest generation that has a name.
 LAST_GENERATION = (1 << 64) - 1
 

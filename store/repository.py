@@ -8,7 +8,17 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TypeVar
 
-from icecore.errors import Damaged, NotFound, ObjectExists, ObjectMissing, StoreError, UsageError, WrongPassphrase
+from icecore.errors import (
+    Damaged,
+    Distrusted,
+    FormatTooNew,
+    NotFound,
+    ObjectExists,
+    ObjectMissing,
+    StoreError,
+    UsageError,
+    WrongPassphrase,
+)
 from icecore.events import Sink, discard
 from icecore.store import catalog, identity, marks
 from icecore.store import session as sessions
@@ -163,13 +173,15 @@ class Repository:
             try:
                 keys = await read_keys(backend, passphrase, secret, encrypted=is_encrypted(known), admit=admit, emit=emit)
                 return cls._opened(backend, decode_config(CONFIG, known, keys), keys, watermark, admit, emit)
-            except (Damaged, WrongPassphrase):
+            except (Damaged, Distrusted, FormatTooNew, UsageError, WrongPassphrase):
                 pass  # another repository is in this place now, or none: what it says itself counts
         try:
             data = await backend.get(CONFIG, limit=CONFIG_KIND.object_limit)
             keys = await read_keys(backend, passphrase, secret, encrypted=is_encrypted(data), admit=admit, emit=emit)
             config = decode_config(CONFIG, data, keys)
-        except (Damaged, ObjectMissing, UsageError, WrongPassphrase) as error:
+            if admit is not None:
+                admit(config.id, keys.encrypted)
+        except (Damaged, Distrusted, FormatTooNew, ObjectMissing, UsageError, WrongPassphrase) as error:
             found = await identity.from_copies(backend, passphrase, secret, error, rebuild=rebuild, admit=admit, emit=emit)
             keys, config, data = found.keys, found.config, found.data
         repository = cls._opened(backend, config, keys, watermark, admit, emit)
