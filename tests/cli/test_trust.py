@@ -407,6 +407,25 @@ def test_a_seen_state_that_is_torn_has_a_cure(cli: Cli, tmp_path: Path) -> None:
     cli.run("ls", **secret)
 
 
+def test_a_plain_pair_planted_beside_the_known_repository_is_passed_over(owner: Owner, tmp_path: Path) -> None:
+    """The key object and the copy of the configuration that fit are still there: commands, and `trust`, find the repository by them."""
+    place, other = tmp_path / "place", tmp_path / "other"
+    made = owner.make(place)
+    plain_at(other)
+    shutil.copy(other / "keys" / "00000000", place / "keys" / "00000009")
+    shutil.copy(other / "config", place / "config")
+    assert owner.open(place) == made
+    finding = asyncio.run(Client(owner.state).examine(LocalBackend(place), passphrase=SECRET.encode))
+    assert finding.found.id == made and not finding.troubles
+    (place / "copies" / "config").unlink()
+    with pytest.raises(Damaged, match="configuration"):
+        owner.open(place)
+    shutil.rmtree(place)
+    plain_at(place)
+    with pytest.raises(RepositoryReplaced):
+        owner.open(place)
+
+
 def test_trust_shows_both_and_wants_the_whole_id(cli: Cli, tmp_path: Path) -> None:
     secret, place = {"ICECORE_PASSPHRASE": SECRET}, tmp_path / "repository"
     cli.run("trust", status=3)
