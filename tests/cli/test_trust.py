@@ -51,7 +51,8 @@ def plain_at(place: Path, identity: str = "") -> None:
         repository = await Core.create(LocalBackend(place, create=True))
         if identity:
             forged = encode_config(Identity(FORMAT, identity, 1, Parameters()), repository.keys)
-            (place / "config").unlink()
+            for name in ("config", "copies/config"):
+                (place / name).unlink()
             await repository.backend.create("config", [forged.data])
         await repository.close()
 
