@@ -101,6 +101,7 @@ class Client:
                 recollection=self._recollection(backend),
                 admit=admit,
                 rebuild=rebuild,
+                known=known.id if known is not None else "",
                 emit=emit,
             )
         except NotFound as error:
@@ -153,9 +154,12 @@ class Client:
             NotFound, WrongPassphrase, FormatTooNew, Damaged: It cannot be opened, or its log cannot be read.
         """
         given = passphrase or current(self._config)
-        core = await Core.open(backend, passphrase=given)
-        found = Known(core.config.id, core.keys.encrypted)
         place, troubles = self._place(backend), list[Distrusted | RollbackDetected]()
+        try:
+            core = await Core.open(backend, passphrase=given, admit=lambda identity, encrypted: place.require(Known(identity, encrypted)))
+        except Distrusted:
+            core = await Core.open(backend, passphrase=given)
+        found = Known(core.config.id, core.keys.encrypted)
         known: Known | None = None
         try:
             known = place.recall()

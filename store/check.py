@@ -26,7 +26,7 @@ from icecore.store.hints import HINTS_KIND, decode_hints, limited, touched_linea
 from icecore.store.identity import inspect
 from icecore.store.index import filtered, read_segment
 from icecore.store.keys import CONFIG_KIND
-from icecore.store.log import KEPT_ENTRIES, Entry, anchor_before
+from icecore.store.log import FAR, KEPT_ENTRIES, PLANTED, Entry, anchor_before
 from icecore.store.manifest import MANIFEST_KIND, Manifest, Space, cells_of
 from icecore.store.names import (
     CONFIG,
@@ -251,8 +251,12 @@ class _Checker:
         sizes = {info.name: info.size async for info in self._backend.list(LOG)}
         self.report.objects["log"] = len(sizes)
         self.report.bytes["log"] = sum(sizes.values())
+        listed = [generation for generation in map(log_generation, sizes) if generation is not None]
+        known = max(newest.generation if newest is not None else 0, log.watermark.load().generation)
+        for generation in listed:
+            if generation > known + FAR:
+                self.damage(ENTRY_KIND.title, log_name(generation), PLANTED)
         if newest is not None:
-            listed = [generation for generation in map(log_generation, sizes) if generation is not None]
             await self._older(newest, sorted((generation for generation in listed if generation < newest.generation), reverse=True))
         return newest
 

@@ -17,6 +17,7 @@ from icecore.store.gaps import ranges
 from icecore.store.hints import HINTS_KIND, touched_lineage
 from icecore.store.identity import Mend, inspect
 from icecore.store.index import read_segment
+from icecore.store.log import PLANTED
 from icecore.store.lookup import Index
 from icecore.store.manifest import MANIFEST_KIND, Manifest, decode_manifest
 from icecore.store.names import PREFIX, log_generation, log_name, object_name, parse_name
@@ -406,7 +407,12 @@ class Diagnosis:
     async def _entries(self) -> None:
         """Entries before the newest: nobody needs them but to tell that the log is the one that was seen, so they are noted as lost."""
         log = self._repository.log
-        wrong = {log_generation(damage.name) or 0 for damage in self._report.damages if damage.kind == ENTRY_KIND.title} - {0}
+        damages = [damage for damage in self._report.damages if damage.kind == ENTRY_KIND.title]
+        for damage in damages:
+            if damage.why == PLANTED:
+                self._survey.trim.append(damage.name)
+                self._fix(damage.kind, damage.name, "removed: it is no log entry")
+        wrong = {log_generation(damage.name) or 0 for damage in damages if damage.why != PLANTED} - {0}
         listed = {generation async for generation in log.generations()}
         self._survey.absent = sorted(wrong - listed)
         for first, last in ranges(wrong):

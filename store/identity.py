@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from icecore.errors import (
     Damaged,
     Distrusted,
+    FormatTooNew,
     IcecoreError,
     NotFound,
     ObjectExists,
@@ -22,7 +23,7 @@ from icecore.errors import (
 )
 from icecore.events import Event, Sink
 from icecore.store.backend import Backend
-from icecore.store.keychain import RECOVER, Admit, Passphrase, numbers_of, open_keys, readable
+from icecore.store.keychain import RECOVER, Admit, Newest, Passphrase, numbers_of, open_keys, readable, replaced
 from icecore.store.keys import (
     CONFIG_KIND,
     ENCRYPTED_FORMAT,
@@ -39,11 +40,12 @@ from icecore.store.keys import (
 )
 from icecore.store.manifest import MANIFEST_KIND, decode_manifest
 from icecore.store.names import CONFIG, COPIES, LOG, PREFIX, copy_name, key_name, log_generation, random_id
-from icecore.store.slots import decode_slots, verify
+from icecore.store.slots import MAX_WORK, decode_slots, verify, work
 from icecore.store.state import ENTRY_KIND, decode_entry
 
 _CONFIGS = (CONFIG, copy_name(CONFIG))
 _MIB = 1 << 20
+_LATER = "a later version wrote it, or somebody has planted it: remove it if nobody uses this repository with a newer icecore"
 #: So many objects are tried before keys are taken for those of another repository.
 _WITNESSES = 64
 
@@ -78,15 +80,17 @@ async def from_copies(
     error: IcecoreError,
     *,
     rebuild: bool = False,
+    known: str = "",
     admit: Admit | None = None,
     emit: Sink,
 ) -> Identity:
-    """Open by any pair of a key object and a configuration that fit.
+    """Open by a key object and a configuration that fit: of those the pair with the highest number, but for what a change of slots has replaced.
 
     Args:
         passphrase, secret: As of `icecore.store.keychain.read_keys`.
         error: Why the first copies do not open it; raised if no others do.
         rebuild: Make a configuration where none is left: by ``repair``, which stores it.
+        known: The id that the repository had, as far as this client knows; used if ``rebuild`` finds none.
         admit: As of `icecore.store.keychain.read_keys`; refused candidates are skipped if anything else opens.
         emit: Gets what was read instead.
 
@@ -97,34 +101,54 @@ async def from_copies(
         Distrusted: Only what ``admit`` refuses would open it.
     """
     objects = await readable(backend)
-    # What a change of slots has replaced opens nothing, as long as anything of the change can be read.
-    objects = [found for found in objects if found.number == objects[0].number]
     configs = [(name, data) for name in _CONFIGS if (data := await _get(backend, name, CONFIG_KIND.object_limit)) is not None]
     if not configs and not objects:
         raise NotFound(f"{backend.where} is no repository", cure="'icecore init' makes one") from error
+    tried: list[tuple[Newest, Keys]] = []
     opened: list[Keys] = []
-    for found in objects:
+    too_new: FormatTooNew | None = None
+    spent = 0
+    # The cheap ones first, so that expensive ones that were planted keep nobody from the one that fits.
+    for found in sorted(objects, key=_work):
+        if spent > MAX_WORK:
+            break
         try:
             keys = await open_keys(backend, found, passphrase, secret, admit)
         except Distrusted as refused:
             error = refused
             continue
-        except (Damaged, WrongPassphrase, UsageError):
+        except (Damaged, FormatTooNew, WrongPassphrase, UsageError):
+            spent += _work(found)
             continue
+        spent += _work(found)
+        if not replaced(found, keys, objects):
+            tried.append((found, keys))
+    for found, keys in sorted(tried, key=lambda one: one[0].number, reverse=True):
         for name, data in configs:
             try:
                 config = _decode(name, data, keys)
+                if admit is not None:
+                    admit(config.id, keys.encrypted)
+            except Distrusted as refused:
+                error = refused
+                continue
+            except FormatTooNew as later:
+                too_new = later
+                continue
             except Damaged:
                 continue
             emit(Event("store.copy_read", {"object": f"{found.name}, {name}", "error": str(error)}))
             return Identity(keys, config, data)
-        opened.append(keys)
+        if keys.encrypted or not isinstance(error, Distrusted):
+            opened.append(keys)
+    if too_new is not None:
+        raise error if isinstance(error, Distrusted) else too_new
     for keys in opened:
         if await is_of(backend, keys):
             if not rebuild:
                 why = "it is missing, and so is its copy" if not configs else "neither it nor its copy can be read"
                 raise Damaged(CONFIG_KIND.title, CONFIG, why, cure=f"'icecore repair' rebuilds it; {RECOVER}") from error
-            config = await _rebuilt(backend, keys)
+            config = await _rebuilt(backend, keys, known)
             return Identity(keys, config, encode_config(config, keys).data)
     if opened and isinstance(error, ObjectMissing):
         # keys without anything that they open: 'init' broke off, and goes on where it was
@@ -132,12 +156,16 @@ async def from_copies(
     raise error
 
 
-async def _rebuilt(backend: Backend, keys: Keys) -> Config:
+def _work(found: Newest) -> int:
+    return work(found.slots) if found.slots is not None else 0
+
+
+async def _rebuilt(backend: Backend, keys: Keys, known: str) -> Config:
     """Return a configuration like the lost one. The id of an encrypted repository is known; in a plain one another id is harmless."""
     largest = max([info.size async for info in backend.list(PREFIX["shard"])], default=0)
     size = Parameters().shard_bytes if not largest else min(1 << 30, max(_MIB, 1 << (largest - 1).bit_length()))
     number = ENCRYPTED_FORMAT if keys.encrypted else FORMAT
-    return Config(number, keys.repository or random_id().hex(), time.time_ns(), Parameters(size))
+    return Config(number, keys.repository or known or random_id().hex(), time.time_ns(), Parameters(size))
 
 
 async def is_of(backend: Backend, keys: Keys) -> bool:
@@ -230,17 +258,21 @@ async def _configs(backend: Backend, keys: Keys, config: Config, spare: bytes, c
 async def _keys(backend: Backend, keys: Keys, spare: tuple[int, bytes] | None, copies: bool) -> list[Mend]:
     held: dict[tuple[int, str], bytes] = {}
     wrong: dict[str, str] = {}
+    later: list[Mend] = []
     for prefix in ("", COPIES):
         for number in await numbers_of(backend, prefix):
             name = prefix + key_name(number)
             data = await _get(backend, name, KEY_KIND.object_limit)
             if data is None:
                 continue  # replaced meanwhile
-            held[number, name] = data
             try:
                 _verify(name, data, keys)
+            except FormatTooNew:
+                later.append(Mend(KEY_KIND.title, name, _LATER, "", None, data))
+                continue
             except Damaged as error:
                 wrong[name] = error.why
+            held[number, name] = data
     good = [(number, data) for (number, name), data in held.items() if name not in wrong]
     if good:
         counts, source = max(good, key=lambda one: one[0])
@@ -250,8 +282,8 @@ async def _keys(backend: Backend, keys: Keys, spare: tuple[int, bytes] | None, c
         counts, source = 0, encode_slot(new_slot(keys.secret)).data
     else:
         named = sorted(wrong) or [key_name(0)]
-        return [Mend(KEY_KIND.title, name, wrong.get(name, "there is none"), "", None, None) for name in named]
-    mends = []
+        return [Mend(KEY_KIND.title, name, wrong.get(name, "there is none"), "", None, None) for name in named] + later
+    mends = later
     for name in (key_name(counts), copy_name(key_name(counts))):
         if (counts, name) not in held or name in wrong:
             why = wrong.get(name, "it is missing")

@@ -6,11 +6,12 @@ Each key object has a second copy under another name, which is read where the fi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from icecore.errors import (
     Damaged,
+    FormatTooNew,
     IcecoreError,
     ObjectExists,
     ObjectMissing,
@@ -23,7 +24,7 @@ from icecore.errors import (
 from icecore.events import Event, Sink, discard
 from icecore.store.backend import Backend
 from icecore.store.keys import KEY_KIND, Keys, open_slot
-from icecore.store.names import COPIES, KEYS, copy_name, key_name, key_number
+from icecore.store.names import COPIES, KEYS, LAST_KEY, copy_name, key_name, key_number
 from icecore.store.slots import Slots, decode_slots, encode_slots, unlock, verify
 
 #: Told the id of a repository, and whether it is encrypted; raises where a client may not open it.
@@ -33,6 +34,10 @@ Passphrase = Callable[[], bytes]
 
 #: What brings back keys of which no copy is left.
 RECOVER = "'icecore key import FILE' puts back what 'icecore key export FILE' has written"
+_PLANTED = (
+    "'icecore key export FILE' keeps what opens the repository; where a key object of a lower number or its copy is whole, remove this object and its copy;"
+    " else 'icecore copy' brings the snapshots to a new repository"
+)
 _TRIES = 8
 _PAUSE_SECONDS = 0.1
 
@@ -42,7 +47,8 @@ class Newest:
     """A key object: its name, number and bytes, and its slots if the repository is encrypted.
 
     Attributes:
-        above: The highest number that any key object has, damaged ones included.
+        above: The highest number that a key object has that can be read, or that follows it without a gap, readable or not: the next change takes the
+            number after it. One that cannot be read and lies further away does not count: anybody who can write to the store can plant it.
     """
 
     name: str
@@ -60,7 +66,7 @@ async def newest(backend: Backend, emit: Sink = discard) -> Newest:
 
     Raises:
         Damaged: There is none that can be read.
-        FormatTooNew: A later version wrote it.
+        FormatTooNew: A later version wrote it, and there is no other that can be read.
     """
     while True:
         numbers = await numbers_of(backend)
@@ -74,7 +80,7 @@ async def newest(backend: Backend, emit: Sink = discard) -> Newest:
                 if (await numbers_of(backend))[-1:] != numbers[-1:]:
                     continue  # replaced meanwhile
                 failed = error
-            except Damaged as error:
+            except (Damaged, FormatTooNew) as error:
                 failed = error
         found = await readable(backend)
         if found:
@@ -88,16 +94,41 @@ async def newest(backend: Backend, emit: Sink = discard) -> Newest:
 async def readable(backend: Backend) -> list[Newest]:
     """All key objects that can be read, second copies included, each content once; what counts first."""
     first, second = await numbers_of(backend), await numbers_of(backend, COPIES)
-    above = max([*first, *second], default=0)
     found: dict[bytes, Newest] = {}
     for number in sorted({*first, *second}, reverse=True):
         for name in (key_name(number), copy_name(key_name(number))):
             try:
                 data = await backend.get(name, limit=KEY_KIND.object_limit)
-                found.setdefault(data, Newest(name, number, data, decode_slots(name, data), above))
-            except (Damaged, ObjectMissing):
+                found.setdefault(data, Newest(name, number, data, decode_slots(name, data), number))
+            except (Damaged, FormatTooNew, ObjectMissing):
                 continue
-    return list(found.values())
+    above = max((one.number for one in found.values()), default=0)
+    while above + 1 in first or above + 1 in second:
+        above += 1
+    return [replace(one, above=above) for one in found.values()]
+
+
+def replaced(found: Newest, keys: Keys, objects: Iterable[Newest]) -> bool:
+    """Return whether a change of slots has replaced ``found``: a holder of the master secret wrote one of a higher number, which is no older.
+
+    Args:
+        keys: Those that ``found`` holds.
+        objects: The others that can be read. What was planted does not verify, and an older one that was put under a higher number names no later change.
+    """
+    mine = found.slots
+    if mine is None:
+        return False
+    for other in objects:
+        theirs = other.slots
+        if other.number <= found.number or theirs is None or theirs.repository != mine.repository or theirs.changes[-1:] == mine.changes[-1:]:
+            continue
+        try:
+            verify(other.name, theirs, keys.secret)
+        except Damaged:
+            continue
+        if not set(theirs.changes[-1:]) <= set(mine.changes):
+            return True
+    return False
 
 
 async def _first(backend: Backend) -> Newest | None:
@@ -190,6 +221,8 @@ async def change(backend: Backend, keys: Keys, edit: Callable[[Slots], Slots]) -
         verify(found.name, found.slots, keys.secret)
         changed = await asyncio.to_thread(edit, found.slots)
         number, data = found.above + 1, encode_slots(changed).data
+        if number > LAST_KEY:
+            raise Damaged(KEY_KIND.title, found.name, "its number is the last one, so no change can follow it: somebody has planted it", cure=_PLANTED)
         if await _create(backend, key_name(number), data):
             # The number may have been taken and given up while we slept: what counts is whether the newest follows ours.
             counts = (await newest(backend)).slots

@@ -17,7 +17,7 @@ from icecore.store import gaps
 from icecore.store.backend import Backend
 from icecore.store.catalog import Pages
 from icecore.store.envelope import HEADER_BYTES, Sealed
-from icecore.store.names import LOG, log_generation, log_name
+from icecore.store.names import LAST_GENERATION, LOG, log_generation, log_name
 from icecore.store.state import (
     ENTRY_KIND,
     REMEMBERED,
@@ -47,6 +47,10 @@ _BACKOFF_SECONDS = 0.005
 _BACKOFF_LIMIT_SECONDS = 0.5
 #: A gap is noted until a client that saw an entry in it has missed so many generations: by then everything there has been trimmed.
 _GAPS_KEPT = 2 * KEPT_ENTRIES
+#: No writer and no repair moves the log on by so much at once: a name that is listed so far beyond the log, and cannot be read, is planted.
+FAR = 1 << 40
+#: What is wrong with such a name.
+PLANTED = "it is no log entry: it cannot be read, and its generation is far beyond the log"
 _NOTHING_LEFT = (
     "free space there, or enlarge it: what the repository keeps in reserve for this is used up;"
     " restore, export, copy, sync, check and stats need none with --read-only"
@@ -144,6 +148,8 @@ class Log:
         self._proven_at = 0.0
         self._waiting: list[_Waiting] = []
         self._worker: asyncio.Task[None] | None = None
+        #: Generations that are listed, but planted.
+        self._planted: set[int] = set()
 
     @property
     def known(self) -> State | None:
@@ -222,6 +228,8 @@ class Log:
             except ObjectMissing:
                 pass  # trimmed, or taken back, between the listing and the read: then the next listing shows another
             except Damaged:
+                if await self._pass_over(hint, seen):
+                    continue
                 if await self._listed() <= hint:
                     raise
                 # a repair has continued the log behind it since the listing
@@ -232,9 +240,39 @@ class Log:
             )
         raise Damaged(ENTRY_KIND.title, log_name(hint), "it is listed, but cannot be read")
 
+    async def _pass_over(self, hint: int, seen: Seen) -> bool:
+        """Leave out of listings, from now on, the names that are planted beyond the log; return whether there are any.
+
+        Args:
+            hint: The newest generation that is listed; its entry cannot be read.
+        """
+        if hint <= seen.generation + FAR:
+            return False
+        unreadable: list[int] = []
+        base = seen.generation
+        async for generation in self.generations():
+            if generation <= seen.generation:
+                break
+            try:
+                await self.read(generation)
+            except Damaged:
+                unreadable.append(generation)
+            except ObjectMissing:
+                continue
+            else:
+                base = generation
+                break
+        planted = {generation for generation in unreadable if generation > base + FAR} - self._planted
+        self._planted |= planted
+        for generation in sorted(planted):
+            self.emit(Event("log.planted", {"object": log_name(generation), "error": PLANTED}))
+        return bool(planted)
+
     async def _end(self, entry: Entry) -> Entry | None:
         """Return the last of the entries that follow ``entry`` without a gap; None if a repair has continued the log behind one that is damaged."""
         while True:
+            if entry.generation == LAST_GENERATION:
+                return entry
             try:
                 following = await self.read(entry.generation + 1)
             except ObjectMissing:
@@ -376,7 +414,8 @@ class Log:
 
     async def _listed(self) -> int:
         async for generation in self.generations():
-            return generation
+            if generation not in self._planted:
+                return generation
         return 0
 
     def accept(self, entry: Entry, *, instead_of: Seen) -> None:
@@ -456,6 +495,10 @@ class Log:
         attempt = 0
         while True:
             self.pages.attempt = attempt
+            if entry.generation == LAST_GENERATION:
+                raise StoreError(
+                    f"the log in {self._backend.where} has reached its last generation", cure="'icecore copy' brings its snapshots to a new repository"
+                )
             state = msgspec.structs.replace(
                 entry.state,
                 generation=entry.generation + 1,
@@ -600,7 +643,7 @@ class Log:
     async def _reached(self, state: State, sealed: Sealed) -> bool:
         """Whether the entry is in the chain of the newest, by the transaction ids that entries repeat; if not, it is removed."""
         ours = state.transactions[-1]
-        generations = [generation async for generation in self.generations() if generation >= state.generation]
+        generations = [generation async for generation in self.generations() if generation >= state.generation and generation not in self._planted]
         for generation in reversed(generations):
             if generation == state.generation and len(generations) > 1:
                 continue  # it is what is in doubt

@@ -32,7 +32,10 @@ PREFIX: dict[Kind, str] = {
 #: The kinds whose objects lie in 256 folders, by the first byte of their name.
 _SPREAD: frozenset[Kind] = frozenset({"shard", "segment"})
 _ID = re.compile(r"[0-9a-f]{32}\Z")
-_LAST_GENERATION = (1 << 64) - 1
+#: The highest number of a key object that has a name.
+LAST_KEY = (1 << 32) - 1
+#: The highest generation that has a name.
+LAST_GENERATION = (1 << 64) - 1
 
 
 def random_id() -> bytes:
@@ -71,16 +74,16 @@ def filtered_segment(name: str) -> bytes | None:
 
 def log_name(generation: int) -> str:
     """The log entry of ``generation``: inverted, so that the newest is listed first."""
-    if not 0 < generation <= _LAST_GENERATION:
+    if not 0 < generation <= LAST_GENERATION:
         raise ValueError(f"generation {generation} is out of range")
-    return f"{LOG}{_LAST_GENERATION - generation:016x}"
+    return f"{LOG}{LAST_GENERATION - generation:016x}"
 
 
 def log_generation(name: str) -> int | None:
     """Generation of a log entry's name, or None if it is not one."""
     text = name.removeprefix(LOG)
     if name.startswith(LOG) and re.fullmatch(r"[0-9a-f]{16}", text):
-        return _LAST_GENERATION - int(text, 16) or None
+        return LAST_GENERATION - int(text, 16) or None
     return None
 
 

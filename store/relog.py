@@ -19,9 +19,9 @@ from icecore.errors import Damaged, FormatTooNew, ObjectExists, ObjectMissing, R
 from icecore.store import gaps, marks
 from icecore.store.cell import Records
 from icecore.store.envelope import ObjectKind, digest_of, seal
-from icecore.store.log import Entry, Log
+from icecore.store.log import FAR, KEPT_ENTRIES, PLANTED, Entry, Log
 from icecore.store.manifest import MANIFEST_KIND, Manifest, decode_manifest
-from icecore.store.names import LOG, PREFIX, log_name, object_name, parse_name
+from icecore.store.names import LAST_GENERATION, LOG, PREFIX, log_name, object_name, parse_name
 from icecore.store.parallel import each
 from icecore.store.reach import readable_nodes, space_refs
 from icecore.store.repository import Repository
@@ -50,13 +50,17 @@ class Condition:
         base: The newest entry that can be read, or None.
         top: The newest generation that is known to have existed; 0 for none.
         damaged: Entries above ``base`` that cannot be read, and why.
-        missing: Runs of generations above ``base`` that have no entry.
+        missing: Runs of generations above ``base`` that have no entry; empty where they are too many to name.
+        absent: How many generations above ``base`` have no entry. Without ``base``, of the newest that a log keeps: older ones may have been trimmed.
+        planted: Names beyond ``top`` that cannot be read and that no log entry can have.
     """
 
     base: Entry | None
     top: int
     damaged: dict[int, str] = field(default_factory=dict)
     missing: list[tuple[int, int]] = field(default_factory=list)
+    absent: int = 0
+    planted: list[int] = field(default_factory=list)
 
     @property
     def whole(self) -> bool:
@@ -74,7 +78,6 @@ async def look(log: Log) -> Condition:
     seen = log.watermark.load().generation
     for _ in range(_TRIES):
         listed = [generation async for generation in log.generations()]
-        top = max([seen, *listed[:1]])
         damaged: dict[int, str] = {}
         base: Entry | None = None
         for generation in listed:
@@ -89,8 +92,14 @@ async def look(log: Log) -> Condition:
             generation = 0
         if base is None and generation:
             continue  # trimmed between the listing and the read
-        absent = gaps.ranges(_absent(listed, generation, top))
-        return Condition(base, top, damaged, absent)
+        limit = max(seen, generation) + FAR
+        planted = [far for far in damaged if far > limit]
+        listed = [known for known in listed if known <= limit]
+        top = max([seen, *listed[:1]])
+        low = generation if base is not None else max(0, top - KEPT_ENTRIES)
+        absent = top - low - sum(low < known <= top for known in listed)
+        damaged = {known: why for known, why in damaged.items() if known <= limit}
+        return Condition(base, top, damaged, gaps.ranges(_absent(listed, generation, top)), absent, planted)
     raise StoreError("other clients keep adding to the log", cure="try again")
 
 
@@ -162,7 +171,14 @@ class Relogger:
         return None if condition.whole else await self._found(condition)
 
     async def _verify(self, condition: Condition, error: Damaged) -> None:
-        """Check that what is left continues what this client has seen."""
+        """Check that what is left continues what this client has seen, and that entries are damaged only: absent ones may be an older copy's."""
+        if condition.absent:
+            ends = f"generation {condition.base.generation}" if condition.base is not None else "none that can be read"
+            raise RollbackDetected(
+                f"{condition.absent} log entries up to generation {condition.top} of the repository in {self._backend.where} are absent: the newest"
+                f" whole one is {ends}, and nobody can tell whether storage has lost the others, or somebody has deleted them",
+                cure=self._log.cure_of_rollback,
+            ) from error
         if condition.base is None:
             return
         try:
@@ -200,6 +216,11 @@ class Relogger:
     async def _found(self, condition: Condition) -> Relogging:
         base = condition.base
         plan = Relogging(condition, (condition.top if condition.top and (base or condition.damaged) else condition.top + _FAR) + 1)
+        if plan.generation > LAST_GENERATION - FAR:
+            raise StoreError(
+                f"the log in {self._backend.where} has hardly any generations left after {plan.generation - 1}",
+                cure="'icecore copy' brings its snapshots to a new repository",
+            )
         listed: list[SnapshotRecord] = []
         condemned: set[str] = set()
         if base is not None:
@@ -378,5 +399,5 @@ def lost(condition: Condition) -> list[tuple[str, str]]:
         found.append((log_name(last), f"it is missing{more}"))
     if condition.base is None and not found:
         found.append((LOG, "there is no entry at all"))
-    return found
+    return found + [(log_name(generation), PLANTED) for generation in condition.planted]
 

@@ -8,7 +8,17 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TypeVar
 
-from icecore.errors import Damaged, NotFound, ObjectExists, ObjectMissing, StoreError, UsageError, WrongPassphrase
+from icecore.errors import (
+    Damaged,
+    Distrusted,
+    FormatTooNew,
+    NotFound,
+    ObjectExists,
+    ObjectMissing,
+    StoreError,
+    UsageError,
+    WrongPassphrase,
+)
 from icecore.events import Sink, discard
 from icecore.store import catalog, identity, marks
 from icecore.store import session as sessions
@@ -140,6 +150,7 @@ class Repository:
         recollection: Recollection | None = None,
         admit: Admit | None = None,
         rebuild: bool = False,
+        known: str = "",
         emit: Sink = discard,
     ) -> Repository:
         """Open the repository that lies in ``backend``.
@@ -150,6 +161,7 @@ class Repository:
             recollection: Where its configuration is remembered.
             admit: Asked before anything but its keys and configuration is read, and of an encrypted one before the passphrase is.
             rebuild: Make a configuration where none is left; for a repair, which stores it.
+            known: The id that it had, as far as this client knows; used if ``rebuild`` finds none.
 
         Raises:
             WrongPassphrase: It is encrypted, and there is no passphrase or a wrong one.
@@ -158,19 +170,21 @@ class Repository:
             Damaged: Its configuration or key slot is, and so is the second copy.
         """
         passphrase = identity.asked_once(passphrase)
-        known = recollection.load() if recollection is not None else b""
-        if known:
+        recalled = recollection.load() if recollection is not None else b""
+        if recalled:
             try:
-                keys = await read_keys(backend, passphrase, secret, encrypted=is_encrypted(known), admit=admit, emit=emit)
-                return cls._opened(backend, decode_config(CONFIG, known, keys), keys, watermark, admit, emit)
-            except (Damaged, WrongPassphrase):
+                keys = await read_keys(backend, passphrase, secret, encrypted=is_encrypted(recalled), admit=admit, emit=emit)
+                return cls._opened(backend, decode_config(CONFIG, recalled, keys), keys, watermark, admit, emit)
+            except (Damaged, Distrusted, FormatTooNew, UsageError, WrongPassphrase):
                 pass  # another repository is in this place now, or none: what it says itself counts
         try:
             data = await backend.get(CONFIG, limit=CONFIG_KIND.object_limit)
             keys = await read_keys(backend, passphrase, secret, encrypted=is_encrypted(data), admit=admit, emit=emit)
             config = decode_config(CONFIG, data, keys)
-        except (Damaged, ObjectMissing, UsageError, WrongPassphrase) as error:
-            found = await identity.from_copies(backend, passphrase, secret, error, rebuild=rebuild, admit=admit, emit=emit)
+            if admit is not None:
+                admit(config.id, keys.encrypted)
+        except (Damaged, Distrusted, FormatTooNew, ObjectMissing, UsageError, WrongPassphrase) as error:
+            found = await identity.from_copies(backend, passphrase, secret, error, rebuild=rebuild, known=known, admit=admit, emit=emit)
             keys, config, data = found.keys, found.config, found.data
         repository = cls._opened(backend, config, keys, watermark, admit, emit)
         if recollection is not None:

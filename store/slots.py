@@ -36,7 +36,7 @@ _MAX_MEMORY_KIB = 1 << 20
 _MAX_PASSES = 16
 _MAX_LANES = 16
 #: Of all slots together, in KiB times passes: four times what 64 slots of the default cost ask for.
-_MAX_WORK = 4 * MAX_SLOTS * 3 * (64 << 10)
+MAX_WORK = 4 * MAX_SLOTS * 3 * (64 << 10)
 
 
 @dataclass(frozen=True)
@@ -126,15 +126,19 @@ def decode_slots(name: str, data: bytes) -> Slots | None:
         )
         if not sane or len(slot.salt) != _SALT_BYTES:
             raise Damaged(KEY_KIND.title, name, f"slot {slot.id[:16]!r} asks for {cost} and has {len(slot.salt)} bytes of salt")
-    work = sum(slot.memory_kib * slot.passes for slot in slots.slots)
-    if work > _MAX_WORK:
-        raise Damaged(KEY_KIND.title, name, f"its slots require {work >> 20} GiB of memory before a passphrase proves wrong")
+    if work(slots) > MAX_WORK:
+        raise Damaged(KEY_KIND.title, name, f"its slots require {work(slots) >> 20} GiB of memory before a passphrase proves wrong")
     return slots
 
 
 class _Method(msgspec.Struct, frozen=True):
     format: int
     method: str
+
+
+def work(slots: Slots) -> int:
+    """Return what trying a passphrase on all of the slots costs, in KiB times passes."""
+    return sum(slot.memory_kib * slot.passes for slot in slots.slots)
 
 
 def unlock(name: str, slots: Slots, passphrase: bytes) -> tuple[bytes, Slot]:

@@ -85,10 +85,11 @@ def _show(place: str, finding: Finding, accepted: bool, context: Context) -> int
             "accepted": accepted,
             "troubles": [error.message for error in finding.troubles],
         },
-        f"{place}\n"
-        f"  known  {known or 'nothing'}{f', seen up to generation {seen.generation}' if seen is not None and seen.generation else ''}\n"
-        f"  there  {found}, at generation {finding.newest.generation}",
     )
+    line = context.output.line
+    line(place)
+    line(f"  known  {known or 'nothing'}{f', seen up to generation {seen.generation}' if seen is not None and seen.generation else ''}")
+    line(f"  there  {found}, at generation {finding.newest.generation}")
     if accepted:
         context.output.note(f"this client now knows {found} in {place}")
         return 0

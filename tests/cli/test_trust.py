@@ -408,6 +408,25 @@ def test_a_seen_state_that_is_torn_has_a_cure(cli: Cli, tmp_path: Path) -> None:
     cli.run("ls", **secret)
 
 
+def test_a_plain_pair_planted_beside_the_known_repository_is_passed_over(owner: Owner, tmp_path: Path) -> None:
+    """The key object and the copy of the configuration that fit are still there: commands, and `trust`, find the repository by them."""
+    place, other = tmp_path / "place", tmp_path / "other"
+    made = owner.make(place)
+    plain_at(other)
+    shutil.copy(other / "keys" / "00000000", place / "keys" / "00000009")
+    shutil.copy(other / "config", place / "config")
+    assert owner.open(place) == made
+    finding = asyncio.run(Client(owner.state).examine(LocalBackend(place), passphrase=SECRET.encode))
+    assert finding.found.id == made and not finding.troubles
+    (place / "copies" / "config").unlink()
+    with pytest.raises(Damaged, match="configuration"):
+        owner.open(place)
+    shutil.rmtree(place)
+    plain_at(place)
+    with pytest.raises(RepositoryReplaced):
+        owner.open(place)
+
+
 def test_trust_shows_both_and_wants_the_whole_id(cli: Cli, tmp_path: Path) -> None:
     secret, place = {"ICECORE_PASSPHRASE": SECRET}, tmp_path / "repository"
     cli.run("trust", status=3)
@@ -418,7 +437,11 @@ def test_trust_shows_both_and_wants_the_whole_id(cli: Cli, tmp_path: Path) -> No
     new = elsewhere.make(place)
     assert known in cli.run("ls", status=15, **secret).stderr
     shown = cli.run("trust", status=15, **secret)
-    assert f"known  plain repository {known}" in shown.stdout and f"there  encrypted repository {new}, at generation 1" in shown.stdout
+    assert shown.stdout.splitlines() == [
+        str(place),
+        f"  known  plain repository {known}",
+        f"  there  encrypted repository {new}, at generation 1",
+    ]
     assert f"icecore trust {place} --accept {new}\n" in shown.stderr
     for wrong in (new[:12], "yes", "0" * 32, known):
         cli.run("trust", "--accept", wrong, status=2, **secret)

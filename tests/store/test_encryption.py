@@ -33,7 +33,7 @@ from icecore.store.faulty import Call, Crashed, FaultyBackend, Outcome, stop_at
 from icecore.store.keys import KEY_KIND, PUBLIC, Keys, Parameters, encode_slot, open_slot
 from icecore.store.local import LocalBackend
 from icecore.store.memory import MemoryBackend
-from icecore.store.names import key_name, log_generation
+from icecore.store.names import copy_name, key_name, log_generation
 from icecore.store.repository import Repository
 from icecore.store.state import ENTRY_KIND
 from icecore.store.watermark import Watermark
@@ -433,13 +433,17 @@ def test_key_objects_of_others_and_of_later_versions() -> None:
         for insane in (greedy, []):
             backend.objects[key_name(1)] = encode_slot(msgspec.structs.replace(real, slots=insane)).data
             assert (await Repository.open(backend, passphrase=giving())).config == repository.config
+        whole = dict(backend.objects)
         for harmed, error in (
             (both, Damaged),
             (msgspec.structs.replace(real, format=3), FormatTooNew),
             (msgspec.structs.replace(real, method="scrypt"), FormatTooNew),
             (msgspec.structs.replace(real, repository="f" * 32), WrongPassphrase),
         ):
-            backend.objects[key_name(1)] = encode_slot(harmed).data
+            backend.objects = {**whole, key_name(1): encode_slot(harmed).data}
+            assert (await Repository.open(backend, passphrase=giving())).config == repository.config
+            for kept in (key_name(0), copy_name(key_name(0))):
+                del backend.objects[kept]
             with pytest.raises(error):
                 await Repository.open(backend, passphrase=giving())
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from icecore.errors import Damaged, NotFound
+from icecore.errors import Damaged, IcecoreError, NotFound, RepositoryReplaced, WrongPassphrase
+from icecore.events import Event
 from icecore.store.faulty import FaultyBackend
-from icecore.store.keychain import change
+from icecore.store.keychain import change, newest
 from icecore.store.keys import new_slot
 from icecore.store.memory import MemoryBackend
 from icecore.store.names import log_name
 from icecore.store.reader import SnapshotReader
+from icecore.store.repair import Repairer
 from icecore.store.repository import Repository
-from icecore.store.slots import add
+from icecore.store.slots import add, decode_slots, encode_slots, rotate
 from icecore.store.watermark import Recollection
 from tests.store.miniature import CHEAP, PASSPHRASE, read, state_of, take
 from tests.store.test_commit_cost import fill, synthetic
@@ -146,3 +149,112 @@ def test_key_objects_that_are_not_the_first() -> None:
             await Repository.open(plain)
 
     asyncio.run(body())
+
+
+NEW = b"the passphrase of today"
+PLANTS = ["plain slot", "slot of another repository", "forged slot", "later version", "garbage", "garbage, and the copy"]
+#: A client that knows nothing takes the pair for a repository.
+PAIR = "plain slot and configuration"
+OLDER = "older one"
+
+
+async def planted_at(how: str) -> tuple[MemoryBackend, str, str, bytes]:
+    """An encrypted repository whose passphrase was changed, with one planted key object: its id, the object's name, and the older key object."""
+    backend, _ = await made(encrypted=True)
+    repository = await Repository.open(backend, passphrase=lambda: PASSPHRASE)
+    older = backend.objects["keys/00000000"]
+    await change(backend, repository.keys, lambda slots: rotate(slots, repository.keys.secret, "first", NEW, CHEAP))
+    plain, _ = await made()
+    other, _ = await made(encrypted=True)
+    name = "keys/ffffffff" if how.startswith("garbage") else "keys/00000009"
+    real = decode_slots(name, backend.objects["keys/00000001"])
+    assert real is not None
+    data = {
+        "plain": plain.objects["keys/00000000"],
+        "slot": other.objects["keys/00000000"],
+        "forged": encode_slots(msgspec.structs.replace(real, changes=[bytes(16)])).data,
+        "later": encode_slots(msgspec.structs.replace(real, format=3)).data,
+        "garbage": b"garbage",
+        "older": older,
+    }[how.replace(",", "").split()[0]]
+    backend.objects[name] = data
+    if how == "garbage, and the copy":
+        backend.objects[f"copies/{name}"] = data
+    if how == PAIR:
+        backend.objects["config"] = plain.objects["config"]
+    return backend, repository.config.id, name, older
+
+
+@pytest.mark.parametrize(("how", "known"), [*((how, known) for how in [*PLANTS, OLDER] for known in (False, True)), (PAIR, True)])
+def test_one_planted_key_object_locks_nobody_out(how: str, known: bool, tmp_path: Path) -> None:
+    async def body() -> None:
+        backend, identity, name, _ = await planted_at(how)
+
+        def admit(found: str, encrypted: bool) -> None:
+            if (found, encrypted) != (identity, True):
+                raise RepositoryReplaced(f"{found} is not {identity}")
+
+        told: list[Event] = []
+
+        async def opened() -> Repository:
+            return await Repository.open(
+                backend, passphrase=lambda: NEW, admit=admit if known else None, recollection=Recollection(tmp_path / "config"), emit=told.append
+            )
+
+        for _ in range(2):
+            repository = await opened()
+            assert repository.config.id == identity and repository.keys.encrypted
+            assert any(event.name == "store.copy_read" and "keys/00000001" in str(event.fields["object"]) for event in told)
+            told.clear()
+        # The cure: repair removes what opens nothing. Then slots can be changed, under names that count.
+        done = await Repairer(repository).apply()
+        if how == OLDER:
+            return
+        if how == "later version":
+            assert [damage.name for damage in done.beyond] == [name]  # a person has to say that it is none
+            del backend.objects[name]
+        assert name not in backend.objects and f"copies/{name}" not in backend.objects
+        told.clear()
+        repository = await opened()
+        assert not told
+        await change(backend, repository.keys, lambda slots: add(slots, repository.keys.secret, b"one more of them", "more", CHEAP))
+        assert [key for key in backend.objects if key.startswith("keys/")] == ["keys/00000002"]
+
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
+@pytest.mark.parametrize("how", ["garbage", "garbage, and the copy"])
+def test_a_key_change_beside_garbage_takes_a_name_that_counts(how: str) -> None:
+    async def body() -> None:
+        backend, _, _, _ = await planted_at(how)
+        backend.objects["keys/00000002"] = b"garbage"
+        repository = await Repository.open(backend, passphrase=lambda: NEW)
+        await change(backend, repository.keys, lambda slots: add(slots, repository.keys.secret, b"one more of them", "more", CHEAP))
+        assert (await newest(backend)).name == "keys/00000003"
+        assert all(len(key) == len("keys/00000000") for key in backend.objects if key.startswith("keys/"))
+        assert (await Repository.open(backend, passphrase=lambda: b"one more of them")).config == repository.config
+        backend.objects = {key: data for key, data in backend.objects.items() if "keys/" not in key} | {"keys/ffffffff": backend.objects["keys/00000003"]}
+        before = dict(backend.objects)
+        with pytest.raises(Damaged, match="the last one"):
+            await change(backend, repository.keys, lambda slots: rotate(slots, repository.keys.secret, "more", NEW, CHEAP))
+        assert backend.objects == before
+
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
+@pytest.mark.parametrize("how", PLANTS)
+def test_a_replaced_key_object_opens_nothing_beside_the_one_that_counts(how: str) -> None:
+    """Its passphrase was taken out of use: whatever is planted above, the object that replaced it can be read and says so."""
+
+    async def body() -> None:
+        backend, _, name, older = await planted_at(how)
+        for copy in ("keys/00000000", "copies/keys/00000000"):
+            backend.objects[copy] = older
+        assert (await Repository.open(backend, passphrase=lambda: NEW)).keys.encrypted
+        with pytest.raises(IcecoreError):
+            await Repository.open(backend, passphrase=lambda: PASSPHRASE)
+        del backend.objects[name]
+        with pytest.raises(WrongPassphrase):
+            await Repository.open(backend, passphrase=lambda: PASSPHRASE)
+
+    asyncio.run(asyncio.wait_for(body(), 60))

@@ -395,9 +395,9 @@ def test_a_repair_that_stops_anywhere_can_be_done_again() -> None:
             opened, faulty = await reopened(place.backend)
             faulty.plan = stop_at(len(faulty.calls) + number, effect=effect)
             try:
-                await Repairer(opened).apply()
+                await Repairer(opened, accept_rollback=True).apply()
             except (Crashed, StoreError, Damaged):
-                await Repairer(await place.open()).apply()
+                await Repairer(await place.open(), accept_rollback=True).apply()
                 await sound(await place.open())
                 assert place.contents.items() <= (await place.readable()).items()
                 continue
@@ -405,6 +405,99 @@ def test_a_repair_that_stops_anywhere_can_be_done_again() -> None:
 
     for effect in (False, True):
         assert asyncio.run(asyncio.wait_for(body(effect), 100)) > 20
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["new client", "known"])
+@pytest.mark.parametrize("lost", [0, 1, 100])
+@pytest.mark.parametrize("planted", [["log/" + "0" * 16], ["log/" + "0" * 15 + "1"], [log_name(1 << 50), "log/" + "0" * 16]], ids=["last", "one below", "two"])
+def test_a_name_planted_far_beyond_the_log_bricks_nothing(planted: list[str], lost: int, known: bool) -> None:
+    async def body() -> None:
+        place = await Place().build()
+        newest = place.watermark.load().generation
+        damaged = place.entries[:lost]
+        for name in damaged:
+            flip(place.backend.objects, name)
+        for name in planted:
+            place.backend.objects[name] = b""
+        watermark = another_client(place.watermark) if known else Watermark()
+        if not lost:
+            # It is passed over: whoever reads and writes is told, and goes on.
+            told: list[Event] = []
+            opened = await place.open(watermark, told=told)
+            assert set(await listed(opened)) == set(place.contents)
+            assert [event.fields["object"] for event in told if event.name == "log.planted"] == sorted(planted, reverse=True)
+            snapshot = await take(opened, {7: 7}, place.last)
+            assert (await opened.log.newest()).generation > newest
+            place.contents[snapshot] = {7: 7}
+        report = await check(await place.open(watermark))
+        assert {damage.name for damage in report.damages} >= {*planted, *damaged}
+        await repaired(place, watermark=watermark)
+        assert not set(planted) & set(place.backend.objects)
+        assert place.contents.items() <= (await place.readable()).items()
+        assert (await (await place.open()).log.newest()).generation < newest + 100
+        await take(await place.open(watermark), {8: 8})
+        await sound(await place.open())
+
+    asyncio.run(asyncio.wait_for(body(), 100))
+
+
+def test_a_name_planted_within_reach_takes_the_log_there_and_no_further() -> None:
+    """Absent entries below it could be an older copy's: a person decides. Nobody runs out of generations by that."""
+
+    async def body() -> None:
+        place = await Place().build()
+        planted = log_name(place.watermark.load().generation + 5000)
+        place.backend.objects[planted] = b""
+        with pytest.raises(RollbackDetected, match="4999 log entries"):
+            await Repairer(await place.open()).apply()
+        await repaired(place, accept=True)
+        assert (await (await place.open()).log.newest()).generation > place.watermark.load().generation + 5000
+        assert place.contents.items() == (await place.readable()).items()
+
+    asyncio.run(asyncio.wait_for(body(), 100))
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["new client", "known"])
+@pytest.mark.parametrize("whole", [0, 2], ids=["none is whole", "older are whole"])
+def test_absent_entries_below_a_damaged_one_are_not_passed_over(whole: int, known: bool) -> None:
+    """Entries are deleted, and the newest one is replaced by a byte: what is left is an older copy, whatever the newest name is."""
+
+    async def body() -> None:
+        place = await Place().build()
+        names = place.entries
+        for name in names[1 : len(names) - whole]:
+            remove(place.backend.objects, name)
+        place.backend.objects[names[0]] = b"x"
+        before = dict(place.backend.objects)
+        watermark = another_client(place.watermark) if known else Watermark()
+        for work in (Repairer(await place.open(watermark)).plan, Repairer(await place.open(watermark)).apply):
+            with pytest.raises(RollbackDetected, match="are absent") as raised:
+                await work()
+            assert "icecore repair --accept-rollback" in raised.value.cure
+        assert {name for name in place.backend.objects if name.startswith("log/")} == {name for name in before if name.startswith("log/")}
+        await repaired(place, accept=True, watermark=watermark)
+        assert place.contents.items() <= (await place.readable()).items()
+
+    asyncio.run(asyncio.wait_for(body(), 100))
+
+
+def test_nothing_is_written_where_no_generation_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        place = await Place().build()
+        flip(place.backend.objects, place.entries[0])
+        before = dict(place.backend.objects)
+        newest = place.watermark.load().generation
+        monkeypatch.setattr("icecore.store.relog.LAST_GENERATION", newest + (1 << 40))
+        with pytest.raises(StoreError, match="hardly any generations left"):
+            await Repairer(await place.open()).apply()
+        assert place.backend.objects == before
+        place = await Place().build()
+        monkeypatch.setattr("icecore.store.log.LAST_GENERATION", place.watermark.load().generation)
+        assert set(await listed(await place.open())) == set(place.contents)
+        with pytest.raises(StoreError, match="last generation"):
+            await (await place.open()).update(place.last, pinned=True)
+
+    asyncio.run(asyncio.wait_for(body(), 100))
 
 
 @pytest.mark.parametrize(
