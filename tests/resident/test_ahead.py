@@ -62,7 +62,7 @@ def look(worker: Worker, target: Target, parent: SimpleNamespace) -> Found:
 
 
 def test_what_is_found(worker: Worker, process: Target, joined: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cells that changed and memory that the parent does not have, in portions; what comes or goes as it looks is left out."""
+    """Cells that changed, and of memory that the parent does not have those that are not zeros, in portions; what comes or goes as it looks is left out."""
     addresses = [process("alloc(4 * MIB)")[1] for _ in range(6)]
     for at in addresses:
         process(f"fill({at}, 4 * MIB, 1)")
@@ -70,10 +70,11 @@ def test_what_is_found(worker: Worker, process: Target, joined: Machine, monkeyp
     assert look(worker, process, parent) == Found(24 * MIB, {GPU: 0})
     for at, cell in ((addresses[0], 3), (addresses[4], 0), (addresses[5], 1)):
         process(f"fill({at} + {cell} * MIB, 4096, 2)")
-    process("alloc(6 * MIB)[0]")  # the parent does not have it
+    new = process("alloc(6 * MIB)[1]")  # the parent does not have it
+    process(f"fill({new} + 2 * MIB, 2 * MIB, 3)")
     monkeypatch.setattr(resident_ahead, "_FIRST_PORTION", 4 * MIB)
     monkeypatch.setattr(resident_ahead, "_GROWTH", 1)
-    assert look(worker, process, parent) == Found(24 * MIB, {GPU: 9 * MIB})
+    assert look(worker, process, parent) == Found(30 * MIB, {GPU: 5 * MIB})
     portions: list[int] = []
     fetch = Keeper.fetch
 
@@ -84,8 +85,8 @@ def test_what_is_found(worker: Worker, process: Target, joined: Machine, monkeyp
         return fetch(keeper, token, identities)
 
     monkeypatch.setattr(Keeper, "fetch", meanwhile)
-    assert look(worker, process, parent) == Found(16 * MIB, {GPU: 7 * MIB})
-    assert portions == [1] * 6
+    assert look(worker, process, parent) == Found(22 * MIB, {GPU: 3 * MIB})
+    assert portions == [1] * 7
     assert joined.used() == (4 * 4 + 6 + 8) * MIB
 
 
