@@ -207,7 +207,7 @@ CASES: dict[str, tuple[Callable[[World], object], str | None]] = {
     "a device without a name": (lambda world: _set(world, requirements={**world.manifest()["requirements"], "devices": [{"kind": "cuda"}]}), "device"),
     "a parent of one's own": (lambda world: _set(world, parent=world.snapshots[1]), None),
     "parents in a circle": (_circular_parents, None),
-    "a page outside of its region": (_cells(_beyond), "outside of its region"),
+    "a page outside its region": (_cells(_beyond), "outside of its region"),
     "a delta on itself": (_cells(_own_base), "contradicts itself"),
     "a delta that is its base": (_cells(_circle), "chunk"),
     "a chunk at 2^63": (_cells(_far), "contradicts itself"),
@@ -277,9 +277,9 @@ def test_pages_of_a_space_are_in_one_cell() -> None:
     cells["data"][0, 0], cells["data"][1, 0] = 0x0F, 0xF0
     check_regions(regions, cells, np.array([0, 1]))
     cells["data"][1, 0] = 0xF8  # page 3 is the first region's
-    with pytest.raises(ValueError, match="outside of its region"):
+    with pytest.raises(ValueError, match="outside its region"):
         check_regions(regions, cells, np.array([0, 1]))
-    with pytest.raises(ValueError, match="outside of its region"):
+    with pytest.raises(ValueError, match="outside its region"):
         check_regions(regions[:1], cells[1:], np.array([0]))
 
 
