@@ -207,7 +207,7 @@ CASES: dict[str, tuple[Callable[[World], object], str | None]] = {
     "a device without a name": (lambda world: _set(world, requirements={**world.manifest()["requirements"], "devices": [{"kind": "cuda"}]}), "device"),
     "a parent of one's own": (lambda world: _set(world, parent=world.snapshots[1]), None),
     "parents in a circle": (_circular_parents, None),
-    "a page outside its region": (_cells(_beyond), "outside of its region"),
+    "a page outside its region": (_cells(_beyond), "outside its region"),
     "a delta on itself": (_cells(_own_base), "contradicts itself"),
     "a delta that is its base": (_cells(_circle), "chunk"),
     "a chunk at 2^63": (_cells(_far), "contradicts itself"),
