@@ -45,8 +45,8 @@ class _Prepared:
 class PutBack:
     """Carries out a file plan: `prepare`, write the `targets`, `exchange`, then `hand_over` and `finish`, or `abandon`.
 
-    The job's files do not change before `exchange`. `abandon` undoes all changes until the job is let go; until `hand_over` so does the
-    guard after the restorer's death, or by the next command (`icecore.restorer.file_recovery`). Where there is nothing to do, no journal is made.
+    The job's files do not change before `exchange`. `abandon` undoes all changes until the job is let go. If the restorer dies before
+    `hand_over`, its guard or the next command undoes them (`icecore.restorer.file_recovery`). No journal is made if there is nothing to do.
 
     Args:
         actions: From `plan_files`.
