@@ -13,6 +13,7 @@ from icecore.errors import NotFound
 from icecore.host import limits, procfs
 from icecore.host.hidden import LEAST_BYTES, hides
 from icecore.host.pagemap import Pagemap
+from icecore.store.manifest_rules import MAX_REGIONS
 
 _SCHED_DEADLINE = 6
 _USER_END = (1 << 47) - 4096
@@ -206,6 +207,20 @@ def workdir(found: Look) -> list[Refusal]:
             "workdir",
             f"CRIU will write about {need >> 20} MiB (shared and locked memory, deleted files), but only {found.workdir_free >> 20} MiB are free",
             "name a larger --workdir (tmpfs keeps the window short), or enlarge it: mount -o remount,size=… /dev/shm",
+        )
+    ]
+
+
+def mappings(found: Look) -> list[Refusal]:
+    """A manifest has a limit, which keeps a planted one from filling memory; it must not be met only after the window."""
+    count = sum(len(process.mappings) for process in found.processes)
+    if count <= MAX_REGIONS:
+        return []
+    return [
+        Refusal(
+            "mappings",
+            f"the tree has {count} memory mappings, and a snapshot records at most {MAX_REGIONS}",
+            "snapshot parts of the tree as jobs of their own, or have the job merge its mappings (fewer guard pages and protection changes)",
         )
     ]
 

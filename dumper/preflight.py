@@ -41,6 +41,7 @@ CHECKS: tuple[Check, ...] = (
     checks.deleted,
     checks.file_budget,
     checks.workdir,
+    checks.mappings,
     checks_gpu.driver,
     checks_gpu.plugin,
     checks_gpu.managed,

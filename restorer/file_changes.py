@@ -263,6 +263,7 @@ def finish(files: JobFiles, journal: FileJournal, changes: Sequence[Located]) ->
     """Remove what was replaced: the job runs, and the files are its own. Returns what could not be removed, a sentence each."""
     left: list[str] = []
     try:
+        journal.note_ran()
         journal.settle()
     except OSError as error:  # otherwise a crash of the machine could bring back the journal without the files that it needs
         return [f"replaced files stay beside the new ones: cannot write {journal.folder}: {error.strerror}"]

@@ -1,8 +1,9 @@
 """Records what a restore changes among a job's files before it does; the rule: the record on disk decides whether to undo or to finish.
 
 ``STATE/restores/ID/`` is one restore: ``lock`` (held while the restore lives), ``journal``, contents that were saved before a file is
-changed in place, and ``keep`` from the moment the job runs. Without ``keep`` the changes are undone, with it finished. The directory
-belongs to root, and no other user may write there.
+changed in place, ``keep`` from just before the job is let go, and ``ran`` once it runs. Without ``keep`` the changes are undone, with
+``ran`` they are finished; between the two nobody knows whether the job wrote to its files, so the new files stay and what they replaced
+is kept. The directory belongs to root, and no other user may write there.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from icecore.host.job import boot_id
 from icecore.restorer.jobfiles import Inode
 
 FOLDER = "restores"
-_JOURNAL, _LOCK, _KEEP, _KEPT = "journal", "lock", "keep", ".kept"
+_JOURNAL, _LOCK, _KEEP, _RAN, _KEPT, _LEFT = "journal", "lock", "keep", "ran", ".kept", "left.txt"
 _FORMAT = 1
 
 
@@ -148,8 +149,15 @@ class FileJournal:
         return record
 
     def keep(self) -> None:
-        """Record that the job runs, so that its files are kept. One system call."""
-        os.close(os.open(self.folder / _KEEP, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        """Record that the job is about to run, so that its files are kept. One system call."""
+        self._mark(_KEEP)
+
+    def note_ran(self) -> None:
+        """Record that the job runs, so that what its files replaced can be removed."""
+        self._mark(_RAN)
+
+    def _mark(self, name: str) -> None:
+        os.close(os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
     def unkeep(self) -> None:
         """Take `keep` back: the job never ran."""
@@ -157,11 +165,16 @@ class FileJournal:
 
     @property
     def kept(self) -> bool:
-        """Whether the job ran."""
+        """Whether the job may have run."""
         return (self.folder / _KEEP).exists()
 
+    @property
+    def ran(self) -> bool:
+        """Whether the job ran."""
+        return (self.folder / _RAN).exists()
+
     def settle(self) -> None:
-        """Make `keep` survive a crash of the machine."""
+        """Make `keep` and `note_ran` survive a crash of the machine."""
         _sync(self.folder)
 
     def saved(self, name: str) -> Path:
@@ -175,10 +188,16 @@ class FileJournal:
             shutil.rmtree(self.folder, ignore_errors=True)
         self.close()
 
-    def put_aside(self) -> Path:
-        """Keep the saved content for the user, but not the journal; return where it is."""
+    def put_aside(self, left: Sequence[str]) -> Path:
+        """Keep the saved content for the user, but not the journal; return where it is.
+
+        Args:
+            left: What was left, a sentence each. They are written there: the guard of a killed restore has nobody to tell.
+        """
         place = self.folder.with_name(self.folder.name + _KEPT)
         try:
+            with suppress(OSError):
+                (self.folder / _LEFT).write_bytes(os.fsencode("".join(f"{sentence}\n" for sentence in left)))
             (self.folder / _JOURNAL).unlink(missing_ok=True)
             self.folder.rename(place)
         except OSError:

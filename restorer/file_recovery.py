@@ -1,4 +1,5 @@
-"""Recovers the files of restores that ended in the middle; the rule: changes are undone if the job never ran, finished if it did.
+"""Recovers the files of restores that ended in the middle; the rule: changes are undone if the job never ran, finished if it did, and nothing is removed
+if nobody knows.
 
 The guard of a restore runs ``python -m icecore.restorer.file_recovery STATE`` when the restorer dies; where the guard died too, the next
 command does it.
@@ -17,7 +18,7 @@ import msgspec
 from icecore.errors import IcecoreError, RestoreFailed
 from icecore.events import Event, Sink, discard
 from icecore.host.job import boot_id
-from icecore.restorer.file_changes import Located, finish, undo
+from icecore.restorer.file_changes import Located, finish, leave_originals, undo
 from icecore.restorer.file_journal import Change, FileJournal, Made, Record, abandoned
 from icecore.restorer.jobfiles import Inode, JobFiles
 from icecore.restorer.jobpaths import Place
@@ -29,7 +30,7 @@ def command(state: Path) -> list[str]:
 
 
 def recover(state: Path, emit: Sink = discard) -> None:
-    """Undo or finish the file changes of all restores that have ended in the middle.
+    """Undo, finish or keep the file changes of all restores that have ended in the middle.
 
     Args:
         state: icecore's state directory.
@@ -48,7 +49,7 @@ def recover(state: Path, emit: Sink = discard) -> None:
 def _recover(journal: FileJournal, emit: Sink) -> None:
     left: list[str] = []
     snapshot = ""
-    kept = journal.kept
+    how = ("finished" if journal.ran else "kept") if journal.kept else "undone"
     try:
         record = journal.read()
         if record is None:
@@ -58,16 +59,19 @@ def _recover(journal: FileJournal, emit: Sink) -> None:
         with JobFiles(os.fsdecode(record.root)) as files:
             located, left = _locate(files, record)
             made = _locate_directories(files, record.made)
-            left += finish(files, journal, located) if kept else undo(files, journal, located, made)
+            if how == "undone":
+                left += undo(files, journal, located, made)
+            else:
+                left += finish(files, journal, located) if how == "finished" else leave_originals(files, journal, located)
     except IcecoreError as error:
         left.append(error.message)
     except OSError as error:
         left.append(f"{error.filename or journal.folder}: {error.strerror or error}")
     if left:
-        left.append(f"what was saved is in {journal.put_aside()}")
+        left.append(f"what was saved is in {journal.put_aside(left)}")
     else:
         journal.remove()
-    fields = {"snapshot": snapshot, "how": "finished" if kept else "undone", "left": left}
+    fields = {"snapshot": snapshot, "how": how, "left": left}
     emit(Event("restore.recovered", {**fields}))
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from icecore.errors import NotFound, RestoreFailed
 from icecore.host import procfs
+from icecore.host.cuda.holder import replaced_mappings
 from icecore.host.opened_images import OpenedFile, OpenedImages
 from icecore.restorer.jobfiles import Inode, inode_of
 
@@ -35,12 +36,13 @@ def require_files(root: int, images: Path, expected: Set[Inode], own: tuple[str,
         root: Pid of the tree's root.
         images: CRIU's images.
         own: Beginnings of paths where the instance has file systems of its own.
-        given: Recorded paths whose files CRIU inherits instead of opening them.
+        given: Recorded paths whose files CRIU inherits instead of opening them. Those that its plugin replaces are added.
 
     Raises:
         RestoreFailed: One is not.
     """
     opened = OpenedImages(images)
+    given = given | replaced_mappings(images)
     for pid in procfs.tree(root):
         with suppress(NotFound):  # it ended meanwhile
             _require_of_process(pid, opened, expected, own, given)

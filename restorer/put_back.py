@@ -46,7 +46,8 @@ class PutBack:
     """Carries out a file plan: `prepare`, write the `targets`, `exchange`, then `hand_over` and `finish`, or `abandon`.
 
     The job's files do not change before `exchange`. `abandon` undoes all changes until the job is let go. If the restorer dies before
-    `hand_over`, its guard or the next command undoes them (`icecore.restorer.file_recovery`). No journal is made if there is nothing to do.
+    `hand_over`, its guard or the next command undoes them (`icecore.restorer.file_recovery`); between `hand_over` and `finish` they leave
+    the new files and keep what those replaced. No journal is made if there is nothing to do.
 
     Args:
         actions: From `plan_files`.
@@ -258,7 +259,7 @@ class PutBack:
                     self.journal.unkeep()
                 left = undo(self._files, self.journal, self._located, self._made)
             if left:
-                left.append(f"what was saved is in {self.journal.put_aside()}")
+                left.append(f"what was saved is in {self.journal.put_aside(left)}")
             else:
                 self.journal.remove()
         self._handed_over = False

@@ -177,15 +177,22 @@ class Repository:
                 return cls._opened(backend, decode_config(CONFIG, recalled, keys), keys, watermark, admit, emit)
             except (Damaged, Distrusted, FormatTooNew, UsageError, WrongPassphrase):
                 pass  # another repository is in this place now, or none: what it says itself counts
+        later: FormatTooNew | None = None
         try:
             data = await backend.get(CONFIG, limit=CONFIG_KIND.object_limit)
             keys = await read_keys(backend, passphrase, secret, encrypted=is_encrypted(data), admit=admit, emit=emit)
-            config = decode_config(CONFIG, data, keys)
-            if admit is not None:
-                admit(config.id, keys.encrypted)
+            try:
+                config = decode_config(CONFIG, data, keys)
+            except FormatTooNew as error:
+                later = error  # its digest verifies: no damage, and an older copy must not stand in for it
+            else:
+                if admit is not None:
+                    admit(config.id, keys.encrypted)
         except (Damaged, Distrusted, FormatTooNew, ObjectMissing, UsageError, WrongPassphrase) as error:
             found = await identity.from_copies(backend, passphrase, secret, error, rebuild=rebuild, known=known, admit=admit, emit=emit)
             keys, config, data = found.keys, found.config, found.data
+        if later is not None:
+            raise later
         repository = cls._opened(backend, config, keys, watermark, admit, emit)
         if recollection is not None:
             recollection.save(data)

@@ -6,6 +6,7 @@ its threads only the one in which the driver works may run, and CRIU, which hold
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -28,8 +29,24 @@ LACK = (
     f"{PLUGIN.name} was not built, with which CRIU holds the threads of a GPU process while the driver works in it: they could end it",
     "install a C compiler, then icecore once more",
 )
+#: Lines of the record, and what the kernel adds to the name of a file that was removed.
+_MAPPING, _DELETED = "mapping ", " (deleted)"
 _ANSWER_SECONDS = 30.0
 _MESSAGE = 256
+
+
+def replaced_mappings(images: Path) -> set[str]:
+    """Return the recorded paths of the device files for whose mappings the plugin gives CRIU others (host/criu_device_files.c).
+
+    Args:
+        images: CRIU's images.
+    """
+    try:
+        lines = os.fsdecode((images / RECORD).read_bytes()).splitlines()
+    except FileNotFoundError:
+        return set()
+    paths = {line.removeprefix(_MAPPING) for line in lines if line.startswith(_MAPPING)}
+    return paths | {path.removesuffix(_DELETED) for path in paths}
 
 
 def plugin_folder(folder: Path, others: str) -> Path:

@@ -428,6 +428,14 @@ def test_a_pipe_within_the_tree(has: Has) -> None:
     assert warn(look(pid, find_criu(), "/dev/shm", DumpOptions())) == []
 
 
+def test_more_mappings_than_a_snapshot_records(has: Has, monkeypatch: pytest.MonkeyPatch) -> None:
+    pid = has("held = [mmap.mmap(-1, 4096, prot=mmap.PROT_READ << (n % 2)) for n in range(400)]")
+    assert refuse(look(pid, find_criu(), "/dev/shm", DumpOptions())) == []
+    monkeypatch.setattr(checks, "MAX_REGIONS", 300)
+    (refusal,) = refuse(look(pid, find_criu(), "/dev/shm", DumpOptions()))
+    assert refusal.name == "mappings" and "at most 300" in refusal.message and refusal.cure
+
+
 def test_a_system_v_message_queue_of_the_host(has: Has, monkeypatch: pytest.MonkeyPatch) -> None:
     pid = has(
         "q = libc.msgget(0, 0o1600); libc.msgsnd(q, struct.pack('l8s', 1, b'hello'), 8, 0)\n"

@@ -84,7 +84,7 @@ def test_dump_show_and_restore(cli: Cli, world: World, tmp_path: Path, monkeypat
     looked = next(event for event in events if event["event"] == "dump.preflight" and event["state"] == "end")
     assert looked["moved_bytes"] == MIB << 20 and "resident_bytes" not in looked
     said = cli.run("dump", "gpu").stderr
-    assert "of device memory 3.0 MiB are moved\n  a window of about 401." in said and "changed" not in said
+    assert "of device memory 3.0 MiB are moved\n  a window of about 579." in said and "changed" not in said
     cli.run("forget", "latest")
     (record,) = cli.events("ls")
     assert record["device"] == MIB << 20 and "3.0 MiB" in cli.run("ls").stdout

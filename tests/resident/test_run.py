@@ -81,11 +81,11 @@ def test_a_job_and_its_instances(cli: Cli, visible: Machine, root: str) -> None:
     looked = next(event for event in events if event["event"] == "dump.preflight" and event["state"] == "end")
     assert (looked["resident_bytes"], looked["moved_bytes"], looked["no_room"]) == (BUFFERS * 4 * MIB, MIB // 2, 0)
     assert looked["left"] == {"small_bytes": MIB // 2}
-    assert looked["window_least"] < looked["window_seconds"] < looked["window_most"] < 1.0
+    assert looked["window_least"] < looked["window_seconds"] < looked["window_most"] < 1.1
     assert [event["bytes"] for event in events if event["event"] == "dump.resident.unmap" and event["state"] == "end"] == [BUFFERS * 4 * MIB]
     goes_on(job)
     said = cli.run("dump", "gpu").stderr
-    assert "8.0 MiB stay on GPUs, " in said and " are moved\n  a window of about 400." in said and "if all that stays has changed\n" in said
+    assert "8.0 MiB stay on GPUs, " in said and " are moved\n  a window of about 579." in said and "if all that stays has changed\n" in said
     assert "\n  512 KiB with the driver: 512 KiB in small allocations\n" in said
     shown = cli.one("snapshot.details", "show", "gpu")
     check_event(shown, documented)

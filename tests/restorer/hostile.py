@@ -24,6 +24,15 @@ def exchange(one: str, other: str) -> None:
     _libc.renameat2(_AT_FDCWD, one.encode(), _AT_FDCWD, other.encode(), _EXCHANGE)
 
 
+def write(place: str, data: bytes) -> None:
+    """Write a file; a FIFO that stands there by now, as a restore undoes its changes, is an error instead of a wait without end."""
+    file = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o644)
+    try:
+        os.write(file, data)
+    finally:
+        os.close(file)
+
+
 def plant(place: str, victim: str, kind: int) -> None:
     """Put something at a name that leads to the victim's files, or blocks who opens it."""
     if kind == 0:
@@ -35,8 +44,7 @@ def plant(place: str, victim: str, kind: int) -> None:
     elif kind == 3:
         os.symlink(victim, place)
     else:
-        with open(place, "wb") as file:
-            file.write(b"hostile content\n" * random.randrange(400))
+        write(place, b"hostile content\n" * random.randrange(400))
 
 
 def turn(home: str, shared: str, victim: str) -> None:
@@ -95,8 +103,7 @@ def mend(home: str) -> None:
         place = f"{folder}/{name}"
         with suppress(OSError):
             os.unlink(place)
-        with open(place, "wb") as file:
-            file.write(b"mended, and longer than it was\n" * 700)
+        write(place, b"mended, and longer than it was\n" * 700)
 
 
 def main() -> None:

@@ -134,9 +134,9 @@ def recovered(top: Path, last: int = 0) -> int:
 
     def work() -> None:
         Steps(last).install()
-        told: list[object] = []
-        recover(top / "state", lambda event: told.append(event.fields["left"]))
-        assert all(left == [] for left in told), told
+        told: list[tuple[object, object]] = []
+        recover(top / "state", lambda event: told.append((event.fields["how"], event.fields["left"])))
+        assert all(left == [] or how == "kept" for how, left in told), told
 
     return forked(work)
 
@@ -146,15 +146,30 @@ def names(top: Path) -> dict[str, tuple[object, ...]]:
 
 
 def outcome(top: Path, before: dict[str, tuple[object, ...]], after: dict[str, tuple[object, ...]]) -> str:
-    """Whether all files are old, or all are new; else what is not."""
+    """Whether all files are old, or all are new, or all new with all that they replaced beside them; else what is not."""
     now = names(top)
     if left := list((top / "state" / file_journal.FOLDER).glob("*")):
-        return f"left {left}"
+        return "kept" if [one.suffix for one in left] == [".kept"] and _is_kept(now, before, after, left[0]) else f"left {left}"
     if now == before:
         return "old"
     if _but_inodes(now) == _but_inodes(after):
         return "new"
     return f"mixed: {sorted(name for name in now.keys() | before.keys() if now.get(name) != before.get(name))}"
+
+
+def _is_kept(now: dict[str, tuple[object, ...]], before: dict[str, tuple[object, ...]], after: dict[str, tuple[object, ...]], aside: Path) -> bool:
+    """Whether the files are new, and everything that was there before still exists, and is named."""
+    beside = {name: found for name, found in now.items() if ".icecore-" in name}
+    new = {name: found for name, found in now.items() if name not in beside}
+    told = (aside / "left.txt").read_text()
+    contents = [found[3] for found in beside.values()]
+    saved = [path.read_bytes() for path in aside.iterdir()]
+    return (
+        _but_inodes(new) == _but_inodes(after)
+        and before["replaced"][3] in contents
+        and any(NEWER in one for one in saved)
+        and all(f"/{name} was before the restore" in told for name in ("replaced", "grown", "linked"))
+    )
 
 
 def _but_inodes(found: dict[str, tuple[object, ...]]) -> dict[str, object]:
