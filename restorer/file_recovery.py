@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from icecore.errors import IcecoreError, RestoreFailed
-from icecore.events import Event, Sink, discard
+from icecore.events import Event, Sink, Value, discard
 from icecore.host.job import boot_id
 from icecore.restorer.file_changes import Located, finish, leave_originals, undo
 from icecore.restorer.file_journal import Change, FileJournal, Made, Record, abandoned
@@ -71,8 +71,8 @@ def _recover(journal: FileJournal, emit: Sink) -> None:
         left.append(f"what was saved is in {journal.put_aside(left)}")
     else:
         journal.remove()
-    fields = {"snapshot": snapshot, "how": how, "left": left}
-    emit(Event("restore.recovered", {**fields}))
+    fields: dict[str, Value] = {"snapshot": snapshot, "how": how, "left": list[object](left)}
+    emit(Event("restore.recovered", fields))
 
 
 def _locate(files: JobFiles, record: Record) -> tuple[list[Located], list[str]]:
