@@ -12,9 +12,9 @@ SHELL := /bin/bash
 .NOTPARALLEL:
 .PHONY: setup demo test test-gpu lint bench bench-store torture clean machine machine-tests criu criu-newer
 
-FOLDERS := $(wildcard icecore store host dumper restorer service)
 # Folders count too: their time changes when a module is removed or renamed.
-SOURCES := $(shell find $(FOLDERS) -name __pycache__ -prune -o -print) LICENSE README.md
+SOURCES := $(shell find icecore -name __pycache__ -prune -o -print) LICENSE README.md
+BUILT := $(addprefix icecore/host/,jobs/icecore-init criu/libicecore-*.so kernel/libicecore-scan.so resident/icecore-keeper resident/libicecore-resident.so)
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
 # .venv: the editable installation for working, the demo and the benchmarks.
@@ -66,7 +66,7 @@ criu: machine
 criu-newer: criu
 	$(PYTHON) tools/install-criu --suite sid --allow-expired --prefix $(CRIU_PREFIX)-sid || echo "going on without a second CRIU"
 
-.stamps/venv: pyproject.toml setup.py $(wildcard host/*.c host/resident/*.[ch]) | machine
+.stamps/venv: pyproject.toml setup.py $(wildcard icecore/host/*/*.[ch]) | machine
 	$(PYTHON) -m venv .venv
 	.venv/bin/python $(PIP_INSTALL) -e '.[dev]'
 	mkdir -p .stamps && touch $@
@@ -78,11 +78,11 @@ criu-newer: criu
 # A fresh copy is built, so that no module that was removed since lingers in build/.
 .stamps/installed: pyproject.toml setup.py $(SOURCES) .stamps/test-venv
 	copy=$$(mktemp -d) && trap 'rm -rf "$$copy"' EXIT && \
-	cp -a pyproject.toml setup.py LICENSE README.md $(FOLDERS) "$$copy/" && \
+	cp -a pyproject.toml setup.py LICENSE README.md icecore "$$copy/" && \
 	.venv-test/bin/python -m pip uninstall --quiet --yes icecore 2>/dev/null && \
 	.venv-test/bin/python $(PIP_INSTALL) "icecore[dev] @ file://$$copy"
 	touch $@
 
 clean:
-	rm -rf .venv .venv-test .stamps build icecore.egg-info host/icecore-init host/libicecore-criu.so host/libicecore-restore.so host/libicecore-devices.so host/libicecore-scan.so host/resident/icecore-keeper host/resident/libicecore-resident.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find $(FOLDERS) tests tools benchmarks -name __pycache__ -prune -exec rm -rf {} +
+	rm -rf .venv .venv-test .stamps build icecore.egg-info $(BUILT) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find icecore tests tools benchmarks -name __pycache__ -prune -exec rm -rf {} +

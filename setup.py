@@ -20,13 +20,13 @@ INIT_FLAGS = [
 ]
 
 
-RESIDENT = "host/resident/"
+RESIDENT = "icecore/host/resident/"
 COMMON_FLAGS = ["-std=gnu11", "-O2", "-Wall", "-Wextra"]
 LIBRARY_FLAGS = [*COMMON_FLAGS, "-fPIC", "-shared", "-fvisibility=hidden", "-Wl,-z,defs"]
 PRELOAD_FLAGS = [*LIBRARY_FLAGS, "-Wl,-soname,libicecore-resident.so"]
 # It is a memcpy: the compiler must not make a call of itself out of it.
 CRIU_FLAGS = [*LIBRARY_FLAGS, "-fno-builtin", "-Wl,-soname,libicecore-criu.so"]
-CRIU_SOURCES = ["host/criu_memcpy.c", "host/criu_pages.c", "host/criu_proc.c"]
+CRIU_SOURCES = ["icecore/host/criu/memcpy.c", "icecore/host/criu/pages.c", "icecore/host/criu/proc.c"]
 PRELOAD_SOURCES = [
     f"{RESIDENT}{name}.c"
     for name in (
@@ -80,31 +80,31 @@ class BuildPrograms(build_ext):
 
 setup(
     ext_modules=[
-        Program("icecore.host/icecore-init", ["host/init.c"], INIT_FLAGS, "'icecore run' will not work", []),
+        Program("icecore.host.jobs/icecore-init", ["icecore/host/jobs/init.c"], INIT_FLAGS, "'icecore run' will not work", []),
         Program(
-            "icecore.host/libicecore-criu.so",
+            "icecore.host.criu/libicecore-criu.so",
             CRIU_SOURCES,
             CRIU_FLAGS,
             "windows are longer, by some 45 ms for each GiB of memory in small pages, and need a descriptor for every 2 MiB",
             [],
         ),
         Program(
-            "icecore.host/libicecore-restore.so",
-            ["host/criu_detach.c"],
+            "icecore.host.criu/libicecore-restore.so",
+            ["icecore/host/criu/detach.c"],
             LIBRARY_FLAGS,
             "a restore fails where processes of the job end others in the moment in which CRIU lets them go",
             [],
         ),
         Program(
-            "icecore.host/libicecore-devices.so",
-            ["host/criu_devices.c", "host/criu_device_files.c"],
+            "icecore.host.criu/libicecore-devices.so",
+            ["icecore/host/criu/devices.c", "icecore/host/criu/device_files.c"],
             LIBRARY_FLAGS,
             "GPU jobs can neither be dumped nor restored",
             [],
         ),
         Program(
-            "icecore.host/libicecore-scan.so",
-            ["host/scan_cells.c"],
+            "icecore.host.kernel/libicecore-scan.so",
+            ["icecore/host/kernel/scan_cells.c"],
             LIBRARY_FLAGS,
             "memory is scanned through the interpreter, which is slower on many cores",
             [],

@@ -30,23 +30,23 @@ from rich.console import Console
 from benchmarks.common import MIB, Result, Rounds, progress, show
 from icecore.config import Config, S3Settings
 from icecore.places import backend_at
-from icecore.restorer.fetch import Fetcher, Limits
-from icecore.restorer.plan import plan_batches
-from icecore.store import writer as writers
-from icecore.store.backend import Backend
-from icecore.store.cell import CELL, Records
-from icecore.store.chunk import NO_CHUNK
-from icecore.store.codec import RAW
-from icecore.store.loop import LoopThread
-from icecore.store.manifest import Region
-from icecore.store.names import object_name
-from icecore.store.pool import BufferPool
-from icecore.store.reader import SnapshotReader
-from icecore.store.repository import Repository
-from icecore.store.s3 import S3Backend, S3Place
-from icecore.store.stream import BufferedStream
-from icecore.store.uploads import Uploads
-from icecore.store.writer import SnapshotWriter
+from icecore.restorer.fetch.fetcher import Fetcher, Limits
+from icecore.restorer.plan.memory import plan_batches
+from icecore.store.backend.base import Backend
+from icecore.store.backend.s3 import S3Backend, S3Place
+from icecore.store.format.cell import CELL, Records
+from icecore.store.format.chunk import NO_CHUNK
+from icecore.store.format.codec import RAW
+from icecore.store.format.manifest import Region
+from icecore.store.format.names import object_name
+from icecore.store.log.repository import Repository
+from icecore.store.log.uploads import Uploads
+from icecore.store.runtime.loop import LoopThread
+from icecore.store.runtime.pool import BufferPool
+from icecore.store.snapshot import writer as writers
+from icecore.store.snapshot.reader import SnapshotReader
+from icecore.store.snapshot.stream import BufferedStream
+from icecore.store.snapshot.writer import SnapshotWriter
 from tests.restorer.places import empty_manifest
 from tests.seaweedfs import running
 

@@ -14,12 +14,12 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from icecore.store import codec, delta
-from icecore.store.cell import BITMAP_BYTES, CELL_BYTES, CELL_PAGES, PAGE
-from icecore.store.chunk import chunk_id
-from icecore.store.codec import Choice, Encoder
-from icecore.store.pool import Scratch
-from icecore.store.trial import Objective, sample, trial
+from icecore.store.format import codec, delta
+from icecore.store.format.cell import BITMAP_BYTES, CELL_BYTES, CELL_PAGES, PAGE
+from icecore.store.format.chunk import chunk_id
+from icecore.store.format.codec import Choice, Encoder
+from icecore.store.runtime.pool import Scratch
+from icecore.store.snapshot.trial import Objective, sample, trial
 
 CHOICES = (
     Choice(codec.RAW),

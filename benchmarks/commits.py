@@ -26,13 +26,13 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.common import Result, progress, show
-from icecore.store.cell import PLACE
-from icecore.store.faulty import FaultyBackend
-from icecore.store.memory import MemoryBackend
-from icecore.store.names import new_snapshot_id
-from icecore.store.repository import Repository
-from icecore.store.segment import make_entries
-from icecore.store.state import SnapshotRecord
+from icecore.store.backend.faulty import FaultyBackend
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.format.cell import PLACE
+from icecore.store.format.names import new_snapshot_id
+from icecore.store.format.segment import make_entries
+from icecore.store.format.state import SnapshotRecord
+from icecore.store.log.repository import Repository
 
 PART = "commits"
 SIZES = (1, 100, 10_000)

@@ -20,10 +20,10 @@ from rich.console import Console
 from benchmarks.common import MIB, Result, Rounds, progress, scratch, show
 from benchmarks.reserve import Reserve
 from icecore.dumper.options import DumpOptions
-from icecore.host.cuda.backend import VARIABLE
+from icecore.host.gpu.backend import VARIABLE
 from icecore.restorer import restore as restorer
 from icecore.restorer.options import RestoreOptions
-from icecore.store.loop import LoopThread
+from icecore.store.runtime.loop import LoopThread
 from tests.dumper.world import Events, Store
 from tests.gpu.fake_world import Target, World
 from tests.programs import plain_criu

@@ -84,8 +84,8 @@ def reading(size: int, threads: int, *, huge: bool) -> float:
     """How fast another process's memory is read."""
     import numpy as np
 
-    from icecore.host import libc
-    from icecore.host.memory import HugeBuffer
+    from icecore.host.kernel import libc
+    from icecore.host.kernel.memory import HugeBuffer
 
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)

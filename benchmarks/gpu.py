@@ -25,8 +25,8 @@ from benchmarks.gpu_tree import SECONDS, Calls, Job, gone, huge_pages, kill, wor
 from benchmarks.jobs import criu_run
 from benchmarks.reserve import Reserve
 from benchmarks.worker import Worker
-from icecore.host import procfs
-from icecore.host.criu import Criu, find_criu
+from icecore.host.criu.program import Criu, find_criu
+from icecore.host.kernel import procfs
 from tests.programs import plain_criu
 
 PART = "gpu"

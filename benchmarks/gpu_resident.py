@@ -20,7 +20,7 @@ from benchmarks.gpu_phases import Phases
 from benchmarks.gpu_tree import Calls, Job, gone, kill, workers_of
 from benchmarks.reserve import Reserve
 from benchmarks.worker import Worker
-from icecore.host.limits import memory_available
+from icecore.host.kernel.limits import memory_available
 from icecore.host.resident.keeper import environment, start_keeper
 
 PART = "gpu resident"

@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from icecore.host import procfs
-from icecore.host.cuda.backend import find_backend
+from icecore.host.gpu.backend import find_backend
+from icecore.host.kernel import procfs
 
 _JOB = Path(__file__).with_name("gpu_job.py")
 SECONDS = 180.0

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from benchmarks.common import CACHE
-from icecore.host.criu import Criu
+from icecore.host.criu.program import Criu
 from tests.programs import driving
 from tests.programs.catalogue import PROGRAMS
 from tests.programs.driving import Running

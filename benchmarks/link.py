@@ -33,7 +33,7 @@ from benchmarks.common import MIB, TMPFS, Result, Rounds, progress, scratch, sho
 from benchmarks.jobs import job
 from benchmarks.reserve import Reserve
 from benchmarks.shaper import shaped
-from icecore.store.s3 import S3Backend, S3Place
+from icecore.store.backend.s3 import S3Backend, S3Place
 from tests.programs import driving
 from tests.seaweedfs import Server, running
 

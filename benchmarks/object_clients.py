@@ -219,7 +219,7 @@ async def _measure(name: str, endpoint: str, cell: Cell, run: str) -> dict[str, 
 def child(name: str, endpoint: str, cell: Cell, run: str) -> None:
     """One cell of one client; prints the figures."""
     print(json.dumps(asyncio.run(asyncio.wait_for(_measure(name, endpoint, cell, run), _CHILD_SECONDS))), flush=True)
-    time.sleep(0.05)  # obstore's threads have to leave Python before it ends: see icecore.store.s3
+    time.sleep(0.05)  # obstore's threads have to leave Python before it ends: see icecore.store.backend.s3
 
 
 # -- all clients ----------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from rich.console import Console
 from benchmarks.common import MIB, Result, Rounds, progress, scratch, show, tree_bytes
 from benchmarks.jobs import job, page_bytes, peers, plain_dump
 from benchmarks.reserve import Reserve
-from icecore.host.criu import find_criu
+from icecore.host.criu.program import find_criu
 from tests.programs import driving
 from tests.programs.catalogue import BENCHMARK_ARGUMENTS
 
@@ -168,7 +168,7 @@ PROGRAMS: tuple[type[Program], ...] = (Restic, Borg, Desync, Icecore)
 
 def can_export() -> bool:
     """Whether this icecore can write image directories."""
-    return find_spec("icecore.restorer.exporter") is not None
+    return find_spec("icecore.restorer.files.exporter") is not None
 
 
 def measure(name: str, arguments: Sequence[str], rounds: int, only: Sequence[str] = ()) -> list[Result]:

@@ -30,14 +30,14 @@ from rich.console import Console
 from benchmarks.common import MIB, Result, Rounds, progress, scratch, show, tree_bytes
 from benchmarks.jobs import peers
 from benchmarks.peers import PREFIX
-from icecore.store.cell import CELL
-from icecore.store.local import LocalBackend
-from icecore.store.loop import LoopThread
-from icecore.store.manifest import Region
-from icecore.store.names import new_snapshot_id
-from icecore.store.reader import SnapshotReader
-from icecore.store.repository import Repository
-from icecore.store.writer import SnapshotWriter
+from icecore.store.backend.local import LocalBackend
+from icecore.store.format.cell import CELL
+from icecore.store.format.manifest import Region
+from icecore.store.format.names import new_snapshot_id
+from icecore.store.log.repository import Repository
+from icecore.store.runtime.loop import LoopThread
+from icecore.store.snapshot.reader import SnapshotReader
+from icecore.store.snapshot.writer import SnapshotWriter
 from tests.restorer.places import empty_manifest
 
 PART = "prune"

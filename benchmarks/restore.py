@@ -25,7 +25,7 @@ from benchmarks.common import MIB, Result, Rounds, progress, scratch, show
 from benchmarks.jobs import criu_run, job, plain_dump
 from benchmarks.reserve import Reserve
 from benchmarks.worker import Worker
-from icecore.host.criu import Criu, find_criu
+from icecore.host.criu.program import Criu, find_criu
 from tests.programs import driving, plain_criu
 
 PART = "restore"

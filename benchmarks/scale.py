@@ -26,27 +26,36 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.common import ROOT, Result, progress, show
-from icecore.store import catalog
-from icecore.store.catalog import Pages
-from icecore.store.cell import CELL, CELL_BYTES, PLACE
-from icecore.store.cellmap import NODE_CELLS
-from icecore.store.codec import RAW
-from icecore.store.faulty import FaultyBackend
-from icecore.store.gc import Collector, Options
-from icecore.store.index import build
-from icecore.store.local import LocalBackend
-from icecore.store.lookup import Index
-from icecore.store.manifest import NODE_REF, Manifest, Namespaces, Region, Requirements, Sizes, Space, encode_manifest
-from icecore.store.names import new_snapshot_id, object_name, random_id
-from icecore.store.packs import MapWriter
-from icecore.store.pieces import Pieces
-from icecore.store.reader import SnapshotReader
-from icecore.store.repository import Repository
-from icecore.store.segment import make_entries, sort_entries
-from icecore.store.session import Session
-from icecore.store.shard import ShardTable
-from icecore.store.state import SegmentRef, SnapshotRecord, State
-from icecore.store.watermark import Recollection
+from icecore.store.backend.faulty import FaultyBackend
+from icecore.store.backend.local import LocalBackend
+from icecore.store.format.cell import CELL, CELL_BYTES, PLACE
+from icecore.store.format.cellmap import NODE_CELLS
+from icecore.store.format.codec import RAW
+from icecore.store.format.manifest import (
+    NODE_REF,
+    Manifest,
+    Namespaces,
+    Region,
+    Requirements,
+    Sizes,
+    Space,
+    encode_manifest,
+)
+from icecore.store.format.names import new_snapshot_id, object_name, random_id
+from icecore.store.format.segment import make_entries, sort_entries
+from icecore.store.format.shard import ShardTable
+from icecore.store.format.state import SegmentRef, SnapshotRecord, State
+from icecore.store.log import catalog
+from icecore.store.log.catalog import Pages
+from icecore.store.log.index import build
+from icecore.store.log.lookup import Index
+from icecore.store.log.repository import Repository
+from icecore.store.log.session import Session
+from icecore.store.log.watermark import Recollection
+from icecore.store.maintenance.gc import Collector, Options
+from icecore.store.maintenance.pieces import Pieces
+from icecore.store.snapshot.packs import MapWriter
+from icecore.store.snapshot.reader import SnapshotReader
 
 PART = "scale"
 SIZES = (10_000, 100_000, 1_000_000)

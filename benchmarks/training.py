@@ -33,15 +33,15 @@ from rich.table import Table
 from benchmarks.common import progress, scratch
 from benchmarks.jobs import job
 from icecore.dumper.dump import dump
+from icecore.dumper.memory.spaces import cell_keys
 from icecore.dumper.options import DumpOptions
-from icecore.dumper.spaces import cell_keys
 from icecore.dumper.target import Target
-from icecore.store import codec
-from icecore.store.cell import CELL_BYTES, CELL_PAGES, PAGE
-from icecore.store.local import LocalBackend
-from icecore.store.loop import LoopThread
-from icecore.store.reader import SnapshotReader
-from icecore.store.repository import Repository
+from icecore.store.backend.local import LocalBackend
+from icecore.store.format import codec
+from icecore.store.format.cell import CELL_BYTES, CELL_PAGES, PAGE
+from icecore.store.log.repository import Repository
+from icecore.store.runtime.loop import LoopThread
+from icecore.store.snapshot.reader import SnapshotReader
 
 _TRAIN = Path(__file__).resolve().parent.parent / "tests" / "realgpu" / "train.py"
 _SAMPLE = 128

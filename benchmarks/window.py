@@ -24,7 +24,7 @@ from benchmarks.jobs import Watch, job, plain_dump
 from benchmarks.reserve import Reserve
 from benchmarks.worker import Worker
 from icecore.dumper.options import DumpOptions
-from icecore.host.criu import Criu, find_criu
+from icecore.host.criu.program import Criu, find_criu
 from tests.programs import driving
 
 PART = "window"

@@ -99,7 +99,7 @@ class _Serving:
     """What the process keeps between requests."""
 
     def __init__(self) -> None:
-        from icecore.store.loop import LoopThread
+        from icecore.store.runtime.loop import LoopThread
 
         self.loop = LoopThread()
         self.repository: Any = None
@@ -111,8 +111,8 @@ class _Serving:
 
     def open(self, path: str, create: bool = False, encrypted: bool = False) -> dict[str, Any]:
         """Open or make the repository in ``path``."""
-        from icecore.store.local import LocalBackend
-        from icecore.store.repository import Repository
+        from icecore.store.backend.local import LocalBackend
+        from icecore.store.log.repository import Repository
 
         make = Repository.create if create else Repository.open
         passphrase = (lambda: b"a passphrase for measuring") if encrypted else None
@@ -161,14 +161,14 @@ class _Serving:
         each, in turns."""
         import numpy as np
 
-        from icecore.dumper.cells import plan_cells
-        from icecore.dumper.fingerprints import KnownCells
-        from icecore.dumper.present import present_extents, private_regions, ranges_of
-        from icecore.dumper.scan import scan
-        from icecore.dumper.staging import Slot, Staging
-        from icecore.host import libc, procfs
-        from icecore.host.memory import HugeBuffer, RemoteReader
-        from icecore.store.cell import CELL, CELL_BYTES
+        from icecore.dumper.memory.cells import plan_cells
+        from icecore.dumper.memory.fingerprints import KnownCells
+        from icecore.dumper.memory.present import present_extents, private_regions, ranges_of
+        from icecore.dumper.memory.scan import scan
+        from icecore.dumper.memory.staging import Slot, Staging
+        from icecore.host.kernel import libc, procfs
+        from icecore.host.kernel.memory import HugeBuffer, RemoteReader
+        from icecore.store.format.cell import CELL, CELL_BYTES
 
         regions = private_regions(procfs.read_maps(pid))
         plan = plan_cells(regions, present_extents(pid, ranges_of(regions), threads))
@@ -252,7 +252,7 @@ class _Serving:
 
     def export(self, snapshot: str, directory: str) -> dict[str, Any]:
         """Write a snapshot as an image directory."""
-        from icecore.restorer.exporter import export
+        from icecore.restorer.files.exporter import export
 
         started = time.perf_counter()
         export(self.repository, self.loop, snapshot, Path(directory))

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from icecore.dumper.options import DumpOptions
     from icecore.errors import IcecoreError
     from icecore.events import Event
-    from icecore.host.job import ExitStatus, Job
-    from icecore.host.jobs import Registry
-    from icecore.host.namespaces import Isolation
+    from icecore.host.jobs.job import ExitStatus, Job
+    from icecore.host.jobs.namespaces import Isolation
+    from icecore.host.jobs.registry import Registry
     from icecore.repository import Repository
     from icecore.restorer.options import RestoreOptions
     from icecore.restorer.restore import Restored
-    from icecore.store.forget import Policy
-    from icecore.store.manifest import Manifest
-    from icecore.store.state import SnapshotRecord
+    from icecore.store.format.manifest import Manifest
+    from icecore.store.format.state import SnapshotRecord
+    from icecore.store.maintenance.forget import Policy
 
 __all__ = [
     "Config",

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from icecore.errors import NotFound, UsageError
-from icecore.store.state import SnapshotRecord
+from icecore.store.format.state import SnapshotRecord
 
 LATEST = "latest"
 _PART = re.compile(r"(?P<name>.+?)(?:~(?P<back>\d+)|@(?P<number>\d+))?", re.DOTALL)

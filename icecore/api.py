@@ -18,13 +18,13 @@ from icecore.dumper.target import Target
 from icecore.errors import HookFailed, MissingTool, NotFound, UsageError
 from icecore.events import Event, Sink, discard
 from icecore.hooks import run_hook
-from icecore.host import procfs
-from icecore.host.criu import Criu, find_criu
-from icecore.host.cuda.backend import find_backend
-from icecore.host.cuda.job import gpu_run
-from icecore.host.job import Job
-from icecore.host.jobs import Registry, require_name
-from icecore.host.namespaces import Isolation
+from icecore.host.criu.program import Criu, find_criu
+from icecore.host.gpu.backend import find_backend
+from icecore.host.jobs.gpu import gpu_run
+from icecore.host.jobs.job import Job
+from icecore.host.jobs.namespaces import Isolation
+from icecore.host.jobs.registry import Registry, require_name
+from icecore.host.kernel import procfs
 from icecore.host.resident.keeper import preload_path
 from icecore.places import state_directory
 from icecore.repository import Repository, lost
@@ -33,7 +33,7 @@ from icecore.restorer.requirements import Requirements
 from icecore.restorer.restore import Restored
 from icecore.restorer.restore import check as _check
 from icecore.restorer.restore import restore as _restore
-from icecore.store.state import SnapshotRecord
+from icecore.store.format.state import SnapshotRecord
 from icecore.text import harmless
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def start_gpu(
     must_keep: bool = False,
     emit: Sink = discard,
 ) -> Job:
-    """Start a GPU job in ``jobs``; see `run` and `icecore.host.cuda.job.gpu_run`.
+    """Start a GPU job in ``jobs``; see `run` and `icecore.host.jobs.gpu.gpu_run`.
 
     Args:
         must_keep: ``keep_resident`` was asked for, and is not only what the configuration says: where it cannot be, nothing is started.

@@ -275,7 +275,7 @@ class S3Settings:
     """[s3]: how repositories in buckets are reached; what is empty, boto3 finds (environment, ~/.aws, the machine's role).
 
     Attributes:
-        endpoint, region, profile, addressing: As in `icecore.store.s3.S3Place`.
+        endpoint, region, profile, addressing: As in `icecore.store.backend.s3.S3Place`.
         requests: At once.
         budget_bytes: Of requests at once.
         patience: Seconds without an answer after which a request has failed.

@@ -10,9 +10,9 @@ from typing import Literal, Protocol
 import numpy as np
 
 from icecore.errors import Damaged
-from icecore.host.namespaces import RunRecord
-from icecore.store.cell import CELL, PAGE, Records, data_pages
-from icecore.store.manifest import Manifest, OpenFile, Process, Region, Space
+from icecore.host.jobs.namespaces import RunRecord
+from icecore.store.format.cell import CELL, PAGE, Records, data_pages
+from icecore.store.format.manifest import Manifest, OpenFile, Process, Region, Space
 
 State = Literal["added", "removed", "changed"]
 

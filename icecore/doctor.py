@@ -14,19 +14,20 @@ from typing import Literal
 
 from icecore import passphrase, units
 from icecore.config import Config
-from icecore.dumper.checks_gpu import LEAST_DRIVER
+from icecore.dumper.preflight.checks_gpu import LEAST_DRIVER
 from icecore.errors import IcecoreError, MissingTool
-from icecore.host import limits, namespaces, oom, procfs
-from icecore.host.criu import CRIU_LIBRARY, RESTORE_LIBRARY, Criu, find_criu
+from icecore.host.criu.hidden import hides
+from icecore.host.criu.images import load_pycriu
+from icecore.host.criu.program import CRIU_LIBRARY, RESTORE_LIBRARY, Criu, find_criu
 from icecore.host.cuda import holder
-from icecore.host.cuda.backend import find_backend
 from icecore.host.cuda.driver import EXTRA_CURE, has_bindings
-from icecore.host.cuda.job import private_root_lack
-from icecore.host.hidden import hides
-from icecore.host.images import load_pycriu
+from icecore.host.gpu.backend import find_backend
+from icecore.host.jobs import namespaces
+from icecore.host.jobs.gpu import private_root_lack
+from icecore.host.kernel import limits, oom, procfs
+from icecore.host.kernel.scanning import native_scan_lacks
+from icecore.host.kernel.userfaultfd import create
 from icecore.host.resident.keeper import keeper_path, preload_path
-from icecore.host.scanning import native_scan_lacks
-from icecore.host.userfaultfd import create
 from icecore.places import state_directory
 from icecore.repository import Repository
 

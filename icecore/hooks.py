@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from icecore.config import without_secrets
 from icecore.errors import HookFailed
 from icecore.events import Sink, discard, phase
-from icecore.host.shell import run_shell
+from icecore.host.jobs.shell import run_shell
 
 
 def run_hook(command: str, variables: Mapping[str, str], *, seconds: float, emit: Sink = discard) -> None:

@@ -12,7 +12,7 @@ from icecore.private import make_parents
 from icecore.text import is_utf8
 
 if TYPE_CHECKING:
-    from icecore.store.backend import Backend
+    from icecore.store.backend.base import Backend
 
 _CURE = "name one with --repository PLACE (-r), ICECORE_REPOSITORY, or repository = \"PLACE\" in icecore.toml; 'icecore init' makes one"
 
@@ -31,7 +31,7 @@ def backend_at(location: str, *, create: bool = False, config: Config | None = N
         StoreDenied: There are no credentials.
         StoreError: It cannot be made.
     """
-    from icecore.store.local import LocalBackend
+    from icecore.store.backend.local import LocalBackend
 
     if not location:
         raise UsageError("no repository is named", cure=_CURE)
@@ -53,7 +53,7 @@ def backend_at(location: str, *, create: bool = False, config: Config | None = N
 
 
 def names_of(location: str, config: Config) -> frozenset[str]:
-    """Return the names under which this client remembers a place (`icecore.store.backend.Backend.known_as`); none if it cannot be reached.
+    """Return the names under which this client remembers a place (`icecore.store.backend.base.Backend.known_as`); none if it cannot be reached.
 
     Raises:
         UsageError: As `backend_at`.
@@ -66,12 +66,12 @@ def names_of(location: str, config: Config) -> frozenset[str]:
 
 def _in_bucket(rest: str, config: Config, emit: Sink) -> Backend:
     try:
-        from icecore.store.s3 import S3Backend, S3Place
+        from icecore.store.backend.s3 import S3Backend, S3Place
     except ImportError as error:
         raise UsageError(f"a repository in a bucket needs {error.name}", cure="pip install 'icecore[s3]'") from error
-    from icecore.store.limits import Limited
-    from icecore.store.metrics import Metered
-    from icecore.store.retry import Patience, Retrying
+    from icecore.store.backend.limits import Limited
+    from icecore.store.backend.metrics import Metered
+    from icecore.store.backend.retry import Patience, Retrying
 
     if not is_utf8(rest):
         raise UsageError(f"s3://{rest}: a name in a bucket must be UTF-8", cure="correct the place")
@@ -93,8 +93,8 @@ def _in_bucket(rest: str, config: Config, emit: Sink) -> Backend:
     backend = Retrying(sending, Patience(attempts=max(1, settings.attempts)), emit)
     if not config.cache.directory:
         return backend
-    from icecore.store.blocks import Blocks
-    from icecore.store.cached import Cached
+    from icecore.store.backend.blocks import Blocks
+    from icecore.store.backend.cached import Cached
 
     return Cached(backend, Blocks(config.cache.directory, config.cache.bytes), emit=emit)
 
@@ -103,8 +103,8 @@ def state_directory(named: str = "") -> Path:
     """Where the jobs of this node and the newest generations seen are noted down.
 
     Args:
-        named: From the configuration. Empty: as `icecore.host.jobs.state_directory` has it.
+        named: From the configuration. Empty: as `icecore.host.jobs.registry.state_directory` has it.
     """
-    from icecore.host import jobs
+    from icecore.host.jobs import registry as jobs
 
     return Path(named).expanduser().absolute() if named else jobs.state_directory()

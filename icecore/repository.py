@@ -16,31 +16,31 @@ from icecore.errors import Damaged, IcecoreError, NotFound, ObjectMissing, Store
 from icecore.events import Event, Sink, discard
 from icecore.passphrase import Passphrase, current
 from icecore.places import backend_at
-from icecore.store.backend import Backend
-from icecore.store.keys import Parameters
-from icecore.store.loop import LoopThread
-from icecore.store.manifest import Manifest
-from icecore.store.repository import Repository as Core
-from icecore.store.state import SnapshotRecord
+from icecore.store.backend.base import Backend
+from icecore.store.format.keys import Parameters
+from icecore.store.format.manifest import Manifest
+from icecore.store.format.state import SnapshotRecord
+from icecore.store.log.repository import Repository as Core
+from icecore.store.runtime.loop import LoopThread
 from icecore.trust import Client
 
 if TYPE_CHECKING:
     from icecore.difference import Difference
-    from icecore.store.check import Report
-    from icecore.store.diagnosis import Plan as RepairPlan
-    from icecore.store.forget import Decision, Policy
-    from icecore.store.gc import Freed
-    from icecore.store.gc import Options as GcOptions
-    from icecore.store.gc import Plan as GcPlan
-    from icecore.store.gc import Result as GcResult
-    from icecore.store.identity import Mend
-    from icecore.store.reader import SnapshotReader
-    from icecore.store.reconcile import Plan as SyncPlan
-    from icecore.store.repair import Repairer
-    from icecore.store.replication import Synced
-    from icecore.store.slots import Slot, Slots
-    from icecore.store.stats import Stats
-    from icecore.store.transfer import Copied
+    from icecore.store.format.slots import Slot, Slots
+    from icecore.store.log.identity import Mend
+    from icecore.store.maintenance.check import Report
+    from icecore.store.maintenance.diagnosis import Plan as RepairPlan
+    from icecore.store.maintenance.forget import Decision, Policy
+    from icecore.store.maintenance.gc import Freed
+    from icecore.store.maintenance.gc import Options as GcOptions
+    from icecore.store.maintenance.gc import Plan as GcPlan
+    from icecore.store.maintenance.gc import Result as GcResult
+    from icecore.store.maintenance.repair import Repairer
+    from icecore.store.maintenance.stats import Stats
+    from icecore.store.replication.reconcile import Plan as SyncPlan
+    from icecore.store.replication.replicas import Synced
+    from icecore.store.replication.transfer import Copied
+    from icecore.store.snapshot.reader import SnapshotReader
 
 T = TypeVar("T")
 
@@ -212,7 +212,7 @@ class Repository:
         Raises:
             NotFound: There is no such snapshot.
         """
-        from icecore.store.reader import SnapshotReader
+        from icecore.store.snapshot.reader import SnapshotReader
 
         return SnapshotReader(self.core, self.manifest(snapshot), self.loop.loop)
 
@@ -235,7 +235,7 @@ class Repository:
         Raises:
             UsageError: The policy would keep nothing.
         """
-        from icecore.store import forget
+        from icecore.store.maintenance import forget
 
         return forget.plan(self.snapshots(job=job), policy)
 
@@ -246,7 +246,7 @@ class Repository:
             NotFound: One of them does not exist.
             Damaged: A snapshot cannot be read, so what it needs is unknown.
         """
-        from icecore.store.gc import Collector
+        from icecore.store.maintenance.gc import Collector
 
         names = [self._record(snapshot).snapshot for snapshot in snapshots]
         return self.loop.run(Collector(self.core).plan_forget(names))
@@ -279,7 +279,7 @@ class Repository:
         Raises:
             Damaged: A kept snapshot cannot be read, so what it needs is unknown.
         """
-        from icecore.store.gc import Collector
+        from icecore.store.maintenance.gc import Collector
 
         return self.loop.run(Collector(self.core, options).plan())
 
@@ -289,7 +289,7 @@ class Repository:
         Raises:
             Damaged: A kept snapshot cannot be read, so what it needs is unknown; nothing was deleted.
         """
-        from icecore.store.gc import Collector
+        from icecore.store.maintenance.gc import Collector
 
         return self.loop.run(Collector(self.core, options).collect())
 
@@ -303,7 +303,7 @@ class Repository:
         Returns:
             What was found; damage is reported, not raised.
         """
-        from icecore.store.check import check
+        from icecore.store.maintenance.check import check
 
         return self.loop.run(check(self._itself(), read_data=read_data, register=register))
 
@@ -345,7 +345,7 @@ class Repository:
         forget: bool = False,
     ) -> SyncPlan:
         """What `sync_to` would do; nothing is changed. Arguments and errors as there."""
-        from icecore.store import reconcile
+        from icecore.store.replication import reconcile
 
         wanted = self._meant(snapshots, forget)
 
@@ -381,8 +381,8 @@ class Repository:
             UsageError: It is no replica of this repository; or forgets are asked for of named snapshots, or of a repository that lists none.
             StoreError: Storage failed, or a collector is at work there for too long.
         """
-        from icecore.store import reconcile
-        from icecore.store.replication import sync
+        from icecore.store.replication import reconcile
+        from icecore.store.replication.replicas import sync
 
         wanted = self._meant(snapshots, forget)
 
@@ -437,7 +437,7 @@ class Repository:
         Returns:
             What was done; snapshots that are damaged here are told of and left out.
         """
-        from icecore.store.transfer import copy
+        from icecore.store.replication.transfer import copy
 
         wanted = self.snapshots() if snapshots is None else [self._record(snapshot) for snapshot in snapshots]
         backend = backend_at(os.fspath(location), config=self._config, emit=self.core.emit)
@@ -485,7 +485,7 @@ class Repository:
 
     def _others(self) -> list[Repository]:
         """The replicas as repositories of their own."""
-        from icecore.store.replicas import ReplicaBackend
+        from icecore.store.backend.replicas import ReplicaBackend
 
         if self._siblings is None:
             self._siblings = []
@@ -512,8 +512,8 @@ class Repository:
         Raises:
             UsageError: It is not encrypted.
         """
-        from icecore.store import keychain
-        from icecore.store import slots as slot_changes
+        from icecore.store.format import slots as slot_changes
+        from icecore.store.log import keychain
 
         found = self.loop.run(keychain.newest(self.core.backend))
         if found.slots is None:
@@ -527,7 +527,7 @@ class Repository:
         Raises:
             UsageError: The label is taken, the passphrase is too short, or the repository is not encrypted.
         """
-        from icecore.store import slots as slot_changes
+        from icecore.store.format import slots as slot_changes
 
         return self._change_slots(lambda slots: slot_changes.add(slots, self.core.keys.secret, passphrase, label, slot_changes.Cost()))
 
@@ -538,7 +538,7 @@ class Repository:
             NotFound: There is no such slot.
             UsageError: It is the only one, or the repository is not encrypted.
         """
-        from icecore.store import slots as slot_changes
+        from icecore.store.format import slots as slot_changes
 
         return self._change_slots(lambda slots: slot_changes.remove(slots, self.core.keys.secret, which))
 
@@ -550,7 +550,7 @@ class Repository:
             UsageError: There are several and none is named, the passphrase is too short, or the repository is not encrypted.
         """
 
-        from icecore.store import slots as slot_changes
+        from icecore.store.format import slots as slot_changes
 
         def edit(slots: Slots) -> Slots:
             if not which and len(slots.slots) > 1:
@@ -560,7 +560,7 @@ class Repository:
         return self._change_slots(edit)
 
     def _change_slots(self, edit: Callable[[Slots], Slots]) -> list[Slot]:
-        from icecore.store import keychain
+        from icecore.store.log import keychain
 
         return self.loop.run(keychain.change(self.core.backend, self.core.keys, edit)).slots
 
@@ -569,7 +569,7 @@ class Repository:
 
         Of a repository that is not encrypted it is a secret; of an encrypted one it needs one of the passphrases that there are now.
         """
-        from icecore.store import recovery
+        from icecore.store.log import recovery
 
         return self.loop.run(recovery.export(self.core))
 
@@ -596,7 +596,7 @@ class Repository:
             UsageError: It is the file of another repository.
             Damaged: The file is.
         """
-        from icecore.store.recovery import Restorer
+        from icecore.store.log.recovery import Restorer
 
         backend = backend_at(os.fspath(location), config=config, emit=emit)
         restorer = Restorer(backend, name, data, passphrase or current(config), emit=emit)
@@ -638,7 +638,7 @@ class Repository:
         read_data: float,
         accept_rollback: bool,
     ) -> RepairPlan:
-        from icecore.store.repair import Repairer
+        from icecore.store.maintenance.repair import Repairer
 
         if source is None:
             return self.loop.run(what(Repairer(self._itself(), read_data=read_data, accept_rollback=accept_rollback)))
@@ -660,7 +660,7 @@ class Repository:
         Args:
             register: Keep what is read from being collected meanwhile; without, for places that cannot be written to.
         """
-        from icecore.store.stats import stats
+        from icecore.store.maintenance.stats import stats
 
         return self.loop.run(stats(self.core, register=register))
 
@@ -693,7 +693,7 @@ def _with_replicas(location: str, replicas: Sequence[str], config: Config | None
     own = backend_at(location, config=config, emit=emit)
     if not replicas:
         return own
-    from icecore.store.replicas import ReplicaBackend
+    from icecore.store.backend.replicas import ReplicaBackend
 
     nearest: list[Backend] = [] if location in replicas else [own]
     for place in replicas:

@@ -1,5 +1,5 @@
 """Opens and makes every repository of a client: its record of the place is binding, and encryption is not lost; rule: nothing else calls
-`icecore.store.repository.Repository.open` and `create`.
+`icecore.store.log.repository.Repository.open` and `create`.
 """
 
 from __future__ import annotations
@@ -10,17 +10,25 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 from icecore.config import Config
-from icecore.errors import Distrusted, IcecoreError, NotFound, PlainRefused, RecordDamaged, RollbackDetected, UsageError
+from icecore.errors import (
+    Distrusted,
+    IcecoreError,
+    NotFound,
+    PlainRefused,
+    RecordDamaged,
+    RollbackDetected,
+    UsageError,
+)
 from icecore.events import Sink, discard
 from icecore.passphrase import Passphrase, current, is_configured
 from icecore.places import names_of, state_directory
-from icecore.store.backend import Backend
-from icecore.store.keychain import Admit
-from icecore.store.keys import Parameters
-from icecore.store.known import Known, KnownPlace
-from icecore.store.log import Log
-from icecore.store.repository import Repository as Core
-from icecore.store.watermark import FileWatermark, Recollection, Seen, Watermark
+from icecore.store.backend.base import Backend
+from icecore.store.format.keys import Parameters
+from icecore.store.log.chain import Log
+from icecore.store.log.keychain import Admit
+from icecore.store.log.known import Known, KnownPlace
+from icecore.store.log.repository import Repository as Core
+from icecore.store.log.watermark import FileWatermark, Recollection, Seen, Watermark
 
 
 @dataclass(frozen=True)
@@ -74,13 +82,13 @@ class Client:
             passphrase: Gives it; None: as `icecore.passphrase.current`.
             secret: The master secret of the repository whose replica it has to be; then ``passphrase`` does not count.
             plain: A plain repository is meant, although a passphrase is configured.
-            rebuild: As `icecore.store.repository.Repository.open`.
+            rebuild: As `icecore.store.log.repository.Repository.open`.
 
         Raises:
             RepositoryReplaced: Another is there, or it is not encrypted any more.
             PlainRefused: It is plain, a passphrase is configured, and nothing marks it as plain on purpose.
             RecordDamaged: What this client remembers of the place is damaged.
-            NotFound, WrongPassphrase, FormatTooNew, Damaged: As `icecore.store.repository.Repository.open`.
+            NotFound, WrongPassphrase, FormatTooNew, Damaged: As `icecore.store.log.repository.Repository.open`.
         """
         place = self._place(backend)
         known = place.recall()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from icecore.store.s3 import S3Place
+from icecore.store.backend.s3 import S3Place
 from tests.seaweedfs import Server, running
 
 BUCKET = "icecore-tests"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from icecore.errors import IcecoreError
-from icecore.host.criu import Criu, find_criu
+from icecore.host.criu.program import Criu, find_criu
 from tests.programs import driving, plain_criu, redis_client, redis_load
 from tests.programs.catalogue import PROGRAMS, Program, missing, port_of
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from icecore.errors import ObjectMissing
-from icecore.store.s3 import S3Backend, S3Place
+from icecore.store.backend.s3 import S3Backend, S3Place
 from tests.seaweedfs import ACCESS_KEY, SECRET_KEY, Server, find_weed
 
 ROOT = Path(__file__).resolve().parent.parent

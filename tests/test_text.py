@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from icecore.errors import UsageError
 from icecore.events import Event
-from icecore.host.jobs import require_name
+from icecore.host.jobs.registry import require_name
 from icecore.text import harmless, job_name, jsonable, loaded, printable, require_label, stored
 
 #: Characters that a terminal, a table or the other side of an escape could take for something else.

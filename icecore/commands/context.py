@@ -19,7 +19,7 @@ from icecore.output import Output
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from icecore.host.jobs import Registry
+    from icecore.host.jobs.registry import Registry
     from icecore.repository import Repository
 
 Settings = TypeVar("Settings")
@@ -81,14 +81,14 @@ class Context:
 
     def registry(self) -> Registry:
         """The jobs of this node."""
-        from icecore.host.jobs import Registry
+        from icecore.host.jobs.registry import Registry
         from icecore.places import state_directory
 
         return Registry(state_directory(self.config.state), emit=self.output.event)
 
     def recover_files(self) -> None:
         """Undo or finish what restores that were killed left of their changes to jobs' files."""
-        from icecore.host.jobs import Registry
+        from icecore.host.jobs.registry import Registry
         from icecore.places import state_directory
 
         state = Registry(state_directory(self.config.state)).state
@@ -97,7 +97,7 @@ class Context:
                 return
         except OSError:  # no restore ever changed a file, or this user may not look
             return
-        from icecore.restorer.file_recovery import recover
+        from icecore.restorer.files.file_recovery import recover
 
         try:
             recover(state, self.output.event)

@@ -32,8 +32,8 @@ def add(commands: Commands) -> None:
 def import_(arguments: argparse.Namespace, context: Context) -> int:
     """icecore import."""
     from icecore.dumper.importer import import_images
-    from icecore.host.jobs import require_name
-    from icecore.store.trial import Objective
+    from icecore.host.jobs.registry import require_name
+    from icecore.store.snapshot.trial import Objective
 
     if arguments.job:
         require_name(arguments.job)
@@ -65,8 +65,8 @@ def import_(arguments: argparse.Namespace, context: Context) -> int:
 def export(arguments: argparse.Namespace, context: Context) -> int:
     """icecore export."""
     from icecore.repository import lost
-    from icecore.restorer.exporter import OPEN_FILES
-    from icecore.restorer.exporter import export as write
+    from icecore.restorer.files.exporter import OPEN_FILES
+    from icecore.restorer.files.exporter import export as write
 
     repository, record = context.repository().locate(arguments.snapshot)
     if record.quarantined:

@@ -21,8 +21,8 @@ from icecore.events import Event, Value
 from icecore.text import printable_command
 
 if TYPE_CHECKING:
-    from icecore.host.job import Job, LogPiece, Stream
-    from icecore.host.jobs import Registry
+    from icecore.host.jobs.job import Job, LogPiece, Stream
+    from icecore.host.jobs.registry import Registry
 
 
 def add(commands: Commands) -> None:
@@ -82,7 +82,7 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace, context: Context) -> int:
     """icecore run."""
-    from icecore.host.namespaces import Isolation
+    from icecore.host.jobs.namespaces import Isolation
 
     if arguments.words:
         whole = shlex.join([*arguments.words, *arguments.job_command])

@@ -12,7 +12,7 @@ from icecore.commands.context import Commands, Context
 from icecore.errors import NotFound, UsageError
 
 if TYPE_CHECKING:
-    from icecore.store.slots import Slot
+    from icecore.store.format.slots import Slot
 
 
 def add(commands: Commands) -> None:
@@ -86,7 +86,7 @@ def _export(path: Path, context: Context) -> int:
 
 def _import(path: Path, context: Context) -> int:
     from icecore.repository import Repository
-    from icecore.store.recovery import LIMIT
+    from icecore.store.log.recovery import LIMIT
 
     try:
         with open(path, "rb") as file:

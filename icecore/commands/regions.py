@@ -13,9 +13,9 @@ from icecore.commands.snapshots import WHICH
 from icecore.errors import Damaged
 
 if TYPE_CHECKING:
-    from icecore.store.reconcile import Plan
-    from icecore.store.replication import Lost
-    from icecore.store.state import SnapshotRecord
+    from icecore.store.format.state import SnapshotRecord
+    from icecore.store.replication.reconcile import Plan
+    from icecore.store.replication.replicas import Lost
 
 _READ_ONLY = READ_ONLY_ALL.replace("the repository", "the repository that is read", 1)
 

@@ -16,7 +16,7 @@ from icecore.errors import Damaged, UsageError
 from icecore.events import Value
 
 if TYPE_CHECKING:
-    from icecore.store.gc import Options
+    from icecore.store.maintenance.gc import Options
 
 
 def add(commands: Commands) -> None:
@@ -182,8 +182,8 @@ def init(arguments: argparse.Namespace, context: Context) -> int:
 def forget(arguments: argparse.Namespace, context: Context) -> int:
     """icecore forget."""
     from icecore.addressing import shortest
-    from icecore.store.forget import Policy
-    from icecore.store.gc import Options
+    from icecore.store.maintenance.forget import Policy
+    from icecore.store.maintenance.gc import Options
 
     settings = overridden(context.config.forget, arguments)
     given = [about.name for about in fields(settings) if getattr(arguments, about.name) is not None]
@@ -254,7 +254,7 @@ def mark(arguments: argparse.Namespace, context: Context) -> int:
 
 def gc(arguments: argparse.Namespace, context: Context) -> int:
     """icecore gc."""
-    from icecore.store.gc import Options
+    from icecore.store.maintenance.gc import Options
 
     repository = context.repository()
     options = Options(fence_seconds=overridden(context.config.gc, arguments).fence_seconds)

@@ -19,10 +19,10 @@ from icecore.text import printable, printable_command
 
 if TYPE_CHECKING:
     from icecore.difference import Difference
-    from icecore.restorer.files import Action
+    from icecore.restorer.files.plan import Action
     from icecore.restorer.requirements import Requirements
-    from icecore.store.manifest import Manifest, Region
-    from icecore.store.state import SnapshotRecord
+    from icecore.store.format.manifest import Manifest, Region
+    from icecore.store.format.state import SnapshotRecord
 
 WHICH = "id or its beginning, JOB, JOB~1, JOB@1 (the oldest kept), or latest"
 _LARGEST = 20
@@ -285,7 +285,7 @@ def snapshot_fields(record: SnapshotRecord) -> dict[str, Value]:
 def show(arguments: argparse.Namespace, context: Context) -> int:
     """icecore show."""
     from icecore.output import left_words
-    from icecore.restorer.resident_record import left_to_driver
+    from icecore.restorer.gpu.resident_record import left_to_driver
 
     repository, record = context.repository().locate(arguments.snapshot)
     manifest = repository.manifest(record)
@@ -431,7 +431,7 @@ def diff(arguments: argparse.Namespace, context: Context) -> int:
 
 
 def _report_difference(found: Difference, context: Context, everything: bool) -> None:
-    from icecore.store.cell import CELL_BYTES
+    from icecore.store.format.cell import CELL_BYTES
 
     output = context.output
     output.line(f"{found.older} → {found.newer}")

@@ -46,7 +46,7 @@ def _accepted(text: str) -> tuple[str, int | None]:
 def trust(arguments: argparse.Namespace, context: Context) -> int:
     """icecore trust."""
     from icecore.places import backend_at
-    from icecore.store.loop import LoopThread
+    from icecore.store.runtime.loop import LoopThread
     from icecore.trust import Client
 
     if arguments.plain and arguments.accept is None:

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from icecore.errors import MissingTool
-from icecore.host.criu import find_criu
-from icecore.host.job import Job
-from icecore.host.jobs import Registry
+from icecore.host.criu.program import find_criu
+from icecore.host.jobs.job import Job
+from icecore.host.jobs.registry import Registry
 
 SECONDS = 60.0
 

@@ -6,7 +6,7 @@ import pytest
 
 from icecore.addressing import resolve, shortest
 from icecore.errors import NotFound, UsageError
-from icecore.store.state import SnapshotRecord
+from icecore.store.format.state import SnapshotRecord
 
 
 def record(identity: str, job: str) -> SnapshotRecord:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import pytest
 
 import icecore
-from icecore.store.s3 import S3Backend, S3Place
+from icecore.store.backend.s3 import S3Backend, S3Place
 from tests.bad_proxy import hold_after, unreliable
 from tests.cli.conftest import SECONDS, Cli, until
 from tests.conftest import BUCKET

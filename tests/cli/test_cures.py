@@ -21,14 +21,13 @@ import pytest
 from icecore import errors
 from icecore.cli import build_parser, main
 from icecore.errors import Damaged, IcecoreError, ObjectMissing
-from icecore.store.local import LocalBackend
-from icecore.store.repository import Repository
+from icecore.store.backend.local import LocalBackend
+from icecore.store.log.repository import Repository
 from tests.cli.conftest import Cli, until
 from tests.cli.documents import ROOT
 from tests.cli.test_snapshots import counted, start
 from tests.store.miniature import listed, take
 
-FOLDERS = ("icecore", "store", "host", "dumper", "restorer")
 #: Errors that say what to do wherever they are raised.
 CURED = {"FormatTooNew", "MissingTool", "RollbackDetected", "SessionFenced", "StoreDenied", "StoreFull", "WrongPassphrase"}
 _NAMED = re.compile(r"'icecore ([^']+)'|`icecore ([^`]+)`|\bicecore ((?:key|run|repair|check|sync|init|gc|forget) [A-Za-z-][^;:,.'\"`]*)")
@@ -56,8 +55,7 @@ def texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def sources() -> Iterator[tuple[Path, ast.Module]]:
-    for folder in FOLDERS:
-        for path in sorted((ROOT / folder).rglob("*.py")):
+    for path in sorted((ROOT / "icecore").rglob("*.py")):
             yield path, ast.parse(path.read_text(), str(path))
 
 

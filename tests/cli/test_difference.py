@@ -7,8 +7,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from icecore.difference import compare
-from icecore.store.cell import CELL, PAGE, Records
-from icecore.store.manifest import Manifest, Namespaces, OpenFile, Process, Region, Requirements, Space
+from icecore.store.format.cell import CELL, PAGE, Records
+from icecore.store.format.manifest import (
+    Manifest,
+    Namespaces,
+    OpenFile,
+    Process,
+    Region,
+    Requirements,
+    Space,
+)
 
 
 def cells(*rows: tuple[int, int, int]) -> Records:

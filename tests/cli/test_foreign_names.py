@@ -27,15 +27,24 @@ from hypothesis import strategies as st
 
 from icecore.errors import IcecoreError, PreflightRefused
 from icecore.events import Event
-from icecore.host.jobs import Registry
+from icecore.host.jobs.registry import Registry
 from icecore.output import Output
-from icecore.store.cell import CELL
-from icecore.store.local import LocalBackend
-from icecore.store.manifest import Manifest, Namespaces, OpenFile, Process, Region, Requirements, Space, encode_manifest
-from icecore.store.names import new_snapshot_id, object_name, random_id
-from icecore.store.packs import MapWriter
-from icecore.store.repository import Repository
-from icecore.store.state import SnapshotRecord
+from icecore.store.backend.local import LocalBackend
+from icecore.store.format.cell import CELL
+from icecore.store.format.manifest import (
+    Manifest,
+    Namespaces,
+    OpenFile,
+    Process,
+    Region,
+    Requirements,
+    Space,
+    encode_manifest,
+)
+from icecore.store.format.names import new_snapshot_id, object_name, random_id
+from icecore.store.format.state import SnapshotRecord
+from icecore.store.log.repository import Repository
+from icecore.store.snapshot.packs import MapWriter
 from tests.cli.conftest import Cli, until
 from tests.cli.documents import ROOT, check_event, documented_events
 from tests.programs.foreign_names import __file__ as PROGRAM

@@ -216,7 +216,7 @@ def test_the_next_command_removes_what_a_killed_dump_left(cli: Cli, moment: str)
     assert dump.stdout is not None
     while json.loads(dump.stdout.readline())["event"] != moment:
         pass
-    guard = [int(child) for child in Path(f"/proc/{dump.pid}/task/{dump.pid}/children").read_text().split() if b"icecore.dumper.guard" in words_of(child)]
+    guard = [int(child) for child in Path(f"/proc/{dump.pid}/task/{dump.pid}/children").read_text().split() if b"icecore.dumper.freeze.guard" in words_of(child)]
     dump.send_signal(signal.SIGSTOP)
     [left] = workdir.iterdir()
     cli.run("ps")

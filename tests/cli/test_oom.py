@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from icecore.dumper.guard import Guard as DumpGuard
-from icecore.host import limits, oom, procfs
-from icecore.restorer.guard import Guard as RestoreGuard
+from icecore.dumper.freeze.guard import Guard as DumpGuard
+from icecore.host.kernel import limits, oom, procfs
+from icecore.restorer.guard.client import Guard as RestoreGuard
 from tests.cli.conftest import Cli
 
 pytestmark = [pytest.mark.criu, pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")]

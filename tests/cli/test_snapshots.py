@@ -455,7 +455,7 @@ def test_python_api(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_imported_images_are_snapshots(cli: Cli, tmp_path: Path) -> None:
     import subprocess
 
-    from icecore.host.criu import find_criu
+    from icecore.host.criu.program import find_criu
 
     images = tmp_path / "images"
     images.mkdir()

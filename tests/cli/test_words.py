@@ -11,8 +11,8 @@ import pytest
 from icecore.events import Event
 from icecore.host.resident.protocol import Counts
 from icecore.output import describe, left_words
-from icecore.restorer.resident_record import left_to_driver
-from icecore.store.manifest import Manifest
+from icecore.restorer.gpu.resident_record import left_to_driver
+from icecore.store.format.manifest import Manifest
 
 MIB = 1 << 20
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import pytest
 
-from icecore.store.loop import LoopThread
+from icecore.store.runtime.loop import LoopThread
 from tests.programs import driving
 from tests.programs.catalogue import PROGRAMS, missing
 

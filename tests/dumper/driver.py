@@ -19,9 +19,9 @@ from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
 from icecore.errors import IcecoreError
 from icecore.events import Event
-from icecore.store.local import LocalBackend
-from icecore.store.loop import LoopThread
-from icecore.store.repository import Repository
+from icecore.store.backend.local import LocalBackend
+from icecore.store.log.repository import Repository
+from icecore.store.runtime.loop import LoopThread
 
 
 def drop_capabilities() -> None:

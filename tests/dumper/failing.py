@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from icecore.errors import DumpFailed
-from icecore.store.check import check
-from icecore.store.local import LocalBackend
+from icecore.store.backend.local import LocalBackend
+from icecore.store.maintenance.check import check
 from tests.programs import driving
 
 from .world import Events, Stillness, Store, assert_same_memory, leftovers, standing, words_of

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from icecore.dumper.guard import GuardLost
+from icecore.dumper.freeze.guard import GuardLost
 from icecore.dumper.options import DumpOptions
 from icecore.events import Event
-from icecore.host import procfs
+from icecore.host.kernel import procfs
 from tests.programs import driving
 
 from .failing import SECONDS, Dumper, Job, Witness, fails, members
@@ -135,7 +135,7 @@ def test_a_dumper_that_is_stopped_in_the_window(job: Job, witness: Witness, dump
 
 def guard_of(workdir: Path) -> int:
     """The guard process; a child of its that watches CRIU has the same command line."""
-    found = members(workdir, "icecore.dumper.guard")
+    found = members(workdir, "icecore.dumper.freeze.guard")
     [guard] = [pid for pid in found if procfs.status(pid).parent not in found]
     return guard
 

@@ -14,11 +14,11 @@ from icecore.dumper.dump import DumpResult, dump
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
 from icecore.errors import DumpFailed
-from icecore.host import procfs
-from icecore.host.criu import find_criu
-from icecore.store.cell import CELL_BYTES, PAGE
-from icecore.store.local import LocalBackend
-from icecore.store.manifest import OpenFile
+from icecore.host.criu.program import find_criu
+from icecore.host.kernel import procfs
+from icecore.store.backend.local import LocalBackend
+from icecore.store.format.cell import CELL_BYTES, PAGE
+from icecore.store.format.manifest import OpenFile
 from tests.programs import driving, inference
 
 from .conftest import Start
@@ -60,7 +60,7 @@ def cells_between(recorded: Recorded, pid: int, start: int, end: int) -> dict[in
 
 
 def test_reserved_addresses_cost_nothing(store: Store) -> None:
-    """CRIU's own table of them would be 4 GiB, copied in the window (host/criu_memcpy.c): more than eight seconds here."""
+    """CRIU's own table of them would be 4 GiB, copied in the window (icecore/host/criu/memcpy.c): more than eight seconds here."""
     reserve = "import mmap; m = mmap.mmap(-1, 1 << 40, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000, 0)  # NORESERVE"
     program = f"{reserve}\nprint('ready', flush=True); import time; time.sleep(600)"
     words = [sys.executable, "-S", "-c", program]

@@ -10,12 +10,12 @@ from collections.abc import Callable
 import pytest
 
 from icecore.dumper.dump import DumpResult
-from icecore.dumper.early import Early, EarlyScan, held_threads
+from icecore.dumper.memory.early import Early, EarlyScan, held_threads
 from icecore.dumper.options import DumpOptions
 from icecore.errors import DumpFailed, WindowExceeded
 from icecore.events import Event
-from icecore.host import procfs
-from icecore.store.cell import PAGE
+from icecore.host.kernel import procfs
+from icecore.store.format.cell import PAGE
 from tests.programs import driving
 
 from .conftest import Start

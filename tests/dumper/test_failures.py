@@ -18,10 +18,10 @@ from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
 from icecore.errors import DumpFailed, IcecoreError, NotFound, StoreError, StoreFull, WindowExceeded
 from icecore.events import Event
-from icecore.host import procfs
-from icecore.host.criu import Criu, find_criu
-from icecore.store.faulty import Call, FaultyBackend, Outcome
-from icecore.store.loop import LoopThread
+from icecore.host.criu.program import Criu, find_criu
+from icecore.host.kernel import procfs
+from icecore.store.backend.faulty import Call, FaultyBackend, Outcome
+from icecore.store.runtime.loop import LoopThread
 from tests.host.target import eventually
 from tests.programs import driving
 
@@ -172,7 +172,7 @@ def from_call_on(number: int, kind: Kind | None, store: Store, job: Job, witness
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that does not wait long before it tries again."""
-    monkeypatch.setattr("icecore.store.session._PUT_BACKOFF_SECONDS", 0.001)
+    monkeypatch.setattr("icecore.store.log.session._PUT_BACKOFF_SECONDS", 0.001)
 
 
 @pytest.mark.usefixtures("hasty")

@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from icecore.dumper.cells import EXTENT
-from icecore.dumper.early import EarlyScan
-from icecore.dumper.hidden import clip
+from icecore.dumper.freeze.window import Window
+from icecore.dumper.memory.cells import EXTENT
+from icecore.dumper.memory.early import EarlyScan
+from icecore.dumper.memory.hidden import clip
 from icecore.dumper.options import DumpOptions
-from icecore.dumper.window import Window
 from icecore.errors import DumpFailed, PreflightRefused
-from icecore.host.criu import PREFIX, find_criu
-from icecore.host.hidden import RANGE, hides
-from icecore.host.pagemap import guards_told
-from icecore.host.pagemap_image import PE_LAZY, PE_PRESENT, Entries, decode_pagemap
+from icecore.host.criu.hidden import RANGE, hides
+from icecore.host.criu.pagemap_image import PE_LAZY, PE_PRESENT, Entries, decode_pagemap
+from icecore.host.criu.program import PREFIX, find_criu
+from icecore.host.kernel.pagemap import guards_told
 
 from .puppet import Puppet
 from .world import Events, Recorded, Stillness, Store, assert_same_memory, page_runs

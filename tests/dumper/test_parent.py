@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from icecore.dumper.parent import choose_parent
-from icecore.store.memory import MemoryBackend
-from icecore.store.repair import Repairer
-from icecore.store.repository import Repository
+from icecore.dumper.memory.parent import choose_parent
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.log.repository import Repository
+from icecore.store.maintenance.repair import Repairer
 from tests.store.miniature import take
 
 

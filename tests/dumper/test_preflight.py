@@ -17,19 +17,19 @@ from pathlib import Path
 
 import pytest
 
-from icecore.dumper import checks, checks_descriptors
-from icecore.dumper.checks_descriptors import kernel_refuses_options
-from icecore.dumper.gpus import GpuLook, GpuProcess
-from icecore.dumper.guard import Guard
-from icecore.dumper.look import look
+from icecore.dumper.freeze.guard import Guard
+from icecore.dumper.observe.gpus import GpuLook, GpuProcess
+from icecore.dumper.observe.look import look
 from icecore.dumper.options import DumpOptions
-from icecore.dumper.preflight import refuse, warn
+from icecore.dumper.preflight import checks, checks_descriptors
+from icecore.dumper.preflight.checks_descriptors import kernel_refuses_options
+from icecore.dumper.preflight.judge import refuse, warn
 from icecore.dumper.target import Target
 from icecore.errors import NotFound, PreflightRefused
-from icecore.host import limits, procfs
-from icecore.host.criu import find_criu
-from icecore.host.cuda.backend import Backend
-from icecore.restorer.guard import Guard as RestoreGuard
+from icecore.host.criu.program import find_criu
+from icecore.host.gpu.backend import Backend
+from icecore.host.kernel import limits, procfs
+from icecore.restorer.guard.client import Guard as RestoreGuard
 from tests.programs import driving
 
 from .conftest import Start
@@ -174,7 +174,7 @@ def test_a_tree_with_a_part_of_icecore_in_it(tmp_path: Path, store: Store, has: 
         assert list(refused(store, restoring.pid)) == ["icecore"]
     finally:
         restoring.end(20)
-    assert "icecore" not in refusals(has("pass  # -m icecore.dumper.guard"))
+    assert "icecore" not in refusals(has("pass  # -m icecore.dumper.freeze.guard"))
 
 
 def test_without_capabilities(job: Job, store: Store) -> None:

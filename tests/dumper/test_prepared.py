@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from icecore.dumper import prepared
+from icecore.dumper.freeze import prepared
 
 
 @pytest.mark.parametrize("forbidden", [False, True])

@@ -20,19 +20,24 @@ import xxhash
 import zstandard
 
 from icecore.doctor import _scanning
-from icecore.dumper.cells import EXTENT, plan_cells
-from icecore.dumper.fingerprints import Fingerprints, KnownCells, decode_fingerprints, encode_fingerprints
-from icecore.dumper.pipeline import Pipeline, without_zero_pages
-from icecore.dumper.precopy import Vanishing
-from icecore.dumper.scan import ScanResult, _batches, scan
-from icecore.dumper.sources import FileSource, PagesImage
-from icecore.dumper.staging import Slot, Staging
+from icecore.dumper.memory.cells import EXTENT, plan_cells
+from icecore.dumper.memory.fingerprints import (
+    Fingerprints,
+    KnownCells,
+    decode_fingerprints,
+    encode_fingerprints,
+)
+from icecore.dumper.memory.pipeline import Pipeline, without_zero_pages
+from icecore.dumper.memory.precopy import Vanishing
+from icecore.dumper.memory.scan import ScanResult, _batches, scan
+from icecore.dumper.memory.sources import FileSource, PagesImage
+from icecore.dumper.memory.staging import Slot, Staging
 from icecore.errors import Damaged, DumpFailed
-from icecore.host import scanning
-from icecore.host.memory import RemoteReader
-from icecore.host.scanning import Columns, NativeScan, native_scan_lacks
-from icecore.store.cell import CELL, CELL_BYTES, PAGE
-from icecore.store.manifest import Region
+from icecore.host.kernel import scanning
+from icecore.host.kernel.memory import RemoteReader
+from icecore.host.kernel.scanning import Columns, NativeScan, native_scan_lacks
+from icecore.store.format.cell import CELL, CELL_BYTES, PAGE
+from icecore.store.format.manifest import Region
 
 _SIZE = 9 * CELL_BYTES + 5 * PAGE
 
@@ -64,7 +69,7 @@ class Memory:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How cells of a process are scanned."""
     if request.param == "interpreted":
-        monkeypatch.setattr("icecore.dumper.scan.native_scan_lacks", lambda: "the test wants it")
+        monkeypatch.setattr("icecore.dumper.memory.scan.native_scan_lacks", lambda: "the test wants it")
     elif native_scan_lacks():
         pytest.skip(native_scan_lacks())
     return str(request.param)

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from icecore.dumper.guard import Guard, GuardLost
+from icecore.dumper.freeze.guard import Guard, GuardLost
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
 from icecore.errors import DumpFailed, IcecoreError, MissingTool, UsageError, WindowExceeded
-from icecore.host import procfs
-from icecore.host.criu import PREFIX, Criu, find_criu
-from icecore.host.job import Job as RunningJob
-from icecore.host.jobs import Registry
-from icecore.host.namespaces import Isolation, RunRecord
+from icecore.host.criu.program import PREFIX, Criu, find_criu
+from icecore.host.jobs.job import Job as RunningJob
+from icecore.host.jobs.namespaces import Isolation, RunRecord
+from icecore.host.jobs.registry import Registry
+from icecore.host.kernel import procfs
 from tests.host.criu_round import emptied
 from tests.programs import driving
 
@@ -202,7 +202,7 @@ def test_a_window_that_takes_too_long_while_no_other_thread_runs(
     job.is_well()
 
 
-@pytest.mark.parametrize("word", ["dump.log", "icecore.dumper.guard"], ids=["criu", "guard"])
+@pytest.mark.parametrize("word", ["dump.log", "icecore.dumper.freeze.guard"], ids=["criu", "guard"])
 def test_criu_or_the_guard_killed_in_a_streamed_window(word: str, job: Job, witness: Witness) -> None:
     def kill(_: object) -> None:
         for pid in members(witness.store.workdir, word):

@@ -17,15 +17,15 @@ from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
 from icecore.errors import NotFound
 from icecore.events import Event
-from icecore.host import procfs
-from icecore.host.criu import Criu
-from icecore.store.backend import Backend
-from icecore.store.cell import CELL_BYTES, CELL_PAGES, PAGE
-from icecore.store.local import LocalBackend
-from icecore.store.loop import LoopThread
-from icecore.store.manifest import Manifest, Space
-from icecore.store.reader import SnapshotReader
-from icecore.store.repository import Repository
+from icecore.host.criu.program import Criu
+from icecore.host.kernel import procfs
+from icecore.store.backend.base import Backend
+from icecore.store.backend.local import LocalBackend
+from icecore.store.format.cell import CELL_BYTES, CELL_PAGES, PAGE
+from icecore.store.format.manifest import Manifest, Space
+from icecore.store.log.repository import Repository
+from icecore.store.runtime.loop import LoopThread
+from icecore.store.snapshot.reader import SnapshotReader
 
 _PRESENT, _SWAPPED = np.uint64(1 << 63), np.uint64(1 << 62)
 #: What the kernel makes anew in every process, and no snapshot holds.

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from icecore.host.cuda.backend import VARIABLE
-from icecore.store.loop import LoopThread
+from icecore.host.gpu.backend import VARIABLE
+from icecore.store.runtime.loop import LoopThread
 from tests.cli.conftest import cli as cli
 from tests.dumper.world import Store, leftovers
 from tests.programs import plain_criu

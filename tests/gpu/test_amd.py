@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from icecore.dumper import checks_descriptors
-from icecore.dumper.look import look
+from icecore.dumper.observe.look import look
 from icecore.dumper.options import DumpOptions
-from icecore.dumper.preflight import refuse
+from icecore.dumper.preflight import checks_descriptors
+from icecore.dumper.preflight.judge import refuse
 from icecore.errors import RestoreFailed
-from icecore.host.criu import find_criu
+from icecore.host.criu.program import find_criu
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import restore
 from tests.dumper.world import Events, Store

@@ -15,18 +15,25 @@ from pathlib import Path
 
 import pytest
 
-from icecore.dumper.devices import LOCK_ONE
-from icecore.dumper.guard import GuardLost
+from icecore.dumper.freeze.guard import GuardLost
+from icecore.dumper.gpu.devices import LOCK_ONE
 from icecore.dumper.options import DumpOptions
-from icecore.errors import DumpFailed, IcecoreError, NotFound, PreflightRefused, StoreError, WindowExceeded
+from icecore.errors import (
+    DumpFailed,
+    IcecoreError,
+    NotFound,
+    PreflightRefused,
+    StoreError,
+    WindowExceeded,
+)
 from icecore.events import Event
-from icecore.host import limits, procfs
-from icecore.host.criu import find_criu
+from icecore.host.criu.program import find_criu
 from icecore.host.cuda import populate
 from icecore.host.cuda.fake import FakeDriver
+from icecore.host.kernel import limits, procfs
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import restore
-from icecore.store.faulty import FaultyBackend, Outcome
+from icecore.store.backend.faulty import FaultyBackend, Outcome
 from tests.dumper.failing import members
 from tests.dumper.world import Events, Store, leftovers, standing, until_clean
 from tests.programs import fake_cuda
@@ -168,7 +175,7 @@ def test_a_window_that_breaks_off(who: str, moment: str, store: Store, launch: L
     def hook(event: Event) -> None:
         if who == "interrupted":
             raise KeyboardInterrupt
-        for name, word in {"guard": "icecore.dumper.guard", "helper": "icecore.host.cuda.helper", "criu": "dump.log"}.items():
+        for name, word in {"guard": "icecore.dumper.freeze.guard", "helper": "icecore.host.gpu.helper", "criu": "dump.log"}.items():
             if name in who:
                 for pid in members(store.workdir, word):
                     os.kill(pid, signal.SIGKILL)

@@ -11,9 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from icecore.host import limits
-from icecore.host.cuda.api import HelperLost, IllegalState, LockTimeout, NotSupported, Placement, State
-from icecore.host.cuda.client import Helper, start_here
+from icecore.host.cuda.api import (
+    HelperLost,
+    IllegalState,
+    LockTimeout,
+    NotSupported,
+    Placement,
+    State,
+)
+from icecore.host.gpu.client import Helper, start_here
+from icecore.host.kernel import limits
 
 from .conftest import Launch
 from .fake_world import GPUS, World

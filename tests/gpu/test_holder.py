@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from icecore.dumper import devices as dumping
+from icecore.dumper.freeze.window import Window
+from icecore.dumper.gpu import devices as dumping
 from icecore.dumper.options import DumpOptions
-from icecore.dumper.window import Window
 from icecore.errors import DumpFailed, IcecoreError, RestoreFailed, WindowExceeded
 from icecore.events import Event
-from icecore.host import procfs
-from icecore.host.criu import Criu
+from icecore.host.criu.program import Criu
 from icecore.host.cuda.fake import FakeDriver
-from icecore.restorer.guard import Guard
+from icecore.host.kernel import procfs
+from icecore.restorer.guard.client import Guard
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import restore
 from tests.dumper.failing import members
@@ -133,7 +133,7 @@ def test_a_dumper_that_ends_just_before_criu_freezes_the_tree(
 
 def end_helper(store: Store) -> Callable[[Event], None]:
     def end(_: Event) -> None:
-        for pid in members(store.workdir, "icecore.host.cuda.helper"):
+        for pid in members(store.workdir, "icecore.host.gpu.helper"):
             os.kill(pid, signal.SIGKILL)
 
     return end

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from icecore.host import limits, procfs
 from icecore.host.cuda.populate import SMALLEST, Populating
-from icecore.store.cell import CELL_BYTES
+from icecore.host.kernel import limits, procfs
+from icecore.store.format.cell import CELL_BYTES
 
 pytestmark = [
     pytest.mark.skipif(os.uname().machine != "x86_64", reason="on x86-64 only"),

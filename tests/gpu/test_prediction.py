@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from icecore.dumper import checks_gpu, prediction
-from icecore.dumper.gpus import GpuLook, GpuProcess
-from icecore.dumper.look import Look
+from icecore.dumper.observe.gpus import GpuLook, GpuProcess
+from icecore.dumper.observe.look import Look
+from icecore.dumper.observe.resident_look import ResidentLook
 from icecore.dumper.options import DumpOptions
-from icecore.dumper.prediction import Seen, window_of
-from icecore.dumper.resident_look import ResidentLook
-from icecore.host.cuda.backend import Backend
+from icecore.dumper.preflight import checks_gpu, prediction
+from icecore.dumper.preflight.prediction import Seen, window_of
 from icecore.host.cuda.inventory import Gpu, Inventory
+from icecore.host.gpu.backend import Backend
 from icecore.host.resident.client import Report, State
 from icecore.host.resident.copyplan import NOTHING, Foreseen, foresee, pinned_bytes
 from icecore.host.resident.gpu import spare_room

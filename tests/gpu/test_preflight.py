@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from icecore.dumper.look import look
+from icecore.dumper.observe.look import look
 from icecore.dumper.options import DumpOptions
-from icecore.dumper.preflight import refuse
-from icecore.host import limits
-from icecore.host.criu import find_criu
+from icecore.dumper.preflight.judge import refuse
+from icecore.host.criu.program import find_criu
 from icecore.host.cuda import holder, nccl
+from icecore.host.kernel import limits
 
 from .conftest import Launch
 from .fake_world import GPUS, Target, World

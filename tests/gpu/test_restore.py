@@ -23,22 +23,24 @@ from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target as DumpTarget
 from icecore.errors import IcecoreError, NotFound, RestoreFailed, RestoreRefused, StoreError
 from icecore.events import Event
-from icecore.host import procfs
-from icecore.host.criu import Criu
-from icecore.host.cuda.backend import VARIABLE
-from icecore.host.cuda.client import Helper
-from icecore.host.job import Job
-from icecore.host.jobs import Registry
-from icecore.host.namespaces import Isolation
-from icecore.restorer import device_file, devices, images
+from icecore.host.criu.program import Criu
+from icecore.host.gpu.backend import VARIABLE
+from icecore.host.gpu.client import Helper
+from icecore.host.jobs.job import Job
+from icecore.host.jobs.namespaces import Isolation
+from icecore.host.jobs.registry import Registry
+from icecore.host.kernel import procfs
 from icecore.restorer import restore as restorer
-from icecore.restorer.filling import Filling
-from icecore.restorer.guard_process import descendants
+from icecore.restorer.files import images
+from icecore.restorer.fill import device_file
+from icecore.restorer.fill.filling import Filling
+from icecore.restorer.gpu import devices
+from icecore.restorer.guard.guard_process import descendants
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import Restored, check, restore
-from icecore.store.faulty import Call, FaultyBackend, Outcome
-from icecore.store.local import LocalBackend
-from icecore.store.manifest import Manifest
+from icecore.store.backend.faulty import Call, FaultyBackend, Outcome
+from icecore.store.backend.local import LocalBackend
+from icecore.store.format.manifest import Manifest
 from tests.dumper.world import Events, Store
 from tests.host.criu_harness import crius
 from tests.programs import driving, fake_cuda
@@ -291,7 +293,7 @@ def test_a_restore_that_fails_while_the_driver_waits(
         if fault == "process":
             os.kill(driving.members(target.out.parent)[-1], signal.SIGKILL)
         elif fault != "store":
-            os.kill(started("criu" if fault == "criu" else "icecore.host.cuda.helper")[0], signal.SIGKILL)
+            os.kill(started("criu" if fault == "criu" else "icecore.host.gpu.helper")[0], signal.SIGKILL)
         while fault == "criu" and (left := driving.members(target.out.parent)):
             free.extend(pid for pid in left if is_free(pid))
         struck.set()
@@ -440,7 +442,7 @@ def test_a_placer_that_ends_while_memory_is_written(store: Store, launch: Launch
     target.reap()
 
     def strike(event: Event) -> None:
-        os.kill(max(started("icecore.restorer.placer_process")), signal.SIGKILL)
+        os.kill(max(started("icecore.restorer.place.placer_process")), signal.SIGKILL)
 
     bring_back(store, snapshot, Events({("restore.gpu.restore", "begin"): strike}), placers=2)
     goes_on(target)
@@ -557,9 +559,9 @@ import asyncio, json, os, sys, time
 from pathlib import Path
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import restore
-from icecore.store.local import LocalBackend
-from icecore.store.loop import LoopThread
-from icecore.store.repository import Repository
+from icecore.store.backend.local import LocalBackend
+from icecore.store.runtime.loop import LoopThread
+from icecore.store.log.repository import Repository
 
 order = json.loads(sys.argv[1])
 def emit(event):

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from icecore.dumper.look import look
+from icecore.dumper.observe.look import look
 from icecore.dumper.options import DumpOptions
 from icecore.errors import UsageError
-from icecore.host.criu import find_criu
-from icecore.host.cuda import job as gpu_job
+from icecore.host.criu.program import find_criu
 from icecore.host.cuda import nccl
-from icecore.host.cuda.backend import VARIABLE
-from icecore.host.cuda.job import gpu_run
-from icecore.host.namespaces import Isolation
+from icecore.host.gpu.backend import VARIABLE
+from icecore.host.jobs import gpu as gpu_job
+from icecore.host.jobs.gpu import gpu_run
+from icecore.host.jobs.namespaces import Isolation
 from tests.cli.conftest import Cli
 from tests.cli.documents import check_event, documented_events
 from tests.programs import fake_cuda

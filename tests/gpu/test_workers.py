@@ -10,19 +10,19 @@ from typing import Literal
 
 import pytest
 
-from icecore.dumper import orphans
-from icecore.dumper.gpus import GpuLook, GpuProcess
-from icecore.dumper.look import look
+from icecore.dumper.observe.gpus import GpuLook, GpuProcess
+from icecore.dumper.observe.look import look
 from icecore.dumper.options import DumpOptions
-from icecore.dumper.prediction import predict
-from icecore.dumper.preflight import refuse, warn
+from icecore.dumper.preflight import orphans
+from icecore.dumper.preflight.judge import refuse, warn
+from icecore.dumper.preflight.prediction import predict
 from icecore.errors import DumpFailed
-from icecore.host import procfs
-from icecore.host.criu import Criu, find_criu
+from icecore.host.criu.program import Criu, find_criu
 from icecore.host.cuda.api import State
-from icecore.host.cuda.backend import Backend
 from icecore.host.cuda.fake import FakeDriver
 from icecore.host.cuda.threads import has_drivers_threads
+from icecore.host.gpu.backend import Backend
+from icecore.host.kernel import procfs
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import restore
 from tests.dumper.world import Events, Store, standing

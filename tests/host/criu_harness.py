@@ -23,13 +23,14 @@ import numpy as np
 import pytest
 
 from icecore.errors import IcecoreError
-from icecore.host import criu as criu_module
-from icecore.host import pagemap_image, procfs, userfaultfd
-from icecore.host.criu import Criu, DumpArguments, RestoreArguments
-from icecore.host.criu_run import LazyDump, Restore
-from icecore.host.images import load_pstree
-from icecore.host.memory import PAGE, HugeBuffer, RemoteReader
-from icecore.host.pagemap_image import PE_LAZY, PE_PRESENT
+from icecore.host.criu import pagemap_image
+from icecore.host.criu import program as criu_module
+from icecore.host.criu.images import load_pstree
+from icecore.host.criu.pagemap_image import PE_LAZY, PE_PRESENT
+from icecore.host.criu.program import Criu, DumpArguments, RestoreArguments
+from tests.host.criu_run import LazyDump, Restore
+from icecore.host.kernel import procfs, userfaultfd
+from icecore.host.kernel.memory import PAGE, HugeBuffer, RemoteReader
 from tests.host.target import PRELUDE, eventually
 
 PREFIXES = [Path("/usr/local/lib/icecore/criu"), Path("/usr/local/lib/icecore/criu-sid")]

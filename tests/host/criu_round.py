@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from icecore.errors import MissingTool, NotFound
-from icecore.host.criu import PREFIX, Criu, find_criu
-from icecore.host.job import Job
-from icecore.host.jobs import Registry
-from icecore.host.namespaces import RunRecord, dump_options
+from icecore.host.criu.program import PREFIX, Criu, find_criu
+from icecore.host.jobs.job import Job
+from icecore.host.jobs.namespaces import RunRecord, dump_options
+from icecore.host.jobs.registry import Registry
 
 SECONDS = 30
 

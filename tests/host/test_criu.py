@@ -13,13 +13,19 @@ import numpy as np
 import pytest
 
 from icecore.errors import DumpFailed, MissingTool, RestoreFailed
-from icecore.host import limits, procfs
-from icecore.host.criu import DumpArguments, RestoreArguments, find_criu
-from icecore.host.criu_log import diagnose
-from icecore.host.criu_run import LazyDump, PlainDump, StreamDump
-from icecore.host.memory import PAGE, RemoteReader
-from icecore.host.page_server import PE_PRESENT, PROCESS
-from icecore.host.pagemap_image import ENTRY, PE_LAZY, load_pagemap, merge_entries, write_pagemap
+from icecore.host.criu.log import diagnose
+from icecore.host.criu.page_server import PE_PRESENT, PROCESS
+from icecore.host.criu.pagemap_image import (
+    ENTRY,
+    PE_LAZY,
+    load_pagemap,
+    merge_entries,
+    write_pagemap,
+)
+from icecore.host.criu.program import DumpArguments, RestoreArguments, find_criu
+from tests.host.criu_run import LazyDump, PlainDump, StreamDump
+from icecore.host.kernel import limits, procfs
+from icecore.host.kernel.memory import PAGE, RemoteReader
 from tests.host.criu_harness import (
     capture,
     images_folder,

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from icecore.host import procfs
-from icecore.host.criu import RESTORE_LIBRARY
+from icecore.host.criu.program import RESTORE_LIBRARY
+from icecore.host.kernel import procfs
 from tests.host.target import eventually
 
 PEEKDATA, DETACH, SEIZE, INTERRUPT = 2, 17, 0x4206, 0x4207

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-import icecore.host
+import icecore.host.criu
 
-LIBRARY = Path(icecore.host.__path__[0]) / "libicecore-criu.so"
+LIBRARY = Path(icecore.host.criu.__path__[0]) / "libicecore-criu.so"
 MIB, PAGE = 1 << 20, 4096
 
 Copy = Callable[[int, int, int], int]

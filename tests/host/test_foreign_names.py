@@ -11,15 +11,16 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from icecore.dumper.look import mount_ids
-from icecore.dumper.preflight import check_target
+from icecore.dumper.observe.look import mount_ids
+from icecore.dumper.preflight.judge import check_target
 from icecore.dumper.target import Target
-from icecore.host import launch, procfs
-from icecore.host.criu import explain
+from icecore.host.criu.program import explain
 from icecore.host.cuda.inventory import read_inventory
 from icecore.host.cuda.nccl import passes_descriptors, settings_of
-from icecore.host.jobs import require_name
-from icecore.host.namespaces import Isolation, RunRecord, bindable_mounts
+from icecore.host.jobs import launch
+from icecore.host.jobs.namespaces import Isolation, RunRecord, bindable_mounts
+from icecore.host.jobs.registry import require_name
+from icecore.host.kernel import procfs
 from tests.host.target import target
 
 #: With line ends that are none for the kernel, fields of /proc/PID/status, bytes that are not UTF-8; 15 bytes at most.

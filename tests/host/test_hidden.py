@@ -12,24 +12,24 @@ import numpy as np
 import pytest
 
 from icecore.errors import Damaged
-from icecore.host import procfs
-from icecore.host.criu import CRIU_LIBRARY, dump_environment
-from icecore.host.hidden import LEAST_BYTES, read_hidden
-from icecore.host.pagemap import guards_told, scan_supported
+from icecore.host.criu.hidden import LEAST_BYTES, read_hidden
+from icecore.host.criu.program import CRIU_LIBRARY, dump_environment
+from icecore.host.kernel import procfs
+from icecore.host.kernel.pagemap import guards_told, scan_supported
 from tests.host.target import target
 
 MIB = 1 << 20
 
 _ASK = """
 import sys
-from icecore.host.pagemap import SCAN_GUARD, Pagemap
+from icecore.host.kernel.pagemap import SCAN_GUARD, Pagemap
 with Pagemap(int(sys.argv[1])) as pages:
     for start, end, guards in (word.split(",") for word in sys.argv[2:]):
         kinds = {"any_of": SCAN_GUARD, "wanted": SCAN_GUARD} if int(guards) else {}
         print(sum(int(run["end"] - run["start"]) for run in pages.runs(int(start), int(end), **kinds)))
 """
 
-SOURCE = Path(__file__).resolve().parents[2] / "host" / "criu_pages.c"
+SOURCE = Path(__file__).resolve().parents[2] / "icecore" / "host" / "criu" / "pages.c"
 _READ = """
 #include "criu_pages.c"
 int main(void)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from icecore.host import holders
-from icecore.host.holders import Holder, find_holders
+from icecore.host.kernel import holders
+from icecore.host.kernel.holders import Holder, find_holders
 from tests.host.target import eventually
 
 #: Has the file open in a way, says so, and waits for the end of its input.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from icecore.host import huge_file, limits
+from icecore.host.kernel import huge_file, limits
 
 _SIZE = 64 << 20
 

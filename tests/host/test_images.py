@@ -13,11 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from icecore.errors import Damaged, MissingTool
-from icecore.host import images as im
-from icecore.host import procfs
-from icecore.host.criu import Criu, DumpArguments
-from icecore.host.criu_run import LazyDump
-from icecore.host.pagemap_image import (
+from icecore.host.criu import images as im
+from icecore.host.criu.pagemap_image import (
     ENTRY,
     PE_LAZY,
     PE_PRESENT,
@@ -26,7 +23,10 @@ from icecore.host.pagemap_image import (
     load_pagemap,
     merge_entries,
 )
-from icecore.host.protobuf import Message, WireError
+from icecore.host.criu.program import Criu, DumpArguments
+from icecore.host.criu.protobuf import Message, WireError
+from tests.host.criu_run import LazyDump
+from icecore.host.kernel import procfs
 from tests.host.criu_harness import images_folder, parametrize, worker
 
 TREE = """
@@ -120,7 +120,7 @@ def test_pycriu_agrees(criu):
         code = f"""
         import sys, numpy as np
         from pathlib import Path
-        from icecore.host.criu import Criu
+        from icecore.host.criu.program import Criu
         from icecore.host import images as im, pagemap_image as pi
         criu = Criu(Path({str(criu.path)!r}), {criu.version}, Path({str(criu.pycriu)!r}))
         folder = Path({str(folder)!r})

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from icecore.errors import Damaged, NotFound, UsageError
-from icecore.host.job import ExitStatus, Job
-from icecore.host.jobs import Registry, state_directory
-from icecore.host.namespaces import Isolation
+from icecore.host.jobs.job import ExitStatus, Job
+from icecore.host.jobs.namespaces import Isolation
+from icecore.host.jobs.registry import Registry, state_directory
 
 from .criu_round import emptied, output, until
 

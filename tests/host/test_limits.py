@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from icecore.host import limits
+from icecore.host.kernel import limits
 
 
 def test_capabilities_have_names():

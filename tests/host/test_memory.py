@@ -10,8 +10,15 @@ import numpy as np
 import pytest
 
 from icecore.errors import DumpFailed, NotFound
-from icecore.host import memory
-from icecore.host.memory import CELL_BYTES, PAGE, BufferPool, HugeBuffer, RemoteReader, cell_table
+from icecore.host.kernel import memory
+from icecore.host.kernel.memory import (
+    CELL_BYTES,
+    PAGE,
+    BufferPool,
+    HugeBuffer,
+    RemoteReader,
+    cell_table,
+)
 from tests.host.target import dead_pid, eventually, target
 
 FILLED = """

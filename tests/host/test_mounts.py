@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from icecore.host.mounts import bind, in_thread, new_view
+from icecore.host.jobs.mounts import bind, in_thread, new_view
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
@@ -75,7 +75,7 @@ def test_what_is_mounted_and_unmounted_outside_is_so_inside(tmp_path: Path) -> N
     """Else a job with copies would keep a disk busy that nobody sees any more."""
     program = """
 import subprocess, sys
-from icecore.host.mounts import in_thread, new_view
+from icecore.host.jobs.mounts import in_thread, new_view
 view, point = in_thread(new_view), sys.argv[1]
 command = ["nsenter", f"--mount=/proc/self/fd/{view}", "--", "cat", "/proc/self/mountinfo"]
 inside = lambda: point in subprocess.run(command, pass_fds=[view], capture_output=True, text=True).stdout

@@ -17,13 +17,21 @@ from pathlib import Path
 import pytest
 
 from icecore.errors import RestoreRefused, UsageError
-from icecore.host import procfs
-from icecore.host.criu import Criu
-from icecore.host.job import ExitStatus, Job
-from icecore.host.jobs import Registry
-from icecore.host.namespaces import Isolation, RestoreNamespaces, RunRecord, bindable_mounts
+from icecore.host.criu.program import Criu
+from icecore.host.jobs.job import ExitStatus, Job
+from icecore.host.jobs.namespaces import Isolation, RestoreNamespaces, RunRecord, bindable_mounts
+from icecore.host.jobs.registry import Registry
+from icecore.host.kernel import procfs
 
-from .criu_round import dump, dumps_internet_sockets, emptied, installed, output, restore_tree, until
+from .criu_round import (
+    dump,
+    dumps_internet_sockets,
+    emptied,
+    installed,
+    output,
+    restore_tree,
+    until,
+)
 
 pytestmark = pytest.mark.criu
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from icecore.errors import NotFound
-from icecore.host import pagemap
+from icecore.host.kernel import pagemap
 from tests.host.target import dead_pid, target
 
 PAGES = 600

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 
-from icecore.host.pipes import HeldPipes, make_room
+from icecore.host.kernel.pipes import HeldPipes, make_room
 
 _CHILD = """
 import os, sys

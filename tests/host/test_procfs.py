@@ -14,7 +14,7 @@ from contextlib import suppress
 import pytest
 
 from icecore.errors import NotFound
-from icecore.host import procfs
+from icecore.host.kernel import procfs
 from tests.host.target import dead_pid, eventually, target
 
 

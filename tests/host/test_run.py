@@ -18,11 +18,12 @@ import pytest
 
 from icecore.errors import MissingTool, NotFound, UsageError
 from icecore.events import Event
-from icecore.host import namespaces, procfs
-from icecore.host.job import Job
-from icecore.host.jobs import Registry
-from icecore.host.namespaces import Isolation, init_program
-from icecore.host.start import Launch, Starting
+from icecore.host.jobs import namespaces
+from icecore.host.jobs.job import Job
+from icecore.host.jobs.namespaces import Isolation, init_program
+from icecore.host.jobs.registry import Registry
+from icecore.host.jobs.start import Launch, Starting
+from icecore.host.kernel import procfs
 
 from .criu_round import emptied, output, until
 
@@ -257,7 +258,7 @@ def test_it_survives_who_started_it(registry: Registry) -> None:
     program = f"""
 import os, signal, sys
 from pathlib import Path
-from icecore.host.jobs import Registry
+from icecore.host.jobs.registry import Registry
 job = Registry(Path({str(registry.state)!r})).start(["sh", "-c", "while :; do echo tick; sleep 0.02; done"], name="ticker")
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from icecore.host import procfs
-from icecore.host.shell import run_shell
+from icecore.host.jobs.shell import run_shell
+from icecore.host.kernel import procfs
 from tests.host.target import eventually
 
 

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from icecore.host import userfaultfd as uffd
-from icecore.host.memory import HugeBuffer
-from icecore.host.userfaultfd import PAGE, Fault, Fork, Remap, Remove, Stop, Unmap
+from icecore.host.kernel import userfaultfd as uffd
+from icecore.host.kernel.memory import HugeBuffer
+from icecore.host.kernel.userfaultfd import PAGE, Fault, Fork, Remap, Remove, Stop, Unmap
 from tests.host.target import Target, eventually, target
 
 MIB = 1 << 20

@@ -345,9 +345,9 @@ def main() -> int:
     if sys.argv[1:] == ["target"]:
         serve(Target(), sys.stdin, sys.stdout)
         return 0
-    from icecore.host.cuda.backend import find_backend
     from icecore.host.cuda.driver import Driver
     from icecore.host.cuda.inventory import read_inventory
+    from icecore.host.gpu.backend import find_backend
 
     signal.signal(signal.SIGALRM, lambda *_: sys.exit("this takes too long"))
     signal.alarm(_SECONDS)

@@ -20,8 +20,8 @@ import icecore
 from icecore.config import Config
 from icecore.errors import NotFound
 from icecore.events import Event
-from icecore.host import procfs
-from icecore.host.namespaces import Isolation
+from icecore.host.jobs.namespaces import Isolation
+from icecore.host.kernel import procfs
 from icecore.host.resident.client import Keeper
 from icecore.host.resident.keeper import environment, start_keeper
 

@@ -5,7 +5,7 @@
 Parts: ``lineage`` (three snapshots, two restores), ``held`` (stopped, and brought back from memory that stayed on the GPU), ``driver`` (the same
 training without the preload, for comparison); and, only by themselves, ``ranks``: DDP on so many GPUs, whose ranks have each other's memory (NCCL's P2P);
 ``stress``: many snapshots of a job that never rests (`tests.realgpu.hammer`); with ``--resting`` GiB of memory that mostly does, on a GPU so full that this
-is stored before the window (`icecore.dumper.resident_precopy`).
+is stored before the window (`icecore.dumper.gpu.resident_precopy`).
 """
 
 from __future__ import annotations

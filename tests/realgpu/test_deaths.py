@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from icecore.errors import IcecoreError
-from icecore.host import procfs
+from icecore.host.kernel import procfs
 from icecore.host.resident.client import Agent, Keeper, State
 from icecore.host.resident.keeper import start_keeper
 
@@ -22,7 +22,7 @@ from .jobs import Lab, lines, same, wait_lines
 
 pytestmark = pytest.mark.timeout(900)
 
-_WORDS = {"guard": "icecore.dumper.guard", "helper": "icecore.host.cuda.helper", "worker": "icecore.host.resident.worker", "CRIU": "/sbin/criu"}
+_WORDS = {"guard": "icecore.dumper.freeze.guard", "helper": "icecore.host.gpu.helper", "worker": "icecore.host.gpu.worker", "CRIU": "/sbin/criu"}
 _MOMENTS = ["dump.gpu.lock", "dump.gpu.checkpoint", "dump.gpu.restore"]
 _RESIDENT_MOMENTS = ["dump.resident.unmap", *_MOMENTS]
 

@@ -13,7 +13,7 @@ import pytest
 
 from icecore.dumper.options import DumpOptions
 from icecore.errors import PreflightRefused
-from icecore.host import procfs
+from icecore.host.kernel import procfs
 
 from . import driver_api
 from .conftest import needs

@@ -77,7 +77,7 @@ def test_a_program_goes_on(program: str, lab: Lab) -> None:
 
 
 def _children(pid: int) -> list[int]:
-    from icecore.host import procfs
+    from icecore.host.kernel import procfs
 
     return procfs.children(pid)
 

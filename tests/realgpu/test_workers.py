@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from icecore.dumper.look import look
+from icecore.dumper.observe.look import look
 from icecore.dumper.options import DumpOptions
-from icecore.dumper.prediction import predict
-from icecore.host import procfs
-from icecore.host.criu import find_criu
+from icecore.dumper.preflight.prediction import predict
+from icecore.host.criu.program import find_criu
+from icecore.host.kernel import procfs
 
 from .conftest import needs
 from .jobs import HERE, Lab, lines, same, wait_lines

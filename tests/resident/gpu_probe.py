@@ -275,13 +275,8 @@ else:
 def bootstrap() -> Path:
     """Make ``icecore.host.resident`` of this tree importable, and build its programs."""
     folder = Path(tempfile.mkdtemp(prefix="icecore-probe-"))
-    package = folder / "icecore"
-    package.mkdir()
-    for item in (ROOT / "icecore").iterdir():
-        (package / item.name).symlink_to(item)
-    (package / "host").symlink_to(ROOT / "host")
-    sys.path.insert(0, str(folder))
-    here = ROOT / "host/resident"
+    sys.path.insert(0, str(ROOT))
+    here = ROOT / "icecore/host/resident"
     sources = sorted(str(path) for path in here.glob("*.c") if path.name != "keeper.c")
     flags = ["gcc", "-std=gnu11", "-O2", "-Wall", "-Wextra"]
     subprocess.run(
@@ -713,11 +708,11 @@ def worker(probe: Probe) -> None:
     """The GPU worker on a training process's memory, in a window: fingerprints, copies, and memory that it makes itself."""
     import numpy as np
 
+    from icecore.host.gpu.working import HostRegion, Worker
     from icecore.host.resident.client import Agent
     from icecore.host.resident.fingerprint import CELL, reference
     from icecore.host.resident.gpu import NOWHERE, ON_DEVICE
     from icecore.host.resident.window import give_back, take_away
-    from icecore.host.resident.working import HostRegion, Worker
 
     steps = probe.arguments.steps
     process, log, out = train(probe, "worker", steps, True, 0.1)

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from icecore.errors import NotFound
-from icecore.host import procfs
 from icecore.host.cuda.api import device_error
+from icecore.host.kernel import procfs
 from icecore.host.resident import keeper
 from icecore.host.resident.client import Agent, Keeper
 

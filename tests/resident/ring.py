@@ -95,7 +95,18 @@ def looks_like_nccl(folder: str, rank: int) -> list[Any]:
 def main(order: dict[str, Any]) -> None:
     """Entry."""
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-    from target import alloc, create, export, imported, ipc_close, ipc_handle, ipc_open, mapped, start, vm
+    from target import (
+        alloc,
+        create,
+        export,
+        imported,
+        ipc_close,
+        ipc_handle,
+        ipc_open,
+        mapped,
+        start,
+        vm,
+    )
 
     ranks, size, rank = order["ranks"], order["mib"] * MIB, 0
     pairs: Sequence[tuple[socket.socket, socket.socket]] = [socket.socketpair() for _ in range(ranks)]

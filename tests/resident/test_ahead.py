@@ -11,16 +11,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from icecore.dumper import resident_ahead
-from icecore.dumper.fingerprints import FINGERPRINT, KnownCells
-from icecore.dumper.resident_ahead import Found
-from icecore.dumper.spaces import ParentSpace
+from icecore.dumper.gpu import resident_ahead
+from icecore.dumper.gpu.resident_ahead import Found
+from icecore.dumper.memory.fingerprints import FINGERPRINT, KnownCells
+from icecore.dumper.memory.spaces import ParentSpace
 from icecore.errors import IcecoreError
+from icecore.host.gpu.working import Worker
 from icecore.host.resident.client import Keeper
 from icecore.host.resident.fingerprint import reference
-from icecore.host.resident.working import Worker
-from icecore.store.cell import CELL, CELL_BYTES
-from icecore.store.manifest import Region, Space
+from icecore.store.format.cell import CELL, CELL_BYTES
+from icecore.store.format.manifest import Region, Space
 
 from .machine import MIB, Machine, Target, until, uuid_of
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from icecore.host.criu import Criu
+from icecore.host.criu.program import Criu
 from icecore.host.resident.client import Agent, State
 from icecore.host.resident.window import give_back
 from tests.host.criu_harness import parametrize

@@ -12,7 +12,7 @@ import pytest
 
 from icecore.host.resident.digest import BYTES, KERNEL_SOURCE, reference
 from icecore.host.resident.fingerprint import CELL
-from icecore.store.chunk import chunk_id
+from icecore.store.format.chunk import chunk_id
 
 MACROS = """
 #define DEVICE static inline

@@ -16,19 +16,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from icecore.dumper import resident, resident_look
-from icecore.dumper.claim import Claim
-from icecore.dumper.look import look
+from icecore.dumper.freeze.claim import Claim
+from icecore.dumper.gpu import resident
+from icecore.dumper.observe import resident_look
+from icecore.dumper.observe.look import look
 from icecore.dumper.options import DumpOptions
 from icecore.errors import DumpFailed, IcecoreError, PreflightRefused, WindowExceeded
 from icecore.events import Event
-from icecore.host import procfs
-from icecore.host.criu import find_criu
+from icecore.host.criu.program import find_criu
+from icecore.host.kernel import procfs
 from icecore.host.resident import client
 from icecore.host.resident.client import Agent, State
 from icecore.host.resident.protocol import Operation
 from icecore.host.resident.tree import ResidentTree
-from icecore.store.faulty import FaultyBackend, Outcome
+from icecore.store.backend.faulty import FaultyBackend, Outcome
 from tests.dumper.failing import members
 from tests.dumper.world import Events, Store, leftovers, standing, until_clean
 
@@ -69,7 +70,7 @@ def runs_on(job: Job, store: Store) -> None:
     assert not standing(job.pid) and not leftovers(store.workdir)
     for pid in job.pids:
         assert Agent(job.machine.directory, pid).report().state == State.RUNNING
-    until(lambda: not members(store.workdir, "icecore.host.resident.worker"))
+    until(lambda: not members(store.workdir, "icecore.host.gpu.worker"))
     # Small allocations, and what the job has itself: no copy is left.
     assert sum(job.machine.used(gpu) for gpu in range(2)) == job.resident + len(job.pids) * MIB // 2
 
@@ -247,7 +248,7 @@ def test_who_dies_while_a_stopped_job_is_stored(who: str, store: Store, launch: 
     def kill(event: Event) -> None:
         if who == "keeper":
             joined.kill_keeper()
-        for pid in members(store.workdir, "icecore.host.cuda.helper") if who == "helper" else ():
+        for pid in members(store.workdir, "icecore.host.gpu.helper") if who == "helper" else ():
             os.kill(pid, signal.SIGKILL)
 
     events = Events({("dump.store", "begin"): kill})
@@ -284,7 +285,7 @@ def test_what_is_foreseen_is_what_is_copied(store: Store, launch: Launch, joined
     """Before the window, by the rule of the window: what is copied on GPUs and into the host's memory, and what there is no room for."""
     job = launch(gpus=(0, 1), mib=20, buffers=4)  # 40 MiB on each, and 23 of room
     monkeypatch.setattr(resident_look, "_WORKER_BYTES", 0)  # the fake has no context
-    monkeypatch.setattr("icecore.host.limits.memory_available", lambda: 20 * MIB)
+    monkeypatch.setattr("icecore.host.kernel.limits.memory_available", lambda: 20 * MIB)
     tell_used(joined)
     options, events = DumpOptions(staging_bytes=4 * MIB), Events()
     until(lambda: look(job.pid, find_criu(), "/dev/shm", options).gpus.processes[0].contexts)  # type: ignore[union-attr]
@@ -314,7 +315,7 @@ def test_a_pool_that_is_mostly_zeros(store: Store, launch: Launch, joined: Machi
     """Zeros cost neither room aside nor time; what is written to them, and what becomes zeros again, is in the snapshot."""
     monkeypatch.setattr(resident, "_LIKELY_ZEROS", MIB)
     monkeypatch.setattr(resident_look, "_WORKER_BYTES", 0)  # the fake has no context
-    monkeypatch.setattr("icecore.host.limits.memory_available", lambda: 20 * MIB)
+    monkeypatch.setattr("icecore.host.kernel.limits.memory_available", lambda: 20 * MIB)
     job = launch(gpus=(0,), mib=4, buffers=3, pool=100)
     tell_used(joined)
     used, cell = job.resident - 99 * MIB, 57 * MIB
@@ -393,7 +394,7 @@ def test_whoever_dies(store: Store, launch: Launch, joined: Machine, who: str, m
         if who == "keeper":
             joined.kill_keeper()
             return
-        word = {"guard": "icecore.dumper.guard", "helper": "icecore.host.cuda.helper", "worker": "icecore.host.resident.worker"}[who]
+        word = {"guard": "icecore.dumper.freeze.guard", "helper": "icecore.host.gpu.helper", "worker": "icecore.host.gpu.worker"}[who]
         for pid in members(store.workdir, word):
             os.kill(pid, signal.SIGKILL)
 
@@ -495,7 +496,7 @@ def test_staging(store: Store, launch: Launch, joined: Machine, room: int | None
     """What has no room on the device gets pinned memory, also beyond the bound on staging; where the host lacks that, it is stored in the window."""
     job = launch(gpus=(0,), mib=20, buffers=4)
     if room is not None:
-        monkeypatch.setattr("icecore.host.limits.memory_available", lambda: 2 * room)
+        monkeypatch.setattr("icecore.host.kernel.limits.memory_available", lambda: 2 * room)
     events = Events()
     result = store.dump(job.pid, DumpOptions(staging_bytes=4 * MIB), events=events)
     [end] = [event.fields for event in events.named("dump.resident.copy") if event.fields["state"] == "end"]
@@ -614,7 +615,7 @@ def test_what_is_freed_while_the_dump_stores_is_free(
     held = []
 
     def hook(event: Event) -> None:
-        for pid in members(store.workdir, "icecore.host.resident.worker"):
+        for pid in members(store.workdir, "icecore.host.gpu.worker"):
             held.append([line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if f"{joined.cuda}/gpu" in line])
 
     hooks = {("dump.store", "begin"): hook, ("dump.resident.copy", "end"): hook, ("dump.resident.unmap", "begin"): lambda event: asked.clear()}
@@ -635,7 +636,7 @@ def test_a_worker_that_ended_costs_no_window(store: Store, launch: Launch) -> No
     job = launch()
 
     def kill(_: Event) -> None:
-        for pid in members(store.workdir, "icecore.host.resident.worker"):
+        for pid in members(store.workdir, "icecore.host.gpu.worker"):
             os.kill(pid, signal.SIGKILL)
             until(partial(procfs.is_over, pid))
         time.sleep(0.2)  # its client hears of it

@@ -21,14 +21,14 @@ from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
 from icecore.errors import NotFound, RestoreRefused, UsageError
 from icecore.events import Value
-from icecore.host.job import Job as Instance
-from icecore.host.jobs import Registry
+from icecore.host.jobs.job import Job as Instance
+from icecore.host.jobs.registry import Registry
 from icecore.host.resident import client
 from icecore.host.resident.client import Keeper, ResidentFailed
 from icecore.host.resident.keeper import claimed, keeper_path
 from icecore.host.resident.protocol import Allocation, Message, Operation
 from icecore.host.resident.sharing import repeated
-from icecore.restorer.resident import Resident
+from icecore.restorer.gpu.resident import Resident
 from icecore.restorer.restore import _Run
 from tests.dumper.world import Events, Store
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from icecore.host import ptrace
+from icecore.host.kernel import ptrace
 from icecore.host.resident import signals
 from icecore.host.resident.client import ResidentFailed, State
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from icecore.dumper import resident_precopy
+from icecore.dumper.gpu import resident_precopy
 from icecore.dumper.options import DumpOptions
 from icecore.errors import DumpFailed, IcecoreError, StoreError
 from icecore.events import Event
+from icecore.host.gpu.working import Worker
 from icecore.host.resident.client import Keeper
-from icecore.host.resident.working import Worker
-from icecore.store.faulty import FaultyBackend, Outcome
+from icecore.store.backend.faulty import FaultyBackend, Outcome
 from tests.dumper.world import Events, Store
 
 from .joined import Job

@@ -9,17 +9,18 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from icecore.dumper import checks_gpu, resident_look
-from icecore.dumper.look import look
+from icecore.dumper.observe import resident_look
+from icecore.dumper.observe.look import look
 from icecore.dumper.options import DumpOptions
-from icecore.dumper.preflight import refuse
+from icecore.dumper.preflight import checks_gpu
+from icecore.dumper.preflight.judge import refuse
 from icecore.errors import Damaged, IcecoreError, RestoreFailed
-from icecore.host.criu import find_criu
+from icecore.host.criu.program import find_criu
 from icecore.host.cuda import nccl
 from icecore.host.cuda.fake import FakeDriver
 from icecore.host.resident.client import Agent
 from icecore.host.resident.protocol import Counts
-from icecore.restorer.resident_record import recorded
+from icecore.restorer.gpu.resident_record import recorded
 from tests.dumper.world import Events, Store
 from tests.programs import driving
 

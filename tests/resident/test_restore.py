@@ -15,14 +15,14 @@ import pytest
 from icecore.dumper.options import DumpOptions
 from icecore.errors import IcecoreError, NotFound, RestoreFailed, RestoreRefused, StoreError
 from icecore.events import Event
-from icecore.host import procfs
+from icecore.host.kernel import procfs
 from icecore.host.resident.client import Agent, Keeper
 from icecore.host.resident.protocol import Allocation
-from icecore.restorer.fetch import PLACE_THREADS
+from icecore.restorer.fetch.fetcher import PLACE_THREADS
+from icecore.restorer.gpu.resident_filling import Filling
 from icecore.restorer.options import RestoreOptions
-from icecore.restorer.resident_filling import Filling
 from icecore.restorer.restore import Restored, restore
-from icecore.store.faulty import Call, FaultyBackend, Outcome
+from icecore.store.backend.faulty import Call, FaultyBackend, Outcome
 from tests.dumper.failing import members
 from tests.dumper.world import Events, Store
 from tests.programs import driving
@@ -174,7 +174,7 @@ def test_no_lease_ends_before_what_is_still_there_is_what_it_was(
     told: bool, store: Store, launch: Launch, joined: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The keeper has all of it, though not as it was in the snapshot: who took it from there would run with that."""
-    monkeypatch.setattr("icecore.dumper.resident._LEASE_GRACE", 0.5)
+    monkeypatch.setattr("icecore.dumper.gpu.resident._LEASE_GRACE", 0.5)
     if not told:
         monkeypatch.setattr(Agent, "hold", lambda self, lease: None)
     job = launch()
@@ -207,14 +207,14 @@ def test_a_placer_that_hangs_costs_the_restore_and_nothing_else(store: Store, la
     hung: list[int] = []
 
     def stop(_: Event) -> None:
-        until(lambda: len(members(store.workdir, "icecore.restorer.placer_process")) >= 3)
-        hung.append(max(members(store.workdir, "icecore.restorer.placer_process")))
+        until(lambda: len(members(store.workdir, "icecore.restorer.place.placer_process")) >= 3)
+        hung.append(max(members(store.workdir, "icecore.restorer.place.placer_process")))
         os.kill(hung[0], signal.SIGSTOP)
 
     with pytest.raises(RestoreFailed, match="placer process"):
         bring_back(store, snapshot, Events({("restore.resident.memory", "begin"): stop}), placers=2, stall_seconds=2.0)
     ended(job)
-    assert not members(store.workdir, "icecore.restorer.placer_process")
+    assert not members(store.workdir, "icecore.restorer.place.placer_process")
     bring_back(store, snapshot)
     job.goes_on()
 
@@ -229,7 +229,7 @@ def test_a_placer_that_hangs_costs_the_restore_and_nothing_else(store: Store, la
 def test_a_restore_that_fails(
     fault: str, mode: str, placers: int, store: Store, launch: Launch, joined: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("icecore.restorer.fetch.PLACE_THREADS", 0 if fault == "digests" else PLACE_THREADS)
+    monkeypatch.setattr("icecore.restorer.fetch.fetcher.PLACE_THREADS", 0 if fault == "digests" else PLACE_THREADS)
     job = launch(gpus=(0, 1), children=1)
     snapshot = store.dump(job.pid, DumpOptions(stop=True)).snapshot
     job.reap()
@@ -263,7 +263,7 @@ def test_digests(
     fault: str, digested: bool, redone: int, store: Store, launch: Launch, joined: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the GPU cannot make them placers verify; what has another one than its cell is fetched again."""
-    monkeypatch.setattr("icecore.restorer.fetch.PLACE_THREADS", 0)  # no thread does its placer's work while that loads
+    monkeypatch.setattr("icecore.restorer.fetch.fetcher.PLACE_THREADS", 0)  # no thread does its placer's work while that loads
     job = launch()
     snapshot = store.dump(job.pid, DumpOptions(stop=True)).snapshot
     job.reap()
@@ -292,7 +292,7 @@ def test_placers_that_are_killed(who: str, store: Store, launch: Launch) -> None
     def kill(_: Event) -> None:
         # Host memory may still have placers of its own; those of each kind are children of their first.
         def firsts() -> list[list[int]]:
-            found = members(store.workdir, "icecore.restorer.placer_process")
+            found = members(store.workdir, "icecore.restorer.place.placer_process")
             below = {pid: [one for one in children(pid) if one in found] for pid in found}
             return [[pid, *below[pid]] for pid in found if not any(pid in others for others in below.values())]
 
@@ -306,7 +306,7 @@ def test_placers_that_are_killed(who: str, store: Store, launch: Launch) -> None
     job.goes_on()
     [end] = [event.fields for event in events.named("restore.resident.memory") if event.fields["state"] == "end"]
     assert end["redone"] > 0
-    assert not members(store.workdir, "icecore.restorer.placer_process")
+    assert not members(store.workdir, "icecore.restorer.place.placer_process")
 
 
 @pytest.mark.parametrize("joined", [900 * MIB], indirect=True)
@@ -315,7 +315,7 @@ def test_copies_that_were_made_on_the_device(store: Store, launch: Launch, joine
     job = launch(gpus=(0, 1), children=1)
 
     def kill(_: Event) -> None:
-        for pid in members(store.workdir, "icecore.host.resident.worker"):
+        for pid in members(store.workdir, "icecore.host.gpu.worker"):
             os.kill(pid, signal.SIGKILL)
 
     with pytest.raises(IcecoreError, match="worker ended"):

@@ -18,10 +18,10 @@ from icecore.config import Config, RunSettings
 from icecore.errors import MissingTool, RestoreFailed, UsageError
 from icecore.events import Event
 from icecore.host.cuda import nccl
-from icecore.host.cuda.backend import VARIABLE
-from icecore.host.job import Job as Running
-from icecore.host.jobs import Registry
-from icecore.host.namespaces import Isolation
+from icecore.host.gpu.backend import VARIABLE
+from icecore.host.jobs.job import Job as Running
+from icecore.host.jobs.namespaces import Isolation
+from icecore.host.jobs.registry import Registry
 from icecore.host.resident.client import Keeper
 from icecore.output import describe
 from icecore.restorer.options import RestoreOptions

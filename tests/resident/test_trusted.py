@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from icecore.dumper.gpus import GpuLook, GpuProcess
-from icecore.dumper.resident_look import look_at_resident
+from icecore.dumper.observe.gpus import GpuLook, GpuProcess
+from icecore.dumper.observe.resident_look import look_at_resident
 from icecore.errors import NotFound, PreflightRefused
 from icecore.host.cuda import nccl
-from icecore.host.cuda.backend import find_backend
+from icecore.host.gpu.backend import find_backend
 from icecore.host.resident import client, signals
 from icecore.host.resident.client import Agent, Keeper, ResidentFailed
 from icecore.host.resident.protocol import VARIABLE, Message, Operation

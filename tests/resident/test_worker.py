@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from icecore.host.resident import working
+from icecore.host.gpu import working
+from icecore.host.gpu.working import HostRegion, Worker, WorkerFailed
 from icecore.host.resident.fingerprint import CELL, reference
 from icecore.host.resident.gpu import NOWHERE, ON_DEVICE
-from icecore.host.resident.working import HostRegion, Worker, WorkerFailed
-from icecore.store.chunk import chunk_id
+from icecore.store.format.chunk import chunk_id
 
 from .conftest import NewMachine
 from .machine import MIB, Machine, until, uuid_of

@@ -15,10 +15,10 @@ import pytest
 from icecore.dumper.importer import ImportResult, import_images
 from icecore.errors import MissingTool
 from icecore.events import Event
-from icecore.host.criu import Criu, find_criu
+from icecore.host.criu.program import Criu, find_criu
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import Restored, restore
-from icecore.store.repository import Repository
+from icecore.store.log.repository import Repository
 from tests.programs import driving, plain_criu
 from tests.programs.catalogue import PROGRAMS, Program
 from tests.restorer.places import Place, repository_place

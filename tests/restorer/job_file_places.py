@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from icecore.restorer.cells import SpaceCells, space_cells
-from icecore.restorer.files import Action, FilesMode, plan_files
-from icecore.restorer.filewriter import FileWriter
-from icecore.restorer.put_back import PutBack
-from icecore.store.cell import CELL, PAGE
-from icecore.store.manifest import FilePolicy, Manifest, OpenFile, Region, Space
+from icecore.restorer.files.filewriter import FileWriter
+from icecore.restorer.files.plan import Action, FilesMode, plan_files
+from icecore.restorer.files.put_back import PutBack
+from icecore.restorer.plan.cells import SpaceCells, space_cells
+from icecore.store.format.cell import CELL, PAGE
+from icecore.store.format.manifest import FilePolicy, Manifest, OpenFile, Region, Space
 from tests.restorer.places import empty_manifest
 
 #: A user of no other file on the machine.

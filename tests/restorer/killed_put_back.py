@@ -21,11 +21,11 @@ import msgspec
 sys.path.append(str(Path(__file__).parents[2]))
 
 from icecore.errors import IcecoreError
-from icecore.restorer import file_journal, jobfiles
-from icecore.restorer.file_recovery import recover
-from icecore.restorer.files import Action
-from icecore.restorer.put_back import PutBack
-from icecore.store.manifest import OpenFile
+from icecore.restorer.files import file_journal, jobfiles
+from icecore.restorer.files.file_recovery import recover
+from icecore.restorer.files.plan import Action
+from icecore.restorer.files.put_back import PutBack
+from icecore.store.format.manifest import OpenFile
 from tests.restorer.job_file_places import HOSTILE, look, recorded, written
 
 THEN = b"what the file held then\n" * 300

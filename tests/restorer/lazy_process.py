@@ -16,7 +16,7 @@ import sys
 import time
 from typing import Any
 
-from icecore.host import userfaultfd
+from icecore.host.kernel import userfaultfd
 
 PAGE = 4096
 libc = ctypes.CDLL(None, use_errno=True)

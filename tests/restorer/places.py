@@ -14,16 +14,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from icecore.store.backend import Backend
-from icecore.store.cell import CELL, Records
-from icecore.store.local import LocalBackend
-from icecore.store.loop import LoopThread
-from icecore.store.manifest import Manifest, Namespaces, Region, Requirements
-from icecore.store.names import new_snapshot_id
-from icecore.store.reader import SnapshotReader
-from icecore.store.repository import Repository
-from icecore.store.slots import Cost
-from icecore.store.writer import SnapshotWriter
+from icecore.store.backend.base import Backend
+from icecore.store.backend.local import LocalBackend
+from icecore.store.format.cell import CELL, Records
+from icecore.store.format.manifest import Manifest, Namespaces, Region, Requirements
+from icecore.store.format.names import new_snapshot_id
+from icecore.store.format.slots import Cost
+from icecore.store.log.repository import Repository
+from icecore.store.runtime.loop import LoopThread
+from icecore.store.snapshot.reader import SnapshotReader
+from icecore.store.snapshot.writer import SnapshotWriter
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from icecore.restorer.addressmap import TOP, AddressMap
+from icecore.restorer.place.addressmap import TOP, AddressMap
 
 PAGES = 48
 

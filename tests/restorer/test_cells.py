@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from icecore.errors import Damaged
-from icecore.restorer.cells import (
+from icecore.restorer.plan.cells import (
     EXTENT,
     Extents,
     FileLayout,
@@ -18,8 +18,8 @@ from icecore.restorer.cells import (
     page_pieces,
     space_cells,
 )
-from icecore.store.cell import CELL, CELL_BYTES, CELL_PAGES, PAGE, Bytes
-from icecore.store.manifest import Region
+from icecore.store.format.cell import CELL, CELL_BYTES, CELL_PAGES, PAGE, Bytes
+from icecore.store.format.manifest import Region
 
 runs = st.lists(st.tuples(st.integers(0, 255), st.integers(1, 256)), max_size=6)
 

@@ -18,14 +18,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from icecore.host import procfs
-from icecore.restorer.cells import SpaceCells, space_cells
-from icecore.restorer.daemon import Daemon
-from icecore.restorer.guard import Guard, Message
-from icecore.restorer.guard_process import descendants
-from icecore.restorer.members import Family, Member
-from icecore.store.cell import CELL, PAGE
-from icecore.store.manifest import Region
+from icecore.host.kernel import procfs
+from icecore.restorer.fill.daemon import Daemon
+from icecore.restorer.guard.client import Guard, Message
+from icecore.restorer.guard.guard_process import descendants
+from icecore.restorer.place.members import Family, Member
+from icecore.restorer.plan.cells import SpaceCells, space_cells
+from icecore.store.format.cell import CELL, PAGE
+from icecore.store.format.manifest import Region
 from tests.restorer import lazy_process
 from tests.restorer.lazy_process import word_of
 

@@ -19,15 +19,15 @@ import numpy as np
 import pytest
 
 from icecore.errors import Damaged, RestoreFailed
-from icecore.restorer import device_file
-from icecore.restorer.cells import EXTENT, SpaceCells, covered
-from icecore.restorer.device_file import DeviceFile, FileUnusable, _Process
-from icecore.restorer.fetch import Limits
-from icecore.restorer.images import FiledMemory, lay_out
-from icecore.restorer.members import Member
-from icecore.restorer.placers import Placers
-from icecore.store.cell import CELL_BYTES, PAGE
-from icecore.store.local import LocalBackend
+from icecore.restorer.fetch.fetcher import Limits
+from icecore.restorer.files.images import FiledMemory, lay_out
+from icecore.restorer.fill import device_file
+from icecore.restorer.fill.device_file import DeviceFile, FileUnusable, _Process
+from icecore.restorer.place.members import Member
+from icecore.restorer.place.placers import Placers
+from icecore.restorer.plan.cells import EXTENT, SpaceCells, covered
+from icecore.store.backend.local import LocalBackend
+from icecore.store.format.cell import CELL_BYTES, PAGE
 from tests.restorer.places import Place, SlowBackend, repository_place, store_cells
 
 _AT = 0x100000000000

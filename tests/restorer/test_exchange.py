@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from icecore.dumper.images import image_files
 from icecore.dumper.importer import import_images
+from icecore.dumper.memory.images import image_files
 from icecore.errors import Damaged, NotFound, ObjectMissing, UsageError
 from icecore.events import Event
-from icecore.host.pagemap_image import load_pagemap
-from icecore.restorer.exporter import export
-from icecore.store.cell import PAGE
-from icecore.store.gc import Collector
-from icecore.store.reader import SnapshotReader
+from icecore.host.criu.pagemap_image import load_pagemap
+from icecore.restorer.files.exporter import export
+from icecore.store.format.cell import PAGE
+from icecore.store.maintenance.gc import Collector
+from icecore.store.snapshot.reader import SnapshotReader
 from tests.programs import driving, plain_criu
 from tests.restorer.criu_place import await_gone, criu_or_skip, dumped
 

@@ -16,13 +16,13 @@ import pytest
 
 from icecore.errors import Damaged, IcecoreError, ObjectMissing, StoreError
 from icecore.events import Event
-from icecore.restorer.fetch import Fetcher, Limits
-from icecore.store.backend import Backend
-from icecore.store.cell import Records
-from icecore.store.faulty import Call, FaultyBackend, Outcome
-from icecore.store.local import LocalBackend
-from icecore.store.reader import SnapshotReader
-from icecore.store.replicas import ReplicaBackend
+from icecore.restorer.fetch.fetcher import Fetcher, Limits
+from icecore.store.backend.base import Backend
+from icecore.store.backend.faulty import Call, FaultyBackend, Outcome
+from icecore.store.backend.local import LocalBackend
+from icecore.store.backend.replicas import ReplicaBackend
+from icecore.store.format.cell import Records
+from icecore.store.snapshot.reader import SnapshotReader
 from tests.restorer.places import Place, SlowBackend, repository_place, store_cells
 
 CELLS = 24

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from icecore.errors import Damaged, RestoreFailed
-from icecore.restorer.cells import space_cells
-from icecore.restorer.files import FilesMode, plan_files
-from icecore.restorer.put_back import PutBack
-from icecore.store.manifest import FilePolicy, Manifest
+from icecore.restorer.files.plan import FilesMode, plan_files
+from icecore.restorer.files.put_back import PutBack
+from icecore.restorer.plan.cells import space_cells
+from icecore.store.format.manifest import FilePolicy, Manifest
 from tests.restorer.job_file_places import manifest_of, put_back, recorded, written
 
 CONTENT = b"what the file held then\n" * 300

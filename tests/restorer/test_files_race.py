@@ -20,9 +20,9 @@ import msgspec
 import pytest
 
 from icecore.errors import IcecoreError
-from icecore.restorer.file_recovery import recover
-from icecore.restorer.files import Action, plan_files
-from icecore.store.manifest import OpenFile
+from icecore.restorer.files.file_recovery import recover
+from icecore.restorer.files.plan import Action, plan_files
+from icecore.store.format.manifest import OpenFile
 from tests.restorer import hostile
 from tests.restorer.job_file_places import HOSTILE, look, manifest_of, recorded, written
 

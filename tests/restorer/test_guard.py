@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from icecore.errors import RestoreFailed
-from icecore.host.limits import raise_descriptor_limit
-from icecore.restorer import guard_process
-from icecore.restorer.daemon import Daemon
-from icecore.restorer.guard import Guard, Message
+from icecore.host.kernel.limits import raise_descriptor_limit
+from icecore.restorer.fill.daemon import Daemon
+from icecore.restorer.guard import guard_process
+from icecore.restorer.guard.client import Guard, Message
 
 
 @pytest.fixture

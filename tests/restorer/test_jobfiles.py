@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from icecore.errors import Damaged, IcecoreError, RestoreFailed
-from icecore.host import filesystem
-from icecore.restorer import jobfiles
-from icecore.restorer.files import Action, plan_files
-from icecore.restorer.jobfiles import JobFiles, Owner, inode_of
-from icecore.restorer.jobpaths import JobPaths, PathRefused
+from icecore.host.kernel import filesystem
+from icecore.restorer.files import jobfiles
+from icecore.restorer.files.jobfiles import JobFiles, Owner, inode_of
+from icecore.restorer.files.jobpaths import JobPaths, PathRefused
+from icecore.restorer.files.plan import Action, plan_files
 from tests.restorer.job_file_places import HOSTILE, look, manifest_of, put_back, recorded, written
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="acts as other users")

@@ -18,15 +18,15 @@ import pytest
 
 from icecore.errors import Damaged, IcecoreError, ObjectMissing, RestoreFailed
 from icecore.events import Event
-from icecore.restorer.fetch import Fetcher, Limits
-from icecore.restorer.guard_process import descendants
-from icecore.restorer.locks import SharedLock
-from icecore.restorer.members import Member
+from icecore.restorer.fetch.fetcher import Fetcher, Limits
+from icecore.restorer.guard.guard_process import descendants
 from icecore.restorer.options import RestoreOptions
-from icecore.restorer.placers import Placer, PlacerLost, Placers, placers_for
-from icecore.restorer.placing import State, Wanted
-from icecore.restorer.plan import Batch, plan_batches
-from icecore.store.local import LocalBackend
+from icecore.restorer.place.locks import SharedLock
+from icecore.restorer.place.members import Member
+from icecore.restorer.place.placers import Placer, PlacerLost, Placers, placers_for
+from icecore.restorer.place.placing import State, Wanted
+from icecore.restorer.plan.memory import Batch, plan_batches
+from icecore.store.backend.local import LocalBackend
 from tests.programs import driving
 from tests.restorer.criu_place import Dumped, await_gone, dumped
 from tests.restorer.places import repository_place, store_cells
@@ -218,12 +218,12 @@ def test_a_restorer_that_is_killed_takes_them_along(tmp_path: Path, cache: Path)
         script = f"""
 import time
 from icecore.restorer.restore import restore
-from icecore.restorer.locks import SharedLock
-from icecore.restorer.members import Member
+from icecore.restorer.place.locks import SharedLock
+from icecore.restorer.place.members import Member
 from icecore.restorer.options import RestoreOptions
-from icecore.store.local import LocalBackend
-from icecore.store.loop import LoopThread
-from icecore.store.repository import Repository
+from icecore.store.backend.local import LocalBackend
+from icecore.store.runtime.loop import LoopThread
+from icecore.store.log.repository import Repository
 with LoopThread() as loop:
     repository = loop.run(Repository.open(LocalBackend({str(it.place.root)!r})))
     def emit(event):

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from icecore.restorer.plan import Batch, interleave, plan_batches, plan_one, room_for
-from icecore.store.cell import CELL, Records
+from icecore.restorer.plan.memory import Batch, interleave, plan_batches, plan_one, room_for
+from icecore.store.format.cell import CELL, Records
 
 MIB = 1 << 20
 

@@ -13,11 +13,11 @@ import pytest
 
 from icecore.errors import RestoreFailed
 from icecore.events import Event
-from icecore.restorer import file_recovery
-from icecore.restorer.file_journal import FileJournal
-from icecore.restorer.file_recovery import recover
-from icecore.restorer.files import plan_files
-from icecore.restorer.put_back import PutBack
+from icecore.restorer.files import file_recovery
+from icecore.restorer.files.file_journal import FileJournal
+from icecore.restorer.files.file_recovery import recover
+from icecore.restorer.files.plan import plan_files
+from icecore.restorer.files.put_back import PutBack
 from tests.restorer import killed_put_back
 from tests.restorer.job_file_places import look, manifest_of, recorded, written
 from tests.restorer.killed_put_back import NEWER, THEN, lay_out

@@ -14,12 +14,21 @@ import numpy as np
 import pytest
 
 from icecore.errors import RestoreRefused
-from icecore.host import limits
-from icecore.host.criu import Criu
+from icecore.host.criu.program import Criu
+from icecore.host.kernel import limits
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.requirements import check_requirements
-from icecore.store.cell import CELL, Records
-from icecore.store.manifest import NODE_REF, Manifest, Namespaces, Region, Requirements, Sizes, Space, SpaceKind
+from icecore.store.format.cell import CELL, Records
+from icecore.store.format.manifest import (
+    NODE_REF,
+    Manifest,
+    Namespaces,
+    Region,
+    Requirements,
+    Sizes,
+    Space,
+    SpaceKind,
+)
 from tests.restorer.places import empty_manifest
 
 CRIU = Criu(Path("/usr/sbin/criu"), (4, 1, 1), None)

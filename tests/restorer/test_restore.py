@@ -15,19 +15,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from icecore.errors import Damaged, IcecoreError, ObjectMissing, RestoreFailed, RestoreRefused, StoreError
+from icecore.errors import (
+    Damaged,
+    IcecoreError,
+    ObjectMissing,
+    RestoreFailed,
+    RestoreRefused,
+    StoreError,
+)
 from icecore.events import Event
-from icecore.host import procfs
-from icecore.host.memory import RemoteReader
+from icecore.host.kernel import procfs
+from icecore.host.kernel.memory import RemoteReader
 from icecore.restorer import requirements
 from icecore.restorer import restore as restorer
-from icecore.restorer.filling import Filling
-from icecore.restorer.guard_process import descendants
+from icecore.restorer.fill.filling import Filling
+from icecore.restorer.guard.guard_process import descendants
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import check
 from icecore.restorer.tree import Tree
-from icecore.store.cell import PAGE
-from icecore.store.reader import SnapshotReader
+from icecore.store.format.cell import PAGE
+from icecore.store.snapshot.reader import SnapshotReader
 from tests.host.target import eventually
 from tests.programs import driving, plain_criu
 from tests.restorer.criu_place import Dumped, await_gone, dumped
@@ -344,8 +351,8 @@ sys.path.append({str(Path(__file__).parents[2])!r})
 from tests.restorer.places import SlowBackend
 from icecore.restorer.restore import restore
 from icecore.restorer.options import RestoreOptions
-from icecore.store.loop import LoopThread
-from icecore.store.repository import Repository
+from icecore.store.runtime.loop import LoopThread
+from icecore.store.log.repository import Repository
 with LoopThread() as loop:
     backend = SlowBackend({str(it.place.root)!r})
     repository = loop.run(Repository.open(backend))

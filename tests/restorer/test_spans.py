@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from icecore.errors import RestoreFailed
-from icecore.host import huge_file
-from icecore.restorer.file_table import FileTable
-from icecore.restorer.guard_process import descendants
-from icecore.restorer.placers import Placer, Placers
-from icecore.restorer.placing import File, Stored
-from icecore.restorer.spans import hand_out
-from icecore.store.cell import CELL_BYTES
+from icecore.host.kernel import huge_file
+from icecore.restorer.fetch.spans import hand_out
+from icecore.restorer.guard.guard_process import descendants
+from icecore.restorer.place.file_table import FileTable
+from icecore.restorer.place.placers import Placer, Placers
+from icecore.restorer.place.placing import File, Stored
+from icecore.store.format.cell import CELL_BYTES
 from tests.host.target import eventually
 from tests.restorer.places import repository_place, store_cells
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from icecore.restorer import workingset
-from icecore.store.names import HINTS
+from icecore.store.format.names import HINTS
 from tests.restorer.places import Place, repository_place
 
 LINEAGE = "ab" * 16

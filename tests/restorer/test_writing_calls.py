@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-RESTORER = Path(__file__).parents[2] / "restorer"
+RESTORER = Path(__file__).parents[2] / "icecore" / "restorer"
 
 #: Functions of `os` that change what a path names, or open it.
 OS_CALLS = {
@@ -22,37 +22,37 @@ WRITES = set("wax+")
 
 #: Module -> the calls in it, and why no job's path is given to them.
 ALLOWED: dict[str, tuple[set[str], str]] = {
-    "jobfiles.py": (
+    "files/jobfiles.py": (
         {"os.open", "os.chown", "os.mkdir", "os.link", "os.unlink", "os.rmdir", "os.utime"},
         "the module for it: names below checked directory descriptors, and descriptors",
     ),
-    "jobpaths.py": ({"os.open"}, "opens the root alone, with O_PATH"),
-    "file_changes.py": (
+    "files/jobpaths.py": ({"os.open"}, "opens the root alone, with O_PATH"),
+    "files/file_changes.py": (
         {"os.open", "os.utime", "Path.rename", "Path.unlink"},
         "descriptors from jobfiles.py; saved contents in the state directory, where root alone writes",
     ),
-    "file_journal.py": (
-        {"os.open", "open", "Path.mkdir", "Path.replace", "Path.rename", "Path.unlink", "shutil.rmtree"},
+    "files/file_journal.py": (
+        {"os.open", "open", "Path.mkdir", "Path.replace", "Path.rename", "Path.unlink", "Path.write_bytes", "shutil.rmtree"},
         "the state directory, which is checked to be root's alone",
     ),
-    "files.py": ({"os.open"}, "reads what is to be compared, below a checked directory descriptor"),
-    "filewriter.py": ({"os.open"}, "image files in icecore's work directory, and logs in the instance's directory; job's files come as descriptors"),
-    "images.py": ({"os.unlink"}, "pagemap images in icecore's work directory"),
-    "beside.py": ({"os.open"}, "asks who has a file open, with O_PATH below a checked directory descriptor"),
-    "copies.py": (
+    "files/plan.py": ({"os.open"}, "reads what is to be compared, below a checked directory descriptor"),
+    "files/filewriter.py": ({"os.open"}, "image files in icecore's work directory, and logs in the instance's directory; job's files come as descriptors"),
+    "files/images.py": ({"os.unlink"}, "pagemap images in icecore's work directory"),
+    "files/beside.py": ({"os.open"}, "asks who has a file open, with O_PATH below a checked directory descriptor"),
+    "files/copies.py": (
         {"os.makedirs", "os.rmdir"},
         "the directory that the user named, which root alone can change, and all directories on the way to it",
     ),
-    "exporter.py": ({"Path.mkdir", "Path.unlink", "shutil.rmtree"}, "the directory that the user named; open files in it go through jobfiles.py"),
+    "files/exporter.py": ({"Path.mkdir", "Path.unlink", "shutil.rmtree"}, "the directory that the user named; open files in it go through jobfiles.py"),
     "restore.py": ({"Path.mkdir", "shutil.rmtree"}, "icecore's work directory, made by icecore.host.workdir"),
     "tree.py": ({"os.open", "os.mkfifo", "Path.write_text", "Path.chmod"}, "the hold script and its FIFO in icecore's work directory"),
-    "guard.py": ({"open"}, "the guard's output in icecore's work directory"),
-    "guard_process.py": (
+    "guard/client.py": ({"open"}, "the guard's output in icecore's work directory"),
+    "guard/guard_process.py": (
         {"open", "os.open", "os.unlink", "os.posix_spawn", "shutil.rmtree"},
         "CRIU's output and socket in the guard's work directory; its own oom_score_adj",
     ),
-    "locks.py": ({"os.open"}, "lock files in icecore's work directory"),
-    "file_table.py": ({"open"}, "memory (memfd), by descriptor"),
+    "place/locks.py": ({"os.open"}, "lock files in icecore's work directory"),
+    "place/file_table.py": ({"open"}, "memory (memfd), by descriptor"),
 }
 
 
@@ -62,7 +62,7 @@ def writing_calls(source: str) -> set[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module in ("os", "shutil", "tempfile", "ctypes"):
             found |= {f"from {node.module} import {alias.name}" for alias in node.names}
-        if isinstance(node, ast.ImportFrom) and node.module == "icecore.host.filesystem":
+        if isinstance(node, ast.ImportFrom) and node.module == "icecore.host.kernel.filesystem":
             found |= {f"filesystem.{alias.name}" for alias in node.names}
         if isinstance(node, ast.Import):
             found |= {f"import {alias.name} as {alias.asname}" for alias in node.names if alias.name in ("os", "shutil", "tempfile") and alias.asname}
@@ -106,14 +106,14 @@ def _is_mode(arguments: list[ast.expr]) -> bool:
     return bool(arguments) and isinstance(arguments[0], ast.Constant) and isinstance(arguments[0].value, str) and len(arguments[0].value) <= 3
 
 
-MODULES = sorted(path.name for path in RESTORER.glob("*.py"))
+MODULES = sorted(str(path.relative_to(RESTORER)) for path in RESTORER.rglob("*.py"))
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_only_the_module_for_it_writes_to_a_jobs_files(name: str) -> None:
     allowed, reason = ALLOWED.get(name, (set(), ""))
     primitives = {"filesystem.rename", "filesystem.acting_as", "filesystem.open_confined", "filesystem.RENAME_EXCHANGE", "filesystem.RENAME_NOREPLACE"}
-    if name in ("jobfiles.py", "jobpaths.py"):
+    if name in ("files/jobfiles.py", "files/jobpaths.py"):
         allowed = allowed | primitives
     found = writing_calls((RESTORER / name).read_text())
     assert found <= allowed, f"{name} writes by path; use JobFiles, or say here why no job's path is meant: {sorted(found - allowed)}"
@@ -139,7 +139,7 @@ def test_no_allowance_is_for_a_module_that_is_gone() -> None:
         ("stack.callback(shutil.rmtree, top)", "shutil.rmtree"),
         ("from os import chown", "from os import chown"),
         ("import os as system", "import os as system"),
-        ("from icecore.host.filesystem import rename", "filesystem.rename"),
+        ("from icecore.host.kernel.filesystem import rename", "filesystem.rename"),
     ],
 )
 def test_the_reader_sees_calls_that_write(line: str, call: str) -> None:

@@ -15,13 +15,13 @@ import pytest
 from icecore.dumper.dump import DumpResult, dump
 from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
-from icecore.host.criu import Criu, find_criu
-from icecore.host.limits import kernel_version
+from icecore.host.criu.program import Criu, find_criu
+from icecore.host.kernel.limits import kernel_version
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import Restored, restore
-from icecore.store.local import LocalBackend
-from icecore.store.loop import LoopThread
-from icecore.store.repository import Repository
+from icecore.store.backend.local import LocalBackend
+from icecore.store.log.repository import Repository
+from icecore.store.runtime.loop import LoopThread
 from tests.programs import driving, plain_criu
 from tests.programs.catalogue import Program, missing
 

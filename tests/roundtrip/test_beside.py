@@ -17,10 +17,10 @@ from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
 from icecore.errors import NotFound, PreflightRefused, RestoreRefused, UsageError
 from icecore.events import Event, Sink, discard
-from icecore.host import procfs
-from icecore.host.job import Job
-from icecore.host.jobs import Registry
-from icecore.host.namespaces import Isolation
+from icecore.host.jobs.job import Job
+from icecore.host.jobs.namespaces import Isolation
+from icecore.host.jobs.registry import Registry
+from icecore.host.kernel import procfs
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import Restored, check, restore
 from tests.host.target import eventually

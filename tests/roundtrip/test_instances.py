@@ -18,12 +18,12 @@ from icecore.dumper.options import DumpOptions
 from icecore.dumper.target import Target
 from icecore.errors import NotFound, RestoreFailed
 from icecore.events import Event, Sink, discard
-from icecore.host import procfs
-from icecore.host.criu import RESTORE_LIBRARY
-from icecore.host.job import Job
-from icecore.host.jobs import Registry, Restoring
-from icecore.host.namespaces import Isolation
-from icecore.restorer.guard_process import descendants
+from icecore.host.criu.program import RESTORE_LIBRARY
+from icecore.host.jobs.job import Job
+from icecore.host.jobs.namespaces import Isolation
+from icecore.host.jobs.registry import Registry, Restoring
+from icecore.host.kernel import procfs
+from icecore.restorer.guard.guard_process import descendants
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import Restored, restore
 from tests.host.target import eventually

@@ -18,9 +18,9 @@ import pytest
 
 from icecore.errors import RestoreFailed
 from icecore.events import Event, Sink, discard
-from icecore.host.jobs import Registry
-from icecore.restorer.file_recovery import recover
-from icecore.restorer.guard_process import descendants
+from icecore.host.jobs.registry import Registry
+from icecore.restorer.files.file_recovery import recover
+from icecore.restorer.guard.guard_process import descendants
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import Restored, check, restore
 from icecore.restorer.tree import Tree
@@ -239,12 +239,12 @@ _SCRIPT = """
 import sys, time
 sys.path.append({tests!r})
 from pathlib import Path
-from icecore.host.jobs import Registry
+from icecore.host.jobs.registry import Registry
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import restore
-from icecore.store.local import LocalBackend
-from icecore.store.loop import LoopThread
-from icecore.store.repository import Repository
+from icecore.store.backend.local import LocalBackend
+from icecore.store.runtime.loop import LoopThread
+from icecore.store.log.repository import Repository
 with LoopThread() as loop:
     repository = loop.run(Repository.open(LocalBackend({repository!r})))
     def emit(event):

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from icecore.errors import RestoreFailed, RestoreRefused
-from icecore.host import procfs
-from icecore.host.jobs import Registry
+from icecore.host.jobs.registry import Registry
+from icecore.host.kernel import procfs
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.restore import restore
 from tests.restorer.job_file_places import look

@@ -1,4 +1,4 @@
-"""Dumps where the root's working directory (of jobs: /) is another's too, or cannot be written to: CRIU needs nothing in it (host/criu_proc.c)."""
+"""Dumps where the root's working directory (of jobs: /) is another's too, or cannot be written to: CRIU needs nothing in it (icecore/host/criu/proc.c)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 
 from icecore.dumper.dump import DumpResult, dump
 from icecore.dumper.target import Target
-from icecore.host import procfs
-from icecore.host.criu import CRIU_LIBRARY
+from icecore.host.criu.program import CRIU_LIBRARY
+from icecore.host.kernel import procfs
 from tests.host.target import eventually
 from tests.roundtrip.conftest import Trip
 

@@ -9,11 +9,11 @@ import random
 from collections.abc import AsyncIterator, Sequence
 
 from icecore.errors import ObjectExists, ObjectMissing
-from icecore.store.backend import Backend, Buffer, ObjectInfo
-from icecore.store.log import Entry
-from icecore.store.memory import MemoryBackend
-from icecore.store.names import LOG, log_generation, log_name
-from icecore.store.state import decode_entry, entry_digest
+from icecore.store.backend.base import Backend, Buffer, ObjectInfo
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.format.names import LOG, log_generation, log_name
+from icecore.store.format.state import decode_entry, entry_digest
+from icecore.store.log.chain import Entry
 
 
 class Archive:

@@ -17,12 +17,16 @@ import msgspec
 import numpy as np
 import zstandard
 
-from icecore.dumper.fingerprints import Fingerprints, decode_fingerprints, encode_fingerprints
+from icecore.dumper.memory.fingerprints import (
+    Fingerprints,
+    decode_fingerprints,
+    encode_fingerprints,
+)
 from icecore.errors import Damaged, FormatTooNew
 from icecore.restorer import workingset
-from icecore.store import codec, delta
-from icecore.store.cell import CELL, PLACE
-from icecore.store.cellmap import (
+from icecore.store.format import codec, delta
+from icecore.store.format.cell import CELL, PLACE
+from icecore.store.format.cellmap import (
     PACK,
     NodeDecoder,
     decode_node,
@@ -31,13 +35,13 @@ from icecore.store.cellmap import (
     parse_pack_footer,
     parse_refs,
 )
-from icecore.store.chunk import pages_of
-from icecore.store.codec import Choice, Encoder
-from icecore.store.container import TAIL_BYTES, Container
-from icecore.store.envelope import ObjectKind, seal
-from icecore.store.filters import FILTER_KIND, decode_filter, encode_filter
-from icecore.store.hints import HINTS_KIND, decode_hints
-from icecore.store.keys import (
+from icecore.store.format.chunk import pages_of
+from icecore.store.format.codec import Choice, Encoder
+from icecore.store.format.container import TAIL_BYTES, Container
+from icecore.store.format.envelope import ObjectKind, seal
+from icecore.store.format.filters import FILTER_KIND, decode_filter, encode_filter
+from icecore.store.format.hints import HINTS_KIND, decode_hints
+from icecore.store.format.keys import (
     CONFIG_KIND,
     KEY_KIND,
     Config,
@@ -49,7 +53,7 @@ from icecore.store.keys import (
     new_slot,
     open_slot,
 )
-from icecore.store.manifest import (
+from icecore.store.format.manifest import (
     MANIFEST_KIND,
     NODE_REF,
     Manifest,
@@ -60,12 +64,10 @@ from icecore.store.manifest import (
     decode_manifest,
     encode_manifest,
 )  # fmt: skip
-from icecore.store.names import log_generation, parse_name
-from icecore.store.reach import space_refs
-from icecore.store.segment import encode_segment, make_entries, parse_segment, sort_entries
-from icecore.store.session import BEAT_KIND, Heartbeat, decode_heartbeat, encode_heartbeat
-from icecore.store.shard import SHARD, ShardTable, parse_footer
-from icecore.store.state import (
+from icecore.store.format.names import log_generation, parse_name
+from icecore.store.format.segment import encode_segment, make_entries, parse_segment, sort_entries
+from icecore.store.format.shard import SHARD, ShardTable, parse_footer
+from icecore.store.format.state import (
     ENTRY_KIND,
     NAMES_KIND,
     PAGE_KIND,
@@ -82,6 +84,8 @@ from icecore.store.state import (
     encode_names,
     encode_page,
 )  # fmt: skip
+from icecore.store.log.session import BEAT_KIND, Heartbeat, decode_heartbeat, encode_heartbeat
+from icecore.store.maintenance.reach import space_refs
 
 KEY = bytes(range(32))
 KEYS = Keys.derive(KEY)

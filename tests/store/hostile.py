@@ -26,43 +26,53 @@ import zstandard
 
 from icecore.cli import main
 from icecore.difference import compare
-from icecore.dumper.fingerprints import Fingerprints, encode_fingerprints
-from icecore.dumper.parent import load_parent
+from icecore.dumper.memory.fingerprints import Fingerprints, encode_fingerprints
+from icecore.dumper.memory.parent import load_parent
 from icecore.errors import IcecoreError
 from icecore.events import discard
-from icecore.host.criu import Criu
-from icecore.host.pagemap_image import ENTRY as PAGEMAP_ENTRY
-from icecore.host.pagemap_image import PE_PRESENT, encode_pagemap
-from icecore.restorer import gpus, resident_record, workingset
-from icecore.restorer.exporter import export
+from icecore.host.criu.pagemap_image import ENTRY as PAGEMAP_ENTRY
+from icecore.host.criu.pagemap_image import PE_PRESENT, encode_pagemap
+from icecore.host.criu.program import Criu
+from icecore.restorer import workingset
+from icecore.restorer.files.exporter import export
+from icecore.restorer.gpu import gpus, resident_record
 from icecore.restorer.options import RestoreOptions
 from icecore.restorer.requirements import check_requirements
 from icecore.restorer.restore import _run_record
-from icecore.store.cell import CELL, CELL_BYTES, CELL_PAGES, PAGE, Records
-from icecore.store.cellmap import NodeEncoder, decode_node, node_ids, pack_footer
-from icecore.store.check import check
-from icecore.store.container import TAIL_BYTES
-from icecore.store.envelope import ObjectKind, digest_of, seal, unseal
-from icecore.store.forget import Policy
-from icecore.store.forget import plan as plan_forget
-from icecore.store.gc import Collector
-from icecore.store.hints import HINTS_KIND
-from icecore.store.keys import CONFIG_KIND, Keys
-from icecore.store.local import LocalBackend
-from icecore.store.loop import LoopThread
-from icecore.store.manifest import MANIFEST_KIND, NODE_REF, Manifest, Namespaces, Process, Region, Requirements, Space
-from icecore.store.memory import MemoryBackend
-from icecore.store.names import log_name, new_snapshot_id, object_name
-from icecore.store.reader import SnapshotReader
-from icecore.store.reconcile import plan as plan_sync
-from icecore.store.replication import sync
-from icecore.store.repository import Repository
-from icecore.store.segment import encode_segment, parse_segment
-from icecore.store.shard import SHARD
-from icecore.store.state import ENTRY_KIND, PAGE_KIND
-from icecore.store.stats import stats
-from icecore.store.transfer import copy
-from icecore.store.writer import SnapshotWriter
+from icecore.store.backend.local import LocalBackend
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.format.cell import CELL, CELL_BYTES, CELL_PAGES, PAGE, Records
+from icecore.store.format.cellmap import NodeEncoder, decode_node, node_ids, pack_footer
+from icecore.store.format.container import TAIL_BYTES
+from icecore.store.format.envelope import ObjectKind, digest_of, seal, unseal
+from icecore.store.format.hints import HINTS_KIND
+from icecore.store.format.keys import CONFIG_KIND, Keys
+from icecore.store.format.manifest import (
+    MANIFEST_KIND,
+    NODE_REF,
+    Manifest,
+    Namespaces,
+    Process,
+    Region,
+    Requirements,
+    Space,
+)
+from icecore.store.format.names import log_name, new_snapshot_id, object_name
+from icecore.store.format.segment import encode_segment, parse_segment
+from icecore.store.format.shard import SHARD
+from icecore.store.format.state import ENTRY_KIND, PAGE_KIND
+from icecore.store.log.repository import Repository
+from icecore.store.maintenance.check import check
+from icecore.store.maintenance.forget import Policy
+from icecore.store.maintenance.forget import plan as plan_forget
+from icecore.store.maintenance.gc import Collector
+from icecore.store.maintenance.stats import stats
+from icecore.store.replication.reconcile import plan as plan_sync
+from icecore.store.replication.replicas import sync
+from icecore.store.replication.transfer import copy
+from icecore.store.runtime.loop import LoopThread
+from icecore.store.snapshot.reader import SnapshotReader
+from icecore.store.snapshot.writer import SnapshotWriter
 
 #: What a reader may take beyond what the process had before, and how long.
 MEMORY_BYTES = 400 << 20

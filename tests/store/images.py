@@ -12,17 +12,25 @@ from pathlib import Path
 import numpy as np
 
 from icecore.events import Event
-from icecore.store.backend import Backend
-from icecore.store.cell import BITMAP_BYTES, CELL, CELL_BYTES, CELL_PAGES, PAGE, Records, bitmap_of
-from icecore.store.keys import Parameters
-from icecore.store.local import LocalBackend
-from icecore.store.loop import LoopThread
-from icecore.store.manifest import Manifest, Namespaces, Region, Requirements, Sizes, Space
-from icecore.store.names import new_snapshot_id
-from icecore.store.reader import SnapshotReader
-from icecore.store.repository import Repository
-from icecore.store.trial import Objective
-from icecore.store.writer import SnapshotWriter, Statistics
+from icecore.store.backend.base import Backend
+from icecore.store.backend.local import LocalBackend
+from icecore.store.format.cell import (
+    BITMAP_BYTES,
+    CELL,
+    CELL_BYTES,
+    CELL_PAGES,
+    PAGE,
+    Records,
+    bitmap_of,
+)
+from icecore.store.format.keys import Parameters
+from icecore.store.format.manifest import Manifest, Namespaces, Region, Requirements, Sizes, Space
+from icecore.store.format.names import new_snapshot_id
+from icecore.store.log.repository import Repository
+from icecore.store.runtime.loop import LoopThread
+from icecore.store.snapshot.reader import SnapshotReader
+from icecore.store.snapshot.trial import Objective
+from icecore.store.snapshot.writer import SnapshotWriter, Statistics
 from tests.store.miniature import CHEAP, PASSPHRASE
 
 FULL = b"\xff" * BITMAP_BYTES

@@ -10,26 +10,34 @@ from typing import TypeVar
 
 import numpy as np
 
-from icecore.store import catalog, codec
-from icecore.store.backend import Backend
-from icecore.store.cell import CELL, CELL_BYTES, PAGE, PLACE, Records
-from icecore.store.check import Report, check
-from icecore.store.chunk import NO_CHUNK, chunk_id
-from icecore.store.cipher import overhead
-from icecore.store.faulty import FaultyBackend, Plan, always
-from icecore.store.gc import Collector, Options, Result
-from icecore.store.log import Entry
-from icecore.store.manifest import Manifest, Namespaces, Region, Requirements, Sizes, encode_manifest
-from icecore.store.names import new_snapshot_id, object_name, random_id
-from icecore.store.packs import MapWriter
-from icecore.store.reader import SnapshotReader
-from icecore.store.repository import Repository
-from icecore.store.rows import Place, Row, Stored, pack
-from icecore.store.segment import make_entries
-from icecore.store.session import Session
-from icecore.store.shard import ShardBuilder, place_chunk
-from icecore.store.slots import Cost
-from icecore.store.state import SnapshotRecord
+from icecore.store.backend.base import Backend
+from icecore.store.backend.faulty import FaultyBackend, Plan, always
+from icecore.store.format import codec
+from icecore.store.format.cell import CELL, CELL_BYTES, PAGE, PLACE, Records
+from icecore.store.format.chunk import NO_CHUNK, chunk_id
+from icecore.store.format.cipher import overhead
+from icecore.store.format.manifest import (
+    Manifest,
+    Namespaces,
+    Region,
+    Requirements,
+    Sizes,
+    encode_manifest,
+)
+from icecore.store.format.names import new_snapshot_id, object_name, random_id
+from icecore.store.format.rows import Place, Row, Stored, pack
+from icecore.store.format.segment import make_entries
+from icecore.store.format.shard import ShardBuilder, place_chunk
+from icecore.store.format.slots import Cost
+from icecore.store.format.state import SnapshotRecord
+from icecore.store.log import catalog
+from icecore.store.log.chain import Entry
+from icecore.store.log.repository import Repository
+from icecore.store.log.session import Session
+from icecore.store.maintenance.check import Report, check
+from icecore.store.maintenance.gc import Collector, Options, Result
+from icecore.store.snapshot.packs import MapWriter
+from icecore.store.snapshot.reader import SnapshotReader
 
 T = TypeVar("T")
 
@@ -102,7 +110,7 @@ async def put(
     packed = maps.finish()
     if packed is not None:
         await session.put_named("nodes", maps.name, packed)
-    from icecore.store.manifest import Space
+    from icecore.store.format.manifest import Space
 
     manifest = Manifest(
         format=1, snapshot=new_snapshot_id(), job=job, lineage=job, parent=session.base.snapshot if session.base else "",

@@ -9,16 +9,19 @@ from functools import partial
 from unittest import mock
 
 from icecore.errors import IcecoreError, WrongPassphrase
-from icecore.store import index, keychain, reconcile, replication, slots
-from icecore.store.backend import Backend
-from icecore.store.keys import Parameters
-from icecore.store.log import Log
-from icecore.store.loop import LoopThread
-from icecore.store.memory import MemoryBackend
-from icecore.store.names import filtered_segment, parse_name
-from icecore.store.repair import Repairer
-from icecore.store.repository import Repository
-from icecore.store.transfer import copy
+from icecore.store.backend.base import Backend
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.format import slots
+from icecore.store.format.keys import Parameters
+from icecore.store.format.names import filtered_segment, parse_name
+from icecore.store.log import index, keychain
+from icecore.store.log.chain import Log
+from icecore.store.log.repository import Repository
+from icecore.store.maintenance.repair import Repairer
+from icecore.store.replication import reconcile
+from icecore.store.replication import replicas as replication
+from icecore.store.replication.transfer import copy
+from icecore.store.runtime.loop import LoopThread
 from tests.store.miniature import CHEAP, PASSPHRASE, collect, listed, read, sound, take
 
 A = {cell: cell for cell in range(12)}

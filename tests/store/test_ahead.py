@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from icecore.errors import Damaged, ObjectMissing
-from icecore.store.ahead import ReadAhead
-from icecore.store.faulty import Call, FaultyBackend, Outcome, far_away
-from icecore.store.loop import LoopThread
-from icecore.store.memory import MemoryBackend
+from icecore.store.backend.faulty import Call, FaultyBackend, Outcome, far_away
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.runtime.loop import LoopThread
+from icecore.store.snapshot.ahead import ReadAhead
 
 MIB = 1 << 20
 SIZE = 40 * MIB + 4567

@@ -12,21 +12,36 @@ from pathlib import Path
 
 import pytest
 
-from icecore.errors import NotFound, ObjectExists, ObjectMissing, StoreDenied, StoreError, StoreFull, UsageError
-from icecore.store import local
-from icecore.store.backend import Backend
-from icecore.store.blocks import Blocks
-from icecore.store.cached import Cached
-from icecore.store.faulty import Crashed, FaultyBackend, Outcome, at_random, far_away, stop_at
-from icecore.store.limits import Limited
-from icecore.store.local import LocalBackend
-from icecore.store.memory import MemoryBackend
-from icecore.store.metrics import Metered
-from icecore.store.repository import Repository, probe
-from icecore.store.retry import Patience, Retrying
-from icecore.store.s3 import S3Backend, S3Place
-from icecore.store.testing import BackendConformance
-from icecore.store.wrapper import Wrapper
+from icecore.errors import (
+    NotFound,
+    ObjectExists,
+    ObjectMissing,
+    StoreDenied,
+    StoreError,
+    StoreFull,
+    UsageError,
+)
+from icecore.store.backend import local
+from icecore.store.backend.base import Backend
+from icecore.store.backend.blocks import Blocks
+from icecore.store.backend.cached import Cached
+from icecore.store.backend.faulty import (
+    Crashed,
+    FaultyBackend,
+    Outcome,
+    at_random,
+    far_away,
+    stop_at,
+)
+from icecore.store.backend.limits import Limited
+from icecore.store.backend.local import LocalBackend
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.backend.metrics import Metered
+from icecore.store.backend.retry import Patience, Retrying
+from icecore.store.backend.s3 import S3Backend, S3Place
+from icecore.store.backend.testing import BackendConformance
+from icecore.store.backend.wrapper import Wrapper
+from icecore.store.log.repository import Repository, probe
 
 
 class TestMemory(BackendConformance):

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from icecore.errors import StoreError
-from icecore.store.backend import Backend
-from icecore.store.blocks import Blocks
-from icecore.store.cached import Cached
-from icecore.store.faulty import FaultyBackend, Outcome
-from icecore.store.memory import MemoryBackend
-from icecore.store.names import log_name, object_name
+from icecore.store.backend.base import Backend
+from icecore.store.backend.blocks import Blocks
+from icecore.store.backend.cached import Cached
+from icecore.store.backend.faulty import FaultyBackend, Outcome
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.format.names import log_name, object_name
 
 MIB = 1 << 20
 
@@ -154,7 +154,7 @@ def test_a_failing_read_keeps_nothing_and_a_full_disk_is_no_error(
 
 WORKER = """
 import random, sys
-from icecore.store.blocks import Blocks
+from icecore.store.backend.blocks import Blocks
 blocks, draw, hits = Blocks(sys.argv[1], 6 << 20), random.Random(int(sys.argv[2])), 0
 room = memoryview(bytearray(1 << 20))
 for step in range(600):

@@ -11,13 +11,21 @@ import zstandard
 from hypothesis import given, settings
 
 from icecore.errors import Damaged
-from icecore.store import cellmap, codec
-from icecore.store.cell import CELL, NODE_CELLS, PAGE, Records
-from icecore.store.cellmap import MAX_STORED_NODE_BYTES, PACK, NodeDecoder, decode_node, encode_nodes, group, parse_refs
-from icecore.store.container import TAIL_BYTES
-from icecore.store.keys import Keys
-from icecore.store.manifest import NODE_REF, Region, Space
-from icecore.store.packs import MAX_PACKS, MapWriter
+from icecore.store.format import cellmap, codec
+from icecore.store.format.cell import CELL, NODE_CELLS, PAGE, Records
+from icecore.store.format.cellmap import (
+    MAX_STORED_NODE_BYTES,
+    PACK,
+    NodeDecoder,
+    decode_node,
+    encode_nodes,
+    group,
+    parse_refs,
+)
+from icecore.store.format.container import TAIL_BYTES
+from icecore.store.format.keys import Keys
+from icecore.store.format.manifest import NODE_REF, Region, Space
+from icecore.store.snapshot.packs import MAX_PACKS, MapWriter
 
 KEY = bytes(range(32))
 KEYS = Keys.derive(bytes(32))

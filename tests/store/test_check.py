@@ -9,12 +9,12 @@ from collections.abc import Callable
 import pytest
 
 from icecore.errors import Damaged, IcecoreError, ObjectMissing
-from icecore.store.check import check
-from icecore.store.faulty import Crashed, stop_at
-from icecore.store.lookup import Index
-from icecore.store.memory import MemoryBackend
-from icecore.store.names import log_name
-from icecore.store.repository import Repository
+from icecore.store.backend.faulty import Crashed, stop_at
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.format.names import log_name
+from icecore.store.log.lookup import Index
+from icecore.store.log.repository import Repository
+from icecore.store.maintenance.check import check
 from tests.store.miniature import collect, listed, read, reopened, sound, take
 
 A = {cell: cell for cell in range(6)}
@@ -70,8 +70,8 @@ async def build(backend: MemoryBackend) -> tuple[str, str, str]:
 
 @pytest.mark.parametrize("effect", [False, True], ids=["before", "after"])
 def test_a_trim_that_broke_off_is_no_damage(effect: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("icecore.store.log.ANCHOR_EVERY", 4)
-    monkeypatch.setattr("icecore.store.check.KEPT_ENTRIES", 6)
+    monkeypatch.setattr("icecore.store.log.chain.ANCHOR_EVERY", 4)
+    monkeypatch.setattr("icecore.store.maintenance.check.KEPT_ENTRIES", 6)
 
     async def body() -> None:
         backend = MemoryBackend()

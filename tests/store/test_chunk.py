@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from icecore.store import codec, delta
-from icecore.store.cell import CELL_BYTES, CELL_PAGES, PAGE
-from icecore.store.chunk import align, changed_pages, chunk_id, pages_of
-from icecore.store.codec import Choice
+from icecore.store.format import codec, delta
+from icecore.store.format.cell import CELL_BYTES, CELL_PAGES, PAGE
+from icecore.store.format.chunk import align, changed_pages, chunk_id, pages_of
+from icecore.store.format.codec import Choice
 from tests.store.images import FULL, bitmap, make_data
 
 KEY = bytes(range(32))

@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from icecore.store import catalog
-from icecore.store.catalog import Pages
-from icecore.store.memory import MemoryBackend
-from icecore.store.names import new_snapshot_id
-from icecore.store.repository import Repository
-from icecore.store.state import SnapshotRecord, State
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.format.names import new_snapshot_id
+from icecore.store.format.state import SnapshotRecord, State
+from icecore.store.log import catalog
+from icecore.store.log.catalog import Pages
+from icecore.store.log.repository import Repository
 from tests.store.miniature import listed, read, reopened, state_of, take
 
 

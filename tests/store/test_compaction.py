@@ -9,15 +9,15 @@ import pytest
 
 from icecore.errors import StoreError
 from icecore.events import discard
-from icecore.store import codec
-from icecore.store.check import check
-from icecore.store.compact import compact
-from icecore.store.faulty import Call, FaultyBackend, Outcome
-from icecore.store.gc import Collector, Options
-from icecore.store.log import Log
-from icecore.store.names import Kind, parse_name
-from icecore.store.repository import Repository
-from icecore.store.trial import Objective
+from icecore.store.backend.faulty import Call, FaultyBackend, Outcome
+from icecore.store.format import codec
+from icecore.store.format.names import Kind, parse_name
+from icecore.store.log.chain import Log
+from icecore.store.log.repository import Repository
+from icecore.store.maintenance.check import check
+from icecore.store.maintenance.compact import compact
+from icecore.store.maintenance.gc import Collector, Options
+from icecore.store.snapshot.trial import Objective
 from tests.store.images import Place, image, local_place, touch
 
 THRIFTY = Objective(0.05e9, 2)

@@ -8,9 +8,9 @@ import random
 import pytest
 
 from icecore.errors import IcecoreError, StoreError, StoreFull
-from icecore.store.faulty import Call, Crashed, FaultyBackend, Outcome, stop_at
-from icecore.store.memory import MemoryBackend
-from icecore.store.repository import Repository
+from icecore.store.backend.faulty import Call, Crashed, FaultyBackend, Outcome, stop_at
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.log.repository import Repository
 from tests.store.miniature import collect, listed, read, reopened, sound, take
 from tests.store.operations import OPERATIONS, A, aftermath, prepared, prepared_for_all, unlocked
 

@@ -24,19 +24,27 @@ from icecore.errors import (
     UsageError,
     WrongPassphrase,
 )
-from icecore.store import cipher, keychain, slots
-from icecore.store.cell import PAGE
-from icecore.store.check import check
-from icecore.store.cipher import Key, open_piece, open_whole, peek_piece, seal_piece, seal_whole
-from icecore.store.envelope import seal
-from icecore.store.faulty import Call, Crashed, FaultyBackend, Outcome, stop_at
-from icecore.store.keys import KEY_KIND, PUBLIC, Keys, Parameters, encode_slot, open_slot
-from icecore.store.local import LocalBackend
-from icecore.store.memory import MemoryBackend
-from icecore.store.names import copy_name, key_name, log_generation
-from icecore.store.repository import Repository
-from icecore.store.state import ENTRY_KIND
-from icecore.store.watermark import Watermark
+from icecore.store.backend.faulty import Call, Crashed, FaultyBackend, Outcome, stop_at
+from icecore.store.backend.local import LocalBackend
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.format import cipher, slots
+from icecore.store.format.cell import PAGE
+from icecore.store.format.cipher import (
+    Key,
+    open_piece,
+    open_whole,
+    peek_piece,
+    seal_piece,
+    seal_whole,
+)
+from icecore.store.format.envelope import seal
+from icecore.store.format.keys import KEY_KIND, PUBLIC, Keys, Parameters, encode_slot, open_slot
+from icecore.store.format.names import copy_name, key_name, log_generation
+from icecore.store.format.state import ENTRY_KIND
+from icecore.store.log import keychain
+from icecore.store.log.repository import Repository
+from icecore.store.log.watermark import Watermark
+from icecore.store.maintenance.check import check
 from tests.store.images import image, place, touch
 from tests.store.miniature import CHEAP, PASSPHRASE, collect, listed, page, read, sound, take
 

@@ -11,14 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from icecore.errors import Damaged
-from icecore.store import index as index_module
-from icecore.store.backend import Backend
-from icecore.store.cell import PLACE, Bytes, Records
-from icecore.store.check import check
-from icecore.store.cipher import Key
-from icecore.store.codec import RAW
-from icecore.store.faulty import FaultyBackend
-from icecore.store.filters import (
+from icecore.store.backend.base import Backend
+from icecore.store.backend.faulty import FaultyBackend
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.format.cell import PLACE, Bytes, Records
+from icecore.store.format.cipher import Key
+from icecore.store.format.codec import RAW
+from icecore.store.format.filters import (
     FILTER_KIND,
     FilterSet,
     block_count,
@@ -26,18 +25,19 @@ from icecore.store.filters import (
     encode_filter,
     filter_bytes,
 )
-from icecore.store.gc import Collector
-from icecore.store.index import build
-from icecore.store.lookup import Index
-from icecore.store.memory import MemoryBackend
-from icecore.store.names import filter_name, filtered_segment, object_name, random_id
-from icecore.store.neighbours import Neighbours
-from icecore.store.repair import Repairer
-from icecore.store.repository import Repository
-from icecore.store.segment import make_entries, sort_entries
-from icecore.store.shard import ShardTable
-from icecore.store.state import SegmentRef
-from icecore.store.tables import read_table
+from icecore.store.format.names import filter_name, filtered_segment, object_name, random_id
+from icecore.store.format.segment import make_entries, sort_entries
+from icecore.store.format.shard import ShardTable
+from icecore.store.format.state import SegmentRef
+from icecore.store.log import index as index_module
+from icecore.store.log.index import build
+from icecore.store.log.lookup import Index
+from icecore.store.log.neighbours import Neighbours
+from icecore.store.log.repository import Repository
+from icecore.store.log.tables import read_table
+from icecore.store.maintenance.check import check
+from icecore.store.maintenance.gc import Collector
+from icecore.store.maintenance.repair import Repairer
 from tests.store.miniature import collect, page, sound, state_of, take
 
 KEY = b"k" * 32

@@ -12,13 +12,13 @@ import pytest
 
 from icecore.errors import Damaged, IcecoreError, StoreDenied, StoreError
 from icecore.events import Event
-from icecore.store import gc
-from icecore.store.check import check
-from icecore.store.local import LocalBackend
-from icecore.store.names import key_name, log_name, object_name
-from icecore.store.repository import Repository
-from icecore.store.s3 import S3Backend, S3Place
-from icecore.store.stats import stats
+from icecore.store.backend.local import LocalBackend
+from icecore.store.backend.s3 import S3Backend, S3Place
+from icecore.store.format.names import key_name, log_name, object_name
+from icecore.store.log.repository import Repository
+from icecore.store.maintenance import gc
+from icecore.store.maintenance.check import check
+from icecore.store.maintenance.stats import stats
 from tests.canned_s3 import Reply, canned
 from tests.store.miniature import read, take
 

@@ -13,9 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from icecore.errors import Damaged, StoreError, UsageError
-from icecore.store.envelope import seal, unseal
-from icecore.store.fingerprints import FINGERPRINT, Fingerprints, decode_fingerprints, encode_fingerprints
-from icecore.store.manifest import (
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.format.envelope import seal, unseal
+from icecore.store.format.fingerprints import (
+    FINGERPRINT,
+    Fingerprints,
+    decode_fingerprints,
+    encode_fingerprints,
+)
+from icecore.store.format.manifest import (
     MANIFEST_KIND,
     Manifest,
     Namespaces,
@@ -27,9 +33,8 @@ from icecore.store.manifest import (
     decode_manifest,
     encode_manifest,
 )
-from icecore.store.memory import MemoryBackend
-from icecore.store.repository import Repository
-from icecore.store.session import Heartbeat, encode_heartbeat
+from icecore.store.log.repository import Repository
+from icecore.store.log.session import Heartbeat, encode_heartbeat
 from icecore.text import host_name
 from tests.store.miniature import take
 

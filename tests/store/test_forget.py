@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from icecore.errors import UsageError
-from icecore.store.forget import ALL, Decision, Policy, parse_duration, plan
-from icecore.store.state import SnapshotRecord
+from icecore.store.format.state import SnapshotRecord
+from icecore.store.maintenance.forget import ALL, Decision, Policy, parse_duration, plan
 
 HOUR = 3600 * 10**9
 START = int(datetime.datetime(2025, 1, 31, 12, tzinfo=datetime.UTC).timestamp()) * 10**9

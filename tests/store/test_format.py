@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from icecore.store import catalog, index, log, segment
-from icecore.store.envelope import HEADER_BYTES, ObjectKind
-from icecore.store.filters import (
+from icecore.store.format import segment
+from icecore.store.format.envelope import HEADER_BYTES, ObjectKind
+from icecore.store.format.filters import (
     BITS,
     FILTER_KIND,
     LARGE_BITS,
@@ -20,12 +20,19 @@ from icecore.store.filters import (
     decode_filter,
     encode_filter,
 )
-from icecore.store.hints import HINTS_KIND
-from icecore.store.keys import CONFIG_KIND, ENCRYPTED_FORMAT, FORMAT, KEY_KIND, USES
-from icecore.store.manifest import MANIFEST_KIND, NODE_REF
-from icecore.store.names import KINDS, PREFIX, filter_name, heartbeat_name, key_name, log_name, object_name
-from icecore.store.session import BEAT_KIND
-from icecore.store.state import (
+from icecore.store.format.hints import HINTS_KIND
+from icecore.store.format.keys import CONFIG_KIND, ENCRYPTED_FORMAT, FORMAT, KEY_KIND, USES
+from icecore.store.format.manifest import MANIFEST_KIND, NODE_REF
+from icecore.store.format.names import (
+    KINDS,
+    PREFIX,
+    filter_name,
+    heartbeat_name,
+    key_name,
+    log_name,
+    object_name,
+)
+from icecore.store.format.state import (
     ENTRY_KIND,
     NAME_BYTES,
     NAMES_KIND,
@@ -36,6 +43,9 @@ from icecore.store.state import (
     State,
     decode_entry,
 )
+from icecore.store.log import catalog, index
+from icecore.store.log import chain as log
+from icecore.store.log.session import BEAT_KIND
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 ENVELOPES = [CONFIG_KIND, KEY_KIND, ENTRY_KIND, PAGE_KIND, NAMES_KIND, MANIFEST_KIND, FILTER_KIND, HINTS_KIND, BEAT_KIND]

@@ -14,12 +14,12 @@ import pytest
 
 from icecore.errors import StoreFull
 from icecore.events import Event
-from icecore.store.backend import READERS_LEAVE, RESERVE_PIECE, RESERVE_PIECES
-from icecore.store.check import check
-from icecore.store.gc import Collector
-from icecore.store.local import LocalBackend
-from icecore.store.repository import Repository
-from icecore.store.stats import stats
+from icecore.store.backend.base import READERS_LEAVE, RESERVE_PIECE, RESERVE_PIECES
+from icecore.store.backend.local import LocalBackend
+from icecore.store.log.repository import Repository
+from icecore.store.maintenance.check import check
+from icecore.store.maintenance.gc import Collector
+from icecore.store.maintenance.stats import stats
 from tests.store.miniature import collect, listed, read, sound, take
 
 RESERVE = [str(number) for number in range(RESERVE_PIECES)]
@@ -56,8 +56,8 @@ def forget_and_collect(root: Path, several: list[list[str]]) -> list[subprocess.
     script = """if True:
         import asyncio, sys
         from pathlib import Path
-        from icecore.store.local import LocalBackend
-        from icecore.store.repository import Repository
+        from icecore.store.backend.local import LocalBackend
+        from icecore.store.log.repository import Repository
 
         sys.path.append(sys.argv[1])  # last: the package is the installed one
         from tests.store.miniature import collect

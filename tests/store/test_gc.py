@@ -7,12 +7,12 @@ import asyncio
 import pytest
 
 from icecore.errors import NotFound, ObjectMissing, SessionFenced, StoreError
-from icecore.store import catalog
-from icecore.store.faulty import Call, Outcome, always, far_away
-from icecore.store.gc import Collector, Options
-from icecore.store.memory import MemoryBackend
-from icecore.store.reach import Reach, space_refs
-from icecore.store.repository import Repository
+from icecore.store.backend.faulty import Call, Outcome, always, far_away
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.log import catalog
+from icecore.store.log.repository import Repository
+from icecore.store.maintenance.gc import Collector, Options
+from icecore.store.maintenance.reach import Reach, space_refs
 from tests.store.miniature import collect, listed, put, read, reopened, sound, state_of, take
 
 A = {cell: cell for cell in range(20)}

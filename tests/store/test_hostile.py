@@ -15,23 +15,23 @@ import pytest
 import zstandard
 
 from icecore.errors import Damaged, StoreError
-from icecore.restorer.images import image_targets
-from icecore.store import codec
-from icecore.store.cell import CELL, CELL_BYTES, PAGE, PLACE, Records
-from icecore.store.cellmap import check_regions
-from icecore.store.check import check
-from icecore.store.hints import HINTS_KIND
-from icecore.store.keys import Config, Keys, Parameters, decode_config, encode_config
-from icecore.store.local import LocalBackend
-from icecore.store.loop import LoopThread
-from icecore.store.manifest import NODE_REF, Region, Space, decode_manifest, encode_manifest
-from icecore.store.names import object_name
-from icecore.store.reader import SnapshotReader
-from icecore.store.repository import Repository
-from icecore.store.segment import encode_segment, parse_segment
-from icecore.store.slots import Cost, Slot, Slots, decode_slots, encode_slots
-from icecore.store.state import SnapshotRecord, State, encode_entry, encode_page
-from icecore.store.writer import SnapshotWriter
+from icecore.restorer.files.images import image_targets
+from icecore.store.backend.local import LocalBackend
+from icecore.store.format import codec
+from icecore.store.format.cell import CELL, CELL_BYTES, PAGE, PLACE, Records
+from icecore.store.format.cellmap import check_regions
+from icecore.store.format.hints import HINTS_KIND
+from icecore.store.format.keys import Config, Keys, Parameters, decode_config, encode_config
+from icecore.store.format.manifest import NODE_REF, Region, Space, decode_manifest, encode_manifest
+from icecore.store.format.names import object_name
+from icecore.store.format.segment import encode_segment, parse_segment
+from icecore.store.format.slots import Cost, Slot, Slots, decode_slots, encode_slots
+from icecore.store.format.state import SnapshotRecord, State, encode_entry, encode_page
+from icecore.store.log.repository import Repository
+from icecore.store.maintenance.check import check
+from icecore.store.runtime.loop import LoopThread
+from icecore.store.snapshot.reader import SnapshotReader
+from icecore.store.snapshot.writer import SnapshotWriter
 from tests.store.hostile import World, bound, consume, make_world
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,26 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from icecore.errors import Damaged
-from icecore.store import index as index_module
-from icecore.store.backend import Backend
-from icecore.store.cell import PLACE, Bytes, Records
-from icecore.store.cipher import Key
-from icecore.store.faulty import FaultyBackend
-from icecore.store.index import (
-    FAN_IN,
-    Merge,
-    build,
-    merge_long,
-    merge_segments,
-    plan_merges,
-    read_segment,
-    replaced,
-    size_class,
-)
-from icecore.store.lookup import Index
-from icecore.store.memory import MemoryBackend
-from icecore.store.names import object_name, random_id
-from icecore.store.segment import (
+from icecore.store.backend.base import Backend
+from icecore.store.backend.faulty import FaultyBackend
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.format.cell import PLACE, Bytes, Records
+from icecore.store.format.cipher import Key
+from icecore.store.format.names import object_name, random_id
+from icecore.store.format.segment import (
     BLOCK_ENTRIES,
     Mask,
     in_shards,
@@ -43,7 +30,20 @@ from icecore.store.segment import (
     search,
     sort_entries,
 )
-from icecore.store.state import SegmentRef
+from icecore.store.format.state import SegmentRef
+from icecore.store.log import index as index_module
+from icecore.store.log.index import (
+    FAN_IN,
+    Merge,
+    build,
+    merge_long,
+    merge_segments,
+    plan_merges,
+    read_segment,
+    replaced,
+    size_class,
+)
+from icecore.store.log.lookup import Index
 
 KEY = b"k" * 32
 

@@ -16,16 +16,23 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from icecore.errors import Damaged, NotFound, ObjectExists, RecordDamaged, RollbackDetected, StoreError
-from icecore.store.backend import Backend, Buffer, ObjectInfo
-from icecore.store.catalog import Pages
-from icecore.store.faulty import Call, FaultyBackend, Outcome
-from icecore.store.local import LocalBackend
-from icecore.store.log import Log
-from icecore.store.memory import MemoryBackend
-from icecore.store.names import log_generation, log_name
-from icecore.store.state import SegmentRef, SessionRecord, State, decode_entry, encode_entry
-from icecore.store.watermark import FileWatermark, Seen, Watermark
+from icecore.errors import (
+    Damaged,
+    NotFound,
+    ObjectExists,
+    RecordDamaged,
+    RollbackDetected,
+    StoreError,
+)
+from icecore.store.backend.base import Backend, Buffer, ObjectInfo
+from icecore.store.backend.faulty import Call, FaultyBackend, Outcome
+from icecore.store.backend.local import LocalBackend
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.format.names import log_generation, log_name
+from icecore.store.format.state import SegmentRef, SessionRecord, State, decode_entry, encode_entry
+from icecore.store.log.catalog import Pages
+from icecore.store.log.chain import Log
+from icecore.store.log.watermark import FileWatermark, Seen, Watermark
 
 KEY = b"k" * 32
 
@@ -196,7 +203,7 @@ class Sleeper(MemoryBackend):
 @pytest.mark.parametrize("trimmed", [False, True])
 def test_a_writer_that_slept_does_not_believe_that_it_won(others: int, trimmed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its generation was taken, and perhaps trimmed away again, while it slept: then its create succeeds, and must not count."""
-    monkeypatch.setattr("icecore.store.log.KEPT_ENTRIES", 2)
+    monkeypatch.setattr("icecore.store.log.chain.KEPT_ENTRIES", 2)
 
     async def body() -> None:
         backend = MemoryBackend()
@@ -248,8 +255,8 @@ class SlowlyTrimmed(MemoryBackend):
 @pytest.mark.parametrize("slept_at", [2, 3, 4, 5, 6, 7, 8, 9])
 def test_trimming_in_any_order_misleads_no_sleeper(slept_at: int, prove: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer wakes after each single deletion of a trim: what it then believes to have done is in the log."""
-    monkeypatch.setattr("icecore.store.log.KEPT_ENTRIES", 2)
-    monkeypatch.setattr("icecore.store.log.ANCHOR_EVERY", 4)
+    monkeypatch.setattr("icecore.store.log.chain.KEPT_ENTRIES", 2)
+    monkeypatch.setattr("icecore.store.log.chain.ANCHOR_EVERY", 4)
 
     async def run(woken_after: int) -> bool:
         deleted, task = 0, None
@@ -311,7 +318,7 @@ def test_trimming_in_any_order_misleads_no_sleeper(slept_at: int, prove: bool, m
 
 
 def test_what_an_older_writer_left_without_anchors_is_trimmed_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("icecore.store.log.ANCHOR_EVERY", 4)
+    monkeypatch.setattr("icecore.store.log.chain.ANCHOR_EVERY", 4)
 
     async def body() -> None:
         inner = MemoryBackend()
@@ -335,7 +342,7 @@ def test_what_an_older_writer_left_without_anchors_is_trimmed_in_order(monkeypat
 
 def test_a_log_that_moved_on_is_looked_at_before_anything_is_built_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """By far more than entries repeat: nothing could tell afterwards whether what was created then is part of the log."""
-    monkeypatch.setattr("icecore.store.log.KEPT_ENTRIES", 2)
+    monkeypatch.setattr("icecore.store.log.chain.KEPT_ENTRIES", 2)
 
     async def body() -> None:
         backend = MemoryBackend()
@@ -344,7 +351,7 @@ def test_a_log_that_moved_on_is_looked_at_before_anything_is_built_on_it(monkeyp
         await write(log, drawn(100))
         await log.trim(keep=2)
         passed = time.clock_gettime(time.CLOCK_BOOTTIME) + 3600
-        monkeypatch.setattr("icecore.store.log._now", lambda: passed)
+        monkeypatch.setattr("icecore.store.log.chain._now", lambda: passed)
         await write(other, drawn(1))
         assert (await log.newest()).generation == 103
 
@@ -352,7 +359,7 @@ def test_a_log_that_moved_on_is_looked_at_before_anything_is_built_on_it(monkeyp
 
 
 def test_trimming_leaves_the_newest_and_writers_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("icecore.store.log.KEPT_ENTRIES", 5)
+    monkeypatch.setattr("icecore.store.log.chain.KEPT_ENTRIES", 5)
 
     async def body() -> None:
         backend = MemoryBackend()
@@ -576,7 +583,7 @@ def test_an_attempt_that_lost_shares_no_transaction_ids_with_the_next(monkeypatc
 
 def test_what_may_have_been_trimmed_may_be_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that has seen nothing for as many entries as are kept goes on; one entry sooner, an absent one is an error."""
-    monkeypatch.setattr("icecore.store.log.KEPT_ENTRIES", 40)
+    monkeypatch.setattr("icecore.store.log.chain.KEPT_ENTRIES", 40)
 
     async def body() -> None:
         for more, refused in ((39, True), (40, False), (41, False), (90, False)):
@@ -603,7 +610,7 @@ def test_what_may_have_been_trimmed_may_be_absent(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("lag", [0, 30])
 def test_a_trim_while_the_log_is_read_is_no_attack(lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between any two requests of a reader others commit and trim, and its listings may be old."""
-    monkeypatch.setattr("icecore.store.log.KEPT_ENTRIES", 40)
+    monkeypatch.setattr("icecore.store.log.chain.KEPT_ENTRIES", 40)
 
     class Busy(FaultyBackend):
         at = more = 0

@@ -10,16 +10,16 @@ import pytest
 
 from icecore.errors import Damaged, IcecoreError, NotFound, RepositoryReplaced, WrongPassphrase
 from icecore.events import Event
-from icecore.store.faulty import FaultyBackend
-from icecore.store.keychain import change, newest
-from icecore.store.keys import new_slot
-from icecore.store.memory import MemoryBackend
-from icecore.store.names import log_name
-from icecore.store.reader import SnapshotReader
-from icecore.store.repair import Repairer
-from icecore.store.repository import Repository
-from icecore.store.slots import add, decode_slots, encode_slots, rotate
-from icecore.store.watermark import Recollection
+from icecore.store.backend.faulty import FaultyBackend
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.format.keys import new_slot
+from icecore.store.format.names import log_name
+from icecore.store.format.slots import add, decode_slots, encode_slots, rotate
+from icecore.store.log.keychain import change, newest
+from icecore.store.log.repository import Repository
+from icecore.store.log.watermark import Recollection
+from icecore.store.maintenance.repair import Repairer
+from icecore.store.snapshot.reader import SnapshotReader
 from tests.store.miniature import CHEAP, PASSPHRASE, read, state_of, take
 from tests.store.test_commit_cost import fill, synthetic
 

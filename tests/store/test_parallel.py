@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import pytest
 
-from icecore.store.parallel import in_order
+from icecore.store.runtime.parallel import in_order
 
 
 def test_results_come_in_order_and_no_more_is_begun_than_asked() -> None:

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from icecore.errors import Damaged, FormatTooNew, UsageError
-from icecore.store.backend import check_name, check_prefix
-from icecore.store.cell import PLACE
-from icecore.store.envelope import HEADER_BYTES, ObjectKind, seal, unseal
-from icecore.store.keys import (
+from icecore.store.backend.base import check_name, check_prefix
+from icecore.store.format.cell import PLACE
+from icecore.store.format.envelope import HEADER_BYTES, ObjectKind, seal, unseal
+from icecore.store.format.keys import (
     USES,
     Config,
     Keys,
@@ -29,7 +29,7 @@ from icecore.store.keys import (
     new_slot,
     open_slot,
 )
-from icecore.store.manifest import (
+from icecore.store.format.manifest import (
     MANIFEST_KIND,
     NODE_REF,
     Manifest,
@@ -40,10 +40,15 @@ from icecore.store.manifest import (
     decode_manifest,
     encode_manifest,
 )
-from icecore.store.names import KINDS, log_generation, log_name, object_name, parse_name
-from icecore.store.segment import encode_segment, make_entries, parse_head, parse_segment, sort_entries
-from icecore.store.session import Heartbeat, decode_heartbeat, encode_heartbeat
-from icecore.store.state import (
+from icecore.store.format.names import KINDS, log_generation, log_name, object_name, parse_name
+from icecore.store.format.segment import (
+    encode_segment,
+    make_entries,
+    parse_head,
+    parse_segment,
+    sort_entries,
+)
+from icecore.store.format.state import (
     ENTRY_KIND,
     NAMES_KIND,
     PAGE_KIND,
@@ -62,6 +67,7 @@ from icecore.store.state import (
     encode_names,
     encode_page,
 )
+from icecore.store.log.session import Heartbeat, decode_heartbeat, encode_heartbeat
 
 KEY = bytes(range(32))
 KEYS = Keys.derive(KEY)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from icecore.store.pieces import Pieces, Seen
+from icecore.store.maintenance.pieces import Pieces, Seen
 
 
 @pytest.mark.parametrize("budget", [64 << 20, 20_000])

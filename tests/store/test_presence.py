@@ -14,14 +14,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from icecore.store.catalog import Pages
-from icecore.store.gc import COLLECT
-from icecore.store.keys import Parameters
-from icecore.store.local import LocalBackend
-from icecore.store.memory import MemoryBackend
-from icecore.store.presence import has_ended, this_process
-from icecore.store.repository import Repository
-from icecore.store.state import Process, State
+from icecore.store.backend.local import LocalBackend
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.format.keys import Parameters
+from icecore.store.format.state import Process, State
+from icecore.store.log.catalog import Pages
+from icecore.store.log.presence import has_ended, this_process
+from icecore.store.log.repository import Repository
+from icecore.store.maintenance.gc import COLLECT
 from tests.store.miniature import collect, files, put, read, sound, state_of, take
 
 

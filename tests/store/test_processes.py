@@ -26,10 +26,10 @@ import pytest
 from icecore.config import Config
 from icecore.errors import NotFound, ObjectMissing, SessionFenced
 from icecore.places import backend_at
-from icecore.store.backend import Backend
-from icecore.store.keys import Parameters
-from icecore.store.local import LocalBackend
-from icecore.store.repository import Repository
+from icecore.store.backend.base import Backend
+from icecore.store.backend.local import LocalBackend
+from icecore.store.format.keys import Parameters
+from icecore.store.log.repository import Repository
 from tests.seaweedfs import running
 from tests.store.miniature import collect, listed, read, sound, take
 

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 
 from icecore.errors import Damaged, NotFound, ObjectMissing
-from icecore.store import codec
-from icecore.store.cell import CELL_BYTES, CELL_PAGES, NODE_CELLS, PAGE
-from icecore.store.decoder import ChunkDecoder
-from icecore.store.faulty import FaultyBackend
-from icecore.store.manifest import NODE_REF, Region
-from icecore.store.memory import MemoryBackend
-from icecore.store.pool import Scratch
-from icecore.store.reader import plan_nodes
+from icecore.store.backend.faulty import FaultyBackend
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.format import codec
+from icecore.store.format.cell import CELL_BYTES, CELL_PAGES, NODE_CELLS, PAGE
+from icecore.store.format.manifest import NODE_REF, Region
+from icecore.store.runtime.pool import Scratch
+from icecore.store.snapshot.decoder import ChunkDecoder
+from icecore.store.snapshot.reader import plan_nodes
 from tests.store.images import FULL, NONE, Place, Taken, bitmap, image, make_data, place, touch
 
 

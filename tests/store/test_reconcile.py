@@ -9,13 +9,14 @@ from collections.abc import Iterable
 import pytest
 
 from icecore.errors import UsageError
-from icecore.store import reconcile, replication
-from icecore.store.faulty import Call, FaultyBackend, Outcome
-from icecore.store.marks import REMEMBERED, joined, marked
-from icecore.store.memory import MemoryBackend
-from icecore.store.replication import Synced
-from icecore.store.repository import Repository
-from icecore.store.state import SnapshotRecord
+from icecore.store.backend.faulty import Call, FaultyBackend, Outcome
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.format.marks import REMEMBERED, joined, marked
+from icecore.store.format.state import SnapshotRecord
+from icecore.store.log.repository import Repository
+from icecore.store.replication import reconcile
+from icecore.store.replication import replicas as replication
+from icecore.store.replication.replicas import Synced
 from tests.store.miniature import collect, listed, read, sound, take
 
 A = {cell: cell for cell in range(6)}

@@ -10,19 +10,30 @@ import pytest
 
 from icecore.errors import Damaged, IcecoreError, RollbackDetected, SessionFenced, StoreError
 from icecore.events import Event
-from icecore.store import catalog, gaps
-from icecore.store.check import check
-from icecore.store.faulty import Crashed, stop_at
-from icecore.store.gc import Collector, Options
-from icecore.store.log import Log
-from icecore.store.memory import MemoryBackend
-from icecore.store.names import log_name
-from icecore.store.relog import RECOVERED
-from icecore.store.repair import Repairer
-from icecore.store.repository import Repository
-from icecore.store.state import Gap, State
-from icecore.store.watermark import FileWatermark, Watermark
-from tests.store.miniature import CHEAP, PASSPHRASE, collect, listed, put, read, reopened, sound, take
+from icecore.store.backend.faulty import Crashed, stop_at
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.format import gaps
+from icecore.store.format.names import log_name
+from icecore.store.format.state import Gap, State
+from icecore.store.log import catalog
+from icecore.store.log.chain import Log
+from icecore.store.log.repository import Repository
+from icecore.store.log.watermark import FileWatermark, Watermark
+from icecore.store.maintenance.check import check
+from icecore.store.maintenance.gc import Collector, Options
+from icecore.store.maintenance.relog import RECOVERED
+from icecore.store.maintenance.repair import Repairer
+from tests.store.miniature import (
+    CHEAP,
+    PASSPHRASE,
+    collect,
+    listed,
+    put,
+    read,
+    reopened,
+    sound,
+    take,
+)
 from tests.store.test_check import Harm, empty, extend, flip, remove, swap, truncate
 
 A = {cell: cell for cell in range(6)}
@@ -190,7 +201,7 @@ def test_all_entries_are_missing_and_nobody_knows_what_there_was() -> None:
 @pytest.mark.parametrize("which", ["second newest", "anchor", "first", "run"])
 def test_older_entries_are_lost(which: str, harm: Harm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody needs them but to follow the log, so what everybody has seen before them or in them is still followed."""
-    monkeypatch.setattr("icecore.store.log.ANCHOR_EVERY", 8)
+    monkeypatch.setattr("icecore.store.log.chain.ANCHOR_EVERY", 8)
 
     async def body() -> None:
         place = await Place().build()
@@ -487,12 +498,12 @@ def test_nothing_is_written_where_no_generation_is_left(monkeypatch: pytest.Monk
         flip(place.backend.objects, place.entries[0])
         before = dict(place.backend.objects)
         newest = place.watermark.load().generation
-        monkeypatch.setattr("icecore.store.relog.LAST_GENERATION", newest + (1 << 40))
+        monkeypatch.setattr("icecore.store.maintenance.relog.LAST_GENERATION", newest + (1 << 40))
         with pytest.raises(StoreError, match="hardly any generations left"):
             await Repairer(await place.open()).apply()
         assert place.backend.objects == before
         place = await Place().build()
-        monkeypatch.setattr("icecore.store.log.LAST_GENERATION", place.watermark.load().generation)
+        monkeypatch.setattr("icecore.store.log.chain.LAST_GENERATION", place.watermark.load().generation)
         assert set(await listed(await place.open())) == set(place.contents)
         with pytest.raises(StoreError, match="last generation"):
             await (await place.open()).update(place.last, pinned=True)

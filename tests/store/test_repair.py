@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from icecore.errors import IcecoreError, UsageError
-from icecore.store import codec
-from icecore.store.check import check
-from icecore.store.gc import Collector
-from icecore.store.memory import MemoryBackend
-from icecore.store.repair import Repairer
-from icecore.store.repository import Repository
-from icecore.store.trial import Objective
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.format import codec
+from icecore.store.log.repository import Repository
+from icecore.store.maintenance.check import check
+from icecore.store.maintenance.gc import Collector
+from icecore.store.maintenance.repair import Repairer
+from icecore.store.snapshot.trial import Objective
 from tests.store.images import image, local_place, touch
 from tests.store.miniature import collect, listed, read, sound, take
 from tests.store.test_check import A, B, Harm, build, empty, extend, flip, remove, swap, truncate

@@ -11,16 +11,25 @@ import pytest
 
 from icecore.errors import Damaged, ObjectMissing, StoreError, UsageError
 from icecore.events import Event
-from icecore.store import reconcile, replication
-from icecore.store.backend import Backend
-from icecore.store.faulty import Call, Crashed, FaultyBackend, Outcome, Plan, always, stop_at
-from icecore.store.gc import COLLECT
-from icecore.store.keys import Parameters
-from icecore.store.memory import MemoryBackend
-from icecore.store.repair import Repairer
-from icecore.store.replicas import ReplicaBackend
-from icecore.store.repository import Repository
-from icecore.store.testing import BackendConformance
+from icecore.store.backend.base import Backend
+from icecore.store.backend.faulty import (
+    Call,
+    Crashed,
+    FaultyBackend,
+    Outcome,
+    Plan,
+    always,
+    stop_at,
+)
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.backend.replicas import ReplicaBackend
+from icecore.store.backend.testing import BackendConformance
+from icecore.store.format.keys import Parameters
+from icecore.store.log.repository import Repository
+from icecore.store.maintenance.gc import COLLECT
+from icecore.store.maintenance.repair import Repairer
+from icecore.store.replication import reconcile
+from icecore.store.replication import replicas as replication
 from tests.store.miniature import CHEAP, PASSPHRASE, collect, listed, read, sound, take
 from tests.store.test_check import Harm, flip, remove
 

@@ -21,9 +21,9 @@ from icecore.errors import (
     StoreFull,
     UsageError,
 )
-from icecore.store.backend import Backend, ObjectInfo
-from icecore.store.repository import probe
-from icecore.store.s3 import S3Backend, S3Place, _Order
+from icecore.store.backend.base import Backend, ObjectInfo
+from icecore.store.backend.s3 import S3Backend, S3Place, _Order
+from icecore.store.log.repository import probe
 from tests.canned_s3 import Reply, canned
 from tests.seaweedfs import ACCESS_KEY, SECRET_KEY, Server
 

@@ -19,19 +19,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from icecore.errors import Damaged, NotFound, RollbackDetected, SessionFenced, StoreError
-from icecore.store import catalog
-from icecore.store.backend import Backend, Buffer, ObjectInfo
-from icecore.store.catalog import Pages
-from icecore.store.check import Report, check
-from icecore.store.faulty import Outcome
-from icecore.store.keys import Parameters
-from icecore.store.log import Log
-from icecore.store.memory import MemoryBackend
-from icecore.store.names import log_name
-from icecore.store.repository import Repository
-from icecore.store.session import Session
-from icecore.store.state import SnapshotRecord, State
-from icecore.store.watermark import Watermark
+from icecore.store.backend.base import Backend, Buffer, ObjectInfo
+from icecore.store.backend.faulty import Outcome
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.format.keys import Parameters
+from icecore.store.format.names import log_name
+from icecore.store.format.state import SnapshotRecord, State
+from icecore.store.log import catalog
+from icecore.store.log.catalog import Pages
+from icecore.store.log.chain import Log
+from icecore.store.log.repository import Repository
+from icecore.store.log.session import Session
+from icecore.store.log.watermark import Watermark
+from icecore.store.maintenance.check import Report, check
 from tests.store.adversary import Archive, Shown
 from tests.store.miniature import collect, put, read, sound, take
 
@@ -532,7 +532,7 @@ class Deceits(RuleBasedStateMachine):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         for name, value in {"KEPT_ENTRIES": KEPT, "_TRIM_EVERY": 8, "ANCHOR_EVERY": 8, "REMEMBERED": 4}.items():
-            self.patch.setattr(f"icecore.store.log.{name}", value)
+            self.patch.setattr(f"icecore.store.log.chain.{name}", value)
         self.world = Deceit()
 
     def _client(self, number: int) -> Client:

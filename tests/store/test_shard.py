@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from icecore.errors import Damaged, FormatTooNew
-from icecore.store import codec, shard
-from icecore.store.cell import PAGE
-from icecore.store.chunk import NO_CHUNK, chunk_id
-from icecore.store.codec import Choice
-from icecore.store.container import TAIL_BYTES
-from icecore.store.shard import SHARD, ShardBuilder, fill, parse_footer
+from icecore.store.format import codec, shard
+from icecore.store.format.cell import PAGE
+from icecore.store.format.chunk import NO_CHUNK, chunk_id
+from icecore.store.format.codec import Choice
+from icecore.store.format.container import TAIL_BYTES
+from icecore.store.format.shard import SHARD, ShardBuilder, fill, parse_footer
 from tests.store.images import bitmap, make_data
 
 KEY = bytes(range(32))

@@ -11,14 +11,14 @@ import pytest
 
 from icecore.errors import IcecoreError
 from icecore.events import Event
-from icecore.store import index
-from icecore.store.check import check
-from icecore.store.envelope import seal
-from icecore.store.hints import HINTS_KIND, TOUCHED
-from icecore.store.memory import MemoryBackend
-from icecore.store.repair import Repairer
-from icecore.store.repository import Repository
-from icecore.store.watermark import Watermark
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.format.envelope import seal
+from icecore.store.format.hints import HINTS_KIND, TOUCHED
+from icecore.store.log import index
+from icecore.store.log.repository import Repository
+from icecore.store.log.watermark import Watermark
+from icecore.store.maintenance.check import check
+from icecore.store.maintenance.repair import Repairer
 from tests.store.miniature import CHEAP, PASSPHRASE, collect, listed, read, sound, take
 from tests.store.test_check import Harm, empty, extend, flip, remove, truncate
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from icecore.store.cipher import overhead
-from icecore.store.memory import MemoryBackend
-from icecore.store.repository import Repository
-from icecore.store.stats import stats
-from icecore.store.trial import Objective
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.format.cipher import overhead
+from icecore.store.log.repository import Repository
+from icecore.store.maintenance.stats import stats
+from icecore.store.snapshot.trial import Objective
 from tests.store.images import image, local_place, touch
 from tests.store.miniature import CHEAP, PASSPHRASE, collect, take
 

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 
 from icecore.errors import Damaged, StoreError, UsageError
-from icecore.store import codec
-from icecore.store.check import check
-from icecore.store.faulty import Call, Crashed, FaultyBackend, Outcome, stop_at
-from icecore.store.gc import Collector, Options
-from icecore.store.keys import Parameters
-from icecore.store.local import LocalBackend
-from icecore.store.loop import LoopThread
-from icecore.store.memory import MemoryBackend
-from icecore.store.repair import Repairer
-from icecore.store.repository import Repository
-from icecore.store.transfer import copy
-from icecore.store.trial import Objective
+from icecore.store.backend.faulty import Call, Crashed, FaultyBackend, Outcome, stop_at
+from icecore.store.backend.local import LocalBackend
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.format import codec
+from icecore.store.format.keys import Parameters
+from icecore.store.log.repository import Repository
+from icecore.store.maintenance.check import check
+from icecore.store.maintenance.gc import Collector, Options
+from icecore.store.maintenance.repair import Repairer
+from icecore.store.replication.transfer import copy
+from icecore.store.runtime.loop import LoopThread
+from icecore.store.snapshot.trial import Objective
 from tests.store.images import Image, Place, image, place, touch
 from tests.store.miniature import CHEAP, PASSPHRASE, collect, listed, read, sound, take
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from icecore.store.cell import CELL_BYTES
-from icecore.store.check import check
-from icecore.store.local import LocalBackend
-from icecore.store.loop import LoopThread
-from icecore.store.reader import SnapshotReader
-from icecore.store.repository import Repository
+from icecore.store.backend.local import LocalBackend
+from icecore.store.format.cell import CELL_BYTES
+from icecore.store.log.repository import Repository
+from icecore.store.maintenance.check import check
+from icecore.store.runtime.loop import LoopThread
+from icecore.store.snapshot.reader import SnapshotReader
 from tests.store.version1 import CELLS, PASSPHRASE, SNAPSHOTS, content
 
 DATA = Path(__file__).resolve().parent.parent / "data"

@@ -8,15 +8,22 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from icecore.errors import ObjectExists, ObjectMissing, StoreDenied, StoreError, StoreFull, UsageError
+from icecore.errors import (
+    ObjectExists,
+    ObjectMissing,
+    StoreDenied,
+    StoreError,
+    StoreFull,
+    UsageError,
+)
 from icecore.events import Event
-from icecore.store.backend import Buffer, ObjectInfo
-from icecore.store.faulty import Call, FaultyBackend, Outcome, at_random
-from icecore.store.limits import Limited
-from icecore.store.memory import MemoryBackend
-from icecore.store.metrics import Metered
-from icecore.store.retry import Patience, Retrying
-from icecore.store.wrapper import Wrapper
+from icecore.store.backend.base import Buffer, ObjectInfo
+from icecore.store.backend.faulty import Call, FaultyBackend, Outcome, at_random
+from icecore.store.backend.limits import Limited
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.backend.metrics import Metered
+from icecore.store.backend.retry import Patience, Retrying
+from icecore.store.backend.wrapper import Wrapper
 
 QUICK = Patience(attempts=4, first=1e-4, longest=1e-4)
 

@@ -12,18 +12,30 @@ import numpy as np
 import pytest
 
 from icecore.errors import StoreError, StoreFull
-from icecore.store import codec
-from icecore.store.backend import Backend
-from icecore.store.cell import CELL_BYTES, CELL_PAGES, PAGE, Records
-from icecore.store.chunk import NO_CHUNK, chunk_id
-from icecore.store.container import TAIL_BYTES
-from icecore.store.faulty import Call, FaultyBackend, Outcome
-from icecore.store.local import LocalBackend
-from icecore.store.manifest import Region
-from icecore.store.memory import MemoryBackend
-from icecore.store.shard import SHARD, parse_footer
-from icecore.store.trial import Objective
-from tests.store.images import FULL, KINDS, NONE, Image, Place, bitmap, image, local_place, make_data, place, touch
+from icecore.store.backend.base import Backend
+from icecore.store.backend.faulty import Call, FaultyBackend, Outcome
+from icecore.store.backend.local import LocalBackend
+from icecore.store.backend.memory import MemoryBackend
+from icecore.store.format import codec
+from icecore.store.format.cell import CELL_BYTES, CELL_PAGES, PAGE, Records
+from icecore.store.format.chunk import NO_CHUNK, chunk_id
+from icecore.store.format.container import TAIL_BYTES
+from icecore.store.format.manifest import Region
+from icecore.store.format.shard import SHARD, parse_footer
+from icecore.store.snapshot.trial import Objective
+from tests.store.images import (
+    FULL,
+    KINDS,
+    NONE,
+    Image,
+    Place,
+    bitmap,
+    image,
+    local_place,
+    make_data,
+    place,
+    touch,
+)
 
 THRIFTY = Objective(0.01e9, 2)
 
@@ -403,7 +415,7 @@ def test_a_snapshot_of_nothing(here: Place) -> None:
 
 def test_hints(here: Place) -> None:
     from icecore.errors import Damaged
-    from icecore.store.hints import decode_hints
+    from icecore.store.format.hints import decode_hints
 
     with here.writer() as writer:
         name, digest = writer.put_hints("lineage", b"f" * 1000)

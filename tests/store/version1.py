@@ -11,14 +11,23 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from icecore.store.cell import CELL, CELL_PAGES, PAGE, Records
-from icecore.store.keys import Parameters
-from icecore.store.local import LocalBackend
-from icecore.store.loop import LoopThread
-from icecore.store.manifest import MANIFEST_FORMAT, Manifest, Namespaces, OpenFile, Process, Region, Requirements, Sizes
-from icecore.store.repository import Repository
-from icecore.store.slots import Cost
-from icecore.store.writer import SnapshotWriter
+from icecore.store.backend.local import LocalBackend
+from icecore.store.format.cell import CELL, CELL_PAGES, PAGE, Records
+from icecore.store.format.keys import Parameters
+from icecore.store.format.manifest import (
+    MANIFEST_FORMAT,
+    Manifest,
+    Namespaces,
+    OpenFile,
+    Process,
+    Region,
+    Requirements,
+    Sizes,
+)
+from icecore.store.format.slots import Cost
+from icecore.store.log.repository import Repository
+from icecore.store.runtime.loop import LoopThread
+from icecore.store.snapshot.writer import SnapshotWriter
 
 #: Pages of each cell: few, so that the repository stays small.
 PAGES = 24

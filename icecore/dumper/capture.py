@@ -1,0 +1,293 @@
+"""What is captured: in the window only what the running job would change, after it all that CRIU has written; the rule: the window reads, others write."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import blake3
+import msgspec
+import numpy as np
+
+from icecore.dumper.memory.cells import EXTENT
+from icecore.dumper.memory.early import Early
+from icecore.dumper.memory.fingerprints import KnownCells
+from icecore.dumper.memory.grid import grid
+from icecore.dumper.memory.hidden import complete, find_hidden
+from icecore.dumper.memory.images import ImageSet, Pagemap, image_files, read_images
+from icecore.dumper.memory.parent import Parent
+from icecore.dumper.memory.precopy import PreCopied
+from icecore.dumper.memory.sources import FileSource, PagesImage
+from icecore.dumper.memory.spaces import Machinery, SpaceCapture
+from icecore.dumper.observe.facts import (
+    describe_namespaces,
+    describe_processes,
+    listening_ports,
+    thread_ids,
+)
+from icecore.dumper.observe.files import FoundFile, find_files, tree_pids, unchanged_since
+from icecore.dumper.options import DumpOptions
+from icecore.errors import DumpFailed, NotFound
+from icecore.events import Sink, phase
+from icecore.host.criu.hidden import read_hidden
+from icecore.host.criu.images import LINKED, load_files, load_remaps, load_rseq
+from icecore.host.kernel import procfs
+from icecore.host.kernel.memory import RemoteReader
+from icecore.store.format.cell import PAGE
+from icecore.store.format.manifest import Namespaces, OpenFile, Process, Region, Space
+
+#: In CRIU's image directory: what it was kept from seeing. As a log, it is not part of the snapshot.
+HIDDEN_FILE = "hidden.log"
+_HASH_BYTES = 1 << 20
+
+
+@dataclass
+class Captured:
+    """One consistent image of the tree, as far as it has been read.
+
+    Attributes:
+        at_ns: When the tree stood still, ns since the epoch.
+        pids: Host pid → image id, root first.
+        ids: Process and thread ids that a restore needs free.
+        spaces: Captures of processes, files, shared memory and image files.
+        reused: Spaces taken over from the parent as they are.
+        files: What the manifest says of open files.
+        lost: Names under which files were opened that have only other names now.
+        scanned: Bytes read in the window.
+    """
+
+    at_ns: int
+    pids: dict[int, int]
+    ids: list[int]
+    processes: list[Process]
+    namespaces: Namespaces
+    ports: list[str]
+    images: ImageSet
+    spaces: list[SpaceCapture] = field(default_factory=list)
+    reused: list[Space] = field(default_factory=list)
+    files: list[OpenFile] = field(default_factory=list)
+    lost: set[str] = field(default_factory=set)
+    scanned: int = 0
+
+    @property
+    def hidden(self) -> int:
+        """Bytes of pages that CRIU did not see."""
+        return sum(int(pagemap.hidden["pages"].sum()) for pagemap in self.images.processes) * PAGE
+
+
+class Capture:
+    """Reads a frozen tree and what CRIU wrote of it.
+
+    Args:
+        images: CRIU's image directory.
+        version: Of the CRIU that writes there.
+        parent: The parent snapshot, if there is one.
+        copied: What pre-copy learnt, by image id.
+    """
+
+    def __init__(
+        self,
+        options: DumpOptions,
+        images: Path,
+        version: tuple[int, ...],
+        parent: Parent | None,
+        copied: Mapping[int, PreCopied],
+        machinery: Machinery,
+        emit: Sink,
+    ) -> None:
+        self._options = options
+        self._images = images
+        self._version = version
+        self._parent = parent
+        self._copied = copied
+        self._machinery = machinery
+        self._emit = emit
+
+    def in_window(
+        self, root: int, device: Mapping[int, Sequence[tuple[int, int]]], early: Early | None = None
+    ) -> Captured:
+        """Everything that must be read while the tree stands still.
+
+        Args:
+            root: Host pid.
+            device: Host pid → where device memory lies in its memory, (start, end), ascending.
+            early: What was read while CRIU was at work.
+        """
+        at = time.time_ns()
+        pids = tree_pids(root)
+        alive = [pid for pid in pids if os.path.exists(f"/proc/{pid}/exe")]
+        images = self._read_images(pids, early)
+        namespaces = describe_namespaces(root)
+        ids = [] if namespaces.pid else thread_ids(pids)
+        captured = Captured(at, pids, ids, describe_processes(pids), namespaces, listening_ports(alive), images)
+        touched = load_rseq(self._images) if early else []
+        by_image = {image: pid for pid, image in pids.items()}
+        for number, pagemap in enumerate(images.processes):
+            if pagemap.number not in by_image:
+                raise NotFound(f"CRIU dumped a process {pagemap.number} that is not in the tree of {root}")
+            pid = by_image[pagemap.number]
+            with RemoteReader(pid) as reader:
+                capture = self._process(pagemap, number, reader, device.get(pid, ()))
+                captured.spaces.append(capture)
+                done = early.processes.get(pagemap.number) if early else None
+                captured.scanned += capture.scan(reader, pagemap.extents, self._machinery, done, touched)
+        with phase(self._emit, "dump.files") as running:
+            for file in find_files(alive, self._options):
+                running.bytes += self._file(file, captured)
+        _still_there(alive)
+        return captured
+
+    def _read_images(self, pids: Mapping[int, int], early: Early | None) -> ImageSet:
+        """What CRIU wrote, with the pages that it was kept from seeing."""
+        images = read_images(self._images)
+        hidden = read_hidden(self._images / HIDDEN_FILE)
+        if unknown := hidden.keys() - pids.keys():
+            raise DumpFailed(f"CRIU was kept from memory of processes that are not in the tree: {sorted(unknown)}")
+        by_image = {image: pid for pid, image in pids.items() if pid in hidden}
+        processes = []
+        for pagemap in images.processes:
+            pid = by_image.get(pagemap.number)
+            if pid is not None:
+                present = early.present.get(pagemap.number) if early else None
+                pagemap = pagemap.with_hidden(find_hidden(pid, pagemap.regions, hidden[pid], present, self._machinery.threads))
+            processes.append(pagemap)
+        return ImageSet(processes, images.shared)
+
+    def _process(
+        self, pagemap: Pagemap, number: int, reader: RemoteReader, device: Sequence[tuple[int, int]]
+    ) -> SpaceCapture:
+        key = str(pagemap.number)
+        parent = self._parent.space("process", key) if self._parent else None
+        copied = self._copied.get(pagemap.number)
+        known = copied.known if copied else parent.known if parent else KnownCells.none()
+        regions = grid(pagemap.regions, device, reader, parent, copied)
+        seen = copied.seen if copied else None
+        return SpaceCapture("process", key, 0, regions, known, parent, self._stream(number), seen)
+
+    def _stream(self, number: int) -> int:
+        return number % self._machinery.streams
+
+    def _file(self, file: FoundFile, captured: Captured) -> int:
+        """Record one open file and read its content where the policy says so; returns bytes read."""
+        about = file.about
+        if file.deleted and file.links:
+            about = msgspec.structs.replace(about, links=_other_names(file))
+            captured.lost.add(about.path)
+        before = self._parent.file(about.path) if self._parent else None
+        if about.policy != "content":
+            digest = _digest(file.reach, about.size) if self._options.verify_files and about.policy == "checked" else ""
+            captured.files.append(msgspec.structs.replace(about, digest=digest))
+            return about.size if digest else 0
+        captured.files.append(about)
+        parent = self._parent.space("file", about.path) if self._parent else None
+        if (
+            parent is not None
+            and self._parent is not None
+            and unchanged_since(file, before, self._parent.manifest.created_ns)
+        ):
+            captured.reused.append(parent.space)
+            return 0
+        descriptor = os.open(file.reach, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            source = FileSource(descriptor, about.size, about.path)
+            regions = [Region(0, -(-about.size // PAGE) * PAGE, 0, kind="file", name=about.path)] if about.size else []
+            capture = SpaceCapture.make("file", about.path, about.size, regions, parent)
+            captured.spaces.append(capture)
+            read = capture.scan(source, source.extents(), self._machinery) if about.size else 0
+            if os.fstat(descriptor).st_size < about.size:
+                raise DumpFailed(f"{about.path} shrank while it was read: something outside the job writes to it")
+            return read
+        finally:
+            os.close(descriptor)
+
+    def after_window(self, captured: Captured) -> None:
+        """Everything that CRIU has written: shared memory, and its image files."""
+        complete(self._images, captured.images.processes, self._version)
+        if captured.lost:
+            _rename(captured, _linked(self._images))
+        for pagemap in captured.images.shared:
+            key = str(pagemap.number)
+            parent = self._parent.space("shared", key) if self._parent else None
+            capture = SpaceCapture.make("shared", key, 0, pagemap.regions, parent)
+            captured.spaces.append(capture)
+            self._pages(capture, pagemap)
+        for path in image_files(self._images):
+            captured.spaces.append(self._image(path))
+
+    def _pages(self, capture: SpaceCapture, pagemap: Pagemap) -> None:
+        if not len(pagemap.written):
+            return
+        source = PagesImage(str(self._images / f"pages-{pagemap.pages}.img"), pagemap.written)
+        try:
+            order = np.argsort(pagemap.written["address"], kind="stable")
+            capture.scan(source, pagemap.written[order], self._machinery)
+        finally:
+            source.close()
+
+    def _image(self, path: Path) -> SpaceCapture:
+        size = path.stat().st_size
+        parent = self._parent.space("image", path.name) if self._parent else None
+        regions = [Region(0, -(-size // PAGE) * PAGE, 0, kind="image", name=path.name)] if size else []
+        capture = SpaceCapture.make("image", path.name, size, regions, parent)
+        if size:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                extents = np.array([(0, -(-size // PAGE))], EXTENT)
+                capture.scan(FileSource(descriptor, size, path.name), extents, self._machinery)
+            finally:
+                os.close(descriptor)
+        return capture
+
+
+def _still_there(pids: list[int]) -> None:
+    """Raise if one of the processes did not live to the end of the window: SIGKILL reaches a frozen one too, and CRIU ends with 0 all the same."""
+    for pid in pids:
+        if not procfs.exists(pid) or procfs.is_zombie(pid):
+            raise DumpFailed(f"process {pid} was killed while it was being dumped")
+
+
+def _linked(images: Path) -> dict[str, str]:
+    """Files that lost the name under which they were opened but have others: that name → the name that CRIU will look for (``link_remap.N``).
+
+    CRIU makes that link and removes it again when it leaves the tree running: the restore must put the file there.
+    """
+    names = {file.id: file.path for file in load_files(images)}
+    return {names[r.original]: names[r.target] for r in load_remaps(images) if r.kind == LINKED}
+
+
+def _rename(captured: Captured, linked: Mapping[str, str]) -> None:
+    """Call the files that lost their name by the one that CRIU will look for; it is known once CRIU's images are complete."""
+    captured.files = [
+        msgspec.structs.replace(f, path=linked.get(f.path, f.path)) if f.path in captured.lost else f
+        for f in captured.files
+    ]
+    for capture in captured.spaces:
+        if capture.kind == "file" and capture.key in captured.lost:
+            capture.key = linked.get(capture.key, capture.key)
+
+
+def _other_names(file: FoundFile) -> list[str]:
+    """Names of the same file beside the one that was lost; those in other folders are not searched for."""
+    root = f"/proc/{file.reach.split('/')[2]}/root"  # its process may see other mounts than this one
+    folder = os.path.dirname(file.about.path)
+    try:
+        with os.scandir(root + folder) as entries:
+            names = [e.name for e in entries if e.inode() == file.about.inode]
+        return sorted(
+            os.path.join(folder, n) for n in names if os.lstat(f"{root}{folder}/{n}").st_dev == file.about.device
+        )
+    except FileNotFoundError:
+        return []  # the folder was deleted too
+
+
+def _digest(path: str, size: int) -> str:
+    hasher = blake3.blake3()
+    with open(path, "rb") as file:
+        left = size
+        while left and (piece := file.read(min(_HASH_BYTES, left))):
+            hasher.update(piece)
+            left -= len(piece)
+    return hasher.hexdigest()

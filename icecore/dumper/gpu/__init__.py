@@ -1,0 +1,1 @@
+"""Device memory: moved by the driver, or copied where it is."""

@@ -1,0 +1,457 @@
+"""The device memory of a dump; its rule: none stays behind. Every GPU process is locked, then checkpointed and brought back while CRIU holds all other threads.
+
+The calls are made by a helper that the guard started (`icecore.host.gpu.helper`). It undoes them when this process is gone; when the helper itself
+is lost, another one takes over.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+from icecore.dumper.freeze.guard import Guard
+from icecore.dumper.gpu.resident import Resident
+from icecore.dumper.memory.parent import Parent
+from icecore.dumper.memory.spaces import Machinery, SpaceCapture
+from icecore.dumper.observe.gpus import GpuLook
+from icecore.dumper.observe.resident_look import has_mapped
+from icecore.dumper.preflight.orphans import left_open, misjudged, require_no_others
+from icecore.errors import DumpFailed, IcecoreError, MissingTool, NotFound, PreflightRefused
+from icecore.events import Event, Sink, phase
+from icecore.host.cuda.api import DeviceError, HelperLost, LockTimeout, Placement, State
+from icecore.host.gpu.client import Helper, start_here
+from icecore.host.kernel import procfs
+from icecore.host.resident.client import ResidentFailed
+from icecore.host.resident.copyplan import Foreseen
+
+#: Shares of the time that is allowed for a lock, one for each attempt. Ranks that wait for each other (one is locked, the other's collective is under
+#: way) never come to rest: with several processes the first attempts are short, and each begins at another point of their steps.
+LOCK_ONE = (1.0, 1.0, 1.0)
+LOCK_SEVERAL = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
+_PAUSE_SECONDS = 0.2
+#: How much longer than the window the helper waits before it brings the processes back by itself.
+_GRACE_SECONDS = 2.0
+_GO_SECONDS = 60.0
+#: From when CRIU is hung up on until it is about to let the tree go.
+_HELD_SECONDS = 30.0
+_SLOWEST_RATE = 0.5e9
+
+Ranges = Mapping[int, Sequence[tuple[int, int]]]
+
+
+class Devices:
+    """The GPU processes of one dump (a context manager: left with an error it brings all of them back to running).
+
+    Args:
+        root: The tree's.
+        look: Who they are.
+        guard: Starts the helper.
+        word: Shows in the helper's command line.
+        lock_seconds: How long a process's submitted work may take to end.
+        emit: Gets the ``dump.gpu.…`` phases.
+        resident: Their resident memory, where they have some.
+        populate: Make the driver's mappings for it.
+
+    Attributes:
+        pids: The processes with CUDA state. Host pids.
+        ranges: Where each one's device memory lies in its own memory, once it is checkpointed: (start, end).
+        temporary: Those of them where nothing was before, and nothing is once they are brought back: the driver takes them away again.
+    """
+
+    def __init__(
+        self,
+        root: int,
+        look: GpuLook,
+        guard: Guard,
+        word: str,
+        lock_seconds: float,
+        emit: Sink,
+        resident: Resident | None = None,
+        populate: bool = True,
+    ) -> None:
+        self._root = root
+        self._look = look
+        self._guard = guard
+        self._word = word
+        self._lock_seconds = lock_seconds
+        self._emit = emit
+        self._populate = populate
+        self._touched = False
+        self.pids: list[int] = []
+        self.ranges: dict[int, list[tuple[int, int]]] = {}
+        self.temporary: dict[int, list[tuple[int, int]]] = {}
+        self._nvml: list[int] = []
+        self._resident = resident
+        self._helper = Helper(guard.start, word)
+
+    def holder(self) -> socket.socket:
+        """For the plugin of the CRIU that will hold the tree; to be closed."""
+        return self._helper.holder()
+
+    def close(self) -> None:
+        """End helper and worker. May be called twice."""
+        self._helper.close()
+        if self._resident is not None:
+            self._resident.close()
+
+    def require(
+        self, staging_bytes: int, machinery: Machinery, parent: Parent | None, *, pre_copy: int | None = None
+    ) -> None:
+        """Wait until CUDA is initialised in the helper, and ask for the processes' states.
+
+        Args:
+            staging_bytes: Bound on pinned host memory for copies of resident memory; what of that is likely to change and has no room on its GPU comes on top.
+            machinery, parent: What these copies are stored with, and compared with.
+            pre_copy: Resident memory without room on its GPU is stored before the window from so many bytes on; None: it is not.
+
+        Raises:
+            MissingTool: The driver's calls cannot be made.
+            PreflightRefused: A process is in a state in which it cannot be dumped; nothing was stopped.
+        """
+        self._helper.wait_ready()
+        states = {p.pid: self._helper.state(p.pid) for p in (*self._look.processes, *self._look.orphans)}
+        reasons = [(r.name, r.message, r.cure) for r in misjudged(self._look, states)]
+        for pid, state in states.items():
+            if state not in (State.NOT_CUDA, State.RUNNING):
+                cure = (
+                    f"bring it back: cuda-checkpoint --toggle --pid {pid}"
+                    if state is not State.FAILED
+                    else "end it: the driver has lost its state"
+                )
+                reasons.append(("gpu-state", f"the driver says that process {pid} is {state.value}", cure))
+        if reasons:
+            raise PreflightRefused(reasons)
+        self.pids = [pid for pid, state in states.items() if state is not State.NOT_CUDA]
+        cuda = [one for one in self._look.processes if one.pid in self.pids]
+        others = [one for one in self._look.processes if one.pid not in self.pids]
+        self._look = replace(self._look, processes=cuda, orphans=[*self._look.orphans, *others])
+        if self._resident is not None:
+            with phase(self._emit, "dump.resident.prepare") as running:
+                running.fields |= self._resident.prepare(staging_bytes, machinery, parent, moved=self._look.most_bytes)
+            if pre_copy is not None:
+                self._resident.pre_copy(machinery, parent, least=pre_copy)
+
+    @property
+    def foreseen(self) -> Foreseen | None:
+        """Where copies of resident memory will probably go; None: nobody has looked, or there is none."""
+        found = None if self._resident is None else self._resident.foreseen
+        return found and found._replace(left=max(0, found.left - self.pre_copied))
+
+    @property
+    def pre_copied(self) -> int:
+        """Bytes of resident memory that were stored before the window."""
+        return 0 if self._resident is None else self._resident.pre_copied
+
+    # -- in the window
+
+    def lock(self, limit: float | None, machinery: Machinery, parent: Parent | None) -> None:
+        """Lock all; of resident memory, begin to copy what changed. CRIU is to freeze the tree now.
+
+        Args:
+            machinery, parent: What these copies are stored with, and compared with.
+            limit: Seconds from now after which they shall run again whatever this process does. None: no limit.
+
+        Raises:
+            DumpFailed: One could not be; the context manager brings all back.
+        """
+        self._touched = True
+        try:
+            self._helper.deadline(None if limit is None else limit + _GRACE_SECONDS)
+            if self._resident is not None:
+                self._helper.resident(self._resident.agents)
+                self._resident.take_away(self._lock_for, self._unlock, limit)
+                self._resident.begin_copy(machinery, parent)
+            self._lock()
+            self._require_taken_away()
+        except (DeviceError, NotFound, ResidentFailed) as error:
+            raise _uncapturable(error) from error
+
+    def _require_taken_away(self) -> None:
+        """What the driver checkpoints it restores into other memory: nothing that a keeper holds may be mapped. Locked, nobody can allocate any more."""
+        for pid in self.pids:
+            if has_mapped(pid):
+                raise DumpFailed(
+                    f"process {pid} has resident memory now that it did not have when the dump began", cure="dump it again"
+                )
+
+    def checkpoint(self, seconds: float) -> bool:
+        """Checkpoint all, while CRIU holds every other thread of the tree: what the driver takes away meanwhile nobody may touch.
+
+        Args:
+            seconds: How long CRIU may take to freeze the tree.
+
+        Returns:
+            Whether it was done; otherwise CRIU did not come to hold the tree.
+
+        Raises:
+            DumpFailed: One could not be; the context manager brings all back.
+        """
+        try:
+            if not self._helper.hold(self.pids, seconds):
+                self._helper.leave()  # a CRIU that comes to it later fails
+                return False
+            before = {pid: procfs.read_maps(pid) for pid in self.pids}
+            with phase(self._emit, "dump.gpu.checkpoint") as running:
+                done, failed = self._helper.checkpoint(self.pids, populate=self._populate)
+                self._raise(failed, "checkpointed")
+                after = {pid: procfs.read_maps(pid) for pid in self.pids}
+                require_no_others(self._root, self._look, self.pids)
+                self._nvml = left_open(after, self._look.backend)
+                if {one.placement for one in done.values()} - {Placement.PROCESS}:
+                    raise DumpFailed(
+                        "the driver put device memory where this icecore does not look", cure="use a newer icecore"
+                    )
+                self.ranges = {pid: procfs.appeared(before[pid], after[pid]) for pid in self.pids}
+                # Where the driver had mapped pinned memory, it does so again.
+                self.temporary = {pid: _free_of(ranges, before[pid]) for pid, ranges in self.ranges.items()}
+                running.bytes = sum(end - start for ranges in self.ranges.values() for start, end in ranges)
+                running.fields["populated"] = sum(one.populated for one in done.values())
+                running.fields["huge"] = sum(one.huge for one in done.values())
+                reasons = dict.fromkeys(one.not_populated for one in done.values() if one.not_populated)
+                if reasons:
+                    running.fields["not_populated"] = "; ".join(reasons)
+            self._helper.go_on()
+        except (DeviceError, NotFound) as error:
+            raise _uncapturable(error) from error
+        return True
+
+    def _lock(self) -> None:
+        """All or none. A rank that waits for one that is locked already never comes to rest: then all go on, and it is tried again."""
+        with phase(self._emit, "dump.gpu.lock", processes=len(self.pids)) as running:
+            shares = LOCK_SEVERAL if len(self.pids) > 1 else LOCK_ONE
+            for attempt, share in enumerate(shares, 1):
+                running.fields["attempts"] = attempt
+                failed = self._helper.lock(self.pids, self._lock_seconds * share)
+                if not failed:
+                    return
+                timeouts = {pid: error for pid, error in failed.items() if isinstance(error, LockTimeout)}
+                if len(timeouts) < len(failed) or attempt == len(shares):
+                    self._raise(failed, "locked")
+                self._raise(self._helper.unlock(pid for pid in self.pids if pid not in failed), "unlocked")
+                time.sleep(random.uniform(0.1, 1.0) * _PAUSE_SECONDS)
+
+    def _lock_for(self, pids: Collection[int], seconds: float) -> None:
+        """All or none, for so long."""
+        failed = self._helper.lock(pids, min(seconds, self._lock_seconds))
+        if failed:
+            self._helper.unlock([pid for pid in pids if pid not in failed])
+            raise next(iter(sorted(failed.values(), key=lambda error: isinstance(error, LockTimeout))))
+
+    def _unlock(self, pids: Collection[int]) -> None:
+        for error in self._helper.unlock(pids).values():
+            raise error
+
+    def wait_copied(self, check: Callable[[], None]) -> None:
+        """Until what changed of resident memory is copied aside; ``check`` raises when the window is over."""
+        if self._resident is not None:
+            self._resident.wait_copied(check)
+
+    def let_go(self) -> None:
+        """Nothing of the job's memory is needed any more; the window is over."""
+        if self._resident is not None:
+            self._resident.let_go()
+
+    def store(self, machinery: Machinery) -> list[SpaceCapture]:
+        """Store what was copied aside; the window is over."""
+        return [] if self._resident is None else self._resident.store(machinery)
+
+    def go(self) -> None:
+        """Bring all back, before CRIU, which was hung up on, lets go of them. Resident memory is for `give_back`.
+
+        Raises:
+            DumpFailed: One cannot be.
+        """
+        size = sum(end - start for ranges in self.ranges.values() for start, end in ranges)
+        try:
+            # No window ends this any more; a process that does nothing for so long is stopped, or the driver hangs.
+            self._helper.deadline(_GO_SECONDS + size / _SLOWEST_RATE)
+            held = self._helper.hold(self.pids, _HELD_SECONDS)
+        except DeviceError as error:
+            raise DumpFailed(f"GPU processes cannot be brought back: {error.message}", cure=error.cure) from error
+        if not held:
+            raise DumpFailed("CRIU let go of GPU processes before the driver had brought them back")
+        with phase(self._emit, "dump.gpu.restore") as running:
+            running.bytes = size
+            failed = self._helper.restore({pid: {} for pid in self.pids})
+        if not failed:
+            self._note_temporary()
+            with phase(self._emit, "dump.gpu.unlock"):
+                failed = self._helper.unlock(self.pids)
+        if failed:
+            self._undo()
+            self._raise(failed, "brought back at the first attempt")
+        try:
+            self._helper.go_on()
+        except DeviceError as error:
+            raise DumpFailed(f"CRIU does not let go of GPU processes: {error.message}", cure=error.cure) from error
+
+    def _note_temporary(self) -> None:
+        """While nothing else runs in them."""
+        for pid, ranges in self.temporary.items():
+            with suppress(NotFound):
+                self.temporary[pid] = _free_of(ranges, procfs.read_maps(pid))
+
+    def give_back(self) -> None:
+        """CRIU has let go of them, too: they have their resident memory again, and run.
+
+        Raises:
+            DumpFailed: One cannot have it.
+        """
+        if self._resident is not None:
+            try:
+                self._resident.give_back()
+            except IcecoreError as error:
+                self._undo()
+                raise DumpFailed(f"resident memory was not mapped at the first attempt: {error.message}", cure=error.cure) from error
+            self._helper.resident([])
+        self._helper.deadline(None)
+        self._touched = False
+
+    def leave(self) -> None:
+        """The tree is about to be killed: CRIU is not to wait for anybody when it is let go."""
+        self._touched = False
+        with suppress(DeviceError):  # without the helper CRIU does not wait
+            self._helper.leave()
+
+    def gone(self, *, keep_resident: bool) -> None:
+        """The tree was killed: there is nothing to bring back. ``keep_resident``: its resident memory stays on the GPUs."""
+        if self._resident is None:
+            return
+        with suppress(DeviceError):  # a helper that is lost brings nobody back
+            self._helper.resident([])
+        try:
+            self._resident.gone(keep=keep_resident)
+        except IcecoreError as error:  # the snapshot is there, and the job has ended
+            message = f"device memory of the ended job may not be free yet: {error.message}"
+            self._emit(Event("dump.warning", {"name": "resident", "message": message, "cure": "icecore rm of the job lets go of it"}))
+
+    def outlive(self, init: int, status: Path) -> None:
+        """There is the snapshot: see `icecore.dumper.gpu.resident.Resident.outlive`."""
+        if self._resident is None:
+            return
+        try:
+            self._resident.outlive(init, status)
+        except (IcecoreError, OSError) as error:
+            message = f"device memory does not outlive a crash of this job: {getattr(error, 'message', error)}"
+            cure = "the next dump tries again; a keeper that an older icecore started lasts as long as its job"
+            self._emit(Event("dump.warning", {"name": "keep-resident", "message": message, "cure": cure}))
+
+    def warn(self) -> None:
+        """Warn of what a restore will take from processes that run on. The window is over."""
+        for pid in self._nvml:
+            message = f"process {pid} uses NVML and CUDA: after a restore, its NVML calls fail until it calls nvmlShutdown and nvmlInit again"
+            self._emit(Event("dump.warning", {"name": "nvml", "message": message, "cure": "have it initialise NVML for each reading"}))
+
+    def describe(self, images: Mapping[int, int]) -> dict[str, str]:
+        """What a restore needs to know, for the manifest's ``extra``; nothing where no process has CUDA state.
+
+        Args:
+            images: Host pid → image id.
+        """
+        if not self.pids:
+            return {}
+        inventory = self._look.inventory
+        used = {p.pid: p for p in self._look.processes}
+        processes = {
+            str(images[pid]): {
+                "gpus": list(used[pid].opened),
+                "contexts": dict(used[pid].contexts),
+                "temporary": self.temporary.get(pid, []),
+            }
+            for pid in self.pids
+        }
+        resident = {} if self._resident is None else self._resident.describe(images)
+        return {"cuda": json.dumps({"driver": inventory.driver if inventory else "", "processes": processes}), **resident}
+
+    def requirements(self) -> list[dict[str, str]]:
+        """The GPUs that the processes had, for the manifest's requirements."""
+        inventory = self._look.inventory
+        seen = {uuid for p in self._look.processes for uuid in p.opened}
+        used = {uuid for p in self._look.processes for uuid in p.contexts}
+        return [
+            {
+                "kind": "cuda",
+                "uuid": gpu.uuid,
+                "name": gpu.name,
+                "memory": str(gpu.memory),
+                "used": "yes" if gpu.uuid in used or not used else "no",
+                "driver": inventory.driver,
+            }
+            for gpu in (inventory.gpus if inventory else ())
+            if inventory is not None and gpu.uuid in seen
+        ]
+
+    # -- undoing
+
+    def __enter__(self) -> Devices:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._touched:
+                self._undo()
+        finally:
+            self.close()
+
+    def _undo(self) -> None:
+        """Whatever state they are in.
+
+        Raises:
+            DumpFailed: One of them cannot be brought back.
+        """
+        self._guard.hang_up()  # CRIU, if it holds the tree, comes to its end, and waits there until it is done
+        try:
+            try:
+                left = self._helper.undo()
+            except HelperLost:
+                left = self._undo_with_another()
+        finally:  # also where a helper does not answer
+            if self._resident is not None:
+                self._resident.undo()
+        self._touched = False
+        if left:
+            raise DumpFailed(
+                f"GPU processes could not be brought back to running: {'; '.join(left.values())}",
+                cure="; ".join(f"cuda-checkpoint --toggle --pid {pid}" for pid in left),
+            )
+
+    def _undo_with_another(self) -> dict[int, str]:
+        self._helper.close()
+        for start in (self._guard.start, start_here):
+            try:
+                self._helper = Helper(start, self._word)
+                self._helper.wait_ready()
+                self._helper.adopt(self.pids)
+                if self._resident is not None:
+                    self._helper.resident(self._resident.agents)
+                return self._helper.undo()
+            except (MissingTool, DumpFailed, DeviceError) as error:
+                last: IcecoreError = error
+                continue  # the guard is gone too: from here
+        return {pid: f"process {pid}: {last.message}" for pid in self.pids}
+
+    @staticmethod
+    def _raise(failed: Mapping[int, DeviceError], what: str) -> None:
+        if failed:
+            cures = dict.fromkeys(error.cure for error in failed.values() if error.cure)
+            words = "; ".join(error.message for error in failed.values())
+            raise DumpFailed(f"GPU processes could not be {what}: {words}", cure="; ".join(cures))
+
+
+def _free_of(ranges: Sequence[tuple[int, int]], mappings: Iterable[procfs.Mapping]) -> list[tuple[int, int]]:
+    """The ranges in which none of the mappings has a part, but for addresses that are only reserved."""
+    taken = [(m.start, m.end) for m in mappings if m.protection & procfs.PROT_READ]
+    return [(start, end) for start, end in ranges if not any(first < end and start < last for first, last in taken)]
+
+
+def _uncapturable(error: IcecoreError) -> DumpFailed:
+    return DumpFailed(f"device memory cannot be captured: {error.message}", cure=error.cure)

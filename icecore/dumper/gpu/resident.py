@@ -1,0 +1,465 @@
+"""Resident device memory in a dump: taken away before the driver's checkpoint, given back after it, and meanwhile what changed is copied aside; the rule: the
+job gets its memory back whatever becomes of the copies.
+
+The copies are the worker's (`icecore.host.gpu.worker`), made while driver and CRIU do their parts. What it fingerprints is compared with the parent's;
+only what differs is copied, on the device where there is room. Then the job runs on, and the copies go through the same pipeline as all other memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import uuid
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from icecore.dumper.gpu.resident_ahead import look_for_changes
+from icecore.dumper.gpu.resident_cells import (
+    Piece,
+    ProcessCells,
+    by_device,
+    fingerprint,
+    plan_process,
+)
+from icecore.dumper.gpu.resident_precopy import PreCopied, pre_copy_resident
+from icecore.dumper.memory.cells import UNKNOWN
+from icecore.dumper.memory.fingerprints import FINGERPRINT
+from icecore.dumper.memory.parent import Parent
+from icecore.dumper.memory.pipeline import SpaceSink
+from icecore.dumper.memory.scan import ScanResult
+from icecore.dumper.memory.spaces import Machinery, Scanned, SpaceCapture
+from icecore.dumper.observe.resident_look import ResidentLook
+from icecore.errors import DumpFailed, IcecoreError
+from icecore.events import Sink, Value, phase
+from icecore.host.gpu.working import RING, HostRegion, Worker, copy_cell, fetch_through
+from icecore.host.kernel import limits
+from icecore.host.kernel.trusted import open_directory, require_private
+from icecore.host.resident.client import Agent, Keeper
+from icecore.host.resident.copyplan import Foreseen, divide, foresee, pinned_bytes
+from icecore.host.resident.gpu import NOWHERE, ON_DEVICE, SPARE, spare_room
+from icecore.host.resident.keeper import start_keeper
+from icecore.host.resident.sharing import Shares, Taken, find_shares
+from icecore.host.resident.tree import LockAll, ResidentTree, UnlockAll
+from icecore.store.format.cell import CELL_BYTES
+
+_POLL_SECONDS = 0.2
+_UNLIMITED_LEASE = 3600.0
+_LEASE_GRACE = 30.0
+_KEEPER_SECONDS = 5.0
+_LET_GO_SECONDS = 10.0
+#: Bytes of a GPU's zeros that a job may have written to between the look and the window of its first snapshot.
+_LIKELY_ZEROS = 1 << 30
+#: Of imported memory, where its process cannot tell.
+_NO_DEVICE = f"GPU-{uuid.UUID(int=0)}"
+
+
+@dataclass
+class _Process:
+    """One process's resident memory on its way into the snapshot. ``place`` i64[n]: where copies of changed cells are."""
+
+    cells: ProcessCells
+    sink: SpaceSink
+    place: npt.NDArray[np.int64]
+    device: list[str]
+
+
+class Resident:
+    """The resident memory of one dump (close it in the end: the worker ends).
+
+    Args:
+        look: Who has some.
+        word: Shows in the worker's command line.
+        emit: Gets the ``dump.resident.…`` phases.
+        outlives: Once there is the snapshot the job's memory outlives it, unless it ends well (`outlive`).
+    """
+
+    def __init__(self, look: ResidentLook, word: str, emit: Sink, *, outlives: bool = False) -> None:
+        limits.raise_descriptor_limit()  # one for each allocation, twice
+        self.look = look
+        self._outlives = outlives
+        self._emit = emit
+        seen = look.seen_from(next(iter(look.pids)))
+        self._directory = open_directory(seen)
+        try:
+            require_private(self._directory, seen)  # else somebody may have put there what a keeper would replace
+        except BaseException:
+            os.close(self._directory)
+            raise
+        # Through a descriptor: the job may be gone when its memory is let go of.
+        self._place = Path(f"/proc/self/fd/{self._directory}")
+        self._tree: ResidentTree | None = None
+        self._agents: list[Agent] = []
+        self._told: list[Agent] = []
+        self._spare: dict[str, int] = {}
+        self._worker = Worker(word)
+        self._region: HostRegion | None = None
+        self._copying: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._processes: list[_Process] = []
+        self._sharing = Shares({}, {})
+        #: Where copies will probably go, once `prepare` knows.
+        self.foreseen: Foreseen | None = None
+        self._short: dict[str, int] = {}
+        self._pre_copied: dict[int, PreCopied] = {}
+
+    def close(self) -> None:
+        """End the worker. May be called twice."""
+        self._worker.close()
+        if self._copying is not None:
+            self._copying.join()  # the worker is gone: its calls fail
+        if self._region is not None:
+            self._region.close()
+            self._region = None
+        if self._directory >= 0:
+            os.close(self._directory)
+            self._directory = -1
+
+    @property
+    def agents(self) -> list[tuple[str, int, int]]:
+        """(directory, pid as it sees itself, pid here) of each process, for whoever brings them back when this process is gone."""
+        return [(str(self.look.seen_from(pid)), own, pid) for pid, own in self.look.pids.items()]
+
+    def prepare(
+        self, staging_bytes: int, machinery: Machinery, parent: Parent | None, *, moved: int
+    ) -> dict[str, Value]:
+        """Have the worker ready on all GPUs, and host memory for copies, before anything is stopped.
+
+        Args:
+            staging_bytes: Bound on that memory, but for what is likely to change and has no room on its GPU: that comes on top.
+            machinery, parent: What the copies will be stored with, and compared with.
+            moved: Bytes that the driver will move into the host's memory, of which as much is staged: they are not to be had.
+
+        Returns:
+            What there is to say of it: ``pinned`` bytes, and what was seen of changes (docs/events.md).
+
+        Raises:
+            WorkerFailed, ResidentFailed: It cannot be had.
+        """
+        agents = {pid: Agent(self._place, own, tracee=pid) for pid, own in self.look.pids.items()}
+        self._agents = list(agents.values())
+        self._have_keeper()
+        self._tree = ResidentTree(self._place, self.look.pids)
+        sizes: Counter[str] = Counter()
+        for one in (one for agent in agents.values() for one in agent.allocations() if not one.imported):
+            sizes[one.device] += one.size
+        del sizes[_NO_DEVICE]
+        if not sizes:
+            return {}
+        free = self._worker.begin(sorted(sizes))
+        self._spare = {device: spare_room(some) for device, some in free.items()}
+        changed: Mapping[str, int]
+        try:
+            tokens = {pid: report.token for pid, report in self._tree.reports.items()}
+            found = look_for_changes(self._worker, self._place, agents, tokens, parent, machinery.seed)
+            said: dict[str, Value] = {"looked": found.looked, "changed": sum(found.changed.values())}
+            changed = found.changed
+        except IcecoreError as error:  # a worker that is gone is met before the window
+            said = {"not_looked": error.message}
+            changed = {} if parent else sizes
+        # The job goes on writing: what changed in the parent may change again, and what is zeros now may be in use by then. Of what changed in the
+        # parent nobody knows on which GPU it is: it may be on each, but not on all.
+        if parent is not None:
+            before = parent.manifest.sizes.changed
+            wanted = {device: min(size, max(before, changed.get(device, 0))) for device, size in sizes.items()}
+            likely = max(before, sum(changed.values()))
+        else:
+            wanted = {device: min(size, changed.get(device, 0) + _LIKELY_ZEROS) for device, size in sizes.items()}
+            likely = sum(wanted.values())
+        available = max(0, limits.memory_available() - 2 * moved)
+        most = pinned_bytes(sizes, self._spare, wanted=wanted, likely=likely, staging=staging_bytes, available=available)
+        self._region = HostRegion((RING + most // CELL_BYTES) * CELL_BYTES)
+        self._region.prefault()
+        self._worker.take_host(self._region, min(sizes))
+        self.foreseen = foresee(wanted, self._spare, most)
+        self._short = {device: max(0, size - self._spare.get(device, 0)) for device, size in wanted.items()}
+        return {**said, "pinned": self._region.size}
+
+    def pre_copy(self, machinery: Machinery, parent: Parent | None, *, least: int) -> None:
+        """Store what has no room on its GPU, as far as it is at rest, before anything is stopped. What changes until the window finds the room that it would
+        have found without. After `prepare`.
+
+        Args:
+            machinery, parent: What it is stored with, and compared with.
+            least: Bytes without room for which it is worth it.
+
+        Raises:
+            StoreError: It cannot be stored.
+        """
+        if self._region is None or self._tree is None or sum(self._short.values()) < max(1, least):
+            return
+        with phase(self._emit, "dump.resident.precopy") as running:
+            agents = dict(zip(self.look.pids, self._agents, strict=True))
+            tokens = {pid: report.token for pid, report in self._tree.reports.items()}
+            try:
+                self._pre_copied = pre_copy_resident(
+                    self._worker, self._region, self._place, agents, tokens, parent, machinery, self._short, self._spare
+                )
+            except IcecoreError as error:  # a worker that is gone is met before the window, and so is a store that fails
+                machinery.pipeline.drain()
+                running.fields["not_stored"] = error.message
+            running.bytes = self.pre_copied
+
+    @property
+    def pre_copied(self) -> int:
+        """Bytes that were stored before the window."""
+        return sum(one.stored for one in self._pre_copied.values())
+
+    def _have_keeper(self) -> None:
+        """A keeper that has died is replaced; the processes hand everything over within about a second."""
+        start_keeper(Path(f"/proc/{os.getpid()}/fd/{self._directory}"))  # the directory that was looked at, whatever its path leads to by now
+        end = time.monotonic() + _KEEPER_SECONDS
+        while any(agent.report().counts.unheld for agent in self._agents) and time.monotonic() < end:
+            time.sleep(0.02)
+
+    # -- in the window
+
+    def take_away(self, lock: LockAll, unlock: UnlockAll, limit: float | None) -> None:
+        """Park all and take their memory away; all or none.
+
+        Args:
+            limit: Seconds that this may take; None: no limit.
+        """
+        assert self._tree is not None
+        if self._worker.gone:  # nothing could be copied: the window would be in vain
+            raise DumpFailed("the GPU worker ended before the window", cure="look why it was killed (out of memory?), and try again")
+        with phase(self._emit, "dump.resident.unmap", processes=len(self._tree.pids)) as running:
+            lease = _UNLIMITED_LEASE if limit is None else limit + _LEASE_GRACE
+            running.bytes = self._tree.take_away(lock, unlock, seconds=min(60.0, limit or 60.0), lease=lease)
+        self._sharing = find_shares(self._tree.taken)
+
+    def begin_copy(self, machinery: Machinery, parent: Parent | None) -> None:
+        """Begin to copy what changed; `wait_copied` waits for it."""
+        self._copying = threading.Thread(target=self._copy, args=(machinery, parent), name="resident", daemon=True)
+        self._copying.start()
+
+    def wait_copied(self, check: Callable[[], None]) -> None:
+        """Until all is copied.
+
+        Args:
+            check: Raises when it is not to be waited for any more.
+
+        Raises:
+            DumpFailed: It could not be.
+        """
+        assert self._copying is not None
+        while self._copying.is_alive():
+            self._copying.join(_POLL_SECONDS)
+            check()
+        if self._failure is not None:
+            message = getattr(self._failure, "message", str(self._failure))
+            raise DumpFailed(
+                f"resident device memory cannot be captured: {message}", cure=getattr(self._failure, "cure", "")
+            ) from self._failure
+
+    def give_back(self) -> None:
+        """Map all again, and let them run."""
+        assert self._tree is not None
+        with phase(self._emit, "dump.resident.map", processes=len(self._tree.pids)):
+            self._announce()  # until `let_go`: the worker has it mapped still
+            self._tree.give_back()
+
+    def undo(self) -> None:
+        """Give back what stands, as far as that goes; it raises nothing."""
+        if self._tree is not None:
+            self._tree.__exit__(None, None, None)
+
+    def gone(self, *, keep: bool) -> None:
+        """The processes were killed; ``keep``: their memory stays where it is."""
+        assert self._tree is not None
+        self._tree.ended(keep=keep)
+
+    def outlive(self, init: int, status: Path) -> None:
+        """There is the snapshot: from now on its memory outlives the job, unless it ends well (`Keeper.keep`).
+
+        Raises:
+            NotFound, ResidentFailed, OSError: It does not.
+        """
+        for report in self.look.reports.values():
+            Keeper(self._place).keep(report.token, init, status)
+
+    # -- copying
+
+    def _copy(self, machinery: Machinery, parent: Parent | None) -> None:
+        try:
+            assert self._tree is not None
+            pairs = self._sharing.owned  # what several have is stored once
+            self._processes = [
+                self._plan(pid, number, pairs[pid], machinery, parent) for number, pid in enumerate(sorted(pairs))
+            ]
+            devices = by_device([process.cells for process in self._processes])
+            if not devices:
+                return
+            with ThreadPoolExecutor(len(devices), "gpu") as pool:
+                with phase(self._emit, "dump.resident.fingerprint") as running:
+                    for future in [
+                        pool.submit(fingerprint, self._worker, device, pieces, machinery.seed)
+                        for device, pieces in devices.items()
+                    ]:
+                        running.bytes += future.result()
+                for process in self._processes:
+                    process.cells.compare()
+                with phase(self._emit, "dump.resident.copy") as running:
+                    shares = self._shares(devices)
+                    futures = [pool.submit(self._stage, device, pieces, shares[device]) for device, pieces in devices.items()]
+                    counts = [future.result() for future in futures]
+                    running.bytes = sum(changed for changed, _ in counts)
+                    running.fields["in_window"] = sum(left for _, left in counts)
+            for process in self._processes:
+                self._keep(process, machinery, in_window=True)
+        except BaseException as error:  # noqa: BLE001 - raised by whoever waits
+            self._failure = error
+
+    def _plan(
+        self, pid: int, number: int, pairs: Sequence[Taken], machinery: Machinery, parent: Parent | None
+    ) -> _Process:
+        stream = number % machinery.streams
+        cells = plan_process(pid, str(self.look.pids[pid]), pairs, self._worker, parent, machinery.seed, stream=stream)
+        if (ahead := self._pre_copied.get(pid)) is not None:
+            cells.capture.known, cells.capture.seen = ahead.known, ahead.seen
+        sink = machinery.pipeline.space(stream, cells.plan, cells.capture.regions, cells.capture.known)
+        devices = [piece.allocation.device for piece in cells.pieces for _ in range(piece.cells)]
+        return _Process(cells, sink, np.full(len(cells.plan), NOWHERE, np.int64), devices)
+
+    def _shares(self, devices: Mapping[str, Sequence[tuple[ProcessCells, Piece]]]) -> dict[str, tuple[int, int]]:
+        """Each GPU's part of the host region: where, and how large.
+
+        What was not free before the window is not to be had on the device, either: the driver has let go of it, and wants it back.
+        """
+        if self._region is None:
+            raise DumpFailed("the job has resident memory now that it did not have when the dump began", cure="dump it again")
+        free = self._worker.begin(list(devices))
+        short = {}
+        for device, pieces in devices.items():
+            changed = sum(int(process.changed(piece).sum()) for process, piece in pieces)
+            self._spare[device] = min(self._spare.get(device, 0), spare_room(free[device]))
+            short[device] = max(0, changed - self._spare[device] // CELL_BYTES)
+        at, shares = RING, {}
+        for device, cells in divide(self._region.size // CELL_BYTES - RING, short).items():
+            shares[device] = (at * CELL_BYTES, cells * CELL_BYTES)
+            at += cells
+        return shares
+
+    def _stage(self, device: str, pieces: Sequence[tuple[ProcessCells, Piece]], share: tuple[int, int]) -> tuple[int, int]:
+        masks = [process.changed(piece) for process, piece in pieces]
+        mask = np.concatenate(masks)
+        if not mask.any():
+            return 0, 0
+        places = self._worker.stage(device, [piece.handle for _, piece in pieces], mask, *share, spare=self._spare[device])
+        by_pid = {process.cells.pid: process for process in self._processes}
+        at = 0
+        for (cells, piece), own in zip(pieces, masks, strict=True):
+            some = int(own.sum())
+            by_pid[cells.pid].place[piece.rows][own] = places[at : at + some]
+            at += some
+        return len(places) * CELL_BYTES, int((places == NOWHERE).sum()) * CELL_BYTES
+
+    def _keep(self, process: _Process, machinery: Machinery, *, in_window: bool) -> None:
+        """Hand changed cells to the pipeline: in the window those for which there was no room, after it those that were copied aside."""
+        changed = process.cells.row == UNKNOWN
+        rows = np.flatnonzero(changed & ((process.place == NOWHERE) == in_window))
+        if not len(rows):
+            return
+        assert self._region is not None  # or there would be no copies
+        aside = process.place[rows]
+        through = rows[in_window | (aside >= ON_DEVICE)]
+        for row in rows[~(in_window | (aside >= ON_DEVICE))].tolist():
+            self._hand_on(process, row, int(process.place[row]), machinery)
+        pieces = process.cells.pieces
+        firsts = [piece.first for piece in pieces]
+        for device in dict.fromkeys(process.device):
+            rows_there = [row for row in through.tolist() if process.device[row] == device]
+            if in_window:
+                owners = [pieces[bisect_right(firsts, row) - 1] for row in rows_there]
+                cells = [(own.handle, (row - own.first) * CELL_BYTES) for own, row in zip(owners, rows_there, strict=True)]
+            else:
+                cells = [(SPARE, int(process.place[row]) - ON_DEVICE) for row in rows_there]
+            hand_on = partial(self._hand_on_of, process, rows_there, machinery)
+            fetch_through(self._worker, self._region, device, cells, hand_on)
+
+    def _hand_on_of(self, process: _Process, rows: Sequence[int], machinery: Machinery, number: int, place: int) -> None:
+        self._hand_on(process, rows[number], place, machinery)
+
+    def _hand_on(self, process: _Process, row: int, place: int, machinery: Machinery) -> None:
+        assert self._region is not None
+        if machinery.stop.is_set():
+            raise DumpFailed("the dump was abandoned")
+        slot = machinery.staging.acquire()
+        copy_cell(self._region, place, slot.address)
+        process.sink.keep(row, slot)
+
+    # -- afterwards
+
+    def let_go(self) -> None:
+        """Have the worker unmap the job's memory, which is the job's to free now; what was copied aside stays.
+
+        Raises:
+            DumpFailed: It does not; it is ended instead.
+        """
+        devices = by_device([process.cells for process in self._processes])
+        if devices:
+            if self._told:
+                self._announce()
+            with ThreadPoolExecutor(len(devices), "gpu") as pool:
+                futures = [
+                    pool.submit(self._worker.release, device, [piece.handle for _, piece in pieces], seconds=_LET_GO_SECONDS)
+                    for device, pieces in devices.items()
+                ]
+            failed = [error for future in futures if (error := future.exception()) is not None]
+            if failed and not self._worker.gone:  # one that is gone has let go
+                self._worker.kill()
+                raise DumpFailed(f"the GPU worker does not let go of the job's memory: {failed[0]}") from failed[0]
+        for agent in self._told:
+            with suppress(IcecoreError):  # it has ended
+                agent.look(0.0)
+
+    def _announce(self) -> None:
+        """Have allocations that find no memory wait: some that the job frees is mapped elsewhere."""
+        agents, self._told = self._told or self._agents, list[Agent]()
+        with ThreadPoolExecutor(max(1, len(agents)), "look") as pool:
+            futures = [(agent, pool.submit(agent.look, _LET_GO_SECONDS)) for agent in agents]
+        # An older preload knows nothing of it.
+        self._told = [agent for agent, future in futures if future.exception() is None]
+
+    def store(self, machinery: Machinery) -> list[SpaceCapture]:
+        """Hand all that was copied aside to the pipeline; the spaces.
+
+        Raises:
+            WorkerFailed: The worker ended with copies that were on a GPU.
+        """
+        for process in self._processes:
+            self._keep(process, machinery, in_window=False)
+            cells = process.cells
+            process.sink.unchanged(cells.row)
+            process.sink.zeros(cells.row)
+            fingerprints = np.ascontiguousarray(cells.words).view(FINGERPRINT).reshape(-1)
+            cells.capture.add(Scanned(cells.plan, process.sink, ScanResult(fingerprints, cells.row)))
+        return [process.cells.capture for process in self._processes]
+
+    def describe(self, images: Mapping[int, int]) -> dict[str, str]:
+        """What a restore needs to know, for the manifest's ``extra`` (docs/format.md)."""
+        processes = {
+            str(images[pid]): {
+                "token": self.look.reports[pid].token.hex(),
+                "allocations": [
+                    [one.identity, one.address, one.size, one.requested, one.device, one.ordinal] for one, _ in pairs
+                ],
+                "imports": [
+                    [one.allocation.identity, images[one.owner[0]], one.owner[1]] for one in self._sharing.imports[pid]
+                ],
+                "left": self.look.reports[pid].counts.left,
+            }
+            for pid, pairs in self._sharing.owned.items()
+        }
+        known: dict[str, object] = {"directory": self.look.directory, "processes": processes}
+        return {"resident": json.dumps({**known, "outlives": True} if self._outlives else known)}

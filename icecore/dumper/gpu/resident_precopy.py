@@ -1,0 +1,234 @@
+"""Pre-copy of resident memory: what would find no room for copies in the window, stored before it, while the job runs; rule: a chunk is what was copied aside,
+its fingerprint is of that copy, and the window looks at every cell again.
+
+Only what is at rest is worth it, so memory is looked at twice, `_REST_SECONDS` apart. What was at rest and changed until the window all the same is noted as
+restless, and not tried the next time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from icecore.dumper.gpu.resident_ahead import (
+    CALL_SECONDS,
+    Eyes,
+    announce,
+    announced,
+    look_at,
+    mapped,
+    owned,
+)
+from icecore.dumper.gpu.resident_cells import Piece, ProcessCells, by_device, plan_process
+from icecore.dumper.memory.cells import UNKNOWN
+from icecore.dumper.memory.fingerprints import FINGERPRINT, KnownCells
+from icecore.dumper.memory.parent import Parent
+from icecore.dumper.memory.pipeline import SpaceSink
+from icecore.dumper.memory.spaces import Machinery
+from icecore.errors import DumpFailed
+from icecore.host.gpu.worker import MOST_DESCRIPTORS
+from icecore.host.gpu.working import HostRegion, Worker, copy_cell, fetch_through
+from icecore.host.resident.client import Agent, Keeper
+from icecore.host.resident.fingerprint import Words
+from icecore.host.resident.gpu import NOWHERE, ON_DEVICE, SPARE
+from icecore.store.format.cell import CELL, CELL_BYTES
+
+#: Between the two looks: steps of a training take less, mostly. How long the first goes on at most.
+_REST_SECONDS, _LOOK_SECONDS = 0.5, 5.0
+#: Of spare device memory so much is taken at a time: the job, which runs, finds that much less.
+_ROOM = 1 << 30
+#: With less room than that it is not done: each time the memory is mapped and looked at once more.
+_LEAST_ROOM = 64 << 20
+#: Memory that is mapped at a time. Bytes.
+_PORTION = 8 << 30
+
+
+@dataclass(frozen=True)
+class PreCopied:
+    """What was learnt of one process.
+
+    Attributes:
+        known: Cells that are stored, the parent's and the new ones.
+        seen: Keys and fingerprints of all cells that were looked at twice (its records mean nothing).
+        stored: Bytes that were stored.
+    """
+
+    known: KnownCells
+    seen: KnownCells
+    stored: int
+
+
+@dataclass
+class _Process:
+    """One process's cells. bool[n] each: ``restless``: the last time storing them was in vain; ``wanted``: to be stored, if they are at rest; ``seen``: looked
+    at twice; ``stored``: handed to the sink."""
+
+    cells: ProcessCells
+    sink: SpaceSink
+    restless: npt.NDArray[np.bool_]
+    wanted: npt.NDArray[np.bool_]
+    seen: npt.NDArray[np.bool_]
+    stored: npt.NDArray[np.bool_]
+    #: u64[n, 2]: the first look's fingerprints; where ``stored``, those of the copies.
+    words: Words
+
+    def result(self) -> PreCopied:
+        """Once the pipeline is drained."""
+        cells, plan, rows = self.cells, self.cells.plan, np.flatnonzero(self.stored)
+        known = cells.capture.known.updated(plan.key[rows], _packed(self.words[rows]), self.sink.records[rows])
+        # What was not reached again is as restless as it was: it differs from zeros.
+        cells.words[~self.seen] = 0
+        looked = np.flatnonzero(self.seen | self.restless)
+        looked = looked[np.argsort(plan.key[looked], kind="stable")]
+        seen = KnownCells(plan.key[looked], _packed(cells.words[looked]), np.zeros(len(looked), CELL))
+        return PreCopied(known, seen, len(rows) * CELL_BYTES)
+
+
+def _packed(words: Words) -> npt.NDArray[np.void]:
+    return np.ascontiguousarray(words).view(FINGERPRINT).reshape(-1)
+
+
+def pre_copy_resident(
+    worker: Worker, region: HostRegion, place: Path, agents: Mapping[int, Agent], tokens: Mapping[int, bytes], parent: Parent | None,
+    machinery: Machinery, wanted: Mapping[str, int], spare: Mapping[str, int],
+) -> dict[int, PreCopied]:  # fmt: skip
+    """Store cells that are at rest, and that the parent does not have. Waits until they are stored.
+
+    Args:
+        worker: Ready on all GPUs.
+        region: The worker's host region: its beginning is used.
+        place: The keeper's directory.
+        agents, tokens: The processes', by pid.
+        machinery: What they are stored with.
+        wanted: By GPU, bytes that are to be stored, at the most.
+        spare: By GPU, bytes of its memory that copies may take.
+
+    Raises:
+        IcecoreError: It cannot be done; the processes go on, and nothing is mapped unless the worker hangs.
+    """
+    keeper, seed = Keeper(place), machinery.seed
+    with announced(agents.values()):
+        pairs = owned(keeper, tokens)
+        processes = []
+        for number, pid in enumerate(sorted(pairs)):  # as in the window
+            stream = number % machinery.streams
+            cells = plan_process(pid, str(agents[pid].pid), pairs[pid], worker, parent, seed, stream=stream)
+            sink = machinery.pipeline.space(stream, cells.plan, cells.capture.regions, cells.capture.known)
+            before, none = cells.capture.parent, np.zeros(len(cells.plan), np.bool_)
+            restless = np.isin(cells.plan.key, before.restless) if before else none
+            processes.append(_Process(cells, sink, restless, none.copy(), none.copy(), none.copy(), np.zeros_like(cells.words)))
+        own = {id(process.cells): process for process in processes}
+        devices = {
+            device: [(own[id(cells)], piece) for cells, piece in pieces]
+            for device, pieces in by_device([process.cells for process in processes]).items()
+            if wanted.get(device, 0) >= CELL_BYTES and spare.get(device, 0) >= _LEAST_ROOM
+        }
+        if not devices:
+            return {}
+        announce(agents.values())  # anew: planning took as long as there are allocations
+        began = time.monotonic()
+        with ThreadPoolExecutor(len(devices), "look") as pool:
+            for future in [
+                pool.submit(_first_look, Eyes(worker, keeper, tokens, seed, device), pieces, began + _LOOK_SECONDS)
+                for device, pieces in devices.items()
+            ]:
+                future.result()
+    for process in processes:
+        # Zero words: it was not reached.
+        process.wanted = ~process.restless & (process.cells.row == UNKNOWN) & process.words.any(axis=1)
+    machinery.stop.wait(max(0.0, began + _REST_SECONDS - time.monotonic()))
+    for device, pieces in devices.items():
+        eyes = Eyes(worker, keeper, tokens, seed, device)
+        copying = _Copying(eyes, region, list(agents.values()), machinery, min(spare[device], _ROOM) // CELL_BYTES)
+        try:
+            copying.copy(pieces, wanted[device] // CELL_BYTES)
+        finally:
+            worker.release(device, spare=True)
+    machinery.pipeline.drain()
+    return {process.cells.pid: process.result() for process in processes}
+
+
+def _first_look(eyes: Eyes, pieces: Iterable[tuple[_Process, Piece]], until: float) -> None:
+    by_cells = {id(process.cells): process for process, _ in pieces}
+    for cells, piece in look_at(eyes, [(process.cells, piece) for process, piece in pieces], until):
+        by_cells[id(cells)].words[piece.rows] = cells.words[piece.rows]
+        cells.compare(piece.rows)
+
+
+@dataclass(frozen=True)
+class _Copying:
+    """Stores what is at rest of one GPU, so many cells (``room``) at a time: copied aside on the GPU, fingerprinted there, fetched when all is unmapped."""
+
+    eyes: Eyes
+    region: HostRegion
+    agents: Sequence[Agent]
+    machinery: Machinery
+    room: int
+
+    def copy(self, pieces: Sequence[tuple[_Process, Piece]], most: int) -> None:
+        """At most so many cells."""
+        left = [(process, piece) for process, piece in pieces if (process.wanted | process.restless)[piece.rows].any()]
+        while left and most > 0:
+            if self.machinery.stop.is_set():
+                raise DumpFailed("the dump was abandoned")
+            some, size = [left.pop()], 0
+            size += some[0][1].allocation.size
+            while left and size + left[-1][1].allocation.size <= _PORTION and len(some) < MOST_DESCRIPTORS:
+                some.append(left.pop())
+                size += some[-1][1].allocation.size
+            stored = self._portion(some, min(self.room, most))
+            if stored is None:
+                return
+            most -= stored
+            # What found no room this time.
+            left += [(process, piece) for process, piece in some if process.wanted[piece.rows].any()]
+
+    def _portion(self, pieces: Sequence[tuple[_Process, Piece]], most: int) -> int | None:
+        """How many cells were stored; None: there is no room on the GPU."""
+        worker, device = self.eyes.worker, self.eyes.device
+        rows: list[tuple[_Process, int]] = []
+        with announced(self.agents), mapped(self.eyes, [(process.cells, piece) for process, piece in pieces]) as there:
+            present = {id(piece) for _, piece in there}
+            masks = []
+            for process, piece in pieces:
+                own = piece.rows
+                if id(piece) not in present:
+                    process.wanted[own] = False
+                    continue
+                process.seen[own] = True
+                calm = process.wanted[own] & (process.cells.words[own] == process.words[own]).all(axis=1)
+                process.wanted[own] = calm
+                chosen = np.flatnonzero(calm)[: most - len(rows)]
+                rows += [(process, piece.first + int(at)) for at in chosen]
+                mask = np.zeros(piece.cells, np.bool_)
+                mask[chosen] = True
+                masks.append(mask)
+            if not rows:
+                return 0
+            announce(self.agents)  # of three calls' time; mapping and fingerprinting took as much
+            places = worker.stage(
+                device, [piece.handle for _, piece in there], np.concatenate(masks), 0, 0, spare=len(rows) * CELL_BYTES, seconds=CALL_SECONDS
+            )
+            aside = worker.spare_fingerprints(device, self.eyes.seed, seconds=CALL_SECONDS)
+        if (places == NOWHERE).all():
+            return None
+        found = [(row, int(at) - ON_DEVICE) for row, at in zip(rows, places, strict=True) if at != NOWHERE]
+        fetch_through(worker, self.region, device, [(SPARE, at) for _, at in found], self._keeper(found, aside))
+        return len(found)
+
+    def _keeper(self, found: Sequence[tuple[tuple[_Process, int], int]], aside: Words) -> Callable[[int, int], None]:
+        def keep(number: int, place: int) -> None:
+            (process, row), at = found[number]
+            slot = self.machinery.staging.acquire()
+            copy_cell(self.region, place, slot.address)
+            process.sink.keep(row, slot)
+            process.words[row] = aside[at // CELL_BYTES]
+            process.stored[row], process.wanted[row] = True, False
+
+        return keep

@@ -1,0 +1,360 @@
+"""An image directory that CRIU wrote, stored as a snapshot: pages by address, everything else as files. Its rule: the
+directory is only read, and a snapshot of it restores as the directory does."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from icecore.dumper.memory.cells import EXTENT
+from icecore.dumper.memory.images import ImageSet, Pagemap, image_files, read_images
+from icecore.dumper.memory.parent import Parent
+from icecore.dumper.memory.plain import CompactPages, Immediate
+from icecore.dumper.memory.sources import FileSource
+from icecore.dumper.memory.spaces import Machinery, SpaceCapture
+from icecore.dumper.observe.facts import describe_requirements
+from icecore.dumper.storing import Stored, Storing
+from icecore.errors import Damaged, NotFound, UsageError
+from icecore.events import Event, Sink, discard, phase
+from icecore.host.criu import images as criu_images
+from icecore.host.criu.program import find_criu
+from icecore.host.kernel import limits
+from icecore.store.format.cell import PAGE
+from icecore.store.format.manifest import (
+    MANIFEST_FORMAT,
+    Manifest,
+    Namespaces,
+    OpenFile,
+    Process,
+    Region,
+    Sizes,
+)
+from icecore.store.format.names import new_snapshot_id
+from icecore.store.log.repository import Repository
+from icecore.store.runtime.loop import LoopThread
+from icecore.store.snapshot.trial import Objective
+from icecore.text import host_name, job_name, require_label
+
+#: Cells between reading and storing; few, so that they are still in a cache when they are hashed again.
+_STAGING_BYTES = 20 << 20
+_MAX_STREAMS = 16
+_THREADS = 4
+_MAX_ARGUMENTS = 1 << 17
+
+
+@dataclass(frozen=True)
+class ImportResult:
+    """What an import made: the snapshot's id, its lineage and parent, sizes in bytes, and how long it took."""
+
+    snapshot: str
+    job: str
+    lineage: str
+    parent: str
+    seconds: float
+    sizes: Sizes
+
+
+def import_images(
+    repository: Repository,
+    loop: LoopThread,
+    directory: str | os.PathLike[str],
+    job: str = "",
+    *,
+    parent: str = "",
+    threads: int = 0,
+    tags: Sequence[str] = (),
+    objective: Objective | None = None,
+    emit: Sink = discard,
+) -> ImportResult:
+    """Store an image directory of ``criu dump`` as a snapshot.
+
+    Args:
+        repository: Where to; it lives in ``loop``.
+        directory: Holds the images, ``pages-*.img`` included. Incremental directories (with a ``parent`` link) and lazy
+            dumps without their pages are refused.
+        job: Name of the job; its snapshots form the lineage. Empty: the name of the root process.
+        parent: Snapshot to build on; empty: the job's newest, if there is one.
+        threads: Threads that read and encode; 0: one a core, four at most.
+        tags: Free labels of the snapshot.
+        objective: What is to be saved, bytes or time; None: the default.
+        emit: Gets ``import.*`` and ``store.*`` events.
+
+    Raises:
+        NotFound: There is no image directory.
+        UsageError: It does not stand alone.
+        Damaged: An image is missing or makes no sense.
+        StoreError: It could not be stored.
+    """
+    began = time.perf_counter()
+    folder = Path(directory)
+    if not (folder / "pstree.img").is_file():
+        raise NotFound(
+            f"{folder} is no image directory: it has no pstree.img", cure="name what 'criu dump -D' was given"
+        )
+    if os.path.lexists(folder / "parent"):
+        raise UsageError(
+            f"{folder} is an incremental dump, its pages are in its parent directories",
+            cure="dump once more without --prev-images-dir, or import the parents and dump in full",
+        )
+    for tag in tags:
+        require_label(tag)
+    with ExitStack() as stack:
+        manifest = _Import(repository, loop, folder, job, parent, threads, tags, objective, emit, stack).run()
+    result = ImportResult(
+        manifest.snapshot, manifest.job, manifest.lineage, manifest.parent, time.perf_counter() - began, manifest.sizes
+    )
+    emit(
+        Event(
+            "import.done",
+            {
+                "snapshot": result.snapshot,
+                "job": result.job,
+                "parent": result.parent,
+                "seconds": result.seconds,
+                "logical": result.sizes.logical,
+                "changed": result.sizes.changed,
+                "stored": result.sizes.stored,
+            },
+        )
+    )
+    return result
+
+
+class _Import:
+    """One import. ``stack`` undoes what was begun."""
+
+    def __init__(
+        self,
+        repository: Repository,
+        loop: LoopThread,
+        folder: Path,
+        job: str,
+        parent: str,
+        threads: int,
+        tags: Sequence[str],
+        objective: Objective | None,
+        emit: Sink,
+        stack: ExitStack,
+    ) -> None:
+        self.repository = repository
+        self.loop = loop
+        self.folder = folder
+        self.tasks = criu_images.load_pstree(folder)
+        self.cores = {task.pid: criu_images.load_core(folder, task.pid) for task in self.tasks}
+        if not self.tasks:
+            raise Damaged("image", "pstree.img", "it has no process")
+        self.job = job or job_name(self.cores[self.tasks[0].pid].command) or f"import-{self.tasks[0].pid}"
+        self.wanted_parent = parent
+        self.threads = threads or limits.threads_for(_THREADS)
+        self.tags = tags
+        self.link_rate = objective.link if objective is not None else 0.0
+        self.emit = emit
+        self.stack = stack
+        self.streams = min(_MAX_STREAMS, len(self.tasks))
+        self.commands: dict[int, list[str]] = {}
+
+    def run(self) -> Manifest:
+        """All of it."""
+        images = read_images(self.folder)
+        storing = Storing(
+            self.repository,
+            self.loop,
+            self.stack,
+            job=self.job,
+            parent=self.wanted_parent,
+            purpose="import",
+            streams=self.streams,
+            staging_bytes=_STAGING_BYTES,
+            threads=self.threads,
+            encoders=0,
+            link_rate=self.link_rate,
+            emit=self.emit,
+        )
+        if self.wanted_parent not in ("", storing.parent_id):
+            raise NotFound(f"there is no snapshot {self.wanted_parent}", cure="'icecore ls' lists them")
+        with phase(self.emit, "import.store", directory=str(self.folder)) as running:
+            machinery = replace(
+                storing.machinery,
+                pipeline=Immediate(storing.writer, storing.staging),
+                advance=running.counter(sum(path.stat().st_size for path in self.folder.iterdir())),
+            )
+            captures = self._capture(images, storing.parent, machinery)
+            manifest = self._manifest(storing, storing.finish(captures))
+            running.bytes = manifest.sizes.logical + manifest.sizes.zero
+            running.fields |= {"stored": manifest.sizes.stored, "by_codec": dict(manifest.sizes.by_codec)}
+        storing.writer.commit(manifest)
+        return manifest
+
+    # -- content ------------------------------------------------------------------------------------------------------
+
+    def _capture(self, images: ImageSet, parent: Parent | None, machinery: Machinery) -> list[SpaceCapture]:
+        captures = []
+        memory = [("process", pagemap) for pagemap in images.processes] + [("shared", p) for p in images.shared]
+        for number, (kind, pagemap) in enumerate(memory):
+            before = parent.space(kind, str(pagemap.number)) if parent else None
+            capture = SpaceCapture.make(
+                "process" if kind == "process" else "shared",
+                str(pagemap.number),
+                0,
+                pagemap.regions,
+                before,
+                stream=number % self.streams,
+            )
+            captures.append(capture)
+            self._pages(capture, pagemap, machinery)
+        for path in image_files(self.folder):
+            captures.append(self._image(path, parent, machinery))
+        return captures
+
+    def _pages(self, capture: SpaceCapture, pagemap: Pagemap, machinery: Machinery) -> None:
+        if int(pagemap.written["pages"].sum()) != int(pagemap.extents["pages"].sum()):
+            raise UsageError(
+                f"{self.folder} is a lazy dump: memory of {capture.kind} {capture.key} is not in it",
+                cure="dump without --lazy-pages",
+            )
+        if not len(pagemap.extents):
+            return
+        if (np.diff(pagemap.written["address"].astype(np.int64)) < 0).any():
+            raise Damaged("image", f"pagemap of {capture.kind} {capture.key}", "its entries are not in address order")
+        source = CompactPages(self.folder / f"pages-{pagemap.pages}.img", pagemap.extents)
+        try:
+            if capture.kind == "process":
+                self.commands[pagemap.number] = self._command(pagemap.number, source)
+            capture.scan(source, pagemap.extents, machinery)
+        finally:
+            source.close()
+
+    def _command(self, pid: int, source: CompactPages) -> list[str]:
+        """The arguments of a process, from where the kernel had put them on its stack; empty if they are not there."""
+        start, end = criu_images.load_mm(self.folder, pid).arguments
+        data = source.read(start, min(end - start, _MAX_ARGUMENTS))
+        return [os.fsdecode(word) for word in data.rstrip(b"\0").split(b"\0")] if data else []
+
+    def _image(self, path: Path, parent: Parent | None, machinery: Machinery) -> SpaceCapture:
+        size = path.stat().st_size
+        before = parent.space("image", path.name) if parent else None
+        regions = [Region(0, -(-size // PAGE) * PAGE, 0, kind="image", name=path.name)] if size else []
+        capture = SpaceCapture.make("image", path.name, size, regions, before)
+        if size:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                extents = np.array([(0, -(-size // PAGE))], EXTENT)
+                capture.scan(FileSource(descriptor, size, path.name), extents, machinery)
+            finally:
+                os.close(descriptor)
+        return capture
+
+    # -- the manifest -------------------------------------------------------------------------------------------------
+
+    def _manifest(self, storing: Storing, stored: Stored) -> Manifest:
+        own_pids = self.tasks[0].pid == 1
+        # What CRIU writes of a dead process's threads means nothing.
+        alive = [task for task in self.tasks if self.cores[task.pid].state != criu_images.DEAD]
+        pids = sorted({task.pid for task in self.tasks}.union(*(task.threads for task in alive)))
+        requirements = describe_requirements(self._criu_version(), [] if own_pids else pids, [], [])
+        return Manifest(
+            format=MANIFEST_FORMAT,
+            snapshot=new_snapshot_id(),
+            job=self.job,
+            lineage=storing.lineage,
+            parent=storing.parent_id,
+            created_ns=(self.folder / "pstree.img").stat().st_mtime_ns,
+            host=host_name(),
+            writer="icecore import",
+            root_pid=self.tasks[0].pid,
+            processes=self._processes(),
+            spaces=stored.spaces,
+            files=self._files(),
+            # The directory may come from another machine: what it does not say is not required.
+            requirements=msgspec.structs.replace(requirements, kernel="", cpu=[]),
+            namespaces=self._namespaces(own_pids),
+            criu_options=[],
+            tags=list(self.tags),
+            sizes=stored.sizes,
+            hints=stored.hints,
+            hints_digest=stored.hints_digest,
+            extra={"imported": str(self.folder.absolute())},
+        )
+
+    def _criu_version(self) -> tuple[int, ...]:
+        """The CRIU that wrote the images, from its log where that is there; else the one of this machine."""
+        for log in sorted(self.folder.glob("*.log")):
+            with open(log, "rb") as file:
+                found = re.search(rb"Version: (\d+)\.(\d+)(?:\.(\d+))?", file.read(1 << 16))
+            if found:
+                return tuple(int(number or 0) for number in found.groups())
+        return find_criu().version
+
+    def _processes(self) -> list[Process]:
+        paths = {file.id: file.path for file in criu_images.load_files(self.folder)}
+        found = []
+        for task in self.tasks:
+            core = self.cores[task.pid]
+            alive = core.state != criu_images.DEAD
+            executable = paths.get(criu_images.load_mm(self.folder, task.pid).executable, "") if alive else ""
+            found.append(
+                Process(
+                    image_id=task.pid,
+                    pid=task.pid,
+                    parent=task.parent,
+                    group=task.group,
+                    session=task.session,
+                    threads=len(task.threads) if alive else 0,
+                    command=self.commands.get(task.pid) or [core.command],
+                    executable=executable,
+                    user=self._user(task.pid) if alive else 0,
+                    alive=alive,
+                )
+            )
+        return found
+
+    def _user(self, pid: int) -> int:
+        """The user id of a process (core.proto: the main thread's credentials)."""
+        (message,) = criu_images.read_image(self.folder / f"core-{pid}.img", criu_images.CORE)
+        return message.message(5).message(10).integer(1)
+
+    def _namespaces(self, own_pids: bool) -> Namespaces:
+        def there(pattern: str) -> bool:
+            return any(self.folder.glob(pattern))
+
+        return Namespaces(
+            pid=own_pids,
+            ipc=there("ipcns-*.img"),
+            mount=there("mountpoints-*.img"),
+            network="own" if there("netdev-*.img") else "host",
+            uts=there("utsns-*.img"),
+        )
+
+    def _files(self) -> list[OpenFile]:
+        """The regular files that CRIU will look for, with the sizes that it will ask for; what else they were is not known."""
+        ghosts = {remap.original for remap in criu_images.load_remaps(self.folder)}
+        found: dict[str, OpenFile] = {}
+        for file in criu_images.load_files(self.folder):
+            regular = file.mode == 0 or stat.S_ISREG(file.mode)
+            if not regular or file.size is None or file.external or file.id in ghosts or not file.path.startswith("/"):
+                continue
+            writable = (file.flags & os.O_ACCMODE) != os.O_RDONLY
+            if file.path in found and not writable:
+                continue
+            found[file.path] = OpenFile(
+                path=file.path,
+                size=file.size,
+                mtime_ns=0,
+                inode=0,
+                device=0,
+                mode=stat.S_IMODE(file.mode),
+                user=0,
+                group=0,
+                writable=writable,
+                policy="checked",
+            )
+        return [found[path] for path in sorted(found)]

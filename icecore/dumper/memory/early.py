@@ -1,0 +1,215 @@
+"""The early scan: memory is read while CRIU still collects its pages, from when the whole tree stands still.
+
+Its rule: what it found counts only of a tree that has the same threads, and of cells where CRIU's own pagemap, if CRIU saw them, has the same pages.
+
+CRIU stops every thread before it opens the images that the processes share, and then begins with the first process. What it does to a process touches
+code (a system call is written over the program for a moment), mappings of its own, and, through the kernel, the few bytes that tell each thread the number of
+its processor (rseq; CRIU notes where they are, and those cells are read again). So private anonymous memory that is not executable can be read as soon as that
+image is there and every thread is seen to be held. Asynchronous I/O that is under way writes into memory without any thread: processes with a ring for it are
+left for later.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from icecore.dumper.memory.cells import plan_cells
+from icecore.dumper.memory.fingerprints import KnownCells
+from icecore.dumper.memory.grid import grid
+from icecore.dumper.memory.parent import Parent
+from icecore.dumper.memory.precopy import PreCopied
+from icecore.dumper.memory.present import Present, present_extents, private_regions, ranges_of
+from icecore.dumper.memory.scan import scan
+from icecore.dumper.memory.spaces import Machinery, Scanned
+from icecore.dumper.observe.files import tree_pids
+from icecore.errors import NotFound
+from icecore.events import Sink, phase
+from icecore.host.kernel import procfs
+from icecore.host.kernel.memory import RemoteReader
+from icecore.store.format.cell import PAGE
+from icecore.store.format.manifest import Region
+
+_POLL_SECONDS = 0.001
+#: Below so much private memory a process is not worth it.
+_LEAST_BYTES = 8 << 20
+_RING = "/[aio]"
+#: CRIU opens it once every thread stands still (cr-dump.c: collect_pstree comes before cr_glob_imgset_open).
+_AFTER = "files.img"
+
+
+@dataclass(frozen=True)
+class Early:
+    """What was read early of a tree.
+
+    Attributes:
+        threads: Those that were held then, by host pid.
+        present: Image id → its memory that is not executable, as it was then.
+        processes: Image id → cells that were read.
+    """
+
+    threads: Mapping[int, Sequence[int]]
+    present: Mapping[int, Present]
+    processes: Mapping[int, Scanned]
+
+    def holds(self) -> bool:
+        """Whether the tree still has the same threads, none more and none less. To be asked once CRIU is done."""
+        try:
+            return all(procfs.threads(pid) == list(own) for pid, own in self.threads.items())
+        except NotFound:
+            return False
+
+
+class EarlyScan:
+    """One early scan, in a thread of its own (a context manager: left with an error it ends at once).
+
+    Args:
+        root: Host pid of the tree's root.
+        images: CRIU's image directory.
+        parent: The parent snapshot, if there is one.
+        copied: What pre-copy learnt, by image id.
+        device: Host pid → where device memory lies in its memory.
+        emit: Gets the phase ``dump.early``.
+    """
+
+    def __init__(
+        self,
+        root: int,
+        images: Path,
+        parent: Parent | None,
+        copied: Mapping[int, PreCopied],
+        device: Mapping[int, Sequence[tuple[int, int]]],
+        machinery: Machinery,
+        emit: Sink,
+    ) -> None:
+        self._root = root
+        self._images = images
+        self._parent = parent
+        self._copied = copied
+        self._device = device
+        self._machinery = machinery
+        self._emit = emit
+        self._over = threading.Event()
+        self._found: Early | None = None
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="early", daemon=True)
+
+    def __enter__(self) -> EarlyScan:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        if error is not None:
+            self._machinery.stop.set()
+        self._thread.join()
+
+    def finish(self) -> Early | None:
+        """CRIU is done: wait for what has been begun.
+
+        Returns:
+            What was found; None: nothing that counts.
+
+        Raises:
+            Whatever prevents the snapshot.
+        """
+        self._over.set()
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+        return self._found if self._found is not None and self._found.holds() else None
+
+    def _run(self) -> None:
+        try:
+            held = self._wait()
+            if held is not None:
+                self._found = self._scan(held)
+        except NotFound:
+            pass  # it was killed: whoever captures the tree says so
+        except BaseException as error:  # noqa: BLE001 - raised by who waits
+            self._failure = error
+
+    def _wait(self) -> dict[int, list[int]] | None:
+        """Wait until the whole tree is held; its threads by host pid. None: it is over before."""
+        while not self._over.is_set():
+            if (self._images / _AFTER).exists() and (held := held_threads(self._root)):
+                return held
+            time.sleep(_POLL_SECONDS)
+        return None
+
+    def _scan(self, held: Mapping[int, Sequence[int]]) -> Early:
+        found: dict[int, Scanned] = {}
+        present: dict[int, Present] = {}
+        images = tree_pids(self._root)
+        order = {image: number for number, image in enumerate(sorted(images[pid] for pid in held))}
+        with phase(self._emit, "dump.early") as running:
+            for pid in held:
+                image = images[pid]
+                mappings = procfs.read_maps(pid)
+                if any(mapping.path.startswith(_RING) for mapping in mappings):
+                    continue
+                regions = [region for region in private_regions(mappings) if not region.protection & procfs.PROT_EXEC]
+                extents = present_extents(pid, ranges_of(regions), self._machinery.threads)
+                present[image] = regions, extents
+                if int(extents["pages"].sum()) * PAGE >= _LEAST_BYTES:
+                    found[image] = self._process(pid, image, regions, extents, order[image] % self._machinery.streams)
+                    running.bytes += found[image].plan.bytes
+        return Early(held, present, found)
+
+    def _process(
+        self, pid: int, image: int, regions: list[Region], extents: npt.NDArray[np.void], stream: int
+    ) -> Scanned:
+        parent = self._parent.space("process", str(image)) if self._parent else None
+        copied = self._copied.get(image)
+        known = copied.known if copied else parent.known if parent else KnownCells.none()
+        machinery = self._machinery
+        with RemoteReader(pid) as reader:
+            wanted = grid(regions, self._device.get(pid, ()), reader, parent, copied)
+            plan = plan_cells(wanted, extents)
+            sink = machinery.pipeline.space(stream, plan, wanted, known)
+            result = scan(
+                plan,
+                reader,
+                known,
+                seed=machinery.seed,
+                staging=machinery.staging,
+                threads=machinery.threads,
+                keep=sink.keep,
+                stop=machinery.stop,
+                advance=machinery.advance,
+            )
+        sink.unchanged(result.row)
+        return Scanned(plan, sink, result)
+
+
+def held_threads(root: int) -> dict[int, list[int]]:
+    """The threads of a tree by host pid, if one tracer holds all of them and nothing changed while that was looked at; else nothing."""
+    first = _held(root)
+    return first if first and _held(root) == first else {}
+
+
+def _held(root: int) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    tracers: set[int] = set()
+    try:
+        for pid in procfs.tree(root):
+            if procfs.is_zombie(pid):
+                continue
+            found[pid] = procfs.threads(pid)
+            for thread in found[pid]:
+                status = procfs.status(thread)
+                if not status.stopped or not status.tracer:
+                    return {}
+                tracers.add(status.tracer)
+    except NotFound:
+        return {}
+    return found if len(tracers) == 1 else {}

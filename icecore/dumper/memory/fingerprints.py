@@ -1,0 +1,62 @@
+"""Fingerprints of cells, the cheap answer to "did this cell change?": XXH3-128 with a secret seed over page bitmap and bytes, looked up by address."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from icecore.store.format.cell import CELL
+from icecore.store.format.fingerprints import FINGERPRINT as FINGERPRINT
+from icecore.store.format.fingerprints import NO_FINGERPRINTS as NO_FINGERPRINTS
+from icecore.store.format.fingerprints import Fingerprints as Fingerprints
+from icecore.store.format.fingerprints import decode_fingerprints as decode_fingerprints
+from icecore.store.format.fingerprints import encode_fingerprints as encode_fingerprints
+
+
+@dataclass(frozen=True)
+class KnownCells:
+    """What is already known of a space's cells, sorted by address; n rows.
+
+    Attributes:
+        key: u8[n], address of the cell's first byte in its region (``CellPlan.key``).
+        fingerprint: V16[n].
+        record: CELL[n], where the cell is stored.
+    """
+
+    key: npt.NDArray[np.uint64]
+    fingerprint: npt.NDArray[np.void]
+    record: npt.NDArray[np.void]
+
+    @classmethod
+    def none(cls) -> KnownCells:
+        """Nothing known."""
+        return cls(np.empty(0, np.uint64), np.empty(0, FINGERPRINT), np.empty(0, CELL))
+
+    def find(self, key: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        """For each address the row that describes it, or -1."""
+        if not len(self.key):
+            return np.full(len(key), -1, np.int64)
+        row = np.searchsorted(self.key, key)
+        row = np.minimum(row, len(self.key) - 1)
+        return np.where(self.key[row] == key, row, -1)
+
+    def differ(self, key: npt.NDArray[np.uint64], fingerprint: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+        """For each address whether its fingerprint is another one than is known, or none is."""
+        row = self.find(key)
+        if not len(self.key):
+            return row < 0
+        there = self.fingerprint[np.maximum(row, 0)].view(np.uint64).reshape(-1, 2)
+        other: npt.NDArray[np.bool_] = (there != fingerprint.view(np.uint64).reshape(-1, 2)).any(axis=1)
+        return (row < 0) | other
+
+    def updated(
+        self, key: npt.NDArray[np.uint64], fingerprint: npt.NDArray[np.void], record: npt.NDArray[np.void]
+    ) -> KnownCells:
+        """These rows laid over the present ones."""
+        all_key = np.concatenate([key, self.key])
+        unique, first = np.unique(all_key, return_index=True)
+        return KnownCells(
+            unique, np.concatenate([fingerprint, self.fingerprint])[first], np.concatenate([record, self.record])[first]
+        )

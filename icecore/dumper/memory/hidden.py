@@ -1,0 +1,98 @@
+"""Pages that CRIU was kept from seeing: found in the frozen process, and written into CRIU's pagemap, where a restore looks for them.
+
+Its rule: of every range that was hidden all pages are found, or there is no snapshot.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from icecore.dumper.memory.cells import EXTENT
+from icecore.dumper.memory.images import Pagemap
+from icecore.dumper.memory.present import Present, present_extents
+from icecore.errors import DumpFailed
+from icecore.host.criu.hidden import Ranges
+from icecore.host.criu.pagemap_image import ENTRY, PE_LAZY, PE_PRESENT, load_pagemap, write_pagemap
+from icecore.store.format.cell import PAGE
+from icecore.store.format.manifest import Region
+
+Extents = npt.NDArray[np.void]
+
+_ANONYMOUS = 0x02 | 0x20  # MAP_PRIVATE and MAP_ANONYMOUS
+
+
+def find_hidden(
+    pid: int, regions: list[Region], hidden: Ranges, known: Present | None, threads: int
+) -> Extents:
+    """The pages of a frozen process that hold something, in ranges that were hidden.
+
+    Args:
+        regions: The VMAs of its mm image.
+        hidden: RANGE records, ascending, each within one of ``regions``.
+        known: What was looked up since the process stands still.
+        threads: How many look up what is left.
+
+    Returns:
+        EXTENT records, ascending, none across the end of a hidden range.
+
+    Raises:
+        DumpFailed: Something was hidden that is no private anonymous memory of the process.
+    """
+    of = _regions_of(hidden, regions)
+    flags = np.array([region.flags for region in regions] + [0], np.int64)[of]
+    wrong = np.flatnonzero((flags & _ANONYMOUS) != _ANONYMOUS)
+    if len(wrong):
+        at = int(hidden["start"][wrong[0]])
+        raise DumpFailed(f"CRIU was kept from memory at {at:#x} of process {pid} that is not private, or of a file")
+    if known is None:
+        return _look(pid, hidden, threads)
+    there = _regions_of(hidden, known[0]) >= 0
+    found = np.concatenate([clip(known[1], hidden[there]), _look(pid, hidden[~there], threads)])
+    return found[np.argsort(found["address"], kind="stable")]
+
+
+def complete(directory: Path, pagemaps: list[Pagemap], version: tuple[int, ...]) -> None:
+    """Write the pages that were hidden into the pagemap images, once CRIU writes no more."""
+    for pagemap in pagemaps:
+        if not len(pagemap.hidden):
+            continue
+        path = directory / f"pagemap-{pagemap.number}.img"
+        number, written = load_pagemap(path)
+        lazy = np.array([region.lazy for region in pagemap.regions], np.bool_)
+        own = np.empty(len(pagemap.hidden), ENTRY)
+        own["address"], own["pages"] = pagemap.hidden["address"], pagemap.hidden["pages"]
+        starts = np.array([region.start for region in pagemap.regions], np.uint64)
+        own["flags"] = np.where(lazy[np.searchsorted(starts, own["address"], side="right") - 1], PE_LAZY, PE_PRESENT)
+        entries = np.concatenate([written, own])
+        write_pagemap(path, number, entries[np.argsort(entries["address"], kind="stable")], version)
+
+
+def clip(extents: Extents, ranges: Ranges) -> Extents:
+    """The parts of ``extents`` (ascending, disjoint) within ``ranges`` (RANGE records, ascending, disjoint), cut at their ends."""
+    low = extents["address"].astype(np.uint64)
+    high = low + extents["pages"].astype(np.uint64) * np.uint64(PAGE)
+    first = np.searchsorted(ranges["end"], low, side="right")
+    count = np.maximum(np.searchsorted(ranges["start"], high, side="left") - first, 0)
+    source = np.repeat(np.arange(len(extents)), count)
+    at = first[source] + np.arange(len(source)) - np.repeat(np.cumsum(count) - count, count)
+    out = np.empty(len(source), EXTENT)
+    out["address"] = np.maximum(low[source], ranges["start"][at])
+    out["pages"] = (np.minimum(high[source], ranges["end"][at]) - out["address"]) // np.uint64(PAGE)
+    return out
+
+
+def _regions_of(ranges: Ranges, regions: list[Region]) -> npt.NDArray[np.int64]:
+    """i8[n]: for each range the region that it lies in, or -1."""
+    if not regions:
+        return np.full(len(ranges), -1, np.int64)
+    starts = np.array([region.start for region in regions], np.uint64)
+    ends = np.array([region.start + region.length for region in regions], np.uint64)
+    at = np.searchsorted(starts, ranges["start"], side="right") - 1
+    return np.where((at >= 0) & (ranges["end"] <= ends[at]), at, -1)
+
+
+def _look(pid: int, ranges: Ranges, threads: int) -> Extents:
+    return clip(present_extents(pid, ranges.tolist(), threads), ranges)

@@ -1,0 +1,159 @@
+"""What CRIU wrote of a tree: which processes and shared memory there are, their regions, and which of their pages lie where. Reads an image directory."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from icecore.dumper.memory.cells import EXTENT
+from icecore.errors import Damaged, DumpFailed
+from icecore.host.criu.images import (
+    VMA_ANON_SHARED,
+    VMA_FILE_PRIVATE,
+    VMA_FILE_SHARED,
+    VMA_GUARD,
+    VMA_HEAP,
+    VMA_STACK,
+    VMA_VDSO,
+    VMA_VSYSCALL,
+    VMA_VVAR,
+    load_mm,
+    pagemaps,
+)
+from icecore.host.criu.pagemap_image import PE_PARENT, PE_PRESENT, load_pagemap
+from icecore.store.format.cell import PAGE
+from icecore.store.format.manifest import Region
+
+#: Not part of a snapshot: pages are stored by address, logs and statistics are not needed to restore.
+_LEFT_OUT = re.compile(r"(pages-\d+\.img|stats-.*|.*\.log|.*\.stderr|.*\.pid|.*\.tmp\..*)\Z")
+
+_GROWS_DOWN = 0x100
+#: What CRIU's status bits of a VMA mean, the first that is set counts.
+_KINDS = (
+    (VMA_HEAP, "heap"),
+    (VMA_VDSO | VMA_VVAR, "vdso"),
+    (VMA_FILE_PRIVATE, "file"),
+    (VMA_FILE_SHARED, "file-shared"),
+    (VMA_ANON_SHARED, "shared"),
+)
+
+
+@dataclass(frozen=True)
+class Pagemap:
+    """The memory of one process or shared object.
+
+    Attributes:
+        number: Image id of the process, or shmem id.
+        pages: N of the ``pages-N.img`` that holds the written pages.
+        regions: Its VMAs in address order; for shared memory one region from 0 on.
+        extents: EXTENT records of all its pages, ascending, neighbours merged.
+        written: EXTENT records of those that are in the pages image, in the image's order.
+        hidden: EXTENT records of those that CRIU did not see, and that are not in its pagemap yet.
+    """
+
+    number: int
+    pages: int
+    regions: list[Region]
+    extents: npt.NDArray[np.void]
+    written: npt.NDArray[np.void]
+    hidden: npt.NDArray[np.void] = field(default_factory=lambda: np.empty(0, EXTENT))
+
+    def with_hidden(self, extents: npt.NDArray[np.void]) -> Pagemap:
+        """With pages that CRIU was kept from seeing.
+
+        Raises:
+            DumpFailed: It has seen one of them.
+        """
+        everything = np.concatenate([self.extents, extents])
+        everything = everything[np.argsort(everything["address"], kind="stable")]
+        end = everything["address"] + everything["pages"] * np.uint64(PAGE)
+        if (everything["address"][1:] < end[:-1]).any():
+            raise DumpFailed(f"CRIU saw pages of process {self.number} that it was to be kept from")
+        return replace(self, extents=_merged(everything), hidden=extents)
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """All of an image directory that holds memory, by number."""
+
+    processes: list[Pagemap]
+    shared: list[Pagemap]
+
+
+def read_images(directory: Path) -> ImageSet:
+    """Read the pagemaps and VMAs of an image directory.
+
+    Raises:
+        Damaged: An image is missing or makes no sense.
+    """
+    processes, shared = pagemaps(directory)
+    return ImageSet(
+        [_pagemap(directory / f"pagemap-{n}.img", n, read_regions(directory, n)) for n in processes],
+        [_pagemap(directory / f"pagemap-shmem-{n}.img", n, None) for n in shared],
+    )
+
+
+def image_files(directory: Path) -> list[Path]:
+    """The image files that are stored as files: all but the pages and what only tells of the dump."""
+    return sorted(path for path in directory.iterdir() if path.is_file() and not _LEFT_OUT.match(path.name))
+
+
+def _pagemap(path: Path, number: int, regions: list[Region] | None) -> Pagemap:
+    pages, entries = load_pagemap(path)
+    if (entries["flags"] & PE_PARENT).any():
+        raise Damaged("image", path.name, "it refers to a parent image; give a dump that stands alone")
+    written = entries[(entries["flags"] & PE_PRESENT) != 0]
+    everything = entries[np.argsort(entries["address"], kind="stable")]
+    if regions is None:
+        end = int((everything["address"] + everything["pages"] * np.uint64(PAGE)).max()) if len(everything) else 0
+        regions = [Region(0, end, 0, kind="shared", name=str(number))] if end else []
+    return Pagemap(number, pages, regions, _merged(everything), _extents(written))
+
+
+def _extents(entries: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+    out = np.empty(len(entries), EXTENT)
+    out["address"], out["pages"] = entries["address"], entries["pages"]
+    return out
+
+
+def _merged(entries: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+    """Extents with neighbours joined, whatever their flags."""
+    if not len(entries):
+        return np.empty(0, EXTENT)
+    end = entries["address"] + entries["pages"] * np.uint64(PAGE)
+    head = np.flatnonzero(np.concatenate(([True], entries["address"][1:] != end[:-1])))
+    out = np.empty(len(head), EXTENT)
+    out["address"] = entries["address"][head]
+    out["pages"] = np.add.reduceat(entries["pages"], head)
+    return out
+
+
+def read_regions(directory: Path, number: int) -> list[Region]:
+    """The VMAs of a process from its ``mm-N.img``, in address order.
+
+    Raises:
+        Damaged: It is missing or makes no sense.
+    """
+    try:
+        space = load_mm(directory, number)
+    except OSError as error:
+        raise Damaged("image", f"mm-{number}.img", str(error)) from error
+    vmas, lazy = space.vmas, space.lazy()
+    kept = (vmas["status"] & (VMA_VSYSCALL | VMA_GUARD)) == 0
+    vmas, lazy = vmas[kept], lazy[kept]
+    order = np.argsort(vmas["start"], kind="stable")
+    columns = (vmas[name][order].tolist() for name in ("start", "end", "protection", "flags", "status"))
+    return [
+        Region(start, end - start, start, protection, flags, _kind(flags, status), "", can_be_lazy)
+        for start, end, protection, flags, status, can_be_lazy in zip(*columns, lazy[order].tolist(), strict=True)
+    ]
+
+
+def _kind(flags: int, status: int) -> str:
+    if status & VMA_STACK or flags & _GROWS_DOWN:
+        return "stack"
+    return next((kind for bit, kind in _KINDS if status & bit), "anonymous")

@@ -1,0 +1,108 @@
+"""The parent of a snapshot as a dump needs it: its spaces by name, each with its grid, its records and its fingerprints."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from icecore.dumper.memory.fingerprints import NO_FINGERPRINTS, Fingerprints, decode_fingerprints
+from icecore.dumper.memory.spaces import ParentSpace, known_from
+from icecore.errors import Damaged, FormatTooNew, NotFound, ObjectMissing, StoreError
+from icecore.events import Event, Sink
+from icecore.store.format.fingerprints import fingerprint_bytes
+from icecore.store.format.fingerprints import fingerprint_seed as fingerprint_seed
+from icecore.store.format.hints import decode_hints, limited
+from icecore.store.format.manifest import Manifest, OpenFile, Space, cells_of
+from icecore.store.format.state import SnapshotRecord
+from icecore.store.log.repository import Repository
+from icecore.store.runtime.loop import LoopThread
+from icecore.store.snapshot.reader import SnapshotReader
+
+
+@dataclass
+class Parent:
+    """The parent snapshot. Spaces are read when first asked for, or all at once by ``prepare``; a damaged one is reported and done without."""
+
+    manifest: Manifest
+    _reader: SnapshotReader
+    _emit: Sink
+    _fingerprints: dict[str, Fingerprints]
+    _spaces: dict[tuple[str, str], Space]
+    _files: dict[str, OpenFile]
+    _read: dict[tuple[str, str], ParentSpace | None] = field(default_factory=dict)
+
+    def space(self, kind: str, key: str) -> ParentSpace | None:
+        """A space of the parent by kind and key, if it has it and it can be read.
+
+        Raises:
+            StoreError: The storage failed.
+        """
+        if (kind, key) not in self._read:
+            found = self._spaces.get((kind, key))
+            self._read[kind, key] = self._load(found) if found is not None else None
+        return self._read[kind, key]
+
+    def _load(self, space: Space) -> ParentSpace | None:
+        try:
+            records = self._reader.records(space)
+        except (Damaged, ObjectMissing) as error:
+            self._emit(Event("dump.parent_damaged", {"snapshot": self.manifest.snapshot, "error": str(error)}))
+            return None
+        fingerprints = self._fingerprints.get(f"{space.kind}:{space.key}", NO_FINGERPRINTS)
+        known = known_from(space.regions, records, fingerprints)
+        return ParentSpace(space, records, known, fingerprints.restless)
+
+    def prepare(self) -> None:
+        """Read every space now, so that the window need not wait for the storage.
+
+        Raises:
+            StoreError: The storage failed.
+        """
+        for kind, key in self._spaces:
+            self.space(kind, key)
+
+    def file(self, path: str) -> OpenFile | None:
+        """What the parent recorded of an open file."""
+        return self._files.get(path)
+
+
+def load_parent(repository: Repository, loop: LoopThread, record: SnapshotRecord, emit: Sink) -> Parent | None:
+    """Read the manifest and the fingerprints of a parent; a damaged parent is reported and done without."""
+    try:
+        manifest = loop.run(repository.manifest(record))
+    except (Damaged, ObjectMissing) as error:
+        emit(Event("dump.parent_damaged", {"snapshot": record.snapshot, "error": str(error)}))
+        return None
+    fingerprints: dict[str, Fingerprints] = {}
+    if manifest.hints:
+        try:
+            limit = fingerprint_bytes(cells_of(manifest), len(manifest.spaces))
+            kind = limited(limit)
+            data = loop.run(repository.backend.get(manifest.hints, limit=kind.object_limit))
+            body = decode_hints(manifest.hints, data, repository.keys.hints, bytes.fromhex(manifest.hints_digest), kind=kind)
+            fingerprints = decode_fingerprints(body, limit)
+        except (Damaged, FormatTooNew, StoreError) as error:
+            # Without them every cell counts as changed, and is found to be stored by its id: slower, not wrong.
+            emit(Event("dump.hints_missing", {"snapshot": record.snapshot, "error": str(error)}))
+    return Parent(
+        manifest,
+        SnapshotReader(repository, manifest, loop.loop),
+        emit,
+        fingerprints,
+        {(s.kind, s.key): s for s in manifest.spaces},
+        {f.path: f for f in manifest.files},
+    )
+
+
+async def choose_parent(repository: Repository, job: str, wanted: str) -> SnapshotRecord | None:
+    """The snapshot to build on: the one wanted, if it is still listed, else the job's newest. None that lost data: its chunks may be the damaged ones."""
+    if wanted:
+        with suppress(NotFound):
+            record = await repository.find(wanted)
+            if not record.quarantined:
+                return record
+    newest = await repository.newest_of(job)  # a page of the list, or none
+    if newest is None or not newest.quarantined:
+        return newest
+    own = [record for record in await repository.snapshots() if record.job == job and not record.quarantined]
+    return own[-1] if own else None

@@ -1,0 +1,86 @@
+"""The way of a plain dump's pages into the store: one read a cell, and stored by the thread that read it. Its rule: what
+CRIU wrote back to back is read back to back."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from bisect import bisect_right
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from icecore.dumper.memory.pipeline import CellStore, Pipeline, SpaceSink
+from icecore.dumper.memory.sources import read_fully
+from icecore.dumper.memory.staging import Slot, Staging
+from icecore.errors import Damaged
+from icecore.store.format.cell import CELL_BYTES, PAGE
+
+
+class CompactPages:
+    """The ``pages-N.img`` of a plain dump, where the present pages of any stretch of addresses lie back to back: a cell
+    is one read. Thread-safe.
+
+    Args:
+        path: The image.
+        extents: EXTENT records of all its pages, ascending.
+
+    Raises:
+        Damaged: The file has not as many pages.
+    """
+
+    process = None
+
+    def __init__(self, path: Path, extents: npt.NDArray[np.void]) -> None:
+        self._path = str(path)
+        length = extents["pages"].astype(np.int64) * PAGE
+        self._start: list[int] = extents["address"].tolist()
+        self._length: list[int] = length.tolist()
+        self._offset: list[int] = (np.cumsum(length) - length).tolist()
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        size = os.fstat(self._descriptor).st_size
+        if size != int(length.sum()):
+            os.close(self._descriptor)
+            raise Damaged("image", path.name, f"it has {size} bytes, its pagemap {int(length.sum())}")
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+    def read(self, address: int, length: int) -> bytes:
+        """``length`` bytes at an address; empty if not all of them are in the image."""
+        entry = bisect_right(self._start, address) - 1
+        if entry < 0 or length <= 0 or address + length > self._start[entry] + self._length[entry]:
+            return b""
+        return os.pread(self._descriptor, length, self._offset[entry] + address - self._start[entry])
+
+    def read_into(self, iovecs: int, count: int, buffer: Slot, size: int) -> None:
+        """See `icecore.dumper.memory.scan.Source`."""
+        address = ctypes.c_uint64.from_address(iovecs).value
+        entry = bisect_right(self._start, address) - 1
+        offset = self._offset[entry] + address - self._start[entry]
+        read_fully(self._descriptor, buffer.view(0, size), offset, self._path)
+
+
+class Immediate(Pipeline):
+    """A pipeline without threads of its own: whoever read a cell stores it, while its bytes are still in that core's
+    cache. Nothing stands still meanwhile, so nothing need be put off.
+    """
+
+    def __init__(self, writer: CellStore, staging: Staging) -> None:
+        super().__init__(writer, staging, 0)
+        self._store_in = writer
+        self._give_back = staging.release
+        self._local = threading.local()
+
+    def put(self, sink: SpaceSink, row: int, slot: Slot) -> None:
+        """Store one cell, now."""
+        scratch = getattr(self._local, "scratch", None)
+        if scratch is None:
+            scratch = self._local.scratch = np.empty(CELL_BYTES, np.uint8)
+        try:
+            sink.store(row, slot, scratch, self._store_in)
+        finally:
+            self._give_back(slot)

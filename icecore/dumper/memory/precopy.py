@@ -1,0 +1,162 @@
+"""Pre-copy: the running job's private memory, scanned and stored before the window, so that only what changes meanwhile is left for it.
+
+Its rule: torn reads are harmless, because a chunk is named by what was read, and the window looks at every cell again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from icecore.dumper.memory.allocations import allocations, cut
+from icecore.dumper.memory.cells import CellPlan, inherit_origins, plan_cells
+from icecore.dumper.memory.fingerprints import KnownCells
+from icecore.dumper.memory.pipeline import Pipeline, SpaceSink
+from icecore.dumper.memory.present import present_extents, private_regions, ranges_of
+from icecore.dumper.memory.scan import ScanResult, Source, scan
+from icecore.dumper.memory.spaces import Machinery, ParentSpace
+from icecore.dumper.memory.staging import Slot, Staging
+from icecore.errors import DumpFailed, NotFound
+from icecore.events import Advance, unwatched
+from icecore.host.kernel import procfs
+from icecore.host.kernel.memory import RemoteReader
+from icecore.store.format.cell import CELL
+from icecore.store.format.manifest import Region
+
+#: Between two looks at a restless cell: steps of a training take less, mostly.
+_REST_SECONDS = 0.5
+#: With fewer restless bytes they are stored, in vain or not.
+_LEAST_RESTLESS = 64 << 20
+
+
+@dataclass(frozen=True)
+class PreCopied:
+    """What pre-copy learnt of one process.
+
+    Attributes:
+        regions: Its private anonymous memory then, with the cell grid that the window goes on using.
+        known: Cells that are stored, the parent's and the new ones.
+        seen: Keys and fingerprints of all cells that were read (its records mean nothing).
+        changed: Bytes that differed from the parent.
+        stored: Bytes of these that were stored.
+        scanned: Bytes read.
+    """
+
+    regions: list[Region]
+    known: KnownCells
+    seen: KnownCells
+    changed: int
+    stored: int
+    scanned: int
+
+
+@dataclass(frozen=True)
+class _Look:
+    """How one process is scanned."""
+
+    stream: int
+    regions: list[Region]
+    reader: Source
+    pipeline: Pipeline
+    staging: Staging
+    seed: int
+    threads: int
+    stop: threading.Event
+
+    def scan(
+        self, plan: CellPlan, known: KnownCells, keep: Callable[[int, Slot], None], advance: Advance = unwatched
+    ) -> ScanResult:
+        """Read the cells of a plan."""
+        return scan(
+            plan,
+            self.reader,
+            known,
+            seed=self.seed,
+            staging=self.staging,
+            threads=self.threads,
+            keep=keep,
+            stop=self.stop,
+            advance=advance,
+        )
+
+    def sink(self, plan: CellPlan, known: KnownCells) -> SpaceSink:
+        """Where cells of a plan go to be stored."""
+        return self.pipeline.space(self.stream, plan, self.regions, known)
+
+    def drop(self, row: int, slot: Slot) -> None:
+        """Keep nothing."""
+        self.staging.release(slot)
+
+
+def pre_copy(
+    pid: int,
+    stream: int,
+    before: ParentSpace | None,
+    machinery: Machinery,
+    *,
+    advance: Advance = unwatched,
+) -> PreCopied | None:
+    """Scan one running process and store what its parent snapshot does not have. Waits until it is stored.
+
+    Cells that were restless the last time, so that storing them before the window was in vain, are looked at again after a while, and stored only if they
+    have come to rest.
+
+    Returns:
+        What the window can rely on; None when the process ended meanwhile or would not be read (the window will say why, if it matters).
+    """
+    known = before.known if before else KnownCells.none()
+    try:
+        with RemoteReader(pid) as reader:
+            regions = private_regions(procfs.read_maps(pid))
+            regions = inherit_origins(cut(regions, allocations(reader, regions)), before.space.regions if before else [])
+            plan = plan_cells(regions, present_extents(pid, ranges_of(regions), machinery.threads))
+            m = machinery
+            look = _Look(stream, regions, Vanishing(reader), m.pipeline, m.staging, m.seed, m.threads, m.stop)
+            restless = np.isin(plan.key, before.restless) if before else np.zeros(len(plan), np.bool_)
+            if int(plan.length[restless].sum()) < _LEAST_RESTLESS:
+                restless[:] = False
+            sink = look.sink(plan, known)
+            began = time.monotonic()
+            result = look.scan(
+                plan, known, lambda row, slot: look.drop(row, slot) if restless[row] else sink.keep(row, slot), advance
+            )
+            machinery.pipeline.drain()
+            changed = result.changed
+            calm = changed[~restless[changed]]
+            stored = known.updated(plan.key[calm], result.fingerprint[calm], sink.records[calm])
+            kept = int(plan.length[calm].sum())
+            doubtful = changed[restless[changed]]
+            if len(doubtful):
+                machinery.stop.wait(max(0.0, began + _REST_SECONDS - time.monotonic()))
+                again = plan.take(doubtful)
+                same = KnownCells(again.key, result.fingerprint[doubtful], np.zeros(len(again), CELL))
+                rested = again.take(np.flatnonzero(look.scan(again, same, look.drop).row >= 0))
+                last = look.sink(rested, known)
+                found = look.scan(rested, known, last.keep)
+                machinery.pipeline.drain()
+                new = found.changed
+                stored = stored.updated(rested.key[new], found.fingerprint[new], last.records[new])
+                kept += int(rested.length[new].sum())
+    except NotFound:
+        return None
+    order = np.argsort(plan.key, kind="stable")
+    seen = KnownCells(plan.key[order], result.fingerprint[order], np.zeros(len(plan), CELL))
+    return PreCopied(regions, stored, seen, int(plan.length[changed].sum()), kept, plan.bytes)
+
+
+class Vanishing:
+    """A reader of a process that goes on: a cell of which a page is unmapped between planning and reading counts as zeros, and the window corrects it."""
+
+    def __init__(self, reader: RemoteReader) -> None:
+        self._reader = reader
+        self.process = reader.process
+
+    def read_into(self, iovecs: int, count: int, buffer: Slot, size: int) -> None:
+        try:
+            self._reader.read_into(iovecs, count, buffer, size)
+        except DumpFailed:
+            buffer.view(0, size)[:] = bytes(size)

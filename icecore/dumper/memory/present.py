@@ -1,0 +1,43 @@
+"""What private memory a process has, and which of its pages hold something; rule: asked of the kernel, whether the process runs or stands still."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from icecore.dumper.memory.cells import EXTENT
+from icecore.host.kernel import procfs
+from icecore.host.kernel.pagemap import contents_of
+from icecore.store.format.cell import PAGE
+from icecore.store.format.manifest import Region
+
+#: Private anonymous mappings of a process, and the pages of them that hold something (EXTENT records).
+Present = tuple[list[Region], npt.NDArray[np.void]]
+
+
+def private_regions(mappings: Iterable[procfs.Mapping]) -> list[Region]:
+    """The private anonymous ones among the mappings of a process, but for its stacks: what CRIU will leave to be read in place."""
+    out = []
+    for mapping in mappings:
+        if mapping.anonymous:
+            kind = "heap" if mapping.path == "[heap]" else "anonymous"
+            out.append(
+                Region(mapping.start, mapping.length, mapping.start, mapping.protection, mapping.flags, kind, "", True)
+            )
+    return out
+
+
+def ranges_of(regions: Sequence[Region]) -> list[tuple[int, int]]:
+    """Where they lie: (start, end)."""
+    return [(region.start, region.start + region.length) for region in regions]
+
+
+def present_extents(pid: int, ranges: Sequence[tuple[int, int]], threads: int) -> npt.NDArray[np.void]:
+    """Pages in and between ``ranges`` that hold something (`icecore.host.kernel.pagemap.contents_of`), as EXTENT records."""
+    runs = contents_of(pid, ranges, threads)
+    out = np.empty(len(runs), EXTENT)
+    out["address"] = runs["start"]
+    out["pages"] = (runs["end"] - runs["start"]) // np.uint64(PAGE)
+    return out

@@ -1,0 +1,234 @@
+"""The scan: threads read every cell of a plan in place, fingerprint it, and hand on those that are not known yet; the rule: what is hashed is what is kept."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from icecore.dumper.memory.cells import RUN, UNKNOWN, CellPlan
+from icecore.dumper.memory.fingerprints import FINGERPRINT, KnownCells
+from icecore.dumper.memory.staging import SMALL_BYTES, Packer, Slot, Staging
+from icecore.errors import DumpFailed
+from icecore.events import Advance, unwatched
+from icecore.host.kernel.scanning import CHANGED, NOT_READ, Columns, NativeScan, native_scan_lacks
+from icecore.store.format.cell import CELL_BYTES
+
+_BATCH = 16
+#: What a row costs beside its bytes, as bytes that could be read meanwhile: a system call.
+_ROW_COST = 4096
+
+
+class Source(Protocol):
+    """Where a scan reads: a process's memory, or a file laid out like one.
+
+    Attributes:
+        process: Pid of the process whose memory it is; None: it is no process's.
+    """
+
+    @property
+    def process(self) -> int | None: ...
+
+    def read_into(self, iovecs: int, count: int, buffer: Slot, size: int) -> None:
+        """Read ``count`` iovecs (at address ``iovecs``; ``size`` bytes in all) into the start of the slot, or raise."""
+
+
+@dataclass(frozen=True)
+class ScanResult:
+    """What a scan found, row by row of its plan.
+
+    Attributes:
+        fingerprint: V16[n].
+        row: i8[n], the row of the known cells that is still true; `UNKNOWN` where the cell was handed on; `ZERO`.
+    """
+
+    fingerprint: npt.NDArray[np.void]
+    row: npt.NDArray[np.int64]
+
+    @property
+    def changed(self) -> npt.NDArray[np.int64]:
+        """Rows of the plan that were handed on."""
+        return np.flatnonzero(self.row == UNKNOWN)
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What the threads of one scan share."""
+
+    plan: CellPlan
+    known: KnownCells
+    candidates: npt.NDArray[np.int64]
+    fingerprint: npt.NDArray[np.void]
+    row: npt.NDArray[np.int64]
+    source: Source
+    seed: int
+    staging: Staging
+    keep: Callable[[int, Slot], None]
+    stop: threading.Event
+    failures: list[BaseException]
+    advance: Advance
+    native: NativeScan | None
+
+    @property
+    def over(self) -> bool:
+        """Whether there is no use in going on."""
+        return self.stop.is_set() or bool(self.failures)
+
+
+class _Cursor:
+    """Hands out batches of rows; ``ends``: where each ends."""
+
+    def __init__(self, ends: list[int]) -> None:
+        self._ends = ends
+        self._next = 0
+        self._lock = threading.Lock()
+
+    def take(self) -> range:
+        with self._lock:
+            number = self._next
+            self._next += 1
+        if number >= len(self._ends):
+            return range(0)
+        return range(self._ends[number - 1] if number else 0, self._ends[number])
+
+
+def _batches(length: npt.NDArray[np.uint64], threads: int, native: bool) -> list[int]:
+    """Where batches of rows end: so many rows each, or, where rows cost the interpreter nothing, about as much work each."""
+    if not native:
+        return [*range(_BATCH, len(length), _BATCH), len(length)]
+    work = np.cumsum(length.astype(np.int64) + _ROW_COST)
+    share = min(_BATCH * CELL_BYTES, int(work[-1]) // (4 * threads) + 1)
+    ends = np.searchsorted(work, np.arange(share, int(work[-1]) + share, share)) + 1
+    ends = np.minimum(ends, len(length))
+    return ends[np.concatenate(([True], ends[1:] > ends[:-1]))].tolist()  # type: ignore[no-any-return]
+
+
+def scan(
+    plan: CellPlan,
+    source: Source,
+    known: KnownCells,
+    *,
+    seed: int,
+    staging: Staging,
+    threads: int,
+    keep: Callable[[int, Slot], None],
+    stop: threading.Event,
+    advance: Advance = unwatched,
+) -> ScanResult:
+    """Read all cells of ``plan`` and hand those whose fingerprint is not the known one to ``keep``.
+
+    Args:
+        known: What the parent and pre-copy know; looked up by cell key.
+        seed: The lineage's secret 64-bit seed.
+        staging: Where the slots come from. ``keep(row, slot)`` takes the slot over.
+        threads: How many threads read.
+        stop: When set, the scan ends at once.
+        advance: Told of bytes that were read.
+
+    Raises:
+        DumpFailed: A page could not be read, or ``stop`` was set.
+    """
+    candidates, fingerprint, row = known.find(plan.key), np.empty(len(plan), FINGERPRINT), np.full(len(plan), -1, np.int64)
+    native = None
+    if source.process is not None and not native_scan_lacks():
+        columns = Columns(
+            plan.runs, plan.first_run, plan.length, np.ascontiguousarray(plan.bitmap), candidates, known.fingerprint, fingerprint, row
+        )
+        native = NativeScan(source.process, columns, seed)
+    shared = _Shared(plan, known, candidates, fingerprint, row, source, seed, staging, keep, stop, [], advance, native)
+    cursor = _Cursor(_batches(plan.length, threads, native is not None) if len(plan) else [])
+    workers = [
+        threading.Thread(target=_work, args=(shared, cursor), name=f"scan-{i}")
+        for i in range(max(1, min(threads, len(plan) // 4)) - 1)
+    ]
+    for worker in workers:
+        worker.start()
+    try:
+        _work(shared, cursor)
+        for worker in workers:
+            worker.join()
+    except BaseException as error:
+        # An interrupt: nobody may go on reading what is about to run again.
+        shared.failures.append(error)
+        for worker in workers:
+            worker.join()
+        raise
+    if shared.failures:
+        raise shared.failures[0]
+    if stop.is_set():
+        raise DumpFailed("the scan was stopped")
+    return ScanResult(shared.fingerprint, shared.row)
+
+
+def _work(shared: _Shared, cursor: _Cursor) -> None:
+    try:
+        slot, packer = shared.staging.acquire(), Packer(shared.staging)
+        try:
+            scan_batch = _scan_batch if shared.native is None else _scan_natively
+            while (batch := cursor.take()) and not shared.over:
+                slot = scan_batch(shared, batch, slot, packer)
+                shared.advance(int(shared.plan.length[batch.start : batch.stop].sum()))
+        finally:
+            packer.close()
+            shared.staging.release(slot)
+    except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
+        shared.failures.append(error)
+
+
+def _scan_batch(shared: _Shared, batch: range, slot: Slot, packer: Packer) -> Slot:
+    """Scan some rows in Python; returns the slot that the thread now owns. Everything numpy is turned into plain ints once a batch."""
+    plan, known = shared.plan, shared.known
+    low, high = batch.start, batch.stop
+    first = plan.first_run[low : high + 1].tolist()
+    sizes = plan.length[low:high].tolist()
+    candidates = shared.candidates[low:high]
+    rows = candidates.tolist()
+    expected = (
+        known.fingerprint[np.maximum(candidates, 0)].tobytes() if len(known.fingerprint) else bytes(16 * len(batch))
+    )
+    bitmaps = np.ascontiguousarray(plan.bitmap[low:high]).data.cast("B")
+    runs = plan.runs.ctypes.data
+    read, seed, digest = shared.source.read_into, shared.seed, xxhash.xxh3_128_digest
+    found = bytearray(16 * len(batch))
+    for i in range(high - low):
+        size = sizes[i]
+        read(runs + first[i] * RUN.itemsize, first[i + 1] - first[i], slot, size)
+        slot.set_bitmap(bitmaps[32 * i : 32 * i + 32])
+        value = digest(slot.hashed(size), seed)
+        found[16 * i : 16 * i + 16] = value
+        if rows[i] >= 0 and expected[16 * i : 16 * i + 16] == value:
+            shared.row[low + i] = rows[i]
+        else:
+            slot = _hand_on(shared, low + i, size, slot, packer)
+    shared.fingerprint[low:high] = np.frombuffer(found, FINGERPRINT)
+    return slot
+
+
+def _scan_natively(shared: _Shared, batch: range, slot: Slot, packer: Packer) -> Slot:
+    """The same, up to each cell that is not known without the interpreter."""
+    assert shared.native is not None
+    at = batch.start
+    while at < batch.stop and not shared.over:
+        at, why = shared.native.until(at, batch.stop, slot.address)
+        if why == NOT_READ:
+            # Not at once, or not at all: the source knows other ways.
+            slot = _scan_batch(shared, range(at, at + 1), slot, packer)
+        elif why == CHANGED:
+            slot = _hand_on(shared, at, int(shared.plan.length[at]), slot, packer)
+        at += 1
+    return slot
+
+
+def _hand_on(shared: _Shared, row: int, size: int, slot: Slot, packer: Packer) -> Slot:
+    """Give away what is in the slot; returns the slot that the thread now owns."""
+    if size <= SMALL_BYTES:
+        shared.keep(row, packer.take(slot, size))
+        return slot
+    fresh = shared.staging.acquire()
+    shared.keep(row, slot)
+    return fresh

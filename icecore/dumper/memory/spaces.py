@@ -1,0 +1,246 @@
+"""A space on its way into the repository: its plans, what scans found, the records, and in the end its map; one for a process, a file, an image."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from icecore.dumper.memory.cells import ZERO, CellPlan, inherit_origins, plan_cells
+from icecore.dumper.memory.fingerprints import (
+    FINGERPRINT,
+    NO_FINGERPRINTS,
+    Fingerprints,
+    KnownCells,
+)
+from icecore.dumper.memory.pipeline import Pipeline, SpaceSink
+from icecore.dumper.memory.scan import ScanResult, Source, scan
+from icecore.dumper.memory.staging import Staging
+from icecore.errors import DumpFailed
+from icecore.events import Advance, unwatched
+from icecore.store.format.cell import CELL, CELL_BYTES, PAGE, Records, data_pages
+from icecore.store.format.manifest import Region, Space, SpaceKind
+from icecore.store.snapshot.writer import SnapshotWriter
+
+
+@dataclass(frozen=True)
+class Machinery:
+    """What every scan of one dump shares."""
+
+    pipeline: Pipeline
+    staging: Staging
+    seed: int
+    threads: int
+    streams: int
+    stop: threading.Event
+    advance: Advance = unwatched
+
+
+@dataclass(frozen=True)
+class ParentSpace:
+    """A space as the parent snapshot has it; ``restless``: as in `Fingerprints`."""
+
+    space: Space
+    records: list[Records]
+    known: KnownCells
+    restless: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+
+
+@dataclass(frozen=True)
+class Scanned:
+    """Cells that were scanned: the plan, where those that are not known went, and what was found."""
+
+    plan: CellPlan
+    sink: SpaceSink
+    result: ScanResult
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some cells of a space: their plan and what was found of them; ``at`` i8[n]: their rows in the sink, None: all."""
+
+    plan: CellPlan
+    sink: SpaceSink
+    result: ScanResult
+    at: npt.NDArray[np.int64] | None = None
+
+    def records(self) -> Records:
+        """CELL[n], with the cell numbers of this plan."""
+        if self.at is None:
+            return self.sink.records
+        rows = self.sink.records[self.at]
+        rows["cell"] = self.plan.cell
+        return rows
+
+
+@dataclass
+class SpaceCapture:
+    """One space of the new snapshot.
+
+    Attributes:
+        kind, key, size, regions: As in the manifest's `Space`; the regions with their inherited grids.
+        known: What the parent and pre-copy know of it.
+        parent: The parent's space, whose nodes are reused where they are equal.
+        stream: The shard stream that it goes to.
+        seen: What pre-copy saw of its cells: keys u8[n] and fingerprints V16[n], ascending.
+    """
+
+    kind: SpaceKind
+    key: str
+    size: int
+    regions: list[Region]
+    known: KnownCells
+    parent: ParentSpace | None
+    stream: int = 0
+    seen: KnownCells | None = None
+    _parts: list[_Part] = field(default_factory=list)
+
+    @classmethod
+    def make(
+        cls, kind: SpaceKind, key: str, size: int, regions: list[Region], parent: ParentSpace | None, *, stream: int = 0
+    ) -> SpaceCapture:
+        """A capture whose regions take over the parent's grids."""
+        known = parent.known if parent else KnownCells.none()
+        regions = inherit_origins(regions, parent.space.regions if parent else [])
+        return cls(kind, key, size, regions, known, parent, stream)
+
+    def scan(
+        self,
+        source: Source,
+        extents: npt.NDArray[np.void],
+        machinery: Machinery,
+        early: Scanned | None = None,
+        touched: Sequence[int] = (),
+    ) -> int:
+        """Read the pages of ``extents`` from ``source``, and queue what is not known yet.
+
+        Args:
+            early: Cells that have been read already; those of them that have the pages of ``extents`` are not read again.
+            touched: Addresses that may have been written to since.
+
+        Returns:
+            Bytes read, now or early.
+        """
+        plan = plan_cells(self.regions, extents)
+        size = plan.bytes
+        if early is not None:
+            here, there = plan.same(early.plan)
+            written = np.searchsorted(plan.key, np.array(touched, np.uint64), side="right") - 1
+            sound = ~np.isin(here, written)
+            here, there = here[sound], there[sound]
+            result = ScanResult(early.result.fingerprint[there], early.result.row[there])
+            self._parts.append(_Part(plan.take(here), early.sink, result, there))
+            left = np.ones(len(plan), np.bool_)
+            left[here] = False
+            plan = plan.take(np.flatnonzero(left))
+        if not len(plan):
+            return size
+        sink = machinery.pipeline.space(self.stream, plan, self.regions, self.known)
+        result = scan(
+            plan,
+            source,
+            self.known,
+            seed=machinery.seed,
+            staging=machinery.staging,
+            threads=machinery.threads,
+            keep=sink.keep,
+            stop=machinery.stop,
+            advance=machinery.advance,
+        )
+        sink.unchanged(result.row)
+        self._parts.append(_Part(plan, sink, result))
+        return size
+
+    def add(self, part: Scanned) -> None:
+        """Take over cells that were looked at in another way; those that did not change are in its sink already."""
+        self._parts.append(_Part(part.plan, part.sink, part.result))
+
+    @property
+    def changed(self) -> int:
+        """Bytes of cells that the parent does not have as they are, and that have to be read: not those found to be `ZERO` where they are."""
+        before = self.parent.known if self.parent else KnownCells.none()
+        return sum(
+            int(p.plan.length[before.differ(p.plan.key, p.result.fingerprint) & (p.result.row != ZERO)].sum()) for p in self._parts
+        )
+
+    @property
+    def queued(self) -> int:
+        """Bytes of cells that were handed to the pipeline."""
+        return sum(int(p.plan.length[p.result.changed].sum()) for p in self._parts)
+
+    def fingerprints(self) -> Fingerprints:
+        """Those of all its cells."""
+        if not self._parts:
+            return NO_FINGERPRINTS
+        keys = np.concatenate([part.plan.key for part in self._parts])
+        fingerprints = np.concatenate([part.result.fingerprint for part in self._parts])
+        order = np.argsort(keys, kind="stable")
+        keys, fingerprints = keys[order], fingerprints[order]
+        if self.seen is None:
+            restless = self.parent.restless if self.parent else NO_FINGERPRINTS.restless
+        else:
+            restless = keys[self.seen.differ(keys, fingerprints) & (self.seen.find(keys) >= 0)]
+        return Fingerprints(keys, fingerprints, restless)
+
+    def records(self) -> list[Records]:
+        """CELL records by region, ascending by cell. To be called once the pipeline is drained."""
+        if not self._parts or not self.regions:
+            return [np.empty(0, CELL) for _ in self.regions]
+        region = np.concatenate([part.plan.region for part in self._parts])
+        rows = np.concatenate([part.records() for part in self._parts])
+        order = np.lexsort((rows["cell"], region))
+        region, rows = region[order], rows[order]
+        if ((np.diff(region.astype(np.int64)) == 0) & (np.diff(rows["cell"].astype(np.int64)) == 0)).any():
+            raise DumpFailed(f"CRIU split a cell of {self.kind} {self.key} between lazy and written pages")
+        return (
+            np.split(rows, np.searchsorted(region, np.arange(1, len(self.regions))))
+            if len(self.regions) > 1
+            else [rows]
+        )
+
+    def store(self, writer: SnapshotWriter) -> tuple[Space, int, int, int]:
+        """Write the map.
+
+        Returns:
+            The manifest's space, bytes of data pages, bytes of zero pages, and how many of the data pages' bytes are device memory.
+        """
+        records = self.records()
+        space = writer.put_map(
+            self.kind, self.key, self.size, self.regions, records, self.parent.space if self.parent else None
+        )
+        data = sum(int(data_pages(r).sum()) for r in records) * PAGE
+        zero = sum(int(np.bitwise_count(r["zero"]).sum()) for r in records) * PAGE
+        device = sum(
+            int(data_pages(r).sum()) for region, r in zip(self.regions, records, strict=True) if region.kind == "device"
+        )
+        return space, data, zero, device * PAGE
+
+
+def cell_keys(regions: list[Region], records: list[Records]) -> npt.NDArray[np.uint64]:
+    """Keys (`CellPlan.key`) of stored records, region by region."""
+    keys = [
+        np.maximum(np.int64(region.origin) + rows["cell"].astype(np.int64) * CELL_BYTES, region.start).astype(np.uint64)
+        for region, rows in zip(regions, records, strict=True)
+    ]
+    return np.concatenate(keys) if keys else np.empty(0, np.uint64)
+
+
+def known_from(
+    regions: list[Region],
+    records: list[Records],
+    fingerprints: Fingerprints,
+) -> KnownCells:
+    """What a parent's space tells: its records, with the fingerprints that its hint has (a cell without one counts as changed)."""
+    keys = cell_keys(regions, records)
+    rows = np.concatenate(records) if records else np.empty(0, CELL)
+    own = np.zeros(len(keys), FINGERPRINT)
+    if len(keys) and len(fingerprints.key):
+        stored_keys, stored = fingerprints.key, fingerprints.fingerprint
+        at = np.minimum(np.searchsorted(stored_keys, keys), len(stored_keys) - 1)
+        there = stored_keys[at] == keys
+        own[there] = stored[at[there]]
+    order = np.argsort(keys, kind="stable")
+    return KnownCells(keys[order], own[order], rows[order])

@@ -1,0 +1,1 @@
+"""Looking at a running tree: processes, files, sockets, GPUs."""

@@ -1,0 +1,58 @@
+"""Explains a failed dump by processes that ended meanwhile; the rule: the error names their end as the cause, not what failed because of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+
+from icecore.errors import DumpFailed, HookFailed, IcecoreError, NotFound, StoreError, UsageError
+from icecore.host.kernel import procfs
+
+#: Failures that no end of a process causes.
+_OTHERS = (HookFailed, StoreError, UsageError)
+
+
+class Lives:
+    """The processes without which a dump fails.
+
+    Args:
+        root: The job's first process.
+        job: The job's name.
+    """
+
+    def __init__(self, root: int, job: str) -> None:
+        self._root = root
+        self._job = job
+        self._began: dict[int, int] = {}
+
+    def watch(self, pids: Iterable[int]) -> None:
+        """Watch processes of the tree from now on."""
+        for pid in pids:
+            with suppress(NotFound):
+                self._began.setdefault(pid, procfs.start_time(pid))
+
+    def forget(self) -> None:
+        """Stop watching: from now on this dump itself ends the processes."""
+        self._began.clear()
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Raise `DumpFailed` with the end of a process if something fails because of it."""
+        try:
+            yield
+        except (IcecoreError, OSError) as error:  # files below its /proc are missing then
+            ended = [pid for pid, began in self._began.items() if _ended(pid, began)]
+            if not ended or isinstance(error, _OTHERS):
+                raise
+            if self._root in ended:
+                what, cure = f"job {self._job} (process {self._root}) ended during the dump", "'icecore ps -a' shows how it ended"
+            else:
+                what, cure = f"process {ended[0]} of job {self._job} ended during the dump", "dump it again"
+            raise DumpFailed(what, cure=cure) from error
+
+
+def _ended(pid: int, began: int) -> bool:
+    try:
+        return procfs.start_time(pid) != began or procfs.is_over(pid)
+    except NotFound:
+        return True

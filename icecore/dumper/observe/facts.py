@@ -1,0 +1,126 @@
+"""What the manifest says of a tree and its machine: processes, namespaces, and what a restore will need. Reads /proc, changes nothing."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+
+from icecore.dumper.observe.sockets import sockets_of
+from icecore.errors import NotFound
+from icecore.host.kernel import procfs
+from icecore.store.format.manifest import Namespaces, Process, Requirements
+
+_LISTEN = "0A"
+
+
+def describe_processes(images: Mapping[int, int]) -> list[Process]:
+    """The manifest's processes, root first.
+
+    Args:
+        images: Host pid → image id (pid in the tree's own namespace), in tree order.
+    """
+    out = []
+    for pid, image in images.items():
+        status = procfs.status(pid)
+        alive = not status.zombie
+        out.append(
+            Process(
+                image_id=image,
+                pid=pid,
+                parent=images.get(status.parent, 0),
+                group=images.get(status.group, status.group),
+                session=images.get(status.session, status.session),
+                threads=status.threads if alive else 0,
+                command=procfs.command_line(pid) if alive else [status.name],
+                executable=procfs.executable(pid) if alive else "",
+                user=status.user,
+                alive=alive,
+            )
+        )
+    return out
+
+
+def describe_namespaces(pid: int) -> Namespaces:
+    """Which namespaces a process does not share with this one."""
+    ours, theirs = procfs.namespaces(os.getpid()), procfs.namespaces(pid)
+    own = {kind for kind in theirs if theirs[kind] != ours.get(kind)}
+    return Namespaces(
+        pid="pid" in own,
+        ipc="ipc" in own,
+        mount="mnt" in own,
+        network="external" if "net" in own else "host",
+        uts="uts" in own,
+    )
+
+
+def listening_ports(pids: Iterable[int]) -> list[str]:
+    """Addresses on which the processes listen for TCP, as ``address:port``.
+
+    The kernel walks all its connections for each reading of its table, so that is read once for each network namespace, and only for who has such sockets.
+    """
+    owners: dict[int, tuple[int, set[int]]] = {}
+    for pid in pids:
+        try:
+            inodes = {s.inode for s in sockets_of(pid, procfs.descriptors(pid)) if s.protocol in ("TCP", "TCPv6")}
+            network = procfs.namespaces(pid).get("net", 0) if inodes else 0
+        except NotFound:
+            continue
+        if inodes:
+            owners.setdefault(network, (pid, set()))[1].update(inodes)
+    out = set()
+    for pid, inodes in owners.values():
+        for name in ("tcp", "tcp6"):
+            try:
+                with open(f"/proc/{pid}/net/{name}", encoding="ascii") as file:
+                    rows = [line.split() for line in file.readlines()[1:]]
+            except FileNotFoundError:
+                continue
+            out |= {_address(row[1]) for row in rows if row[3] == _LISTEN and int(row[9]) in inodes}
+    return sorted(out)
+
+
+def _address(text: str) -> str:
+    """``0100007F:1F90`` → ``127.0.0.1:8080``: the kernel prints each 32-bit word in the machine's byte order."""
+    host, port = text.split(":")
+    raw = b"".join(bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8))
+    address = ipaddress.ip_address(raw)
+    shown = f"[{address}]" if address.version == 6 else str(address)
+    return f"{shown}:{int(port, 16)}"
+
+
+def thread_ids(pids: Iterable[int]) -> list[int]:
+    """The ids of all threads of some processes, ascending; a zombie has its own."""
+    return sorted(thread for pid in pids for thread in procfs.threads(pid) or [pid])
+
+
+def describe_requirements(
+    criu: Sequence[int], pids: list[int], ports: list[str], devices: list[dict[str, str]]
+) -> Requirements:
+    """What the restoring machine must offer.
+
+    Args:
+        pids: Process and thread ids that must be free; none where the tree has its own pid namespace.
+        devices: The GPUs that it had.
+    """
+    return Requirements(
+        architecture=platform.machine(),
+        kernel=platform.release(),
+        criu=".".join(map(str, criu)),
+        page_size=os.sysconf("SC_PAGESIZE"),
+        cpu=_cpu_features(),
+        pids=pids,
+        ports=ports,
+        devices=devices,
+    )
+
+
+def _cpu_features() -> list[str]:
+    """The processor's feature flags: a program may have chosen its code by any of them."""
+    with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
+        for line in file:
+            key, _, value = line.partition(":")
+            if key.strip() in ("flags", "Features"):
+                return sorted(value.split())
+    return []

@@ -1,0 +1,173 @@
+"""Open files as part of a consistent snapshot: what the tree has open or mapped, and what of it must be stored; the rule: a writable file is content."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from icecore.dumper.options import DumpOptions
+from icecore.errors import NotFound
+from icecore.host.kernel import libc, procfs
+from icecore.store.format.manifest import FilePolicy, OpenFile
+
+_DELETED = " (deleted)"
+_PSEUDO = ("/proc/", "/sys/", "/dev/")
+_SHARED_MEMORY = "/dev/shm/"
+#: Names of memory that the kernel shows as files: memfds, System V shared memory, rings of asynchronous I/O.
+_MEMORY = ("/memfd:", "/SYSV", "/[aio]")
+#: A file whose ctime is this close to its last capture may have been written in the same tick of the clock.
+_CLOCK_TICK_NS = 100_000_000
+
+
+@dataclass(frozen=True)
+class FoundFile:
+    """A regular file that the tree has open or mapped.
+
+    Attributes:
+        about: What goes into the manifest.
+        reach: A path under /proc through which it can be opened, whatever mount namespace it lies in.
+        mapped_writable: Mapped shared and writable: its mtime says nothing about its content.
+        deleted: It has no name any more (CRIU keeps it as a ghost file) or lost this one (``links`` > 0).
+        links: Hard links left.
+        changed_ns: Its ctime, ns since the epoch: unlike its mtime nobody can set it.
+    """
+
+    about: OpenFile
+    reach: str
+    mapped_writable: bool
+    deleted: bool
+    links: int
+    changed_ns: int
+
+
+def find_files(pids: Iterable[int], options: DumpOptions) -> list[FoundFile]:
+    """Every regular file that the processes have open or mapped, once per inode, sorted by path. Pseudo files and devices are left out."""
+    found: dict[tuple[int, int], FoundFile] = {}
+    for pid in pids:
+        try:
+            descriptors, mappings = procfs.descriptors(pid), procfs.read_maps(pid)
+        except NotFound:
+            continue  # it ended meanwhile: only before the window
+        for descriptor in descriptors:
+            if not stat.S_ISREG(descriptor.mode) or not descriptor.target.startswith("/"):
+                continue
+            writable = (descriptor.flags & os.O_ACCMODE) != os.O_RDONLY
+            _add(found, f"/proc/{pid}/fd/{descriptor.number}", descriptor.target, writable, False, options)
+        for mapping in mappings:
+            if mapping.inode == 0 or not mapping.path.startswith("/"):
+                continue
+            shared_writable = bool(mapping.flags & procfs.MAP_SHARED) and bool(mapping.protection & procfs.PROT_WRITE)
+            key = (os.makedev(*mapping.device), mapping.inode)
+            if key in found and not shared_writable:
+                continue
+            _add(
+                found,
+                f"/proc/{pid}/map_files/{mapping.start:x}-{mapping.end:x}",
+                mapping.path,
+                shared_writable,
+                shared_writable,
+                options,
+            )
+    return sorted(found.values(), key=lambda f: f.about.path)
+
+
+def _add(
+    found: dict[tuple[int, int], FoundFile], reach: str, target: str, writable: bool, mapped: bool, options: DumpOptions
+) -> None:
+    try:
+        about = os.stat(reach)
+    except (FileNotFoundError, ProcessLookupError):
+        return  # closed or unmapped while we looked: only before the window
+    deleted = target.endswith(_DELETED) and not _is_there(reach, target, about)
+    path = target.removesuffix(_DELETED) if deleted else target
+    if (
+        not stat.S_ISREG(about.st_mode)
+        or (path.startswith(_PSEUDO) and not path.startswith(_SHARED_MEMORY))
+        or path.startswith(_MEMORY)
+    ):
+        return
+    before = found.get((about.st_dev, about.st_ino))
+    if before is not None:
+        writable = writable or before.about.writable
+        mapped = mapped or before.mapped_writable
+        if before.about.writable == writable and before.mapped_writable == mapped:
+            return
+        reach, path, deleted = before.reach, before.about.path, before.deleted
+    policy: FilePolicy = "checked"
+    if deleted and about.st_nlink == 0:
+        policy = "absent"  # CRIU's ghost file holds it
+    elif (writable and options.files == "content") or (deleted or options.with_files):
+        policy = "content"
+    found[about.st_dev, about.st_ino] = FoundFile(
+        OpenFile(
+            path=path,
+            size=about.st_size,
+            mtime_ns=about.st_mtime_ns,
+            inode=about.st_ino,
+            device=about.st_dev,
+            mode=stat.S_IMODE(about.st_mode),
+            user=about.st_uid,
+            group=about.st_gid,
+            writable=writable,
+            policy=policy,
+            mapped=mapped,
+        ),
+        reach,
+        mapped,
+        deleted,
+        about.st_nlink,
+        about.st_ctime_ns,
+    )
+
+
+def _is_there(reach: str, target: str, about: os.stat_result) -> bool:
+    """Whether a file really has the name, which only looks like that of a deleted one."""
+    if about.st_nlink == 0:
+        return False
+    process = reach.split("/")[2]
+    try:
+        there = os.stat(f"/proc/{process}/root{target}")
+    except OSError:
+        return False
+    return (there.st_dev, there.st_ino) == (about.st_dev, about.st_ino)
+
+
+def ghosts(files: Sequence[FoundFile]) -> list[FoundFile]:
+    """Those that have no name left."""
+    return [f for f in files if f.deleted and f.links == 0]
+
+
+def unchanged_since(file: FoundFile, before: OpenFile | None, captured_ns: int) -> bool:
+    """Whether a file certainly has the content that was stored before: same inode, size and mtime, and a ctime well before that capture.
+
+    Times tell of the first store to a page through a mapping, not of later ones: who had it mapped then may have written since, and unmapped it. In memory they
+    do not even tell of the first, where the page was read before.
+
+    Args:
+        captured_ns: When the earlier content was read, ns since the epoch.
+    """
+    if before is None or file.mapped_writable or before.policy != "content":
+        return False
+    if file.about.writable and ((before.writable and before.mapped) or libc.in_memory(file.reach)):
+        return False
+    now = file.about
+    same = (now.inode, now.device, now.size, now.mtime_ns) == (
+        before.inode,
+        before.device,
+        before.size,
+        before.mtime_ns,
+    )
+    return same and file.changed_ns < captured_ns - _CLOCK_TICK_NS
+
+
+def tree_pids(root: int) -> dict[int, int]:
+    """Processes of a tree: host pid → pid in the tree's own pid namespace (CRIU's image id)."""
+    out = {}
+    for pid in procfs.tree(root):
+        try:
+            out[pid] = procfs.status(pid).own_pid
+        except NotFound:
+            continue
+    return out

@@ -1,0 +1,162 @@
+"""The look at a tree's GPU processes before a dump: who has the driver's devices open, and what it does with them. Reads /proc and NVML, asks no process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from icecore.dumper.observe.sockets import Socket, connected_outside
+from icecore.errors import MissingTool, NotFound
+from icecore.host.cuda import nccl
+from icecore.host.cuda.inventory import Inventory
+from icecore.host.cuda.threads import has_drivers_threads
+from icecore.host.gpu.backend import Backend
+from icecore.host.kernel import procfs
+
+#: Device memory that the driver itself maps through nvidia-uvm lies below; managed memory is given high addresses.
+_DRIVERS_OWN = 1 << 36
+_IPC = "/dev/shm/cuda.shm."
+#: Parts of the paths of libraries.
+_CUDA_LIBRARY, NVML_LIBRARY = "/libcuda.so.", "/libnvidia-ml.so."
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process that has device files of the driver open or mapped.
+
+    Attributes:
+        opened: UUIDs of the GPUs whose device files those are: all that CUDA may see, used or not.
+        contexts: Those on which it has a context, as far as NVML knows → bytes that it uses there.
+        settings: ``NCCL_…`` as it was started with.
+        communicates: NCCL is loaded and it has TCP sockets, as every NCCL communicator has.
+        outside: If so, one of these is connected to a process of this machine that is not in the tree.
+        passes_descriptors: A communicator of NCCL's in it shares device memory through cuMem.
+        managed: Bytes of managed memory (UVM) that it has mapped.
+        ipc: It shares memory or events through CUDA's legacy IPC.
+        mps: It reaches its GPU through MPS.
+        resident: Bytes of device memory that a window does not move (`icecore.dumper.observe.resident_look`).
+        threads: The driver has threads in it, as in every process with CUDA state.
+        nvml: It has NVML loaded, and not CUDA.
+    """
+
+    pid: int
+    opened: tuple[str, ...] = ()
+    contexts: Mapping[str, int] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
+    communicates: bool = False
+    outside: bool = False
+    passes_descriptors: bool = False
+    managed: int = 0
+    ipc: bool = False
+    mps: bool = False
+    resident: int = 0
+    threads: bool = True
+    nvml: bool = False
+
+    @property
+    def moved(self) -> int:
+        """Bytes that the driver moves in a window, as far as NVML knows what it uses."""
+        return max(0, sum(self.contexts.values()) - self.resident)
+
+
+@dataclass(frozen=True)
+class GpuLook:
+    """The processes of a tree that have device files of the driver.
+
+    Attributes:
+        processes: Those with CUDA state.
+        inventory: The machine's; None where it cannot be read.
+        problem: Why not, and what cures it.
+        orphans: Those without CUDA state: children that were forked from a CUDA process, and users of NVML alone.
+    """
+
+    backend: Backend
+    processes: Sequence[GpuProcess]
+    inventory: Inventory | None = None
+    problem: tuple[str, str] = ("", "")
+    orphans: Sequence[GpuProcess] = ()
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory that NVML says the tree uses and that a window moves."""
+        return sum(p.moved for p in self.processes)
+
+    @property
+    def most_bytes(self) -> int:
+        """The same, counting all that is used on GPUs of processes that NVML does not know (another pid namespace)."""
+        unknown = {uuid for p in self.processes if not p.contexts for uuid in p.opened}
+        used = {gpu.uuid: gpu.used for gpu in self.inventory.gpus} if self.inventory else {}
+        resident = sum(p.resident for p in self.processes if not p.contexts)
+        return max(self.device_bytes, sum(used.get(uuid, 0) for uuid in unknown) - resident)
+
+
+def look_at_gpus(
+    backend: Backend,
+    processes: Sequence[tuple[int, Sequence[procfs.Mapping], Sequence[procfs.Descriptor], Sequence[Socket]]],
+) -> GpuLook | None:
+    """Find the processes that have device files of the driver; None when there are none.
+
+    Args:
+        processes: pid, mappings, descriptors and sockets of each.
+    """
+    nodes = {
+        pid: {d.target for d in descriptors if backend.is_device(d.target)}
+        | {m.path for m in mappings if backend.is_device(m.path)}
+        for pid, mappings, descriptors, _ in processes
+    }
+    if not any(nodes.values()):
+        return None
+    problem, inventory = ("", ""), None
+    try:
+        inventory = backend.inventory([pid for pid, found in nodes.items() if found])
+    except MissingTool as error:
+        problem = (error.message, error.cure)
+    found = []
+    inodes = {s.inode for *_, sockets in processes for s in sockets}
+    for pid, mappings, descriptors, sockets in processes:
+        if not nodes[pid]:
+            continue
+        own = {s.inode for s in sockets if s.protocol in ("TCP", "TCPv6")}
+        communicates = bool(own) and any(nccl.is_library(m.path) for m in mappings)
+        minors = sorted({minor for path in nodes[pid] if (minor := backend.minor(path)) is not None})
+        gpus = [inventory.by_minor(minor) for minor in minors] if inventory else []
+        settings: dict[str, str] = {}
+        with suppress(NotFound):
+            settings = nccl.settings_of(pid)
+        found.append(
+            GpuProcess(
+                pid,
+                opened=tuple(gpu.uuid for gpu in gpus if gpu is not None),
+                contexts=inventory.contexts.get(pid, {}) if inventory else {},
+                settings=settings,
+                communicates=communicates,
+                outside=communicates and connected_outside(pid, own, inodes),
+                passes_descriptors=nccl.passes_descriptors(pid, {s.inode for s in sockets if s.unix}),
+                managed=sum(m.length for m in mappings if _is_managed(m, backend)),
+                ipc=any(m.path.startswith(_IPC) for m in mappings)
+                or any(d.target.startswith(_IPC) for d in descriptors),
+                mps=inventory is not None and pid in inventory.mps,
+                threads=_has_threads(pid),
+                nvml=_maps(mappings, NVML_LIBRARY) and not _maps(mappings, _CUDA_LIBRARY),
+            )
+        )
+    # A driver that calls its threads otherwise has none in any process: then all may have CUDA state, until it is asked.
+    known = any(one.threads for one in found)
+    orphans = [one for one in found if not one.contexts and (one.nvml or (known and not one.threads))]
+    return GpuLook(backend, [one for one in found if one not in orphans], inventory, problem, orphans)
+
+
+def _has_threads(pid: int) -> bool:
+    with suppress(NotFound):
+        return has_drivers_threads(pid)
+    return False
+
+
+def _maps(mappings: Sequence[procfs.Mapping], library: str) -> bool:
+    return any(library in m.path for m in mappings)
+
+
+def _is_managed(mapping: procfs.Mapping, backend: Backend) -> bool:
+    """nvidia-uvm maps managed memory at an offset that is its address; the driver does so too, but for its own, low addresses."""
+    return mapping.path == f"{backend.devices}-uvm" and mapping.offset == mapping.start >= _DRIVERS_OWN

@@ -1,0 +1,194 @@
+"""The look at a running tree before a dump: everything that preflight judges, read once; nothing is stopped or changed."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from icecore.dumper.observe.files import FoundFile, find_files
+from icecore.dumper.observe.gpus import GpuLook, look_at_gpus
+from icecore.dumper.observe.resident_look import ResidentLook, look_at_resident
+from icecore.dumper.observe.sockets import Socket, sockets_of
+from icecore.dumper.options import DumpOptions
+from icecore.errors import NotFound
+from icecore.host.criu.program import Criu
+from icecore.host.gpu.backend import find_backend
+from icecore.host.kernel import limits, procfs
+
+_SIZES = ("RssAnon", "VmLck", "HugetlbPages")
+#: Names of memory that CRIU writes into its images: shared anonymous memory, memfds, System V shared memory.
+SHARED_MEMORY = ("/dev/zero", "/memfd:", "/SYSV")
+
+
+@dataclass(frozen=True)
+class ProcessLook:
+    """What was read about one process of the tree. Memory in bytes.
+
+    Attributes:
+        private_bytes: Resident private anonymous memory (RssAnon).
+        copied_bytes: Private memory that CRIU has to copy, because it is locked or on huge pages of hugetlbfs.
+        devices: Descriptor → (major, minor) of devices.
+        mounts: Descriptor, "exe" or "cwd" → mount id.
+        namespaces: By kind, as in /proc/PID/ns.
+    """
+
+    pid: int
+    status: procfs.Status
+    mappings: list[procfs.Mapping]
+    descriptors: list[procfs.Descriptor]
+    private_bytes: int = 0
+    copied_bytes: int = 0
+    sockets: tuple[Socket, ...] = ()
+    devices: dict[int, tuple[int, int]] | None = None
+    mounts: dict[str, int] | None = None
+    namespaces: dict[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class Look:
+    """All that the checks judge.
+
+    Attributes:
+        root: Host pid of the tree's root.
+        processes: Root first.
+        files: Regular files that the tree has open or mapped.
+        private_bytes: Resident private anonymous bytes, which stay in place during the window.
+        copied_bytes: Resident bytes that CRIU copies while the tree stands still: shared, locked and hugetlb memory.
+        workdir_free: Bytes free where CRIU's images go.
+        namespaces: This process's, by kind.
+        gpus: Its processes that use an NVIDIA GPU; None: there are none.
+        resident: Those of them whose device memory stays where it is; None: there are none.
+    """
+
+    root: int
+    processes: list[ProcessLook]
+    files: list[FoundFile]
+    private_bytes: int
+    copied_bytes: int
+    workdir_free: int
+    namespaces: dict[str, int]
+    criu: Criu
+    options: DumpOptions
+    gpus: GpuLook | None = None
+    resident: ResidentLook | None = None
+
+    @property
+    def pids(self) -> list[int]:
+        """Host pids, root first."""
+        return [p.pid for p in self.processes]
+
+    @property
+    def living(self) -> list[ProcessLook]:
+        """Without zombies."""
+        return [p for p in self.processes if not p.status.zombie]
+
+
+def look(pid: int, criu: Criu, workdir: str, options: DumpOptions) -> Look:
+    """Read all that the checks need.
+
+    Raises:
+        NotFound: The process is gone.
+    """
+    processes = []
+    for member in procfs.tree(pid):
+        try:
+            processes.append(_process(member))
+        except (NotFound, FileNotFoundError, ProcessLookupError):
+            if member == pid:
+                raise NotFound(f"there is no process {pid}") from None
+            continue  # it ended meanwhile
+    gpus = look_at_gpus(find_backend(), [(p.pid, p.mappings, p.descriptors, p.sockets) for p in processes])
+    resident = None
+    if gpus is not None:
+        gpus, resident = look_at_resident(gpus, options.staging_bytes)
+    return Look(
+        root=pid,
+        processes=processes,
+        files=find_files([p.pid for p in processes if not p.status.zombie], options),
+        private_bytes=sum(p.private_bytes for p in processes),
+        copied_bytes=sum(p.copied_bytes for p in processes) + _shared_bytes(processes),
+        workdir_free=limits.free_space(workdir),
+        namespaces=procfs.namespaces(os.getpid()),
+        criu=criu,
+        options=options,
+        gpus=gpus,
+        resident=resident,
+    )
+
+
+def _process(pid: int) -> ProcessLook:
+    status = procfs.status(pid)
+    if status.zombie:
+        return ProcessLook(pid, status, [], [])
+    descriptors = procfs.descriptors(pid)
+    sizes = {name: int(words[0]) * 1024 for name, words in procfs.status_fields(pid).items() if name in _SIZES}
+    return ProcessLook(
+        pid,
+        status,
+        procfs.read_maps(pid),
+        descriptors,
+        private_bytes=sizes.get("RssAnon", 0),
+        copied_bytes=sizes.get("VmLck", 0) + sizes.get("HugetlbPages", 0),
+        sockets=tuple(sockets_of(pid, descriptors)),
+        devices=dict(_devices(pid, descriptors)),
+        mounts=dict(_mounts(pid, descriptors)),
+        namespaces=procfs.namespaces(pid),
+    )
+
+
+def _devices(pid: int, descriptors: Sequence[procfs.Descriptor]) -> Iterable[tuple[int, tuple[int, int]]]:
+    for descriptor in descriptors:
+        if stat.S_ISCHR(descriptor.mode) or stat.S_ISBLK(descriptor.mode):
+            try:
+                device = os.stat(f"/proc/{pid}/fd/{descriptor.number}").st_rdev
+            except FileNotFoundError:
+                continue  # closed meanwhile
+            yield descriptor.number, (os.major(device), os.minor(device))
+
+
+def _mounts(pid: int, descriptors: Sequence[procfs.Descriptor]) -> Iterable[tuple[str, int]]:
+    """Mount ids of what has a path, also of the program and the working directory; memory that only looks like a file has none."""
+    for descriptor in descriptors:
+        if descriptor.target.startswith("/") and not descriptor.target.startswith(SHARED_MEMORY):
+            yield f"descriptor {descriptor.number}, {descriptor.target}", descriptor.mount
+    for name in ("exe", "cwd"):
+        try:
+            own = os.open(f"/proc/{pid}/{name}", os.O_PATH | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        try:
+            with open(f"/proc/self/fdinfo/{own}", encoding="ascii") as file:
+                found = re.search(r"^mnt_id:\s*(\d+)$", file.read(), re.MULTILINE)
+            if found:
+                what = "program" if name == "exe" else "working directory"
+                yield f"its {what}, {os.readlink(f'/proc/{pid}/{name}')}", int(found[1])
+        finally:
+            os.close(own)
+
+
+def _shared_bytes(processes: Sequence[ProcessLook]) -> int:
+    """Bytes of shared memory, each object once however many map it. Files on tmpfs (/dev/shm) are files, not memory."""
+    reach: dict[tuple[int, int], str] = {}
+    for process in processes:
+        for mapping in process.mappings:
+            if mapping.path.startswith(SHARED_MEMORY):
+                key = (os.makedev(*mapping.device), mapping.inode)
+                reach.setdefault(key, f"/proc/{process.pid}/map_files/{mapping.start:x}-{mapping.end:x}")
+        for descriptor in process.descriptors:
+            if descriptor.target.startswith("/memfd:"):
+                reach.setdefault((descriptor.device, descriptor.inode), f"/proc/{process.pid}/fd/{descriptor.number}")
+    total = 0
+    for path in reach.values():
+        try:
+            total += os.stat(path).st_blocks * 512
+        except OSError:
+            continue  # closed or unmapped meanwhile
+    return total
+
+
+def mount_ids(pid: int) -> set[int]:
+    """The mounts that a process sees."""
+    return {mount.id for mount in procfs.mounts(pid)}

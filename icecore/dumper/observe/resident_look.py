@@ -1,0 +1,252 @@
+"""The look at a tree's resident device memory before a dump: what a window need not move; rule: the processes' agents are asked, nobody is stopped."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from icecore.dumper.observe.gpus import GpuLook
+from icecore.errors import NotFound, PreflightRefused
+from icecore.host.kernel import limits, procfs
+from icecore.host.kernel.trusted import open_directory, require_private
+from icecore.host.resident.client import Agent, Keeper, Report, ResidentFailed, State
+from icecore.host.resident.copyplan import NOTHING, Foreseen, foresee, pinned_bytes
+from icecore.host.resident.gpu import spare_room
+from icecore.host.resident.protocol import VARIABLE
+from icecore.host.resident.sharing import Taken, share_any
+
+#: Bytes a second at which what changed is copied aside on its GPU (docs/resident.md: 0.4–0.9 TB/s), and through its bus into pinned memory (its target there).
+DEVICE_RATE, HOST_RATE = 400e9, 45e9
+#: At which the window stores that for which there is no room: a first snapshot of 112 GiB took 9.9 s, for 41 of them (docs/resident.md).
+STORE_RATE = 5e9
+#: Seconds of the driver's checkpoint and of CRIU beside which that goes on (docs/resident.md: what a window of 0.54 s consists of).
+BESIDE_SECONDS = 0.3
+#: What the worker's own context takes of each GPU's free memory (docs/resident.md).
+_WORKER_BYTES = 500 << 20
+#: For how long an agent that does not answer is asked again.
+_REPORT_SECONDS, _POLL_SECONDS = 2.0, 0.05
+
+
+@dataclass(frozen=True)
+class ResidentLook:
+    """The processes of a tree that have resident memory.
+
+    Attributes:
+        directory: ``ICECORE_RESIDENT`` as they have it.
+        pids: Each, as this machine sees it → as it sees itself.
+        reports: How each is.
+        outsiders: Processes that are not in the tree, as the keeper sees them, and have memory of it.
+        copies: Where copies will go if all of it changes, and that is seen before the window.
+    """
+
+    directory: str
+    pids: Mapping[int, int]
+    reports: Mapping[int, Report]
+    outsiders: Sequence[int] = ()
+    copies: Foreseen = NOTHING
+
+    @property
+    def bytes(self) -> int:
+        """What stays where it is."""
+        return sum(report.counts.resident_bytes for report in self.reports.values())
+
+    @property
+    def left(self) -> dict[str, int]:
+        """What their preloads left to the driver: `Counts.left` of all."""
+        total: Counter[str] = Counter()
+        for report in self.reports.values():
+            total.update(report.counts.left)
+        return dict(total)
+
+    @property
+    def most_window_seconds(self) -> float:
+        """How much longer a window will take if all of it has changed: GPUs copy at the same time, and what has no room is stored."""
+        device, host, left = self.copies
+        aside = (device.get(one, 0) / DEVICE_RATE + host.get(one, 0) / HOST_RATE for one in {*device, *host})
+        return max(0.0, max(aside, default=0.0) + left / STORE_RATE - BESIDE_SECONDS)
+
+    def seen_from(self, pid: int) -> Path:
+        """The directory through a process, as long as that lives."""
+        return Path(f"/proc/{pid}/root{self.directory}")
+
+
+def look_at_resident(gpus: GpuLook, staging_bytes: int) -> tuple[GpuLook, ResidentLook | None]:
+    """Which of the GPU processes have resident memory, and the look at GPUs with that taken off.
+
+    Args:
+        staging_bytes: What is pinned for copies in any case.
+
+    Raises:
+        PreflightRefused: A process that may have some does not tell.
+    """
+    directory, pids, reports = "", {}, {}
+    sizes: Counter[str] = Counter()
+    refused = []
+    for process in gpus.processes:
+        try:
+            named = resident_directory(process.pid)  # once: a process may change what it shows
+            agent = _agent_of(process.pid, named)
+            report = None if agent is None else _report(agent)
+            if agent is not None and report is None and _kept(process.pid, agent.directory):
+                raise ResidentFailed("no agent of its listens", errno.ENOTCONN)
+        except NotFound:
+            continue  # the process has ended
+        except ResidentFailed as error:
+            # Through the driver it would be lost: that restores into other memory than the keeper holds.
+            refused.append(("gpu-resident", f"process {process.pid} does not tell of its resident device memory: {error.message}", "try again"))
+            continue
+        if agent is None or report is None:
+            continue
+        if not _is_private(agent.directory):
+            what = f"process {process.pid} names {named} for its device memory, which others can write to"
+            refused.append(("gpu-resident", what, f"start the job with 'icecore run --gpu', or: chown root {named} && chmod 0700 {named}"))
+            continue
+        if directory and named != directory:
+            what = f"the device memory of the tree's processes stays with two keepers: {directory} and {named}"
+            refused.append(("gpu-resident", what, "start all processes of a job by one icecore run"))
+            continue
+        directory, pids[process.pid], reports[process.pid] = named, agent.pid, report
+        sizes += _sizes(agent, report)
+    if refused:
+        raise PreflightRefused(refused)
+    if not pids:
+        return gpus, None
+    limits.raise_descriptor_limit()  # one for each allocation, to compare with others'
+    less = [
+        replace(process, resident=reports[process.pid].counts.resident_bytes) if process.pid in reports else process
+        for process in gpus.processes
+    ]
+    without = replace(gpus, processes=less)
+    copies = _foreseen(without, sizes, staging_bytes)
+    return without, ResidentLook(directory, pids, reports, _outsiders(directory, reports), copies)
+
+
+def _is_private(directory: Path) -> bool:
+    """Whether a directory that a process names is one in which nobody but root, or this user, can put anything. A keeper may be started there."""
+    try:
+        found = open_directory(directory)
+    except OSError:
+        return False
+    try:
+        require_private(found, directory)
+    except PermissionError:
+        return False
+    finally:
+        os.close(found)
+    return True
+
+
+def _sizes(agent: Agent, report: Report) -> Counter[str]:
+    """Bytes by GPU; where the process does not tell, of none."""
+    try:
+        sizes: Counter[str] = Counter()
+        for one in agent.allocations():
+            sizes[one.device] += 0 if one.imported else one.size
+        return sizes
+    except (NotFound, ResidentFailed):
+        return Counter({"": report.counts.resident_bytes})
+
+
+def _foreseen(gpus: GpuLook, sizes: Mapping[str, int], staging_bytes: int) -> Foreseen:
+    """By the rule of `icecore.dumper.gpu.resident.Resident.prepare` for a first snapshot, with what NVML says is free."""
+    known = {gpu.uuid: gpu for gpu in gpus.inventory.gpus} if gpus.inventory is not None else {}
+    spare = {one: spare_room(known[one].memory - known[one].used - _WORKER_BYTES) for one in sizes if one in known}
+    available = max(0, limits.memory_available() - 2 * gpus.most_bytes)
+    host = pinned_bytes(sizes, spare, wanted=sizes, likely=sum(sizes.values()), staging=staging_bytes, available=available)
+    return foresee(sizes, spare, host)
+
+
+def _outsiders(directory: str, reports: Mapping[int, Report]) -> list[int]:
+    """Of the processes with the same keeper, those that have memory of the tree's and are not in it.
+
+    Raises:
+        PreflightRefused: The keeper does not tell.
+    """
+    tokens = {report.token for report in reports.values()}
+    keeper, found = Keeper(Path(f"/proc/{next(iter(reports))}/root{directory}")), []
+    with suppress(NotFound), ExitStack() as stack:  # a keeper that has died is replaced, and given everything
+
+        def take(token: bytes) -> list[Taken]:
+            pairs = keeper.take(token)
+            for _, descriptor in pairs:
+                stack.callback(os.close, descriptor)
+            return pairs
+
+        try:
+            others = [one for one in keeper.processes() if one.alive and one.allocations and one.token not in tokens]
+            own = [pair for token in tokens for pair in take(token)] if others else []
+            found = [one.pid for one in others if share_any(own, take(one.token))]
+        except ResidentFailed as error:
+            what = f"who else has device memory of the tree's cannot be told: {error.message}"
+            raise PreflightRefused([("gpu-outside", what, error.cure or "try again")]) from error
+    return found
+
+
+def has_mapped(pid: int) -> bool:
+    """Whether a process has resident memory that was not taken away, or is about to have some: an agent it has before that.
+
+    Raises:
+        NotFound: It has ended.
+        ResidentFailed: It does not tell.
+    """
+    agent = _agent_of(pid, resident_directory(pid))
+    if agent is None:
+        return False
+    report = _report(agent)
+    return _kept(pid, agent.directory) if report is None else report.state != State.UNMAPPED
+
+
+def _kept(pid: int, directory: Path) -> bool:
+    """Whether a keeper has memory of a process that is not heard."""
+    try:
+        return any(one.alive and one.allocations and one.pid == pid for one in Keeper(directory).processes())
+    except NotFound:
+        return False
+
+
+def _agent_of(pid: int, named: str) -> Agent | None:
+    """The agent that a process may have; None: it was started without the preload.
+
+    Raises:
+        NotFound: It has ended.
+    """
+    if not named:
+        return None
+    return Agent(Path(f"/proc/{pid}/root{named}"), procfs.status(pid).own_pid, tracee=pid)
+
+
+def _report(agent: Agent) -> Report | None:
+    """What an agent says; None: there is none.
+
+    Raises:
+        ResidentFailed: It does not say anything.
+    """
+    end = time.monotonic() + _REPORT_SECONDS
+    while True:
+        try:
+            return agent.report()
+        except NotFound:
+            # Where it has a socket, it may be about to listen again; or the socket is of an earlier process with this pid.
+            if time.monotonic() > end or not agent.exists:
+                return None
+        except ResidentFailed:
+            if time.monotonic() > end:
+                raise
+        time.sleep(_POLL_SECONDS)
+
+
+def resident_directory(pid: int) -> str:
+    """What a process was started with; "": nothing."""
+    try:
+        words: Sequence[bytes] = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    start = VARIABLE.encode() + b"="
+    found = next((os.fsdecode(word[len(start) :]) for word in words if word.startswith(start)), "")
+    return found if found.startswith("/") else ""

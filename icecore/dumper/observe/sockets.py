@@ -1,0 +1,154 @@
+"""What can be learnt of a process's sockets from outside: their protocol, and where unix sockets lead. Reads /proc and asks the kernel; changes nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from icecore.host.kernel import procfs
+
+_SOCK_DIAG_BY_FAMILY = 20
+_NLM_F_REQUEST, _NLM_F_DUMP = 1, 0x300
+_NLMSG_ERROR, _NLMSG_DONE = 2, 3
+_HEADER = struct.Struct("=IHHII")
+#: struct unix_diag_req, unix_diag_msg and nlattr (linux/unix_diag.h, sock_diag(7)).
+_REQUEST = struct.Struct("=BBHIIIII")
+_MESSAGE = struct.Struct("=BBBBIII")
+_ATTRIBUTE = struct.Struct("=HH")
+_SHOW_NAME, _SHOW_PEER = 1, 4
+_NAME, _PEER = 0, 2
+_ALL_STATES = 0xFFFFFFFF
+_SO_PASSCRED, _SO_PASSSEC = 16, 34
+#: TCP_ESTABLISHED, as /proc/net/tcp has it.
+_ESTABLISHED = "01"
+
+
+@dataclass(frozen=True)
+class Socket:
+    """A socket of a process. ``protocol`` as the kernel calls it: "TCP", "UDPv6", "UNIX-STREAM", "NETLINK", …; empty where it does not say."""
+
+    descriptor: int
+    inode: int
+    protocol: str
+
+    @property
+    def unix(self) -> bool:
+        """Whether it is a unix socket."""
+        return self.protocol.startswith("UNIX")
+
+
+@dataclass(frozen=True)
+class UnixSocket:
+    """A unix socket of this network namespace: SOCK_ type, the inode of its peer (0: none), and whether it has a name."""
+
+    kind: int
+    peer: int
+    named: bool
+
+
+def sockets_of(pid: int, descriptors: list[procfs.Descriptor]) -> list[Socket]:
+    """The sockets among a process's descriptors."""
+    found = []
+    for descriptor in descriptors:
+        if not descriptor.target.startswith("socket:["):
+            continue
+        try:
+            name = os.getxattr(f"/proc/{pid}/fd/{descriptor.number}", "system.sockprotoname")
+        except OSError:
+            name = b""  # closed meanwhile
+        found.append(Socket(descriptor.number, descriptor.inode, name.rstrip(b"\0").decode(errors="replace")))
+    return found
+
+
+def unix_sockets() -> dict[int, UnixSocket]:
+    """All unix sockets of this network namespace, by inode.
+
+    Raises:
+        OSError: The kernel has no sock_diag for them.
+    """
+    found: dict[int, UnixSocket] = {}
+    body = _REQUEST.pack(socket.AF_UNIX, 0, 0, _ALL_STATES, 0, _SHOW_NAME | _SHOW_PEER, 0, 0)
+    head = _HEADER.pack(_HEADER.size + len(body), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST | _NLM_F_DUMP, 1, 0)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 4) as kernel:  # NETLINK_SOCK_DIAG
+        kernel.settimeout(10)
+        kernel.send(head + body)
+        while True:
+            data = kernel.recv(1 << 20)
+            at = 0
+            while at < len(data):
+                length, kind, _, _, _ = _HEADER.unpack_from(data, at)
+                if kind == _NLMSG_DONE:
+                    return found
+                if kind == _NLMSG_ERROR:
+                    (number,) = struct.unpack_from("=i", data, at + _HEADER.size)
+                    raise OSError(-number, f"sock_diag: {os.strerror(-number)}")
+                inode, about = _unix_socket(data[at + _HEADER.size : at + length])
+                found[inode] = about
+                at += -(-length // 4) * 4
+
+
+def _unix_socket(data: bytes) -> tuple[int, UnixSocket]:
+    _, kind, _, _, inode, _, _ = _MESSAGE.unpack_from(data)
+    peer, named, at = 0, False, _MESSAGE.size
+    while at + _ATTRIBUTE.size <= len(data):
+        length, attribute = _ATTRIBUTE.unpack_from(data, at)
+        if attribute == _PEER:
+            (peer,) = struct.unpack_from("=I", data, at + _ATTRIBUTE.size)
+        elif attribute == _NAME:
+            named = length > _ATTRIBUTE.size
+        at += max(-(-length // 4) * 4, _ATTRIBUTE.size)
+    return inode, UnixSocket(kind, peer, named)
+
+
+def connected_outside(pid: int, own: Collection[int], tree: Collection[int]) -> bool:
+    """Whether TCP connections of a process have their other end in its network namespace, but not in its tree.
+
+    Args:
+        own: Inodes of its TCP sockets.
+        tree: Inodes of all sockets of its tree.
+    """
+    ends: dict[tuple[str, str], int] = {}
+    for name in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+                words = line.split()
+                if words[3] == _ESTABLISHED:
+                    ends[_end(words[1]), _end(words[2])] = int(words[9])
+    return any(
+        inode in own and (there, here) in ends and ends[there, here] not in tree for (here, there), inode in ends.items()
+    )
+
+
+def _end(word: str) -> str:
+    """Address and port; an IPv4 address is the same in either table (::ffff:a.b.c.d, in words of the machine's order)."""
+    return word.removeprefix("0000000000000000FFFF0000")
+
+
+def owner(inode: int) -> str:
+    """The process that has a socket open, as "PID (name)"; empty if none is found."""
+    for entry in os.listdir("/proc"):
+        if not entry.isdecimal():
+            continue
+        try:
+            for number in os.listdir(f"/proc/{entry}/fd"):
+                if os.readlink(f"/proc/{entry}/fd/{number}") == f"socket:[{inode}]":
+                    return f"{entry} ({procfs.status(int(entry)).name})"
+        except OSError:
+            continue  # it ended, or closed it
+    return ""
+
+
+def kernel_refuses_options() -> bool:
+    """Whether internet sockets refuse options that CRIU before 4.2 asks every socket for (Linux 6.16 and newer)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for option in (_SO_PASSCRED, _SO_PASSSEC):
+            try:
+                probe.getsockopt(socket.SOL_SOCKET, option)
+            except OSError:
+                return True
+    return False

@@ -1,0 +1,255 @@
+"""Checks of a tree's processes, memory and files; the rule of all checks: each failure was seen to make CRIU's dump, or a restore of it, fail."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from icecore.dumper.observe.files import ghosts
+from icecore.dumper.observe.look import Look
+from icecore.errors import NotFound
+from icecore.host.criu.hidden import LEAST_BYTES, hides
+from icecore.host.kernel import limits, procfs
+from icecore.host.kernel.pagemap import Pagemap
+from icecore.store.format.manifest_rules import MAX_REGIONS
+
+_SCHED_DEADLINE = 6
+_USER_END = (1 << 47) - 4096
+#: Beside what is known of: page tables, core, file and socket images of many processes.
+_WORKDIR_SLACK = 64 << 20
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One reason not to dump, or to be warned: the check's stable name, what was found, and what cures it."""
+
+    name: str
+    message: str
+    cure: str
+
+
+Check = Callable[[Look], Sequence[Refusal]]
+
+
+# -- processes
+
+
+def traced(found: Look) -> list[Refusal]:
+    return [
+        Refusal(
+            "traced",
+            f"process {p.pid} is traced by process {p.status.tracer}",
+            "detach the debugger (gdb, strace, py-spy) first",
+        )
+        for p in found.processes
+        if p.status.tracer
+    ]
+
+
+def scheduling(found: Look) -> list[Refusal]:
+    return [
+        Refusal(
+            "scheduling",
+            f"process {p.pid} is scheduled as SCHED_DEADLINE, which CRIU cannot restore",
+            f"chrt --other -p 0 {p.pid}",
+        )
+        for p in found.living
+        if _policy(p.pid) == _SCHED_DEADLINE
+    ]
+
+
+def _policy(pid: int) -> int:
+    try:
+        return os.sched_getscheduler(pid)
+    except ProcessLookupError:
+        return 0
+
+
+def namespaces(found: Look) -> list[Refusal]:
+    """A tree lives in one set of namespaces, the root's; CRIU cannot dump or restore members that have others."""
+    out = []
+    root = found.processes[0].namespaces or {}
+    for process in found.living:
+        theirs = process.namespaces or {}
+        nested = sorted(
+            kind for kind in theirs if theirs[kind] != root.get(kind) and not kind.endswith("_for_children")
+        )
+        nested += ["time"] if theirs.get("time_for_children") != theirs.get("time") else []
+        if root.get("mnt") != found.namespaces["mnt"]:
+            nested = [kind for kind in nested if kind not in ("mnt", "net")]  # within an own root CRIU restores those
+        if nested:
+            out.append(
+                Refusal(
+                    "namespaces",
+                    f"process {process.pid} has other namespaces ({', '.join(dict.fromkeys(nested))}) than the root of its tree, or made them for its "
+                    "children: CRIU cannot restore that",
+                    "snapshot the tree below it by itself, or start it without sandboxing",
+                )
+            )
+    if root.get("user") != found.namespaces["user"]:
+        out.append(
+            Refusal(
+                "namespaces",
+                f"process {found.root} is in a user namespace of its own, which CRIU cannot dump from outside",
+                "start the job without one, with 'icecore run'",
+            )
+        )
+    return out
+
+
+# -- memory
+
+
+def pipes(found: Look) -> list[Refusal]:
+    held = _held_in_pipes(found)
+    need, have = limits.pipe_need(held, len(found.living)), limits.descriptor_limit()
+    if need <= have or found.options.memory == "streamed":
+        return []
+    return [
+        Refusal(
+            "pipes",
+            f"CRIU needs {need} descriptors to hold {held >> 20} MiB in pipes of {limits.pipe_capacity() >> 10} KiB, the limit is {have}",
+            "sysctl -w fs.pipe-max-size=134217728, or raise the limit (ulimit -Hn); where neither can be had, --memory streamed takes longer but needs none",
+        )
+    ]
+
+
+def _held_in_pipes(found: Look) -> int:
+    """Bytes of private memory, at most, that CRIU takes into pipes."""
+    if not hides(found.criu):
+        # Device memory is in the processes by then.
+        return found.private_bytes + (found.gpus.most_bytes if found.gpus else 0)
+    seen = (
+        sum(m.length for m in p.mappings if m.private and not (m.anonymous and m.length >= LEAST_BYTES)) for p in found.living
+    )
+    return sum(min(p.private_bytes, size) for p, size in zip(found.living, seen, strict=True))
+
+
+def guard_pages(found: Look) -> list[Refusal]:
+    """CRIU before 4.2 knows nothing of them: the restored process would have plain memory there."""
+    if found.criu.keeps_guard_pages(limits.kernel_version()):
+        return []
+    out = []
+    for process in found.living:
+        try:
+            with Pagemap(process.pid) as pagemap:
+                guards = pagemap.guards(0, _USER_END)
+        except NotFound:
+            continue  # it ended meanwhile
+        if len(guards):
+            out.append(
+                Refusal(
+                    "guard-pages",
+                    f"process {process.pid} has guard pages (MADV_GUARD_INSTALL), at {int(guards['start'][0]):#x} first, which CRIU before 4.2 would lose",
+                    "install CRIU 4.2 or newer beside it (tools/install-criu --suite sid)",
+                )
+            )
+    return out
+
+
+def system_v(found: Look) -> list[Refusal]:
+    if not in_hosts(found, "ipc"):
+        return []
+    return [
+        Refusal(
+            "system-v",
+            f"process {p.pid} maps System V shared memory of the host's, which is not its own to snapshot",
+            "start the job with 'icecore run', which gives it an ipc namespace of its own",
+        )
+        for p in found.living
+        if any(m.path.startswith("/SYSV") for m in p.mappings)
+    ]
+
+
+def in_hosts(found: Look, kind: str) -> bool:
+    return (found.processes[0].namespaces or {}).get(kind) == found.namespaces[kind]
+
+
+# -- files
+
+
+def deleted(found: Look) -> list[Refusal]:
+    limit = found.options.ghost_limit
+    return [
+        Refusal(
+            "deleted-file",
+            f"{f.about.path} was deleted but is open and has {f.about.size >> 20} MiB, over the limit of {limit >> 20} MiB",
+            f"raise --ghost-limit to at least {f.about.size}",
+        )
+        for f in ghosts(found.files)
+        if f.about.size > limit
+    ]
+
+
+def file_budget(found: Look) -> list[Refusal]:
+    total = sum(f.about.size for f in found.files if f.about.policy == "content")
+    if total <= found.options.file_budget:
+        return []
+    largest = max((f for f in found.files if f.about.policy == "content"), key=lambda f: f.about.size)
+    return [
+        Refusal(
+            "file-budget",
+            f"the tree has {total >> 20} MiB of files open for writing, the largest {largest.about.path}; more than the budget of "
+            f"{found.options.file_budget >> 20} MiB to read while it stands still",
+            "raise --file-budget, or leave the files out with --files check",
+        )
+    ]
+
+
+def workdir(found: Look) -> list[Refusal]:
+    need = found.copied_bytes + sum(f.about.size for f in ghosts(found.files)) + _WORKDIR_SLACK
+    if need <= found.workdir_free:
+        return []
+    return [
+        Refusal(
+            "workdir",
+            f"CRIU will write about {need >> 20} MiB (shared and locked memory, deleted files), but only {found.workdir_free >> 20} MiB are free",
+            "name a larger --workdir (tmpfs keeps the window short), or enlarge it: mount -o remount,size=… /dev/shm",
+        )
+    ]
+
+
+def mappings(found: Look) -> list[Refusal]:
+    """A manifest has a limit, which keeps a planted one from filling memory; it must not be met only after the window."""
+    count = sum(len(process.mappings) for process in found.processes)
+    if count <= MAX_REGIONS:
+        return []
+    return [
+        Refusal(
+            "mappings",
+            f"the tree has {count} memory mappings, and a snapshot records at most {MAX_REGIONS}",
+            "snapshot parts of the tree as jobs of their own, or have the job merge its mappings (fewer guard pages and protection changes)",
+        )
+    ]
+
+
+# -- warnings
+
+
+def message_queues(found: Look) -> list[Refusal]:
+    if not in_hosts(found, "ipc"):
+        return []
+    try:
+        with open("/proc/sysvipc/msg", encoding="ascii") as file:
+            rows = [line.split() for line in file.readlines()[1:]]
+    except FileNotFoundError:
+        return []
+    pids = set(found.pids)
+
+    def used(pid: str, at: str) -> bool:
+        """Whether it was this process, and not one that had its pid before; queues have whole seconds."""
+        with suppress(NotFound):
+            return int(pid) in pids and int(at) + 2 > procfs.began(int(pid))
+        return False
+
+    return [
+        Refusal(
+            "message-queue",
+            f"the tree uses the host's System V message queue {row[1]}, which is not part of its snapshot",
+            "start the job with 'icecore run', which gives it an ipc namespace of its own",
+        )
+        for row in rows
+        if used(row[5], row[11]) or used(row[6], row[12])
+    ]

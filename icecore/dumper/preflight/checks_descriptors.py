@@ -1,0 +1,276 @@
+"""Checks of a tree's descriptors and sockets: what CRIU cannot dump, or would lose; see `icecore.dumper.preflight.checks`."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import stat
+from collections.abc import Iterator
+
+from icecore.dumper.observe.look import Look, ProcessLook, mount_ids
+from icecore.dumper.observe.sockets import UnixSocket, kernel_refuses_options, owner, unix_sockets
+from icecore.dumper.preflight.checks import Refusal, in_hosts
+from icecore.host.criu.program import has_plugin
+from icecore.host.kernel import procfs
+
+#: /dev/nvidiaN and /dev/nvidiactl (Linux's list of allocated devices); resident memory that the keeper passed on may have been opened in a root that is gone,
+#: and has no path below /dev any more.
+_NVIDIA_MAJOR = 195
+_NVIDIA = re.compile(r"/dev/nvidia")
+_OTHER_GPU = re.compile(r"/dev/(kfd|dri/)")
+#: What anon_inode descriptors CRIU 4 can dump (bpf-map: where it was built with libbpf).
+_KNOWN_ANON = {"[eventfd]", "[eventpoll]", "[signalfd]", "[timerfd]", "inotify", "[fanotify]", "[pidfd]", "bpf-map"}
+#: Character devices that it can: memory (null, zero, random, …), terminals, serial lines, pseudo-terminals.
+_KNOWN_MAJORS = {1, 4, 5, *range(136, 144), 188, 204}
+_TUN, _AUTOFS = (10, 200), (10, 235)
+_PROTOCOLS = {
+    "TCP",
+    "TCPv6",
+    "UDP",
+    "UDPv6",
+    "UDP-Lite",
+    "UDPLITEv6",
+    "RAW",
+    "RAWv6",
+    "PACKET",
+    "UNIX",
+    "UNIX-STREAM",
+    "NETLINK",
+}
+_WITHOUT_OPTIONS = {"UNIX", "UNIX-STREAM", "NETLINK"}
+
+
+# -- descriptors
+
+
+def io_uring(found: Look) -> list[Refusal]:
+    users = [
+        p.pid
+        for p in found.processes
+        if any("[io_uring]" in m.path for m in p.mappings) or any("[io_uring]" in d.target for d in p.descriptors)
+    ]
+    if not users:
+        return []
+    return [
+        Refusal(
+            "io_uring",
+            f"CRIU cannot dump io_uring, which {'processes' if len(users) > 1 else 'process'} {', '.join(map(str, users))} uses",
+            "start the job with io_uring off: 'sysctl -w kernel.io_uring_disabled=2', or UV_USE_IO_URING=0 (Node.js), USE_LIBUV=0 (PyTorch)",
+        )
+    ]
+
+
+def gpus(found: Look) -> list[Refusal]:
+    """GPUs that only a plugin of CRIU's can dump."""
+    out = []
+    for process in found.processes:
+        names = {d.target for d in process.descriptors if stat.S_ISCHR(d.mode) and _OTHER_GPU.match(d.target)}
+        names |= {m.path for m in process.mappings if _OTHER_GPU.match(m.path)}
+        if names and not has_plugin(found.options.criu_plugins, "amdgpu"):
+            out.append(
+                Refusal(
+                    "gpu",
+                    f"process {process.pid} uses a GPU that is not NVIDIA's ({', '.join(sorted(names)[:3])})",
+                    "for an AMD GPU: install CRIU's amdgpu plugin and name its directory with --criu-plugins; otherwise stop using the device",
+                )
+            )
+    return out
+
+
+def devices(found: Look) -> list[Refusal]:
+    out = []
+    drivers = found.gpus
+    cuda = {process.pid for process in (*drivers.processes, *drivers.orphans)} if drivers is not None else set()
+    for process, descriptor in _all_descriptors(found):
+        device = (process.devices or {}).get(descriptor.number)
+        if device is None or _NVIDIA.match(descriptor.target) or _OTHER_GPU.match(descriptor.target):
+            continue  # judged by checks of their own
+        if drivers is not None and drivers.backend.is_device(descriptor.target):
+            continue
+        if device[0] == _NVIDIA_MAJOR and process.pid in cuda:
+            continue
+        known = device[0] in _KNOWN_MAJORS or device == _AUTOFS
+        known = known or (device == _TUN and not in_hosts(found, "net"))
+        if not known or stat.S_ISBLK(descriptor.mode):
+            out.append(
+                Refusal(
+                    "device",
+                    f"descriptor {descriptor.number} of process {process.pid} is the device {descriptor.target}, which CRIU cannot dump",
+                    "close it before the dump",
+                )
+            )
+    return out
+
+
+def descriptors(found: Look) -> list[Refusal]:
+    out = []
+    for process, descriptor in _all_descriptors(found):
+        kind = descriptor.target.removeprefix("anon_inode:") if descriptor.target.startswith("anon_inode:") else ""
+        if kind and kind not in _KNOWN_ANON and "[io_uring]" not in kind:
+            out.append(
+                Refusal(
+                    "descriptor",
+                    f"descriptor {descriptor.number} of process {process.pid} is {descriptor.target}, which CRIU cannot dump",
+                    "close it, or start the program without what opens it",
+                )
+            )
+    return out
+
+
+def _all_descriptors(found: Look) -> Iterator[tuple[ProcessLook, procfs.Descriptor]]:
+    return ((process, descriptor) for process in found.processes for descriptor in process.descriptors)
+
+
+def pidfds(found: Look) -> list[Refusal]:
+    inside = {*found.pids, -1}  # -1: the process has ended
+    out = []
+    for process, descriptor in _all_descriptors(found):
+        if descriptor.target != "anon_inode:[pidfd]":
+            continue
+        about = _pidfd(process.pid, descriptor.number)
+        if about not in inside:
+            out.append(
+                Refusal(
+                    "pidfd",
+                    f"descriptor {descriptor.number} of process {process.pid} refers to process {about}, which is not in its tree",
+                    "close it, or snapshot the tree that holds both",
+                )
+            )
+    return out
+
+
+def _pidfd(pid: int, number: int) -> int:
+    try:
+        with open(f"/proc/{pid}/fdinfo/{number}", encoding="ascii") as file:
+            found = re.search(r"^Pid:\s*(-?\d+)$", file.read(), re.MULTILINE)
+    except (FileNotFoundError, ProcessLookupError):
+        return -1
+    return int(found[1]) if found else -1
+
+
+def mounts(found: Look) -> list[Refusal]:
+    """CRIU finds files by mount and path: what lies on a mount that the tree does not see is lost to it."""
+    seen: dict[int, set[int]] = {}
+    out = []
+    for process in found.living:
+        namespace = (process.namespaces or {}).get("mnt", 0)
+        if namespace not in seen:
+            seen[namespace] = mount_ids(os.getpid()) if namespace == found.namespaces["mnt"] else set()
+        try:
+            # One that was chrooted sees only part of its namespace.
+            seen[namespace] |= mount_ids(process.pid)
+        except OSError:
+            continue  # it ended meanwhile (one that is just ending has no namespaces: EINVAL)
+        # Memory that came from another process (resident memory, after a restore) was opened where that one was; it is let go of before CRIU looks.
+        passing = "descriptor " if found.resident is not None and process.pid in found.resident.pids else "\0"
+        hidden = [
+            what
+            for what, mount in (process.mounts or {}).items()
+            if mount not in seen[namespace] and not what.startswith(passing)
+        ]
+        if hidden:
+            out.append(
+                Refusal(
+                    "mount",
+                    f"process {process.pid} uses what lies on no mount that it sees: {'; '.join(hidden[:3])}",
+                    "have it close or reopen that; or start the job with 'icecore run', with a private root if it needs its own mounts or message queues",
+                )
+            )
+    return out
+
+
+# -- sockets
+
+
+def protocols(found: Look) -> list[Refusal]:
+    out = []
+    for process in found.processes:
+        for one in process.sockets:
+            if one.protocol and one.protocol not in _PROTOCOLS:
+                out.append(
+                    Refusal(
+                        "socket",
+                        f"descriptor {one.descriptor} of process {process.pid} is a socket of protocol {one.protocol}, which CRIU cannot dump",
+                        "GODEBUG=multipathtcp=0 makes Go programs use plain TCP"
+                        if one.protocol.startswith("MPTCP")
+                        else "close it before the dump",
+                    )
+                )
+    return out
+
+
+def internet(found: Look) -> list[Refusal]:
+    if found.criu.version >= (4, 2):
+        return []
+    affected = _PROTOCOLS - _WITHOUT_OPTIONS
+    users = [p.pid for p in found.processes if any(s.protocol in affected for s in p.sockets)]
+    if not users or not kernel_refuses_options():
+        return []
+    version = ".".join(map(str, found.criu.version))
+    return [
+        Refusal(
+            "internet-sockets",
+            f"CRIU {version} cannot dump internet sockets on this kernel (Linux 6.16 and newer refuse an option that it asks for), and "
+            f"{'processes' if len(users) > 1 else 'process'} {', '.join(map(str, users[:5]))} has some",
+            "install CRIU 4.2 or newer: tools/install-criu --suite sid",
+        )
+    ]
+
+
+def unix_peers(found: Look) -> list[Refusal]:
+    """Connections to unix sockets outside the tree, which CRIU cannot dump: all but datagrams to a socket with a name."""
+    ours = {one.inode: (p.pid, one.descriptor) for p in found.processes for one in p.sockets if one.unix}
+    if not ours or not in_hosts(found, "net"):
+        return []
+    try:
+        known = unix_sockets()
+    except OSError:
+        return []  # a kernel without unix_diag, which CRIU needs too: it will say so
+    out = []
+    for inode, (pid, descriptor) in ours.items():
+        peer = known[inode].peer if inode in known else 0
+        if not peer or peer in ours or _datagram_to_name(known.get(peer)):
+            continue
+        who = owner(peer)
+        if found.resident is not None and pid in found.resident.pids and "icecore-keeper" in who:
+            continue  # the preload's, which closes it before the window
+        out.append(
+            Refusal(
+                "unix-peer",
+                f"descriptor {descriptor} of process {pid} is a unix socket that is connected to {who or 'a socket'} outside its tree",
+                "close the connection before the dump, or start the job with 'icecore run', which gives it none",
+            )
+        )
+    return out
+
+
+def _datagram_to_name(peer: UnixSocket | None) -> bool:
+    return peer is not None and peer.kind == socket.SOCK_DGRAM and peer.named
+
+
+# -- warnings
+
+
+def loose_pipes(found: Look) -> list[Refusal]:
+    """Pipes of which the tree holds one kind of end only: the other end is not there after a restore."""
+    ends: dict[str, set[int]] = {}
+    users: dict[str, tuple[int, int]] = {}
+    for process, descriptor in _all_descriptors(found):
+        if descriptor.target.startswith("pipe:["):
+            access = descriptor.flags & os.O_ACCMODE
+            ends.setdefault(descriptor.target, set()).update((0, 1) if access == os.O_RDWR else (access,))
+            users.setdefault(descriptor.target, (process.pid, descriptor.number))
+    out = []
+    for pipe, kinds in ends.items():
+        if len(kinds) == 1:
+            pid, number = users[pipe]
+            after = "reading it will give end of file" if kinds == {os.O_RDONLY} else "writing to it will raise SIGPIPE"
+            out.append(
+                Refusal(
+                    "pipe",
+                    f"the other end of descriptor {number} of process {pid} is outside its tree: once restored, {after}",
+                    "start the job with 'icecore run', or with its output in files",
+                )
+            )
+    return out

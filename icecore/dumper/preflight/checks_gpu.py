@@ -1,0 +1,235 @@
+"""Checks of a tree's GPU processes; the rule: what the driver can checkpoint but not restore is refused before it is asked to; see `icecore.dumper.preflight.checks`.
+
+How each is found, and what was seen to happen without the check, is in docs/gpu.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from icecore.dumper.observe.gpus import GpuLook, GpuProcess
+from icecore.dumper.observe.look import Look
+from icecore.dumper.preflight.checks import Refusal
+from icecore.host.cuda import holder, nccl
+from icecore.host.cuda.driver import EXTRA_CURE, has_bindings
+from icecore.host.cuda.inventory import Inventory
+from icecore.host.kernel import limits
+
+LEAST_DRIVER = 570
+#: The first that restores what is shared through CUDA's legacy IPC.
+_IPC_DRIVER = 610
+#: The fastest that the driver was seen to move memory out and in, bytes a second and process (docs/gpu.md): by itself, and with its mapping made for it.
+_ALONE_RATES, _HELPED_RATES = (2.4e9, 6.9e9), (5.7e9, 8.5e9)
+_GIB = 1 << 30
+
+
+def driver(found: Look) -> list[Refusal]:
+    """The driver and what speaks to it."""
+    if found.gpus is None:
+        return []
+    inventory, (problem, cure) = found.gpus.inventory, found.gpus.problem
+    if inventory is None:
+        return [Refusal("gpu-driver", f"the tree uses a GPU, of which nothing can be learnt: {problem}", cure)]
+    if inventory.branch < LEAST_DRIVER:
+        return [
+            Refusal(
+                "gpu-driver",
+                f"NVIDIA driver {inventory.driver} cannot checkpoint processes",
+                f"install driver {LEAST_DRIVER} or newer",
+            )
+        ]
+    if found.gpus.backend.world is None and not has_bindings():
+        return [Refusal("gpu-driver", "cuda.bindings, which makes the driver's calls, is not installed", EXTRA_CURE)]
+    return []
+
+
+def plugin(found: Look) -> list[Refusal]:
+    """What lets CRIU hold the tree while the driver works."""
+    return [] if found.gpus is None or holder.PLUGIN.exists() else [Refusal("gpu-plugin", *holder.LACK)]
+
+
+def _each(
+    name: str, applies: Callable[[GpuProcess, Inventory], bool], message: str, cure: str
+) -> Callable[[Look], list[Refusal]]:
+    """A check of one process at a time; ``{pid}`` in the message."""
+
+    def check(found: Look) -> list[Refusal]:
+        gpus = found.gpus
+        if gpus is None or gpus.inventory is None:
+            return []
+        return [Refusal(name, message.format(pid=p.pid), cure) for p in gpus.processes if applies(p, gpus.inventory)]
+
+    return check
+
+
+managed = _each(
+    "gpu-managed",
+    lambda process, _: process.managed > 0,
+    "process {pid} has managed memory (cudaMallocManaged), which the driver cannot checkpoint",
+    "have the program use cudaMalloc (paged optimizers and RMM's managed pools off)",
+)
+ipc = _each(
+    "gpu-ipc",
+    lambda process, inventory: process.ipc and inventory.branch < _IPC_DRIVER,
+    "process {pid} shares device memory or events by CUDA IPC, which this driver can checkpoint but not restore",
+    f"start it without (torch.multiprocessing with CPU tensors; vLLM: --disable-custom-all-reduce), or install driver {_IPC_DRIVER} or newer",
+)
+
+
+def shared(found: Look) -> list[Refusal]:
+    """Processes may have memory of each other's through CUDA IPC, on one GPU or from one to another. The importer shows no sign of that, and is lost. Of
+    those under the preload it is known that none exported or opened any that the driver has; what else they share by it, windows take away."""
+    gpus = found.gpus
+    if gpus is None or gpus.inventory is None or gpus.inventory.branch >= _IPC_DRIVER or found.options.gpu_shared:
+        return []
+    reports = found.resident.reports if found.resident is not None else {}
+    pids = [p.pid for p in gpus.processes]
+    if len(pids) < 2 or all(pid in reports and not reports[pid].counts.ipc_exports for pid in pids):
+        return []
+    return [
+        Refusal(
+            "gpu-shared",
+            f"processes {', '.join(map(str, pids))} use GPUs: device memory that they share by CUDA IPC, which cannot be seen, this driver does not restore",
+            "start the job with 'icecore run --gpu', which knows what they share; or, if they share none (vLLM: --disable-custom-all-reduce), say so with "
+            f"--gpu-shared; or install driver {_IPC_DRIVER} or newer",
+        )
+    ]
+
+
+mps = _each(
+    "gpu-mps",
+    lambda process, _: process.mps,
+    "process {pid} uses its GPU through MPS, which the driver cannot checkpoint",
+    "end the MPS daemon (echo quit | nvidia-cuda-mps-control) and start the job again",
+)
+mig = _each(
+    "gpu-mig",
+    lambda process, inventory: any(
+        gpu.mig for gpu in inventory.gpus if gpu.uuid in (process.contexts or process.opened)
+    ),
+    "process {pid} uses a GPU that is divided (MIG), which the driver cannot checkpoint",
+    "use whole GPUs: nvidia-smi -mig 0",
+)
+
+
+def transports(found: Look) -> list[Refusal]:
+    """NCCL between processes, in the tree or beside it, or between GPUs of one process. Where all are under the preload, what they share through cuMem is
+    taken away before."""
+    if found.gpus is None:
+        return []
+    ranks = [p for p in found.gpus.processes if p.communicates]
+    if len(ranks) < 2 and not any(len(p.contexts) > 1 or p.outside for p in ranks):
+        return []
+    known = found.resident.reports if found.resident is not None else {}
+    parked = all(p.pid in known and known[p.pid].version >= nccl.PARKED_SINCE for p in ranks)
+    refusals = [refusal for process in ranks for refusal in _unsafe(process, parked)]
+    return refusals + [
+        Refusal(
+            "gpu-nccl",
+            f"process {p.pid} has a communicator whose device memory did not come through the preload: it would stay mapped",
+            "start the job with 'icecore run --gpu', or with NCCL_P2P_DISABLE=1 in its environment",
+        )
+        for p in ranks
+        if parked and p.passes_descriptors and not nccl.without_peers(p.settings) and not known[p.pid].counts.handles
+    ]
+
+
+def sharing(found: Look) -> list[Refusal]:
+    """Memory that processes share although no window can take it away, or with somebody who is not in the tree."""
+    if found.resident is None:
+        return []
+    refusals = []
+    for pid, report in found.resident.reports.items():
+        if report.counts.multicast:
+            refusals.append(
+                Refusal(
+                    "gpu-multicast",
+                    f"process {pid} has had a multicast object (NVLS), which no window can take away and the driver does not restore",
+                    "start the job with 'icecore run --gpu', or with NCCL_NVLS_ENABLE=0; "
+                    "PyTorch's symmetric memory wants TORCH_SYMM_MEM_DISABLE_MULTICAST=1",
+                )
+            )
+        if report.counts.unparkable:
+            refusals.append(
+                Refusal(
+                    "gpu-sharing",
+                    f"process {pid} has shared host memory of the driver's, or fabric memory, which no window can take away and the driver does not restore",
+                    "start the job with 'icecore run --gpu', or with NCCL_CUMEM_HOST_ENABLE=0 and NCCL_MNNVL_ENABLE=0 in its environment",
+                )
+            )
+    if found.resident.outsiders:
+        refusals.append(
+            Refusal(
+                "gpu-outside",
+                f"processes outside of the tree have device memory of it: {', '.join(map(str, found.resident.outsiders))}",
+                "take the snapshot of the tree that holds all ranks",
+            )
+        )
+    return refusals
+
+
+def _unsafe(process: GpuProcess, parked: bool) -> Iterator[Refusal]:
+    wrong = nccl.lacking(process.settings, parked=parked)
+    if wrong:
+        yield Refusal(
+            "gpu-nccl",
+            f"process {process.pid} uses NCCL with {', '.join(one.what for one in wrong)}: the driver can checkpoint that, but not restore it",
+            f"start the job with 'icecore run --gpu', or with {', '.join(one.cure for one in wrong)} in its environment",
+        )
+
+
+def memory(found: Look) -> list[Refusal]:
+    """A checkpoint moves all device memory to the host: the kernel must not have to kill for it."""
+    gpus = found.gpus
+    if gpus is None or gpus.most_bytes <= (available := limits.memory_available()):
+        return []
+    return [
+        Refusal(
+            "gpu-memory",
+            f"{gpus.most_bytes / _GIB:.1f} GiB of device memory will be moved to the host, where {available / _GIB:.1f} GiB are free",
+            "free host memory, or have the job use less device memory",
+        )
+    ]
+
+
+def _least_window(gpus: GpuLook, *, helped: bool) -> float:
+    slowest = max((p.moved for p in gpus.processes), default=0)
+    return sum(slowest / rate for rate in (_HELPED_RATES if helped else _ALONE_RATES))
+
+
+def predicted_window(found: Look) -> float:
+    """Seconds of a window, at the least, in which memory is moved or copied, if all of it changed; the rest: `icecore.dumper.preflight.prediction`."""
+    if found.gpus is None:
+        return 0.0
+    return _least_window(found.gpus, helped=found.options.populate) + (found.resident.most_window_seconds if found.resident is not None else 0.0)
+
+
+def window(found: Look) -> list[Refusal]:
+    """How long the driver takes at the least is known: a window that cannot be kept is not begun."""
+    if found.gpus is None or found.options.stop:
+        return []
+    slowest = max((p.moved for p in found.gpus.processes), default=0)
+    seconds = _least_window(found.gpus, helped=found.options.populate)
+    if seconds <= found.options.max_window:
+        return []
+    return [
+        Refusal(
+            "gpu-window",
+            f"the driver alone takes at least {seconds:.0f} s to move {slowest / _GIB:.1f} GiB of device memory out and in, longer than the window of "
+            f"{found.options.max_window:g} s",
+            f"raise --max-window to {2 * seconds:.0f}",
+        )
+    ]
+
+
+def nvml(found: Look) -> list[Refusal]:
+    """A warning: NVML's handles are the kernel's, and end with the process."""
+    return [
+        Refusal(
+            "nvml",
+            f"process {p.pid} uses NVML: after a restore, its NVML calls fail until it calls nvmlShutdown and nvmlInit again",
+            "have it initialise NVML for each reading, or initialise it again after an error",
+        )
+        for p in (found.gpus.orphans if found.gpus is not None else ())
+        if p.nvml
+    ]

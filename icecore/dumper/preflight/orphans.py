@@ -1,0 +1,110 @@
+"""Processes that have device files of the driver open or mapped but no CUDA state; the rule: a process with CUDA state of its own never counts as one.
+
+They are children that were forked from a CUDA process (workers of a DataLoader, of torch.compile), in which CUDA does not work, and users of NVML alone. The
+driver closes nothing in them. CRIU's plugin dumps these files without asking whose they are, and a restore replaces them (icecore/host/criu/device_files.c), so it is
+decided here that no other process has any: by the driver before the window, and by its threads once all processes are stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from icecore.dumper.observe.gpus import NVML_LIBRARY, GpuLook
+from icecore.dumper.preflight.checks import Refusal
+from icecore.errors import DumpFailed, NotFound
+from icecore.host.cuda.api import State
+from icecore.host.cuda.threads import has_drivers_threads
+from icecore.host.gpu.backend import Backend
+from icecore.host.kernel import procfs
+
+_AGAIN = "dump it again"
+
+
+def misjudged(look: GpuLook, states: Mapping[int, State]) -> list[Refusal]:
+    """Refuse processes whose driver state contradicts their threads.
+
+    Args:
+        states: What the driver says of each process of the look.
+    """
+    refusals = [
+        Refusal(
+            "gpu-state",
+            f"process {one.pid} has begun to use CUDA since the check, or this driver version names its threads in a way that icecore does not know",
+            f"{_AGAIN}; if that does not help, report it with the driver's version",
+        )
+        for one in look.orphans
+        if states[one.pid] is not State.NOT_CUDA
+    ]
+    return refusals + [
+        Refusal(
+            "gpu-state",
+            f"process {one.pid} has threads of the driver, but the driver reports no CUDA state for it",
+            f"{_AGAIN}; if that does not help, report it with the driver's version",
+        )
+        for one in look.processes
+        if one.threads and states[one.pid] is State.NOT_CUDA and procfs.exists(one.pid) and not procfs.is_zombie(one.pid)
+    ]
+
+
+def require_no_others(root: int, look: GpuLook, cuda: Collection[int]) -> None:
+    """Require that only checkpointed processes have CUDA state. The tree is stopped.
+
+    Args:
+        root: The tree's.
+        look: Its look before the window.
+        cuda: Those that were checkpointed.
+
+    Raises:
+        DumpFailed: Another process may have CUDA state.
+    """
+    asked = {one.pid for one in (*look.processes, *look.orphans)}
+    named = any(one.threads for one in look.processes)
+    for pid in procfs.tree(root):
+        if pid in cuda:
+            continue
+        with suppress(NotFound):
+            # If the driver's threads have other names, they do not describe a process about which the driver was not asked.
+            if has_drivers_threads(pid) or (not named and pid not in asked and _has_device_files(pid, look.backend)):
+                raise DumpFailed(f"process {pid} has begun to use CUDA since the dump began", cure=_AGAIN)
+
+
+def left_open(cuda: Mapping[int, Sequence[procfs.Mapping]], backend: Backend) -> list[int]:
+    """Find checkpointed processes that still have device files open, as users of NVML have.
+
+    Args:
+        cuda: Their mappings.
+
+    Raises:
+        DumpFailed: A process has some and has not loaded NVML: a restore would take files from it that it needs.
+    """
+    kinds, found = backend.kinds(), []
+    for pid, mappings in cuda.items() if kinds else ():
+        names = {*_open_devices(pid, kinds), *(m.path for m in mappings if backend.is_device(m.path))}
+        if not names:
+            continue
+        if not any(NVML_LIBRARY in m.path for m in mappings):
+            raise DumpFailed(
+                f"the driver's checkpoint has left device files open in process {pid}: {', '.join(sorted(names))}",
+                cure="stop other uses of the GPU in that process, and report this with the driver's version",
+            )
+        found.append(pid)
+    return found
+
+
+def _has_device_files(pid: int, backend: Backend) -> bool:
+    return any(_open_devices(pid, backend.kinds())) or any(backend.is_device(m.path) for m in procfs.read_maps(pid))
+
+
+def _open_devices(pid: int, kinds: Collection[str]) -> Iterator[str]:
+    """Yield the path of each open device file of the driver's, found by its device number: it may have been opened in a root that no longer exists."""
+    folder = Path(f"/proc/{pid}/fd")
+    for name in os.listdir(folder):
+        with suppress(FileNotFoundError):
+            about = os.stat(folder / name)
+            kind = "c" if stat.S_ISCHR(about.st_mode) else "b" if stat.S_ISBLK(about.st_mode) else ""
+            if kind and f"{kind}{os.major(about.st_rdev)}" in kinds:
+                yield os.readlink(folder / name)

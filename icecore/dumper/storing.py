@@ -1,0 +1,121 @@
+"""The storing side of a snapshot, whatever its source: session, parent, writer, staging and pipeline together, and the maps and hints at the end."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from icecore.dumper.memory.fingerprints import Fingerprints, encode_fingerprints
+from icecore.dumper.memory.parent import Parent, choose_parent, fingerprint_seed, load_parent
+from icecore.dumper.memory.pipeline import Pipeline
+from icecore.dumper.memory.spaces import Machinery, SpaceCapture
+from icecore.dumper.memory.staging import Staging
+from icecore.events import Sink
+from icecore.host.kernel import limits
+from icecore.store.format.cell import PAGE, data_pages
+from icecore.store.format.manifest import Sizes, Space
+from icecore.store.log.repository import Repository
+from icecore.store.runtime.loop import LoopThread
+from icecore.store.snapshot.trial import Objective
+from icecore.store.snapshot.writer import SnapshotWriter
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What the manifest says of everything that was stored: spaces, sizes in bytes, and where the hints are."""
+
+    spaces: list[Space]
+    sizes: Sizes
+    hints: str
+    hints_digest: str
+    chunks: int
+    deltas: int
+
+
+class Storing:
+    """Begins a session on top of a job's newest snapshot and stores spaces in it.
+
+    Args:
+        stack: Undoes, in reverse, everything that is begun here: the session is aborted unless it was committed.
+        job: Its newest snapshot becomes the parent, unless ``parent`` names another.
+        streams: Shard streams, one for each process at best.
+        staging_bytes: Bound on staging; no more than a third of the memory at hand is taken.
+        threads: That scan.
+        encoders: Threads that encode.
+        link_rate: Bytes per second that codec trial optimises for; 0: the default.
+    """
+
+    def __init__(
+        self,
+        repository: Repository,
+        loop: LoopThread,
+        stack: ExitStack,
+        *,
+        job: str,
+        parent: str,
+        purpose: str,
+        streams: int,
+        staging_bytes: int,
+        threads: int,
+        encoders: int,
+        link_rate: float,
+        emit: Sink,
+    ) -> None:
+        self.stop = threading.Event()
+        record = loop.run(choose_parent(repository, job, parent))
+        session = loop.run(repository.begin(record.snapshot if record else None, purpose, prove=False))
+        objective = Objective(link_rate) if link_rate else None
+        self.writer = stack.enter_context(
+            SnapshotWriter(repository, session, loop.loop, streams=streams, objective=objective, emit=emit)
+        )
+        # Read only once the session pins it.
+        self.parent: Parent | None = load_parent(repository, loop, session.base, emit) if session.base else None
+        self.lineage = record.lineage if record else secrets.token_hex(16)
+        self.parent_id = record.snapshot if record else ""
+        self.staging = stack.enter_context(Staging(min(staging_bytes, limits.memory_available() // 3), threads))
+        self.pipeline = stack.enter_context(Pipeline(self.writer, self.staging, encoders))
+        seed = fingerprint_seed(repository.keys, self.lineage)
+        self.machinery = Machinery(self.pipeline, self.staging, seed, threads, streams, self.stop)
+
+    def abandon(self, why: BaseException) -> None:
+        """Make every thread that scans or waits for staging give up."""
+        self.stop.set()
+        self.staging.abandon(why)
+
+    def finish(self, captures: Sequence[SpaceCapture], reused: Sequence[Space] = ()) -> Stored:
+        """Wait for the pipeline, then write maps and hints.
+
+        Args:
+            captures: New spaces.
+            reused: Spaces of the parent that are taken over as they are.
+        """
+        self.pipeline.drain()
+        spaces: list[Space] = []
+        logical = zero = changed = device = 0
+        for capture in captures:
+            space, data, zeros, own = capture.store(self.writer)
+            spaces.append(space)
+            logical, zero, device = logical + data, zero + zeros, device + own
+            changed += capture.changed
+        fingerprints = {f"{c.kind}:{c.key}": c.fingerprints() for c in captures}
+        for space in reused:
+            assert self.parent is not None, "only a parent's spaces can be taken over"
+            before = self.parent.space(space.kind, space.key)
+            assert before is not None
+            spaces.append(space)
+            logical += sum(int(data_pages(r).sum()) for r in before.records) * PAGE
+            fingerprints[f"{space.kind}:{space.key}"] = Fingerprints(before.known.key, before.known.fingerprint)
+        hints, digest = self.writer.put_hints(self.lineage, encode_fingerprints(fingerprints))
+        statistics = self.writer.statistics
+        sizes = Sizes(
+            logical=logical,
+            zero=zero,
+            changed=changed,
+            stored=statistics.stored,
+            device=device,
+            by_codec=dict(statistics.by_codec),
+        )
+        return Stored(spaces, sizes, hints, digest.hex(), statistics.chunks, statistics.deltas)

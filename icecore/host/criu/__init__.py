@@ -1,0 +1,1 @@
+"""CRIU: found, started, its images read and written, and the libraries that it is given."""

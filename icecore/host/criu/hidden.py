@@ -1,0 +1,54 @@
+"""Memory that CRIU was kept from seeing in a lazy dump (icecore/host/criu/pages.c); rule: what is hidden is written down, and who reads it in place puts it back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from icecore.errors import Damaged
+from icecore.host.criu.program import CRIU_LIBRARY, Criu
+from icecore.host.kernel.limits import kernel_version
+from icecore.host.kernel.pagemap import scan_supported
+
+#: Mappings smaller than this are not hidden (LEAST in icecore/host/criu/pages.c).
+LEAST_BYTES = (2 << 20) + 4096
+
+#: A range of addresses.
+RANGE = np.dtype([("start", "<u8"), ("end", "<u8")])
+_ENTRY = np.dtype([("pid", "<u8"), ("range", RANGE)])
+
+Ranges = npt.NDArray[np.void]
+
+
+def hides(criu: Criu) -> bool:
+    """Whether anything is hidden from this CRIU, here: the library was built, CRIU asks PAGEMAP_SCAN (Linux 6.7), and it need not stumble over guard pages."""
+    return CRIU_LIBRARY.exists() and scan_supported() and criu.keeps_guard_pages(kernel_version())
+
+
+def read_hidden(path: Path) -> dict[int, Ranges]:
+    """What is written in the file.
+
+    Returns:
+        Pid (as CRIU sees it) → RANGE records, ascending, disjoint; neighbours are not joined.
+
+    Raises:
+        Damaged: The file is cut off.
+    """
+    data = path.read_bytes()
+    if len(data) % _ENTRY.itemsize:
+        raise Damaged("image", path.name, "it is cut off")
+    entries = np.frombuffer(data, _ENTRY)
+    return {pid: _ascending(entries["range"][entries["pid"] == pid]) for pid in set(entries["pid"].tolist())}
+
+
+def _ascending(ranges: Ranges) -> Ranges:
+    """In order, and without what CRIU asked for twice."""
+    ranges = ranges[np.argsort(ranges["start"], kind="stable")]
+    before = np.maximum.accumulate(ranges["end"])[:-1]
+    start = ranges["start"].copy()
+    start[1:] = np.maximum(start[1:], before)
+    out = np.empty(len(ranges), RANGE)
+    out["start"], out["end"] = start, ranges["end"]
+    return out[out["start"] < out["end"]]

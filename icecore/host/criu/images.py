@@ -1,0 +1,443 @@
+"""CRIU's image files: what icecore asks of them, typed; rule: read by field numbers, which CRIU keeps stable, so that
+images of any version from 4.0 on are understood."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import struct
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from icecore.errors import Damaged, MissingTool
+from icecore.host.criu.pagemap_image import read_whole
+from icecore.host.criu.program import Criu
+from icecore.host.criu.protobuf import Message, WireError, decode_columns, read_varint
+
+COMMON, SERVICE = 0x54564319, 0x55105940
+INVENTORY, PSTREE, CORE, MM, FILES, FDINFO = 0x58313116, 0x50273030, 0x55053847, 0x57492820, 0x56303138, 0x56213732
+REMAP_FPATH, GHOST_FILE, MEMFD_INODE, STATS = 0x59133954, 0x52583605, 0x48453499, 0x57093306
+
+#: VmaEntry.status bits (criu/include/image.h).
+VMA_REGULAR, VMA_STACK, VMA_VSYSCALL, VMA_VDSO, VMA_HEAP = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 5
+VMA_FILE_PRIVATE, VMA_FILE_SHARED, VMA_ANON_SHARED, VMA_ANON_PRIVATE = 1 << 6, 1 << 7, 1 << 8, 1 << 9
+VMA_SYSVIPC, VMA_SOCKET, VMA_VVAR, VMA_AIORING, VMA_MEMFD = 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14
+#: No mapping: guard pages (MADV_GUARD_INSTALL) within one. They come after all others.
+VMA_GUARD = 1 << 16
+
+MAP_SHARED, MAP_PRIVATE, MAP_ANONYMOUS = 0x1, 0x2, 0x20
+MAP_GROWSDOWN, MAP_LOCKED, MAP_HUGETLB = 0x100, 0x2000, 0x40000
+
+#: One VMA of a mm image. ``shmid`` is the file's id for file mappings, the shared memory's for shared anonymous ones.
+VMA = np.dtype(
+    [
+        ("start", "<u8"),
+        ("end", "<u8"),
+        ("offset", "<u8"),
+        ("shmid", "<u8"),
+        ("protection", "<u4"),
+        ("flags", "<u4"),
+        ("status", "<u4"),
+        ("madvise", "<u8"),
+    ]
+)
+Vmas = npt.NDArray[np.void]
+
+ALIVE, DEAD, STOPPED = 1, 2, 3
+
+_MM_HEAD, _MM_VMA = 12, 14
+_VMA_START, _VMA_END, _VMA_OFFSET, _VMA_FILE, _VMA_FLAGS, _VMA_STATUS = 1, 2, 3, 4, 6, 7
+
+#: file_entry.type (images/fdinfo.proto).
+REGULAR_FILE, PIPE, FIFO, INET_SOCKET, UNIX_SOCKET, TERMINAL, EXTERNAL, MEMFD = 1, 2, 3, 4, 5, 11, 16, 18
+
+LINKED, GHOST, PROCFS = 0, 1, 2
+
+
+def read_image(path: Path, magic: int) -> list[Message]:
+    """The messages of an image without extra bytes between them.
+
+    Raises:
+        Damaged: It is not of this kind, or is cut off.
+        FileNotFoundError: It is not there.
+    """
+    return decode_image(read_whole(path), magic, path.name)
+
+
+def decode_image(data: bytes, magic: int, name: str) -> list[Message]:
+    """As `read_image`, of its bytes."""
+    try:
+        first, second = struct.unpack_from("<II", data)
+        if first in (COMMON, SERVICE):
+            first, at = second, 8
+        else:
+            at = 4  # the inventory has one magic only
+        if first != magic:
+            raise WireError("wrong magic")
+        messages = []
+        while at < len(data):
+            (size,) = struct.unpack_from("<I", data, at)
+            at += 4
+            if size > len(data) - at:
+                raise WireError("cut off")
+            messages.append(Message.decode(data[at : at + size]))
+            at += size
+    except (WireError, struct.error) as error:
+        raise Damaged("image", name, str(error)) from error
+    return messages
+
+
+def encode_image(messages: list[Message], magic: int) -> bytes:
+    """An image file of messages."""
+    out = bytearray()
+    if magic != INVENTORY:
+        out += struct.pack("<I", SERVICE if magic == STATS else COMMON)
+    out += struct.pack("<I", magic)
+    for message in messages:
+        body = message.encode()
+        out += struct.pack("<I", len(body)) + body
+    return bytes(out)
+
+
+def write_image(path: Path, messages: list[Message], magic: int) -> None:
+    """Write `encode_image` to a file."""
+    path.write_bytes(encode_image(messages, magic))
+
+
+@dataclass(frozen=True)
+class Task:
+    """A process of the tree. Ids as in its pid namespace, which is how images are named after it."""
+
+    pid: int
+    parent: int
+    group: int
+    session: int
+    threads: list[int]
+
+
+@dataclass(frozen=True)
+class Core:
+    """What core-N.img says of a process: its name, ALIVE, DEAD or STOPPED, and the exit code of a dead one."""
+
+    command: str
+    state: int
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class AddressSpace:
+    """What mm-N.img says: its VMAs in address order, the file id of its program, and the bounds of its heap and
+    arguments.
+    """
+
+    vmas: Vmas
+    executable: int
+    stack: int
+    heap: tuple[int, int]
+    arguments: tuple[int, int]
+    environment: tuple[int, int]
+
+    def lazy(self) -> npt.NDArray[np.bool_]:
+        """For each VMA, whether CRIU restores its pages through userfaultfd (vma_entry_can_be_lazy in
+        criu/include/vma.h).
+
+        Within such a VMA only the pages that a thread's stack pointer is in are not lazy: the pagemap says which.
+        """
+        flags, status = self.vmas["flags"], self.vmas["status"]
+        wanted = MAP_ANONYMOUS | MAP_PRIVATE
+        refused = MAP_LOCKED | MAP_HUGETLB
+        lazy: npt.NDArray[np.bool_] = (flags & (wanted | refused)) == wanted
+        lazy &= (status & (VMA_VDSO | VMA_VVAR | VMA_VSYSCALL)) == 0
+        return lazy
+
+
+@dataclass(frozen=True)
+class RegularFile:
+    """A regular file (or folder) of files.img. ``size`` is None where CRIU does not check it at restore; ``external``
+    ones come from outside.
+    """
+
+    id: int
+    path: str
+    flags: int
+    position: int
+    size: int | None
+    mode: int
+    mount: int
+    external: bool
+
+
+@dataclass(frozen=True)
+class Remap:
+    """A file that had no name any more: file ``original`` is restored from ``target``: a ghost image (GHOST) or
+    another file (LINKED).
+    """
+
+    original: int
+    target: int
+    kind: int
+
+
+@dataclass(frozen=True)
+class Memfd:
+    """A memfd: ``shmid`` names its pagemap image (pagemap-shmem-N.img)."""
+
+    name: str
+    size: int
+    shmid: int
+    inode: int
+
+
+def load_pstree(folder: Path) -> list[Task]:
+    """The processes, parents before children."""
+    return [
+        Task(m.integer(1), m.integer(2), m.integer(3), m.integer(4), m.integers(5))
+        for m in read_image(folder / "pstree.img", PSTREE)
+    ]
+
+
+def load_core(folder: Path, pid: int) -> Core:
+    """What core-PID.img says of a process (its main thread)."""
+    (message,) = read_image(folder / f"core-{pid}.img", CORE)
+    task = message.message(3)
+    return Core(task.text(6), task.integer(1), task.signed(2))
+
+
+def load_rseq(folder: Path) -> list[int]:
+    """Where the kernel tells the threads of all processes the numbers of their processors (struct rseq), as far as they asked for it."""
+    found = []
+    for path in folder.glob("core-*.img"):
+        (core,) = read_image(path, CORE)
+        if core.has(5) and (thread := core.message(5)).has(15):
+            found.append(thread.message(15).integer(1))
+    return sorted(found)
+
+
+def load_mm(folder: Path, pid: int) -> AddressSpace:
+    """The address space of a process, 20 000 VMAs in a few hundredths of a second."""
+    path = folder / f"mm-{pid}.img"
+    data = read_whole(path)
+    try:
+        magic, kind, size = struct.unpack_from("<III", data)
+        if (magic, kind) != (COMMON, MM) or size != len(data) - _MM_HEAD:
+            raise WireError("wrong magic or length")
+        start, end, rest = [], [], bytearray()
+        at = _MM_HEAD
+        while at < len(data):
+            begin = at
+            key, at = read_varint(data, at)
+            if key & 7 == 0:
+                _, at = read_varint(data, at)
+            elif key & 7 == 2:
+                length, at = read_varint(data, at)
+                if length > len(data) - at:
+                    raise WireError("cut off")
+                at += length
+                if key >> 3 == _MM_VMA:
+                    start.append(at - length)
+                    end.append(at)
+                    continue
+            else:
+                raise WireError("an unknown kind of field")
+            rest += data[begin:at]
+        columns = decode_columns(data, np.array(start, np.int64), np.array(end, np.int64), (1, 2, 3, 4, 5, 6, 7, 9))
+        mm = Message.decode(bytes(rest))
+    except (WireError, struct.error) as error:
+        raise Damaged("image", path.name, str(error)) from error
+    vmas = np.zeros(len(start), VMA)
+    for number, name in {
+        1: "start",
+        2: "end",
+        3: "offset",
+        4: "shmid",
+        5: "protection",
+        6: "flags",
+        7: "status",
+        9: "madvise",
+    }.items():
+        vmas[name] = columns[number]
+    return AddressSpace(
+        vmas,
+        mm.integer(12),
+        mm.integer(5),
+        (mm.integer(6), mm.integer(7)),
+        (mm.integer(8), mm.integer(9)),
+        (mm.integer(10), mm.integer(11)),
+    )
+
+
+def map_file(folder: Path, pid: int, vmas: Vmas, pieces: Sequence[tuple[int, int, int]], file: int) -> None:
+    """Have CRIU map a file, privately, where a process had private anonymous memory.
+
+    Args:
+        vmas: Of the process (`load_mm`).
+        pieces: Start, end, and what of the file it begins with, each within one VMA; what is left of that stays anonymous.
+        file: The file's id (`add_file`).
+    """
+    vmas = vmas[vmas["status"] & VMA_GUARD == 0]
+    within: dict[int, list[tuple[int, int, int]]] = {}
+    for piece in pieces:
+        at = int(np.searchsorted(vmas["start"], piece[0], side="right")) - 1
+        assert at >= 0 and piece[1] <= int(vmas["end"][at]), "a piece lies in one VMA"
+        within.setdefault(int(vmas["start"][at]), []).append(piece)
+    path = folder / f"mm-{pid}.img"
+    data = read_whole(path)
+    mm = Message.decode(memoryview(data)[_MM_HEAD:])
+    begins = tuple(Message([(1, 0, start)]).encode() for start in within)  # not each VMA of many is taken apart
+    fields: list[tuple[int, int, int | bytes]] = []
+    for field in mm.fields:
+        number, kind, value = field
+        if number == _MM_VMA and isinstance(value, bytes) and value.startswith(begins):
+            vma = Message.decode(value)
+            if not vma.integer(_VMA_STATUS) & VMA_GUARD:
+                fields += [(number, kind, part) for part in _cut(vma, within[vma.integer(_VMA_START)], file)]
+                continue
+        fields.append(field)
+    body = Message(fields).encode()
+    path.unlink()
+    path.write_bytes(data[: _MM_HEAD - 4] + struct.pack("<I", len(body)) + body)
+
+
+def _cut(vma: Message, pieces: Sequence[tuple[int, int, int]], file: int) -> Iterator[bytes]:
+    """A VMA of private anonymous memory in parts, in address order: pieces (start, end, offset) of a file, and what is left."""
+    at, last = vma.integer(_VMA_START), vma.integer(_VMA_END)
+    for start, end, offset in sorted(pieces):
+        if at < start:
+            yield _changed(vma, {_VMA_START: at, _VMA_END: start})
+        yield _changed(
+            vma,
+            {
+                _VMA_START: start,
+                _VMA_END: end,
+                _VMA_OFFSET: offset,
+                _VMA_FILE: file,
+                _VMA_FLAGS: vma.integer(_VMA_FLAGS) & ~MAP_ANONYMOUS,
+                _VMA_STATUS: vma.integer(_VMA_STATUS) & ~VMA_ANON_PRIVATE | VMA_FILE_PRIVATE,
+            },
+        )
+        at = end
+    if at < last:
+        yield _changed(vma, {_VMA_START: at, _VMA_END: last})
+
+
+def _changed(message: Message, values: Mapping[int, int]) -> bytes:
+    changed = Message(list(message.fields))
+    for number, value in values.items():
+        changed.set(number, value)
+    return changed.encode()
+
+
+def add_file(folder: Path, name: str) -> int:
+    """A regular file more in files.img, of that name, which CRIU gets as a descriptor (``--inherit-fd``); its id."""
+    entries = read_image(folder / "files.img", FILES)
+    free = 1 + max((entry.integer(2) for entry in entries), default=0)
+    owner = Message([(number, 0, 0) for number in range(1, 6)])
+    file = Message([(1, 0, free), (2, 0, os.O_RDWR), (3, 0, 0), (5, 2, owner.encode()), (6, 2, f"/{name}".encode())])
+    (folder / "files.img").unlink()
+    write_image(folder / "files.img", [*entries, Message([(1, 0, REGULAR_FILE), (2, 0, free), (3, 2, file.encode())])], FILES)
+    return free
+
+
+def load_files(folder: Path) -> list[RegularFile]:
+    """The regular files that any process has open, mapped or runs from."""
+    found = []
+    for entry in read_image(folder / "files.img", FILES):
+        if entry.integer(1) == REGULAR_FILE:
+            m = entry.message(3)
+            size = m.integer(8) if m.has(8) else None
+            found.append(
+                RegularFile(
+                    m.integer(1),
+                    m.text(6),
+                    m.integer(2),
+                    m.integer(3),
+                    size,
+                    m.integer(10),
+                    m.zigzag(7, -1),
+                    bool(m.integer(9)),
+                )
+            )
+    return found
+
+
+def load_remaps(folder: Path) -> list[Remap]:
+    """How files without a name are brought back; empty if there are none."""
+    path = folder / "remap-fpath.img"
+    if not path.exists():
+        return []
+    return [Remap(m.integer(1), m.integer(2), m.integer(3)) for m in read_image(path, REMAP_FPATH)]
+
+
+def load_memfds(folder: Path) -> list[Memfd]:
+    """The memfds; empty if there are none."""
+    path = folder / "memfd.img"
+    if not path.exists():
+        return []
+    return [Memfd(m.text(1), m.integer(4), m.integer(5), m.integer(7)) for m in read_image(path, MEMFD_INODE)]
+
+
+def pagemaps(folder: Path) -> tuple[list[int], list[int]]:
+    """The numbers of the pagemap images: of processes (pagemap-N.img, N the pid), and of shared memory
+    (pagemap-shmem-N.img).
+    """
+    processes, shared = [], []
+    for path in folder.glob("pagemap-*.img"):
+        number = path.stem.removeprefix("pagemap-")
+        if number.isdecimal():
+            processes.append(int(number))
+        elif number.startswith("shmem-"):
+            shared.append(int(number.removeprefix("shmem-")))
+    return sorted(processes), sorted(shared)
+
+
+def load_pycriu(criu: Criu) -> ModuleType:
+    """CRIU's own Python package, for reading and writing every kind of image as dicts (``pycriu.images.load`` and
+    ``dump``).
+
+    One version a process: what was imported first stays. Needs the protobuf package, older than 7.
+
+    Raises:
+        MissingTool: It is not there or does not import.
+    """
+    if "pycriu" in sys.modules:
+        return sys.modules["pycriu"]
+    cure = "run tools/install-criu"
+    if criu.pycriu is None:
+        raise MissingTool(f"{criu.path} came without pycriu", cure=cure)
+    # Found by its own path: the folder it lies in may be the system's, whose other packages must not become importable.
+    package = criu.pycriu / "pycriu"
+    spec = importlib.util.spec_from_file_location(
+        "pycriu", package / "__init__.py", submodule_search_locations=[str(package)]
+    )
+    if spec is None or spec.loader is None:
+        raise MissingTool(f"there is no pycriu in {criu.pycriu}", cure=cure)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["pycriu"] = module
+    try:
+        spec.loader.exec_module(module)
+    except (ImportError, OSError, TypeError, AttributeError) as error:
+        del sys.modules["pycriu"]
+        raise MissingTool(
+            f"pycriu in {criu.pycriu} does not import: {error}", cure=cure + "; it needs protobuf<7"
+        ) from error
+    return module
+
+
+def image_as_dict(path: Path, criu: Criu) -> dict[str, Any]:
+    """Any image as a dict, through pycriu."""
+    with open(path, "rb") as file:
+        image: dict[str, Any] = load_pycriu(criu).images.load(file)
+    return image
+
+
+def write_dict(path: Path, image: dict[str, Any], criu: Criu) -> None:
+    """Write what `image_as_dict` gave, perhaps changed."""
+    with open(path, "wb") as file:
+        load_pycriu(criu).images.dump(image, file)

@@ -1,0 +1,104 @@
+"""Which files CRIU opens by their paths for a process, read from its images; the rule: what the images do not record as a regular file, CRIU makes itself."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from icecore.errors import Damaged
+from icecore.host.criu.images import (
+    COMMON,
+    FDINFO,
+    GHOST,
+    GHOST_FILE,
+    REGULAR_FILE,
+    VMA_AIORING,
+    VMA_FILE_PRIVATE,
+    VMA_FILE_SHARED,
+    VMA_GUARD,
+    VMA_SOCKET,
+    VMA_SYSVIPC,
+    RegularFile,
+    load_files,
+    load_mm,
+    load_remaps,
+    read_image,
+)
+from icecore.host.criu.protobuf import Message, WireError
+
+_IDS = 0x54432030
+_FILE_ID, _FILE_TYPE, _FILE_DESCRIPTOR = 1, 3, 4
+_FILES_ID, _GHOST_USER = 2, 1
+#: More than the message before a ghost file's content takes, whose one text is a symbolic link's target.
+_GHOST_HEAD = 8192
+#: Mappings that carry a file's bits, and whose number is not a file's.
+_OTHER = VMA_SYSVIPC | VMA_AIORING | VMA_SOCKET | VMA_GUARD
+
+
+@dataclass(frozen=True)
+class OpenedFile:
+    """A regular file that CRIU opens by its path.
+
+    Attributes:
+        file: As the images record it.
+        ghost_user: Whom the file belongs to that CRIU makes in its place, because it has no name any more; None: it has one.
+    """
+
+    file: RegularFile
+    ghost_user: int | None
+
+
+class OpenedImages:
+    """The files that CRIU opens by their paths for all processes.
+
+    Args:
+        folder: CRIU's images.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        ghosts = {remap.original: remap.target for remap in load_remaps(folder) if remap.kind == GHOST}
+        users = {number: _ghost_user(folder, number) for number in set(ghosts.values())}
+        self._files = {file.id: OpenedFile(file, users[ghosts[file.id]] if file.id in ghosts else None) for file in load_files(folder) if not file.external}
+
+    def descriptors(self, pid: int) -> dict[int, OpenedFile]:
+        """The descriptors of a process, by number; ``pid`` as in the images. A process that had ended has none."""
+        try:
+            (ids,) = read_image(self._folder / f"ids-{pid}.img", _IDS)
+        except FileNotFoundError:
+            return {}
+        entries = read_image(self._folder / f"fdinfo-{ids.integer(_FILES_ID)}.img", FDINFO)
+        regular = (entry for entry in entries if entry.integer(_FILE_TYPE) == REGULAR_FILE)
+        return {
+            entry.integer(_FILE_DESCRIPTOR): self._files[entry.integer(_FILE_ID)] for entry in regular if entry.integer(_FILE_ID) in self._files
+        }
+
+    def mappings(self, pid: int) -> Iterator[tuple[int, int, OpenedFile]]:
+        """Start, end and file of the mappings of a process, in address order; ``pid`` as in the images. A process that had ended has none."""
+        try:
+            vmas = load_mm(self._folder, pid).vmas
+        except FileNotFoundError:
+            return
+        status = vmas["status"]
+        chosen = vmas[(status & (VMA_FILE_PRIVATE | VMA_FILE_SHARED) != 0) & (status & _OTHER == 0)]
+        for vma in chosen[np.argsort(chosen["start"], kind="stable")]:
+            if (opened := self._files.get(int(vma["shmid"]))) is not None:
+                yield int(vma["start"]), int(vma["end"]), opened
+
+
+def _ghost_user(folder: Path, number: int) -> int:
+    """Whom a ghost file belongs to; its content may follow in the image."""
+    path = folder / f"ghost-file-{number:x}.img"
+    with open(path, "rb") as file:
+        data = file.read(_GHOST_HEAD)
+    try:
+        magic, kind, size = struct.unpack_from("<III", data)
+        if (magic, kind) != (COMMON, GHOST_FILE) or size > len(data) - 12:
+            raise WireError("wrong magic or length")
+        return Message.decode(data[12 : 12 + size]).integer(_GHOST_USER)
+    except (WireError, struct.error) as error:
+        raise Damaged("image", path.name, str(error)) from error

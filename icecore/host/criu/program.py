@@ -1,0 +1,331 @@
+"""CRIU as a program that is found, started and understood; rule: it is never killed, and never left holding a tree:
+its connection is hung up and it thaws the tree itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from icecore.errors import MissingTool
+from icecore.host.criu.log import Diagnosis, diagnose
+from icecore.host.kernel.limits import kernel_version
+
+LEAST_VERSION = (4, 0)
+PREFIX = Path("/usr/local/lib/icecore/criu")
+_SYSTEM_PYTHON = Path("/usr/lib/python3/dist-packages")
+_CURE = "run tools/install-criu, or name a CRIU with ICECORE_CRIU"
+#: What CRIU gets preloaded when it dumps, and when it restores; not there where the build found no compiler.
+CRIU_LIBRARY = Path(__file__).with_name("libicecore-criu.so")
+RESTORE_LIBRARY = Path(__file__).with_name("libicecore-restore.so")
+_HIDDEN = "ICECORE_HIDDEN"
+
+Version = tuple[int, int, int]
+NetworkLock = Literal["skip", "iptables", "nftables"]
+Connections = Literal["refuse", "keep", "close"]
+
+
+@dataclass(frozen=True)
+class Criu:
+    """A CRIU that starts: its path, version, and the folder that holds its pycriu (None where it has none)."""
+
+    path: Path
+    version: Version
+    pycriu: Path | None
+
+    def dumps_internet_sockets(self, kernel: tuple[int, int]) -> bool:
+        """Whether it can dump any TCP or UDP socket, listening ones too, on a kernel of this version.
+
+        From Linux 6.16 on SO_PASSCRED is refused on sockets other than unix ones; CRIU 4.2 is the first not to ask
+        for it.
+        """
+        return self.version >= (4, 2) or kernel < (6, 16)
+
+    def keeps_guard_pages(self, kernel: tuple[int, int]) -> bool:
+        """Whether guard pages (MADV_GUARD_INSTALL, from Linux 6.13 on), if there are any, come back.
+
+        CRIU 4.2 is the first to know them. Older ones fail, because they cannot read them: where nobody hides that memory from them.
+        """
+        return self.version >= (4, 2) or kernel < (6, 13)
+
+    def check(self, seconds: float = 60) -> None:
+        """Have it look at the kernel (``criu check``).
+
+        Raises:
+            MissingTool: It found something lacking.
+        """
+        done = subprocess.run(
+            [self.path, "check"], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="surrogateescape", timeout=seconds, cwd="/"
+        )
+        if done.returncode:
+            said = " ".join((done.stdout + done.stderr).split())[-500:]
+            raise MissingTool(f"{self.path} cannot work on this kernel: {said}", cure=_CURE)
+
+
+def _version(path: Path) -> Version | None:
+    try:
+        done = subprocess.run(
+            [path, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="surrogateescape", timeout=20, cwd="/"
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r"^Version: (\d+)\.(\d+)(?:\.(\d+))?", done.stdout, re.MULTILINE)
+    return (int(found[1]), int(found[2]), int(found[3] or 0)) if found else None
+
+
+def _from_prefix(prefix: Path) -> tuple[Path, Path | None, Version | None] | None:
+    """The binary, the pycriu folder and the version that a prefix of tools/install-criu records: it has started that CRIU, which takes a while."""
+    try:
+        record = json.loads((prefix / "criu.json").read_text())
+        path = Path(record["criu"])
+        if not path.is_file():
+            return None
+        numbers = [int(number) for number in str(record.get("version", "")).split(".") if number]
+        version = (numbers[0], numbers[1], numbers[2] if len(numbers) > 2 else 0) if len(numbers) > 1 else None
+        return path, Path(record["pycriu_path"]), version
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def newer_prefix(prefix: Path) -> Path:
+    """Where tools/install-criu puts a newer CRIU beside the one in ``prefix``."""
+    return prefix.with_name(f"{prefix.name}-sid")
+
+
+def find_criu(explicit: str | Path | None = None) -> Criu:
+    """Find a CRIU: the one named, else ICECORE_CRIU, else install-criu's prefix (or ICECORE_CRIU_PREFIX), else PATH.
+
+    Of those that nobody named, the first that can dump internet sockets and guard pages on this kernel is taken, if one can; a newer CRIU that install-criu
+    put beside the first (``PREFIX-sid``) is looked at too.
+
+    Args:
+        explicit: A criu binary, or a prefix of tools/install-criu.
+
+    Raises:
+        MissingTool: There is none of at least version 4.0; a named one is never replaced by another.
+    """
+    named = explicit or os.environ.get("ICECORE_CRIU")
+    candidates: list[tuple[Path, Path | None, Version | None]] = []
+    if named:
+        path = Path(named)
+        recorded = _from_prefix(path) if path.is_dir() else _from_prefix(path.parent.parent)
+        if path.is_dir() and recorded is None:
+            raise MissingTool(f"{path} holds no criu.json", cure=_CURE)
+        same = recorded if recorded and (path.is_dir() or path == recorded[0]) else None
+        candidates.append(same or (path, None, None))
+    else:
+        prefix = Path(os.environ.get("ICECORE_CRIU_PREFIX") or PREFIX)
+        candidates += [found for found in (_from_prefix(prefix), _from_prefix(newer_prefix(prefix))) if found]
+        system = shutil.which("criu", path=os.environ.get("PATH", "") + ":/usr/local/sbin:/usr/sbin:/sbin")
+        if system:
+            candidates.append((Path(system), None, None))
+    reasons = []
+    usable: list[Criu] = []
+    for path, pycriu, recorded_version in candidates:
+        version = recorded_version or _version(path)
+        if version is None:
+            reasons.append(f"{path} does not start")
+        elif version[:2] < LEAST_VERSION:
+            reasons.append(f"{path} is version {version[0]}.{version[1]}, older than 4.0")
+        else:
+            if pycriu is None and (_SYSTEM_PYTHON / "pycriu").is_dir():
+                pycriu = _SYSTEM_PYTHON
+            criu = Criu(path, version, pycriu)
+            kernel = kernel_version()
+            if named or (criu.dumps_internet_sockets(kernel) and criu.keeps_guard_pages(kernel)):
+                return criu
+            usable.append(criu)
+    if usable:
+        return usable[0]
+    raise MissingTool("no usable CRIU: " + ("; ".join(reasons) or "none is installed"), cure=_CURE)
+
+
+def has_plugin(folder: str, name: str) -> bool:
+    """Whether a directory of CRIU's plugins (``--libdir``) holds this one; "" holds none."""
+    return bool(folder) and (Path(folder) / f"{name}_plugin.so").is_file()
+
+
+@dataclass(frozen=True)
+class DumpArguments:
+    """What a dump is told.
+
+    Attributes:
+        external: Resources that the restore will provide ("net[4026531840]:job").
+        connections: Established TCP connections: refuse the dump, keep them, or have them closed at restore.
+        network_lock: How to keep packets out meanwhile; None: CRIU's default.
+        file_locks: Dump held file locks.
+        shell_job: Allow a terminal that belongs to somebody else.
+        external_unix: Allow unix sockets whose peer is outside.
+        ghost_limit: Largest deleted-but-open file, in bytes, that CRIU copies into its images.
+        cgroups: Whether CRIU records and recreates cgroups.
+        verbosity: 1 errors, 2 warnings, 3 information (default), 4 everything: costs time in the window.
+        extra: Further arguments, as they are.
+    """
+
+    external: tuple[str, ...] = ()
+    connections: Connections = "refuse"
+    network_lock: NetworkLock | None = None
+    file_locks: bool = True
+    shell_job: bool = False
+    external_unix: bool = False
+    ghost_limit: int = 1 << 20
+    cgroups: bool = False
+    verbosity: int = 3
+    extra: tuple[str, ...] = ()
+
+    def arguments(self) -> list[str]:
+        """As command-line arguments."""
+        return [
+            f"-v{self.verbosity}",
+            *(word for name in self.external for word in ("--external", name)),
+            *({"refuse": [], "keep": ["--tcp-established"], "close": ["--tcp-close"]}[self.connections]),
+            *(["--network-lock", self.network_lock] if self.network_lock else []),
+            *(["--file-locks"] if self.file_locks else []),
+            *(["--shell-job"] if self.shell_job else []),
+            *(["--ext-unix-sk"] if self.external_unix else []),
+            *(["--ghost-limit", str(self.ghost_limit)] if self.ghost_limit else []),
+            *([] if self.cgroups else ["--manage-cgroups=ignore"]),
+            *self.extra,
+        ]
+
+
+@dataclass(frozen=True)
+class RestoreArguments:
+    """What a restore is told; as `DumpArguments`, and:
+
+    Attributes:
+        lazy: Leave lazy pages to the daemon that listens on ``lazy-pages.socket`` in the work folder.
+        inherit: Descriptors of this process that stand for external resources: (descriptor, name).
+        root: Folder that becomes the root of a private mount namespace.
+        action_script: Program that CRIU runs at its stages (CRTOOLS_SCRIPT_ACTION); if it fails, so does the restore.
+        sibling: The restored root becomes a child of this process, not of CRIU.
+        stopped: Leave the tree stopped.
+    """
+
+    lazy: bool = True
+    external: tuple[str, ...] = ()
+    inherit: tuple[tuple[int, str], ...] = ()
+    root: Path | None = None
+    action_script: Path | None = None
+    sibling: bool = True
+    stopped: bool = False
+    connections: Connections = "refuse"
+    network_lock: NetworkLock | None = None
+    file_locks: bool = True
+    shell_job: bool = False
+    external_unix: bool = False
+    cgroups: bool = False
+    verbosity: int = 3
+    extra: tuple[str, ...] = ()
+
+    def arguments(self) -> list[str]:
+        """As command-line arguments."""
+        return [
+            f"-v{self.verbosity}",
+            *(["--lazy-pages"] if self.lazy else []),
+            *(word for name in self.external for word in ("--external", name)),
+            *(word for fd, name in self.inherit for word in ("--inherit-fd", f"fd[{fd}]:{name}")),
+            *(["--root", str(self.root)] if self.root else []),
+            *(["--action-script", str(self.action_script)] if self.action_script else []),
+            *(["--restore-sibling"] if self.sibling else []),
+            *(["--leave-stopped"] if self.stopped else []),
+            *({"refuse": [], "keep": ["--tcp-established"], "close": ["--tcp-close"]}[self.connections]),
+            *(["--network-lock", self.network_lock] if self.network_lock else []),
+            *(["--file-locks"] if self.file_locks else []),
+            *(["--shell-job"] if self.shell_job else []),
+            *(["--ext-unix-sk"] if self.external_unix else []),
+            *([] if self.cgroups else ["--manage-cgroups=ignore"]),
+            *self.extra,
+        ]
+
+
+def dump_environment(hidden: str | None) -> dict[str, str]:
+    """The environment in which CRIU dumps: with a library, where it was built, that leaves out what need not be copied (icecore/host/criu/memcpy.c) nor put into
+    pipes (icecore/host/criu/pages.c), and that keeps CRIU out of the job's working directory (icecore/host/criu/proc.c).
+
+    Without it a window is longer by some 7 ms for each GiB of addresses that its processes have reserved, and by some 45 ms for each GiB of small pages that
+    they use, and dumps of two jobs at one moment can fail.
+
+    Args:
+        hidden: Path of a file for what CRIU is kept from seeing (`icecore.host.criu.hidden`); None: it sees everything.
+    """
+    given = {name: value for name, value in os.environ.items() if name != _HIDDEN}
+    if not CRIU_LIBRARY.exists():
+        return given
+    return {**given, **({} if hidden is None else {_HIDDEN: hidden}), **_preloading(CRIU_LIBRARY)}
+
+
+def restore_environment() -> dict[str, str]:
+    """What CRIU's environment has beside ours when it restores: a library, where it was built, for which a thread that was killed while others run already is
+    one that was let go (icecore/host/criu/detach.c). Without it a restore fails if a process of the job ends another, or its own threads, while CRIU lets them go.
+    """
+    return _preloading(RESTORE_LIBRARY)
+
+
+def _preloading(library: Path) -> dict[str, str]:
+    return {"LD_PRELOAD": " ".join(filter(None, (str(library), os.environ.get("LD_PRELOAD"))))} if library.exists() else {}
+
+
+def lazy_dump_command(
+    criu: Criu, pid: int, images: Path, arguments: DumpArguments, *, pages: int | str, status: int | str
+) -> list[str]:
+    """The command line of a lazy dump, for who starts CRIU by himself.
+
+    Args:
+        pages: Descriptor that CRIU inherits: one end of a stream socket pair; the tree is thawed when the other end
+            is closed.
+        status: Descriptor that CRIU inherits: one zero byte is written to it when the tree stands still; it ends
+            without one if the dump failed.
+    """
+    return [
+        *(
+            str(criu.path),
+            "dump",
+            "-t",
+            str(pid),
+            "-D",
+            str(images),
+            "-o",
+            "dump.log",
+            "--lazy-pages",
+            "--leave-running",
+        ),
+        *("--ps-socket", str(pages), "--status-fd", str(status), *arguments.arguments()),
+    ]
+
+
+def plain_dump_command(criu: Criu, pid: int, images: Path, arguments: DumpArguments) -> list[str]:
+    """The command line of a dump that writes the memory into the images folder too."""
+    return [
+        *(str(criu.path), "dump", "-t", str(pid), "-D", str(images), "-o", "dump.log", "--leave-running"),
+        *arguments.arguments(),
+    ]
+
+
+def stream_dump_command(criu: Criu, pid: int, images: Path, arguments: DumpArguments, *, pages: int | str) -> list[str]:
+    """The command line of a dump that sends the memory through an inherited descriptor, in the page-server protocol."""
+    return [*plain_dump_command(criu, pid, images, arguments), "--page-server", "--ps-socket", str(pages)]
+
+
+def restore_command(criu: Criu, images: Path, work: Path, arguments: RestoreArguments, *, pid_file: Path) -> list[str]:
+    """The command line of a restore; CRIU creates ``pid_file``, which must not exist."""
+    return [
+        *(str(criu.path), "restore", "-D", str(images), "-W", str(work), "-o", "restore.log", "-d"),
+        *("--pidfile", str(pid_file), *arguments.arguments()),
+    ]
+
+
+def explain(folder: Path, log: str = "dump.log") -> Diagnosis:
+    """What a log in ``folder`` (and what CRIU said before it had one, in LOG.stderr) says went wrong."""
+    text = ""
+    for path in (folder / log, folder / f"{log}.stderr"):
+        try:
+            text += os.fsdecode(path.read_bytes()) + "\n"
+        except FileNotFoundError:
+            pass
+    return diagnose(text)

@@ -1,0 +1,1 @@
+"""Processes that make CUDA calls for others."""

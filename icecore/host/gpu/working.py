@@ -1,0 +1,380 @@
+"""The side of whoever has a worker: calls for each GPU, many at once; rule: each is answered or raises, whatever becomes of the worker."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from icecore.errors import IcecoreError
+from icecore.host.gpu.client import Start, start_here
+from icecore.host.gpu.worker import LONG, MESSAGE, MOST_DESCRIPTORS, as_memory, from_memory
+from icecore.host.resident.digest import BYTES, Digests
+from icecore.host.resident.fingerprint import CELL, Words
+from icecore.host.resident.gpu import SPARE
+
+_START_SECONDS = 60.0
+_CALL_SECONDS = 300.0
+_END_SECONDS = 30.0
+_POPULATE_WRITE = 23
+_PREFAULT = 64 << 20
+_PREFAULT_THREADS = 8
+#: Cells of a host region through which copies on a device travel: its first.
+RING = 32
+
+
+class WorkerFailed(IcecoreError):
+    """The worker could not do something, or is gone."""
+
+
+def worker_command(word: str) -> list[str]:
+    """The argument vector of a worker; ``word`` shows in its command line."""
+    return [sys.executable, "-P", "-m", "icecore.host.gpu.worker", "{control}", "{life}", word]
+
+
+class HostRegion:
+    """Host memory that client and worker have mapped.
+
+    Attributes:
+        size: Bytes.
+        address: Here.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.descriptor = os.memfd_create("icecore-host-region", os.MFD_CLOEXEC)
+        os.ftruncate(self.descriptor, size)
+        self._mapping = mmap.mmap(self.descriptor, size)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+
+    def prefault(self) -> None:
+        """Have its memory now rather than in a window."""
+        libc = ctypes.CDLL(None)
+
+        def some(at: int) -> None:
+            libc.madvise(
+                ctypes.c_void_p(self.address + at), ctypes.c_size_t(min(_PREFAULT, self.size - at)), _POPULATE_WRITE
+            )
+
+        with ThreadPoolExecutor(min(_PREFAULT_THREADS, os.cpu_count() or 1), "prefault") as pool:
+            list(pool.map(some, range(0, self.size, _PREFAULT)))
+
+    def close(self) -> None:
+        """Let go of it. Nothing may use `address` any more."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+class Worker:
+    """A worker process (a context manager: left, it ends).
+
+    Args:
+        word: Shows in its command line.
+        start: How it is started.
+    """
+
+    def __init__(self, word: str, start: Start = start_here) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (self._socket, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MESSAGE)
+        self._lock = threading.Lock()
+        self._waiting: dict[int, Future[Any]] = {}
+        self._next = 1
+        self._lost = False
+        ready: Future[Any] = Future()
+        self._ready = ready
+        self._waiting[0] = ready
+        try:
+            with theirs:
+                self._process = start(worker_command(word), theirs)
+        except BaseException:
+            self._socket.close()
+            raise
+        self._handles = 0
+        self._lingers = False
+        self._thread = threading.Thread(target=self._receive, name="worker", daemon=True)
+        self._thread.start()
+
+    @property
+    def pid(self) -> int:
+        """Its process.
+
+        Raises:
+            WorkerFailed: It did not come up.
+        """
+        value, _ = self._result(self._ready, "start", _START_SECONDS)
+        return int(value)
+
+    def new_handles(self, some: int) -> list[int]:
+        """Numbers for `map` and `allocate`."""
+        with self._lock:
+            first, self._handles = self._handles, self._handles + some
+        return list(range(first, first + some))
+
+    # -- calls; all raise WorkerFailed
+
+    def begin(self, devices: Sequence[str], *, fingerprints: bool = True) -> dict[str, int]:
+        """Have everything ready on these GPUs, `fingerprints` too if they will be wanted; their free bytes."""
+        futures = {device: self._send("begin", device, fingerprints=fingerprints) for device in devices}
+        return {device: int(self._result(future, "begin")[0]) for device, future in futures.items()}
+
+    def take_host(self, region: HostRegion, device: str) -> None:
+        """Share and pin a region, through one GPU for all. It must outlive the worker."""
+        self._result(self._send("host", device, [region.descriptor], size=region.size), "host")
+        self._result(self._send("pin", device, size=region.size), "pin")
+
+    @contextmanager
+    def connect(self, device: str) -> Iterator[socket.socket]:
+        """A socket to a GPU's thread for somebody else, who gets it within the context (`icecore.host.resident.gpu_thread`)."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, theirs:
+            self._result(self._send("connect", device, [theirs.fileno()]), "connect")
+            yield ours
+
+    def map(
+        self,
+        device: str,
+        handles: Sequence[int],
+        sizes: Sequence[int],
+        descriptors: Sequence[int],
+        seconds: float = _CALL_SECONDS,
+    ) -> None:
+        """Map what descriptors hold."""
+        futures = [
+            self._send("map", device, descriptors[at:end], handles=list(handles[at:end]), sizes=list(sizes[at:end]))
+            for at, end in _parts(len(handles))
+        ]
+        for future in futures:
+            self._result(future, "map", seconds)
+
+    def allocate(self, device: str, handles: Sequence[int], sizes: Sequence[int]) -> list[int]:
+        """New zeroed memory on a GPU; descriptors, the caller's to close."""
+        found: list[int] = []
+        futures = [
+            self._send("allocate", device, handles=list(handles[at:end]), sizes=list(sizes[at:end]))
+            for at, end in _parts(len(handles))
+        ]
+        failed: WorkerFailed | None = None
+        for future in futures:
+            try:
+                found.extend(self._result(future, "allocate")[1])
+            except WorkerFailed as error:
+                failed = failed or error
+        if failed is not None:
+            for descriptor in found:
+                os.close(descriptor)
+            raise failed
+        return found
+
+    def fingerprints(self, device: str, handles: Sequence[int], seed: int, seconds: float = _CALL_SECONDS) -> Words:
+        """Of all cells of these, one after the other."""
+        _, descriptors = self._result(self._send("fingerprints", device, handles=list(handles), seed=seed), "fingerprints", seconds)
+        return _array(descriptors, np.dtype(np.uint64)).reshape(-1, 2)
+
+    def spare_fingerprints(self, device: str, seed: int, seconds: float = _CALL_SECONDS) -> Words:
+        """Of all cells of the spare memory that the last `stage` took."""
+        return self.fingerprints(device, [SPARE], seed, seconds)
+
+    def stage(
+        self, device: str, handles: Sequence[int], mask: npt.NDArray[np.bool_], host_at: int, host_size: int, *, spare: int,
+        seconds: float = _CALL_SECONDS,
+    ) -> npt.NDArray[np.int64]:  # fmt: skip
+        """Copy the masked cells of these to so many bytes of spare device memory and to that part of the host region; for each such cell where it is now
+        (`icecore.host.resident.gpu.NOWHERE`, ``ON_DEVICE``)."""
+        given = as_memory(mask)
+        try:
+            future = self._send("stage", device, [given], handles=list(handles), host_at=host_at, host_size=host_size, spare=spare)
+        finally:
+            os.close(given)
+        return _array(self._result(future, "stage", seconds)[1], np.dtype(np.int64))
+
+    def fetch(self, device: str, cells: Sequence[tuple[int, int]], places: Sequence[int]) -> Future[Any]:
+        """Begin to copy cells, (number or `SPARE`, offset) each, to places of the host region; `finish` it."""
+        return self._send("fetch", device, cells=list(cells), places=list(places))
+
+    def place(self, device: str, cells: Sequence[tuple[int, int]], places: Sequence[int]) -> Future[Any]:
+        """Begin the reverse of `fetch`."""
+        return self._send("place", device, cells=list(cells), places=list(places))
+
+    def prepare_digests(self, devices: Sequence[str]) -> list[Future[Any]]:
+        """Begin to make `digests` ready on GPUs that have begun; `finish` each."""
+        return [self._send("prepare-digests", device) for device in devices]
+
+    def digests(self, device: str, cells: Sequence[tuple[int, int]], key: bytes) -> Digests:
+        """Of cells, (number, offset) each: `icecore.host.resident.digest`. At most 1024; while other cells go to their places."""
+        value, _ = self._result(self._send("digests", device, cells=list(cells), key=key.hex()), "digests")
+        return np.frombuffer(bytes.fromhex(value), np.uint8).reshape(-1, BYTES)
+
+    def finish(self, future: Future[Any]) -> None:
+        """Wait for what was begun."""
+        self._result(future, "copy")
+
+    def release(
+        self, device: str, handles: Sequence[int] = (), *, spare: bool = False, seconds: float = _CALL_SECONDS
+    ) -> None:
+        """Let go of what was mapped or allocated, and of the spare memory."""
+        self._result(self._send("release", device, handles=list(handles), spare=spare), "release", seconds)
+
+    @property
+    def gone(self) -> bool:
+        """It has ended, and let go of everything."""
+        return self._lost
+
+    def kill(self) -> None:
+        """End it at once: it does not do what it is asked for. What it had mapped it lets go of."""
+        if self._process is not None:
+            self._process.kill()
+
+    def linger(self, seconds: float) -> None:
+        """Have it end only so long after `close`, which does not wait for it then: the driver takes 0.15 s to let go of its memory, and holds
+        up all other processes' calls meanwhile (H200)."""
+        self._result(self._send("linger", "", seconds=seconds), "linger")
+        self._lingers = True
+
+    def close(self) -> None:
+        """End it. May be called twice."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        self._socket.close()
+        if self._process is not None and self._lingers:
+            threading.Thread(target=self._process.wait, name="worker's end", daemon=True).start()
+        elif self._process is not None:
+            try:
+                self._process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:  # the driver hangs in it; nobody depends on it
+                self._process.kill()
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_END_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- within
+
+    def _send(self, call: str, device: str, descriptors: Sequence[int] = (), **more: object) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self._lock:
+            number, self._next = self._next, self._next + 1
+            if self._lost:
+                future.set_exception(_lost())
+                return future
+            self._waiting[number] = future
+        message, given = json.dumps({"id": number, "call": call, "device": device, **more}).encode(), list(descriptors)
+        body = -1
+        if len(message) > MESSAGE:
+            body = as_memory(np.frombuffer(message, np.uint8))
+            message, given = LONG, [*given, body]
+        try:
+            socket.send_fds(self._socket, [message], given)
+        except OSError:
+            self._end()
+        finally:
+            if body >= 0:
+                os.close(body)
+        return future
+
+    @staticmethod
+    def _result(future: Future[Any], call: str, seconds: float = _CALL_SECONDS) -> tuple[Any, list[int]]:
+        try:
+            found: tuple[Any, list[int]] = future.result(seconds)
+            return found
+        except FutureTimeout:
+            future.add_done_callback(_close_unheard)
+            raise WorkerFailed(f"the GPU worker did not answer {call} within {seconds:.0f} s") from None
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                data, descriptors, _, _ = socket.recv_fds(self._socket, MESSAGE, MOST_DESCRIPTORS)
+            except OSError:
+                data, descriptors = b"", []
+            if not data:
+                self._end()
+                return
+            answer: dict[str, Any] = json.loads(data)
+            with self._lock:
+                future = self._waiting.pop(answer["id"], None)
+            if future is None:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+            elif "error" in answer:
+                future.set_exception(WorkerFailed(f"the GPU worker failed: {answer['error']}", cure="look into the kernel's log for what the driver says"))
+            else:
+                future.set_result((answer["value"], list(descriptors)))
+
+    def _end(self) -> None:
+        with self._lock:
+            self._lost = True
+            waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            future.set_exception(_lost())
+
+
+def _close_unheard(future: Future[Any]) -> None:
+    """The answer comes to somebody who does not wait any more."""
+    if future.exception() is None:
+        for descriptor in future.result()[1]:
+            os.close(descriptor)
+
+
+def _lost() -> WorkerFailed:
+    return WorkerFailed("the GPU worker ended", cure="look why it was killed (out of memory?), and try again")
+
+
+def _parts(some: int) -> list[tuple[int, int]]:
+    return [(at, min(some, at + MOST_DESCRIPTORS)) for at in range(0, some, MOST_DESCRIPTORS)]
+
+
+def _array(descriptors: Sequence[int], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    try:
+        return from_memory(descriptors[0], dtype)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def fetch_through(
+    worker: Worker, region: HostRegion, device: str, cells: Sequence[tuple[int, int]], take: Callable[[int, int], None]
+) -> None:
+    """Fetch cells, (number or `SPARE`, offset) each, through the region's first `RING` cells.
+
+    Args:
+        take: Gets each one's number in ``cells`` and its place in the region, where it stays until the next `RING` are fetched.
+
+    Raises:
+        WorkerFailed: It cannot be done.
+    """
+    assert region.size >= RING * CELL
+    for at in range(0, len(cells), RING):
+        some = cells[at : at + RING]
+        places = [number * CELL for number in range(len(some))]
+        worker.finish(worker.fetch(device, some, places))
+        for number, place in enumerate(places):
+            take(at + number, place)
+
+
+def copy_cell(region: HostRegion, place: int, to: int) -> None:
+    """Copy a cell of the region to an address of this process."""
+    ctypes.memmove(to, region.address + place, CELL)

@@ -1,0 +1,1 @@
+"""Jobs: started in namespaces of their own, recorded, and found again."""

@@ -1,0 +1,418 @@
+"""One instance of a job on this node, as its directory describes it; rule: a pid counts only together with its start time and this boot.
+
+The directory of an instance holds ``job.json`` (`Description`), ``stdout.log`` and ``stderr.log`` (append-only), ``status``
+(one line by the init once the command has ended) and ``icecore-init`` (the init's program).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from icecore.errors import Damaged, NotFound, UsageError
+from icecore.host.jobs.namespaces import Isolation, RunRecord, own_paths
+from icecore.host.kernel import procfs
+from icecore.private import create_private
+
+Stream = Literal["stdout", "stderr"]
+_STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
+_POLL_SECONDS = 0.05
+_UNKNOWN = -1  # a start time that no process has
+_STATUS_FD = 3  # in the init: launch.py puts it there, CRIU keeps it
+
+
+def boot_id() -> str:
+    """Names this boot of the machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def init_of(directory: Path) -> int:
+    """The pid of the init that holds the status file of the instance in ``directory``; 0: none does."""
+    try:
+        ours = os.stat(directory / "status")
+    except FileNotFoundError:
+        return 0
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
+        with suppress(OSError):  # no such descriptor, or it ended meanwhile
+            if os.path.samestat(ours, os.stat(f"/proc/{pid}/fd/{_STATUS_FD}")):
+                return pid
+    return 0
+
+
+@dataclass(frozen=True)
+class Description:
+    """What ``job.json`` says.
+
+    Attributes:
+        name: The job's; instances of one job may share it only while at most one of them lives.
+        instance: Names this instance for good.
+        pid: The init's, as this machine sees it; 0 while the instance is being started or restored.
+        start_time: The init's, in clock ticks after boot; -1 where it ended too soon to be asked.
+        boot: The boot of the machine in which ``pid`` counts.
+        command: Command line (argv).
+        cwd: Where it was started.
+        isolation: Its namespaces.
+        binds: The host's mount points in its private root.
+        created: Unix time in seconds.
+        restored_from: The snapshot it was restored from; empty where it was started.
+        lineage: The lineage its snapshots belong to; empty before the first.
+        snapshot: The one it was last dumped to or restored from: the parent of its next. Empty before the first.
+        owner: Pid and start time of the process that starts or restores it.
+        resident: Where the keeper of its device memory is, as this machine sees it (`icecore.host.resident`); empty: it has none, or icecore was older.
+        keep_resident: From its first snapshot on that memory outlives it, unless it ends well.
+        files_to: Directory of its own copies of files (``restore --files-to``); empty: it has none.
+        copies: The files, by the path at which it sees them.
+    """
+
+    name: str
+    instance: str
+    command: list[str]
+    cwd: str
+    isolation: Isolation
+    binds: list[str]
+    created: float
+    boot: str
+    owner: tuple[int, int]
+    pid: int = 0
+    start_time: int = 0
+    restored_from: str = ""
+    lineage: str = ""
+    snapshot: str = ""
+    resident: str = ""
+    keep_resident: bool = False
+    files_to: str = ""
+    copies: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ExitStatus:
+    """How a command ended: ``code`` or ``signal``; both None where nobody knows (the machine was restarted meanwhile)."""
+
+    code: int | None = None
+    signal: int | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell would give it: the code, or 128 + the signal; 255 where nobody knows."""
+        if self.code is not None:
+            return self.code
+        return 255 if self.signal is None else 128 + self.signal
+
+    def __str__(self) -> str:
+        if self.code is not None:
+            return f"exited {self.code}"
+        if self.signal is None:
+            return "lost"
+        return f"killed by {signal.Signals(self.signal).name if self.signal in set(signal.Signals) else f'signal {self.signal}'}"
+
+
+@dataclass(frozen=True)
+class LogPiece:
+    """Bytes that a command wrote, in the order of one stream (between two streams there is no order)."""
+
+    stream: Stream
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Job:
+    """One instance. ``description`` is what was read when the object was made; the methods look at the machine as it is."""
+
+    directory: Path
+    description: Description
+
+    @classmethod
+    def load(cls, directory: Path) -> Job:
+        """The instance in ``directory``.
+
+        Raises:
+            NotFound: There is none.
+            Damaged: Its job.json cannot be read.
+        """
+        try:
+            data = (directory / "job.json").read_bytes()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise NotFound(f"there is no job in {directory}") from error
+        try:
+            description = msgspec.convert(json.loads(data), Description)
+        except (ValueError, msgspec.ValidationError, UsageError) as error:
+            damaged = Damaged("job description", str(directory / "job.json"), str(error))
+            damaged.cure = f"'icecore rm {directory.name}' forgets it, with its logs"
+            raise damaged from error
+        return cls(directory, description)._found_restored()
+
+    def save(self) -> None:
+        """Write job.json, whole or not at all, whatever becomes of the machine."""
+        path, new = self.directory / "job.json", self.directory / "job.json.new"
+        with open(create_private(new), "w") as file:
+            # The standard library's JSON: it can hold names that are not UTF-8, escaped.
+            file.write(json.dumps(asdict(self.description), indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+        directory = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+    def with_pid(self, pid: int) -> Job:
+        """The same with its init known, written down.
+
+        Raises:
+            NotFound: There is no such process.
+        """
+        known = replace(self.description, pid=pid, start_time=procfs.start_time(pid), boot=boot_id())
+        job = Job(self.directory, known)
+        job.save()
+        return job
+
+    def with_lost(self, pid: int) -> Job:
+        """The same with its init that ran and ended before anybody could look at it, written down: that pid, whoever has it by now, is not its own."""
+        job = Job(self.directory, replace(self.description, pid=pid, start_time=_UNKNOWN, boot=boot_id()))
+        job.save()
+        return job
+
+    def with_snapshot(self, snapshot: str, lineage: str) -> Job:
+        """The same, written down with the snapshot that was just taken of it, and its lineage."""
+        job = Job(self.directory, replace(self.description, snapshot=snapshot, lineage=lineage))
+        job.save()
+        return job
+
+    def with_resident(self, place: Path, *, keep: bool) -> Job:
+        """The same, written down with where its keeper is, and whether its device memory outlives it."""
+        job = Job(self.directory, replace(self.description, resident=str(place), keep_resident=keep))
+        job.save()
+        return job
+
+    # -- what it is
+
+    @property
+    def name(self) -> str:
+        """The job's name."""
+        return self.description.name
+
+    @property
+    def instance(self) -> str:
+        """The instance's id."""
+        return self.description.instance
+
+    @property
+    def pid(self) -> int:
+        """The init's pid; 0 before there is one."""
+        return self.description.pid
+
+    @property
+    def status_path(self) -> Path:
+        """Where its init writes how the command ended, as this machine sees it."""
+        return self.directory / "status"
+
+    def log_path(self, stream: Stream) -> Path:
+        """The file of one stream, as this machine sees it."""
+        return self.directory / f"{stream}.log"
+
+    def record(self) -> RunRecord:
+        """What a snapshot of it has to keep (`RunRecord`)."""
+        known = self.description
+        return RunRecord(
+            name=known.name,
+            command=known.command,
+            cwd=known.cwd,
+            isolation=known.isolation,
+            files=own_paths(self.directory, known.isolation),
+            binds=known.binds,
+            init=(self.directory / "icecore-init").read_bytes(),
+            files_to=known.files_to,
+            copies=known.copies,
+        )
+
+    # -- how it is
+
+    @property
+    def alive(self) -> bool:
+        """Whether its init runs (a dead one that nobody waited for does not count)."""
+        known = self.description
+        if known.pid == 0 or known.boot != boot_id():
+            return False
+        try:
+            return procfs.start_time(known.pid) == known.start_time and not procfs.is_zombie(known.pid)
+        except NotFound:
+            return False
+
+    @property
+    def state(self) -> Literal["starting", "running", "ended", "failed"]:
+        """``failed``: whoever was starting or restoring it died before it ran."""
+        if self.alive:
+            return "running"
+        if self.description.pid:
+            return "ended"
+        pid, started = self.description.owner
+        try:
+            owned = self.description.boot == boot_id() and procfs.start_time(pid) == started
+        except NotFound:
+            owned = False
+        return "starting" if owned else "failed"
+
+    def status(self) -> ExitStatus | None:
+        """How it ended; None while it runs or starts."""
+        if self.state in ("running", "starting"):
+            return None
+        try:
+            line = self.status_path.read_text()
+        except FileNotFoundError:
+            line = ""
+        found = re.fullmatch(r"(exited|killed) (\d+)\n", line)
+        if found:
+            number = int(found[2])
+            return ExitStatus(code=number) if found[1] == "exited" else ExitStatus(signal=number)
+        # An init that left no word was killed: nothing but SIGKILL from outside can end it before it writes.
+        same_boot = self.description.boot == boot_id() and self.description.pid != 0
+        return ExitStatus(signal=signal.SIGKILL) if same_boot else ExitStatus()
+
+    def main_process(self) -> int:
+        """The pid of the command itself (the init's first child), as this machine sees it.
+
+        Raises:
+            NotFound: It has ended.
+        """
+        children = procfs.children(self.pid) if self.alive else []
+        if not self.description.isolation.pid:
+            children = children[:1]
+        for child in children:
+            # The init's first fork is pid 2 of a fresh namespace, and stays it through every restore.
+            if not self.description.isolation.pid or procfs.status(child).own_pid == 2:
+                return child
+        raise NotFound(f"the command of job {self.name} has ended")
+
+    # -- what one does with it
+
+    def wait(self, timeout: float | None = None) -> ExitStatus:
+        """Wait until it has ended, whoever its parent is.
+
+        Args:
+            timeout: Seconds; None waits for ever.
+
+        Raises:
+            TimeoutError: It still runs.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        job = self
+        while job.state == "starting":
+            if until is not None and time.monotonic() >= until:
+                raise TimeoutError(f"job {self.name} is still being started")
+            time.sleep(_POLL_SECONDS)
+            job = Job.load(self.directory)
+        if not job._sleep_until_end(None if until is None else max(0.0, until - time.monotonic())):
+            raise TimeoutError(f"job {self.name} still runs")
+        status = job.status()
+        assert status is not None
+        return status
+
+    def _open(self) -> int | None:
+        """A pidfd of the init; None where it has ended. That it is the init's is checked after it was opened: from then on it cannot change."""
+        try:
+            fd = os.pidfd_open(self.pid) if self.pid else None
+        except ProcessLookupError:
+            return None
+        if fd is not None and not self.alive:
+            os.close(fd)
+            return None
+        return fd
+
+    def _open_command(self) -> int:
+        """A pidfd of the command. That it is the init's child is checked after it was opened, as in `_open`.
+
+        Raises:
+            NotFound: It has ended.
+        """
+        child = self.main_process()
+        ended = f"the command of job {self.name} has ended"
+        try:
+            fd = os.pidfd_open(child)
+        except ProcessLookupError as error:
+            raise NotFound(ended) from error
+        try:
+            if child not in procfs.children(self.pid) or not self.alive:
+                raise NotFound(ended)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _sleep_until_end(self, seconds: float | None) -> bool:
+        """Whether the init has ended within ``seconds``."""
+        fd = self._open()
+        if fd is None:
+            return True
+        try:
+            poll = select.poll()
+            poll.register(fd, select.POLLIN)
+            return bool(poll.poll(None if seconds is None else seconds * 1000))
+        finally:
+            os.close(fd)
+
+    def kill(self, number: int = signal.SIGTERM) -> None:
+        """Send a signal to the command. SIGKILL ends the whole job at once; the others reach the command through its init.
+
+        Raises:
+            NotFound: It has ended.
+        """
+        # What the init cannot pass on. Its own death would end the others only where it has a pid namespace; without one it ends them once the command is dead.
+        fd: int | None
+        if number == signal.SIGSTOP:
+            fd = self._open_command()
+        elif number == signal.SIGKILL and not self.description.isolation.pid:
+            try:
+                fd = self._open_command()
+            except NotFound:  # there is only the init
+                fd = self._open()
+        else:
+            fd = self._open()
+        if fd is None:
+            raise NotFound(f"job {self.name} does not run", cure="'icecore ps' lists the jobs of this node")
+        try:
+            signal.pidfd_send_signal(fd, number)
+        except ProcessLookupError as error:
+            raise NotFound(f"job {self.name} has ended") from error
+        finally:
+            os.close(fd)
+
+    def log_sizes(self) -> dict[Stream, int]:
+        """How many bytes each log holds by now."""
+        return {stream: self.log_path(stream).stat().st_size for stream in _STREAMS}
+
+    def logs(self, *, follow: bool = False) -> Iterator[LogPiece]:
+        """What the command wrote so far, both streams; with ``follow`` also what it writes until it ends."""
+        files = {stream: open(self.log_path(stream), "rb") for stream in _STREAMS}  # noqa: SIM115 - closed below
+        try:
+            ended = not follow
+            while True:
+                for stream, file in files.items():
+                    while data := file.read(1 << 20):
+                        yield LogPiece(stream, data)
+                if ended:
+                    return
+                ended = self._sleep_until_end(_POLL_SECONDS)
+        finally:
+            for file in files.values():
+                file.close()
+
+    def _found_restored(self) -> Job:
+        """Itself; where whoever restored it died before noting down the pid, with the pid of the init that holds this instance's status file."""
+        if self.description.pid or self.state != "failed" or self.description.boot != boot_id():
+            return self
+        with suppress(NotFound):  # it ended meanwhile
+            if pid := init_of(self.directory):
+                return self.with_pid(pid)
+        return self

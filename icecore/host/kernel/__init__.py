@@ -1,0 +1,1 @@
+"""What the kernel is asked for: /proc, page maps, userfaultfd, ptrace, limits."""

@@ -1,0 +1,109 @@
+"""File system calls that Python lacks: resolution without symbolic links, exchange of two names, and access as another user.
+
+The rule: a name is resolved below a directory descriptor, and a thread acts as another user only within `acting_as`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from icecore.host.kernel import libc
+
+#: openat2(2): no symbolic link in any component, no jump through /proc/PID/fd and the like, and the start directory is the root.
+RESOLVE_NO_MAGICLINKS = 0x02
+RESOLVE_NO_SYMLINKS = 0x04
+RESOLVE_IN_ROOT = 0x10
+_CONFINED = RESOLVE_NO_MAGICLINKS | RESOLVE_NO_SYMLINKS | RESOLVE_IN_ROOT
+RENAME_NOREPLACE = 1
+RENAME_EXCHANGE = 2
+
+_OPENAT2 = 437  # the same on every architecture
+_SETGROUPS = {"x86_64": 116, "aarch64": 159}
+#: A rename beside the lookup makes the kernel ask for another try; it ends this only where somebody renames all the time.
+_TRIES = 100
+_NO_CHANGE = 0xFFFFFFFF
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.renameat2.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+_libc.renameat2.restype = ctypes.c_int
+for _name in ("setfsuid", "setfsgid"):
+    getattr(_libc, _name).argtypes = [ctypes.c_uint32]
+    getattr(_libc, _name).restype = ctypes.c_int
+
+
+class _OpenHow(ctypes.Structure):
+    """``struct open_how`` of openat2(2)."""
+
+    _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
+
+
+def open_confined(directory: int, path: str, flags: int) -> int:
+    """Open ``path`` below a directory, without following any symbolic link (openat2(2)); the descriptor is close-on-exec.
+
+    With ``O_PATH | O_NOFOLLOW`` a symbolic link as the last component is opened itself.
+
+    Raises:
+        OSError: ELOOP: a component is a symbolic link. Others as open(2).
+    """
+    how = _OpenHow(flags | os.O_CLOEXEC, 0, _CONFINED)
+    name = os.fsencode(path)
+    for _ in range(_TRIES):
+        descriptor: int = libc.syscall(_OPENAT2, directory, ctypes.c_char_p(name), ctypes.byref(how), ctypes.sizeof(how))
+        if descriptor >= 0:
+            return descriptor
+        if ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR):
+            break
+    number = ctypes.get_errno()
+    raise OSError(number, os.strerror(number), path)
+
+
+def rename(directory: int, old: str, new: str, flags: int = 0) -> None:
+    """Rename within one directory, with the flags of renameat2(2).
+
+    Raises:
+        OSError: EINVAL: the file system does not support the flag. Others as rename(2).
+    """
+    if _libc.renameat2(directory, os.fsencode(old), directory, os.fsencode(new), flags):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), old, None, new)
+
+
+@contextmanager
+def acting_as(user: int, group: int, groups: Sequence[int]) -> Iterator[None]:
+    """Access files as another user while the block runs, in this thread only (setfsuid(2)).
+
+    Call it in a thread that no Python signal handler interrupts: any but the main one. Processes without root's rights act as themselves.
+
+    Args:
+        groups: Supplementary groups.
+    """
+    if os.geteuid() != 0:
+        yield
+        return
+    before = os.getgroups()
+    try:
+        _set_groups(groups)
+        _libc.setfsgid(group)
+        _libc.setfsuid(user)  # also gives up CAP_DAC_OVERRIDE, CAP_CHOWN and their like, until it is root again
+        if (_libc.setfsuid(_NO_CHANGE) & _NO_CHANGE, _libc.setfsgid(_NO_CHANGE) & _NO_CHANGE) != (user, group):
+            raise PermissionError(errno.EPERM, f"this process may not access files as user {user}, group {group}")
+        yield
+    finally:
+        _libc.setfsuid(os.geteuid())
+        _libc.setfsgid(os.getegid())
+        _set_groups(before)
+
+
+def _set_groups(groups: Sequence[int]) -> None:
+    """Set the groups of this thread; the C library's setgroups would set them for all threads."""
+    number = _SETGROUPS.get(platform.machine())
+    if number is None:
+        raise OSError(errno.ENOSYS, f"the number of setgroups(2) is unknown on {platform.machine()}")
+    array = (ctypes.c_uint32 * len(groups))(*groups)
+    if libc.syscall(number, len(groups), array):
+        raise libc.last_error("setgroups")

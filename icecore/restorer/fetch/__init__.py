@@ -1,0 +1,1 @@
+"""Fetching cells from the store, in the order in which they are needed."""

@@ -1,0 +1,1 @@
+"""A job's files: written beside, exchanged, undone."""

@@ -1,0 +1,314 @@
+"""Changes of a job's files, made, undone and finished; the rule: replaced files are kept until `finish`, and each step checks the actual files.
+
+Undoing and finishing may be repeated, and begun again by another process (`icecore.restorer.files.file_recovery`): which of two files has which name says
+how far a change got. Files that another process put there meanwhile stay unchanged and are reported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from icecore.errors import IcecoreError, RestoreFailed
+from icecore.restorer.files.file_journal import Change, FileJournal, Made
+from icecore.restorer.files.jobfiles import (
+    UNSUPPORTED,
+    Inode,
+    JobFiles,
+    MadeDirectory,
+    Owner,
+    inode_of,
+)
+from icecore.restorer.files.jobpaths import Place
+
+_COPY_BYTES = 1 << 20
+#: Added to the temporary name, where two names cannot be exchanged in one step.
+_ASIDE = "-old"
+
+
+@dataclass(frozen=True)
+class Located:
+    """A change, and the place that it is made at."""
+
+    change: Change
+    place: Place
+
+    @property
+    def owner(self) -> Owner:
+        """Whom the file belongs to."""
+        return Owner(self.change.user, self.change.group)
+
+    @property
+    def path(self) -> str:
+        """The job's path, for messages."""
+        return os.fsdecode(self.change.path)
+
+    @property
+    def temporary(self) -> Place:
+        """Where the prepared file is, then the replaced one."""
+        return Place(self.place.directory, os.fsdecode(self.change.temporary))
+
+    @property
+    def aside(self) -> Place:
+        """Where the replaced file is in between, without an exchange in one step."""
+        return Place(self.place.directory, os.fsdecode(self.change.temporary) + _ASIDE)
+
+
+def has(place: Place) -> Inode | None:
+    """Return which file has a name; None: none."""
+    about = place.stat()
+    return None if about is None else inode_of(about)
+
+
+def apply(files: JobFiles, journal: FileJournal, located: Located) -> None:
+    """Make one change.
+
+    Raises:
+        RestoreFailed: It cannot be made; `undo` undoes the part that was made.
+    """
+    change = located.change
+    try:
+        if change.kind == "put":
+            _put(files, located)
+        elif change.kind == "link":
+            assert change.new is not None
+            source = files.locate(os.fsdecode(change.source))
+            descriptor = files.open_inode(source, change.new, change.user, os.O_RDONLY)
+            try:
+                files.link(descriptor, located.place, located.owner)
+            finally:
+                os.close(descriptor)
+        else:
+            _change_in_place(files, journal, located)
+    except FileExistsError as error:
+        raise RestoreFailed(f"cannot put {located.path} back: another file appeared there meanwhile", cure="restore again") from error
+    except OSError as error:
+        raise RestoreFailed(f"cannot put {located.path} back: {error.strerror}") from error
+
+
+def _put(files: JobFiles, located: Located) -> None:
+    """Give the prepared file its name, and the file that had the name the temporary one."""
+    change, place, temporary = located.change, located.place, located.temporary
+    if change.old is None:
+        files.place_new(place.directory, temporary.name, place.name, located.owner)
+        return
+    try:
+        files.exchange(place.directory, temporary.name, place.name, located.owner)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        _put_in_steps(files, located)
+    if has(temporary) != change.old:
+        raise RestoreFailed(f"{located.path} was replaced while it was being restored", cure="restore again")
+
+
+def _put_in_steps(files: JobFiles, located: Located) -> None:
+    """As `_put`, for file systems that cannot exchange names: the old file has a second name meanwhile."""
+    change, place = located.change, located.place
+    assert change.old is not None
+    descriptor = files.open_path(place, change.old)
+    try:
+        files.link(descriptor, located.aside, located.owner)
+    finally:
+        os.close(descriptor)
+    files.rename(place.directory, located.temporary.name, place.name, located.owner)
+    files.rename(place.directory, located.aside.name, located.temporary.name, located.owner)
+
+
+def _change_in_place(files: JobFiles, journal: FileJournal, located: Located) -> None:
+    """Rewrite or cut a file that must remain the same inode; its old content is saved first."""
+    change = located.change
+    assert change.old is not None
+    descriptor = files.open_inode(located.place, change.old, change.user, os.O_RDWR)
+    try:
+        about = os.fstat(descriptor)
+        if change.kind == "truncate" and about.st_size < change.size:
+            raise RestoreFailed(f"{located.path} became shorter while it was being restored", cure="restore again")
+        _save(journal, change, descriptor, about)
+        if change.kind == "truncate":
+            os.ftruncate(descriptor, change.size)
+            return
+        assert change.new is not None
+        prepared = files.open_inode(located.temporary, change.new, change.user, os.O_RDONLY)
+        try:
+            content = os.fstat(prepared)
+            _copy(prepared, 0, descriptor, 0)
+            os.ftruncate(descriptor, content.st_size)
+            os.utime(descriptor, ns=(content.st_mtime_ns, content.st_mtime_ns))
+        finally:
+            os.close(prepared)
+    finally:
+        os.close(descriptor)
+
+
+def _save(journal: FileJournal, change: Change, descriptor: int, about: os.stat_result) -> None:
+    """Save a file's content from byte ``change.size`` on, with its time. It has its name once it is complete."""
+    whole = journal.saved(change.saved)
+    part = whole.with_name(f"{whole.name}.part")
+    out = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        _copy(descriptor, change.size, out, 0)
+        os.utime(out, ns=(about.st_mtime_ns, about.st_mtime_ns))
+        os.fsync(out)  # it is the only copy once the file is cut
+    finally:
+        os.close(out)
+    part.rename(whole)
+
+
+def _copy(source: int, start: int, target: int, position: int) -> None:
+    """Copy all bytes from ``start`` on."""
+    while piece := os.pread(source, _COPY_BYTES, start):
+        view = memoryview(piece)
+        start += len(piece)
+        while view:
+            written = os.pwrite(target, view, position)
+            position, view = position + written, view[written:]
+
+
+# -- undoing ----------------------------------------------------------------------------------------------------------
+
+
+def undo(files: JobFiles, journal: FileJournal, changes: Sequence[Located], made: Sequence[tuple[Made, Place]]) -> list[str]:
+    """Undo the changes that were made, the last first, and remove temporary files.
+
+    Returns:
+        What could not be undone, a sentence each: the named files were not touched.
+    """
+    left: list[str] = []
+    for located in reversed(changes):
+        with _told(left, located.path):
+            if located.change.kind == "put":
+                _take_back(files, located, left)
+            elif located.change.kind == "link":
+                if located.change.new is not None:
+                    files.unlink(located.place, located.change.new, located.owner)
+            else:
+                _write_back(files, journal, located, left)
+    for directory, place in reversed(made):
+        known = directory.inode or has(place)
+        if known is not None:
+            with suppress(OSError):
+                files.rmdir(MadeDirectory(place, known), Owner(directory.user, directory.group))
+    return left
+
+
+def _take_back(files: JobFiles, located: Located, left: list[str]) -> None:
+    change, place, temporary, aside, owner = located.change, located.place, located.temporary, located.aside, located.owner
+    if change.old is not None and has(aside) == change.old:  # it ended between two steps
+        if has(temporary) is None:
+            files.rename(place.directory, aside.name, temporary.name, owner)
+        else:
+            files.unlink(aside, change.old, owner)
+    now, replaced = has(place), has(temporary)
+    if change.old is None:
+        if now is not None and now == change.new:
+            files.unlink(place, change.new, owner)
+    elif change.new is not None and replaced not in (None, change.new):  # also if it is not the file that was expected there
+        if now == change.new:
+            try:
+                files.exchange(place.directory, temporary.name, place.name, owner)
+                if has(temporary) != change.new:  # replaced since the check: that replacement stays
+                    files.exchange(place.directory, temporary.name, place.name, owner)
+            except OSError as error:
+                if error.errno not in UNSUPPORTED:
+                    raise
+                files.rename(place.directory, temporary.name, place.name, owner)
+        elif now is None:
+            files.place_new(place.directory, temporary.name, place.name, owner)
+        if has(place) != replaced:
+            kept = os.path.join(place.directory.path, temporary.name)
+            left.append(f"somebody replaced {located.path} during the restore; the earlier file is {kept}")
+            return
+    elif now is not None and now == change.new:
+        left.append(f"somebody removed what {located.path} was before the restore")
+        return
+    files.unlink(temporary, change.new, owner)
+
+
+def _write_back(files: JobFiles, journal: FileJournal, located: Located, left: list[str]) -> None:
+    change = located.change
+    if change.kind == "rewrite":
+        files.unlink(located.temporary, change.new, located.owner)
+    saved = journal.saved(change.saved)
+    if not saved.exists():  # nothing was changed before it was saved
+        return
+    assert change.old is not None
+    descriptor = files.open_inode(located.place, change.old, change.user, os.O_RDWR)
+    try:
+        source = os.open(saved, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            about = os.fstat(source)
+            if change.kind == "truncate" and not _begins_alike(descriptor, change.size, source):
+                left.append(f"{located.path} was written to after it was cut; the part that was cut off is in the file {saved.name}")
+                return
+            _copy(source, 0, descriptor, change.size)
+            os.ftruncate(descriptor, change.size + about.st_size)
+            os.utime(descriptor, ns=(about.st_mtime_ns, about.st_mtime_ns))
+        finally:
+            os.close(source)
+    finally:
+        os.close(descriptor)
+    saved.unlink()
+
+
+def _begins_alike(descriptor: int, start: int, saved: int) -> bool:
+    """Return whether all bytes from ``start`` on match the beginning of the saved content: then an undo was interrupted, or none was begun."""
+    position = 0
+    while piece := os.pread(descriptor, _COPY_BYTES, start + position):
+        if os.pread(saved, len(piece), position) != piece:
+            return False
+        position += len(piece)
+    return True
+
+
+# -- finishing --------------------------------------------------------------------------------------------------------
+
+
+def finish(files: JobFiles, journal: FileJournal, changes: Sequence[Located]) -> list[str]:
+    """Remove what was replaced: the job runs, and the files are its own. Returns what could not be removed, a sentence each."""
+    left: list[str] = []
+    try:
+        journal.note_ran()
+        journal.settle()
+    except OSError as error:  # otherwise a crash of the machine could bring back the journal without the files that it needs
+        return [f"replaced files stay beside the new ones: cannot write {journal.folder}: {error.strerror}"]
+    for located in changes:
+        change = located.change
+        with _told(left, located.path):
+            if change.kind == "put" and change.old is not None:
+                files.unlink(located.temporary, change.old, located.owner)
+                files.unlink(located.aside, change.old, located.owner)
+            elif change.kind == "rewrite":
+                files.unlink(located.temporary, change.new, located.owner)
+    return left
+
+
+def leave_originals(files: JobFiles, journal: FileJournal, changes: Sequence[Located]) -> list[str]:
+    """Leave what was replaced where it is: nobody knows whether the job ran. Returns a sentence for each file whose original is left."""
+    left: list[str] = []
+    for located in changes:
+        change = located.change
+        with _told(left, located.path):
+            if change.kind == "put" and change.old is not None:
+                for place in (located.temporary, located.aside):
+                    if has(place) == change.old:
+                        left.append(f"what {located.path} was before the restore is {os.path.join(place.directory.path, place.name)}")
+            elif change.kind == "rewrite":
+                files.unlink(located.temporary, change.new, located.owner)
+            if change.saved and journal.saved(change.saved).exists():
+                whole = "what" if change.kind == "rewrite" else f"what followed byte {change.size} of what"
+                left.append(f"{whole} {located.path} was before the restore is in the file {change.saved}")
+    return left
+
+
+@contextmanager
+def _told(left: list[str], path: str) -> Iterator[None]:
+    """Report the failure of one file, so that the others can go on."""
+    try:
+        yield
+    except OSError as error:
+        left.append(f"{path}: {error.strerror or error}")
+    except IcecoreError as error:
+        left.append(error.message)

@@ -1,0 +1,156 @@
+"""Cells into files: open files that are put back, CRIU's image files, and the page images rebuilt from memory cells.
+
+The rule: a file is written under the name it was begun with, hole by hole as sparse as it was, and is `finished` only
+when every one of its rows was written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from icecore.events import Progress
+from icecore.restorer.fetch.fetcher import Decoder, Fetcher, Limits
+from icecore.restorer.plan.cells import FileLayout, SpaceCells, page_pieces
+from icecore.restorer.plan.memory import interleave
+from icecore.store.backend.base import Backend
+from icecore.store.format.cell import CELL, Bytes, Records
+from icecore.store.runtime.loop import LoopThread
+
+
+@dataclass(frozen=True)
+class FileTarget:
+    """One file to be written from cells.
+
+    Attributes:
+        path: Where; it must not exist, unless ``existing``. With ``descriptor`` only a name for messages.
+        size: Bytes it has in the end.
+        cells: Cells whose data pages go into it.
+        layout: None: an address is an offset in the file. Else where the pages of a pagemap lie in a page image.
+        within: u1[n, 32], with a layout: the pages that it covers.
+        mode: Permission bits.
+        existing: The file is there, empty and perhaps open: it is filled in place.
+        descriptor: The file is open for writing, and its maker closes it. None: it is opened by its path.
+    """
+
+    path: str
+    size: int
+    cells: SpaceCells
+    layout: FileLayout | None = None
+    within: Bytes | None = None
+    mode: int = 0o600
+    existing: bool = False
+    descriptor: int | None = None
+
+
+class FileWriter:
+    """The targets of one run of a `icecore.restorer.fetch.fetcher.Fetcher`.
+
+    Attributes:
+        records: CELL records of all rows that have bytes to be written.
+    """
+
+    def __init__(self, targets: Sequence[FileTarget]) -> None:
+        self._targets = targets
+        wanted = []
+        rows = []
+        for number, target in enumerate(targets):
+            pages = target.cells.records["data"] if target.within is None else target.within
+            kept = np.flatnonzero(pages.any(axis=1)) if len(pages) else np.empty(0, np.int64)
+            wanted.append(np.full(len(kept), number))
+            rows.append(kept)
+        self._counts = [len(kept) for kept in rows]
+        self._target_of: list[int] = np.concatenate(wanted).tolist() if wanted else []
+        self._cell_of: list[int] = np.concatenate(rows).tolist() if rows else []
+        parts = [target.cells.records[kept] for target, kept in zip(targets, rows, strict=True)]
+        self.records: Records = np.concatenate(parts) if parts else np.empty(0, CELL)
+
+    def create(self) -> None:
+        """Create the files, empty but with their size.
+
+        Raises:
+            FileExistsError: One is there already.
+            OSError: No space, no permission.
+        """
+        for target in self._targets:
+            if target.descriptor is not None:
+                try:
+                    os.ftruncate(target.descriptor, target.size)
+                except OSError as error:
+                    raise OSError(error.errno, error.strerror, target.path) from error
+                continue
+            flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+            if not target.existing:
+                flags |= os.O_CREAT | os.O_EXCL
+            descriptor = os.open(target.path, flags, target.mode)
+            try:
+                os.ftruncate(descriptor, target.size)
+            finally:
+                os.close(descriptor)
+
+    def order(self) -> list[int]:
+        """All rows, the files side by side: two threads that write into one file wait for each other."""
+        first = 0
+        parts = []
+        for count in self._counts:
+            parts.append(range(first, first + count))
+            first += count
+        return interleave([part for part in parts if part])
+
+    def write(self, row: int, data: memoryview) -> None:
+        """The sink of the fetcher: put the bytes of one row where they belong."""
+        target = self._targets[self._target_of[row]]
+        cell = self._cell_of[row]
+        base = int(target.cells.base[cell])
+        bitmap = target.cells.records["data"][cell]
+        if target.layout is None:
+            whole = bitmap.tobytes()
+            runs = [(position, base + offset, length) for offset, position, length in page_pieces(whole, whole)]
+        else:
+            assert target.within is not None
+            runs = target.layout.runs(base, bitmap, target.within[cell])
+        own = target.descriptor
+        descriptor = os.open(target.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW) if own is None else own
+        try:
+            for position, offset, length in runs:
+                length = min(length, target.size - offset)  # the last page of a file is padded
+                done = 0
+                while done < length:
+                    done += os.pwrite(descriptor, data[position + done : position + length], offset + done)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, target.path) from error
+        finally:
+            if own is None:
+                os.close(descriptor)
+
+
+def write_files(
+    backend: Backend, decoder: Decoder, targets: Sequence[FileTarget], limits: Limits, loop: LoopThread, progress: Progress | None = None
+) -> int:
+    """Write all targets from the store.
+
+    Args:
+        progress: Told, now and then, of the bytes that were written, of all.
+
+    Returns:
+        Bytes of the files.
+
+    Raises:
+        OSError: A file could not be made.
+        Damaged, StoreError: What should go into one could not be read.
+    """
+    writer = FileWriter(targets)
+    writer.create()
+    if len(writer.records):
+        fetcher = Fetcher(backend, decoder, writer.records, writer.write, limits, loop)
+        if progress is not None:
+            fetcher.progress = progress
+        fetcher.start(writer.order())
+        try:
+            fetcher.wait()
+        finally:
+            fetcher.stop()
+    return sum(target.size for target in targets)

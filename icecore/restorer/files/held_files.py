@@ -1,0 +1,88 @@
+"""Checks the files that CRIU opened for a held tree; the rule: the tree runs only if all of them were checked.
+
+CRIU opens files by their paths, as root. A user who controls a directory of such a path can redirect it between the check and CRIU's opening;
+the job would get another user's file.
+Each file that the images have CRIU open for a process, as a descriptor or for a mapping, is compared by its
+inode. What a path looks like now exempts nothing: a link can lead to /proc/PID/mem, and to a file without a name through /proc/PID/fd.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+import stat
+from collections.abc import Set
+from contextlib import suppress
+from pathlib import Path
+
+from icecore.errors import NotFound, RestoreFailed
+from icecore.host.criu.opened_images import OpenedFile, OpenedImages
+from icecore.host.cuda.holder import replaced_mappings
+from icecore.host.kernel import procfs
+from icecore.restorer.files.jobfiles import Inode, inode_of
+
+#: File systems of the kernel, whose names nobody makes; files there are no part of a snapshot.
+_PSEUDO = ("/proc/", "/sys/", "/dev/")
+_SHARED_MEMORY = "/dev/shm/"
+_DELETED = " (deleted)"
+
+
+def require_files(root: int, images: Path, expected: Set[Inode], own: tuple[str, ...] = (), given: Set[str] = frozenset()) -> None:
+    """Return if every regular file that CRIU opened for the processes is one of ``expected``.
+
+    Files without a name must be those that CRIU made from its images.
+
+    Args:
+        root: Pid of the tree's root.
+        images: CRIU's images.
+        own: Beginnings of paths where the instance has file systems of its own.
+        given: Recorded paths whose files CRIU inherits instead of opening them. Those that its plugin replaces are added.
+
+    Raises:
+        RestoreFailed: One is not.
+    """
+    opened = OpenedImages(images)
+    given = given | replaced_mappings(images)
+    for pid in procfs.tree(root):
+        with suppress(NotFound):  # it ended meanwhile
+            _require_of_process(pid, opened, expected, own, given)
+
+
+def _require_of_process(pid: int, opened: OpenedImages, expected: Set[Inode], own: tuple[str, ...], given: Set[str]) -> None:
+    recorded = procfs.status(pid).own_pid
+    links = [(f"/proc/{pid}/fd/{number}", file) for number, file in opened.descriptors(recorded).items()]
+    mapped = list(opened.mappings(recorded))
+    if mapped:
+        starts = [start for start, _, _ in mapped]
+        for mapping in procfs.read_maps(pid):
+            at = bisect.bisect_right(starts, mapping.start) - 1
+            if mapping.inode and at >= 0 and mapping.start < mapped[at][1]:
+                links.append((f"/proc/{pid}/map_files/{mapping.start:x}-{mapping.end:x}", mapped[at][2]))
+    for link, file in links:
+        if file.file.path in given:
+            continue
+        try:
+            target, about = os.readlink(link), os.stat(link)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if not _is_right(file, target, about, expected, own):
+            raise RestoreFailed(
+                f"CRIU opened {target} for process {pid}, which is not the file that was checked: somebody replaced it during the restore",
+                cure="keep others from changing the directories of the job's files, then restore again",
+            )
+
+
+def _is_right(opened: OpenedFile, target: str, about: os.stat_result, expected: Set[Inode], own: tuple[str, ...]) -> bool:
+    """Whether what CRIU opened is what the images mean."""
+    path, mode = opened.file.path, opened.file.mode
+    if not stat.S_ISREG(about.st_mode):
+        return not mode or not stat.S_ISREG(mode)  # directories and devices are no part of a snapshot
+    if inode_of(about) in expected:
+        return True
+    if any(path.startswith(beginning) and target.startswith(beginning) for beginning in own):
+        return True
+    if opened.ghost_user is not None:
+        return not about.st_nlink and about.st_uid == opened.ghost_user
+    if path.startswith(_PSEUDO) and not path.startswith(_SHARED_MEMORY):
+        return target.removesuffix(_DELETED) == path
+    return False

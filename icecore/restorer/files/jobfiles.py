@@ -1,0 +1,332 @@
+"""Every write to a job's file; the rule: it goes through a checked directory descriptor and the file's own descriptor, as the file's owner.
+
+Public surface:
+
+- `JobFiles(root)`: a context manager; resolves paths like `JobPaths` and runs every change in a thread of its own.
+- `JobFiles.locate(path)`, `JobFiles.directory(path)`: where a path lies (`Place`, `Directory`), links refused unless root alone could make them.
+- `JobFiles.make_directories(path, owner)`: the missing directories of a path, made as the owner; returns what it made (`MadeDirectory`).
+- `JobFiles.create(place, owner)`: a new, empty file of mode 0600 that belongs to ``owner`` from the start; its descriptor.
+- `JobFiles.open_path(place, known)`: an O_PATH descriptor of the file ``known`` at a place.
+- `JobFiles.open_inode(place, known, owner, flags)`: the file at a place, if it is that very regular file and belongs to that owner.
+- `JobFiles.settle(descriptor, file)`: owner, mode without set-ID bits, and time of a file that was created.
+- `JobFiles.exchange`, `place_new`, `rename`, `link`, `unlink`, `rmdir`: names, within checked directories.
+
+Whose rights count: names are changed as the file's owner. What the owner may not do, root does only in a directory where
+root alone can make names; in any other directory it is refused. So users gain nothing from names in their own directories.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import pwd
+import stat
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import NamedTuple, TypeVar
+
+from icecore.host.kernel.filesystem import RENAME_EXCHANGE, RENAME_NOREPLACE, acting_as, rename
+from icecore.restorer.files.jobpaths import Directory, JobPaths, PathRefused, Place
+from icecore.store.format.manifest import OpenFile
+
+Result = TypeVar("Result")
+#: Set-ID bits are never put back: the owner could write to the file before it got them.
+_MODES = 0o1777
+#: Errors of file systems without an operation.
+UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class Owner(NamedTuple):
+    """Whom a file belongs to."""
+
+    user: int
+    group: int
+
+
+class Inode(NamedTuple):
+    """Which file something is."""
+
+    device: int
+    inode: int
+
+
+@dataclass(frozen=True)
+class MadeDirectory:
+    """A directory that was made: its name, in what, and which one it is."""
+
+    place: Place
+    inode: Inode
+
+
+def inode_of(about: os.stat_result) -> Inode:
+    """Return which file a stat result describes."""
+    return Inode(about.st_dev, about.st_ino)
+
+
+class JobFiles:
+    """Changes the files of one job.
+
+    Args:
+        root: Directory that is the root of the job's file system. Empty: this process's.
+    """
+
+    def __init__(self, root: str = "") -> None:
+        self._paths = JobPaths(root)
+        # Python runs signal handlers in the main thread only: none can come between taking a user's identity and giving it back.
+        self._thread = ThreadPoolExecutor(1, "job-files")
+
+    def close(self) -> None:
+        """End the thread and close the directories."""
+        self._thread.shutdown()
+        self._paths.close()
+
+    def __enter__(self) -> JobFiles:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # -- places -------------------------------------------------------------------------------------------------------
+
+    def directory(self, path: str) -> Directory:
+        """As `JobPaths.directory`."""
+        return self._do(lambda: self._paths.directory(path))
+
+    def locate(self, path: str) -> Place:
+        """As `JobPaths.locate`."""
+        return self._do(lambda: self._paths.locate(path))
+
+    def make_directories(self, path: str, owner: Owner, mode: int = 0o755) -> list[MadeDirectory]:
+        """Make the directory ``path`` and its missing parents, for ``owner``; returns those made, outermost first.
+
+        Raises:
+            PathRefused: A component is an untrusted link, or another user's directory appeared where one was made.
+            OSError: The owner may not, or as mkdir(2).
+        """
+        return self._do(lambda: self._make_directories(path, owner, mode))
+
+    def _make_directories(self, path: str, owner: Owner, mode: int) -> list[MadeDirectory]:
+        try:
+            self._paths.directory(path)
+            return []
+        except FileNotFoundError:
+            parent, name = os.path.split(path)
+            made = self._make_directories(parent, owner, mode)
+        place = Place(self._paths.directory(parent), name)
+        descriptor = place.directory.descriptor
+        try:
+            self._as_allowed(place.directory, owner, lambda: os.mkdir(name, mode, dir_fd=descriptor))
+        except FileExistsError:
+            try:
+                self._paths.directory(path)  # made meanwhile
+            except FileNotFoundError:
+                raise PathRefused(f"{path} is a symbolic link that leads nowhere", cure="remove it, or make the directory that it names") from None
+            return made
+        if place.directory.root_only:
+            os.chown(name, *owner, dir_fd=descriptor, follow_symlinks=False)  # no other user can have replaced it there
+        found = self._paths.directory(path)
+        about = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+        if inode_of(about) != (found.device, found.inode) or about.st_uid != owner.user:
+            raise PathRefused(f"another user replaced the directory {path} during its creation", cure="keep others from writing to its parent directory")
+        return [*made, MadeDirectory(place, inode_of(about))]
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    def create(self, place: Place, owner: Owner) -> int:
+        """Create an empty file for ``owner``, with mode 0600; returns its descriptor, open for reading and writing.
+
+        Raises:
+            OSError: FileExistsError: the name is taken, by whatever. Others as open(2).
+        """
+        return self._do(lambda: self._create(place, owner))
+
+    def _create(self, place: Place, owner: Owner) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        directory = place.directory
+        descriptor = self._as_allowed(directory, owner, lambda: os.open(place.name, flags, 0o600, dir_fd=directory.descriptor))
+        try:
+            _give(descriptor, owner)
+        except BaseException:
+            os.close(descriptor)
+            self._unlink(place, None, owner)
+            raise
+        return descriptor
+
+    def open_inode(self, place: Place, known: Inode, owner: int, flags: int) -> int:
+        """Open the file at a place, if it is the regular file ``known`` and belongs to ``owner``.
+
+        It is examined before it is opened, so a FIFO does not block and a device is not touched.
+
+        Args:
+            flags: Of open(2).
+
+        Raises:
+            PathRefused: It is another file, or another user's.
+            OSError: As open(2).
+        """
+        return self._do(lambda: _open_inode(place, known, owner, flags))
+
+    def open_path(self, place: Place, known: Inode) -> int:
+        """Return an O_PATH descriptor of the file ``known`` at a place, whatever it is: to be linked, not to be read or written.
+
+        Raises:
+            PathRefused: It is another file.
+        """
+        return self._do(lambda: _open_path(place, known))
+
+    def settle(self, descriptor: int, file: OpenFile) -> bool:
+        """Give a file that was created its recorded owner, mode and times; returns whether set-ID bits were left out."""
+        return self._do(lambda: self._settle(descriptor, file))
+
+    @staticmethod
+    def _settle(descriptor: int, file: OpenFile) -> bool:
+        owner = Owner(file.user, file.group)
+        _give(descriptor, owner)
+
+        def rest() -> None:
+            os.fchmod(descriptor, file.mode & _MODES)
+            os.utime(descriptor, ns=(file.mtime_ns, file.mtime_ns))
+
+        try:
+            with acting_as(*owner, [owner.group]):
+                rest()
+        except PermissionError:  # it is the very file that was created: as root nothing else can be meant
+            rest()
+        return bool(file.mode & ~_MODES)
+
+    # -- names --------------------------------------------------------------------------------------------------------
+
+    def exchange(self, directory: Directory, one: str, other: str, owner: Owner) -> None:
+        """Exchange two names of one directory in one step.
+
+        Raises:
+            OSError: One of `UNSUPPORTED`: the file system cannot.
+        """
+        self.rename(directory, one, other, owner, RENAME_EXCHANGE)
+
+    def place_new(self, directory: Directory, old: str, new: str, owner: Owner) -> None:
+        """Rename to a name that must not exist.
+
+        Raises:
+            FileExistsError: It does.
+        """
+
+        def without_flag() -> None:
+            os.link(old, new, src_dir_fd=directory.descriptor, dst_dir_fd=directory.descriptor, follow_symlinks=False)
+            os.unlink(old, dir_fd=directory.descriptor)
+
+        try:
+            self.rename(directory, old, new, owner, RENAME_NOREPLACE)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            self._do(lambda: self._as_allowed(directory, owner, without_flag))
+
+    def rename(self, directory: Directory, old: str, new: str, owner: Owner, flags: int = 0) -> None:
+        """Rename within a directory, with the flags of renameat2(2)."""
+        work = partial(rename, directory.descriptor, old, new, flags)
+        self._do(lambda: self._as_allowed(directory, owner, work))
+
+    def link(self, descriptor: int, place: Place, owner: Owner) -> None:
+        """Give the file that is open as ``descriptor`` another name, which must not exist."""
+
+        def work() -> None:
+            os.link(f"/proc/self/fd/{descriptor}", place.name, dst_dir_fd=place.directory.descriptor, follow_symlinks=True)
+
+        self._do(lambda: self._as_allowed(place.directory, owner, work))
+
+    def unlink(self, place: Place, known: Inode | None, owner: Owner) -> bool:
+        """Remove a name if it is the file ``known`` (None: whatever has it); returns whether it was."""
+        return self._do(lambda: self._unlink(place, known, owner))
+
+    def _unlink(self, place: Place, known: Inode | None, owner: Owner) -> bool:
+        about = place.stat()
+        if about is None or stat.S_ISDIR(about.st_mode) or (known is not None and inode_of(about) != known):
+            return False
+        try:
+            # A user who replaces the name now only gets a name in the user's own directory removed.
+            self._as_allowed(place.directory, owner, lambda: os.unlink(place.name, dir_fd=place.directory.descriptor))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def rmdir(self, made: MadeDirectory, owner: Owner) -> bool:
+        """Remove a directory that was made, if it is still that one and empty; returns whether it was."""
+
+        def work() -> bool:
+            about = made.place.stat()
+            if about is None or inode_of(about) != made.inode:
+                return False
+            try:
+                self._as_allowed(
+                    made.place.directory, owner, lambda: os.rmdir(made.place.name, dir_fd=made.place.directory.descriptor)
+                )
+            except OSError:
+                return False
+            return True
+
+        return self._do(work)
+
+    # -- rights -------------------------------------------------------------------------------------------------------
+
+    def _do(self, work: Callable[[], Result]) -> Result:
+        return self._thread.submit(work).result()
+
+    @staticmethod
+    def _as_allowed(directory: Directory, owner: Owner, work: Callable[[], Result]) -> Result:
+        """Change names in a directory as the owner; as root if only root can change it."""
+        try:
+            with acting_as(*owner, [owner.group]):
+                return work()
+        except PermissionError as error:
+            if directory.root_only:
+                return work()
+            try:
+                with acting_as(*owner, _groups(owner)):
+                    return work()
+            except PermissionError:
+                raise PermissionError(
+                    error.errno, f"user {owner.user}, who owns the file, may not change {directory.path}", directory.path
+                ) from error
+
+
+def _groups(owner: Owner) -> list[int]:
+    """Return all groups of a user that this machine knows."""
+    try:
+        return os.getgrouplist(pwd.getpwuid(owner.user).pw_name, owner.group)
+    except (KeyError, OSError):
+        return [owner.group]
+
+
+def _give(descriptor: int, owner: Owner) -> None:
+    """Set the owner of a file that was created, where the directory or root's rights made it another."""
+    about = os.fstat(descriptor)
+    if (about.st_uid, about.st_gid) != owner:
+        os.fchown(descriptor, *owner)
+
+
+def _open_path(place: Place, known: Inode) -> int:
+    found = os.open(place.name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=place.directory.descriptor)
+    if inode_of(os.fstat(found)) != known:
+        os.close(found)
+        path = os.path.join(place.directory.path, place.name)
+        raise PathRefused(f"{path} is no longer the same file", cure="restore again")
+    return found
+
+
+def _open_inode(place: Place, known: Inode, owner: int, flags: int) -> int:
+    found = _open_path(place, known)
+    try:
+        about = os.fstat(found)
+        path = os.path.join(place.directory.path, place.name)
+        if not stat.S_ISREG(about.st_mode):
+            raise PathRefused(f"{path} is no regular file", cure="move away what is there")
+        if about.st_uid != owner:
+            raise PathRefused(f"{path} belongs to user {about.st_uid}, not to user {owner}", cure="give the file back to its owner, or move it away")
+        # The descriptor's own link names this inode and no other.
+        return os.open(f"/proc/self/fd/{found}", flags | os.O_CLOEXEC)
+    finally:
+        os.close(found)

@@ -1,0 +1,234 @@
+"""Where a job's file lies: its path resolved to a directory descriptor and a name; the rule: a symbolic link is followed only where root alone could make it.
+
+The kernel shows paths of open files resolved, so on the machine of the snapshot no component is a link. On another machine
+the administrator may have made one (/var/run, a /home on another disk). Such a link is followed if it belongs to root and every
+directory on the way to it belongs to root and is not writable by others: no other user can make, move or replace it. Any other link is
+refused, because its maker chooses where root writes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections import deque
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from icecore.errors import Damaged, RestoreFailed
+from icecore.host.kernel.filesystem import open_confined
+
+_MOST_LINKS = 40
+
+
+class PathRefused(RestoreFailed):
+    """A path leads through something that another user controls."""
+
+
+@dataclass(frozen=True)
+class Directory:
+    """A directory that was resolved and checked; what is done in it goes through its descriptor.
+
+    Attributes:
+        descriptor: Open with O_PATH, owned by the `JobPaths`.
+        path: As requested, below the root.
+        device, inode: Which directory it is.
+        root_only: Only root can make, rename and remove names in it.
+    """
+
+    descriptor: int
+    path: str
+    device: int
+    inode: int
+    root_only: bool
+
+
+@dataclass(frozen=True)
+class Place:
+    """A name in a directory; there may be nothing there."""
+
+    directory: Directory
+    name: str
+
+    def stat(self) -> os.stat_result | None:
+        """Return the stat result of the name, without following a link; None: it does not exist."""
+        try:
+            return os.stat(self.name, dir_fd=self.directory.descriptor, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+
+
+def root_only(about: os.stat_result) -> bool:
+    """Return whether only root (or this process's user) can change the names in a directory."""
+    return about.st_uid in (0, os.geteuid()) and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def components(path: str) -> list[str]:
+    """Return the components of a recorded path.
+
+    Raises:
+        Damaged: The kernel never shows such a path for an open file.
+    """
+    parts = path.split("/")[1:]
+    if not path.startswith("/") or "\0" in path or any(part in ("", ".", "..") for part in parts):
+        raise Damaged("manifest", "of the snapshot", f"it has an open file named {path!r}")
+    return parts
+
+
+@dataclass
+class _Level:
+    descriptor: int
+    #: Whether root alone controls this directory and every one on the way to it.
+    trusted: bool
+
+
+@dataclass
+class JobPaths:
+    """Resolves the paths of one job; a context manager that closes the directories.
+
+    Args:
+        root: Directory that is the root of the job's file system. Empty: this process's.
+    """
+
+    root: str = ""
+    _directories: dict[str, Directory] = field(default_factory=dict)
+    _guarded: dict[str, bool] = field(default_factory=dict)
+    _root: int = -1
+
+    def __post_init__(self) -> None:
+        self._root = os.open(self.root or "/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def forget(self) -> None:
+        """Close the directories; those that were handed out are void."""
+        for directory in self._directories.values():
+            os.close(directory.descriptor)
+        self._directories.clear()
+
+    def close(self) -> None:
+        """Close all descriptors; directories that were handed out are void."""
+        self.forget()
+        if self._root >= 0:
+            os.close(self._root)
+            self._root = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def directory(self, path: str) -> Directory:
+        """Return the directory at ``path``, an absolute path below the root.
+
+        Raises:
+            PathRefused: A component is a symbolic link that users other than root could make.
+            OSError: FileNotFoundError, NotADirectoryError, or as open(2).
+        """
+        known = self._directories.get(path)
+        if known is not None:
+            return known
+        try:
+            descriptor = open_confined(self._root, path.lstrip("/") or ".", os.O_PATH | os.O_DIRECTORY)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+                raise
+            descriptor, name = self._walk(path, last_is_directory=True)
+            assert not name
+        return self._keep(path, descriptor)
+
+    def guarded(self, folder: str) -> bool:
+        """Return whether only root can change where a directory's path leads, and the names in it."""
+        known = self._guarded.get(folder)
+        if known is None:
+            try:
+                about = os.stat(self.root + folder, follow_symlinks=False)
+            except OSError:
+                return False
+            above = folder == "/" or self.guarded(os.path.dirname(folder))
+            known = self._guarded[folder] = above and stat.S_ISDIR(about.st_mode) and root_only(about)
+        return known
+
+    def locate(self, path: str) -> Place:
+        """Return where the file at ``path`` lies; a trusted link as the last component is followed.
+
+        Raises:
+            Damaged: No such path can be recorded.
+            PathRefused, OSError: As `directory`.
+        """
+        components(path)
+        folder, name = os.path.split(path)
+        place = Place(self.directory(folder), name)
+        about = place.stat()
+        if about is None or not stat.S_ISLNK(about.st_mode):
+            return place
+        descriptor, name = self._walk(path, last_is_directory=False)
+        return Place(self._keep(f"{path}\0", descriptor, folder), name)
+
+    def _keep(self, key: str, descriptor: int, path: str | None = None) -> Directory:
+        about = os.fstat(descriptor)
+        directory = Directory(descriptor, key if path is None else path, about.st_dev, about.st_ino, root_only(about))
+        self._directories[key] = directory
+        return directory
+
+    def _walk(self, path: str, *, last_is_directory: bool) -> tuple[int, str]:
+        """Resolve one component after the other, following trusted links.
+
+        Returns:
+            The last directory's descriptor, and the name in it (empty with ``last_is_directory``).
+        """
+        pending = deque(part for part in path.split("/") if part)
+        levels = [_Level(os.dup(self._root), root_only(os.fstat(self._root)))]
+        links = 0
+        seen: list[str] = []
+        try:
+            while pending:
+                part = pending.popleft()
+                if part in ("", "."):
+                    continue
+                if part == "..":  # only in the target of a trusted link
+                    if len(levels) > 1:
+                        os.close(levels.pop().descriptor)
+                    continue
+                seen.append(part)
+                here = levels[-1]
+                try:
+                    found = open_confined(here.descriptor, part, os.O_PATH | os.O_NOFOLLOW)
+                except FileNotFoundError:
+                    if pending or last_is_directory:
+                        raise
+                    return levels.pop().descriptor, part
+                about = os.fstat(found)
+                if stat.S_ISLNK(about.st_mode):
+                    try:
+                        links += 1
+                        target = self._target(path, part, found, about, here, links)
+                    finally:
+                        os.close(found)
+                    if target.startswith("/"):
+                        while len(levels) > 1:
+                            os.close(levels.pop().descriptor)
+                    pending.extendleft(reversed(target.split("/")))
+                elif stat.S_ISDIR(about.st_mode) and (pending or last_is_directory):
+                    levels.append(_Level(found, here.trusted and root_only(about)))
+                else:
+                    os.close(found)
+                    if pending or last_is_directory:
+                        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+                    return levels.pop().descriptor, part
+            return levels.pop().descriptor, ""
+        finally:
+            for level in levels:
+                os.close(level.descriptor)
+
+    @staticmethod
+    def _target(path: str, part: str, link: int, about: os.stat_result, here: _Level, links: int) -> str:
+        """Return where a link leads, if root alone could make it."""
+        if links > _MOST_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+        if not here.trusted or about.st_uid not in (0, os.geteuid()):
+            raise PathRefused(
+                f"{path} leads through the symbolic link {part!r}, which users other than root can create or replace",
+                cure=f"replace the link {part!r} with the directory or file itself, or have root make it in a directory that only root may write to",
+            )
+        return os.readlink("", dir_fd=link)

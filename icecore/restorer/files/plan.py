@@ -1,0 +1,177 @@
+"""Which open files a restore has to put back, and what stands in the way; the rule: nothing is changed here (`icecore.restorer.files.put_back` does that)."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Set
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
+
+import blake3
+
+from icecore.restorer.files.jobfiles import Inode, inode_of
+from icecore.restorer.files.jobpaths import JobPaths, PathRefused, Place
+from icecore.store.format.manifest import Manifest, OpenFile
+
+FilesMode = Literal["auto", "restore", "truncate", "leave"]
+_HASH_PIECE = 1 << 20
+#: Files for which directories stay open together.
+_AT_ONCE = 200
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a file stands in the way of a restore: what is the matter, and what can be done."""
+
+    path: str
+    message: str
+    cure: str
+
+
+@dataclass(frozen=True)
+class Action:
+    """What happens to one file.
+
+    Attributes:
+        kind: ``create`` it, ``replace`` it by another with the recorded content, ``rewrite`` its content in place (another name of it is
+            still there), or ``truncate`` it to its recorded size.
+        file: What the snapshot recorded.
+        size, mtime_ns: What is there now; None for ``create``.
+    """
+
+    kind: Literal["create", "replace", "rewrite", "truncate"]
+    file: OpenFile
+    size: int | None = None
+    mtime_ns: int | None = None
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """What has to be done to the open files, and what stands in the way.
+
+    Attributes:
+        untouched: The files that stay as they are: the job must be given these and no others.
+        exposed: Whether others than root can change where some path leads, until CRIU has opened it.
+    """
+
+    actions: list[Action]
+    problems: list[Problem]
+    untouched: frozenset[Inode] = frozenset()
+    exposed: bool = False
+
+    def joined(self, other: FilePlan) -> FilePlan:
+        """Return one plan of both."""
+        return FilePlan(
+            [*self.actions, *other.actions], [*self.problems, *other.problems], self.untouched | other.untouched, self.exposed or other.exposed
+        )
+
+
+def plan_files(
+    manifest: Manifest, mode: FilesMode, *, root: str = "", skip: Set[str] = frozenset(), verify: bool = False
+) -> FilePlan:
+    """Compare the files on this machine with what the snapshot recorded.
+
+    Args:
+        manifest: The snapshot's.
+        mode: As in `icecore.restorer.options.RestoreOptions`.
+        root: What the paths are relative to, for a job with a private root.
+        skip: Files that the new instance has of its own, by path.
+        verify: Compare the content of read-only files whose hash was recorded.
+    """
+    actions: list[Action] = []
+    problems: list[Problem] = []
+    untouched: set[Inode] = set()
+    exposed = False
+    stored = {space.key for space in manifest.spaces if space.kind == "file"}
+    with JobPaths(root) as paths:
+        for number, file in enumerate(manifest.files):
+            if number % _AT_ONCE == 0:
+                paths.forget()
+            if file.policy == "absent" or file.path in skip:
+                continue
+            has_content = file.policy == "content" and file.path in stored
+            outcome = _plan_one(paths, file, has_content, "restore" if mode == "auto" else mode, verify)
+            if isinstance(outcome, Action):
+                actions.append(outcome)
+            elif isinstance(outcome, Problem):
+                problems.append(outcome)
+            else:
+                untouched.add(outcome)
+            exposed = exposed or not paths.guarded(os.path.dirname(file.path))
+    return FilePlan(actions, problems, frozenset(untouched), exposed)
+
+
+def _plan_one(paths: JobPaths, file: OpenFile, has_content: bool, mode: FilesMode, verify: bool) -> Action | Problem | Inode:
+    """What happens to a file, or why nothing can; or which one it is, if it stays."""
+    try:
+        place = paths.locate(file.path)
+        now = place.stat()
+    except FileNotFoundError:
+        now = None
+    except PathRefused as error:
+        return Problem(file.path, error.message, error.cure)
+    except OSError as error:
+        return Problem(file.path, f"it cannot be looked at: {error.strerror}", "run as a user who may")
+    if now is None:
+        if has_content and mode == "restore":
+            return Action("rewrite" if same_inode(paths.locate, file) else "create", file)
+        return Problem(file.path, "it is not there", _cure_for_content(file, has_content, mode))
+    if not stat.S_ISREG(now.st_mode):
+        return Problem(file.path, "it is no regular file any more", "move away what is there now")
+    if has_content and mode == "restore" and file.writable:
+        # Also if size and time are the same: a mapped file changes without its time.
+        return Action("replace", file, now.st_size, now.st_mtime_ns)
+    same = now.st_size == file.size and (not file.mtime_ns or now.st_mtime_ns == file.mtime_ns)
+    if has_content and mode == "restore" and not same:
+        return Action("replace", file, now.st_size, now.st_mtime_ns)
+    if now.st_size > file.size and file.writable and mode == "truncate":
+        return Action("truncate", file, now.st_size, now.st_mtime_ns)
+    if now.st_size != file.size:
+        message = f"it has {now.st_size} bytes, {file.size} when the snapshot was taken"
+        return Problem(file.path, message, _cure_for_content(file, has_content, mode))
+    if _of_another(paths, file, now):
+        message = f"it belongs to user {now.st_uid}, but belonged to user {file.user} when the snapshot was taken; the job would get access to it"
+        return Problem(file.path, message, f"'chown {file.user} {file.path}' if it is the job's, else move it away")
+    # The same size is all that CRIU asks for.
+    if same or file.writable or mode == "leave" or (verify and file.digest and _digest_at(place) == file.digest):
+        return inode_of(now)
+    message = "it was modified since the snapshot was taken (same size, other time)"
+    return Problem(file.path, message, "bring the old file back, or take the risk with --files leave")
+
+
+def _of_another(paths: JobPaths, file: OpenFile, now: os.stat_result) -> bool:
+    """Whether somebody may have put another user's file at the path, for the job to get what that user alone may do."""
+    unknown = not file.inode  # of imported images
+    if unknown or now.st_uid == file.user or paths.guarded(os.path.dirname(file.path)):
+        return False
+    return file.writable or not now.st_mode & stat.S_IROTH
+
+
+def same_inode(locate: Callable[[str], Place], file: OpenFile) -> str:
+    """Return another name under which the very file is still there: its names must go on meaning one file. Empty: there is none."""
+    for name in file.links:
+        with suppress(OSError, PathRefused):
+            about = locate(name).stat()
+            if about is not None and stat.S_ISREG(about.st_mode) and inode_of(about) == (file.device, file.inode):
+                return name
+    return ""
+
+
+def _cure_for_content(file: OpenFile, has_content: bool, mode: FilesMode) -> str:
+    if has_content and mode != "restore":
+        return "use --files restore"
+    if file.writable and mode != "truncate":
+        return "bring the file back to its size, or use --files truncate if it only grew"
+    return "bring the file back; a dump with --with-files keeps its content in the snapshot"
+
+
+def _digest_at(place: Place) -> str:
+    """BLAKE3 of a file's content in hexadecimal, as manifests record it."""
+    state = blake3.blake3()
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with open(os.open(place.name, flags, dir_fd=place.directory.descriptor), "rb", buffering=0) as file:
+        while piece := file.read(_HASH_PIECE):
+            state.update(piece)
+    return state.hexdigest()

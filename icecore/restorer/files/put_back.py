@@ -1,0 +1,279 @@
+"""Puts open files back as they were when the snapshot was taken; the rule: a file is replaced as a whole, under its name, so that a process with the old
+one open keeps it, and until the job runs everything can be undone."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from icecore.errors import RestoreFailed
+from icecore.restorer.files.file_changes import Located, apply, finish, leave_originals, undo
+from icecore.restorer.files.file_journal import Change, FileJournal, Made, record_of
+from icecore.restorer.files.filewriter import FileTarget
+from icecore.restorer.files.jobfiles import Inode, JobFiles, Owner, inode_of
+from icecore.restorer.files.jobpaths import Place
+from icecore.restorer.files.plan import Action, same_inode
+from icecore.restorer.plan.cells import SpaceCells
+
+
+@contextmanager
+def _failing(what: str, cure: str = "") -> Iterator[None]:
+    """Turn an error of the system into one that says what could not be done."""
+    try:
+        yield
+    except OSError as error:
+        raise RestoreFailed(f"cannot {what}: {error.strerror or error}", cure=cure) from error
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """One action: its change, the place, and the open file that is written (None: nothing is)."""
+
+    action: Action
+    located: Located
+    descriptor: int | None = None
+
+
+class PutBack:
+    """Carries out a file plan: `prepare`, write the `targets`, `exchange`, then `hand_over` and `finish`, or `abandon`.
+
+    The job's files do not change before `exchange`. `abandon` undoes all changes until the job is let go. If the restorer dies before
+    `hand_over`, its guard or the next command undoes them (`icecore.restorer.files.file_recovery`); between `hand_over` and `finish` they leave
+    the new files and keep what those replaced. No journal is made if there is nothing to do.
+
+    Args:
+        actions: From `plan_files`.
+        cells: Gives the cells of a file's space, by path.
+        state: icecore's state directory, for the journal.
+        root: As for `plan_files`.
+        snapshot: Its id, for the journal.
+    """
+
+    def __init__(self, actions: Sequence[Action], cells: Callable[[str], SpaceCells], state: Path, root: str = "", snapshot: str = "") -> None:
+        self._actions = list(actions)
+        self._cells = cells
+        self._state = state
+        self._root = root
+        self._snapshot = snapshot
+        self._files: JobFiles | None = None
+        self._prepared: list[_Prepared] = []
+        self._links: list[Located] = []
+        self._made: list[tuple[Made, Place]] = []
+        self._sealing: Future[None] | None = None
+        self._handed_over = False
+        self.journal: FileJournal | None = None
+        #: What a fetcher is to write before `exchange`.
+        self.targets: list[FileTarget] = []
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self._actions)
+
+    # -- before -------------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Record the changes, make missing directories, and create an empty file beside each one that will be written.
+
+        Raises:
+            RestoreFailed: A directory or file cannot be made.
+            PathRefused: A path leads through a link that others can make.
+        """
+        if not self._actions:
+            return
+        with _failing(f"use {self._root or '/'} as the job's root"):
+            files = self._files = JobFiles(self._root)
+        self.journal = FileJournal.begin(self._state)
+        missing = self._missing_directories(files)
+        planned = [self._planned(number, action) for number, action in enumerate(self._actions)]
+        with _failing(f"write {self.journal.folder}", "free space there"):
+            self.journal.write(record_of(self._snapshot, self._root, planned, missing), durable=False)
+        self._make_directories(files, missing)
+        for action, change in zip(self._actions, planned, strict=True):
+            self._prepare_one(files, action, change)
+        with _failing("read this machine's boot id"):
+            record = record_of(self._snapshot, self._root, [one.change for one in self._located], [made for made, _ in self._made])
+        pool = ThreadPoolExecutor(1, "file-journal")  # the disk works while content is fetched
+        self._sealing = pool.submit(self.journal.write, record, durable=True)
+        pool.shutdown(wait=False)
+
+    @property
+    def _located(self) -> list[Located]:
+        return [*(prepared.located for prepared in self._prepared), *self._links]
+
+    def _missing_directories(self, files: JobFiles) -> list[Made]:
+        """Return the directories to make, outermost first."""
+        missing: dict[str, Made] = {}
+        for action in self._actions:
+            folder, above = os.path.dirname(action.file.path), []
+            while folder not in missing:
+                try:
+                    files.directory(folder)
+                    break
+                except FileNotFoundError:
+                    above.append(Made(os.fsencode(folder), action.file.user, action.file.group))
+                    folder = os.path.dirname(folder)
+                except OSError as error:
+                    raise RestoreFailed(f"cannot use {folder} for {action.file.path}: {error.strerror}") from error
+            missing |= {os.fsdecode(made.path): made for made in reversed(above)}
+        return list(missing.values())
+
+    def _make_directories(self, files: JobFiles, missing: Sequence[Made]) -> None:
+        for made in missing:
+            folder = os.fsdecode(made.path)
+            with _failing(f"make {folder}", "make it, or let the files' owner make it"):
+                for one in files.make_directories(folder, Owner(made.user, made.group)):
+                    self._made.append((msgspec.structs.replace(made, inode=one.inode), one.place))
+
+    def _planned(self, number: int, action: Action) -> Change:
+        """Return the record that is written before anything is made."""
+        file = action.file
+        temporary = f".{os.path.basename(file.path)[:100]}.icecore-{secrets.token_hex(6)}"
+        return Change(
+            kind={"create": "put", "replace": "put", "rewrite": "rewrite", "truncate": "truncate"}[action.kind],  # type: ignore[arg-type]
+            path=os.fsencode(file.path),
+            user=file.user,
+            group=file.group,
+            directory=None,
+            temporary=b"" if action.kind == "truncate" else os.fsencode(temporary),
+            saved=f"{number}.saved" if action.kind in ("rewrite", "truncate") else "",
+            size=file.size if action.kind == "truncate" else 0,
+        )
+
+    def _prepare_one(self, files: JobFiles, action: Action, change: Change) -> None:
+        """Find where the file lies, and create the one that will be written."""
+        file = action.file
+        with _failing(f"prepare {file.path}", "let its owner write there, or use --files leave"):
+            name = same_inode(files.locate, file) if action.kind == "rewrite" else file.path
+            if not name:
+                raise RestoreFailed(f"the other names of {file.path} disappeared while it was being restored", cure="restore again")
+            place = files.locate(name)
+            about = place.stat()
+            if about is not None and not stat.S_ISREG(about.st_mode):
+                raise RestoreFailed(f"{file.path} is no regular file any more", cure="move away what is there now")
+            if about is None and change.saved:  # changed in place
+                raise RestoreFailed(f"{name} disappeared while it was being restored", cure="restore again")
+            where = Inode(place.directory.device, place.directory.inode)
+            old = inode_of(about) if about is not None else None
+            change = msgspec.structs.replace(change, path=os.fsencode(name), directory=where, old=old)
+            if about is not None and not file.inode:  # imported images do not record the owner
+                if about.st_nlink > 1 and not place.directory.root_only:
+                    raise RestoreFailed(f"{name} has other names, and may be another user's file", cure="replace it with a copy of itself")
+                change = msgspec.structs.replace(change, user=about.st_uid, group=about.st_gid)
+            located = Located(change, place)
+            if change.temporary:
+                cells = self._cells(file.path)
+                descriptor = files.create(located.temporary, located.owner)
+                located = replace(located, change=msgspec.structs.replace(change, new=inode_of(os.fstat(descriptor))))
+                self._prepared.append(_Prepared(action, located, descriptor))
+                shown = os.path.join(place.directory.path, located.temporary.name)
+                self.targets.append(FileTarget(shown, file.size, cells, descriptor=descriptor))
+            else:
+                self._prepared.append(_Prepared(action, located))
+            if action.kind == "rewrite":
+                link = Change("link", os.fsencode(file.path), file.user, file.group, where, new=old, source=os.fsencode(name))
+                self._links.append(Located(link, files.locate(file.path)))
+
+    # -- during -------------------------------------------------------------------------------------------------------
+
+    def exchange(self) -> list[str]:
+        """Give the written files their owner, mode, times and place; cut those that only grew.
+
+        Returns:
+            The files that had a set-ID bit, which is not put back.
+
+        Raises:
+            RestoreFailed: A file was replaced meanwhile, or cannot be put back; `abandon` undoes the others.
+        """
+        if self._files is None or self.journal is None or self._sealing is None:
+            return []
+        without_bits = []
+        for prepared in self._prepared:
+            if prepared.descriptor is None:
+                continue
+            with _failing(f"give {prepared.action.file.path} its owner and mode"):
+                if self._files.settle(prepared.descriptor, prepared.action.file):
+                    without_bits.append(prepared.action.file.path)
+        self._close_descriptors()
+        with _failing(f"write {self.journal.folder}", "free space there"):
+            self._sealing.result()
+        for located in self._located:
+            apply(self._files, self.journal, located)
+        return without_bits
+
+    def hand_over(self) -> None:
+        """Record that the job is about to run: its files are its own, and nothing is undone."""
+        if self.journal is not None and not self._handed_over:
+            with _failing(f"write {self.journal.folder}", "free space there"):
+                self.journal.keep()
+            self._handed_over = True
+
+    @property
+    def inodes(self) -> frozenset[Inode]:
+        """Return the restored files that the job must have open."""
+        changes = [located.change for located in self._located]
+        return frozenset(known for change in changes if (known := change.old if change.saved else change.new) is not None)
+
+    # -- after --------------------------------------------------------------------------------------------------------
+
+    def finish(self) -> list[str]:
+        """Remove what was replaced; returns what could not be removed, a sentence each. May be called twice."""
+        if self._files is None or self.journal is None:
+            return []
+        left = finish(self._files, self.journal, self._located)
+        if left:
+            self.journal.close()  # the next command tries again
+        else:
+            self.journal.remove()
+        self._end()
+        return left
+
+    def abandon(self, *, went: bool = False, ran: bool = False) -> list[str]:
+        """The restore failed: undo everything, unless the job may have run. May be called twice.
+
+        Args:
+            went: The job was let go: it may have run and written to its files. What they were before is left and named.
+            ran: It certainly ran: as `finish`.
+
+        Returns:
+            What could not be undone or removed, and where what was replaced is left, a sentence each.
+        """
+        if self._handed_over and ran:
+            return self.finish()
+        left: list[str] = []
+        if self._files is not None and self.journal is not None:
+            if self._sealing is not None:
+                with suppress(OSError):
+                    self._sealing.result()
+            if self._handed_over and went:
+                left = leave_originals(self._files, self.journal, self._located)
+            else:
+                with suppress(OSError):  # the journal goes with it
+                    self.journal.unkeep()
+                left = undo(self._files, self.journal, self._located, self._made)
+            if left:
+                left.append(f"what was saved is in {self.journal.put_aside(left)}")
+            else:
+                self.journal.remove()
+        self._handed_over = False
+        self._end()
+        return left
+
+    def _close_descriptors(self) -> None:
+        for number, prepared in enumerate(self._prepared):
+            if prepared.descriptor is not None:
+                os.close(prepared.descriptor)
+                self._prepared[number] = replace(prepared, descriptor=None)
+
+    def _end(self) -> None:
+        self._close_descriptors()
+        if self._files is not None:
+            self._files.close()
+        self._files = self.journal = None

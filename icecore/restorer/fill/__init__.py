@@ -1,0 +1,1 @@
+"""Filling memory: page faults, and device memory through a file."""

@@ -1,0 +1,1 @@
+"""GPUs of a restore: chosen, and given their memory back."""

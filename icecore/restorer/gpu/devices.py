@@ -1,0 +1,179 @@
+"""The device memory of a restore, which the driver moves on; its rule: all go on together, or none does.
+
+CRIU holds all other threads meanwhile (`icecore.host.cuda.holder`), and what it holds dies with it. The driver moves memory on while that is still being
+fetched: it reads from the lowest address on, and waits in a page fault where it overtakes the fetching, which goes in the same order.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+from functools import partial
+
+from icecore.errors import NotFound, RestoreFailed
+from icecore.events import Sink, phase
+from icecore.host.cuda.api import DeviceError
+from icecore.host.gpu.client import CALL_SECONDS, Helper, start_here
+from icecore.host.gpu.helper import in_parallel
+from icecore.host.kernel import procfs
+from icecore.restorer.fill.filling import Filling
+from icecore.restorer.gpu.gpus import GpuPlan
+from icecore.restorer.guard.guard_process import descendants
+
+_POLL_SECONDS = 0.2
+
+
+class Devices:
+    """The GPU processes of one restore. CUDA begins to be initialised in the helper, which takes a while, when this is made.
+
+    Args:
+        plan: Who they are, and which GPUs they get.
+        word: Shows in the helper's command line.
+        emit: Gets the ``restore.gpu.…`` phases.
+    """
+
+    def __init__(self, plan: GpuPlan, word: str, emit: Sink) -> None:
+        self._plan = plan
+        self._emit = emit
+        self._helper = Helper(start_here, word)
+
+    def close(self) -> None:
+        """End the helper. The tree runs, or is dead."""
+        self._helper.close()
+
+    def holder(self) -> socket.socket:
+        """For the plugin of the CRIU that will hold the tree; to be closed."""
+        return self._helper.holder()
+
+    @property
+    def plan(self) -> GpuPlan:
+        """Who they are, and which GPUs they get."""
+        return self._plan
+
+    def bring_back(
+        self,
+        root: Callable[[], int],
+        sizes: Mapping[int, int],
+        filling: Filling,
+        failure: Callable[[], BaseException | None],
+        end_of_criu: Callable[[], BaseException | None],
+        seconds: float,
+    ) -> bool:
+        """Restore and unlock all, while CRIU holds the tree, which is built; then it goes on.
+
+        Args:
+            root: Gives the tree's first process, host pid, once CRIU holds the tree.
+            sizes: Image id → how many bytes that are.
+            filling: Of the tree.
+            failure: What has broken the restore meanwhile; then this gives up.
+            end_of_criu: Why CRIU has ended meanwhile; then, too.
+            seconds: How long CRIU may take until it holds it.
+
+        Returns:
+            Whether it was done; otherwise CRIU did not come to hold the tree.
+
+        Raises:
+            RestoreFailed: The driver could not; the tree must be killed.
+            MissingTool: There is no driver.
+        """
+        self._helper.wait_ready()
+        # Nobody runs until its pid is known.
+        if not self._held(seconds):
+            return False
+        first = root()
+        pids = host_pids(first, self._plan)
+        try:
+            self._helper.bind([first, *descendants(first)])
+        except DeviceError as error:
+            _check([error], failure, end_of_criu)
+        filling.attach_device_file()
+        failed: list[BaseException] = []
+        lost: list[int] = []
+
+        def one(image: int) -> None:
+            if not self._helper.hold([pids[image]], _POLL_SECONDS):
+                lost.append(image)
+                return
+            future = self._helper.begin_restore(pids[image], self._plan.processes[image])
+            until = time.monotonic() + CALL_SECONDS
+            while not (failure() or end_of_criu()):
+                with suppress(FutureTimeout):
+                    future.result(_POLL_SECONDS)
+                    return
+                if not filling.has_device_memory():  # it waits for the store, which has limits of its own
+                    until = time.monotonic() + CALL_SECONDS
+                elif time.monotonic() > until:
+                    raise RestoreFailed(f"the driver has not restored process {image} within {CALL_SECONDS:.0f} s after all its memory was there")
+
+        def noting(image: int) -> None:
+            try:
+                one(image)
+            except DeviceError as error:
+                failed.append(error if _lives(pids[image]) else RestoreFailed(f"process {image} ended while it was restored"))
+            except BaseException as error:  # noqa: BLE001 - raised once all have ended
+                failed.append(error)
+
+        with phase(self._emit, "restore.gpu.restore", processes=len(pids)) as running:
+            running.bytes = sum(sizes.get(image, 0) for image in pids)
+            in_parallel(partial(noting, image) for image in pids)
+            _check(failed, failure, end_of_criu)
+        if lost:
+            return False
+        filling.check_device_file(pids.values())
+        with phase(self._emit, "restore.gpu.unlock", processes=len(pids)):
+            _check(list(self._helper.unlock(pids.values()).values()), failure, end_of_criu)
+        try:
+            self._helper.go_on()
+        except DeviceError as error:
+            _check([error], failure, end_of_criu)
+        return True
+
+    def _held(self, seconds: float) -> bool:
+        try:
+            return self._helper.hold([], seconds)
+        except DeviceError as error:
+            raise RestoreFailed(f"the driver cannot work: {error.message}", cure=error.cure) from error
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return not procfs.is_zombie(pid)
+    except NotFound:
+        return False
+
+
+def _check(
+    failed: Sequence[BaseException],
+    failure: Callable[[], BaseException | None],
+    end_of_criu: Callable[[], BaseException | None],
+) -> None:
+    """Raise the cause before what follows from it."""
+    first = failure() or next((error for error in failed if not isinstance(error, DeviceError)), None)
+    if first is not None:
+        raise first
+    found = [error for error in failed if isinstance(error, DeviceError)]
+    if found:
+        cures = dict.fromkeys(error.cure for error in found if error.cure)
+        words = "; ".join(error.message for error in found)
+        raise RestoreFailed(f"the driver could not bring device memory back: {words}", cure="; ".join(cures))
+    if (ended := end_of_criu()) is not None:
+        raise ended
+
+
+def host_pids(root: int, plan: GpuPlan) -> dict[int, int]:
+    """Image id → pid here, of a tree's processes.
+
+    Raises:
+        RestoreFailed: A process is not there.
+    """
+    found: dict[int, int] = {}
+    for pid in (root, *descendants(root)):
+        with suppress(NotFound):
+            found[procfs.status(pid).own_pid] = pid
+    missing = [image for image in plan.processes if image not in found]
+    if missing:
+        raise RestoreFailed(f"GPU processes {missing} of the snapshot are not there after CRIU restored it")
+    return {image: found[image] for image in plan.processes}

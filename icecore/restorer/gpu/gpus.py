@@ -1,0 +1,200 @@
+"""Which GPU each process of a snapshot gets on this machine. Pure but for NVML; the rule: a GPU is replaced by one of the same type and at least its memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from icecore.errors import Damaged, RestoreRefused
+from icecore.host.cuda.inventory import Gpu, Inventory
+from icecore.store.format.manifest import Manifest
+
+#: The first driver that restores onto other GPUs.
+_PAIRS_DRIVER = 580
+
+
+@dataclass(frozen=True)
+class GpuPlan:
+    """What the driver is asked to restore.
+
+    Attributes:
+        processes: Image id → pairs of UUIDs, old → new; empty: the same GPUs as before.
+    """
+
+    processes: Mapping[int, Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Old:
+    """A GPU that the job had, as its snapshot tells."""
+
+    uuid: str
+    name: str
+    memory: int
+    used: bool
+
+
+def recorded(manifest: Manifest) -> tuple[str, list[Old], dict[int, list[str]], dict[str, int]]:
+    """What a snapshot says of GPUs.
+
+    Returns:
+        The driver's version, the GPUs, those that each process (by image id) had open, and the bytes used on each.
+
+    Raises:
+        Damaged: It makes no sense.
+    """
+    text = manifest.extra.get("cuda")
+    if text is None:
+        return "", [], {}, {}
+    try:
+        known = json.loads(text)
+        used: dict[str, int] = {}
+        for process in known["processes"].values():
+            for uuid, size in process["contexts"].items():
+                used[str(uuid)] = used.get(uuid, 0) + _bytes(size)
+        devices = [
+            Old(d["uuid"], d["name"], _bytes(int(d["memory"])), d["used"] == "yes")
+            for d in manifest.requirements.devices
+            if d.get("kind") == "cuda"
+        ]
+        processes = {int(number): [str(uuid) for uuid in process["gpus"]] for number, process in known["processes"].items()}
+        return str(known["driver"]), devices, processes, used
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged("manifest", manifest.snapshot, f"its record of GPUs: {type(error).__name__}: {error}") from error
+
+
+def _bytes(value: object) -> int:
+    """A number of bytes.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if not isinstance(value, int) or not 0 <= value < 1 << 56:
+        raise ValueError(f"{str(value)[:40]!r} is not a number of bytes")
+    return value
+
+
+def temporary(manifest: Manifest) -> dict[int, list[tuple[int, int]]]:
+    """Image id of a process → where the driver had device memory in it, (start, end) in address order, as far as it takes that away again.
+
+    Raises:
+        Damaged: It makes no sense.
+    """
+    try:
+        processes = json.loads(manifest.extra.get("cuda", '{"processes": {}}'))["processes"]
+        found = {int(image): [(_bytes(start), _bytes(end)) for start, end in one.get("temporary", ())] for image, one in processes.items()}
+        for ranges in found.values():
+            bounds = [bound for both in ranges for bound in both]
+            if any(after < before for before, after in pairwise(bounds)):
+                raise ValueError("its ranges overlap or are out of order")
+        return found
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged("manifest", manifest.snapshot, f"its record of device memory: {type(error).__name__}: {error}") from error
+
+
+def assign(old: Sequence[Old], here: Sequence[Gpu], wanted: Mapping[str, str]) -> dict[str, str]:
+    """Old UUID → new UUID for every GPU that the job had open; the driver wants all of them named, the used ones and the others.
+
+    Those in ``wanted`` go where they are sent, the others stay where they are if they can, or get one that is left, used ones first.
+
+    Args:
+        wanted: What ``--gpu-map`` says: UUIDs, their beginnings, or numbers (old: in the snapshot's order; new: in this machine's).
+
+    Raises:
+        RestoreRefused: That cannot be done.
+    """
+    new = {gpu.uuid: gpu for gpu in here}
+    out: dict[str, str] = {}
+    for left, right in wanted.items():
+        source = _named(left, [gpu.uuid for gpu in old], "the snapshot")
+        target = _named(right, list(new), "this machine")
+        if source in out or target in out.values():
+            raise RestoreRefused(
+                f"--gpu-map names {left if source in out else right} twice", cure="name every GPU once"
+            )
+        why = _unfit(next(gpu for gpu in old if gpu.uuid == source), new[target])
+        if why:
+            raise RestoreRefused(f"--gpu-map {left}={right}: {why}", cure=_fitting(source, old, here))
+        out[source] = target
+    rest = sorted((gpu for gpu in old if gpu.uuid not in out), key=lambda gpu: not gpu.used)
+    for gpu in rest:
+        if gpu.uuid in new and gpu.uuid not in out.values():
+            out[gpu.uuid] = gpu.uuid
+    for gpu in rest:
+        if gpu.uuid not in out:
+            free = [one for one in here if one.uuid not in out.values() and not _unfit(gpu, one)]
+            if not free:
+                raise RestoreRefused(
+                    f"there is no GPU for {gpu.uuid} ({gpu.name}, {gpu.memory >> 20} MiB), which the job {'used' if gpu.used else 'had open'}",
+                    cure=f"restore it where there are {len(old)} GPUs of that type"
+                    + ("" if gpu.used else "; jobs that are to need fewer are started with CUDA_VISIBLE_DEVICES"),
+                )
+            out[gpu.uuid] = free[0].uuid
+    return out
+
+
+def _named(text: str, uuids: Sequence[str], where: str) -> str:
+    if text.isdecimal() and int(text) < len(uuids):
+        return uuids[int(text)]
+    found = [
+        uuid
+        for uuid in uuids
+        if uuid == text or (text and uuid.removeprefix("GPU-").startswith(text.removeprefix("GPU-")))
+    ]
+    if len(found) != 1:
+        raise RestoreRefused(
+            f"--gpu-map: {text!r} names {'several GPUs' if found else 'no GPU'} of {where}",
+            cure=f"there are {', '.join(uuids) or 'none'}",
+        )
+    return found[0]
+
+
+def _unfit(old: Gpu | Old, new: Gpu) -> str:
+    """Why one cannot take the other's place."""
+    if new.name != old.name:
+        return f"{new.uuid} is a {new.name}, {old.name} is needed"
+    if new.memory < old.memory:
+        return f"{new.uuid} has {new.memory >> 20} MiB, {old.memory >> 20} MiB are needed"
+    return "it is divided (MIG)" if new.mig else ""
+
+
+def _fitting(uuid: str, old: Sequence[Old], here: Sequence[Gpu]) -> str:
+    source = next(gpu for gpu in old if gpu.uuid == uuid)
+    fitting = [gpu.uuid for gpu in here if not _unfit(source, gpu)]
+    return f"{', '.join(fitting)} would do" if fitting else "no GPU of this machine would do"
+
+
+def plan(manifest: Manifest, here: Inventory, wanted: Mapping[str, str]) -> GpuPlan:
+    """The pairs for every process.
+
+    Raises:
+        RestoreRefused: They cannot be had.
+        Damaged: The manifest makes no sense.
+    """
+    _, old, processes, _ = recorded(manifest)
+    chosen = assign(old, here.gpus, wanted)
+    moved = any(source != target for source, target in chosen.items())
+    if moved and here.branch < _PAIRS_DRIVER:
+        raise RestoreRefused(
+            f"driver {here.driver} cannot restore onto other GPUs than {', '.join(chosen)}",
+            cure=f"install driver {_PAIRS_DRIVER} or newer",
+        )
+    pairs = {
+        number: {uuid: chosen[uuid] for uuid in gpus if uuid in chosen} if moved else {}
+        for number, gpus in processes.items()
+    }
+    return GpuPlan(pairs)
+
+
+def needs(manifest: Manifest, here: Inventory, chosen: GpuPlan) -> Iterator[tuple[Gpu, int]]:
+    """Each GPU here and the bytes that the job will take on it."""
+    _, _, _, used = recorded(manifest)
+    pairs: dict[str, str] = {}
+    for own in chosen.processes.values():
+        pairs |= own
+    for uuid, size in used.items():
+        gpu = here.gpu(pairs.get(uuid, uuid))
+        if gpu is not None:
+            yield gpu, size

@@ -1,0 +1,407 @@
+"""Resident device memory of a restore: filled from the store by a GPU worker while CRIU brings the processes up, then mapped by them; the rule: a process
+runs once all of its memory is there and verified, or it does not run.
+
+It comes through `icecore.restorer.gpu.resident_filling`, with placers where the repository is a directory and there are cores for them.
+
+With ``from_resident`` the memory is the keeper's, still held on the GPUs since the processes ended: its fingerprints are compared with the snapshot's, and only
+cells that differ are fetched. What the keeper holds beside what the snapshot has is let go of first; what it does not hold is new, and fetched.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from icecore.errors import (
+    Damaged,
+    FormatTooNew,
+    IcecoreError,
+    NotFound,
+    RestoreFailed,
+    RestoreRefused,
+    StoreError,
+)
+from icecore.events import Sink, phase
+from icecore.host.gpu.working import HostRegion, Worker, WorkerFailed
+from icecore.host.kernel.limits import raise_descriptor_limit
+from icecore.host.resident.client import Agent, Keeper, ResidentFailed
+from icecore.host.resident.keeper import make_place, start_keeper
+from icecore.host.resident.protocol import Allocation
+from icecore.host.resident.sharing import repeated
+from icecore.restorer.fetch.fetcher import Fetcher, Limits
+from icecore.restorer.gpu.gpus import GpuPlan
+from icecore.restorer.gpu.resident_filling import Filling, Wanted, region_for
+from icecore.restorer.gpu.resident_record import Recorded, recorded
+from icecore.restorer.place.placers import Placers
+from icecore.restorer.plan.cells import SpaceCells, space_cells
+from icecore.store.format.cell import CELL, CELL_BYTES, Records
+from icecore.store.format.fingerprints import (
+    Fingerprints,
+    decode_fingerprints,
+    fingerprint_bytes,
+    fingerprint_seed,
+)
+from icecore.store.format.hints import decode_hints, limited
+from icecore.store.format.manifest import Space, cells_of
+from icecore.store.log.repository import Repository
+from icecore.store.runtime.loop import LoopThread
+from icecore.store.snapshot.reader import SnapshotReader
+
+_POLL_SECONDS = 0.2
+#: How often processes that wait for their memory are told to go on waiting, and how long they do without being told.
+_HOLD_SECONDS = 2.0
+_LEASE_SECONDS = 60.0
+#: That the worker is there once its work is done.
+_LINGER_SECONDS = 0.3
+
+
+@dataclass
+class _Piece:
+    """One allocation: the worker's number for it, the GPU that it is on now, and a descriptor of it; ``held``: it has been there before."""
+
+    process: int
+    about: Recorded
+    device: str
+    handle: int
+    descriptor: int = -1
+    held: bool = False
+
+
+class Resident:
+    """The resident memory of one restore; it begins to come when this is made. Close it in the end, once `map` is done or the tree is dead.
+
+    Args:
+        repository, loop, reader: Where the snapshot is.
+        limits: Threads, memory, patience.
+        gpus: Which GPU each process gets.
+        place: The directory of keeper and agents, as this machine sees it; made where it is missing.
+        held: The directory of the keeper that has the memory; None: nobody has.
+        placers: Starts processes that place so many bytes, if they pay.
+        word: Shows in the worker's command line.
+        emit: Gets the ``restore.resident.…`` phases.
+    """
+
+    def __init__(
+        self,
+        repository: Repository,
+        loop: LoopThread,
+        reader: SnapshotReader,
+        limits: Limits,
+        gpus: GpuPlan,
+        place: Path,
+        *,
+        held: Path | None,
+        placers: Callable[[int], Placers | None],
+        word: str,
+        emit: Sink,
+    ) -> None:
+        raise_descriptor_limit()  # one for each allocation
+        self._repository, self._loop, self._reader, self._limits = repository, loop, reader, limits
+        self._emit = emit
+        self._place = place
+        self._held = held is not None
+        self._holder = Keeper(held) if held is not None else None
+        self._elsewhere = held is not None and held != place
+        _, self._processes = recorded(reader.manifest)
+        self._pieces = self._assign(gpus)
+        try:
+            self._have_keeper()
+            self._worker = Worker(word)
+        except BaseException:
+            self._close_descriptors()
+            raise
+        self._start_placers = placers
+        self._placers: Placers | None = None
+        self._region: HostRegion | None = None
+        self._filling: Filling | None = None
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._bring, name="resident", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the worker, which lets go of what nobody has mapped. May be called twice."""
+        if self._filling is not None:
+            self._filling.give_up()
+        self._worker.close()
+        self._thread.join()
+        if self._filling is not None:
+            self._filling.stop()
+        if self._placers is not None:
+            with suppress(RestoreFailed):  # one that had to be killed: nobody waits for what it was at
+                self._placers.close()
+        self._close_descriptors()
+        if self._region is not None:
+            self._region.close()
+            self._region = None
+
+    def map(self, pids: Mapping[int, int], failure: Callable[[], BaseException | None]) -> None:
+        """Wait until all is there, and have each process map it and run. The driver has unlocked them.
+
+        Args:
+            pids: Image id → pid here.
+            failure: What has broken the restore meanwhile; then this gives up.
+
+        Raises:
+            RestoreFailed, StoreError, Damaged: It cannot be; the tree must be killed.
+        """
+        agents = {image: Agent(self._place, image, tracee=pids[image]) for image in self._processes}
+        held = 0.0
+        while self._thread.is_alive():
+            if time.monotonic() - held > _HOLD_SECONDS:
+                held = time.monotonic()
+                for agent in agents.values():
+                    # Else a process would take what its keeper has of its memory, filled or not, and run. Who cannot be asked now is asked again.
+                    with suppress(IcecoreError):
+                        agent.hold(_LEASE_SECONDS)
+            self._thread.join(_POLL_SECONDS)
+            broken = failure()
+            if broken is not None:
+                raise broken
+        if self._failure is not None:
+            raise _explained(self._failure)
+        with phase(self._emit, "restore.resident.map", processes=len(self._processes)):
+            try:
+                for image, agent in agents.items():
+                    agent.map(self._descriptors(image))
+                for agent in agents.values():
+                    agent.go()
+                with suppress(WorkerFailed):  # its work is done: they run
+                    self._worker.linger(_LINGER_SECONDS)
+                if self._holder is not None and self._elsewhere:
+                    for process in self._processes.values():  # the instance's own keeper has it now
+                        with suppress(NotFound):  # that one has ended, and let go of all
+                            self._holder.forget(process.token)
+            except IcecoreError as error:
+                raise RestoreFailed(f"resident memory could not be mapped: {error.message}", cure=error.cure) from error
+
+    def outlive(self, init: int, status: Path) -> None:
+        """They run: from now on their memory outlives them, unless they end well (`Keeper.keep`).
+
+        Raises:
+            NotFound, ResidentFailed, OSError: It does not.
+        """
+        for process in self._processes.values():
+            Keeper(self._place).keep(process.token, init, status)
+
+    # -- within
+
+    def _descriptors(self, image: int) -> dict[int, int]:
+        """What a process maps, by its identities: of memory that several have, each gets a duplicate of one descriptor, as it was."""
+        found = {(piece.process, piece.about.identity): piece.descriptor for piece in self._pieces}
+        own = {identity: descriptor for (process, identity), descriptor in found.items() if process == image}
+        return own | {identity: found[owner] for identity, owner in self._processes[image].imports.items()}
+
+    def _assign(self, gpus: GpuPlan) -> list[_Piece]:
+        pieces: list[_Piece] = []
+        for image, process in self._processes.items():
+            pairs = gpus.processes.get(image, {})
+            for one in process.allocations:
+                pieces.append(_Piece(image, one, pairs.get(one.device, one.device), len(pieces)))
+        return pieces
+
+    def _have_keeper(self) -> None:
+        make_place(self._place)
+        keeper = start_keeper(self._place)
+        if self._holder is not None:
+            self._take(self._holder)
+            return
+        # What it kept of these would be mapped, were the restore to take longer than an agent waits.
+        tokens = {process.token for process in self._processes.values()}
+        for known in keeper.processes():
+            if known.token in tokens and not known.alive:
+                keeper.forget(known.token)
+
+    def _take(self, keeper: Keeper) -> None:
+        """Descriptors of what the keeper holds; what else it holds of processes that have ended it lets go of.
+
+        Raises:
+            RestoreRefused: It does not hold memory where it shall be.
+        """
+        found: list[tuple[_Piece, Allocation]] = []
+        spare: dict[bytes, list[int]] = {}
+        with ExitStack() as stack:
+            stack.callback(self._close_descriptors)
+            for image, process in self._processes.items():
+                own = {piece.about.identity: piece for piece in self._pieces if piece.process == image}
+                for one, descriptor in keeper.take(process.token):
+                    piece = own.get(one.identity)
+                    if piece is None or (one.address, one.size) != (piece.about.address, piece.about.size):
+                        os.close(descriptor)
+                        spare.setdefault(process.token, []).append(one.identity)
+                        continue
+                    piece.descriptor, piece.held = descriptor, True
+                    found.append((piece, one))
+            for piece, one in found:
+                if one.device != piece.device:
+                    message = f"memory of process {piece.process} is held on {one.device}, not on {piece.device}"
+                    raise RestoreRefused(message, cure="restore without --from-resident: all is fetched then")
+            # Since the snapshot, or on another way from there, one may have come to have another's.
+            for number in repeated([(one, piece.descriptor) for piece, one in found]):
+                piece = found[number][0]
+                os.close(piece.descriptor)
+                piece.descriptor, piece.held = -1, False
+            stack.pop_all()
+        with suppress(ResidentFailed):  # an older keeper: it lets go once the processes are back
+            for token, identities in spare.items():
+                keeper.drop(token, identities)
+        tokens = {process.token for process in self._processes.values()}
+        for known in keeper.processes():
+            if known.token not in tokens and not known.alive:
+                keeper.forget(known.token)
+
+    def _close_descriptors(self) -> None:
+        for piece in self._pieces:
+            if piece.descriptor >= 0:
+                os.close(piece.descriptor)
+            piece.descriptor, piece.held = -1, False
+
+    def _by_device(self) -> dict[str, list[_Piece]]:
+        found: dict[str, list[_Piece]] = {}
+        for piece in self._pieces:
+            found.setdefault(piece.device, []).append(piece)
+        return found
+
+    def _bring(self) -> None:
+        try:
+            by_device = self._by_device()
+            if not by_device:
+                return
+            with phase(self._emit, "restore.resident.prepare"):
+                filling = self._filling_of(by_device)
+            with phase(self._emit, "restore.resident.memory") as running:
+                filling.run(running.progress)
+                if self._placers is not None:
+                    self._placers.close()
+                spent = filling.spent
+                running.bytes = spent.produced
+                running.fields.update(
+                    fetched=spent.cells,
+                    redone=spent.redone,
+                    placers=filling.placers,
+                    digested=filling.digested,
+                    read_thread_seconds=spent.read,
+                    decode_thread_seconds=spent.decode,
+                    sink_thread_seconds=spent.sink,
+                )
+        except BaseException as error:  # noqa: BLE001 - raised by whoever waits
+            self._failure = error
+
+    def _filling_of(self, by_device: Mapping[str, list[_Piece]]) -> Filling:
+        """Have memory on the GPUs, and all ready to fill it."""
+        devices, digests = list(by_device), list[Future[Any]]()
+        with ThreadPoolExecutor(2 + len(devices), "resident") as pool:
+            if not self._held:  # what needs no GPU, while the worker starts
+                self._placers = self._start_placers(sum(piece.about.size for piece in self._pieces))
+                region, wanted = pool.submit(self._have_region), pool.submit(self._wanted, devices)
+            self._worker.begin(devices, fingerprints=self._held)
+            if self._placers is not None:
+                digests = self._worker.prepare_digests(devices)
+            list(pool.map(self._have, devices, by_device.values()))
+            if self._held:
+                wanted = pool.submit(self._wanted, devices)
+                self._placers = self._start_placers(len(wanted.result().records) * CELL_BYTES)
+                if self._placers is not None:
+                    digests = self._worker.prepare_digests(devices)
+                region = pool.submit(self._have_region)
+            self._worker.take_host(region.result(), devices[0])
+            filling = Filling(wanted.result(), self._worker, region.result(), partial(self._fetcher, wanted.result()))
+        if self._placers is not None:
+            filling.hand_out(self._placers, digests, bytes(self._repository.keys.chunk))
+        self._filling = filling
+        return filling
+
+    def _have_region(self) -> HostRegion:
+        self._region = region_for(self._placers)
+        return self._region
+
+    def _fetcher(self, wanted: Wanted, place: Callable[[int, memoryview], None]) -> Fetcher:
+        return Fetcher(self._repository.backend, self._reader, wanted.records, place, self._limits, self._loop, failed=lambda _: None)
+
+    def _have(self, device: str, pieces: Sequence[_Piece]) -> None:
+        there, new = [piece for piece in pieces if piece.held], [piece for piece in pieces if not piece.held]
+        if there:
+            sizes, descriptors = [piece.about.size for piece in there], [piece.descriptor for piece in there]
+            self._worker.map(device, [piece.handle for piece in there], sizes, descriptors)
+        made = self._worker.allocate(device, [piece.handle for piece in new], [piece.about.size for piece in new]) if new else []
+        for piece, descriptor in zip(new, made, strict=True):
+            piece.descriptor = descriptor
+
+    def _cells(self, space: Space) -> SpaceCells:
+        return space_cells(space.regions, self._reader.records(space))
+
+    def _wanted(self, devices: Sequence[str]) -> Wanted:
+        """What is not there."""
+        tables: list[Records] = []
+        device: list[int] = []
+        handle: list[int] = []
+        offset: list[int] = []
+        seed, known = self._fingerprints() if self._held else (0, {})
+        for space in (s for s in self._reader.manifest.spaces if s.kind == "device" and int(s.key) in self._processes):
+            image, cells = int(space.key), self._cells(space)
+            own = {piece.about.address: piece for piece in self._pieces if piece.process == image}
+            starts = np.array(sorted(own), np.uint64)
+            complete = len(cells) == sum(piece.about.size for piece in own.values()) // CELL_BYTES
+            if not complete:
+                raise Damaged("map", "of a space", f"device {space.key} lacks cells")
+            wanted = self._differing(own, cells, seed, known.get(f"device:{space.key}")) if self._held else cells.records["data"].any(axis=1)
+            rows = np.flatnonzero(wanted)
+            pieces = [own[start] for start in starts.tolist()]
+            at = np.searchsorted(starts, cells.base[rows], side="right") - 1
+            device.extend(np.array([devices.index(piece.device) for piece in pieces], np.int64)[at].tolist())
+            handle.extend(np.array([piece.handle for piece in pieces], np.int64)[at].tolist())
+            offset.extend((cells.base[rows] - starts[at]).tolist())
+            tables.append(cells.records[rows])
+        return Wanted(np.concatenate(tables) if tables else np.empty(0, CELL), devices, device, handle, offset)
+
+    # -- memory that is still held
+
+    def _fingerprints(self) -> tuple[int, dict[str, Fingerprints]]:
+        """The lineage's seed and the snapshot's fingerprints; without these everything is fetched."""
+        manifest, keys = self._reader.manifest, self._repository.keys
+        seed = fingerprint_seed(keys, manifest.lineage)
+        with suppress(Damaged, FormatTooNew, StoreError):
+            if manifest.hints:
+                limit = fingerprint_bytes(cells_of(manifest), len(manifest.spaces))
+                kind = limited(limit)
+                data = self._loop.run(self._repository.backend.get(manifest.hints, limit=kind.object_limit))
+                body = decode_hints(manifest.hints, data, keys.hints, bytes.fromhex(manifest.hints_digest), kind=kind)
+                return seed, decode_fingerprints(body, limit)
+        return seed, {}
+
+    def _differing(
+        self,
+        own: Mapping[int, _Piece],
+        cells: SpaceCells,
+        seed: int,
+        known: Fingerprints | None,
+    ) -> npt.NDArray[np.bool_]:
+        """Which cells are not as the snapshot has them. New memory is zeros."""
+        differing = np.array(cells.records["data"].any(axis=1), np.bool_)
+        if known is None or len(known.key) != len(cells) or (known.key != cells.base).any():
+            return np.ones(len(cells), np.bool_)
+        there = known.fingerprint.view(np.uint64).reshape(-1, 2)
+        for piece in (piece for piece in own.values() if piece.held):
+            words = self._worker.fingerprints(piece.device, [piece.handle], seed)
+            first = int(np.searchsorted(cells.base, np.uint64(piece.about.address)))
+            differing[first : first + len(words)] = (there[first : first + len(words)] != words).any(axis=1)
+        return differing
+
+
+def _explained(error: BaseException) -> BaseException:
+    if isinstance(error, WorkerFailed) or not isinstance(error, IcecoreError):
+        message, cure = getattr(error, "message", f"{type(error).__name__}: {error}"), getattr(error, "cure", "")
+        made = RestoreFailed(f"resident memory could not be brought back: {message}", cure=cure)
+        made.__cause__ = error
+        return made
+    return error

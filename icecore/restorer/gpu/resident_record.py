@@ -1,0 +1,111 @@
+"""What a snapshot says of resident device memory; rule: what makes no sense is refused before anything is started."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from icecore.errors import Damaged
+from icecore.store.format.cell import CELL_BYTES
+from icecore.store.format.manifest import Manifest
+from icecore.store.format.manifest_rules import is_path
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One allocation as the snapshot has it: as `icecore.host.resident.protocol.Allocation`."""
+
+    identity: int
+    address: int
+    size: int
+    requested: int
+    device: str
+    ordinal: int
+
+
+@dataclass(frozen=True)
+class RecordedProcess:
+    """One process's.
+
+    Attributes:
+        token: Names it through checkpoint and restore.
+        imports: Allocations that are the memory of others: its identity for each → (image id, identity there).
+    """
+
+    token: bytes
+    allocations: list[Recorded]
+    imports: dict[int, tuple[int, int]]
+
+
+def recorded(manifest: Manifest) -> tuple[str, dict[int, RecordedProcess]]:
+    """What a snapshot says of resident memory: the directory as the job has it, and each process by image id.
+
+    Raises:
+        Damaged: It makes no sense.
+    """
+    text = manifest.extra.get("resident")
+    if text is None:
+        return "", {}
+    try:
+        known = json.loads(text)
+        directory = str(known["directory"])
+        processes = {
+            int(image): RecordedProcess(
+                bytes.fromhex(about["token"]),
+                [Recorded(*(of(one) for of, one in zip(_FIELDS, row, strict=True))) for row in about["allocations"]],
+                {_number(identity): (int(owner), _number(there)) for identity, owner, there in about.get("imports", [])},
+            )
+            for image, about in known["processes"].items()
+        }
+        if not is_path(directory):
+            raise ValueError("its directory has no path")
+        spaces = {int(space.key): space for space in manifest.spaces if space.kind == "device"}
+        for image, process in processes.items():
+            regions = [(region.start, region.length) for region in spaces[image].regions]
+            if regions != [(one.address, one.size) for one in process.allocations]:
+                raise ValueError(f"the allocations of process {image} are not its regions")
+            if any(one.size % CELL_BYTES or one.address % CELL_BYTES for one in process.allocations):
+                raise ValueError("an allocation does not consist of whole cells")
+        there = {(image, one.identity) for image, process in processes.items() for one in process.allocations}
+        if not there.issuperset(owner for process in processes.values() for owner in process.imports.values()):
+            raise ValueError("a process has memory of another that is not there")
+        return directory, processes
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged("manifest", manifest.snapshot, f"its record of resident memory: {type(error).__name__}: {error}") from error
+
+
+def left_to_driver(manifest: Manifest) -> dict[str, int]:
+    """What the preloads of its processes had left to the driver (docs/format.md); nothing where it does not say, or makes no sense: nothing depends on it."""
+    total: Counter[str] = Counter()
+    with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        for about in json.loads(manifest.extra["resident"])["processes"].values():
+            total.update({str(name): _number(some) for name, some in about.get("left", {}).items()})
+    return dict(total)
+
+
+def outlives(manifest: Manifest) -> bool:
+    """Whether resident memory is to outlive the job where it breaks off; of a manifest that `recorded` has understood."""
+    return bool(json.loads(manifest.extra.get("resident", "{}")).get("outlives"))
+
+
+def resident_bytes(manifest: Manifest) -> int:
+    """What the processes have mapped of it: it goes neither into host memory nor through page faults."""
+    return sum(region.length for space in manifest.spaces if space.kind == "device" for region in space.regions)
+
+
+def _number(value: object) -> int:
+    """A number of 64 bits.
+
+    Raises:
+        ValueError: It is none.
+    """
+    if not isinstance(value, int) or not 0 <= value < 1 << 64:
+        raise ValueError(f"{str(value)[:40]!r} is not a 64-bit number")
+    return value
+
+
+_FIELDS: tuple[Callable[[Any], Any], ...] = (_number, _number, _number, _number, str, _number)

@@ -1,0 +1,1 @@
+"""The process that outlives the restorer and kills a tree that is not complete."""

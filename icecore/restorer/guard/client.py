@@ -1,0 +1,182 @@
+"""The restorer's side of its guard process (`icecore.restorer.guard.guard_process`): it starts CRIU there, hears of its
+tasks, and asks for events. One thread receives; any thread may send."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from icecore.errors import RestoreFailed
+from icecore.restorer.guard import guard_process
+
+MORE_DESCRIPTORS = "raise the hard limit on open files (ulimit -Hn)"
+
+
+class GuardLost(RestoreFailed):
+    """The guard process itself died."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """What the guard said.
+
+    Attributes:
+        say: ``ready``, ``started`` (CRIU runs), ``task`` (a process and its userfaultfd), ``restored`` (CRIU built the
+            tree), ``ended`` (CRIU ended), ``exited`` (a process of the tree ended), ``events`` or ``killed``.
+        about: The fields of the message.
+        data: The raw events of ``events``.
+        descriptors: Descriptors that came with it; whoever takes the message owns them.
+    """
+
+    say: str
+    about: dict[str, object]
+    data: bytes
+    descriptors: list[int]
+
+    def number(self, field: str) -> int:
+        """A field that is a number."""
+        value = self.about[field]
+        if not isinstance(value, int):
+            raise GuardLost(f"the restore's guard said {self.about}")
+        return value
+
+
+class Guard:
+    """A running guard process.
+
+    Args:
+        workdir: CRIU's working directory on tmpfs.
+        temporary: The directory that the guard removes when it has to kill the tree because the restorer died.
+        lock: Descriptor that the guard inherits, because it says that ``temporary`` is in use (`icecore.host.workdir`); -1: there is none.
+    """
+
+    def __init__(self, workdir: str, temporary: str, *, lock: int = -1) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        script = str(Path(guard_process.__file__))
+        with theirs, open(os.path.join(workdir, "guard.output"), "wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-X", "utf8", script, str(theirs.fileno()), workdir, temporary, str(lock)],
+                pass_fds=[theirs.fileno(), *([lock] if lock >= 0 else [])],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        self._socket = ours
+        self._waiting: deque[Message] = deque()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the guard: the tree's processes are its descendants."""
+        return self._process.pid
+
+    def fileno(self) -> int:
+        """The socket's descriptor, to be polled for messages."""
+        return self._socket.fileno()
+
+    def run(
+        self, argv: Sequence[str], descriptors: Sequence[int] = (), environment: Mapping[str, str] | None = None
+    ) -> None:
+        """Start CRIU. It inherits ``descriptors`` under the numbers that they have here, and has ``environment`` beside the guard's."""
+        own = dict(environment or {})
+        self._send({"do": "run", "argv": list(argv), "numbers": list(descriptors), "environment": own}, descriptors)
+
+    def undo_with(self, argv: Sequence[str], journal: Path) -> None:
+        """Name the command that undoes what the restore does to files. It runs when the tree was killed and ``journal`` is still there."""
+        self._send({"do": "undo", "argv": list(argv), "journal": str(journal)})
+
+    def kill(self) -> None:
+        """Ask for the end of CRIU and the tree; ``killed`` is said when nothing is left."""
+        self._send({"do": "kill"})
+
+    def release(self, *, stay: bool) -> None:
+        """All memory is there: the guard's descriptors close, and from now on the tree lives whatever happens to us.
+
+        Args:
+            stay: Remain the tree's parent and say how its processes end.
+        """
+        self._send({"do": "release", "stay": stay})
+
+    def close_descriptor(self, keep: int) -> None:
+        """Close the guard's copy of one userfaultfd; its memory is complete, or its process is gone."""
+        self._send({"do": "close", "keep": keep})
+
+    def read_events(self, keep: int, seconds: float) -> Message:
+        """Have the events of a descriptor read; other messages that come before the answer wait for `receive`.
+
+        The caller holds the write lock of the address map that belongs to the descriptor.
+        """
+        self._send({"do": "read", "keep": keep})
+        while True:
+            message = self._receive(seconds)
+            if message.say == "events" and message.about["keep"] == keep:
+                return message
+            self._waiting.append(message)
+
+    def receive(self, seconds: float) -> Message | None:
+        """The next message; None when none came in that time."""
+        if self._waiting:
+            return self._waiting.popleft()
+        try:
+            return self._receive(seconds)
+        except TimeoutError:
+            return None
+
+    def waiting(self) -> bool:
+        """Whether `receive` has a message that polling the socket would not show."""
+        return bool(self._waiting)
+
+    def end(self, seconds: float) -> None:
+        """Hang up and wait for the guard's end. Before `release` this kills the tree."""
+        self._socket.close()
+        for message in self._waiting:
+            for descriptor in message.descriptors:
+                os.close(descriptor)
+        self._waiting.clear()
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise RestoreFailed(
+                f"the restore's guard {self.pid} has not ended within {seconds:.0f} s",
+                cure="look at its children with 'ps'",
+            ) from None
+
+    def _send(self, request: dict[str, object], descriptors: Sequence[int] = ()) -> None:
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+        try:
+            self._socket.sendmsg([json.dumps(request).encode()], ancillary)
+        except OSError as error:
+            raise GuardLost(f"the restore's guard process died: {error}") from error
+
+    def _receive(self, seconds: float) -> Message:
+        self._socket.settimeout(seconds)
+        try:
+            payload, descriptors, flags, _ = socket.recv_fds(
+                self._socket, guard_process.MAX_MESSAGE, guard_process.MAX_EVENTS, socket.MSG_CMSG_CLOEXEC
+            )
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise GuardLost(f"the restore's guard process died: {error}") from error
+        finally:
+            with contextlib.suppress(OSError):
+                self._socket.settimeout(None)
+        if not payload:
+            raise GuardLost("the restore's guard process died")
+        if flags & socket.MSG_CTRUNC:
+            # Whose they were nobody can tell any more: that memory would never come.
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise RestoreFailed("this process cannot have the userfaultfd of another process: too many open files", cure=MORE_DESCRIPTORS)
+        text, _, data = payload.partition(b"\0")
+        about = json.loads(text)
+        return Message(about["say"], about, data, descriptors)

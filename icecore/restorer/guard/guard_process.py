@@ -1,0 +1,330 @@
+"""The guard process of a restore: it holds the first copy of every userfaultfd and is the parent of CRIU and of the
+restored tree. Its rule: while memory is missing, whoever asked for the restore may die at any instant and no process
+of the tree runs on zeros: the tree is killed first, the descriptors close afterwards.
+
+For that it is the server of CRIU's lazy-pages.socket, and it alone reads the descriptors' events: a child's descriptor
+is born in the process that reads of the fork. The restorer holds duplicates and tells it when to read, because it must
+hold its lock on the address map at that moment (see `icecore.restorer.fill.daemon`).
+
+Run by its path under ``python -I -S`` and made of the standard library alone: it starts in a few milliseconds.
+Arguments: the number of its end of a SOCK_SEQPACKET socket pair, CRIU's working directory, which becomes its own, and the
+directory to remove when the restorer dies before the tree is complete, and the number of a descriptor
+that it only holds, the lock of that directory (-1: none).
+What undoes the restore's changes of files is a command that the restorer names (``undo``) before it makes them.
+A message is one JSON object, for ``read`` followed by a zero byte and the events as the kernel gave them.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator
+
+LAZY_SOCKET = "lazy-pages.socket"
+RESTORE_FINISHED = 0x52535446
+EVENT_BYTES = 32
+EVENT_FORK = 0x13
+MAX_EVENTS = 64
+MAX_MESSAGE = 1 << 18
+_PR_SET_CHILD_SUBREAPER = 36
+_OOM_SCORE = "/proc/self/oom_score_adj"
+#: What this process has (the OOM killer never chooses it), and what CRIU starts with: it sets that of a task only where the snapshot says anything but 0.
+_PROTECTED, _ORDINARY = -1000, 0
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+@contextlib.contextmanager
+def ordinary_oom_score(before: int) -> Iterator[None]:
+    """Within, this process has the ``oom_score_adj`` with which CRIU starts, as far as the kernel permits it; afterwards it is protected, or has ``before``."""
+    set_oom_score(_ORDINARY)
+    try:
+        yield
+    finally:
+        protect(before)
+
+
+def protect(otherwise: int) -> int:
+    """Keep the OOM killer from choosing this process; where the kernel refuses, have ``otherwise``. Return what it has."""
+    if not set_oom_score(_PROTECTED):
+        set_oom_score(otherwise)
+    return oom_score()
+
+
+def oom_score() -> int:
+    """Return the ``oom_score_adj`` of this process."""
+    with open(_OOM_SCORE, encoding="ascii") as file:
+        return int(file.read())
+
+
+def set_oom_score(wanted: int) -> bool:
+    """Set the ``oom_score_adj`` of this process (as `icecore.host.kernel.oom`, which cannot be imported here); False: the kernel refuses."""
+    try:
+        with open(_OOM_SCORE, "w", encoding="ascii") as file:
+            file.write(str(wanted))
+    except PermissionError:
+        return False
+    return True
+
+
+def descendants(root: int) -> list[int]:
+    """All processes below ``root``, parents before children."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    # The command in parentheses may contain anything; state and parent follow its last parenthesis.
+                    parent = int(file.read().rpartition(b")")[2].split()[1])
+            except (OSError, IndexError, ValueError):
+                continue  # it ended while we looked
+            children.setdefault(parent, []).append(int(name))
+    found: list[int] = []
+    pending = [root]
+    while pending:
+        below = children.get(pending.pop(), [])
+        found.extend(below)
+        pending.extend(below)
+    return found
+
+
+class Guard:
+    """The guard's loop and state."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self.control = control
+        # One for each process and each child that is forked, and those for CRIU; CRIU itself gets the limit that we were given.
+        self.soft_limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.bind(LAZY_SOCKET)
+        self.listener.listen(1)
+        self.criu_connection: socket.socket | None = None
+        self.kept: dict[int, int] = {}
+        self.next_kept = 0
+        self.criu = 0
+        self.released = False
+        self.alone = False
+        self.undo: list[str] = []
+        self.journal = ""
+        self.child_ended, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        self.poll = select.poll()
+        for descriptor in (control.fileno(), self.listener.fileno(), self.child_ended):
+            self.poll.register(descriptor, select.POLLIN)
+
+    def say(self, message: dict[str, object], data: bytes = b"", descriptors: list[int] | None = None) -> None:
+        payload = json.dumps(message).encode() + (b"\0" + data if data else b"")
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+        try:
+            self.control.sendmsg([payload], ancillary)
+        except OSError:
+            self.alone = True
+
+    def serve(self) -> None:
+        """Work until released, or until the restorer is gone: then kill the tree, unless it was released."""
+        self.say({"say": "ready"})
+        while not self.alone:
+            for descriptor, _ in self.poll.poll():
+                if descriptor == self.child_ended:
+                    self.reap()
+                elif descriptor == self.listener.fileno():
+                    self.accept()
+                elif self.criu_connection is not None and descriptor == self.criu_connection.fileno():
+                    self.hear_criu()
+                elif descriptor == self.control.fileno() and not self.obey():
+                    return
+
+    def obey(self) -> bool:
+        """One request of the restorer; false when there is nothing left to do."""
+        try:
+            message, descriptors, _, _ = socket.recv_fds(self.control, MAX_MESSAGE, MAX_EVENTS, socket.MSG_CMSG_CLOEXEC)
+        except OSError:
+            message, descriptors = b"", []
+        if not message:
+            self.alone = True
+            return False
+        request = json.loads(message)
+        what = request["do"]
+        if what == "read":
+            self.read_events(request["keep"])
+        elif what == "close":
+            os.close(self.kept.pop(request["keep"]))
+        elif what == "run":
+            self.run(request["argv"], descriptors, request["numbers"], request["environment"])
+        elif what == "undo":
+            self.undo, self.journal = request["argv"], request["journal"]
+        elif what == "kill":
+            self.kill_tree()
+            self.say({"say": "killed"})
+        elif what == "release":
+            self.close_all()
+            self.released = True
+            return bool(request["stay"])
+        return True
+
+    def run(self, argv: list[str], descriptors: list[int], numbers: list[int], environment: dict[str, str]) -> None:
+        """Start CRIU, with the descriptors that came along under the given numbers."""
+        # First out of the way of all those numbers, so that no descriptor is overwritten before it is placed.
+        above = max(numbers, default=2) + 1
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        ours = list(descriptors)
+        try:
+            ours += (moved := [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, above) for descriptor in descriptors])
+            ours.append(output := os.open("restore.log.stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
+            # As it would be without us; but it cannot be given descriptors above its limit.
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(self.soft_limit, *(one + 1 for one in ours)), hard))
+            # The tree inherits it from CRIU, with the minimum to which it may lower it: a job must not end up protected.
+            with ordinary_oom_score(oom_score()):
+                self.criu = os.posix_spawn(
+                    argv[0],
+                    argv,
+                    {**os.environ, **environment},
+                    file_actions=[
+                        (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+                        (os.POSIX_SPAWN_DUP2, output, 1),
+                        (os.POSIX_SPAWN_DUP2, output, 2),
+                        *((os.POSIX_SPAWN_DUP2, old, new) for old, new in zip(moved, numbers, strict=True)),
+                    ],
+                    setsigdef=[*_IGNORED, signal.SIGCHLD, signal.SIGPIPE],
+                    setsigmask=[],
+                )
+            self.say({"say": "started", "pid": self.criu})
+        except (OSError, ValueError) as error:  # ValueError: a number above the hard limit, or a descriptor that did not arrive
+            self.say({"say": "ended", "status": 127, "why": str(error)})
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            for descriptor in ours:
+                os.close(descriptor)
+
+    def accept(self) -> None:
+        self.criu_connection, _ = self.listener.accept()
+        self.poll.unregister(self.listener.fileno())
+        self.listener.close()
+        os.unlink(LAZY_SOCKET)
+        self.poll.register(self.criu_connection.fileno(), select.POLLIN)
+
+    def hear_criu(self) -> None:
+        """One word of CRIU: a task's id and then its userfaultfd, or the end of its part."""
+        assert self.criu_connection is not None
+        word = self.criu_connection.recv(4, socket.MSG_WAITALL)
+        if len(word) < 4:
+            self.poll.unregister(self.criu_connection.fileno())
+            self.criu_connection.close()
+            self.criu_connection = None
+            return
+        (number,) = struct.unpack("<i", word)
+        if number == RESTORE_FINISHED:
+            self.say({"say": "restored"})
+        elif number >= 0:  # the id of a zombie, which has no memory, is negative
+            _, descriptors, flags, _ = socket.recv_fds(self.criu_connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+            if descriptors:
+                self.say({"say": "task", "process": number, "keep": self.keep(descriptors[0])}, b"", descriptors)
+            elif flags & socket.MSG_CTRUNC:
+                self.say({"say": "task", "process": number, "error": os.strerror(errno.EMFILE)})
+
+    def keep(self, descriptor: int) -> int:
+        self.next_kept += 1
+        self.kept[self.next_kept] = descriptor
+        return self.next_kept
+
+    def read_events(self, number: int) -> None:
+        """Read the events of one descriptor; of each fork in them the child's descriptor is kept and passed on."""
+        try:
+            data = os.read(self.kept[number], EVENT_BYTES * MAX_EVENTS)
+        except BlockingIOError:
+            data = b""
+        except (KeyError, OSError) as error:
+            self.say({"say": "events", "keep": number, "children": [], "error": str(error), "errno": getattr(error, "errno", None)})
+            return
+        born = [
+            struct.unpack_from("<I", data, at + 8)[0]
+            for at in range(0, len(data), EVENT_BYTES)
+            if data[at] == EVENT_FORK
+        ]
+        children = [self.keep(descriptor) for descriptor in born]
+        self.say({"say": "events", "keep": number, "children": children}, data, born)
+
+    def reap(self) -> None:
+        """Collect what ended. CRIU's tasks become our children when CRIU ends."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.child_ended, 4096)
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            code = os.waitstatus_to_exitcode(status)
+            if pid == self.criu:
+                self.criu = 0
+                self.say({"say": "ended", "status": code})
+            else:
+                self.say({"say": "exited", "pid": pid, "status": code})
+
+    def kill_tree(self) -> None:
+        """Kill everything below us and wait for its end. The tasks come first: CRIU traces them, and those that it
+        holds would run if it went before them."""
+        while True:
+            below = descendants(os.getpid())
+            for pid in [*(p for p in below if p != self.criu), *([self.criu] if self.criu else [])]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.reap()
+            if not below:
+                return
+            time.sleep(0.001)
+
+    def undo_files(self) -> None:
+        """Have the job's files put back as they were before the restore, if the restorer did not do it."""
+        if not self.undo or not os.path.exists(self.journal):
+            return
+        with contextlib.suppress(OSError):
+            pid = os.posix_spawn(self.undo[0], self.undo, os.environ, setsigdef=[*_IGNORED, signal.SIGCHLD, signal.SIGPIPE], setsigmask=[])
+            os.waitpid(pid, 0)
+
+    def close_all(self) -> None:
+        for descriptor in self.kept.values():
+            os.close(descriptor)
+        self.kept.clear()
+
+
+def main() -> None:
+    """Entry: ``guard_process.py CONTROL_FD WORKDIR TEMPORARY LOCK_FD``."""
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    protect(min(oom_score(), _ORDINARY))
+    control = socket.socket(fileno=int(sys.argv[1]))
+    os.set_inheritable(control.fileno(), False)
+    if int(sys.argv[4]) >= 0:
+        os.set_inheritable(int(sys.argv[4]), False)
+    temporary = os.path.abspath(sys.argv[3])
+    os.chdir(sys.argv[2])
+    guard = Guard(control)
+    try:
+        guard.serve()
+    finally:
+        if not guard.released:
+            guard.kill_tree()
+            guard.undo_files()
+            import shutil  # only now: it costs milliseconds at the start
+
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Processes that put memory in place, outside the interpreter that restores."""

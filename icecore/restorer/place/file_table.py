@@ -1,0 +1,57 @@
+"""What goes into the file of device memory, cell by cell in the order in which it goes: a table that the restorer and its placers have in one memory.
+
+Its rule: it does not change. So a placer is told no more than which rows it is to bring, and finds out itself what to read for them: where that was said for
+each cell, the restorer's interpreter could not do much else beside (0.2 ms for 16 MiB).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from icecore.store.format.cell import BITMAP_BYTES, CELL, Bytes, Records
+
+_EACH = CELL.itemsize + BITMAP_BYTES + np.dtype(np.int64).itemsize
+
+
+@dataclass(frozen=True)
+class FileTable:
+    """
+    Attributes:
+        records: CELL[n].
+        wanted: u1[n, 32], the pages that are wanted in the file.
+        position: i8[n], where in the file each cell's window begins.
+    """
+
+    records: Records
+    wanted: Bytes
+    position: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def share(self) -> int:
+        """A descriptor of memory that holds it, for `shared`; the caller closes it."""
+        descriptor = os.memfd_create("icecore-file-table", os.MFD_CLOEXEC)
+        with open(descriptor, "wb", buffering=0, closefd=False) as file:
+            file.truncate(max(1, len(self)) * _EACH)
+            for part in (self.records, self.wanted, self.position):
+                data = memoryview(part.tobytes())
+                while data:
+                    data = data[file.write(data) :]
+        return descriptor
+
+    @classmethod
+    def shared(cls, descriptor: int, rows: int) -> FileTable:
+        """The table of so many rows behind a descriptor, which is this call's."""
+        try:
+            data = mmap.mmap(descriptor, max(1, rows) * _EACH, access=mmap.ACCESS_READ)
+        finally:
+            os.close(descriptor)
+        records = np.frombuffer(data, CELL, rows)
+        wanted = np.frombuffer(data, np.uint8, rows * BITMAP_BYTES, records.nbytes).reshape(rows, BITMAP_BYTES)
+        return cls(records, wanted, np.frombuffer(data, np.int64, rows, records.nbytes + wanted.nbytes))

@@ -1,0 +1,376 @@
+"""Address spaces that are being filled: the restored processes and the children that they fork meanwhile.
+
+The rule that makes it safe: a placement holds the read lock of its member's map from looking the address up until the
+bytes are there and noted as there; the kernel's events are read and applied under the write lock. So what an event
+says (moved, dropped, forked) applies to exactly the placements that came before it.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from icecore.errors import RestoreFailed
+from icecore.host.kernel import userfaultfd
+from icecore.host.kernel.userfaultfd import Stop
+from icecore.restorer.place.addressmap import AddressMap
+from icecore.restorer.place.locks import MapLock
+from icecore.restorer.place.placing import Move, State
+from icecore.restorer.plan.cells import SpaceCells, page_pieces
+from icecore.store.format.cell import BITMAP_BYTES, CELL, CELL_BYTES, PAGE, Bytes
+
+#: Most bytes that one fault on absent memory fills with zero pages.
+ZERO_BYTES = 64 * PAGE
+_PAUSE = 0.0002
+_LONGEST_PAUSE = 0.01
+#: A page that was placed may be asked for once more by every thread that waited for it meanwhile, not for ever.
+_WAKES = 64
+_HOPELESS = 1 << 16
+#: How long a placement is tried again because the process is changing its address space.
+_PATIENCE = 60.0
+
+
+class Outcome(NamedTuple):
+    """Why a placement ended, and how many bytes are not registered there."""
+
+    stop: Stop
+    unmapped: int
+
+
+class Placing(Protocol):
+    """Who puts bytes into a process."""
+
+    def place(self, member: Member, moves: Sequence[Move]) -> list[Outcome]:
+        """Place as `icecore.host.kernel.userfaultfd.place` does, one after the other; the member's read lock is held by who asks."""
+
+
+class Here:
+    """Places from this process's own memory."""
+
+    def place(self, member: Member, moves: Sequence[Move]) -> list[Outcome]:
+        """See `Placing`."""
+        placed = (userfaultfd.place(member.descriptor, *move) for move in moves)
+        return [Outcome(one.stop, one.unmapped) for one in placed]
+
+
+_HERE = Here()
+
+
+class Member:
+    """One address space.
+
+    Attributes:
+        descriptor: Our duplicate of its userfaultfd.
+        keep: The guard's number for its own.
+        map: Where what belongs now; read and written under ``lock``.
+        missing: A byte for each cell of the family: 1 while it is not placed.
+        left: How many are 1.
+        gone: The process has ended, or everything was placed and the descriptor is closed.
+        forked: It is a child that a restored process forked.
+        woken: How often a thread was waiting, by address, for a page that had been placed.
+    """
+
+    __slots__ = ("_count", "descriptor", "forked", "gone", "keep", "left", "lock", "map", "missing", "woken")
+
+    def __init__(self, descriptor: int, keep: int, cells: int) -> None:
+        self.descriptor = descriptor
+        self.keep = keep
+        self.map = AddressMap()
+        self.lock = MapLock()
+        self.missing = bytearray(b"\1" * cells)
+        self.left = cells
+        self.gone = False
+        self.forked = False
+        self.woken: dict[int, int] = {}
+        self._count = threading.Lock()
+
+    def dead(self) -> bool:
+        """Whether its process has ended, or executes something else. Nobody closes the descriptor meanwhile."""
+        _, error = userfaultfd.zero(self.descriptor, 0, PAGE)  # there is never memory; whatever else a kernel may say of the address, somebody lives
+        return error == errno.ESRCH
+
+    def child(self, descriptor: int, keep: int, wiped: Sequence[tuple[int, int]]) -> Member:
+        """A child that was just forked. The write lock is held: what is missing here is missing there, and what is
+        ``wiped`` (original addresses) is zeros there.
+        """
+        other = Member(descriptor, keep, 0)
+        other.map = self.map.copy()
+        for start, end in wiped:
+            for piece in self.map.locate(start, end - start):
+                other.map.remove(piece.current, piece.current + piece.length)
+        other.missing = bytearray(self.missing)
+        other.left = self.left
+        other.forked = True
+        return other
+
+    def placed(self, row: int) -> None:
+        """Note that a cell is there. The read lock is held."""
+        with self._count:  # two workers may have placed the same cell, one for a fault
+            if self.missing[row]:
+                self.missing[row] = 0
+                self.left -= 1
+
+
+class Family:
+    """One process of the snapshot and the members that have its memory.
+
+    Args:
+        process: CRIU's id of the process.
+        cells: Its cells with pages that come through userfaultfd, in address order.
+        wanted: u1[n, 32], those pages.
+        unregistered: Asked when the kernel says that a page cannot be placed although it should be there; raises if
+            the page is mapped.
+        wiped: Ranges (start, end) that a forked child finds empty (MADV_WIPEONFORK).
+        filed: Ranges (start, end) that come from a file (`icecore.restorer.fill.device_file`), which answers who waits there.
+    """
+
+    def __init__(
+        self,
+        process: int,
+        cells: SpaceCells,
+        wanted: Bytes,
+        unregistered: Callable[[Family, Member, int], None],
+        wiped: Sequence[tuple[int, int]] = (),
+        filed: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        self.process = process
+        self.wiped = wiped
+        self._filed = filed
+        self.members: tuple[Member, ...] = ()
+        self.registered = False
+        self._unregistered = unregistered
+        self._base: list[int] = cells.base.tolist()
+        self._low: list[int] = cells.low.tolist()
+        self._high: list[int] = cells.high.tolist()
+        self._data = cells.records["data"].tobytes()
+        self._wanted = wanted.tobytes()
+        self._adding = threading.Lock()
+
+    @classmethod
+    def empty(cls, process: int, unregistered: Callable[[Family, Member, int], None]) -> Family:
+        """A process all of whose lazy memory is absent."""
+        nothing = np.empty(0, np.uint64)
+        cells = SpaceCells(np.empty(0, CELL), nothing, nothing, nothing)
+        return cls(process, cells, np.empty((0, BITMAP_BYTES), np.uint8), unregistered)
+
+    def __len__(self) -> int:
+        return len(self._base)
+
+    def add(self, member: Member) -> None:
+        """A member more. For a fork this happens under the parent's write lock."""
+        with self._adding:
+            self.members = (*self.members, member)
+
+    def remove(self, member: Member) -> None:
+        """A child has ended; it is ``gone``."""
+        with self._adding:
+            self.members = tuple(other for other in self.members if other is not member)
+
+    def address(self, row: int) -> int:
+        """The first address in a cell's window that is its region's: names the cell among snapshots of the process."""
+        return self._low[row]
+
+    def misses(self, row: int) -> bool:
+        """Whether a cell is still to be placed somewhere."""
+        return not self.members or any(m.missing[row] and not m.gone for m in self.members)
+
+    def row_at(self, original: int) -> int | None:
+        """The cell of whose window an original address is part."""
+        row = bisect_right(self._low, original) - 1
+        return row if row >= 0 and original < self._high[row] else None
+
+    def wants(self, row: int, original: int) -> bool:
+        """Whether the page at an original address in a cell's window is one that is placed."""
+        page = (original - self._base[row]) // PAGE
+        return bool(self._wanted[32 * row + page // 8] >> (page % 8) & 1)
+
+    def filed_at(self, original: int) -> bool:
+        """Whether an original address is one that comes from a file."""
+        return any(start <= original < end for start, end in self._filed)
+
+    def file_unmapped(self) -> None:
+        """What came from a file is not mapped any more: whatever is there from now on is other memory."""
+        for member in self.members:
+            with member.lock.writing():
+                for start, end in self._filed:
+                    member.map.remove(start, end)
+        self._filed = ()
+
+    def absent_from(self, original: int) -> int:
+        """How many bytes from an original address on, up to ``ZERO_BYTES``, have no page that is placed."""
+        length = 0
+        row = bisect_right(self._low, original) - 1
+        while length < ZERO_BYTES:
+            at = original + length
+            if row >= 0 and at < self._high[row]:
+                if self.wants(row, at):
+                    break
+                length += PAGE
+            elif row + 1 < len(self._low) and at >= self._low[row + 1]:
+                row += 1
+            else:
+                length += PAGE
+        return length
+
+    # -- placing ------------------------------------------------------------------------------------------------------
+
+    def fill(self, row: int, source: int, placing: Placing = _HERE) -> None:
+        """Place one cell in all members that miss it, also in those that are forked while it is done.
+
+        Args:
+            row: The cell.
+            source: Where its verified bytes lie in the memory of who places.
+            placing: Who does.
+
+        Raises:
+            RestoreFailed: It could not be placed.
+        """
+        pieces = self._pieces(row)
+        while todo := [m for m in self.members if m.missing[row] and not m.gone]:
+            for member in todo:
+                self._fill_member(member, row, source, pieces, placing)
+            if not self.registered:
+                return  # only for a fault: the cell is placed again, as a whole, once everything is registered
+
+    def fill_all(self, rows: Sequence[tuple[int, int]], placing: Placing) -> None:
+        """Place those of several cells that anybody misses, with one call for each member as far as nothing comes between. As `fill` for (row, source) each."""
+        rows = [(row, source) for row, source in rows if self.misses(row)]
+        for member in self.members if rows else ():
+            with member.lock.reading():
+                wanted = [(row, source) for row, source in rows if member.missing[row] and not member.gone]
+                moves = [self._moves(member, row, source, self._pieces(row)) for row, source in wanted]
+                outcomes = placing.place(member, [move for some in moves for move in some]) if wanted else []
+                after = 0
+                for (row, _), some in zip(wanted, moves, strict=True):
+                    at, after = after, after + len(some)
+                    if all(o.stop is Stop.DONE and not o.unmapped for o in outcomes[at:after]):
+                        member.placed(row)
+        for row, source in rows:
+            self.fill(row, source, placing)
+
+    def note(self, rows: Sequence[tuple[int, State]]) -> None:
+        """A placer has delivered cells to the restored process itself, the first member."""
+        member = self.members[0]
+        with member.lock.reading():
+            for row, state in rows:
+                if state is State.PLACED:
+                    member.placed(row)
+                elif state is State.DEAD:
+                    member.gone = True
+
+    def window(self, row: int) -> tuple[int, bytes]:
+        """The address of a cell's window, and the bitmap (32 bytes) of the pages that are placed."""
+        return self._base[row], self._wanted[32 * row : 32 * row + 32]
+
+    def _pieces(self, row: int) -> list[tuple[int, int, int]]:
+        return page_pieces(self._data[32 * row : 32 * row + 32], self._wanted[32 * row : 32 * row + 32])
+
+    def _fill_member(
+        self, member: Member, row: int, source: int, pieces: list[tuple[int, int, int]], placing: Placing
+    ) -> None:
+        pause, tries = _PAUSE, 0
+        give_up = time.monotonic() + _PATIENCE
+        while True:
+            registered = self.registered
+            with member.lock.reading():
+                if member.gone or not member.missing[row]:
+                    return
+                stop, unmapped = self._place(member, row, source, pieces, placing)
+                if stop is Stop.DONE and not unmapped:
+                    member.placed(row)
+                    return
+                if stop is Stop.DEAD:
+                    member.gone = True
+                    return
+            if stop is Stop.DONE:
+                if not registered:
+                    return
+                # An event may be on its way that tells why; if none is, the process really has no such memory, or it
+                # has and would find zeros there.
+                tries += 1
+                if tries > 3:
+                    for at in unmapped:
+                        self._unregistered(self, member, at)
+                    with member.lock.reading():
+                        member.placed(row)
+                    return
+            if time.monotonic() > give_up:
+                raise RestoreFailed(f"process {self.process} has kept its address space changing for {_PATIENCE:.0f} s")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _moves(self, member: Member, row: int, source: int, pieces: list[tuple[int, int, int]]) -> list[Move]:
+        """Where the pieces of a cell belong now. The read lock is held."""
+        base = self._base[row]
+        return [
+            Move(piece.current, source + position + piece.original - base - offset, piece.length)
+            for offset, position, length in pieces
+            for piece in member.map.locate(base + offset, length)
+        ]
+
+    def _place(
+        self, member: Member, row: int, source: int, pieces: list[tuple[int, int, int]], placing: Placing
+    ) -> tuple[Stop, list[int]]:
+        """One try; returns why it ended and where pages are not registered."""
+        moves = self._moves(member, row, source, pieces)
+        outcomes = placing.place(member, moves) if moves else []
+        for outcome in outcomes:
+            if outcome.stop is not Stop.DONE:
+                return outcome.stop, []
+        return Stop.DONE, [move.destination for move, o in zip(moves, outcomes, strict=True) if o.unmapped]
+
+    def wake(self, member: Member, address: int) -> None:
+        """Somebody waits for a page that was placed before: it looks again. A child that still does not find it had it
+        wiped at its fork, by an madvise that is younger than the snapshot; there it is zeros. The read lock is held.
+
+        Raises:
+            RestoreFailed: The page is missing in a process that was given it.
+        """
+        member.woken[address] = member.woken.get(address, 0) + 1
+        if member.forked and member.woken[address] > _WAKES:
+            userfaultfd.place_zero(member.descriptor, address, PAGE)  # changes nothing if it is there
+        elif member.woken[address] > _HOPELESS:
+            raise RestoreFailed(f"process {self.process} lost the page at {address:#x} that it was given")
+        try:
+            userfaultfd.wake(member.descriptor, address, PAGE)
+        except OSError:
+            pass  # the process has ended
+
+    def fill_zero(self, member: Member, address: int) -> bool:
+        """Give the page at a current address, and absent ones after it, the content of absent memory: zeros.
+
+        Returns:
+            Whether it is done; false: the address space is changing, try again when its events are read.
+        """
+        with member.lock.reading():
+            if member.gone:
+                return True
+            original = member.map.original(address)
+            if original is None:
+                length = min(ZERO_BYTES, member.map.next_mapped(address) - address)
+            elif (length := self.absent_from(original)) > 0:
+                length = member.map.locate(original, length)[0].length
+            else:
+                return False  # the map changed since the fault: it holds a page again
+            done, _ = userfaultfd.zero(member.descriptor, address, length)
+            if done:
+                return True
+            # The range leaves the VMA, or some of it is there already: the page itself is what somebody waits for.
+            placed = userfaultfd.place_zero(member.descriptor, address, PAGE)
+            if placed.stop is Stop.DEAD:
+                member.gone = True
+            elif placed.stop is Stop.DONE and placed.present:
+                userfaultfd.wake(member.descriptor, address, PAGE)
+            return placed.stop is not Stop.CHANGED
+
+
+def check_window(cells: SpaceCells) -> None:
+    """A family's windows are ascending, disjoint and at most a cell long; `row_at` relies on it."""
+    if ((cells.high - cells.low) > np.uint64(CELL_BYTES)).any() or (cells.low[1:] < cells.high[:-1]).any():
+        raise ValueError("the cells of a process overlap")

@@ -1,0 +1,211 @@
+"""The placers of a restore: processes that read, verify and place cells, because threads of one interpreter stand in each other's way.
+
+Its rule: it does what it is told and nothing on its own; when the restorer is gone, it ends. One process loads the libraries and then forks the placers, before
+it has any thread. Arguments: a word to know it by, and the number of each placer's end of a SOCK_SEQPACKET socket pair.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+from contextlib import suppress
+
+import msgspec
+import numpy as np
+
+from icecore.errors import IcecoreError
+from icecore.host.gpu.worker import MOST_DESCRIPTORS
+from icecore.host.kernel import userfaultfd
+from icecore.host.kernel.memory import HugeBuffer, address_of
+from icecore.restorer.place.file_placer import FilePlacer
+from icecore.restorer.place.locks import SharedLock
+from icecore.restorer.place.placing import (
+    MESSAGE,
+    ROOM_CELLS,
+    Answer,
+    Deliver,
+    Delivered,
+    Done,
+    File,
+    Forget,
+    Open,
+    Place,
+    Ready,
+    Region,
+    Request,
+    Stage,
+    State,
+    Store,
+    Target,
+    Wanted,
+)
+from icecore.restorer.place.reading import Reading, in_order
+from icecore.restorer.place.stager import Stager
+from icecore.restorer.plan.cells import page_pieces
+from icecore.store.backend.local import LocalBackend
+from icecore.store.format import codec
+from icecore.store.format.cell import BITMAP_BYTES, CELL, CELL_BYTES
+from icecore.store.format.cipher import Key
+from icecore.store.runtime.pool import Scratch
+from icecore.store.snapshot.decoder import ChunkDecoder
+
+_PR_SET_PDEATHSIG = 1
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+class Placer:
+    """One placer's state.
+
+    Args:
+        order: The first message.
+    """
+
+    def __init__(self, order: Open) -> None:
+        self._backend = LocalBackend(order.folder)
+        self._decoder = ChunkDecoder(Key(order.key, order.encryption))
+        self._stored = HugeBuffer(order.room, prefault=False)
+        self._rooms = HugeBuffer(ROOM_CELLS * CELL_BYTES, prefault=False)
+        # Where every cell is read or decoded to: it stays in the processor's cache, and the driver, which copies at the same time, has the memory to itself.
+        self._hot = HugeBuffer(CELL_BYTES, prefault=False)
+        self._scratch = Scratch()
+        self._lock = SharedLock(order.lock) if order.lock else None
+        self._targets: dict[int, int] = {}
+        self._stager: Stager | None = None
+        self._file: FilePlacer | None = None
+
+    def answer(self, request: Request, descriptors: list[int]) -> Answer | None:
+        """Do what a message says."""
+        match request:
+            case Deliver():
+                return self._deliver(request)
+            case Place():
+                return self._place(request)
+            case Stage():
+                assert self._stager is not None
+                return self._stager.stage(request)
+            case Region():
+                self._stager = Stager(request, descriptors[0], descriptors[1:], self._backend, self._decoder, self._stored)
+            case Store():
+                assert self._file is not None
+                return self._file.store(request)
+            case File():
+                file, table = descriptors
+                self._file = FilePlacer(request, file, table, self._backend, self._decoder, self._stored)
+            case Target(number):
+                self._targets[number] = descriptors[0]
+            case Forget(number):
+                os.close(self._targets.pop(number))
+            case Open():
+                raise ValueError("a second opening")
+        return None
+
+    def _deliver(self, request: Deliver) -> Delivered:
+        count = len(request.cells)
+        states, addresses, why = [State.MISSING] * count, [0] * count, ""
+        records = np.frombuffer(request.records, CELL)
+        reading = Reading(self._backend, request.reads, self._stored.view(0, request.size))
+        for number, cell, alone in in_order(request.cells):
+            try:
+                data = self._read(cell, records[number], reading, alone=alone)
+            except IcecoreError as error:
+                why = str(error)
+                continue
+            pages = request.pages[BITMAP_BYTES * number : BITMAP_BYTES * (number + 1)]
+            pieces = page_pieces(records[number]["data"].tobytes(), pages)
+            states[number] = self._put(cell, address_of(data), pieces)
+            if states[number] is State.HELD:  # the restorer will say where it is to go
+                room = self._rooms.view(number * CELL_BYTES, (number + 1) * CELL_BYTES)
+                room[: len(data)] = data
+                addresses[number] = address_of(room)
+        return Delivered(states, addresses, why)
+
+    def _read(self, cell: Wanted, record: np.void, reading: Reading, *, alone: bool) -> memoryview:
+        """A cell's verified bytes, until the next is read. ``alone``: no other one needs its stored bytes."""
+        size = cell.stop - cell.start
+        if alone and size <= CELL_BYTES and int(record["place"]["codec"]) == codec.RAW and not self._decoder.encrypted:
+            stored = self._hot.view(0, size)
+            if reading.straight(cell.start, stored):
+                return self._decoder.decode(record, stored, None, self._rooms.view(0, CELL_BYTES), self._scratch)
+        stored = reading.until(max(cell.stop, cell.base_stop))
+        base = stored[cell.base_start : cell.base_stop] if cell.base_stop > cell.base_start else None
+        return self._decoder.decode(record, stored[cell.start : cell.stop], base, self._hot.view(), self._scratch)
+
+    def _put(self, cell: Wanted, source: int, pieces: list[tuple[int, int, int]]) -> State:
+        """Place a cell where it was in the snapshot, if its process still has that as it was."""
+        target = self._targets[cell.target]
+        assert self._lock is not None
+        with self._lock.reading():
+            if self._lock.changed(cell.family):
+                return State.HELD
+            for offset, position, length in pieces:
+                placed = userfaultfd.place(target, cell.window + offset, source + position, length)
+                if placed.stop is userfaultfd.Stop.DEAD:
+                    return State.DEAD
+                if placed.stop is not userfaultfd.Stop.DONE or placed.unmapped:
+                    return State.HELD
+        return State.PLACED
+
+    def _place(self, request: Place) -> Done:
+        target = self._targets[request.target]
+        outcomes = []
+        try:
+            for destination, source, length in request.moves:
+                placed = userfaultfd.place(target, destination, source, length)
+                outcomes.append((placed.stop.value, placed.unmapped))
+        except OSError as error:
+            return Done(outcomes, error.errno or 1, str(error))
+        return Done(outcomes)
+
+
+def serve(control: socket.socket) -> None:
+    """Answer until the other end is closed."""
+    decode = msgspec.msgpack.Decoder(Request).decode
+    encode = msgspec.msgpack.Encoder().encode
+    placer: Placer | None = None
+    control.sendall(encode(Ready()))
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(control, MESSAGE, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+        if not data:
+            return
+        request = decode(data)
+        if placer is None:
+            assert isinstance(request, Open)
+            placer = Placer(request)
+        elif (answer := placer.answer(request, descriptors)) is not None:
+            control.sendall(encode(answer))
+
+
+def main() -> None:
+    """Entry: ``placer_process WORD CONTROL_FD…``."""
+    for ignored in _IGNORED:
+        signal.signal(ignored, signal.SIG_IGN)
+    numbers = [int(word) for word in sys.argv[2:]]
+    children, parent = [], os.getpid()
+    for number in numbers:
+        child = os.fork()
+        if child == 0:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != parent:
+                os._exit(1)  # it has ended before
+            for other in numbers:
+                if other != number:
+                    os.close(other)
+            status = 1
+            try:
+                with suppress(ConnectionError), socket.socket(fileno=number) as control:
+                    serve(control)
+                status = 0
+            finally:
+                os._exit(status)
+        children.append(child)
+    for number in numbers:
+        os.close(number)
+    for child in children:
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,369 @@
+"""What a snapshot demands of this machine, looked at before anything is started; the rule: nothing is changed here, so
+that ``--dry-run`` is this and nothing else."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import platform
+import re
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from icecore.errors import Damaged, MissingTool, NotFound, RestoreRefused
+from icecore.host.criu.program import Criu
+from icecore.host.gpu.backend import find_backend
+from icecore.host.jobs.namespaces import RunRecord
+from icecore.host.kernel import limits, procfs, userfaultfd
+from icecore.restorer.files.beside import find_conflicts
+from icecore.restorer.files.copies import Copies, plan_copies
+from icecore.restorer.files.jobfiles import Inode, inode_of
+from icecore.restorer.files.plan import FilePlan, plan_files
+from icecore.restorer.gpu import gpus
+from icecore.restorer.gpu.gpus import GpuPlan
+from icecore.restorer.gpu.resident_record import resident_bytes
+from icecore.restorer.options import RestoreOptions
+from icecore.store.format.cell import CELL_BYTES, NODE_CELLS, PAGE, Records, data_pages
+from icecore.store.format.manifest import NODE_REF, Manifest, Space
+from icecore.text import printable
+
+#: The CELL records of a space, by region.
+Maps = Callable[[Space], Sequence[Records]]
+
+#: CPU flags that are instructions a program may have chosen its code by; the others describe the kernel or the host.
+_INSTRUCTIONS = re.compile(
+    r"sse|ssse|avx|amx|bmi|fma|f16c|aes|vaes|sha|gfni|pclmul|vpclmul|movbe|popcnt|adx|rdrand|rdseed|abm|lzcnt|clflush"
+    r"|clwb|fsgsbase|xsave|rtm|hle|cx16|cx8|fxsr|mmx|pku|asimd|sve|atomics|crc32|pmull|fphp|lrcpc|dcpop|bf16|i8mm|paca|pacg"
+)
+#: What init may take to wait for a process that has ended.
+_DEAD_SECONDS = 5.0
+_NODE_BYTES = NODE_CELLS * CELL_BYTES
+_LEAST_KERNEL = (5, 11)  # userfaultfd as CRIU and the daemon use it
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """One thing that the machine must offer.
+
+    Attributes:
+        name: For programs: ``architecture``, ``criu``, ``cpu``, ``kernel``, ``pid``, ``port``, ``file``,
+            ``holder`` (somebody has a file open), ``memory``, ``space``, ``userfaultfd``, ``gpu``, ``gpu-driver``, ``gpu-memory``, ``device``.
+        met: Whether it does.
+        message: What was found.
+        cure: What can be done where it does not.
+        hard: False: a restore is tried all the same.
+    """
+
+    name: str
+    met: bool
+    message: str
+    cure: str = ""
+    hard: bool = True
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """The outcome of all checks.
+
+    Attributes:
+        checks: Every check that was made.
+        files: What will be done to the open files.
+        copies: Which of them are copies of the instance's own.
+        gpus: What the driver will be asked to do; None where the job used no GPU, or cannot have one here.
+        shared: Files to which the restored job and running processes both write: their sizes change at any time.
+    """
+
+    checks: list[Requirement]
+    files: FilePlan
+    copies: Copies
+    gpus: GpuPlan | None = None
+    shared: frozenset[str] = frozenset()
+
+    @property
+    def failed(self) -> list[Requirement]:
+        """What stands in the way of a restore."""
+        return [check for check in self.checks if not check.met and check.hard]
+
+    @property
+    def warnings(self) -> list[Requirement]:
+        """What may make it fail."""
+        return [check for check in self.checks if not check.met and not check.hard]
+
+    def require(self) -> None:
+        """Raise `RestoreRefused`, with all reasons and cures, unless nothing stands in the way."""
+        if self.failed:
+            cures = dict.fromkeys(check.cure for check in self.failed if check.cure)
+            raise RestoreRefused(
+                "this machine does not meet what the snapshot requires: " + "; ".join(c.message for c in self.failed),
+                cure="; ".join(cures),
+            )
+
+
+def check_requirements(
+    manifest: Manifest,
+    options: RestoreOptions,
+    criu: Criu,
+    workdir: str,
+    own_files: frozenset[str] = frozenset(),
+    records: Maps | None = None,
+    run: RunRecord | None = None,
+) -> Requirements:
+    """Compare what a snapshot requires with this machine.
+
+    Args:
+        manifest: The snapshot's.
+        options: How it would be restored.
+        criu: The CRIU that would do it.
+        workdir: Where the image files would lie.
+        own_files: Open files that the new instance gets anew (its logs): nothing is asked of them.
+        records: Reads the map of a space, where the manifest alone cannot say that there is room; None: what cannot be ruled out is needed.
+        run: How `icecore run` started the job; None: it did not.
+    """
+    copies = plan_copies(manifest, options, run, own_files)
+    skip = own_files | set(copies.paths)
+    # A job with a private root has its files on the same host mounts, but for what is its own (/dev/shm, /proc).
+    files = plan_files(manifest, options.files, root=options.root, skip=skip, verify=options.verify_files)
+    files = files.joined(copies.plan)
+    conflicts = find_conflicts(
+        manifest, files.actions, options.files, root=options.root, skip=skip, directory=copies.directory, copies=run is not None
+    )
+    shared = frozenset(conflict.file for conflict in conflicts if conflict.shared)
+    if options.files == "leave":
+        files = _with_grown(files, manifest, shared, options.root)
+    of_gpus, gpu_plan = _gpus(manifest, options)
+    checks = [
+        *_machine(manifest, criu),
+        *of_gpus,
+        *_names(manifest),
+        *_room(manifest, workdir, records),
+        *(Requirement("file", False, f"{p.path}: {p.message}", p.cure) for p in files.problems),
+        *(Requirement("holder", False, f"{c.path}: {c.message}", c.cure, hard=c.hard) for c in conflicts),
+    ]
+    return Requirements(checks, files, copies, gpu_plan, shared)
+
+
+def _with_grown(files: FilePlan, manifest: Manifest, shared: Set[str], root: str) -> FilePlan:
+    """The plan, in which a shared file that only grew is no problem: CRIU does not look at its size."""
+    grown: dict[str, Inode] = {}
+    for file in manifest.files:
+        if file.path not in shared:
+            continue
+        with suppress(OSError):
+            now = os.stat(root + file.path, follow_symlinks=False)
+            if stat.S_ISREG(now.st_mode) and now.st_uid == file.user and now.st_size > file.size:
+                grown[file.path] = inode_of(now)
+    problems = [problem for problem in files.problems if problem.path not in grown]
+    return replace(files, problems=problems, untouched=files.untouched | frozenset(grown.values()))
+
+
+def _gpus(manifest: Manifest, options: RestoreOptions) -> tuple[list[Requirement], GpuPlan | None]:
+    """Driver, type and number of GPUs, and room on them."""
+    if "cuda" not in manifest.extra:
+        if options.gpu_map:
+            return [
+                Requirement("gpu", False, "the snapshot's job used no GPU, --gpu-map says otherwise", "leave it out")
+            ], None
+        return [], None
+    try:
+        here = find_backend().inventory()
+    except MissingTool as error:
+        return [Requirement("gpu-driver", False, f"the job used GPUs: {error.message}", error.cure)], None
+    driver = gpus.recorded(manifest)[0]
+    # The job's own part of the driver (libcuda) is in its memory, and works with the kernel's part of the very same version only.
+    checks = [
+        Requirement(
+            "gpu-driver",
+            here.driver == driver,
+            f"the job ran with NVIDIA driver {driver}, this machine has {here.driver}",
+            f"install driver {driver}",
+        )
+    ]
+    try:
+        plan = gpus.plan(manifest, here, options.gpu_map)
+    except RestoreRefused as error:
+        return [*checks, Requirement("gpu", False, error.message, error.cure)], None
+    moved = {old: new for own in plan.processes.values() for old, new in own.items() if old != new}
+    words = ", ".join(f"{old} → {new}" for old, new in moved.items())
+    checks.append(Requirement("gpu", True, f"the GPUs of the job are there: {words or 'the same ones'}"))
+    for gpu, size in gpus.needs(manifest, here, plan) if not options.from_resident else ():  # it has what it needs
+        free = gpu.memory - gpu.used
+        checks.append(
+            Requirement(
+                "gpu-memory",
+                free >= size,
+                f"{size >> 20} MiB are needed on {gpu.uuid}, {free >> 20} MiB are free",
+                "end what uses it, or name another GPU with --gpu-map",
+                hard=False,
+            )
+        )
+    return checks, plan
+
+
+def _machine(manifest: Manifest, criu: Criu) -> Iterator[Requirement]:
+    wanted = manifest.requirements
+    here = platform.machine()
+    yield Requirement(
+        "architecture",
+        here == wanted.architecture and os.sysconf("SC_PAGESIZE") == wanted.page_size,
+        f"{wanted.architecture} with pages of {wanted.page_size} bytes is needed, this is {here}",
+        "restore it on a machine of that architecture",
+    )
+    needed = tuple(int(number) for number in re.findall(r"\d+", wanted.criu)[:3])
+    yield Requirement(
+        "criu",
+        criu.version >= needed,
+        f"CRIU {wanted.criu} took the snapshot, this one is {'.'.join(map(str, criu.version))}",
+        f"install CRIU {wanted.criu} or newer (tools/install-criu)",
+    )
+    kernel = tuple(int(number) for number in re.findall(r"\d+", wanted.kernel)[:2])
+    older = limits.kernel_version() < kernel
+    yield Requirement(
+        "kernel",
+        not older,
+        f"the job ran on Linux {wanted.kernel}, this is {os.uname().release}" + (": older, it may lack what the job uses" if older else ""),
+        "restore it on the same kernel or a newer one",
+        hard=limits.kernel_version() < _LEAST_KERNEL,
+    )
+    missing = sorted(flag for flag in set(wanted.cpu) - _cpu_flags() if _INSTRUCTIONS.match(flag))
+    yield Requirement(
+        "cpu",
+        not missing,
+        f"this CPU lacks {', '.join(missing) or 'nothing'} of the one that the job ran on",
+        "restore it on a CPU of the same or a later generation",
+    )
+    try:
+        os.close(userfaultfd.create())
+        yield Requirement("userfaultfd", True, "userfaultfd works")
+    except OSError as error:
+        yield Requirement(
+            "userfaultfd",
+            False,
+            f"userfaultfd is not to be had: {error.strerror}",
+            "run as root with CAP_SYS_PTRACE; a container must allow the system call",
+        )
+    unknown = {device.get("kind", "") for device in wanted.devices} - {"cuda"}
+    if unknown or ("resident" not in manifest.extra and any(space.kind == "device" for space in manifest.spaces)):
+        yield Requirement(
+            "device",
+            False,
+            "the snapshot holds device memory of a kind that this icecore does not know",
+            "use a newer icecore",
+        )
+
+
+def _cpu_flags() -> set[str]:
+    with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
+        for line in file:
+            key, _, value = line.partition(":")
+            if key.strip() in ("flags", "Features"):
+                return set(value.split())
+    return set()
+
+
+def _names(manifest: Manifest) -> Iterator[Requirement]:
+    """Pids and ports that the job must be able to have."""
+    if not manifest.namespaces.pid:
+        taken = _taken(manifest.requirements.pids)
+        yield Requirement(
+            "pid",
+            not taken,
+            f"process or thread ids {', '.join(map(str, taken[:5]))} are in use" if taken else "all process ids are free",
+            "wait until what has them is gone; jobs started with 'icecore run' have process ids of their own",
+        )
+    if manifest.namespaces.network == "host":
+        busy = [port for port in manifest.requirements.ports if not _can_listen(port)]
+        yield Requirement(
+            "port",
+            not busy,
+            f"the job listens on {', '.join(busy)}, where somebody listens already" if busy else "all ports are free",
+            "end what listens there, or start the job in a private network namespace",
+        )
+
+
+def _taken(pids: list[int]) -> list[int]:
+    """Those that are in use; what has died but not been waited for yet, as a job that was killed just now, is given a moment."""
+    end = time.monotonic() + _DEAD_SECONDS
+    while taken := [pid for pid in pids if procfs.exists(pid)]:
+        if time.monotonic() > end or not all(map(_dead, taken)):
+            break
+        time.sleep(0.05)
+    return taken
+
+
+def _dead(pid: int) -> bool:
+    try:
+        return procfs.status(pid).zombie
+    except NotFound:
+        return True
+
+
+def _can_listen(address: str) -> bool:
+    text, _, number = address.rpartition(":")
+    try:
+        parsed, port = ipaddress.ip_address(text.strip("[]")), int(number)
+    except ValueError as error:
+        raise Damaged("manifest", "requirements", f"{printable(address)} is not an address and port") from error
+    host, family = str(parsed), socket.AF_INET6 if parsed.version == 6 else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # Connections that linger do not hinder CRIU, a listener does.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            probe.bind((host, port))
+            probe.listen(1)
+    except (OSError, OverflowError):  # no such port
+        return False
+    return True
+
+
+def _room(manifest: Manifest, workdir: str, records: Maps | None) -> Iterator[Requirement]:
+    """Memory for the tree; CRIU's images lie in memory too, for a while, and with them all pages that cannot come later: these are there twice then."""
+    memory = max(0, manifest.sizes.logical - resident_bytes(manifest))
+    images = sum(space.size for space in manifest.spaces if space.kind == "image")
+    pages = min(memory, sum(_most_pages(space) for space in manifest.spaces))
+    available, space = limits.memory_available(), limits.free_space(workdir)
+    if pages and records is not None and (available < memory + images + pages or space < images + pages):
+        pages = sum(_pages(space, records) for space in manifest.spaces if _most_pages(space))
+    images += pages
+    needed = memory + images
+    yield Requirement(
+        "memory",
+        available >= needed,
+        f"the job needs {needed >> 20} MiB of memory, {available >> 20} MiB are available",
+        "free memory, or restore on a larger machine",
+    )
+    yield Requirement(
+        "space",
+        space >= images,
+        f"CRIU's image files take {images >> 20} MiB in {workdir} ({pages >> 20} of them shared and other memory that CRIU copies), "
+        f"where {space >> 20} MiB are free",
+        "name another directory on tmpfs as workdir",
+    )
+
+
+def _in_images(space: Space) -> list[bool]:
+    """Of each of a space's regions, whether its pages go into CRIU's page images (`icecore.restorer.files.images`)."""
+    if space.kind == "process":
+        return [not region.lazy and region.kind != "device" for region in space.regions]
+    return [space.kind == "shared"] * len(space.regions)
+
+
+def _most_pages(space: Space) -> int:
+    """Bytes that its pages in page images are at most: as if all were there of what has a node in the map."""
+    nodes, wanted = np.frombuffer(space.nodes, NODE_REF), np.array(_in_images(space), np.bool_)
+    nodes = nodes[wanted[nodes["region"]]]
+    origin, start, length = np.array([(r.origin, r.start, r.length) for r in space.regions], np.int64).reshape(-1, 3)[nodes["region"]].T
+    first = origin + nodes["group"].astype(np.int64) * _NODE_BYTES
+    return int(np.maximum(0, np.minimum(first + _NODE_BYTES, start + length) - np.maximum(first, start)).sum())
+
+
+def _pages(space: Space, records: Maps) -> int:
+    """The bytes themselves; pages of zeros take no room."""
+    return sum(int(data_pages(part).sum()) for part, wanted in zip(records(space), _in_images(space), strict=True) if wanted) * PAGE

@@ -1,0 +1,159 @@
+"""A back end that tries again what may pass, with full jitter; rule: creating stays idempotent, also when a reply is lost.
+
+Waiting: exponential backoff with full jitter (Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from icecore.errors import Damaged, ObjectExists, ObjectMissing, StoreDenied, StoreError, StoreFull
+from icecore.events import Event, Sink, discard
+from icecore.store.backend.base import Backend, Buffer, ObjectInfo, length_of
+from icecore.store.backend.wrapper import Wrapper
+
+T = TypeVar("T")
+
+_COMPARED_AT_ONCE = 8 << 20
+_FINAL = (ObjectExists, ObjectMissing, StoreFull, StoreDenied)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How often a request is sent and how long is waited in between.
+
+    Attributes:
+        attempts: Requests at most, the first included.
+        first: Bound in seconds of the first pause; each further one has twice the bound.
+        longest: Bound in seconds of any pause.
+    """
+
+    attempts: int = 10
+    first: float = 0.1
+    longest: float = 5.0
+
+    def pauses(self, draw: Callable[[float, float], float] = random.uniform) -> Iterator[float]:
+        """Seconds to wait after the first failure, the second, …: anything between nothing and the bound."""
+        for number in range(self.attempts - 1):
+            yield draw(0.0, min(self.longest, self.first * 2.0**number))
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether the same request may succeed later: the store failed, and did not say no."""
+    return isinstance(error, StoreError) and not isinstance(error, _FINAL)
+
+
+class Retrying(Wrapper):
+    """Tries again what `may_pass`. Drafts are passed on as they are: a failed one is gone.
+
+    A create whose reply was lost may have taken effect. When the name then is taken, the object is read and compared: with these very bytes, it is taken
+    for ours. Who uses one name for the same bytes as somebody else would be told that both won: all objects of a repository that can be raced for
+    hold random identities.
+
+    Args:
+        emit: Gets a ``store.retry`` event for each failure that is not the last.
+    """
+
+    def __init__(self, inner: Backend, patience: Patience | None = None, emit: Sink = discard) -> None:
+        super().__init__(inner)
+        self._patience = patience or Patience()
+        self._emit = emit
+
+    async def create(self, name: str, parts: Sequence[Buffer]) -> None:
+        pauses = self._patience.pauses()
+        in_doubt: StoreError | None = None
+        while True:
+            try:
+                return await self.inner.create(name, parts)
+            except ObjectExists:
+                if in_doubt is not None and await self._holds(name, parts):
+                    return
+                raise
+            except (StoreFull, StoreDenied) as error:
+                if in_doubt is None:
+                    raise
+                raise StoreError(
+                    f"whether object {name} was created is unknown: {error.message}", cure=error.cure
+                ) from error
+            except StoreError as error:
+                in_doubt = error
+                await asyncio.sleep(self._pause("create", name, error, pauses))
+
+    async def _holds(self, name: str, parts: Sequence[Buffer]) -> bool:
+        """Whether the object has exactly these bytes."""
+        try:
+            if await self.size(name) != length_of(parts):
+                return False
+            offset = 0
+            for part in parts:
+                view = memoryview(part).cast("B")
+                for start in range(0, view.nbytes, _COMPARED_AT_ONCE):
+                    ours = view[start : start + _COMPARED_AT_ONCE]
+                    theirs = memoryview(bytearray(ours.nbytes))
+                    await self.get_into(name, offset + start, theirs)
+                    if theirs != ours:
+                        return False
+                offset += view.nbytes
+        except (ObjectMissing, Damaged):
+            return False  # it was another's, and that one has deleted it again
+        return True
+
+    async def get(self, name: str, *, limit: int = 1 << 30) -> bytes:
+        return await self._again("get", name, lambda: self.inner.get(name, limit=limit))
+
+    async def get_into(self, name: str, offset: int, out: memoryview) -> None:
+        await self._again("get_into", name, lambda: self.inner.get_into(name, offset, out))
+
+    async def size(self, name: str) -> int:
+        return await self._again("size", name, lambda: self.inner.size(name))
+
+    async def delete(self, name: str) -> None:
+        await self._again("delete", name, lambda: self.inner.delete(name))
+
+    async def delete_many(self, names: Sequence[str]) -> None:
+        await self._again("delete_many", names[0] if names else "", lambda: self.inner.delete_many(names))
+
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        pauses = self._patience.pauses()
+        last = ""
+        while True:
+            try:
+                async for info in self.inner.list(prefix):
+                    if info.name > last:  # names ascend, so that a new listing goes on where the broken one ended
+                        last = info.name
+                        yield info
+                return
+            except StoreError as error:
+                await asyncio.sleep(self._pause("list", prefix, error, pauses))
+
+    def read_into(self, name: str, offset: int, out: memoryview) -> None:
+        pauses = self._patience.pauses()
+        while True:
+            try:
+                return self.inner.read_into(name, offset, out)
+            except StoreError as error:
+                time.sleep(self._pause("read_into", name, error, pauses))
+
+    async def sweep(self, age_seconds: float) -> int:
+        return await self._again("sweep", "", lambda: self.inner.sweep(age_seconds))
+
+    async def _again(self, operation: str, name: str, call: Callable[[], Awaitable[T]]) -> T:
+        pauses = self._patience.pauses()
+        while True:
+            try:
+                return await call()
+            except StoreError as error:
+                await asyncio.sleep(self._pause(operation, name, error, pauses))
+
+    def _pause(self, operation: str, name: str, error: StoreError, pauses: Iterator[float]) -> float:
+        """Seconds to wait before the next try; raises ``error`` if there is none to be made."""
+        pause = next(pauses, None) if may_pass(error) else None
+        if pause is None:
+            raise error
+        self._emit(Event("store.retry", {"operation": operation, "object": name, "error": str(error), "pause": pause}))
+        return pause

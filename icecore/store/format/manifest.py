@@ -1,0 +1,326 @@
+"""The manifest, the root object of one snapshot: what was running, where its memory and files are, and what a restore needs. Pure: bytes to structs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+
+from icecore.errors import Damaged, FormatTooNew, StoreError
+from icecore.store.format.cell import NODE_CELLS
+from icecore.store.format.envelope import ObjectKind, Sealed, seal, unseal
+from icecore.store.format.manifest_rules import (
+    MAX_FILES,
+    MAX_NODES,
+    MAX_PROCESSES,
+    MAX_REGIONS,
+    MAX_SPACES,
+    MAX_WORDS,
+    NODE_REF_BYTES,
+    faults,
+)
+from icecore.text import loaded, stored
+
+#: Reference to one map node: the group of 64 cells of one region that it holds, its id, and where its stored bytes lie.
+NODE_REF = np.dtype(
+    [("region", "<u4"), ("group", "<u4"), ("node", "u1", 32), ("pack", "u1", 16), ("offset", "<u8"), ("length", "<u4")]
+)
+
+#: Lists are bounded before they are made: a decoder reads how long one is to be first.
+Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Few = msgspec.Meta(max_length=1 << 12)
+
+SpaceKind = Literal["process", "shared", "file", "image", "device"]
+FilePolicy = Literal["content", "checked", "absent"]
+
+
+class Region(msgspec.Struct, frozen=True, array_like=True):
+    """A VMA of a process, or the whole of a file, image file or shared memory object.
+
+    ``start`` and ``length`` are bytes; ``origin`` is where cell 0 begins (``origin <= start``, inherited from the parent snapshot so that a region
+    that grows downwards keeps its cells; equal to ``start`` otherwise). ``protection`` and ``flags`` are the mmap bits. ``lazy`` is whether the
+    region's pages can be filled through userfaultfd after CRIU brought the process up. Of kind "device" are those of a process into which the driver moved
+    device memory.
+    """
+
+    start: Number
+    length: Number
+    origin: Number
+    protection: Number = 0
+    flags: Number = 0
+    kind: str = "anonymous"
+    name: str = ""
+    lazy: bool = False
+
+
+class Space(msgspec.Struct, frozen=True):
+    """One address space or object: its regions in address order and the references to its map nodes.
+
+    ``key`` is the process's image id (process), the shmem id (shared), the path (file), the file name (image), the allocation (device).
+    ``size`` is the exact length in bytes for files and images (the last page of the last cell is padded with zeros). ``nodes`` is an array of
+    ``NODE_REF`` records, sorted by (region, group).
+    """
+
+    kind: SpaceKind
+    key: str
+    size: Number
+    regions: Annotated[list[Region], msgspec.Meta(max_length=MAX_REGIONS)]
+    nodes: Annotated[bytes, msgspec.Meta(max_length=MAX_NODES * NODE_REF_BYTES)] = b""
+
+
+class Process(msgspec.Struct, frozen=True):
+    """One process of the tree, as it was in the window. ``image_id`` is CRIU's id in its image names (the pid in the dumped pid namespace)."""
+
+    image_id: Number
+    pid: Number
+    parent: Number
+    group: Number
+    session: Number
+    threads: Number
+    command: Annotated[list[str], msgspec.Meta(max_length=MAX_WORDS)]
+    executable: str
+    user: Number
+    alive: bool = True
+
+
+class OpenFile(msgspec.Struct, frozen=True):
+    """A regular file that was open or mapped. Times in ns since the epoch. ``policy``: content stored as a space, or only its size and mtime checked.
+
+    ``links`` are other names of the same inode, where ``path`` is one that only CRIU uses (a file that lost the name it was opened under).
+    ``mapped``: shared and writable, so that it may have been written to since without a trace; also where nobody noted it (before 2026-11-23).
+    """
+
+    path: str
+    size: Number
+    mtime_ns: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+    inode: int
+    device: int
+    mode: Annotated[int, msgspec.Meta(ge=0, le=0o7777)]
+    user: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+    group: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+    writable: bool
+    policy: FilePolicy
+    digest: str = ""
+    links: Annotated[list[str], msgspec.Meta(max_length=MAX_WORDS)] = []
+    mapped: bool = True
+
+
+class Requirements(msgspec.Struct, frozen=True):
+    """What the restoring machine must offer.
+
+    ``pids`` are process and thread ids that must be free, ``devices`` the GPUs that the tree had, one map each (docs/format.md).
+    """
+
+    architecture: str
+    kernel: str
+    criu: str
+    page_size: Number = 4096
+    cpu: Annotated[list[str], Few] = []
+    pids: Annotated[list[Number], msgspec.Meta(max_length=1 << 20)] = []
+    ports: Annotated[list[str], msgspec.Meta(max_length=1 << 17)] = []
+    devices: Annotated[list[Annotated[dict[str, str], msgspec.Meta(max_length=64)]], Few] = []
+
+
+class Namespaces(msgspec.Struct, frozen=True):
+    """Which namespaces were the job's own, and what CRIU was told was external. ``network``: "host" or "external"."""
+
+    pid: bool = False
+    ipc: bool = False
+    mount: bool = False
+    network: str = "host"
+    uts: bool = False
+
+
+class Sizes(msgspec.Struct, frozen=True):
+    """Bytes of this snapshot: ``logical`` data pages, ``changed`` against the parent, ``stored`` new bytes in shards, by codec name."""
+
+    logical: Number = 0
+    zero: Number = 0
+    changed: Number = 0
+    stored: Number = 0
+    device: Number = 0
+    by_codec: Annotated[dict[str, Number], Few] = {}
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """One snapshot. ``format`` is this structure's version. Ids are lower-case hexadecimal; times ns since the epoch; durations seconds.
+
+    Texts from the kernel (paths, arguments) may hold surrogate escapes (PEP 383): they are bytes.
+    """
+
+    format: int
+    snapshot: str
+    job: str
+    lineage: str
+    parent: str
+    created_ns: Number
+    host: str
+    writer: str
+    root_pid: Number
+    processes: Annotated[list[Process], msgspec.Meta(max_length=MAX_PROCESSES)]
+    spaces: Annotated[list[Space], msgspec.Meta(max_length=MAX_SPACES)]
+    files: Annotated[list[OpenFile], msgspec.Meta(max_length=MAX_FILES)]
+    requirements: Requirements
+    namespaces: Namespaces
+    criu_options: Annotated[list[str], Few]
+    tags: Annotated[list[str], Few] = []
+    pinned: bool = False
+    sizes: Sizes = Sizes()
+    window_seconds: float = 0.0
+    hints: str = ""
+    hints_digest: str = ""
+    extra: Annotated[dict[str, str], Few] = {}
+
+
+def cells_of(manifest: Manifest) -> int:
+    """How many cells a manifest's maps have room for."""
+    return sum(len(space.nodes) // NODE_REF.itemsize for space in manifest.spaces) * NODE_CELLS
+
+
+MANIFEST_KIND = ObjectKind("manifest", b"ICEMANI", 1, 256 << 20)
+#: The newest manifest structure that this code writes and reads: the one in which texts may be escaped.
+MANIFEST_FORMAT = 2
+_PLAIN_FORMAT = 1
+
+#: What of a manifest may be many, and is decoded piece by piece, so that all pieces together are bounded while they are made.
+_PIECES: dict[str, msgspec.msgpack.Decoder[Any]] = {
+    "processes": msgspec.msgpack.Decoder(Process),
+    "spaces": msgspec.msgpack.Decoder(Space),
+    "files": msgspec.msgpack.Decoder(OpenFile),
+}
+_MOST = {"processes": MAX_PROCESSES, "spaces": MAX_SPACES, "files": MAX_FILES}
+_OUTLINE: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
+    msgspec.defstruct(
+        "_Outline",
+        [
+            (field.name, Annotated[list[msgspec.Raw], msgspec.Meta(max_length=_MOST[field.name])])
+            if field.name in _PIECES
+            else (field.name, field.type)
+            if field.required
+            else (field.name, field.type, field.default if field.default is not msgspec.NODEFAULT else msgspec.field(default_factory=field.default_factory))
+            for field in msgspec.structs.fields(Manifest)
+        ],
+    )
+)
+
+
+def encode_manifest(manifest: Manifest, key: bytes, name: str = "") -> Sealed:
+    """Return the object of ``manifest``, in the oldest format that can hold it.
+
+    Args:
+        key: The repository's manifest key.
+        name: The object that it will be (which only encryption needs).
+
+    Raises:
+        StoreError: No reader would take it (`icecore.store.format.manifest_rules`).
+    """
+    try:
+        try:
+            body = msgspec.msgpack.encode(msgspec.structs.replace(manifest, format=_PLAIN_FORMAT))
+        except UnicodeEncodeError:  # readers of format 1 would take an escaped path for the path
+            body = msgspec.msgpack.encode(_with_texts(msgspec.structs.replace(manifest, format=MANIFEST_FORMAT), stored))
+        _decode(body)
+        return seal(MANIFEST_KIND, body, key, name)
+    except ValueError as error:
+        raise StoreError(f"the manifest of snapshot {manifest.snapshot} cannot be kept: {error}") from error
+
+
+class _Long(msgspec.Struct):
+    """What may be long in a piece of a manifest, as it stands in the object."""
+
+    regions: msgspec.Raw = msgspec.Raw(b"\x90")
+    nodes: msgspec.Raw = msgspec.Raw(b"\xc4\0")
+    command: msgspec.Raw = msgspec.Raw(b"\x90")
+    links: msgspec.Raw = msgspec.Raw(b"\x90")
+
+
+_LONG = msgspec.msgpack.Decoder(_Long)
+#: First byte of a long array or byte string in MessagePack → bytes of its length, which follow.
+_LENGTH_BYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xDC: 2, 0xDD: 4}
+
+
+def _lengths(raw: msgspec.Raw) -> Iterator[tuple[str, int]]:
+    """How long each of those is, before it is made."""
+    long = _LONG.decode(raw)
+    for field in _Long.__struct_fields__:
+        data = memoryview(getattr(long, field))
+        kind = data[0]
+        yield field, kind & 15 if kind >> 4 == 9 else int.from_bytes(data[1 : 1 + _LENGTH_BYTES.get(kind, 0)], "big")
+
+
+def _decode(body: bytes) -> Manifest:
+    """The manifest in an object's body.
+
+    Raises:
+        ValueError: It is none, or breaks a rule. No more is allocated than the rules allow.
+    """
+    try:
+        outline = _OUTLINE.decode(body)
+        if outline.format > MANIFEST_FORMAT:  # the caller says so; its rules are not known here
+            known: dict[str, Any] = {field: getattr(outline, field) for field in Manifest.__struct_fields__ if field not in _PIECES}
+            return Manifest(**known, processes=[], spaces=[], files=[])
+        left = {"regions": MAX_REGIONS, "nodes": MAX_NODES * NODE_REF_BYTES, "command": MAX_WORDS, "links": MAX_WORDS}
+        made: dict[str, Any] = {}
+        for name, decoder in _PIECES.items():
+            made[name] = list[Any]()
+            for raw in getattr(outline, name):
+                for field, length in _lengths(raw):
+                    left[field] -= length
+                    if left[field] < 0:
+                        raise ValueError(f"its {name} have more {field} than a manifest may have")
+                made[name].append(decoder.decode(raw))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    every: dict[str, Any] = {field: made[field] if field in made else getattr(outline, field) for field in Manifest.__struct_fields__}
+    manifest = Manifest(**every)
+    if manifest.format == MANIFEST_FORMAT:
+        manifest = msgspec.convert(_with_texts(manifest, loaded), Manifest)
+    for why in faults(manifest):
+        raise ValueError(why)
+    for space in manifest.spaces:
+        if len(space.nodes) % NODE_REF.itemsize:
+            raise ValueError(f"the node references of {space.kind} {space.key} are cut off")
+        if len(space.nodes) and int(np.frombuffer(space.nodes, NODE_REF)["region"].max()) >= len(space.regions):
+            raise ValueError(f"a node of {space.kind} {space.key} belongs to no region")
+    return manifest
+
+
+def _with_texts(manifest: Manifest, change: Callable[[str], str]) -> Any:
+    """Return a manifest as values of built-in types, with every text changed."""
+    return _each_text(msgspec.to_builtins(manifest, builtin_types=(bytes,)), change)
+
+
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a copy of a value of built-in types with every text changed; names of fields stay, as none needs an escape."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {_each_text(key, change): _each_text(inner, change) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_each_text(inner, change) for inner in value]
+    return value
+
+
+def decode_manifest(data: bytes, key: bytes, *, name: str, digest: bytes | None = None) -> Manifest:
+    """The manifest in object ``name``.
+
+    Args:
+        digest: The digest by which the snapshot list refers to it.
+
+    Raises:
+        Damaged: It is not what was written, or another one than was meant.
+        FormatTooNew: It was written by a later version.
+    """
+    body = unseal(MANIFEST_KIND, name, data, key, digest)
+    try:
+        manifest = _decode(body)
+    except ValueError as error:
+        raise Damaged(MANIFEST_KIND.title, name, str(error)) from error
+    if manifest.format > MANIFEST_FORMAT:
+        raise FormatTooNew(
+            f"manifest {name} has format {manifest.format}, this icecore reads up to {MANIFEST_FORMAT}",
+            cure="use a newer icecore",
+        )
+    return manifest

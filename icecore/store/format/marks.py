@@ -1,0 +1,64 @@
+"""A snapshot's marks (its pin and its tags) in several replicas: which are newer, and what becomes of marks that were changed in both. Pure.
+
+The rule: no clock decides. A record remembers the random ids of its last changes, so that marks which know the other's newest change are the newer ones; where
+neither does, whatever keeps a snapshot wins.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+import msgspec
+from blake3 import blake3
+
+from icecore.store.format.state import SnapshotRecord
+
+#: Changes that a record remembers. Marks that are further apart count as changed in both places.
+REMEMBERED = 16
+_ID_BYTES = 8
+
+
+def marked(
+    record: SnapshotRecord, *, pinned: bool | None = None, tags: Sequence[str] | None = None
+) -> SnapshotRecord:
+    """The record with another pin or other tags; None leaves them. The same record if that changes nothing."""
+    changed = msgspec.structs.replace(
+        record,
+        pinned=record.pinned if pinned is None else pinned,
+        tags=record.tags if tags is None else list(tags),
+    )
+    if changed == record:
+        return record
+    return msgspec.structs.replace(changed, marks=[*record.marks, secrets.token_bytes(_ID_BYTES)][-REMEMBERED:])
+
+
+def joined(ours: SnapshotRecord, theirs: SnapshotRecord) -> SnapshotRecord:
+    """Our record of a snapshot with the newer of both replicas' marks, or with what both say if neither is newer; ``ours`` itself if nothing changes.
+
+    Whichever replica joins the same two marks comes to the same result, so that replicas which sync in both directions settle.
+    """
+    mine, other = _newest(ours), _newest(theirs)
+    alike = (ours.pinned, ours.tags) == (theirs.pinned, theirs.tags)
+    if mine == other:
+        # Without changes on record they differ only where an earlier version, which kept none, changed one.
+        if mine or alike:
+            return ours
+    elif not other or other in ours.marks:
+        return ours
+    elif not mine or mine in theirs.marks:
+        return msgspec.structs.replace(ours, pinned=theirs.pinned, tags=theirs.tags, marks=theirs.marks)
+    pair = sorted((mine, other))
+    older = [one for one in dict.fromkeys([*ours.marks, *theirs.marks]) if one not in pair]
+    newest = blake3(b"".join(pair)).digest(_ID_BYTES)
+    return msgspec.structs.replace(
+        ours,
+        pinned=ours.pinned or theirs.pinned,
+        tags=sorted({*ours.tags, *theirs.tags}),
+        marks=[*older, *(one for one in pair if one), newest][-REMEMBERED:],
+    )
+
+
+def _newest(record: SnapshotRecord) -> bytes:
+    """The id of the last change; empty: none since the commit."""
+    return record.marks[-1] if record.marks else b""

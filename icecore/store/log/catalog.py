@@ -1,0 +1,246 @@
+"""The snapshot list: immutable pages and a short tail in the log entry, so that a commit costs the same however many snapshots there are."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+
+import msgspec
+
+from icecore.errors import UsageError
+from icecore.store.backend.base import Backend
+from icecore.store.format.envelope import Sealed, digest_of
+from icecore.store.format.names import Kind, object_name, random_id
+from icecore.store.format.state import (
+    NAMES_KIND,
+    PAGE_KIND,
+    Condemned,
+    NameListRef,
+    PageRef,
+    SnapshotRecord,
+    State,
+    decode_names,
+    decode_page,
+    encode_names,
+    encode_page,
+    join_names,
+    leading,
+    page_ref,
+    split_names,
+)
+
+#: Records in a full page, the length of the tail at which it becomes a page, and how many pages of one size class are joined: a record is rewritten
+#: a few times in its life, and the entry refers to one page for every 2048 records and a dozen smaller ones.
+PAGE_RECORDS = 2048
+TAIL_RECORDS = 32
+FAN_IN = 8
+#: Under contention a longer tail is cheaper than pages that a lost race makes useless.
+TAIL_LIMIT = 4 * TAIL_RECORDS
+#: Names of condemned objects that the entry holds itself.
+INLINE_NAMES = 64
+
+_PARSED_RECORDS = 2 * PAGE_RECORDS
+
+
+class Pages:
+    """Reads and writes the objects that a log entry refers to, and keeps those it saw last.
+
+    What a change writes here may only be named by the entry that directly follows the state which the change was given: a collector that lists an
+    object which no state names, condemns it with an entry of its own, so it can only come between by taking that generation.
+    """
+
+    def __init__(self, backend: Backend, key: bytes, *, remembered: int = 64) -> None:
+        self.attempt = 0
+        self._backend = backend
+        self._key = key
+        self._remembered = remembered
+        self._cache: OrderedDict[bytes, bytes] = OrderedDict()
+        #: Pages that were parsed last: to find a base is then no matter of how long its page is.
+        self._parsed: OrderedDict[bytes, list[SnapshotRecord]] = OrderedDict()
+
+    async def _fetch(self, identity: bytes, digest: bytes, limit: int, cached: bool) -> bytes:
+        data = self._cache.get(digest) if cached else None
+        if data is None:
+            data = await self._backend.get(object_name("page", identity), limit=limit)
+            if digest_of(data) == digest:
+                self._remember(digest, data)
+        else:
+            self._cache.move_to_end(digest)
+        return data
+
+    def _remember(self, digest: bytes, data: bytes) -> None:
+        self._cache[digest] = data
+        while len(self._cache) > self._remembered:
+            self._cache.popitem(last=False)
+
+    async def _store(self, identity: bytes, sealed: Sealed) -> None:
+        await self._backend.create(object_name("page", identity), [sealed.data])
+        self._remember(sealed.digest, sealed.data)
+
+    async def read(self, ref: PageRef, *, cached: bool = True) -> list[SnapshotRecord]:
+        """The records of a page, from storage in any case unless ``cached``."""
+        parsed = self._parsed.get(ref.digest) if cached else None
+        if parsed is not None:
+            self._parsed.move_to_end(ref.digest)
+            return list(parsed)
+        data = await self._fetch(ref.id, ref.digest, PAGE_KIND.object_limit, cached)
+        try:
+            records = decode_page(object_name("page", ref.id), data, self._key, ref)
+        except BaseException:
+            self._cache.pop(ref.digest, None)
+            self._parsed.pop(ref.digest, None)
+            raise
+        if cached:
+            self._parsed[ref.digest] = records
+            while len(self._parsed) > 1 and sum(map(len, self._parsed.values())) > _PARSED_RECORDS:
+                self._parsed.popitem(last=False)
+        return list(records)
+
+    async def write(self, records: list[SnapshotRecord]) -> PageRef:
+        """Store a new page."""
+        identity = random_id()
+        sealed = encode_page(records, self._key, object_name("page", identity))
+        await self._store(identity, sealed)
+        return page_ref(identity, sealed, records)
+
+    async def read_names(self, batch: Condemned, *, cached: bool = True) -> list[tuple[Kind, bytes]]:
+        """The objects of a condemned batch."""
+        if batch.ref is None:
+            return split_names(batch.names)
+        data = await self._fetch(batch.ref.id, batch.ref.digest, NAMES_KIND.object_limit, cached)
+        return decode_names(object_name("page", batch.ref.id), data, self._key, batch.ref)
+
+    async def condemned(self, generation: int, names: list[tuple[Kind, bytes]]) -> Condemned:
+        """A batch of ``names``, stored as an object of its own if it is long."""
+        if len(names) <= INLINE_NAMES:
+            return Condemned(generation, names=join_names(names))
+        identity = random_id()
+        sealed = encode_names(names, self._key, object_name("page", identity))
+        await self._store(identity, sealed)
+        return Condemned(generation, ref=NameListRef(identity, sealed.digest, len(sealed.data), len(names)))
+
+
+async def add(state: State, records: Sequence[SnapshotRecord], pages: Pages) -> State:
+    """``state`` with ``records`` appended to its snapshot list.
+
+    Raises:
+        UsageError: A snapshot of that id is listed already.
+    """
+    for record in records:
+        if await find(state, record.snapshot, pages) is not None:
+            raise UsageError(f"snapshot {record.snapshot} is in the repository already")
+    tail = [*state.tail, *records]
+    refs = list(state.pages)
+    if len(tail) >= (TAIL_LIMIT if pages.attempt else TAIL_RECORDS):
+        while tail:
+            refs.append(await pages.write(tail[:PAGE_RECORDS]))
+            del tail[:PAGE_RECORDS]
+        for size in range(_size_class(PAGE_RECORDS)):
+            last = refs[-FAN_IN:]
+            if len(last) == FAN_IN and all(_size_class(ref.count) == size for ref in last):
+                joined = [record for ref in last for record in await pages.read(ref)]
+                refs[-FAN_IN:] = [await pages.write(joined)]
+    return msgspec.structs.replace(state, pages=refs, tail=tail)
+
+
+def _size_class(count: int) -> int:
+    """0 for a page of less than 256 records, 1 for less than 2048, 2 for full ones."""
+    size = 0
+    while count >= TAIL_RECORDS * FAN_IN:
+        count //= FAN_IN
+        size += 1
+    return size
+
+
+async def edit(
+    state: State, snapshots: Collection[str], change: Callable[[SnapshotRecord], SnapshotRecord | None], pages: Pages
+) -> State:
+    """``state`` with ``change`` applied to the records of ``snapshots`` (None removes); only pages that hold one of them are rewritten.
+
+    Snapshots that are not listed are passed over.
+    """
+    wanted = set(snapshots)
+    prefixes = sorted(leading(snapshot) for snapshot in wanted)
+
+    def apply(records: Sequence[SnapshotRecord]) -> list[SnapshotRecord]:
+        changed = (change(record) if record.snapshot in wanted else record for record in records)
+        return [record for record in changed if record is not None]
+
+    # Runs of neighbouring pages, each either untouched (a reference) or rewritten (its records), joined where they have become small.
+    parts: list[PageRef | list[SnapshotRecord]] = []
+    for ref in state.pages:
+        if any(ref.first <= prefix <= ref.last for prefix in prefixes):
+            before = await pages.read(ref)
+            after = apply(before)
+            if after != before:
+                previous = parts[-1] if parts else None
+                if isinstance(previous, list) and len(previous) + len(after) <= PAGE_RECORDS:
+                    previous.extend(after)
+                elif isinstance(previous, PageRef) and previous.count + len(after) <= PAGE_RECORDS // 2:
+                    parts[-1] = [*await pages.read(previous), *after]
+                else:
+                    parts.append(after)
+                continue
+        parts.append(ref)
+    refs = [
+        part if isinstance(part, PageRef) else await pages.write(part)
+        for part in parts
+        if not isinstance(part, list) or part
+    ]
+    return msgspec.structs.replace(state, pages=refs, tail=apply(state.tail))
+
+
+async def find(state: State, snapshot: str, pages: Pages) -> SnapshotRecord | None:
+    """The record of ``snapshot``; reads only pages whose range covers it."""
+    for record in state.tail:
+        if record.snapshot == snapshot:
+            return record
+    if len(snapshot) != 32:
+        return None
+    prefix = leading(snapshot)
+    for ref in reversed(state.pages):
+        if ref.first <= prefix <= ref.last:
+            for record in await pages.read(ref):
+                if record.snapshot == snapshot:
+                    return record
+    return None
+
+
+async def newest_of(state: State, job: str, pages: Pages) -> SnapshotRecord | None:
+    """The last listed snapshot of ``job``; reads pages from the newest on."""
+    records: Sequence[SnapshotRecord] = state.tail
+    for ref in [*reversed(state.pages), None]:
+        for record in reversed(records):
+            if record.job == job:
+                return record
+        records = await pages.read(ref) if ref is not None else []
+    return None
+
+
+async def everything(state: State, pages: Pages) -> list[SnapshotRecord]:
+    """All listed snapshots in order of their commits."""
+    records: list[SnapshotRecord] = []
+    for ref in state.pages:
+        records.extend(await pages.read(ref))
+    return [*records, *state.tail]
+
+
+async def condemned_names(state: State, pages: Pages) -> set[tuple[Kind, bytes]]:
+    """Every object that ``state`` marks for deletion."""
+    names: set[tuple[Kind, bytes]] = set()
+    for batch in state.condemned:
+        names.update(await pages.read_names(batch))
+    return names
+
+
+async def pardon(state: State, cleared: Collection[tuple[Kind, bytes]], pages: Pages) -> State:
+    """``state`` without the marks of ``cleared``; the others keep the generation at which they were made."""
+    batches: list[Condemned] = []
+    for batch in state.condemned:
+        names = await pages.read_names(batch)
+        left = [name for name in names if name not in cleared]
+        if len(left) == len(names):
+            batches.append(batch)
+        elif left:
+            batches.append(await pages.condemned(batch.generation, left))
+    return state if batches == state.condemned else msgspec.structs.replace(state, condemned=batches)

@@ -1,0 +1,276 @@
+"""Where a repository's keys come from: its newest key object, and a passphrase where that must be asked for; each change of slots is one creation.
+
+Each key object has a second copy under another name, which is read where the first is damaged or missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from icecore.errors import (
+    Damaged,
+    FormatTooNew,
+    IcecoreError,
+    ObjectExists,
+    ObjectMissing,
+    StoreDenied,
+    StoreError,
+    StoreFull,
+    UsageError,
+    WrongPassphrase,
+)
+from icecore.events import Event, Sink, discard
+from icecore.store.backend.base import Backend
+from icecore.store.format.keys import KEY_KIND, Keys, open_slot
+from icecore.store.format.names import COPIES, KEYS, LAST_KEY, copy_name, key_name, key_number
+from icecore.store.format.slots import Slots, decode_slots, encode_slots, unlock, verify
+
+#: Told the id of a repository, and whether it is encrypted; raises where a client may not open it.
+Admit = Callable[[str, bool], None]
+#: Asked for the passphrase when, and only when, there is something to open with it; in a thread, so it may ask a person.
+Passphrase = Callable[[], bytes]
+
+#: What brings back keys of which no copy is left.
+RECOVER = "'icecore key import FILE' puts back what 'icecore key export FILE' has written"
+_PLANTED = (
+    "'icecore key export FILE' keeps what opens the repository; where a key object of a lower number or its copy is whole, remove this object and its copy;"
+    " else 'icecore copy' brings the snapshots to a new repository"
+)
+_TRIES = 8
+_PAUSE_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Newest:
+    """A key object: its name, number and bytes, and its slots if the repository is encrypted.
+
+    Attributes:
+        above: The highest number that a key object has that can be read, or that follows it without a gap, readable or not: the next change takes the
+            number after it. One that cannot be read and lies further away does not count: anybody who can write to the store can plant it.
+    """
+
+    name: str
+    number: int
+    data: bytes
+    slots: Slots | None
+    above: int
+
+
+async def newest(backend: Backend, emit: Sink = discard) -> Newest:
+    """The key object of the highest number; its second copy where it is damaged or missing.
+
+    Args:
+        emit: Told where it is not the one that counts.
+
+    Raises:
+        Damaged: There is none that can be read.
+        FormatTooNew: A later version wrote it, and there is no other that can be read.
+    """
+    while True:
+        numbers = await numbers_of(backend)
+        failed: IcecoreError = Damaged(KEY_KIND.title, KEYS, "there is none", cure=RECOVER)
+        if numbers:
+            name = key_name(numbers[-1])
+            try:
+                data = await backend.get(name, limit=KEY_KIND.object_limit)
+                return Newest(name, numbers[-1], data, decode_slots(name, data), numbers[-1])
+            except ObjectMissing as error:
+                if (await numbers_of(backend))[-1:] != numbers[-1:]:
+                    continue  # replaced meanwhile
+                failed = error
+            except (Damaged, FormatTooNew) as error:
+                failed = error
+        found = await readable(backend)
+        if found:
+            emit(Event("store.copy_read", {"object": found[0].name, "error": str(failed)}))
+            return found[0]
+        if isinstance(failed, Damaged):
+            raise Damaged(failed.kind, failed.name, failed.why, cure=RECOVER)
+        raise failed
+
+
+async def readable(backend: Backend) -> list[Newest]:
+    """All key objects that can be read, second copies included, each content once; what counts first."""
+    first, second = await numbers_of(backend), await numbers_of(backend, COPIES)
+    found: dict[bytes, Newest] = {}
+    for number in sorted({*first, *second}, reverse=True):
+        for name in (key_name(number), copy_name(key_name(number))):
+            try:
+                data = await backend.get(name, limit=KEY_KIND.object_limit)
+                found.setdefault(data, Newest(name, number, data, decode_slots(name, data), number))
+            except (Damaged, FormatTooNew, ObjectMissing):
+                continue
+    above = max((one.number for one in found.values()), default=0)
+    while above + 1 in first or above + 1 in second:
+        above += 1
+    return [replace(one, above=above) for one in found.values()]
+
+
+def replaced(found: Newest, keys: Keys, objects: Iterable[Newest]) -> bool:
+    """Return whether a change of slots has replaced ``found``: a holder of the master secret wrote one of a higher number, which is no older.
+
+    Args:
+        keys: Those that ``found`` holds.
+        objects: The others that can be read. What was planted does not verify, and an older one that was put under a higher number names no later change.
+    """
+    mine = found.slots
+    if mine is None:
+        return False
+    for other in objects:
+        theirs = other.slots
+        if other.number <= found.number or theirs is None or theirs.repository != mine.repository or theirs.changes[-1:] == mine.changes[-1:]:
+            continue
+        try:
+            verify(other.name, theirs, keys.secret)
+        except Damaged:
+            continue
+        if not set(theirs.changes[-1:]) <= set(mine.changes):
+            return True
+    return False
+
+
+async def _first(backend: Backend) -> Newest | None:
+    """The key object of a repository that is not encrypted: the first, and nothing ever takes its place. None if it is not such a one."""
+    try:
+        data = await backend.get(key_name(0), limit=KEY_KIND.object_limit)
+        slots = decode_slots(key_name(0), data)
+    except (Damaged, ObjectMissing):
+        return None
+    return Newest(key_name(0), 0, data, None, 0) if slots is None else None
+
+
+async def read_keys(
+    backend: Backend,
+    passphrase: Passphrase | None,
+    secret: bytes = b"",
+    *,
+    encrypted: bool = True,
+    admit: Admit | None = None,
+    emit: Sink = discard,
+) -> Keys:
+    """The keys of the repository in ``backend``.
+
+    Args:
+        encrypted: Whether it seems to be; if not, one request is tried before the key objects are listed.
+        passphrase: Gives it where the repository is encrypted.
+        secret: The master secret, where it is known: that of a replica. No passphrase is needed then.
+        admit: Asked of an encrypted repository before its passphrase is.
+
+    Raises:
+        UsageError: It has another master secret than that.
+        WrongPassphrase: It is encrypted, and there is no passphrase or a wrong one.
+        Damaged, FormatTooNew: As `newest`.
+    """
+    found = (None if encrypted else await _first(backend)) or await newest(backend, emit)
+    return await open_keys(backend, found, passphrase, secret, admit)
+
+
+async def open_keys(
+    backend: Backend, found: Newest, passphrase: Passphrase | None, secret: bytes = b"", admit: Admit | None = None
+) -> Keys:
+    """Return the keys in a key object; arguments and errors as of `read_keys`."""
+    if found.slots is None:
+        plain = open_slot(found.name, found.data)
+        if secret and secret != plain:
+            raise _unrelated(backend)
+        return Keys.derive(plain)
+    if admit is not None:
+        admit(found.slots.repository, True)
+    if secret:
+        try:
+            verify(found.name, found.slots, secret)
+        except Damaged:
+            raise _unrelated(backend) from None
+        return Keys.derive(secret, found.slots.repository)
+    if passphrase is None:
+        raise WrongPassphrase(
+            f"{backend.where} is encrypted and no passphrase is given",
+            cure="set ICECORE_PASSPHRASE_FILE, ICECORE_PASSPHRASE_COMMAND or ICECORE_PASSPHRASE",
+        )
+    given = await asyncio.to_thread(passphrase)
+    secret, _ = await asyncio.to_thread(unlock, found.name, found.slots, given)
+    return Keys.derive(secret, found.slots.repository)
+
+
+def _unrelated(backend: Backend) -> UsageError:
+    return UsageError(
+        f"{backend.where} is no replica: its master secret is another",
+        cure="'icecore init --replica-of' makes a replica; 'icecore copy' brings snapshots to any other repository",
+    )
+
+
+async def change(backend: Backend, keys: Keys, edit: Callable[[Slots], Slots]) -> Slots:
+    """Replace the slots by what ``edit`` makes of them, in one creation; what it replaces is then deleted.
+
+    Args:
+        keys: The repository's: only a holder of the master secret changes slots.
+        edit: Called again with newer slots if another change came first. Slow: it runs in a thread.
+
+    Raises:
+        UsageError: The repository is not encrypted.
+        StoreError: The store failed; `newest` tells which slots count.
+    """
+    for _ in range(_TRIES):
+        found = await newest(backend)
+        if found.slots is None:
+            raise UsageError(
+                f"{backend.where} is not encrypted", cure="'icecore init --encrypt' makes one that is, 'icecore copy' fills it"
+            )
+        verify(found.name, found.slots, keys.secret)
+        changed = await asyncio.to_thread(edit, found.slots)
+        number, data = found.above + 1, encode_slots(changed).data
+        if number > LAST_KEY:
+            raise Damaged(KEY_KIND.title, found.name, "its number is the last one, so no change can follow it: somebody has planted it", cure=_PLANTED)
+        if await _create(backend, key_name(number), data):
+            # The number may have been taken and given up while we slept: what counts is whether the newest follows ours.
+            counts = (await newest(backend)).slots
+            await _create(backend, copy_name(key_name(number)), data)
+            await tidy(backend)
+            if counts is not None and changed.changes[-1] in counts.changes:
+                return changed
+    raise StoreError("others change the key slots all the time", cure="try again")
+
+
+async def tidy(backend: Backend) -> int:
+    """Delete key objects that do not count any more (a change that broke off leaves one): they still open the repository; returns how many."""
+    counts = (await newest(backend)).number
+    old = [number for number in await numbers_of(backend) if number < counts]
+    for number in old:
+        await backend.delete(key_name(number))
+    for number in await numbers_of(backend, COPIES):
+        if number < counts:
+            await backend.delete(copy_name(key_name(number)))
+    return len(old)
+
+
+async def _create(backend: Backend, name: str, data: bytes) -> bool:
+    """Whether object ``name`` is now ours: the reply to a creation may get lost, its bytes are of nobody else."""
+    tries = 0
+    while True:
+        try:
+            await backend.create(name, [data])
+            return True
+        except ObjectExists:
+            try:
+                return await backend.get(name, limit=KEY_KIND.object_limit) == data
+            except ObjectMissing:
+                return False  # replaced already
+        except (StoreDenied, StoreFull):
+            raise
+        except StoreError:
+            tries += 1
+            if tries == _TRIES:
+                raise
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+
+async def numbers_of(backend: Backend, prefix: str = "") -> list[int]:
+    """The numbers of all key objects, ascending.
+
+    Args:
+        prefix: `COPIES` for the second copies.
+    """
+    numbers = [key_number(info.name.removeprefix(prefix)) async for info in backend.list(prefix + KEYS)]
+    return sorted(number for number in numbers if number is not None)

@@ -1,0 +1,449 @@
+"""A repository: joins storage, keys, log and sessions into the few calls by which the rest of icecore keeps and finds snapshots."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import TypeVar
+
+from icecore.errors import (
+    Damaged,
+    Distrusted,
+    FormatTooNew,
+    NotFound,
+    ObjectExists,
+    ObjectMissing,
+    StoreError,
+    UsageError,
+    WrongPassphrase,
+)
+from icecore.events import Sink, discard
+from icecore.store.backend.base import READERS_LEAVE, Backend
+from icecore.store.format import marks
+from icecore.store.format.envelope import is_encrypted
+from icecore.store.format.keys import (
+    CONFIG_KIND,
+    ENCRYPTED_FORMAT,
+    FORMAT,
+    Config,
+    Keys,
+    Parameters,
+    decode_config,
+    encode_config,
+    encode_slot,
+    new_slot,
+)
+from icecore.store.format.manifest import MANIFEST_KIND, Manifest, decode_manifest
+from icecore.store.format.names import CONFIG, copy_name, key_name, parse_name
+from icecore.store.format.slots import Cost, new_slots
+from icecore.store.format.state import SnapshotRecord, State
+from icecore.store.log import catalog, identity
+from icecore.store.log import session as sessions
+from icecore.store.log.catalog import Pages
+from icecore.store.log.chain import Log
+from icecore.store.log.keychain import Admit, Passphrase, read_keys
+from icecore.store.log.recent import RecentSegments
+from icecore.store.log.session import Session
+from icecore.store.log.watermark import Recollection, Watermark
+from icecore.text import require_label
+
+T = TypeVar("T")
+
+_RACERS = 4
+_REMAINS_CURE = "remove what is there, or name another place"
+
+#: What a reader without a session has to be told.
+UNREGISTERED = "nothing is written to the repository, not even that it is read: a collection elsewhere may delete what is still to come, and then this fails"
+
+#: How often a session says that it is alive.
+BEAT_SECONDS = 60.0
+
+
+class Repository:
+    """An open repository; ``create`` and ``open`` make them.
+
+    Attributes:
+        backend: Where its objects live.
+        config: Its identity and parameters.
+        keys: Its keys.
+        log: Its transaction log.
+        emit: Where events go.
+    """
+
+    def __init__(self, backend: Backend, config: Config, keys: Keys, log: Log, emit: Sink) -> None:
+        self.backend = backend
+        self.config = config
+        self.keys = keys
+        self.log = log
+        self.log.emit = emit
+        self.emit = emit
+        self._recent = RecentSegments()
+
+    @classmethod
+    async def create(
+        cls,
+        backend: Backend,
+        parameters: Parameters | None = None,
+        *,
+        passphrase: Passphrase | None = None,
+        cost: Cost | None = None,
+        secret: bytes = b"",
+        watermark: Watermark | None = None,
+        emit: Sink = discard,
+    ) -> Repository:
+        """Make the place a repository.
+
+        Args:
+            passphrase: Encrypt it, and let this open it; None: it is not encrypted.
+            cost: What trying a passphrase costs.
+            secret: The master secret of the repository whose replica this is to be; none: a new one.
+
+        Raises:
+            UsageError: It is one already, the store does not do what it must, or the passphrase is too short.
+            WrongPassphrase: A creation that broke off left a slot that the passphrase does not open.
+        """
+        await probe(backend)
+        try:
+            await backend.get(CONFIG, limit=CONFIG_KIND.object_limit)
+        except ObjectMissing:
+            pass
+        else:
+            raise UsageError(f"{backend.where} is a repository already")
+        # A creation that broke off left its slot and first entry: they are taken over, and so is a race of two creators settled.
+        named, given = secrets.token_hex(16), b""
+        if passphrase is None:
+            slot = encode_slot(new_slot(secret))
+        else:
+            given = await asyncio.to_thread(passphrase)
+            master = secret or secrets.token_bytes(32)
+            slot = encode_slot(await asyncio.to_thread(new_slots, named, master, given, "first", cost or Cost()))
+        await identity.agreed(backend, copy_name(key_name(0)), await identity.agreed(backend, key_name(0), slot.data))
+        keys = await read_keys(backend, (lambda: given) if passphrase is not None else None)
+        if (passphrase is not None) != keys.encrypted or (secret and keys.secret != secret):
+            raise _begun(backend)
+        log = Log(backend, keys.log, watermark=watermark)
+        await log.found()
+        if any([generation > 1 async for generation in log.generations()]):
+            raise UsageError(f"{backend.where} holds the log of a repository that lost its configuration", cure=_REMAINS_CURE)
+        number, named = (ENCRYPTED_FORMAT, keys.repository) if keys.encrypted else (FORMAT, named)
+        config = Config(number, named, time.time_ns(), parameters or Parameters())
+        data = await identity.agreed(backend, copy_name(CONFIG), encode_config(config, keys).data)
+        if decode_config(CONFIG, data, keys).parameters != config.parameters:
+            raise _begun(backend)
+        config = decode_config(CONFIG, data, keys)
+        try:
+            await backend.create(CONFIG, [data])
+        except ObjectExists as error:
+            raise UsageError(f"{backend.where} is a repository already") from error
+        await backend.keep_reserve()
+        return cls(backend, config, keys, log, emit)
+
+    @classmethod
+    async def open(
+        cls,
+        backend: Backend,
+        *,
+        passphrase: Passphrase | None = None,
+        secret: bytes = b"",
+        watermark: Watermark | None = None,
+        recollection: Recollection | None = None,
+        admit: Admit | None = None,
+        rebuild: bool = False,
+        known: str = "",
+        emit: Sink = discard,
+    ) -> Repository:
+        """Open the repository that lies in ``backend``.
+
+        Args:
+            passphrase: Asked if it is encrypted.
+            secret: The master secret of a repository whose replica it has to be; opens it without a passphrase.
+            recollection: Where its configuration is remembered.
+            admit: Asked before anything but its keys and configuration is read, and of an encrypted one before the passphrase is.
+            rebuild: Make a configuration where none is left; for a repair, which stores it.
+            known: The id that it had, as far as this client knows; used if ``rebuild`` finds none.
+
+        Raises:
+            WrongPassphrase: It is encrypted, and there is no passphrase or a wrong one.
+            NotFound: There is none.
+            FormatTooNew: It is a later version's.
+            Damaged: Its configuration or key slot is, and so is the second copy.
+        """
+        passphrase = identity.asked_once(passphrase)
+        recalled = recollection.load() if recollection is not None else b""
+        if recalled:
+            try:
+                keys = await read_keys(backend, passphrase, secret, encrypted=is_encrypted(recalled), admit=admit, emit=emit)
+                return cls._opened(backend, decode_config(CONFIG, recalled, keys), keys, watermark, admit, emit)
+            except (Damaged, Distrusted, FormatTooNew, UsageError, WrongPassphrase):
+                pass  # another repository is in this place now, or none: what it says itself counts
+        later: FormatTooNew | None = None
+        try:
+            data = await backend.get(CONFIG, limit=CONFIG_KIND.object_limit)
+            keys = await read_keys(backend, passphrase, secret, encrypted=is_encrypted(data), admit=admit, emit=emit)
+            try:
+                config = decode_config(CONFIG, data, keys)
+            except FormatTooNew as error:
+                later = error  # its digest verifies: no damage, and an older copy must not stand in for it
+            else:
+                if admit is not None:
+                    admit(config.id, keys.encrypted)
+        except (Damaged, Distrusted, FormatTooNew, ObjectMissing, UsageError, WrongPassphrase) as error:
+            found = await identity.from_copies(backend, passphrase, secret, error, rebuild=rebuild, known=known, admit=admit, emit=emit)
+            keys, config, data = found.keys, found.config, found.data
+        if later is not None:
+            raise later
+        repository = cls._opened(backend, config, keys, watermark, admit, emit)
+        if recollection is not None:
+            recollection.save(data)
+        return repository
+
+    @classmethod
+    def _opened(
+        cls, backend: Backend, config: Config, keys: Keys, watermark: Watermark | None, admit: Admit | None, emit: Sink
+    ) -> Repository:
+        if admit is not None:
+            admit(config.id, keys.encrypted)
+        return cls(backend, config, keys, Log(backend, keys.log, watermark=watermark), emit)
+
+    async def snapshots(self) -> list[SnapshotRecord]:
+        """All snapshots in order of their commits."""
+        return await self._current(lambda state: catalog.everything(state, self.log.pages))
+
+    async def find(self, snapshot: str) -> SnapshotRecord:
+        """The record of a snapshot.
+
+        Raises:
+            NotFound: It is not listed.
+        """
+        return await self._current(lambda state: self._find(state, snapshot), prove=False)
+
+    async def _find(self, state: State, snapshot: str) -> SnapshotRecord:
+        record = await catalog.find(state, snapshot, self.log.pages)
+        if record is None:
+            raise NotFound(f"there is no snapshot {snapshot} in {self.backend.where}", cure="'icecore ls' lists them")
+        return record
+
+    async def newest_of(self, job: str) -> SnapshotRecord | None:
+        """The newest snapshot of a job, if it has one; reads no more of the list than what came after it."""
+        return await self._current(lambda state: catalog.newest_of(state, job, self.log.pages))
+
+    async def manifest(self, snapshot: str | SnapshotRecord) -> Manifest:
+        """The manifest of a snapshot, given by id or by its record.
+
+        A record is taken as it is (that of a session's pin stays readable as long as the session is open); an id is looked up.
+
+        Raises:
+            NotFound: It is not listed.
+            Damaged: The manifest is not what was written.
+            ObjectMissing: The manifest is gone.
+        """
+        if isinstance(snapshot, SnapshotRecord):
+            return await self._manifest(snapshot)
+
+        async def read(state: State) -> Manifest:
+            return await self._manifest(await self._find(state, snapshot))
+
+        return await self._current(read, prove=False)
+
+    async def _manifest(self, record: SnapshotRecord) -> Manifest:
+        try:
+            return await self._manifest_from(self.backend, record)
+        except (Damaged, ObjectMissing) as error:
+            self.backend.suspect(error)
+            for replica in self.backend.replicas:
+                try:
+                    return await self._manifest_from(replica, record)
+                except (Damaged, StoreError):
+                    continue
+            raise
+
+    async def _manifest_from(self, backend: Backend, record: SnapshotRecord) -> Manifest:
+        parsed = parse_name(record.manifest)
+        if parsed is None or parsed[0] != "manifest":
+            raise Damaged("snapshot", record.snapshot, f"its manifest has the name {record.manifest[:80]!a}")
+        data = await backend.get(record.manifest, limit=MANIFEST_KIND.object_limit)
+        manifest = decode_manifest(data, self.keys.manifest, name=record.manifest, digest=record.manifest_digest)
+        if manifest.snapshot != record.snapshot:
+            raise Damaged(
+                MANIFEST_KIND.title, record.manifest, f"it is of snapshot {manifest.snapshot}, not {record.snapshot}"
+            )
+        return manifest
+
+    async def _current(self, read: Callable[[State], Awaitable[T]], *, prove: bool = True) -> T:
+        """``read`` the newest state; again if an object went away because the state moved on.
+
+        Args:
+            prove: As in ``Log.newest``. Where one snapshot is sought by its id it makes no difference: one that an entry lists was committed, and
+                where none is found, or its objects are gone, the newest state is asked.
+        """
+        entry = await self.log.newest(prove=prove)
+        while True:
+            try:
+                return await read(entry.state)
+            except (ObjectMissing, NotFound):
+                newer = await self.log.newest()
+                if newer.digest == entry.digest:
+                    raise
+                entry = newer
+
+    async def begin(
+        self,
+        base: str | None,
+        purpose: str,
+        *,
+        load_index: bool = True,
+        beat_seconds: float | None = BEAT_SECONDS,
+        prove: bool = True,
+        leave: int | None = None,
+    ) -> Session:
+        """Begin a writer's session.
+
+        Args:
+            base: The parent snapshot, pinned until the session ends.
+            purpose: For people: dump, import, copy.
+            load_index: Read the dedup index.
+            beat_seconds: How often the session says in the background of this event loop that it is alive; None: only when told.
+            prove: Find out at once that the session is registered for sure. Without, its commit does: for writers that only store under names of
+                their own, whose work is void if it is not. Saves a request.
+            leave: For a session that frees space, or only reads: it begins where there is no room, too, as in ``Log.transact``.
+
+        Raises:
+            NotFound: ``base`` is not listed.
+        """
+        pins = [] if base is None else [base]
+        await self.backend.keep_reserve()  # a repository of an earlier version has none, or others have used it
+        return await self._begin(pins, purpose, load_index, beat_seconds, prove, leave)
+
+    async def read_session(
+        self, snapshot: str, *, purpose: str = "restore", beat_seconds: float | None = BEAT_SECONDS
+    ) -> Session:
+        """Begin a reader's session: until it ends (``abort``), nothing of ``snapshot`` is deleted, even if it is forgotten.
+
+        Raises:
+            NotFound: ``snapshot`` is not listed.
+        """
+        return await self._begin([snapshot], purpose, False, beat_seconds, True, READERS_LEAVE)
+
+    async def _begin(
+        self, pins: Sequence[str], purpose: str, load_index: bool, beat_seconds: float | None, prove: bool, leave: int | None
+    ) -> Session:
+        return await sessions.begin(
+            self.backend,
+            self.keys,
+            self.log,
+            self._recent,
+            self.emit,
+            pins=pins,
+            purpose=purpose,
+            load_index=load_index,
+            every_seconds=beat_seconds,
+            prove=prove,
+            leave=leave,
+        )
+
+    async def forget(self, snapshots: Collection[str]) -> list[SnapshotRecord]:
+        """Take snapshots off the list, in one transaction; what only they reach is the collector's to delete.
+
+        Returns:
+            Those that were removed: pinned ones and ones that are not listed stay as they are.
+        """
+        removed: list[SnapshotRecord] = []
+
+        def remove(record: SnapshotRecord) -> SnapshotRecord | None:
+            if record.pinned:
+                return record
+            removed.append(record)
+            return None
+
+        async def change(state: State, pages: Pages) -> State:
+            removed.clear()
+            changed = await catalog.edit(state, snapshots, remove, pages)
+            return changed if removed else state
+
+        await self.log.transact(change, f"forget {len(snapshots)} snapshots", leave=0)
+        return removed
+
+    async def update(
+        self, snapshot: str, *, pinned: bool | None = None, tags: Sequence[str] | None = None
+    ) -> SnapshotRecord:
+        """Pin or unpin a snapshot, or give it other tags.
+
+        Raises:
+            NotFound: It is not listed.
+            UsageError: A new label is none.
+        """
+        updated: list[SnapshotRecord] = []
+
+        def set_fields(record: SnapshotRecord) -> SnapshotRecord:
+            for tag in set(tags or ()) - set(record.tags):
+                require_label(tag)
+            record = marks.marked(record, pinned=pinned, tags=tags)
+            updated.append(record)
+            return record
+
+        async def change(state: State, pages: Pages) -> State:
+            updated.clear()
+            changed = await catalog.edit(state, [snapshot], set_fields, pages)
+            if not updated:
+                raise NotFound(
+                    f"there is no snapshot {snapshot} in {self.backend.where}", cure="'icecore ls' lists them"
+                )
+            return changed
+
+        await self.log.transact(change, f"update {snapshot}", leave=READERS_LEAVE)
+        return updated[0]
+
+    async def close(self) -> None:
+        """Close the back end."""
+        await self.backend.close()
+
+
+def _begun(backend: Backend) -> UsageError:
+    return UsageError(
+        f"{backend.where} was begun as another repository and never finished", cure="remove its 'keys' and 'copies', or name another place"
+    )
+
+
+async def probe(backend: Backend) -> None:
+    """Try whether the store does what a repository relies on: create-if-absent above all.
+
+    Raises:
+        UsageError: It does not; says what.
+        StoreError: It cannot be written to.
+    """
+    name = f"probe/{secrets.token_hex(16)}"
+    first, second = secrets.token_bytes(100), secrets.token_bytes(100)
+    cure = "use a file system with hard links, or an object store with conditional writes (If-None-Match: *)"
+    twice = UsageError(f"{backend.where} lets an object be created twice: concurrent writers would lose data", cure=cure)
+    await backend.create(name, [first])
+    raced = f"{name}-raced"
+    try:
+        try:
+            await backend.create(name, [second])
+        except ObjectExists:
+            pass
+        else:
+            raise twice
+        # Some look first and write then: that only a race can show.
+        racing = (backend.create(raced, [secrets.token_bytes(100)]) for _ in range(_RACERS))
+        ended = await asyncio.gather(*racing, return_exceptions=True)
+        for outcome in ended:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, ObjectExists):
+                raise outcome
+        if ended.count(None) != 1:
+            raise twice
+        part = bytearray(10)
+        await backend.get_into(name, 50, memoryview(part))
+        listed = [info async for info in backend.list("probe/") if info.name == name]
+        if await backend.get(name) != first or part != first[50:60] or len(listed) != 1 or listed[0].size != 100:
+            raise UsageError(f"{backend.where} does not give back what was written", cure=cure)
+    finally:
+        await backend.delete(name)
+        await backend.delete(raced)
+    try:
+        await backend.get(name)
+    except ObjectMissing:
+        return
+    raise StoreError(f"{backend.where} still has an object that was deleted", cure=cure)

@@ -1,0 +1,444 @@
+"""A writer's or long reader's registered presence: while it is open, nothing that it pins, wrote or may reuse is deleted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from icecore.errors import (
+    Damaged,
+    NotFound,
+    ObjectExists,
+    ObjectMissing,
+    SessionFenced,
+    StoreDenied,
+    StoreError,
+    StoreFull,
+)
+from icecore.events import Event, Sink
+from icecore.store.backend.base import READERS_LEAVE, Backend, Buffer, Draft
+from icecore.store.format.cell import Records
+from icecore.store.format.envelope import ObjectKind, seal, unseal
+from icecore.store.format.keys import Keys
+from icecore.store.format.names import (
+    Kind,
+    filter_name,
+    heartbeat_name,
+    object_name,
+    parse_name,
+    random_id,
+)
+from icecore.store.format.segment import sort_entries
+from icecore.store.format.state import SegmentRef, SessionRecord, SnapshotRecord, State
+from icecore.store.log import catalog
+from icecore.store.log.catalog import Pages
+from icecore.store.log.chain import Entry, Log
+from icecore.store.log.index import NewSegment, build, merge_segments, plan_merges, replaced
+from icecore.store.log.lookup import Index
+from icecore.store.log.presence import this_process
+from icecore.store.log.recent import RecentSegments
+from icecore.text import host_name
+
+BEAT_KIND = ObjectKind("heartbeat", b"ICEBEAT", 1, 1 << 16, None)
+#: Index segments up to this many entries together are merged by the commit itself; larger ones are left to the collector.
+COMMIT_MERGE_ENTRIES = 1 << 16
+_PUT_TRIES = 4
+_PUT_BACKOFF_SECONDS = 0.05
+
+
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
+    """What a session says of itself from time to time; advice for whoever thinks of fencing it."""
+
+    session: str
+    sequence: int
+    at_ns: int
+    host: str
+    pid: int
+
+
+def encode_heartbeat(beat: Heartbeat, key: bytes) -> bytes:
+    """The object of ``beat``."""
+    return seal(BEAT_KIND, msgspec.msgpack.encode(beat), key, heartbeat_name(beat.session, beat.sequence)).data
+
+
+def decode_heartbeat(name: str, data: bytes, key: bytes) -> Heartbeat:
+    """The heartbeat in object ``name``.
+
+    Raises:
+        Damaged: It is not what was written.
+    """
+    body = unseal(BEAT_KIND, name, data, key)
+    try:
+        return msgspec.msgpack.decode(body, type=Heartbeat)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Damaged(BEAT_KIND.title, name, str(error)) from error
+
+
+class Session:
+    """An open session; ``Repository.begin`` makes them. As an async context manager it is aborted at the end unless it was committed.
+
+    Attributes:
+        id: 32 hexadecimal digits.
+        generation: The generation at which it began.
+        base: The pinned parent, or the snapshot that is read.
+        state: The repository's state at BEGIN.
+        index: The dedup index at BEGIN, loaded if ``begin`` was asked to.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        keys: Keys,
+        log: Log,
+        recent: RecentSegments,
+        emit: Sink,
+        record: SessionRecord,
+        entry: Entry,
+    ) -> None:
+        self.id = record.id
+        self.generation = entry.generation
+        self.base: SnapshotRecord | None = record.pins[0] if record.pins else None
+        self.state = entry.state
+        self.index = Index(backend, entry.state.segments, keys.segment, recent=recent)
+        self._backend = backend
+        self._keys = keys
+        self._log = log
+        self._recent = recent
+        self._emit = emit
+        self._condemned: frozenset[bytes] = frozenset()
+        self._created: set[str] = set()
+        self._adopted: set[str] = set()
+        self._beats = 0
+        self._beating: asyncio.Task[None] | None = None
+        self._over = False
+        self._uncertain = False
+
+    async def prepare(self, *, load_index: bool, every_seconds: float | None) -> None:
+        """Read what is condemned and, if asked, the index, and begin to beat; ``begin`` calls it."""
+        condemned = await catalog.condemned_names(self.state, self._log.pages)
+        self._condemned = frozenset(identity for kind, identity in condemned if kind == "shard")
+        self.index = Index(
+            self._backend,
+            self.state.segments,
+            self._keys.segment,
+            avoid=self._condemned,
+            shard_key=self._keys.shard,
+            recent=self._recent,
+            emit=self._emit,
+        )
+        if load_index:
+            await self.index.load()
+        if every_seconds is not None:
+            self.keep_alive(every_seconds)
+
+    def usable(self, shard: bytes) -> bool:
+        """Whether dedup may reuse chunks in ``shard`` (16 bytes): it was neither condemned nor gone at BEGIN."""
+        return shard not in self._condemned
+
+    async def put(self, kind: Kind, parts: Sequence[Buffer]) -> str:
+        """Store an object under a new random name and remember it for ``abort``.
+
+        Returns:
+            Its name.
+
+        Raises:
+            StoreFull: No space.
+            StoreError: It could not be stored.
+        """
+        return await self.put_named(kind, random_id(), parts)
+
+    def draft(self, kind: Kind, identity: bytes) -> Draft:
+        """A draft of an object under a random part that the caller drew before, for threads; only where the back end has drafts.
+
+        Once published it is the session's, as if by ``put_named``.
+        """
+        name = object_name(kind, identity)
+        draft = self._backend.draft(name)
+        self._created.add(name)
+        return draft
+
+    async def put_named(self, kind: Kind, identity: bytes, parts: Sequence[Buffer]) -> str:
+        """``put`` under a random part that the caller drew before (``names.random_id``), because the object's own bytes or others mention it."""
+        name = object_name(kind, identity)
+        await self.create(name, parts)
+        return name
+
+    async def put_segment(self, segment: NewSegment) -> None:
+        """Store an index segment, and then its filter: a filter without its segment is that of a segment that was deleted."""
+        await self.put_named("segment", segment.ref.id, segment.parts)
+        if segment.filter is not None:
+            await self.create(filter_name(segment.ref.id), [segment.filter])
+
+    def adopt(self, name: str) -> None:
+        """Make an object this session's that others may have come to use, too: its commit takes it from among the condemned, ``abort`` leaves it."""
+        self._adopted.add(name)
+
+    async def create(self, name: str, parts: Sequence[Buffer]) -> None:
+        """Store object ``name``, one that nobody else draws, and remember it for ``abort``; tries again where the store fails in passing."""
+        self._created.add(name)
+        tries = 0
+        while True:
+            try:
+                await self._backend.create(name, parts)
+                return
+            except ObjectExists:
+                if tries:
+                    return  # nobody else draws this name: an earlier try did it, and its reply was lost
+                raise
+            except (StoreFull, StoreDenied):
+                raise
+            except StoreError:
+                tries += 1
+                if tries == _PUT_TRIES:
+                    raise
+                await asyncio.sleep(_PUT_BACKOFF_SECONDS * 2**tries)
+
+    async def heartbeat(self) -> None:
+        """Say that this session is alive.
+
+        Raises:
+            StoreError: The store could not be reached; nothing is lost by one missed beat.
+        """
+        self._beats += 1
+        beat = Heartbeat(self.id, self._beats, time.time_ns(), host_name(), os.getpid())
+        name, data = heartbeat_name(self.id, self._beats), encode_heartbeat(beat, self._keys.sessions)
+        try:
+            await self._backend.create(name, [data])
+        except StoreFull:
+            if not await self._backend.give_up_reserve(READERS_LEAVE):
+                raise
+            await self._backend.create(name, [data])
+        if self._beats > 1:
+            await self._backend.delete(heartbeat_name(self.id, self._beats - 1))
+
+    def keep_alive(self, every_seconds: float) -> None:
+        """Beat in the background of the running event loop until the session ends."""
+
+        async def beat() -> None:
+            while True:
+                await asyncio.sleep(every_seconds)
+                try:
+                    await self.heartbeat()
+                except StoreError as error:
+                    self._emit(Event("session.heartbeat", {"session": self.id, "error": str(error)}))
+
+        self._beating = asyncio.create_task(beat())
+
+    async def commit(self, record: SnapshotRecord, entries: Records | None = None) -> Entry:
+        """End the session and list its snapshot, in one transaction.
+
+        Everything that the manifest refers to must be stored before.
+
+        Args:
+            record: The new snapshot.
+            entries: What was newly stored (``segment.make_entries``), for the index.
+
+        Raises:
+            SessionFenced: The session was declared dead; nothing of it was committed.
+            StoreError: The store failed. ``abort`` finds out whether the commit took place.
+        """
+
+        async def change(state: State, pages: Pages) -> State:
+            return await catalog.add(state, [record], pages)
+
+        return await self.transform(change, f"commit {record.snapshot}", entries)
+
+    async def transform(
+        self, change: Callable[[State, Pages], Awaitable[State]], words: str, entries: Records | None = None
+    ) -> Entry:
+        """End the session with another ``change`` than one new snapshot; raises what ``commit`` does.
+
+        Args:
+            change: Is given a state without this session, in which its index entries are live.
+            words: What it does, for people.
+            entries: As in ``commit``.
+        """
+        publish = await self._segments(entries)
+        own = {parsed for parsed in map(parse_name, self._created | self._adopted) if parsed is not None}
+
+        async def whole(state: State, pages: Pages) -> State:
+            state = self._without(state)
+            state = msgspec.structs.replace(state, segments=await publish(state.segments))
+            # A collector that saw these objects before any state named them has marked them; nobody deletes them while we are open.
+            state = await catalog.pardon(state, own, pages)
+            return await change(state, pages)
+
+        before, self._uncertain = self._uncertain, True
+        try:
+            entry = await self._log.transact(whole, words)
+        except (StoreFull, StoreDenied):
+            self._uncertain = before  # this try, at least, is certain to have written nothing
+            raise
+        self._over = True
+        await self._silence()
+        return entry
+
+    def _without(self, state: State) -> State:
+        if state.session(self.id) is None:
+            raise SessionFenced(
+                f"session {self.id} has been ended by another process, its work is void",
+                cure="a session that gives no sign of life for long is fenced; do it again",
+            )
+        return msgspec.structs.replace(state, sessions=[session for session in state.sessions if session.id != self.id])
+
+    async def _segments(self, entries: Records | None) -> Callable[[list[SegmentRef]], Awaitable[list[SegmentRef]]]:
+        """How this session's new index entries get into a list of live segments: merged with small ones, or as they are."""
+        own = (
+            await asyncio.to_thread(build, sort_entries(entries), self._keys.segment, random_id)
+            if entries is not None and len(entries)
+            else []
+        )
+        held = {segment.ref.id: segment for segment in own}
+        stored: set[bytes] = set()
+        live = (self._log.known or self.state).segments
+        merges = [
+            planned
+            for planned in plan_merges([*live, *(segment.ref for segment in own)], entries=COMMIT_MERGE_ENTRIES)
+            if own and held.keys() <= {ref.id for ref in planned.inputs}
+        ]
+        merged: list[NewSegment] = []
+        inputs: list[SegmentRef] = []
+
+        async def read(ref: SegmentRef) -> Records:
+            if ref.id in held:
+                assert entries is not None
+                return sort_entries(entries)
+            return await self.index.entries_of(ref)
+
+        if merges:
+            try:
+                merged = await merge_segments(read, merges[0], self._keys.segment, random_id)
+                inputs = [ref for ref in merges[0].inputs if ref.id not in held]
+                await self._store(merged, stored)
+            except (Damaged, ObjectMissing) as error:
+                # A damaged segment is 'check's to report; the snapshot must not fail for an index that only saves space.
+                self._emit(Event("index.damaged", {"error": str(error)}))
+                merged, inputs = [], []
+
+        async def publish(segments: list[SegmentRef]) -> list[SegmentRef]:
+            if merged:
+                joined = replaced(segments, inputs, [segment.ref for segment in merged])
+                if joined is not None:
+                    return joined
+            await self._store(own, stored)
+            return [*segments, *(segment.ref for segment in own)]
+
+        return publish
+
+    async def _store(self, segments: Sequence[NewSegment], stored: set[bytes]) -> None:
+        for segment in segments:
+            if segment.ref.id not in stored:
+                await self.put_segment(segment)
+                self._recent.add(segment.ref, segment.entries)
+                stored.add(segment.ref.id)
+
+    async def abort(self) -> bool:
+        """End the session without a snapshot and delete what it stored. To be called after any failure, also of ``commit``.
+
+        Returns:
+            False if the session was not open any more: committed after all, or fenced. Then nothing is deleted here; what is not reached is the
+            collector's to delete, as others may have come to use it.
+        """
+        if self._over:
+            return False
+        if not self._uncertain:
+            # Nobody else ends this session with a snapshot, so nothing will ever name these. On a full disk the transaction needs the room.
+            await self._delete_created()
+        was_open = False
+
+        async def change(state: State, pages: Pages) -> State:
+            nonlocal was_open
+            was_open = state.session(self.id) is not None
+            return self._without(state) if was_open else state
+
+        # An open session keeps a collector from freeing anything.
+        await self._log.transact(change, f"end {self.id}", leave=0)
+        self._over = True
+        await self._silence()
+        if was_open:
+            # That the session was open until now proves that its commit never took place, and never will.
+            await self._delete_created()
+        return was_open
+
+    async def _delete_created(self) -> None:
+        for name in sorted(self._created):
+            await self._backend.delete(name)
+            self._created.discard(name)
+
+    async def _silence(self) -> None:
+        if self._beating is not None:
+            self._beating.cancel()
+            try:
+                await self._beating
+            except asyncio.CancelledError:
+                pass
+            self._beating = None
+        if self._beats:
+            try:
+                for sequence in range(max(1, self._beats - 1), self._beats + 1):
+                    await self._backend.delete(heartbeat_name(self.id, sequence))
+            except StoreError as error:
+                self._emit(Event("session.heartbeat", {"session": self.id, "error": str(error)}))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.abort()
+
+
+async def begin(
+    backend: Backend,
+    keys: Keys,
+    log: Log,
+    recent: RecentSegments,
+    emit: Sink,
+    *,
+    pins: Sequence[str],
+    purpose: str,
+    load_index: bool,
+    every_seconds: float | None,
+    prove: bool = True,
+    leave: int | None = None,
+) -> Session:
+    """BEGIN: register a session that pins the snapshots ``pins``, the first of which is its base; ``prove`` and ``leave`` as in ``Log.transact``.
+
+    Raises:
+        NotFound: A snapshot is not in the repository.
+    """
+    identity = secrets.token_hex(16)
+    host = host_name()
+    record: SessionRecord | None = None
+
+    async def change(state: State, pages: Pages) -> State:
+        nonlocal record
+        found = []
+        for snapshot in pins:
+            listed = await catalog.find(state, snapshot, pages)
+            if listed is None:
+                raise NotFound(f"there is no snapshot {snapshot} in {backend.where}", cure="'icecore ls' lists them")
+            found.append(listed)
+        record = SessionRecord(identity, state.generation, purpose, host, time.time_ns(), found, this_process())
+        return msgspec.structs.replace(state, sessions=[*state.sessions, record])
+
+    entry = await log.transact(change, f"begin {purpose} {identity}", prove=prove, leave=leave)
+    assert record is not None
+    session = Session(backend, keys, log, recent, emit, record, entry)
+    try:
+        await session.prepare(load_index=load_index, every_seconds=every_seconds)
+    except BaseException:
+        try:
+            await session.abort()
+        except StoreError:
+            pass  # what is raised below says why; the session is fenced when it has been silent for long
+        raise
+    return session

@@ -1,0 +1,49 @@
+"""The tables in shards' footers, read from storage: what a shard says of itself, whatever the index knows. Rule: nothing is believed that does not verify."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from icecore.store.backend.base import Backend
+from icecore.store.format import codec
+from icecore.store.format.cell import PLACE, Records
+from icecore.store.format.container import TAIL_BYTES
+from icecore.store.format.names import object_name
+from icecore.store.format.segment import make_entries
+from icecore.store.format.shard import SHARD, parse_footer
+
+#: What is read at first of a shard's end: the footer of 64 MiB of chunks is mostly shorter, so that one request brings it.
+_GUESS_BYTES = 128 << 10
+
+
+async def read_table(backend: Backend, key: bytes, shard: bytes, size: int | None = None) -> Records:
+    """The footer's table of a shard, in one or two reads.
+
+    Args:
+        key: The repository's shard key.
+        size: Of the object in bytes, where it is known; else the storage is asked.
+
+    Raises:
+        Damaged, ObjectMissing: It cannot be read.
+    """
+    name = object_name("shard", shard)
+    if size is None:
+        size = await backend.size(name)
+    end = bytearray(min(size, _GUESS_BYTES))
+    await backend.get_into(name, size - len(end), memoryview(end))
+    where = SHARD.parse_tail(shard, size, end[-TAIL_BYTES:])
+    if where.length <= len(end):
+        return parse_footer(key, shard, size, end[-where.length :])
+    footer = bytearray(where.length)
+    await backend.get_into(name, where.offset, memoryview(footer))
+    return parse_footer(key, shard, size, footer)
+
+
+def index_entries(shard: bytes, table: Records) -> Records:
+    """Index entries of the full chunks in a shard's table."""
+    full = table[table["codec"] & codec.DELTA == 0]
+    places = np.zeros(len(full), PLACE)
+    places["shard"] = np.frombuffer(shard, np.uint8)
+    for field in ("offset", "length", "codec"):
+        places[field] = full[field]
+    return make_entries(full["chunk"], places)

@@ -1,0 +1,1 @@
+"""What keeps a repository small and whole: forget, collect, compact, check, repair."""

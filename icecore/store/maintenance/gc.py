@@ -1,0 +1,458 @@
+"""The garbage collector: plans what nothing reaches, condemns it in the log, and deletes it once no open session can have come to use it.
+
+Why nothing is lost, at whatever point this or another collector, writer or reader stops:
+
+1. An object is condemned (at generation g) only if it was listed before the state that is changed was read, and neither that state nor anything
+   that its snapshots and pins reach names it. So whoever wrote it began before g.
+2. A session that began after g sees the mark and does not reuse the object; one that began before g keeps it from being deleted while it is open.
+3. An object is deleted only by a state m >= g in which every open session began after g, and from which it is still unreached. A snapshot or pin
+   of a later state can reach it only through a session that is open in m or begins later, and those do not (2). So it is dead for good.
+4. The mark of a shard stays until no live index segment names it, so that no session finds it there without seeing the mark.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import msgspec
+
+from icecore.errors import Damaged, ObjectMissing, SessionFenced, StoreFull, UsageError
+from icecore.events import Event, phase
+from icecore.store.format.hints import touched_lineage
+from icecore.store.format.names import (
+    FILTERS,
+    HINTS,
+    KINDS,
+    LOG,
+    PREFIX,
+    PROBE,
+    SESSIONS,
+    Kind,
+    filtered_segment,
+    heartbeat_session,
+    log_generation,
+    object_name,
+    parse_name,
+)
+from icecore.store.format.state import SessionRecord, State
+from icecore.store.log import catalog
+from icecore.store.log.catalog import Pages
+from icecore.store.log.chain import KEPT_ENTRIES, Entry
+from icecore.store.log.presence import has_ended
+from icecore.store.log.repository import Repository
+from icecore.store.log.session import decode_heartbeat
+from icecore.store.maintenance.compact import Compacted, Sparse, compact, find_sparse
+from icecore.store.maintenance.reach import Reach
+from icecore.store.maintenance.reindex import Reindexer
+from icecore.store.runtime.parallel import each
+
+Name = tuple[Kind, bytes]
+
+#: Purpose of the session that a collector has while it deletes. It uses nothing, so it keeps nothing from being deleted; it tells
+#: `icecore.store.replication.replicas` that names may be about to be deleted.
+COLLECT = "gc"
+#: A collector that has been silent for so long is taken for dead: nobody waits for it but a sync.
+COLLECTOR_SECONDS = 86_400.0
+#: A session that has been silent for longer is taken for dead.
+FENCE_SECONDS = 1800.0
+#: A shard of which less than this share is reached is rewritten.
+COMPACT_BELOW = 0.5
+_SWEEP_SECONDS = 86_400.0
+_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to collect.
+
+    Attributes:
+        fence_seconds: Silence after which a session is fenced.
+        compact_below: Shards are rewritten if less than this share of them is reached; 0 for never.
+        keep_entries: Log entries to leave, at least as many as clients rely on.
+        sweep_seconds: Age of broken-off writes that are removed.
+    """
+
+    fence_seconds: float = FENCE_SECONDS
+    compact_below: float = COMPACT_BELOW
+    keep_entries: int = KEPT_ENTRIES
+    sweep_seconds: float = _SWEEP_SECONDS
+
+    def __post_init__(self) -> None:
+        if self.keep_entries < KEPT_ENTRIES:
+            raise UsageError(
+                f"a collection cannot keep only {self.keep_entries} log entries",
+                cure=f"keep {KEPT_ENTRIES} or more: clients treat fewer as an attack",
+            )
+
+
+@dataclass(frozen=True)
+class Item:
+    """An object and its size in bytes."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a collection would do, as things are now.
+
+    Attributes:
+        fence: Sessions whose process has ended, or that gave no sign of life for long.
+        condemn: Objects that nothing reaches.
+        delete: Objects that can be deleted at once: condemned before, or now and with no session open.
+        wait: Objects that an open session keeps from being deleted.
+        pardon: Objects that are condemned although a snapshot reaches them again.
+        compact: Shards that are to be rewritten.
+        rewrite: Number of index segments that are to be rewritten.
+        trim: Old log entries, stale heartbeats, filters of segments that are gone, hints that are of no use.
+        kept_bytes: What stays, compaction apart.
+    """
+
+    generation: int
+    fence: list[SessionRecord] = field(default_factory=list)
+    condemn: list[Item] = field(default_factory=list)
+    delete: list[Item] = field(default_factory=list)
+    wait: list[Item] = field(default_factory=list)
+    pardon: list[str] = field(default_factory=list)
+    compact: list[Sparse] = field(default_factory=list)
+    rewrite: int = 0
+    trim: list[Item] = field(default_factory=list)
+    kept_bytes: int = 0
+
+    @property
+    def delete_bytes(self) -> int:
+        """Bytes that can be deleted at once."""
+        return sum(item.bytes for item in self.delete)
+
+    @property
+    def wait_bytes(self) -> int:
+        """Bytes that wait for a session to end."""
+        return sum(item.bytes for item in self.wait)
+
+    @property
+    def compact_bytes(self) -> int:
+        """Bytes that rewriting shards frees."""
+        return sum(item.bytes - item.live.bytes for item in self.compact)
+
+
+@dataclass(frozen=True)
+class Freed:
+    """What forgetting some snapshots would free once the collector has run and no session is open: ``objects`` of ``bytes`` together, and ``compact_bytes``
+    more by rewriting shards that become mostly dead."""
+
+    objects: int
+    bytes: int
+    compact_bytes: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a collection did."""
+
+    fenced: int
+    compacted: Compacted
+    condemned: int
+    deleted: int
+    deleted_bytes: int
+    waiting: int
+    rewritten: int
+    trimmed: int
+
+
+class Collector:
+    """One run of the collector. ``plan`` looks and changes nothing; ``collect`` does it, checking everything again where others may have interfered.
+
+    Args:
+        repository: Which.
+        options: How.
+    """
+
+    def __init__(self, repository: Repository, options: Options | None = None) -> None:
+        self._repository = repository
+        self._backend = repository.backend
+        self._log = repository.log
+        self._options = options or Options()
+        self._reach = Reach(repository)
+        self._sizes: dict[Name, int] = {}
+        self._before = 0
+
+    async def plan(self) -> Plan:
+        """What there is to do.
+
+        Raises:
+            Damaged, ObjectMissing: A kept snapshot cannot be read, so what it reaches is unknown; nothing can be collected.
+        """
+        await self._survey()
+        entry = await self._log.newest()
+        fence = await self._silent(entry.state)
+        gone = {record.id for record in fence}
+        sessions = [record for record in entry.state.sessions if record.id not in gone]
+        state = msgspec.structs.replace(entry.state, sessions=sessions)
+        await self._mark(state)
+        marked = await self._marks(state)
+        dead = self._unreached(state)
+        condemn = sorted(dead - marked.keys())
+        oldest = min((record.began for record in _keeping(state)), default=state.generation + 2)
+        delete = sorted(name for name in dead if marked.get(name, state.generation + 1) < oldest)
+        wait = sorted(dead - set(delete))
+        merges = await Reindexer(self._repository, delete).plan(state.segments)
+        return Plan(
+            generation=entry.generation,
+            fence=fence,
+            condemn=[self._item(name) for name in condemn],
+            delete=[self._item(name) for name in delete],
+            wait=[self._item(name) for name in wait],
+            pardon=[object_name(*name) for name in sorted(marked.keys() & self._reach.names)],
+            compact=find_sparse(self._reach, self._sizes, self._options.compact_below),
+            rewrite=sum(len(merge.inputs) for merge in merges),
+            trim=[*await self._old(), *await self._old_entries(entry.generation)],
+            kept_bytes=sum(size for name, size in self._sizes.items() if name not in dead),
+        )
+
+    async def plan_forget(self, snapshots: Collection[str]) -> Freed:
+        """What there would be to free if these snapshots were forgotten, beside what there is already.
+
+        Raises:
+            Damaged, ObjectMissing: A snapshot cannot be read, so what it reaches is unknown.
+        """
+        gone = frozenset(snapshots)
+        await self._survey()
+        state = (await self._log.newest()).state
+        records = await catalog.everything(state, self._log.pages)
+        await self._reach.add(record for record in records if record.snapshot not in gone)
+        then, sparse = self._unreached(state), self._sparse_bytes()
+        await self._reach.add(records)
+        freed = then - self._unreached(state)
+        more = max(0, sparse - self._sparse_bytes())
+        return Freed(len(freed), sum(self._sizes[name] for name in freed), more)
+
+    def _sparse_bytes(self) -> int:
+        sparse = find_sparse(self._reach, self._sizes, self._options.compact_below)
+        return sum(item.bytes - item.live.bytes for item in sparse)
+
+    async def collect(self) -> Result:
+        """Fence, compact, condemn, delete, clean the index, trim. Safe to stop anywhere, and to run beside anything.
+
+        Raises:
+            Damaged, ObjectMissing: A kept snapshot cannot be read, so what it reaches is unknown; nothing is deleted.
+        """
+        emit = self._repository.emit
+        with phase(emit, "gc.survey"):
+            await self._survey()
+            fenced = await self._fence()
+            await self._mark_newest()
+        compacted = Compacted()
+        if find_sparse(self._reach, self._sizes, self._options.compact_below):
+            with phase(emit, "gc.compact") as running:
+                try:
+                    compacted = await compact(self._repository, self._sizes, self._options.compact_below)
+                except StoreFull as error:
+                    self._no_room("shards", error)
+                running.bytes = compacted.copied_bytes
+            # The old manifests' reach must be forgotten, or what was compacted would stay for another run.
+            self._reach = Reach(self._repository)
+            await self._survey()
+        # Open until the last deletion: whoever would create a name again that was deleted waits for its end.
+        async with await self._repository.begin(None, COLLECT, load_index=False) as session:
+            result = await self._collect(session.id, fenced, compacted)
+        await self._backend.keep_reserve()
+        return result
+
+    def _no_room(self, what: str, error: StoreFull) -> None:
+        """Rewriting frees space in the end, but takes some first; what can be deleted as it is must not wait for that."""
+        self._repository.emit(Event("gc.no_room", {"what": what, "error": f"{what} are not rewritten this time: {error.message}"}))
+
+    async def _collect(self, session: str, fenced: int, compacted: Compacted) -> Result:
+        emit = self._repository.emit
+        condemned = deleted = deleted_bytes = merged = waiting = 0
+        for _ in range(_ROUNDS):
+            entry, new = await self._condemn()
+            if entry.state.session(session) is None:
+                raise SessionFenced("another process took this collector for dead", cure="collect again")
+            with phase(emit, "gc.delete") as running:
+                deletable, waits = await self._deletable(entry.state)
+                await each(deletable, lambda name: self._backend.delete(object_name(*name)))
+                running.bytes = sum(self._sizes.get(name, 0) for name in deletable)
+            # What was condemned before the listing began, and was not listed, has been deleted by a collector that stopped then.
+            marks = await self._marks(entry.state)
+            absent = {name for name, at in marks.items() if at <= self._before and name not in self._sizes}
+            rewritten = 0
+            try:
+                rewritten = await Reindexer(self._repository, absent.union(deletable)).run()
+            except StoreFull as error:
+                self._no_room("index segments", error)
+            condemned, deleted, merged = condemned + new, deleted + len(deletable), merged + rewritten
+            deleted_bytes, waiting = deleted_bytes + running.bytes, len(waits)
+            await self._survey()
+            # What rewriting the index and the lists of marks left behind is collected at once.
+            if not self._unreached((await self._log.newest()).state) - set(waits):
+                break
+        trimmed = await self._trim()
+        return Result(fenced, compacted, condemned, deleted, deleted_bytes, waiting, merged, trimmed)
+
+    async def _survey(self) -> None:
+        """List all objects that sessions write. Comes before reading the state: what is listed was written by a session that began before."""
+        self._before = (await self._log.newest()).generation
+        self._sizes.clear()
+        for kind in KINDS:
+            async for info in self._backend.list(PREFIX[kind]):
+                parsed = parse_name(info.name)
+                if parsed is not None:
+                    self._sizes[parsed] = info.size
+
+    async def _mark(self, state: State) -> None:
+        """Mark what the state's snapshots and pins reach; what was marked before is not read again."""
+        records = await catalog.everything(state, self._log.pages)
+        pins = [record for session in state.sessions for record in session.pins]
+        await self._reach.add([*records, *pins])
+
+    async def _mark_newest(self) -> State:
+        entry = await self._log.newest()
+        while True:
+            try:
+                await self._mark(entry.state)
+                return entry.state
+            except ObjectMissing:
+                newer = await self._log.newest()
+                if newer.digest == entry.digest:
+                    raise
+                entry = newer  # a manifest was swapped and deleted while we read
+
+    def _unreached(self, state: State) -> set[Name]:
+        """Listed objects that neither the state nor what it reaches names."""
+        named: set[Name] = {("page", ref.id) for ref in state.pages}
+        named |= {("page", batch.ref.id) for batch in state.condemned if batch.ref is not None}
+        named |= {("segment", ref.id) for ref in state.segments}
+        return self._sizes.keys() - named - self._reach.names
+
+    async def _marks(self, state: State) -> dict[Name, int]:
+        """Condemned objects and the generation at which they were."""
+        marks: dict[Name, int] = {}
+        for batch in state.condemned:
+            for name in await self._log.pages.read_names(batch):
+                marks[name] = max(batch.generation, marks.get(name, 0))
+        return marks
+
+    def _item(self, name: Name) -> Item:
+        return Item(object_name(*name), self._sizes.get(name, 0))
+
+    async def _silent(self, state: State) -> list[SessionRecord]:
+        """Sessions that are taken for dead: their process has ended, or they gave no sign of life for long, by this machine's clock and theirs.
+
+        It decides when to fence, never what is safe to delete. A collector's session is the exception, as syncs wait for its end: what it asked
+        to delete may still be under way when its process has ended.
+        """
+        latest: dict[str, str] = {}
+        async for info in self._backend.list(SESSIONS):
+            session = heartbeat_session(info.name)
+            if session is not None:
+                latest[session] = info.name
+        silent = []
+        for record in state.sessions:
+            ended = has_ended(record.process)
+            if ended and record.purpose != COLLECT:
+                silent.append(record)
+                continue
+            heard = record.created_ns
+            if record.id in latest:
+                try:
+                    data = await self._backend.get(latest[record.id], limit=1 << 17)
+                    heard = max(heard, decode_heartbeat(latest[record.id], data, self._repository.keys.sessions).at_ns)
+                except (ObjectMissing, Damaged):
+                    continue  # it beats just now, or its sign cannot be read: let it live
+            patience = self._options.fence_seconds
+            if record.purpose == COLLECT and patience and not ended:
+                patience = max(patience, COLLECTOR_SECONDS)
+            if time.time_ns() - heard > patience * 1e9:
+                silent.append(record)
+        return silent
+
+    async def _fence(self) -> int:
+        """FENCE: end the sessions that are taken for dead."""
+        silent = {record.id for record in await self._silent((await self._log.newest()).state)}
+        if not silent:
+            return 0
+
+        async def change(state: State, pages: Pages) -> State:
+            left = [record for record in state.sessions if record.id not in silent]
+            return state if len(left) == len(state.sessions) else msgspec.structs.replace(state, sessions=left)
+
+        await self._log.transact(change, f"fence {' '.join(sorted(silent))}", leave=0)
+        self._repository.emit(Event("gc.fence", {"sessions": sorted(silent)}))
+        return len(silent)
+
+    async def _condemn(self) -> tuple[Entry, int]:
+        """CONDEMN what is unreached, and pardon what is reached again. The returned state is one for which the marking is complete."""
+        condemned = 0
+
+        async def change(state: State, pages: Pages) -> State:
+            nonlocal condemned
+            await self._mark(state)
+            marks = await self._marks(state)
+            changed = await catalog.pardon(state, marks.keys() & self._reach.names, pages)
+            new = sorted(self._unreached(state) - marks.keys())
+            condemned = len(new)
+            if new:
+                batch = await pages.condemned(state.generation, new)
+                changed = msgspec.structs.replace(changed, condemned=[*changed.condemned, batch])
+            return changed
+
+        entry = await self._log.transact(change, "condemn", leave=0)
+        # The entry may carry other transactions of this process, a commit among them, that were applied after ours.
+        await self._mark(entry.state)
+        return entry, condemned
+
+    async def _deletable(self, state: State) -> tuple[list[Name], list[Name]]:
+        """Condemned objects that can be deleted, and those that a session keeps; ``state`` is one for which the marking is complete."""
+        marks = await self._marks(state)
+        unreached = self._unreached(state)
+        oldest = min((record.began for record in _keeping(state)), default=state.generation + 1)
+        delete = sorted(name for name, generation in marks.items() if name in unreached and generation < oldest)
+        return delete, sorted(name for name, generation in marks.items() if name in unreached and generation >= oldest)
+
+    async def _old(self) -> list[Item]:
+        """What lies outside the state's reach and is known to be of no use: signs of sessions that are over, hints of nobody, probes."""
+        # A filter is stored after its segment: one that was there before a listing without its segment is that of a deleted one.
+        filters = [info async for info in self._backend.list(FILTERS)]
+        segments = {info.name async for info in self._backend.list(PREFIX["segment"])} if filters else set()
+        beats = [info async for info in self._backend.list(SESSIONS)]
+        hints = [info async for info in self._backend.list(HINTS)]
+        old = [Item(*info) async for info in self._backend.list(PROBE)]
+        for info in filters:
+            segment = filtered_segment(info.name)
+            if segment is not None and object_name("segment", segment) not in segments:
+                old.append(Item(*info))
+        # Read after the listings: whoever stored what is listed has begun, so it is open in this state or over.
+        state = await self._mark_newest()
+        open_ = {record.id for record in state.sessions}
+        keeping = _keeping(state)
+        old += [Item(*info) for info in beats if heartbeat_session(info.name) not in open_]
+        if not keeping:  # an open session may have stored the hints of a snapshot that is yet to be committed
+            old += [Item(*info) for info in hints if not self._advises(info.name)]
+        return old
+
+    def _advises(self, hint: str) -> bool:
+        """Whether a hint object is of use: a kept snapshot names it, or it is a working set of a lineage that has one."""
+        return hint in self._reach.hints or touched_lineage(hint) in self._reach.lineages
+
+    async def _old_entries(self, newest: int) -> list[Item]:
+        listed = [info async for info in self._backend.list(LOG)]
+        return [
+            Item(*info)
+            for info in listed
+            if (log_generation(info.name) or newest) <= newest - self._options.keep_entries
+        ]
+
+    async def _trim(self) -> int:
+        old = await self._old()
+        await each(old, lambda item: self._backend.delete(item.name))
+        trimmed = await self._log.trim(self._options.keep_entries)
+        return trimmed + len(old) + await self._backend.sweep(self._options.sweep_seconds)
+
+
+def _keeping(state: State) -> list[SessionRecord]:
+    """The open sessions that may use what is condemned after they began: all but collectors'."""
+    return [record for record in state.sessions if record.purpose != COLLECT]

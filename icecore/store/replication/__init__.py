@@ -1,0 +1,1 @@
+"""Snapshots brought from one repository to another."""

@@ -1,0 +1,123 @@
+"""What a sync has to do, from two replicas' snapshot lists: snapshots to bring, marks to carry, and, where that is asked for, forgets to follow.
+
+The rule for forgets: only what came from this very source by a sync follows it, so that a region never loses what was taken there, or came from elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from icecore.errors import UsageError
+from icecore.store.format.marks import joined
+from icecore.store.format.state import SnapshotRecord, State
+from icecore.store.log import catalog
+from icecore.store.log.catalog import Pages
+from icecore.store.log.repository import Repository
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a sync would do, as things are now.
+
+    Attributes:
+        bring: Snapshots that the target does not list, in order of their commits.
+        mark: The source's records of those that it lists with other, older pins or tags.
+        forget: The target's records of those that came from the source, which has forgotten them since.
+    """
+
+    bring: list[SnapshotRecord] = field(default_factory=list)
+    mark: list[SnapshotRecord] = field(default_factory=list)
+    forget: list[SnapshotRecord] = field(default_factory=list)
+
+    @property
+    def keep(self) -> list[SnapshotRecord]:
+        """Those of ``forget`` that stay, because they are pinned in the target."""
+        return [record for record in self.forget if record.pinned]
+
+
+async def plan(
+    source: Repository,
+    target: Repository,
+    records: Sequence[SnapshotRecord] | None = None,
+    *,
+    forget: bool = False,
+    job: str = "",
+) -> Plan:
+    """Compare the lists; nothing is changed.
+
+    Args:
+        records: The snapshots of the source that are meant; None: all.
+        forget: Also what the source has forgotten.
+        job: Of that, and where ``records`` is None, only this job's.
+
+    Raises:
+        UsageError: The two do not share a master secret, or forgets are asked for of a source that lists nothing.
+    """
+    require_replica(source, target)
+    # In this order: what the target has from the source and the source does not list now, it has forgotten.
+    there = {record.snapshot: record for record in await target.snapshots()}
+    here = await source.snapshots()
+    wanted = records if records is not None else [record for record in here if job in ("", record.job)]
+    bring = [record for record in wanted if record.snapshot not in there]
+    mark = [
+        record
+        for record in wanted
+        if record.snapshot in there and joined(there[record.snapshot], record) is not there[record.snapshot]
+    ]
+    if not forget:
+        return Plan(bring, mark)
+    if not here and there:
+        raise UsageError(
+            f"{source.backend.where} lists no snapshot at all: its forgets are not carried",
+            cure="see whether it has lost its log; if it is meant to be empty, forget there yourself what shall go",
+        )
+    listed = {record.snapshot for record in here}
+    gone = [
+        record
+        for record in there.values()
+        if record.origin == source.config.id and record.snapshot not in listed and job in ("", record.job)
+    ]
+    return Plan(bring, mark, gone)
+
+
+async def carry_marks(target: Repository, records: Sequence[SnapshotRecord]) -> list[str]:
+    """Give the target's snapshots the newer of both replicas' marks, in one transaction.
+
+    Args:
+        records: The source's.
+
+    Returns:
+        Ids of those that changed.
+    """
+    if not records:
+        return []
+    theirs = {record.snapshot: record for record in records}
+    changed: list[str] = []
+
+    def carry(record: SnapshotRecord) -> SnapshotRecord:
+        after = joined(record, theirs[record.snapshot])
+        if after is not record:
+            changed.append(record.snapshot)
+        return after
+
+    async def change(state: State, pages: Pages) -> State:
+        changed.clear()
+        edited = await catalog.edit(state, theirs, carry, pages)
+        return edited if changed else state
+
+    await target.log.transact(change, f"marks of {len(theirs)} snapshots")
+    return changed
+
+
+def require_replica(source: Repository, target: Repository) -> None:
+    """Refuse two that share no master secret.
+
+    Raises:
+        UsageError: They do not.
+    """
+    if source.keys.secret != target.keys.secret or source.keys.encrypted != target.keys.encrypted:
+        raise UsageError(
+            f"{target.backend.where} is no replica of {source.backend.where}",
+            cure="'icecore copy' brings snapshots to any other repository; 'icecore init --replica-of' makes a replica",
+        )

@@ -1,0 +1,365 @@
+"""Replicas: snapshots brought from a repository to another that shares its master secret; objects move as they are, and only what is missing travels.
+
+A replica is a repository of its own (configuration, passphrases, log, sessions, index) whose shards, node packs, manifests and hints have the names and
+bytes that they have elsewhere, so that a restore can read each from wherever it is. It is the one place where a name may be created again that was
+deleted before. Why the replica's collector loses nothing by that:
+
+1. What is needed is neither condemned in the state in which the sync's session began, nor can it be deleted by a collector that decided before: none
+   was at work in that state (each has a session while it deletes), or the sync waits.
+2. A collector that begins later deletes only what was condemned before the oldest session, so nothing that this one needs, created anew or found.
+3. A sync never deletes what it stored, as another may have come to use it; what a broken-off one leaves is the collector's, or the next sync's to use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+from msgspec.structs import replace
+
+from icecore.errors import (
+    Damaged,
+    IcecoreError,
+    NotFound,
+    ObjectExists,
+    ObjectMissing,
+    StoreDenied,
+    StoreError,
+    StoreFull,
+)
+from icecore.events import Event, phase
+from icecore.store.backend.base import Backend
+from icecore.store.format import codec
+from icecore.store.format.cell import Records
+from icecore.store.format.cellmap import PACK, NodeDecoder, parse_pack_footer
+from icecore.store.format.chunk import chunk_id
+from icecore.store.format.cipher import opened_piece
+from icecore.store.format.container import TAIL_BYTES
+from icecore.store.format.hints import decode_hints
+from icecore.store.format.keys import Keys
+from icecore.store.format.manifest import NODE_REF, decode_manifest
+from icecore.store.format.names import object_name, parse_name
+from icecore.store.format.shard import SHARD, parse_footer
+from icecore.store.format.state import SnapshotRecord, State
+from icecore.store.log import catalog
+from icecore.store.log.catalog import Pages
+from icecore.store.log.lookup import Index
+from icecore.store.log.repository import UNREGISTERED, Repository
+from icecore.store.log.session import Session
+from icecore.store.log.tables import index_entries, read_table
+from icecore.store.maintenance.gc import COLLECT, Collector
+from icecore.store.maintenance.reach import Reach
+from icecore.store.replication import reconcile
+from icecore.store.replication.reconcile import Plan
+from icecore.store.runtime.parallel import each
+
+PURPOSE = "sync"
+#: Objects that travel at once; each is held in memory as a whole.
+AT_ONCE = 4
+#: The longest object: shards of 1 GiB and their footers.
+_LIMIT = 2 << 30
+_TRIES = 5
+_BACKOFF_SECONDS = 0.1
+_POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A snapshot that could not be brought over, and why."""
+
+    snapshot: str
+    error: IcecoreError
+
+
+@dataclass
+class Synced:
+    """What a sync did.
+
+    Attributes:
+        snapshots: Ids of those that were brought over.
+        objects, bytes: What travelled.
+        present: Objects that were there already.
+        marked: Ids of snapshots that were there, and got the source's pins or tags.
+        forgotten: Ids of snapshots that were forgotten in the target, because the source has forgotten them.
+        kept: Ids of those that were not, as they are pinned in the target.
+        lost: Snapshots that were left out because the source has something damaged or missing of them.
+    """
+
+    snapshots: list[str] = field(default_factory=list)
+    objects: int = 0
+    bytes: int = 0
+    present: int = 0
+    marked: list[str] = field(default_factory=list)
+    forgotten: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    lost: list[Lost] = field(default_factory=list)
+
+
+async def sync(source: Repository, target: Repository, todo: Plan, *, patience: float = 60.0, register: bool = True) -> Synced:
+    """Do what `icecore.store.replication.reconcile.plan` found: marks first, as a pin protects; then the snapshots, each with all that it reaches first and its
+    place in the replica's log last; then, if nothing had to be left out, the forgets. Safe to stop anywhere and to begin again with a new plan.
+
+    Args:
+        source: Where the snapshots are; lives in the same event loop as ``target``. Reads from other replicas too, if its back end does.
+        todo: What to do; what has been done meanwhile is passed over.
+        patience: Seconds to wait for collectors that are at work in the target.
+        register: Keep what is read from being collected meanwhile; without, for a source that cannot be written to: what is then missing is told of
+            and left out.
+
+    Raises:
+        UsageError: The two do not share a master secret.
+        StoreError: Storage failed, or a collector of the target is at work for too long.
+    """
+    reconcile.require_replica(source, target)
+    run = _Sync(source, target, patience)
+    if not register:
+        target.emit(Event("sync.warning", {"message": UNREGISTERED}))
+    run.done.marked = await reconcile.carry_marks(target, todo.mark)
+    for record in todo.bring:
+        try:
+            reading = await source.read_session(record.snapshot, purpose=PURPOSE) if register else None
+        except NotFound:
+            continue  # forgotten meanwhile
+        async with reading or nullcontext():
+            await run.bring(reading.base or record if reading is not None else record)
+    # Who could not be brought over is a reason to be careful with what only the target has.
+    if todo.forget and not run.done.lost:
+        run.done.forgotten = [record.snapshot for record in await target.forget([one.snapshot for one in todo.forget])]
+        left = {record.snapshot for record in await target.snapshots()}
+        run.done.kept = [record.snapshot for record in todo.forget if record.snapshot in left]
+    return run.done
+
+
+class _Sync:
+    def __init__(self, source: Repository, target: Repository, patience: float) -> None:
+        self.done = Synced()
+        self._source = source
+        self._target = target
+        self._patience = patience
+        self._looked_at: set[bytes] = set()
+        self._index: Index | None = None
+
+    async def bring(self, record: SnapshotRecord) -> None:
+        """One snapshot."""
+        if record.quarantined:
+            self._lose(record, Damaged("snapshot", record.snapshot, record.quarantined))
+            return
+        with phase(self._target.emit, "sync.snapshot", snapshot=record.snapshot) as running:
+            before = self.done.bytes
+            try:
+                reach = Reach(self._source)
+                await reach.add([record])
+            except (Damaged, ObjectMissing) as error:
+                self._lose(record, error)
+                return
+            names = sorted(object_name(*name) for name in reach.names)
+            session = await self._begin(names)
+            # Not "async with": on failure what was stored stays, for the next attempt or the collector.
+            try:
+                if await catalog.find(session.state, record.snapshot, self._target.log.pages) is not None:
+                    return
+                entries = await self._objects(session, record, names, sorted(reach.hints))
+                await session.transform(
+                    partial(_list, replace(record, origin=self._source.config.id)), f"sync {record.snapshot}", entries
+                )
+                self.done.snapshots.append(record.snapshot)
+            except (Damaged, ObjectMissing) as error:
+                self._lose(record, error)
+            finally:
+                await session.abort()
+            running.bytes = self.done.bytes - before
+
+    def _lose(self, record: SnapshotRecord, error: IcecoreError) -> None:
+        self.done.lost.append(Lost(record.snapshot, error))
+        self._target.emit(Event("sync.lost", {"snapshot": record.snapshot, "error": str(error)}))
+
+    async def _begin(self, names: Collection[str]) -> Session:
+        """A session in whose first state nothing that is needed is condemned, and no collector is at work."""
+        wanted = {parsed for parsed in map(parse_name, names) if parsed is not None}
+        waited, collected = 0.0, False
+        while True:
+            session = await self._target.begin(None, PURPOSE, load_index=False)
+            try:
+                marks = wanted & await catalog.condemned_names(session.state, self._target.log.pages)
+                busy = any(record.purpose == COLLECT for record in session.state.sessions)
+            except BaseException:
+                await session.abort()
+                raise
+            if not marks and not busy:
+                return session
+            await session.abort()
+            if marks and not busy and not collected:
+                # It was here before, and forgotten: its old self has to be gone before it can come again.
+                await Collector(self._target).collect()
+                collected = True
+                continue
+            if waited >= self._patience:
+                raise StoreError(
+                    f"{len(marks)} of the objects are about to be deleted in {self._target.backend.where}"
+                    if marks
+                    else f"a collector is at work in {self._target.backend.where}",
+                    cure="sync again when it has ended, and the sessions that keep it waiting; 'icecore gc' there ends dead ones",
+                )
+            await asyncio.sleep(_POLL_SECONDS)
+            waited += _POLL_SECONDS
+            collected = False
+
+    async def _objects(
+        self, session: Session, record: SnapshotRecord, names: Sequence[str], hints: Sequence[str]
+    ) -> Records | None:
+        """Store what is missing; index entries of shards that the target's index does not know."""
+        entries: list[Records] = []
+
+        async def one(name: str) -> None:
+            session.adopt(name)
+            if await _exists(self._target.backend, name):
+                self.done.present += 1
+                table = await self._table(name)
+            else:
+                data, table = await self._fetch(name, record)
+                await store(self._target.backend, name, data)
+                self.done.objects += 1
+                self.done.bytes += len(data)
+            if table is not None:
+                entries.append(table)
+
+        async def hint(name: str) -> None:
+            try:
+                await one(name)
+            except (Damaged, ObjectMissing) as error:
+                # Advice: a snapshot is whole without it.
+                self._target.emit(Event("sync.hints_missing", {"object": name, "error": str(error)}))
+
+        kinds = ("shards/", "nodes/", "snapshots/")
+        for kind in kinds:
+            await each([name for name in names if name.startswith(kind)], one, at_once=AT_ONCE)
+        await each(hints, hint, at_once=AT_ONCE)
+        return np.concatenate(entries) if entries else None
+
+    async def _fetch(self, name: str, record: SnapshotRecord) -> tuple[bytes, Records | None]:
+        """A whole object, sound, and what `verify` tells of it; from another replica of the source if its own is not.
+
+        Raises:
+            Damaged, ObjectMissing: It is nowhere sound.
+        """
+        first: IcecoreError | None = None
+        for backend in (self._source.backend, *self._source.backend.replicas):
+            try:
+                data = await backend.get(name, limit=_LIMIT)
+                return data, await asyncio.to_thread(verify, self._source.keys, name, data, record)
+            except (Damaged, StoreError) as error:
+                first = first or error
+        assert first is not None
+        raise first
+
+    async def _table(self, name: str) -> Records | None:
+        """Index entries of a shard that the target has, if its index does not have them: it came with a sync that broke off."""
+        parsed = parse_name(name)
+        if parsed is None or parsed[0] != "shard" or parsed[1] in self._looked_at:
+            return None
+        self._looked_at.add(parsed[1])
+        table = await read_table(self._target.backend, self._target.keys.shard, parsed[1])
+        entries = index_entries(parsed[1], table)
+        if not len(entries) or await self._knows(entries[:1]):
+            return None
+        return entries
+
+    async def _knows(self, entries: Records) -> bool:
+        if self._index is None:
+            # Loaded once: what it misses of this run's own shards is never asked.
+            async with await self._target.begin(None, PURPOSE, beat_seconds=None) as session:
+                self._index = session.index
+        found, _ = await asyncio.to_thread(self._index.lookup, entries["chunk"])
+        return bool(found.all())
+
+
+async def _list(record: SnapshotRecord, state: State, pages: Pages) -> State:
+    """List a snapshot, unless another sync was faster."""
+    if await catalog.find(state, record.snapshot, pages) is not None:
+        return state
+    return await catalog.add(state, [record], pages)
+
+
+def verify(keys: Keys, name: str, data: bytes, record: SnapshotRecord) -> Records | None:
+    """Check every byte of an object on its way to a replica.
+
+    Args:
+        record: The snapshot whose manifest it is, if it is one.
+
+    Returns:
+        A shard's index entries.
+
+    Raises:
+        Damaged: It is not what was written.
+    """
+    parsed = parse_name(name)
+    if parsed is None:
+        decode_hints(name, data, keys.hints)
+        return None
+    kind, identity = parsed
+    view = memoryview(data)
+    if kind == "manifest":
+        decode_manifest(data, keys.manifest, name=name, digest=record.manifest_digest if name == record.manifest else None)
+        return None
+    container, parse = (SHARD, parse_footer) if kind == "shard" else (PACK, parse_pack_footer)
+    where = container.parse_tail(identity, len(data), view[-TAIL_BYTES:])
+    table = parse(keys.shard, identity, len(data), view[where.offset :])
+    if kind == "nodes":
+        _verify_nodes(keys, identity, table, view)
+        return None
+    for entry in table:
+        _verify_chunk(keys, name, entry, view[int(entry["offset"]) : int(entry["offset"]) + int(entry["length"])])
+    entries = index_entries(identity, table)
+    return entries if len(entries) else None
+
+
+def _verify_nodes(keys: Keys, pack: bytes, table: Records, data: memoryview) -> None:
+    decoder = NodeDecoder(keys.node)
+    for entry in table:
+        ref = np.zeros(1, NODE_REF)[0]
+        ref["node"], ref["pack"] = entry["node"], np.frombuffer(pack, np.uint8)
+        ref["offset"], ref["length"] = entry["offset"], entry["length"]
+        start = int(entry["offset"])
+        decoder.verify(data[start : start + int(entry["length"])], ref)
+
+
+def _verify_chunk(keys: Keys, name: str, entry: np.void, stored: memoryview) -> None:
+    chunk = entry["chunk"].tobytes()
+    try:
+        plain = memoryview(opened_piece(keys.chunk, name, int(entry["offset"]), chunk, stored))
+        if entry["codec"] != codec.RAW:
+            codec.unseal(plain)
+        elif chunk_id(keys.chunk, entry["data"].tobytes(), plain) != chunk:
+            raise ValueError("its bytes do not have its id")
+    except ValueError as error:
+        raise Damaged("chunk", chunk.hex(), f"{error} (at {entry['offset']} of {name})") from error
+
+
+async def _exists(backend: Backend, name: str) -> bool:
+    try:
+        await backend.size(name)
+    except ObjectMissing:
+        return False
+    return True
+
+
+async def store(backend: Backend, name: str, data: bytes) -> None:
+    """Create an object whose bytes are the same whoever creates it: that another was faster, or that a reply was lost, is no failure."""
+    tries = 0
+    while True:
+        try:
+            await backend.create(name, [data])
+            return
+        except ObjectExists:
+            return
+        except (StoreFull, StoreDenied):
+            raise
+        except StoreError:
+            tries += 1
+            if tries == _TRIES:
+                raise
+            await asyncio.sleep(_BACKOFF_SECONDS * 2**tries)

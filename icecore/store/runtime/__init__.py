@@ -1,0 +1,1 @@
+"""Threads and event loops that the store runs on."""

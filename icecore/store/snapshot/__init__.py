@@ -1,0 +1,1 @@
+"""Writing and reading the data of snapshots: streams, packs, deltas."""

@@ -1,0 +1,262 @@
+"""Deltas for the writer: finds a chunk's base in the parent's record, reads and verifies it, and says whether a delta pays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from icecore.errors import Damaged, ObjectMissing
+from icecore.events import Event, Sink
+from icecore.store.format import codec, delta
+from icecore.store.format.cell import BITMAP_BYTES, PAGE
+from icecore.store.format.chunk import align, chunk_id, pages_of
+from icecore.store.format.cipher import open_piece, overhead, peek_piece
+from icecore.store.format.codec import Buffer
+from icecore.store.format.names import object_name
+from icecore.store.format.rows import Place, Row
+from icecore.store.runtime.pool import SAMPLE_BYTES, Scratch
+from icecore.store.snapshot.trial import (
+    SAMPLE_PAGES,
+    SAMPLE_RUNS,
+    Estimate,
+    Habit,
+    Objective,
+    sample,
+    sample_starts,
+    trial,
+)
+
+#: Fills a buffer from a shard (16-byte name) at an offset.
+Fetch = Callable[[bytes, int, memoryview], None]
+
+#: A delta is taken when it is shorter than this share of the best full form. A half would cost a restore no more bytes than the full form does; above
+#: that the repository still grows less, and measured on a key-value cache by a third.
+WORTH = 0.75
+#: A delta of less than one in this many pages is small.
+_SMALL = 4
+#: Estimates off by less than this are tried.
+_DOUBT = 1.1
+#: A chunk whose full form is shorter than one in this many of its bytes is not worth reading a base for.
+_LITTLE = 16
+_LONGEST_PAUSE = 16
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A delta to store: codec number, parts and their length, and the base."""
+
+    number: int
+    parts: tuple[Buffer, ...]
+    length: int
+    base: bytes
+    base_place: Place
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base: its id, place, data bitmap and bytes."""
+
+    chunk: bytes
+    place: Place
+    bitmap: bytes
+    content: memoryview
+
+
+@dataclass
+class _Luck:
+    """How deltas fared in one region, for bases that can not be looked at cheaply: after losses some are not even read."""
+
+    losses: int = 0
+    pause: int = 0
+
+
+class Deltas:
+    """Makes the deltas of one stream. Threads may share it: a lost update costs one needless or one missed delta.
+
+    Args:
+        fetch: Reads shards.
+        usable: Whether a shard may be referred to.
+        key: The repository's chunk key.
+        objective: As for full forms.
+        emit: Told when a base turns out damaged (``store.base_damaged``); the chunk is then stored in full.
+        peek: Whether small reads are cheap, so that a look at some pages pays.
+    """
+
+    def __init__(
+        self,
+        fetch: Fetch,
+        usable: Callable[[bytes], bool],
+        key: bytes,
+        objective: Objective,
+        emit: Sink,
+        *,
+        peek: bool,
+    ) -> None:
+        self._fetch = fetch
+        self._peek = peek
+        self._usable = usable
+        self._key = key
+        self._emit = emit
+        # Small deltas are made at every snapshot and cost little time whatever is done to them: there bytes are dearer.
+        self._small = Habit(), objective.for_small_deltas()
+        self._large = Habit(), objective
+        self._luck: dict[int, _Luck] = {}
+        # The bases' bitmaps of deltas made here: what pre-copy stored may change again before it can be read back.
+        self._made: dict[bytes, bytes] = {}
+
+    def make(
+        self,
+        region: int,
+        chunk: bytes,
+        bitmap: bytes,
+        data: memoryview,
+        previous: Row,
+        full: float,
+        scratch: Scratch,
+    ) -> Delta | None:
+        """A delta of ``data`` (whose id is ``chunk``) if that is worth it, given that the best full form is expected to take ``full`` bytes.
+
+        The base is the parent's chunk, or the parent's base where that chunk is a delta itself.
+
+        Raises:
+            StoreError: The base could not be read, for another reason than being damaged or gone.
+        """
+        base, place = previous.chunk, previous.stored.place
+        if place.codec & codec.DELTA:
+            # What its base's pages are is written at its head, which is out of reach while it is still on its way out.
+            if previous.chunk not in self._made and not self._usable(place.shard):
+                return None
+            base, place = previous.stored.base, previous.stored.base_place
+        if place.codec == codec.ZERO or full * _LITTLE < len(data) or not self._usable(place.shard):
+            return None
+        luck = self._luck.setdefault(region, _Luck())
+        try:
+            theirs = self._bitmap(previous, scratch)
+            looked = self._look(region, data, place, scratch) if theirs == bitmap else None
+            if looked is None and luck.pause > 0:
+                luck.pause -= 1
+                return None
+            if looked is not None and looked > WORTH * full * _DOUBT:
+                return None
+            content = self._content(base, place, theirs, scratch)
+            made = self._encode(region, bitmap, data, Base(base, place, theirs, content), full, scratch)
+            # Only what is built upon has to be proven: most failed attempts end before this.
+            if made is not None and chunk_id(self._key, theirs, content) != base:
+                raise Damaged("chunk", base.hex(), "its bytes do not have its id")
+        except (Damaged, ObjectMissing) as error:
+            self._emit(
+                Event("store.base_damaged", {"chunk": base.hex(), "shard": place.shard.hex(), "error": str(error)})
+            )
+            return None
+        if made is not None:
+            self._made[chunk] = theirs
+            luck.losses = 0
+        else:
+            luck.losses += 1
+            luck.pause = min(2 ** (luck.losses - 1) - 1, _LONGEST_PAUSE)
+        return made
+
+    def _encode(
+        self, region: int, bitmap: bytes, data: memoryview, base: Base, full: float, scratch: Scratch
+    ) -> Delta | None:
+        content = base.content
+        if base.bitmap != bitmap:
+            content = align(base.bitmap, content, bitmap, scratch.aligned[: len(data)])
+        found = delta.difference(data, content, scratch.own, scratch.residual)
+        number: int = codec.XOR | codec.RAW
+        body: Buffer = b""
+        if len(found.xor):
+            estimate = self._choose(region, found, len(found.xor) / len(data), scratch)
+            if estimate.ratio * len(found.xor) > WORTH * full * _DOUBT:
+                return None
+            chosen = found.own if estimate.kind == codec.PATCH else found.xor
+            plain, (body, *_) = codec.encode(chosen, estimate.choice, scratch.encoder)
+            number = plain | estimate.kind
+        length = delta.HEADER_BYTES + len(body) + codec.DIGEST_BYTES
+        if length >= WORTH * full:
+            return None
+        return Delta(number, delta.parts(number, base.bitmap, found.changed, body), length, base.chunk, base.place)
+
+    def _bitmap(self, previous: Row, scratch: Scratch) -> bytes:
+        """The base's data bitmap: the record's own, or from the header of the delta that it says."""
+        own = previous.stored.place
+        if not own.codec & codec.DELTA:
+            return previous.data
+        made = self._made.get(previous.chunk)
+        if made is not None:
+            return made
+        head = scratch.stored[:BITMAP_BYTES]
+        self._peek_at(own, 0, head)
+        return delta.base_bitmap(head)
+
+    def _peek_at(self, place: Place, start: int, out: memoryview) -> None:
+        """Part of a stored chunk, from ``start`` on, unverified."""
+        self._fetch(place.shard, place.offset + start, out)
+        if overhead(self._key):
+            peek_piece(self._key, object_name("shard", place.shard), place.offset, start, out, out)
+
+    def _opened(self, chunk: bytes, place: Place, scratch: Scratch, out: memoryview) -> memoryview:
+        """The stored form of an encrypted chunk.
+
+        Raises:
+            Damaged: It is not what was encrypted for that place.
+        """
+        name = object_name("shard", place.shard)
+        stored = scratch.stored[: place.length]
+        self._fetch(place.shard, place.offset, stored)
+        try:
+            return open_piece(self._key, name, place.offset, chunk, stored, out)
+        except ValueError as error:
+            raise Damaged("chunk", chunk.hex(), f"{error} (in {name})") from error
+
+    def _look(self, region: int, data: memoryview, place: Place, scratch: Scratch) -> float | None:
+        """How long a delta would be, from a few of the base's pages; None where such a look is not possible or not cheap."""
+        pages = len(data) // PAGE
+        if not self._peek or place.codec != codec.RAW or place.length != len(data) + overhead(self._key) or pages < 2 * SAMPLE_PAGES:
+            return None
+        mine, theirs = sample(data), scratch.base[:SAMPLE_BYTES]
+        length = SAMPLE_BYTES // SAMPLE_RUNS
+        for run, start in enumerate(sample_starts(pages)):
+            self._peek_at(place, start * PAGE, theirs[run * length : (run + 1) * length])
+        found = delta.difference(mine, theirs, scratch.own, scratch.residual)
+        if not len(found.xor):
+            return 0.0
+        share = len(found.xor) / len(mine)
+        return self._choose(region, found, share, scratch).ratio * share * len(data)
+
+    def _choose(self, region: int, found: delta.Difference, share: float, scratch: Scratch) -> Estimate:
+        habit, objective = self._small if share * _SMALL <= 1 else self._large
+        return habit.choose(region, found.xor, scratch, partial(best_residual, found, objective))
+
+    def _content(self, base: bytes, place: Place, theirs: bytes, scratch: Scratch) -> memoryview:
+        """The base's bytes, as they were read."""
+        content = scratch.base[: pages_of(theirs) * PAGE]
+        try:
+            if overhead(self._key):
+                if place.codec == codec.RAW:
+                    return self._whole(base, self._opened(base, place, scratch, content), content)
+                codec.decode(place.codec, self._opened(base, place, scratch, scratch.plain), content)
+            elif place.codec == codec.RAW and place.length == len(content):
+                self._fetch(place.shard, place.offset, content)
+            else:
+                stored = scratch.stored[: place.length]
+                self._fetch(place.shard, place.offset, stored)
+                codec.decode(place.codec, stored, content)
+        except ValueError as error:
+            raise Damaged("chunk", base.hex(), f"{error} (in {object_name('shard', place.shard)})") from error
+        return content
+
+    def _whole(self, base: bytes, opened: memoryview, content: memoryview) -> memoryview:
+        if len(opened) != len(content):
+            raise Damaged("chunk", base.hex(), f"{len(opened)} raw bytes where {len(content)} belong")
+        return content
+
+
+def best_residual(found: delta.Difference, objective: Objective, scratch: Scratch) -> Estimate:
+    """Which form suits what differs, tried on a sample: as residual or as it is."""
+    by_xor = trial(sample(found.xor), scratch, objective, codec.XOR)
+    if found.whole:
+        return by_xor  # a patch of all pages is the full form
+    by_patch = trial(sample(found.own), scratch, objective, codec.PATCH)
+    return by_patch if by_patch.cost <= by_xor.cost else by_xor

@@ -1,0 +1,233 @@
+"""Reads one snapshot: maps from few ranges, cells from at most two chunks; nothing is handed out that was not verified."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from icecore.errors import Damaged, ObjectMissing, StoreError
+from icecore.store.backend.base import Backend
+from icecore.store.format import codec
+from icecore.store.format.cell import PAGE, Records
+from icecore.store.format.cellmap import NodeDecoder, check_regions, parse_refs
+from icecore.store.format.chunk import chunk_id, pages_of
+from icecore.store.format.keys import Keys
+from icecore.store.format.manifest import Manifest, Space
+from icecore.store.format.names import object_name
+from icecore.store.format.rows import Place, Row, unpack
+from icecore.store.format.state import SnapshotRecord
+from icecore.store.log.repository import Repository
+from icecore.store.runtime.pool import Scratch, ScratchPerThread
+from icecore.store.snapshot.ahead import ReadAhead
+from icecore.store.snapshot.decoder import ChunkDecoder, damaged_chunk
+
+T = TypeVar("T")
+
+#: Nodes of a pack that lie closer than this are read together, up to ``_READ_BYTES`` at once.
+_GAP_BYTES = 256 << 10
+_READ_BYTES = 16 << 20
+#: Records of a snapshot's cells take at most an eighth of the memory: they are a 5000th of what they describe.
+_MAP_BYTES = max(256 << 20, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8)
+
+
+class Read(NamedTuple):
+    """A range of a pack, and which references (by index) lie in it."""
+
+    pack: bytes
+    offset: int
+    length: int
+    refs: npt.NDArray[np.int64]
+
+
+def plan_nodes(refs: npt.NDArray[np.void], *, gap: int, read_size: int) -> list[Read]:
+    """Ranges of packs that cover all ``refs`` (NODE_REF records).
+
+    Args:
+        gap: Unwanted bytes that are read along rather than asking twice.
+        read_size: No range is longer, except for one node alone.
+    """
+    if not len(refs):
+        return []
+    packs = refs["pack"].tobytes()
+    rank = {pack: at for at, pack in enumerate(sorted({packs[at : at + 16] for at in range(0, len(packs), 16)}))}
+    pack = np.fromiter((rank[packs[at : at + 16]] for at in range(0, len(packs), 16)), np.int64, len(refs))
+    offset, length = refs["offset"].astype(np.int64), refs["length"].astype(np.int64)
+    order = np.lexsort((offset, pack))
+    names = list(rank)
+    reads: list[Read] = []
+    breaks = np.flatnonzero((np.diff(pack[order]) != 0) | (np.diff(offset[order]) > gap + length[order][:-1])) + 1
+    for run in np.split(order, breaks):
+        first = 0
+        while first < len(run):
+            # Equal nodes are stored once, so that offsets may repeat; ends ascend all the same.
+            ends = offset[run[first:]] + length[run[first:]]
+            count = max(1, int(np.searchsorted(ends, offset[run[first]] + read_size, side="right")))
+            part = run[first : first + count]
+            start = int(offset[part[0]])
+            reads.append(Read(names[pack[part[0]]], start, int(ends[:count].max()) - start, part))
+            first += count
+    return reads
+
+
+class SnapshotReader:
+    """One snapshot of a repository. Synchronous and thread-safe.
+
+    Args:
+        repository: Where it is.
+        manifest: Its manifest (``Repository.manifest``).
+        loop: The event loop in which the repository lives; it runs in another thread than the callers'. Needed unless the back end reads directly.
+
+    Attributes:
+        manifest: The snapshot's.
+    """
+
+    def __init__(
+        self, repository: Repository, manifest: Manifest, loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
+        self.manifest = manifest
+        self._backend = repository.backend
+        self._keys: Keys = repository.keys
+        self._loop = loop
+        self._decoder = ChunkDecoder(repository.keys.chunk)
+        self._scratch = ScratchPerThread()
+        #: Bytes of the records that each space was found to have.
+        self._map_bytes: dict[tuple[str, str], int] = {}
+        self._ahead = None if loop is None or repository.backend.direct else ReadAhead(repository.backend, loop)
+
+    @classmethod
+    def open(
+        cls, repository: Repository, snapshot: str | SnapshotRecord, loop: asyncio.AbstractEventLoop
+    ) -> SnapshotReader:
+        """The reader of a snapshot given by id or record.
+
+        Raises:
+            NotFound: It is not listed.
+            Damaged: Its manifest is not what was written.
+        """
+        return cls(repository, asyncio.run_coroutine_threadsafe(repository.manifest(snapshot), loop).result(), loop)
+
+    def records(self, space: Space) -> list[Records]:
+        """The CELL records of a space: one array per region, ascending by cell. Nodes are read in few large ranges and verified.
+
+        Raises:
+            Damaged: Names the node, or the manifest if the references in it cannot be.
+            ObjectMissing: A pack is gone.
+        """
+        return self._sound(lambda backend: self._records(space, backend))
+
+    def _records(self, space: Space, backend: Backend) -> list[Records]:
+        try:
+            refs = parse_refs(space.nodes, len(space.regions))
+        except ValueError as error:
+            raise Damaged("manifest", self.manifest.snapshot, f"{space.kind} {space.key}: {error}") from error
+        stored: list[memoryview] = [memoryview(b"")] * len(refs)
+        for read in plan_nodes(refs, gap=_GAP_BYTES, read_size=_READ_BYTES):
+            data = memoryview(bytearray(read.length))
+            self._read(backend, object_name("nodes", read.pack), read.offset, data)
+            starts = (refs["offset"][read.refs].astype(np.int64) - read.offset).tolist()
+            lengths = refs["length"][read.refs].tolist()
+            for at, start, length in zip(read.refs.tolist(), starts, lengths, strict=True):
+                stored[at] = data[start : start + length]
+        others = sum(size for key, size in self._map_bytes.items() if key != (space.kind, space.key))
+        records, counts = NodeDecoder(self._keys.node).decode(stored, refs, _MAP_BYTES - others)
+        self._map_bytes[space.kind, space.key] = records.nbytes
+        try:
+            check_regions(space.regions, records, np.repeat(refs["region"].astype(np.int64), counts))
+        except ValueError as error:
+            raise Damaged("map", f"of snapshot {self.manifest.snapshot}", f"{space.kind} {space.key!a}: {error}") from error
+        per_region = np.bincount(refs["region"], weights=counts, minlength=len(space.regions)).astype(np.int64)
+        edges = np.concatenate(([0], np.cumsum(per_region))).tolist()
+        return [records[a:b] for a, b in pairwise(edges)]
+
+    def decode(
+        self,
+        record: np.void | Row,
+        stored: memoryview,
+        base_stored: memoryview | None,
+        out: memoryview,
+        scratch: Scratch,
+    ) -> memoryview:
+        """As :meth:`ChunkDecoder.decode`."""
+        return self._decoder.decode(record, stored, base_stored, out, scratch)
+
+    def read_cell(self, record: np.void, out: memoryview) -> memoryview:
+        """Fetch, decode and verify one cell: at most two reads.
+
+        Args:
+            record: Its CELL record.
+            out: Room for a cell (1 MiB).
+
+        Returns:
+            Its data pages' bytes: the beginning of ``out``.
+
+        Raises:
+            Damaged: Names the chunk and its shard.
+            ObjectMissing: A shard is gone.
+        """
+        return self._sound(lambda backend: self._cell(record, out, backend))
+
+    def _sound(self, read: Callable[[Backend], T]) -> T:
+        """What ``read`` gives, from another replica where what the first gave is damaged."""
+        try:
+            return read(self._backend)
+        except (Damaged, ObjectMissing) as error:
+            self._backend.suspect(error)
+            for replica in self._backend.replicas:
+                try:
+                    return read(replica)
+                except (Damaged, StoreError):
+                    continue
+            raise
+
+    def _cell(self, record: np.void, out: memoryview, backend: Backend) -> memoryview:
+        row = unpack(record)
+        size = pages_of(row.data) * PAGE
+        place, _, base_place = row.stored
+        if size > len(out):
+            raise ValueError(f"{len(out)} bytes of room for {size}")
+        scratch = self._scratch.get()
+        if place.codec == codec.RAW and place.length == size:
+            content = out[:size]
+            self._fetch(backend, row.chunk, place, content)
+            if chunk_id(self._keys.chunk, row.data, content) != row.chunk:
+                raise damaged_chunk(row.chunk, place, "its bytes do not have its id")
+            return content
+        stored = self._fetch(backend, row.chunk, place, scratch.stored)
+        base_stored = None
+        if place.codec & codec.DELTA:
+            base_stored = self._fetch(backend, row.stored.base, base_place, scratch.base_stored)
+        return self._decoder.decode(row, stored, base_stored, out, scratch)
+
+    def read_into(self, name: str, offset: int, out: memoryview) -> None:
+        """Fill ``out`` from an object, without an event loop where the back end can."""
+        self._read(self._backend, name, offset, out)
+
+    def _read(self, backend: Backend, name: str, offset: int, out: memoryview) -> None:
+        if backend.direct:
+            backend.read_into(name, offset, out)
+        else:
+            self._wait(backend.get_into(name, offset, out))
+
+    def _fetch(self, backend: Backend, chunk: bytes, place: Place, room: memoryview) -> memoryview:
+        if place.length > len(room):
+            raise damaged_chunk(chunk, place, f"its record says that it has {place.length} stored bytes")
+        out = room[: place.length]
+        if place.codec != codec.ZERO:
+            name = object_name("shard", place.shard)
+            if self._ahead is None or backend is not self._backend:
+                self._read(backend, name, place.offset, out)
+            else:
+                self._ahead.fetch(name, place.offset, out)
+        return out
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._loop is None:
+            work.close()
+            raise ValueError("this back end needs an event loop to read")
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()

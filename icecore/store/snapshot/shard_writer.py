@@ -1,0 +1,210 @@
+"""Stored chunks laid out in new shards, for whoever moves them; rule: what is stored and what comes next are under way at the same time, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from icecore.store.format import codec
+from icecore.store.format.cell import Records
+from icecore.store.format.cipher import overhead
+from icecore.store.format.names import random_id
+from icecore.store.format.rows import Place
+from icecore.store.format.shard import ShardBuilder, ShardTable, place_chunk
+from icecore.store.log.repository import Repository
+from icecore.store.log.session import Session
+from icecore.store.log.tables import index_entries
+from icecore.store.runtime.pool import huge_buffer
+
+#: Pieces are appended to a draft so many bytes at a time.
+_APPENDED_BYTES = 4 << 20
+
+
+class _Filling(ABC):
+    """A shard that is being filled."""
+
+    table: ShardTable
+
+    @abstractmethod
+    def add(
+        self, chunk: bytes, bitmap: bytes, base: bytes, number: int, parts: Sequence[codec.Buffer], length: int
+    ) -> int:
+        """Enter a chunk of ``length`` stored bytes; its offset."""
+
+    def due(self) -> Coroutine[Any, Any, object] | None:
+        """What is to be done before the shard is full, if it is time for that."""
+        return None
+
+    @abstractmethod
+    async def store(self) -> None:
+        """Make it an object."""
+
+    def discard(self) -> None:
+        """Forget what is not an object yet. May be called more than once."""
+        return None
+
+
+class _Buffered(_Filling):
+    """In memory; created as a whole."""
+
+    def __init__(self, repository: Repository, session: Session, room: memoryview) -> None:
+        self.room = room
+        self.table = self._builder = ShardBuilder(random_id(), room)
+        self._keys = repository.keys
+        self._session = session
+
+    def add(
+        self, chunk: bytes, bitmap: bytes, base: bytes, number: int, parts: Sequence[codec.Buffer], length: int
+    ) -> int:
+        offset, room = self._builder.reserve(chunk, bitmap, base, number, length)
+        place_chunk(self._keys.chunk, self._builder.name, offset, chunk, parts, room)
+        return offset
+
+    async def store(self) -> None:
+        await self._session.put_named("shard", self._builder.name, self._builder.finish(self._keys.shard))
+
+
+class _Drafted(_Filling):
+    """In a draft, to which pieces are appended as they come: their bytes are not copied before, and no shard is in memory."""
+
+    def __init__(self, repository: Repository, session: Session, limit: int) -> None:
+        self.table = ShardTable(random_id(), limit)
+        self._keys = repository.keys
+        self._draft = session.draft("shard", self.table.name)
+        self._pieces: list[tuple[int, bytes, Sequence[codec.Buffer], int]] = []
+        self._held = 0
+
+    def add(
+        self, chunk: bytes, bitmap: bytes, base: bytes, number: int, parts: Sequence[codec.Buffer], length: int
+    ) -> int:
+        offset = self.table.add(chunk, bitmap, base, number, length)
+        self._pieces.append((offset, chunk, parts, length))
+        self._held += length
+        return offset
+
+    def due(self) -> Coroutine[Any, Any, object] | None:
+        return self._write() if self._held >= _APPENDED_BYTES else None
+
+    async def _write(self, footer: bytes = b"") -> None:
+        pieces, self._pieces, self._held = self._pieces, [], 0
+        await asyncio.to_thread(self._append, pieces, footer)
+
+    def _append(self, pieces: Sequence[tuple[int, bytes, Sequence[codec.Buffer], int]], footer: bytes) -> None:
+        key, written = self._keys.chunk, list[codec.Buffer]()
+        for offset, chunk, parts, length in pieces:
+            if overhead(key):
+                room = memoryview(bytearray(length))
+                place_chunk(key, self.table.name, offset, chunk, parts, room)
+                written.append(room)
+            else:
+                written += parts
+        self._draft.append([*written, footer])
+
+    async def store(self) -> None:
+        await self._write(self.table.footer(self._keys.shard))
+        await self._draft.publish()
+
+    def discard(self) -> None:
+        self._draft.discard()
+
+
+class ShardWriter:
+    """Lays stored chunks out in new shards of one session.
+
+    An async context manager: at its end nothing is under way any more, so that the session can delete what it stored.
+
+    Attributes:
+        bytes: Stored bytes so far.
+    """
+
+    def __init__(self, repository: Repository, session: Session) -> None:
+        self.bytes = 0
+        self._repository = repository
+        self._session = session
+        self._filling: _Filling | None = None
+        #: The shard of which something is stored now, and what does that.
+        self._storing: tuple[_Filling, asyncio.Task[object]] | None = None
+        #: Used again: the first touch of memory takes longer than copying.
+        self._spare: list[memoryview] = []
+        self._tables: list[tuple[bytes, Records]] = []
+
+    async def put(self, chunk: bytes, bitmap: bytes, base: bytes, number: int, parts: Sequence[codec.Buffer]) -> Place:
+        """Store a chunk's stored form (decrypted: in its new place it is another ciphertext).
+
+        Args:
+            chunk: Its id.
+            bitmap: Its data bitmap.
+            base: Its base's id, if ``number`` is a delta's codec.
+            parts: Its bytes; they must not change before ``flush``.
+        """
+        length = sum(len(part) for part in parts) + overhead(self._repository.keys.chunk)
+        if self._filling is None or not self._filling.table.fits(length):
+            await self._close()
+            self._filling = await self._begin(max(self._repository.config.parameters.shard_bytes, length))
+        filling = self._filling
+        offset = filling.add(chunk, bitmap, base, number, parts, length)
+        work = filling.due()
+        if work is not None:
+            await self._start(filling, work)
+        self.bytes += length
+        return Place(filling.table.name, offset, length, number)
+
+    async def flush(self) -> None:
+        """Store the shard that is being filled, and wait until all are stored."""
+        await self._close()
+        await self._settle()
+
+    def entries(self) -> Records | None:
+        """Index entries of the full chunks that were stored."""
+        made = [index_entries(shard, table) for shard, table in self._tables]
+        return np.concatenate(made) if made else None
+
+    async def _begin(self, room: int) -> _Filling:
+        if self._repository.backend.drafts:
+            return await asyncio.to_thread(_Drafted, self._repository, self._session, room)
+        buffer = self._spare.pop() if self._spare else memoryview(b"")
+        return _Buffered(self._repository, self._session, (buffer if len(buffer) >= room else huge_buffer(room))[:room])
+
+    async def _close(self) -> None:
+        """Begin to store the shard that is being filled."""
+        filling = self._filling
+        if filling is not None:
+            await self._start(filling, filling.store())
+            self._filling = None
+            self._tables.append((filling.table.name, filling.table.entries()))
+
+    async def _start(self, filling: _Filling, work: Coroutine[Any, Any, object]) -> None:
+        """Do ``work`` once what was begun before is done."""
+        try:
+            await self._settle()
+        except BaseException:
+            work.close()
+            raise
+        self._storing = filling, asyncio.create_task(work)
+
+    async def _settle(self) -> None:
+        """Wait for what was begun; raises what that did."""
+        if self._storing is not None:
+            filling, task = self._storing
+            await task
+            self._storing = None
+            if isinstance(filling, _Buffered):
+                self._spare.append(filling.room)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._storing is not None:
+            filling, task = self._storing
+            await asyncio.gather(task, return_exceptions=True)
+            filling.discard()
+        if self._filling is not None:
+            self._filling.discard()

@@ -1,0 +1,244 @@
+"""Streams of shards: the chunks of one process, in the order in which they come, go into one open shard after the other; full ones are stored.
+
+Storage into which threads can write takes each chunk at once from where it was encoded (:class:`DraftStream`); other storage takes whole shards out
+of a bounded number of buffers (:class:`BufferedStream`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from icecore.store.backend.base import Draft
+from icecore.store.format.cell import CELL_BYTES
+from icecore.store.format.cipher import overhead
+from icecore.store.format.codec import MAX_OVERHEAD, Buffer
+from icecore.store.format.keys import Keys
+from icecore.store.format.names import random_id
+from icecore.store.format.shard import ShardBuilder, ShardTable, place_chunk
+from icecore.store.log.uploads import Uploads
+from icecore.store.runtime.pool import BufferPool, huge_buffer
+
+#: Bytes of a shard that are worth a request of their own while there is none.
+_WORTH_SENDING = 4 << 20
+
+#: Told of every shard once no chunk is added to it any more.
+Closed = Callable[[ShardTable], None]
+
+
+class ShardStream(ABC):
+    """Thread-safe; the threads of one process share one."""
+
+    @abstractmethod
+    def put(
+        self, chunk: bytes, data: bytes, base: bytes, number: int, parts: Sequence[Buffer], length: int
+    ) -> tuple[bytes, int, int]:
+        """Store one chunk.
+
+        Args:
+            chunk, data, base, number: As for :meth:`ShardTable.add`.
+            parts: Its stored bytes, not referred to after the call; ``length`` in all.
+
+        Returns:
+            The name of its shard, its offset there, and how many bytes it has there: more than ``length`` if it is encrypted.
+
+        Raises:
+            StoreError: It, or one before it, could not be stored.
+        """
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Close what is open; no other thread may be putting."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Drop what is open."""
+
+
+class _Lane:
+    """A shard that is being written; ``taken`` while a thread writes."""
+
+    def __init__(self) -> None:
+        self.taken = threading.Lock()
+        self.table: ShardTable | None = None
+        self.draft: Draft | None = None
+        #: Where its chunks are encrypted.
+        self.room: memoryview | None = None
+
+
+class DraftStream(ShardStream):
+    """Writes each chunk into a draft as it comes.
+
+    Writing to one file from two threads makes one of them wait, so there are several lanes, each with a shard of its own; the later ones are only used
+    when the earlier ones are taken, so that little data makes one shard.
+
+    Args:
+        uploads: Makes and publishes the drafts.
+        keys: The repository's.
+        closed: Called once for each shard.
+        shard_bytes: Size at which a shard is closed.
+    """
+
+    def __init__(self, uploads: Uploads, keys: Keys, closed: Closed, shard_bytes: int) -> None:
+        self._uploads = uploads
+        self._keys = keys
+        self._closed = closed
+        self._shard_bytes = shard_bytes
+        self._lanes = [_Lane() for _ in range(os.cpu_count() or 1)]
+
+    def put(
+        self, chunk: bytes, data: bytes, base: bytes, number: int, parts: Sequence[Buffer], length: int
+    ) -> tuple[bytes, int, int]:
+        stored = length + overhead(self._keys.chunk)
+        lane = self._take()
+        try:
+            table, draft = lane.table, lane.draft
+            if table is not None and not table.fits(stored):
+                self._close(lane)
+                table = draft = None
+            if table is None or draft is None:
+                table = lane.table = ShardTable(random_id(), max(stored, self._shard_bytes))
+                draft = lane.draft = self._uploads.draft("shard", table.name)
+            if stored != length:
+                parts = self._encrypted(lane, table, chunk, parts, stored)
+            self._uploads.append(draft, parts)
+            return table.name, table.add(chunk, data, base, number, stored), stored
+        except BaseException:
+            # Part of the chunk may have been written: nothing else may go to its place, least of all under the same key and nonce.
+            if lane.draft is not None:
+                lane.draft.discard()
+            lane.table = lane.draft = None
+            raise
+        finally:
+            lane.taken.release()
+
+    def _encrypted(
+        self, lane: _Lane, table: ShardTable, chunk: bytes, parts: Sequence[Buffer], stored: int
+    ) -> Sequence[Buffer]:
+        """A chunk as it goes to the end of the lane's shard, in the lane's own memory."""
+        if lane.room is None:
+            lane.room = huge_buffer(CELL_BYTES + MAX_OVERHEAD)
+        room = lane.room[:stored]
+        place_chunk(self._keys.chunk, table.name, table.used, chunk, parts, room)
+        return [room]
+
+    def flush(self) -> None:
+        for lane in self._lanes:
+            with lane.taken:
+                self._close(lane)
+
+    def abandon(self) -> None:
+        for lane in self._lanes:
+            with lane.taken:
+                if lane.draft is not None:
+                    lane.draft.discard()
+                lane.table = lane.draft = None
+
+    def _take(self) -> _Lane:
+        for lane in self._lanes:
+            if lane.taken.acquire(blocking=False):
+                return lane
+        lane = self._lanes[threading.get_ident() % len(self._lanes)]
+        lane.taken.acquire()
+        return lane
+
+    def _close(self, lane: _Lane) -> None:
+        table, draft = lane.table, lane.draft
+        lane.table = lane.draft = None
+        if table is not None and draft is not None:
+            self._closed(table)
+            footer = table.footer(self._keys.shard)
+            try:
+                self._uploads.append(draft, [footer])
+            except BaseException:
+                draft.discard()
+                raise
+            self._uploads.publish("shard", table.name, draft, table.used + len(footer))
+
+
+class _OpenShard:
+    """A shard being filled: ``filling`` threads are copying into it; it may be uploaded when it is closed and none is."""
+
+    def __init__(self, builder: ShardBuilder) -> None:
+        self.builder = builder
+        self.filling = 0
+        self.closed = False
+
+
+class BufferedStream(ShardStream):
+    """Gathers shards in memory.
+
+    Args:
+        pool: Where shard buffers come from and go back to; its bound is what slows the threads down to the storage's pace.
+        uploads: Stores the closed shards.
+        keys: The repository's.
+        closed: Called once for each shard.
+        patience: Seconds to wait for a buffer.
+    """
+
+    def __init__(self, pool: BufferPool, uploads: Uploads, keys: Keys, closed: Closed, patience: float) -> None:
+        self._pool = pool
+        self._uploads = uploads
+        self._keys = keys
+        self._closed = closed
+        self._patience = patience
+        self._order = threading.Lock()
+        # Apart from the lock above, under which a thread may wait for a buffer: who finishes copying must never wait for that.
+        self._count = threading.Lock()
+        self._open: _OpenShard | None = None
+        self._begun = False
+
+    def put(
+        self, chunk: bytes, data: bytes, base: bytes, number: int, parts: Sequence[Buffer], length: int
+    ) -> tuple[bytes, int, int]:
+        stored = length + overhead(self._keys.chunk)
+        with self._order:
+            shard = self._open
+            if shard is not None and (not shard.builder.fits(stored) or self._due(shard)):
+                self._open = None
+                self._close(shard)
+                shard = None
+            if shard is None:
+                buffer = self._pool.acquire(self._uploads.check, self._patience)
+                shard = self._open = _OpenShard(ShardBuilder(random_id(), buffer))
+            offset, room = shard.builder.reserve(chunk, data, base, number, stored)
+            with self._count:
+                shard.filling += 1
+        try:
+            place_chunk(self._keys.chunk, shard.builder.name, offset, chunk, parts, room)
+        finally:
+            with self._count:
+                shard.filling -= 1
+                ready = shard.closed and shard.filling == 0
+        if ready:
+            self._upload(shard)
+        return shard.builder.name, offset, stored
+
+    def _due(self, shard: _OpenShard) -> bool:
+        """Whether it goes out although there is room: the first one, while nothing is on its way, or the link would wait until a shard is full."""
+        return not self._begun and shard.builder.used >= _WORTH_SENDING and self._uploads.idle
+
+    def flush(self) -> None:
+        with self._order:
+            shard, self._open = self._open, None
+            if shard is not None:
+                self._close(shard)
+
+    def abandon(self) -> None:
+        self._open = None
+
+    def _close(self, shard: _OpenShard) -> None:
+        self._begun = True
+        with self._count:
+            shard.closed = True
+            ready = shard.filling == 0
+        if ready:
+            self._upload(shard)
+
+    def _upload(self, shard: _OpenShard) -> None:
+        builder = shard.builder
+        self._closed(builder)
+        parts = builder.finish(self._keys.shard)
+        self._uploads.start("shard", builder.name, parts, lambda: self._pool.release(builder.buffer))

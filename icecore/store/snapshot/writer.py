@@ -1,0 +1,458 @@
+"""Writes one snapshot: cells in, records out, everything else in the background; synchronous and thread-safe, so that worker threads can share it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from icecore.errors import StoreError, UsageError
+from icecore.events import Event, Sink, discard, phase
+from icecore.store.format import codec
+from icecore.store.format.cell import CELL_BYTES, PAGE, PLACE, Bytes, Records
+from icecore.store.format.cellmap import MAX_CONTAINER_BYTES
+from icecore.store.format.chunk import NO_CHUNK, chunk_id, pages_of
+from icecore.store.format.cipher import overhead
+from icecore.store.format.codec import Buffer
+from icecore.store.format.envelope import seal
+from icecore.store.format.hints import HINTS_KIND
+from icecore.store.format.manifest import Manifest, Region, Space, SpaceKind, encode_manifest
+from icecore.store.format.names import HINTS, object_name, random_id
+from icecore.store.format.rows import Place, Row, Stored, pack, unpack
+from icecore.store.format.segment import make_entries
+from icecore.store.format.shard import ShardTable
+from icecore.store.format.state import SnapshotRecord
+from icecore.store.log.repository import Repository
+from icecore.store.log.session import Session
+from icecore.store.log.uploads import Uploads
+from icecore.store.runtime.pool import BufferPool, ScratchPerThread
+from icecore.store.snapshot.ahead import ReadAhead
+from icecore.store.snapshot.bases import Deltas
+from icecore.store.snapshot.packs import MapWriter
+from icecore.store.snapshot.stream import BufferedStream, DraftStream, ShardStream
+from icecore.store.snapshot.trial import Habit, Objective, sample, surprising, trial
+
+T = TypeVar("T")
+
+#: Shard buffers beside the one that each stream fills, hence uploads at once: one stream to S3 carries 85 to 90 MB/s.
+IN_FLIGHT = 8
+_LEAST_SHARD_BYTES = 4 * CELL_BYTES
+_PATIENCE_SECONDS = 600.0
+_CLAIM_WAIT_SECONDS = 0.5
+_NOTHING_HERE = Stored(Place(bytes(16), 0, 0, codec.ZERO))
+_ZEROS = bytes(64)
+
+
+@dataclass
+class Statistics:
+    """What was written so far. ``stored`` new bytes in shards, ``by_codec`` the same by codec name, ``reused`` logical bytes found elsewhere.
+
+    ``chunks`` and ``deltas`` count what was newly stored, ``reused_from`` the chunks found in the session, the parent, or the index.
+    """
+
+    logical: int = 0
+    stored: int = 0
+    reused: int = 0
+    chunks: int = 0
+    deltas: int = 0
+    by_codec: Counter[str] = field(default_factory=Counter)
+    reused_from: Counter[str] = field(default_factory=Counter)
+
+
+class _Claim(threading.Event):
+    """Stands in the table of chunks while a thread stores one."""
+
+
+class SnapshotWriter:
+    """Writes one snapshot in one session; a context manager that aborts unless it was committed.
+
+    Args:
+        repository: Where to.
+        session: An open session of it, begun in ``loop``.
+        loop: The event loop in which repository and session live; it runs in another thread than those that call the writer.
+        streams: How many shard streams there are: one for each process whose restore should read its own shards.
+        objective: What is to be saved, bytes or time.
+        emit: Gets ``store.upload``, ``store.commit`` and ``store.base_damaged`` events.
+        memory: Bound in bytes of the shard buffers, where the back end needs some; shards are then as small as it demands. Each calling thread takes
+            7 to 9 MiB more.
+    """
+
+    def __init__(
+        self,
+        repository: Repository,
+        session: Session,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        streams: int = 1,
+        objective: Objective | None = None,
+        emit: Sink = discard,
+        memory: int = 256 << 20,
+    ) -> None:
+        if streams < 1:
+            raise UsageError(f"a snapshot has at least one stream, not {streams}")
+        self.session = session
+        self._repository = repository
+        self._loop = loop
+        self._emit = emit
+        self._objective = objective or Objective()
+        self._keys = repository.keys
+        self._uploads = Uploads(session, loop, emit)
+        self._streams = self._make_streams(streams, memory)
+        self._habits = [Habit() for _ in range(streams)]
+        self._deltas = [
+            Deltas(
+                self._fetch,
+                self._usable_base,
+                self._keys.chunk,
+                self._objective,
+                emit,
+                peek=repository.backend.direct,
+            )
+            for _ in range(streams)
+        ]
+        self._ahead = ReadAhead(repository.backend, loop)
+        self._scratch = ScratchPerThread()
+        self._maps = MapWriter(self._keys)
+        self._lock = threading.Lock()
+        self._chunks: dict[bytes, Stored | _Claim] = {}
+        self._looked_up: dict[bytes, Stored | None] = {}
+        self._entries: list[Records] = []
+        self._own_shards: set[bytes] = set()
+        self._statistics = Statistics()
+        self._over = False
+
+    def _make_streams(self, count: int, memory: int) -> Sequence[ShardStream]:
+        keys, shard_bytes = self._keys, self._repository.config.parameters.shard_bytes
+        if self._repository.backend.drafts:
+            return [DraftStream(self._uploads, keys, self._closed, shard_bytes) for _ in range(count)]
+        buffers = count + IN_FLIGHT
+        pool = BufferPool(max(_LEAST_SHARD_BYTES, min(shard_bytes, memory // buffers)), buffers)
+        return [BufferedStream(pool, self._uploads, keys, self._closed, _PATIENCE_SECONDS) for _ in range(count)]
+
+    @property
+    def statistics(self) -> Statistics:
+        """A copy of what was written so far."""
+        with self._lock:
+            now = self._statistics
+            return Statistics(
+                now.logical, now.stored, now.reused, now.chunks, now.deltas, now.by_codec.copy(), now.reused_from.copy()
+            )
+
+    def lookup_many(self, ids: Bytes) -> npt.NDArray[np.bool_]:
+        """Ask the index for many chunks at once, ahead of their :meth:`store_cell`, which then need not.
+
+        Args:
+            ids: u1[n, 32].
+
+        Returns:
+            bool[n]: which are stored already, where they may be referred to.
+        """
+        found, places = self.session.index.lookup(ids)
+        answers: dict[bytes, Stored | None] = {}
+        usable = np.zeros(len(ids), np.bool_)
+        for at in range(len(ids)):
+            stored = self._from_index(places[at]) if found[at] else None
+            usable[at] = stored is not None
+            answers[ids[at].tobytes()] = stored
+        with self._lock:
+            self._looked_up.update(answers)
+        return usable
+
+    def store_cell(
+        self,
+        stream: int,
+        cell: int,
+        data_bitmap: bytes,
+        zero_bitmap: bytes,
+        data: memoryview,
+        previous: np.void | None,
+        *,
+        region: int = 0,
+        identity: bytes | None = None,
+    ) -> np.void:
+        """Store one cell, unless its bytes are stored already.
+
+        Args:
+            stream: Which shard stream it belongs to.
+            cell: Its number, counted from its region's origin.
+            data_bitmap: Its data pages, 32 bytes.
+            zero_bitmap: Its zero pages, 32 bytes.
+            data: The data pages' bytes in address order; not referred to after the call.
+            previous: The parent's (or pre-copy's) record of the same cell: what it may be a delta of.
+            region: Which region of the stream's process it is in; neighbours in a region are taken to be alike. The region's index, or its start.
+            identity: The chunk's id where the caller has computed it.
+
+        Returns:
+            The CELL record for :meth:`put_map`.
+
+        Raises:
+            StoreError: Storing this or an earlier cell failed; the snapshot cannot be committed any more.
+        """
+        self._uploads.check()
+        if len(data) != pages_of(data_bitmap) * PAGE:
+            raise ValueError(f"{len(data)} bytes for {pages_of(data_bitmap)} data pages")
+        if not len(data):
+            return pack(Row(cell, data_bitmap, zero_bitmap, NO_CHUNK, _NOTHING_HERE))
+        chunk = identity or chunk_id(self._keys.chunk, data_bitmap, data)
+        before = unpack(previous) if previous is not None else None
+        stored = self._claim(chunk, before, len(data))
+        if stored is None:
+            try:
+                stored = self._store(stream, region, chunk, data_bitmap, data, before)
+            except BaseException:
+                self._settle(chunk, None)
+                raise
+            self._settle(chunk, stored)
+            self._count(stored)
+        return pack(Row(cell, data_bitmap, zero_bitmap, chunk, stored))
+
+    def put_map(
+        self,
+        space_kind: SpaceKind,
+        key: str,
+        size: int,
+        regions: list[Region],
+        records: Sequence[Records],
+        parent: Space | None,
+    ) -> Space:
+        """Store the map of a space.
+
+        Args:
+            space_kind: As in :class:`Space`, like ``key``, ``size`` and ``regions``.
+            records: CELL records as :meth:`store_cell` (or the parent) gave them: one array per region, ascending by cell.
+            parent: The same space in the session's base; its equal nodes are reused.
+        """
+        if len(records) != len(regions):
+            raise ValueError(f"{len(records)} arrays of records for {len(regions)} regions")
+        return Space(space_kind, key, size, regions, self._maps.add(records, parent))
+
+    def put_hints(self, lineage: str, fingerprints: Buffer) -> tuple[str, bytes]:
+        """Store what may help the next snapshot or a restore of this lineage; advice, so its loss costs time only.
+
+        Returns:
+            The object's name and digest, for :attr:`Manifest.hints` and :attr:`Manifest.hints_digest`.
+        """
+        name = f"{HINTS}{lineage}/{random_id().hex()}"
+        sealed = seal(HINTS_KIND, bytes(fingerprints), self._keys.hints, name)
+        self._wait(self.session.create(name, [sealed.data]))
+        return name, sealed.digest
+
+    def commit(self, manifest: Manifest) -> str:
+        """Store what is left, then the manifest, and list the snapshot. No other thread may still be storing cells.
+
+        Returns:
+            The snapshot's id, ``manifest.snapshot``.
+
+        Raises:
+            StoreError: Something could not be stored; nothing was committed unless the error says that this is unknown (:meth:`abort` finds out).
+            SessionFenced: The session was declared dead.
+        """
+        with phase(self._emit, "store.commit", snapshot=manifest.snapshot) as running:
+            self._ahead.close()
+            for stream in self._streams:
+                stream.flush()
+            nodes = self._maps.finish()
+            if nodes is not None:
+                self._uploads.start("nodes", self._maps.name, nodes)
+            name = random_id()
+            sealed = encode_manifest(manifest, self._keys.manifest, object_name("manifest", name))
+            self._uploads.start("manifest", name, [sealed.data])
+            self._uploads.wait()
+            sizes = manifest.sizes
+            record = SnapshotRecord(
+                snapshot=manifest.snapshot,
+                job=manifest.job,
+                lineage=manifest.lineage,
+                parent=manifest.parent,
+                created_ns=manifest.created_ns,
+                manifest=object_name("manifest", name),
+                manifest_length=len(sealed.data),
+                manifest_digest=sealed.digest,
+                logical=sizes.logical,
+                stored=sizes.stored,
+                changed=sizes.changed,
+                window_seconds=manifest.window_seconds,
+                tags=manifest.tags,
+                pinned=manifest.pinned,
+                device=sizes.device,
+            )
+            self._wait(self.session.commit(record, np.concatenate(self._entries) if self._entries else None))
+            self._over = True
+            running.fields |= {
+                "stored": self._statistics.stored,
+                "nodes": self._maps.stored,
+                "manifest": len(sealed.data),
+            }
+        return manifest.snapshot
+
+    def abort(self) -> bool:
+        """End the session and delete what was stored; also after a failed :meth:`commit`.
+
+        Returns:
+            False if it turned out that the commit had taken place, or that another process had ended the session.
+        """
+        if self._over:
+            return False
+        self._ahead.close()
+        for stream in self._streams:
+            stream.abandon()
+        self._uploads.settle()
+        ended = self._wait(self.session.abort())
+        self._over = True
+        return ended
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._over:
+            return
+        try:
+            self.abort()
+        except StoreError as failure:
+            # The collector deletes what an unfinished session left; the first error is the one to be told.
+            self._emit(Event("store.abort", {"error": str(failure)}))
+            if error is None:
+                raise
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _claim(self, chunk: bytes, before: Row | None, length: int) -> Stored | None:
+        """How the chunk is stored already; or None: this thread must store it and then :meth:`_settle`."""
+        while True:
+            with self._lock:
+                held = self._chunks.get(chunk)
+                if held is None:
+                    self._chunks[chunk] = _Claim()
+                    self._statistics.logical += length
+                    break
+                if isinstance(held, Stored):
+                    self._statistics.logical += length
+                    self._reused("session", length)
+                    return held
+            # Another thread is storing the same bytes now.
+            held.wait(_CLAIM_WAIT_SECONDS)
+            self._uploads.check()
+        try:
+            where, stored = self._elsewhere(chunk, before)
+            if stored is not None and not (stored.place.codec & codec.DELTA or self._can_be(stored.place, length)):
+                stored = None
+        except BaseException:
+            self._settle(chunk, None)
+            raise
+        if stored is not None:
+            with self._lock:
+                self._reused(where, length)
+            self._settle(chunk, stored)
+        return stored
+
+    def _settle(self, chunk: bytes, stored: Stored | None) -> None:
+        with self._lock:
+            claim = self._chunks.pop(chunk)
+            if stored is not None:
+                self._chunks[chunk] = stored
+        if isinstance(claim, _Claim):
+            claim.set()
+
+    def _reused(self, where: str, length: int) -> None:
+        self._statistics.reused += length
+        self._statistics.reused_from[where] += 1
+
+    def _elsewhere(self, chunk: bytes, before: Row | None) -> tuple[str, Stored | None]:
+        usable = self.session.usable
+        if before is not None:
+            was = before.stored
+            delta = was.place.codec & codec.DELTA
+            if before.chunk == chunk and usable(was.place.shard) and (not delta or usable(was.base_place.shard)):
+                return "parent", was
+            if delta and was.base == chunk and usable(was.base_place.shard):
+                return "parent", Stored(was.base_place)
+        if chunk in self._looked_up:
+            return "index", self._looked_up[chunk]
+        if self.session.index.entries:
+            place = self.session.index.find(chunk)
+            if place is not None:
+                return "index", self._from_index(place)
+        return "", None
+
+    def _can_be(self, place: Place, length: int) -> bool:
+        """Whether a chunk of ``length`` bytes can lie there in full. The index, or a delta's record, only says so; a map with a place that cannot be
+        would be refused as a whole."""
+        tag = overhead(self._keys.chunk)
+        longest = place.length <= length + tag if place.codec != codec.RAW else place.length == length + tag
+        return longest and place.offset <= MAX_CONTAINER_BYTES and (place.codec == codec.ZERO) == (place.length == 0)
+
+    def _from_index(self, place: np.void) -> Stored | None:
+        shard, number = place["shard"].tobytes(), int(place["codec"])
+        # Deltas are not in the index, as it does not say what their base is.
+        if number & codec.DELTA or not codec.known(number) or not self.session.usable(shard):
+            return None
+        return Stored(Place(shard, int(place["offset"]), int(place["length"]), number))
+
+    def _store(
+        self, stream: int, region: int, chunk: bytes, bitmap: bytes, data: memoryview, before: Row | None
+    ) -> Stored:
+        if data[: len(_ZEROS)] == _ZEROS and not np.frombuffer(data, np.uint64).any():
+            return _NOTHING_HERE
+        scratch = self._scratch.get()
+        habit = self._habits[stream]
+        estimate = habit.choose(region, data, scratch, lambda scratch: trial(sample(data), scratch, self._objective))
+        put = partial(self._streams[stream].put, chunk, bitmap)
+        if before is not None and before.chunk != NO_CHUNK:
+            made = self._deltas[stream].make(region, chunk, bitmap, data, before, estimate.ratio * len(data), scratch)
+            if made is not None:
+                shard, offset, length = put(made.base, made.number, made.parts, made.length)
+                return Stored(Place(shard, offset, length, made.number), made.base, made.base_place)
+        number, parts = codec.encode(data, estimate.choice, scratch.encoder)
+        length = sum(len(part) for part in parts)
+        if surprising(estimate, len(data), length):
+            habit.surprised(region)
+        shard, offset, length = put(NO_CHUNK, number, parts, length)
+        return Stored(Place(shard, offset, length, number))
+
+    def _count(self, stored: Stored) -> None:
+        place = stored.place
+        with self._lock:
+            now = self._statistics
+            now.stored += place.length
+            now.chunks += 1
+            now.deltas += place.codec & codec.DELTA != 0
+            now.by_codec[codec.name(place.codec)] += place.length
+            if place.codec != codec.ZERO:
+                self._own_shards.add(place.shard)
+
+    def _closed(self, shard: ShardTable) -> None:
+        """A shard is complete: its full chunks go into the index."""
+        table = shard.entries()
+        full = table[table["codec"] & codec.DELTA == 0]
+        places = np.zeros(len(full), PLACE)
+        places["shard"] = np.frombuffer(shard.name, np.uint8)
+        for name in ("offset", "length", "codec"):
+            places[name] = full[name]
+        entries = make_entries(full["chunk"], places)
+        with self._lock:
+            self._entries.append(entries)
+
+    def _usable_base(self, shard: bytes) -> bool:
+        """Whether a chunk in ``shard`` may be read and be a base: one that is still on its way out can not be read back."""
+        if shard in self._own_shards:
+            return self._uploads.stored(shard)
+        return self.session.usable(shard)
+
+    def _fetch(self, shard: bytes, offset: int, out: memoryview) -> None:
+        backend, name = self._repository.backend, object_name("shard", shard)
+        if backend.direct:
+            backend.read_into(name, offset, out)
+        else:
+            self._ahead.fetch(name, offset, out)
