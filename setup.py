@@ -15,7 +15,11 @@ from setuptools.errors import CompileError
 INIT_FLAGS = [
     *("-O2", "-Wall", "-Wextra"),
     *("-static", "-nostdlib", "-nostartfiles", "-ffreestanding", "-fno-pie", "-no-pie"),
-    *("-fno-stack-protector", "-fno-asynchronous-unwind-tables", "-fno-tree-loop-distribute-patterns"),
+    *(
+        "-fno-stack-protector",
+        "-fno-asynchronous-unwind-tables",
+        "-fno-tree-loop-distribute-patterns",
+    ),
     *("-Wl,--build-id=sha1", "-Wl,-z,noseparate-code", "-Wl,-z,noexecstack", "-s"),
 ]
 
@@ -26,11 +30,27 @@ LIBRARY_FLAGS = [*COMMON_FLAGS, "-fPIC", "-shared", "-fvisibility=hidden", "-Wl,
 PRELOAD_FLAGS = [*LIBRARY_FLAGS, "-Wl,-soname,libicecore-resident.so"]
 # It is a memcpy: the compiler must not make a call of itself out of it.
 CRIU_FLAGS = [*LIBRARY_FLAGS, "-fno-builtin", "-Wl,-soname,libicecore-criu.so"]
-CRIU_SOURCES = ["icecore/host/criu/memcpy.c", "icecore/host/criu/pages.c", "icecore/host/criu/proc.c"]
+CRIU_SOURCES = [
+    "icecore/host/criu/memcpy.c",
+    "icecore/host/criu/pages.c",
+    "icecore/host/criu/proc.c",
+]
 PRELOAD_SOURCES = [
     f"{RESIDENT}{name}.c"
     for name in (
-        *("interpose", "allocate", "spare", "handles", "contexts", "table", "holding", "ipc", "threads", "stack", "capture"),
+        *(
+            "interpose",
+            "allocate",
+            "spare",
+            "handles",
+            "contexts",
+            "table",
+            "holding",
+            "ipc",
+            "threads",
+            "stack",
+            "capture",
+        ),
         *("local_memory", "window", "agent"),
     )
 ]
@@ -46,10 +66,14 @@ class Program(Extension):
         libraries: At the end of the command.
     """
 
-    def __init__(self, name: str, sources: list[str], flags: list[str], without: str, libraries: list[str]) -> None:
+    def __init__(
+        self, name: str, sources: list[str], flags: list[str], without: str, libraries: list[str]
+    ) -> None:
         package, _, file_name = name.partition("/")
         headers = [str(path) for path in sorted(Path(sources[0]).parent.glob("*.h"))]
-        super().__init__(f"{package}.{file_name.replace('.', '_')}", sources, optional=True, depends=headers)
+        super().__init__(
+            f"{package}.{file_name.replace('.', '_')}", sources, optional=True, depends=headers
+        )
         self.file_name = file_name
         self.flags = flags
         self.without = without
@@ -69,18 +93,33 @@ class BuildPrograms(build_ext):
         target.parent.mkdir(parents=True, exist_ok=True)
         # A running job may have the old one mapped: it keeps it.
         made = target.with_name(target.name + ".new")
-        command = [*shlex.split(os.environ.get("CC", "cc")), *ext.flags, "-o", str(made), *ext.sources, *ext.last]
+        command = [
+            *shlex.split(os.environ.get("CC", "cc")),
+            *ext.flags,
+            "-o",
+            str(made),
+            *ext.sources,
+            *ext.last,
+        ]
         self.announce(shlex.join(command), level=2)
         try:
             subprocess.run(command, check=True, timeout=120)
         except (OSError, subprocess.SubprocessError) as error:
-            raise CompileError(f"{ext.file_name} was not built, so {ext.without}: {error}") from error
+            raise CompileError(
+                f"{ext.file_name} was not built, so {ext.without}: {error}"
+            ) from error
         made.replace(target)
 
 
 setup(
     ext_modules=[
-        Program("icecore.host.jobs/icecore-init", ["icecore/host/jobs/init.c"], INIT_FLAGS, "'icecore run' will not work", []),
+        Program(
+            "icecore.host.jobs/icecore-init",
+            ["icecore/host/jobs/init.c"],
+            INIT_FLAGS,
+            "'icecore run' will not work",
+            [],
+        ),
         Program(
             "icecore.host.criu/libicecore-criu.so",
             CRIU_SOURCES,

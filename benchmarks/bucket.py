@@ -63,7 +63,10 @@ def timed(rounds: Rounds, name: str, size: int) -> Iterator[None]:
     yield
     seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
     rounds.add(name, size / seconds / 1e6)
-    rounds.add(f"{name} cpu", (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / size * 1e9)
+    rounds.add(
+        f"{name} cpu",
+        (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / size * 1e9,
+    )
 
 
 async def at_once(work: Sequence[Callable[[int], Awaitable[None]]], in_flight: int) -> None:
@@ -105,39 +108,67 @@ class Bench:
         session = self.loop.run(self.repository.begin(None, "benchmark", beat_seconds=None))
         records = np.empty(self.mib, CELL)
         cells = [self.cell(number) for number in range(self.mib)]
-        with SnapshotWriter(self.repository, session, self.loop.loop) as writer, timed(self.rounds, "cells", self.mib * MIB):
-            self._in_threads(lambda n: records.__setitem__(n, writer.store_cell(0, n, _FULL, bytes(32), cells[n], None)))
-            space = writer.put_map("process", "1", 0, [Region(0, self.mib * MIB, 0)], [records], None)
+        with (
+            SnapshotWriter(self.repository, session, self.loop.loop) as writer,
+            timed(self.rounds, "cells", self.mib * MIB),
+        ):
+            self._in_threads(
+                lambda n: records.__setitem__(
+                    n, writer.store_cell(0, n, _FULL, bytes(32), cells[n], None)
+                )
+            )
+            space = writer.put_map(
+                "process", "1", 0, [Region(0, self.mib * MIB, 0)], [records], None
+            )
             manifest = msgspec.structs.replace(empty_manifest(), spaces=[space])
             writer.commit(manifest)
-        sizes = self.loop.run(self._sizes({records["place"]["shard"][n].tobytes() for n in range(self.mib)}))
+        sizes = self.loop.run(
+            self._sizes({records["place"]["shard"][n].tobytes() for n in range(self.mib)})
+        )
 
         session = self.loop.run(self.repository.begin(None, "benchmark", beat_seconds=None))
         uploads = Uploads(session, self.loop.loop, lambda event: None)
         pool = BufferPool(max(sizes) + MIB, 1 + writers.IN_FLIGHT)
-        stream = BufferedStream(pool, uploads, self.repository.keys.shard, lambda table: None, 600.0)
+        stream = BufferedStream(
+            pool, uploads, self.repository.keys.shard, lambda table: None, 600.0
+        )
         self._fill(pool)
         with timed(self.rounds, "stream", self.mib * MIB):
-            self._in_threads(lambda n: stream.put(secrets.token_bytes(32), _FULL, NO_CHUNK, RAW, [cells[n]], MIB))
+            self._in_threads(
+                lambda n: stream.put(secrets.token_bytes(32), _FULL, NO_CHUNK, RAW, [cells[n]], MIB)
+            )
             stream.flush()
             uploads.wait()
         self.loop.run(session.abort())
 
         whole = memoryview(os.urandom(max(sizes)))
-        puts = [lambda who, size=size: self.bare.create(f"o/{secrets.token_hex(8)}", [whole[:size]]) for size in sizes]
+        puts = [
+            lambda who, size=size: self.bare.create(f"o/{secrets.token_hex(8)}", [whole[:size]])
+            for size in sizes
+        ]
         with timed(self.rounds, "put", sum(sizes)):
             self.loop.run(at_once(puts, writers.IN_FLIGHT))
         return SnapshotReader(self.repository, manifest, self.loop.loop), records
 
     def down(self, reader: SnapshotReader, records: Records) -> None:
         """One round down."""
-        ranges = [read for batch in plan_batches(records, range(len(records)), gap=MIB, read_size=self.backend.read_size) for read in batch.reads]
+        ranges = [
+            read
+            for batch in plan_batches(
+                records, range(len(records)), gap=MIB, read_size=self.backend.read_size
+            )
+            for read in batch.reads
+        ]
         limits = Limits(threads=_THREADS, budget=512 * MIB, attempts=4, stall=60.0)
         in_flight = min(32, limits.budget // (self.backend.read_size + 2 * MIB), len(ranges))
-        rooms = [memoryview(bytearray(max(read.length for read in ranges))) for _ in range(in_flight)]
+        rooms = [
+            memoryview(bytearray(max(read.length for read in ranges))) for _ in range(in_flight)
+        ]
         there = S3Backend(replace(self.bare.place, prefix="repository"))
         gets = [
-            lambda who, read=read: there.get_into(object_name("shard", read.shard), read.offset, rooms[who][: read.length])
+            lambda who, read=read: there.get_into(
+                object_name("shard", read.shard), read.offset, rooms[who][: read.length]
+            )
             for read in ranges
         ]
         with timed(self.rounds, "get", sum(read.length for read in ranges)):
@@ -167,7 +198,11 @@ class Bench:
 
 def measure(mib: int, rounds: int) -> list[Result]:
     """Ratios, round by round."""
-    with tempfile.TemporaryDirectory(prefix="icecore-bench-s3-") as folder, running(Path(folder)) as server, LoopThread() as loop:
+    with (
+        tempfile.TemporaryDirectory(prefix="icecore-bench-s3-") as folder,
+        running(Path(folder)) as server,
+        LoopThread() as loop,
+    ):
         server.make_bucket(BUCKET)
         os.environ.update(server.environment())
         bench = Bench(server.endpoint, loop, mib)
@@ -193,7 +228,9 @@ def measure(mib: int, rounds: int) -> list[Result]:
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, default=384)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()

@@ -112,11 +112,24 @@ class Training:
         within = [step for step in self.steps() if step.end > began and step.begin < durable]
         # A save that the job makes itself is part of the step at whose end it stands; a window may fall between two steps.
         ends = [step.end for step in within]
-        spans = [(end - begin) / 1e9 for begin, end in zip([within[0].begin, *ends[:-1]], ends, strict=True)] if within else []
+        spans = (
+            [
+                (end - begin) / 1e9
+                for begin, end in zip([within[0].begin, *ends[:-1]], ends, strict=True)
+            ]
+            if within
+            else []
+        )
         lost = sum(spans) - pace * len(spans)
         slowed = [span / pace for span in spans if span < _STOPPED * pace]
         longest = max(spans, default=0.0)
-        return Cost(max(0.0, lost), longest, statistics.mean(slowed) if slowed else 0.0, (durable - began) / 1e9, stored)
+        return Cost(
+            max(0.0, lost),
+            longest,
+            statistics.mean(slowed) if slowed else 0.0,
+            (durable - began) / 1e9,
+            stored,
+        )
 
 
 def _environment() -> dict[str, str]:
@@ -128,11 +141,20 @@ def training(folder: Path, way: str, gib: float, device: str) -> Iterator[Traini
     """A job that saves in ``way``, killed at the end."""
     command = [sys.executable, _JOB, str(folder), way, "--gib", str(gib), "--device", device]
     with open(folder / "log", "wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment(), start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=_environment(),
+            start_new_session=True,
+        )
     try:
         yield Training(folder)
     except RuntimeError as error:
-        raise RuntimeError(f"{error}: {(folder / 'log').read_text(errors='replace')[-3000:]}") from error
+        raise RuntimeError(
+            f"{error}: {(folder / 'log').read_text(errors='replace')[-3000:]}"
+        ) from error
     finally:
         os.killpg(process.pid, 9)  # its processes that save, too
         process.wait(60)
@@ -150,7 +172,9 @@ def saves(way: str, gib: float, device: str, count: int, calm: float) -> list[Co
             end = time.monotonic() + _SAVE_SECONDS
             while not done.exists():
                 if time.monotonic() > end:
-                    raise RuntimeError(f"{way}: save {number} is not durable after {_SAVE_SECONDS:.0f} s")
+                    raise RuntimeError(
+                        f"{way}: save {number} is not durable after {_SAVE_SECONDS:.0f} s"
+                    )
                 time.sleep(0.01)
             saved = json.loads(done.read_text())
             path = folder / f"checkpoint-{number}"
@@ -166,26 +190,58 @@ class Icecore:
     """The command line, with a repository and a state directory of its own."""
 
     def __init__(self, folder: Path) -> None:
-        self.environment = {**os.environ, "ICECORE_REPOSITORY": str(folder / "repository"), "ICECORE_STATE": str(folder / "state")}
+        self.environment = {
+            **os.environ,
+            "ICECORE_REPOSITORY": str(folder / "repository"),
+            "ICECORE_STATE": str(folder / "state"),
+        }
 
     def __call__(self, *words: str, seconds: float = _SAVE_SECONDS) -> str:
         """Run a command; return what it prints."""
         command = [sys.executable, "-P", "-m", "icecore.cli", *words]
-        done = subprocess.run(command, env=self.environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds)
+        done = subprocess.run(
+            command,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+        )
         if done.returncode:
             raise RuntimeError(f"icecore {' '.join(words)}: {done.stderr[-3000:]}")
         return done.stdout
 
 
-def snapshots(gib: float, device: str, count: int, calm: float, every: float, during: float) -> tuple[list[Cost], float | None]:
+def snapshots(
+    gib: float, device: str, count: int, calm: float, every: float, during: float
+) -> tuple[list[Cost], float | None]:
     """Return the costs of ``count`` snapshots, and the share of training time that one each ``every`` seconds costs."""
     # A GPU job has a private root, with a /dev/shm of its own: it logs its steps elsewhere.
-    with scratch("cost") as folder, tempfile.TemporaryDirectory(prefix="icecore-bench-cost-") as visible:
+    with (
+        scratch("cost") as folder,
+        tempfile.TemporaryDirectory(prefix="icecore-bench-cost-") as visible,
+    ):
         icecore = Icecore(folder)
         icecore("init")
         job = Training(Path(visible))
         words = ["--gpu"] if device == "cuda" else []
-        icecore("run", "-d", "-q", *words, "--name", "train", "--", sys.executable, _JOB, visible, "none", "--gib", str(gib), "--device", device)
+        icecore(
+            "run",
+            "-d",
+            "-q",
+            *words,
+            "--name",
+            "train",
+            "--",
+            sys.executable,
+            _JOB,
+            visible,
+            "none",
+            "--gib",
+            str(gib),
+            "--device",
+            device,
+        )
         try:
             pace = job.settle(calm)
             costs = []
@@ -209,7 +265,9 @@ def _snapshot(icecore: Icecore, job: Training, pace: float, folder: Path) -> Cos
     return cost
 
 
-def _periodic(icecore: Icecore, job: Training, pace: float, folder: Path, every: float, during: float) -> float:
+def _periodic(
+    icecore: Icecore, job: Training, pace: float, folder: Path, every: float, during: float
+) -> float:
     """Take snapshots for so many seconds, and keep the newest two; return the share of training time that was lost."""
     began = time.monotonic_ns()
     end = time.monotonic() + during
@@ -222,7 +280,9 @@ def _periodic(icecore: Icecore, job: Training, pace: float, folder: Path, every:
     return 1.0 - len(made) * pace / ((ended - began) / 1e9)
 
 
-def results(found: dict[str, list[Cost]], share: float | None, where: str, every: float) -> list[Result]:
+def results(
+    found: dict[str, list[Cost]], share: float | None, where: str, every: float
+) -> list[Result]:
     """Return the table: medians over the checkpoints of each way; the first of each is separate, because it warms what the others reuse."""
     out = []
     for way, costs in found.items():
@@ -234,30 +294,79 @@ def results(found: dict[str, list[Cost]], share: float | None, where: str, every
             for what, values, target, unit in (
                 ("lost training time", [cost.lost for cost in chosen], 0.7 if ours else None, "s"),
                 ("longest step", [cost.longest for cost in chosen], None, "s"),
-                ("steps meanwhile / undisturbed", [cost.slower for cost in chosen if cost.slower], 1.03 if ours else None, "×"),
+                (
+                    "steps meanwhile / undisturbed",
+                    [cost.slower for cost in chosen if cost.slower],
+                    1.03 if ours else None,
+                    "×",
+                ),
                 ("until durable", [cost.durable for cost in chosen], None, "s"),
             ):
                 if values:
-                    out.append(Result(PART, f"{where}, {way}, {label}: {what}", tuple(values), target, unit=unit, note=note))
+                    out.append(
+                        Result(
+                            PART,
+                            f"{where}, {way}, {label}: {what}",
+                            tuple(values),
+                            target,
+                            unit=unit,
+                            note=note,
+                        )
+                    )
     if share is not None:
-        out.append(Result(PART, f"{where}, {ICECORE}, a snapshot each {every:g} s: training time lost", (100 * share,), None, unit="%"))
+        out.append(
+            Result(
+                PART,
+                f"{where}, {ICECORE}, a snapshot each {every:g} s: training time lost",
+                (100 * share,),
+                None,
+                unit="%",
+            )
+        )
     ours = found.get(ICECORE, [])[1:]
     for way, costs in found.items():
         if ours and way != ICECORE and costs[1:]:
-            ratio = statistics.median(cost.lost for cost in costs[1:]) / max(1e-9, statistics.median(cost.lost for cost in ours))
-            out.append(Result(PART, f"{where}: lost training time, {way} / {ICECORE}", (ratio,), None, "higher"))
+            ratio = statistics.median(cost.lost for cost in costs[1:]) / max(
+                1e-9, statistics.median(cost.lost for cost in ours)
+            )
+            out.append(
+                Result(
+                    PART,
+                    f"{where}: lost training time, {way} / {ICECORE}",
+                    (ratio,),
+                    None,
+                    "higher",
+                )
+            )
     return out
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=20.0, help="device state of the job (default: %(default)g)")
-    parser.add_argument("--ways", default=",".join(WAYS), help="some of them, by commas (default: %(default)s)")
-    parser.add_argument("--count", type=int, default=3, help="checkpoints of each way (default: %(default)s)")
-    parser.add_argument("--calm", type=float, default=4.0, help="undisturbed seconds between two checkpoints (default: %(default)g)")
-    parser.add_argument("--every", type=float, default=0.0, help="also take snapshots at this interval, in seconds")
-    parser.add_argument("--during", type=float, default=600.0, help="for so many seconds (default: %(default)g)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--gib", type=float, default=20.0, help="device state of the job (default: %(default)g)"
+    )
+    parser.add_argument(
+        "--ways", default=",".join(WAYS), help="some of them, by commas (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--count", type=int, default=3, help="checkpoints of each way (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--calm",
+        type=float,
+        default=4.0,
+        help="undisturbed seconds between two checkpoints (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--every", type=float, default=0.0, help="also take snapshots at this interval, in seconds"
+    )
+    parser.add_argument(
+        "--during", type=float, default=600.0, help="for so many seconds (default: %(default)g)"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--save", type=Path, help="write JSON into this folder")
     options = parser.parse_args(words)
@@ -269,7 +378,14 @@ def main(words: Sequence[str] | None = None) -> None:
     for way in ways:
         try:
             if way == ICECORE:
-                found[way], share = snapshots(options.gib, options.device, options.count, options.calm, options.every, options.during)
+                found[way], share = snapshots(
+                    options.gib,
+                    options.device,
+                    options.count,
+                    options.calm,
+                    options.every,
+                    options.during,
+                )
             else:
                 found[way] = saves(way, options.gib, options.device, options.count, options.calm)
         except (RuntimeError, subprocess.TimeoutExpired) as error:

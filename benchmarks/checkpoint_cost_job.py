@@ -41,7 +41,9 @@ class Saver:
         if way.startswith("dcp"):
             import torch.distributed as dist
 
-            dist.init_process_group("cpu:gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
+            dist.init_process_group(
+                "cpu:gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1
+            )
 
     def save(self, number: str) -> None:
         """Start a save; where the way is asynchronous, return before it is done."""
@@ -67,10 +69,15 @@ class Saver:
                 pinned = torch.cuda.is_available()
                 self._stager = DefaultStager(StagingOptions(pinned, True, pinned, pinned))
             response: Any = dcp.async_save(
-                self._state(), checkpoint_id=str(path), async_checkpointer_type=AsyncCheckpointerType.PROCESS, async_stager=self._stager
+                self._state(),
+                checkpoint_id=str(path),
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+                async_stager=self._stager,
             )
             self.staged, upload = (
-                (response.staging_completion, response.upload_completion) if hasattr(response, "upload_completion") else (None, response)
+                (response.staging_completion, response.upload_completion)
+                if hasattr(response, "upload_completion")
+                else (None, response)
             )
 
         def wait() -> None:
@@ -95,9 +102,17 @@ def train(folder: Path, way: str, gib: float, device: str) -> None:
     width = _WIDTH if device == "cuda" else 512
     layers = max(1, round(gib * 1024 / _COPIES / (width * width * 4 / (1 << 20))))
     with torch.device(device):  # initialised there: on the CPU that takes a minute
-        model = torch.nn.Sequential(*(layer for _ in range(layers) for layer in (torch.nn.Linear(width, width), torch.nn.ReLU())))
+        model = torch.nn.Sequential(
+            *(
+                layer
+                for _ in range(layers)
+                for layer in (torch.nn.Linear(width, width), torch.nn.ReLU())
+            )
+        )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device == "cuda")
-    saver = Saver(way, folder, lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    saver = Saver(
+        way, folder, lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    )
     steps = os.open(folder / "steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     seen, order = "", folder / "order"
     while True:
@@ -118,10 +133,14 @@ def train(folder: Path, way: str, gib: float, device: str) -> None:
 
 def main() -> None:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("way", choices=WAYS)
-    parser.add_argument("--gib", type=float, default=20.0, help="device state: parameters, gradients, and moments")
+    parser.add_argument(
+        "--gib", type=float, default=20.0, help="device state: parameters, gradients, and moments"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args()
     train(options.folder, options.way, options.gib, options.device)

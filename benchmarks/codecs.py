@@ -36,20 +36,26 @@ KEY = bytes(32)
 
 def float32(random: np.random.Generator) -> bytes:
     """Weights of a network."""
-    weights: bytes = (random.standard_normal(CELL_BYTES // 4, np.float32) * np.float32(0.02)).tobytes()
+    weights: bytes = (
+        random.standard_normal(CELL_BYTES // 4, np.float32) * np.float32(0.02)
+    ).tobytes()
     return weights
 
 
 def bfloat16(random: np.random.Generator) -> bytes:
     """The same, shorter."""
-    wide = (random.standard_normal(CELL_BYTES // 2, np.float32) * np.float32(0.02)).view(np.uint32) >> 16
+    wide = (random.standard_normal(CELL_BYTES // 2, np.float32) * np.float32(0.02)).view(
+        np.uint32
+    ) >> 16
     narrow: bytes = wide.astype(np.uint16).tobytes()
     return narrow
 
 
 def text(random: np.random.Generator) -> bytes:
     """Source code of the standard library, from a random place on."""
-    source = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
+    source = b"".join(
+        path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    )
     start = int(random.integers(0, len(source) - CELL_BYTES))
     return source[start : start + CELL_BYTES]
 
@@ -85,7 +91,11 @@ def best(work: Callable[[int], object], count: int, rounds: int) -> float:
 
 def by_codec(name: str, words: str, data: list[bytes], objective: Objective, rounds: int) -> Table:
     """Every codec on one kind of data."""
-    cells, room, encoder = [memoryview(cell) for cell in data], np.zeros(CELL_BYTES, np.uint8), Encoder()
+    cells, room, encoder = (
+        [memoryview(cell) for cell in data],
+        np.zeros(CELL_BYTES, np.uint8),
+        Encoder(),
+    )
     estimate = trial(sample(cells[0]), Scratch(), objective)
     table = Table(title=f"{name}: {words}", title_justify="left")
     table.caption = f"chosen at {objective.link / 1e9:.2f} GB/s on {objective.cores} cores: {codec.name(estimate.choice.codec)} {estimate.choice.level or ''}"
@@ -104,8 +114,13 @@ def by_codec(name: str, words: str, data: list[bytes], objective: Objective, rou
             chunk_id(KEY, FULL, room.data)
 
         ratio = sum(len(part) for part in joined) / CELL_BYTES / len(cells)
-        label = f"{codec.name(choice.codec)} {choice.level or ''}" + (" (stays raw)" if stored[0][0] != choice.codec else "")
-        rates = (best(work, len(cells), rounds) for work in (lambda at: codec.encode(cells[at], choice, encoder), decode, verify))
+        label = f"{codec.name(choice.codec)} {choice.level or ''}" + (
+            " (stays raw)" if stored[0][0] != choice.codec else ""
+        )
+        rates = (
+            best(work, len(cells), rounds)
+            for work in (lambda at: codec.encode(cells[at], choice, encoder), decode, verify)
+        )
         return label, f"{ratio:.3f}", *(f"{rate:.2f}" for rate in rates)
 
     for choice in CHOICES:
@@ -117,7 +132,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cells", type=int, default=24, help="cells of each kind (1 MiB each)")
     parser.add_argument("--rounds", type=int, default=3, help="the best of so many rounds counts")
-    parser.add_argument("--link", type=float, default=Objective().link, help="bytes per second for the trial's choice")
+    parser.add_argument(
+        "--link",
+        type=float,
+        default=Objective().link,
+        help="bytes per second for the trial's choice",
+    )
     options = parser.parse_args()
     random, scratch = np.random.default_rng(0), Scratch()
     encoder, objective = Encoder(), Objective(options.link)
@@ -131,12 +151,31 @@ def main() -> None:
 
     copy = measured(lambda at: np.copyto(room, np.frombuffer(cells[at], np.uint8)))
     hashing = measured(lambda at: chunk_id(KEY, FULL, cells[at]))
-    console.print(f"floor, one core: copy {copy:.1f} GB/s, chunk id (BLAKE3) {hashing:.1f} GB/s; {options.cells} MiB of each kind")
+    console.print(
+        f"floor, one core: copy {copy:.1f} GB/s, chunk id (BLAKE3) {hashing:.1f} GB/s; {options.cells} MiB of each kind"
+    )
 
     for kind in KINDS:
-        console.print(by_codec(kind.__name__, kind.__doc__ or "", [kind(random) for _ in range(options.cells)], objective, options.rounds))
-    table = Table(title="delta: float32, 64 bytes changed in some pages, against the whole residual under zstd 1", title_justify="left")
-    for heading in ("changed pages", "delta bytes", "delta GB/s", "whole residual bytes", "whole residual GB/s"):
+        console.print(
+            by_codec(
+                kind.__name__,
+                kind.__doc__ or "",
+                [kind(random) for _ in range(options.cells)],
+                objective,
+                options.rounds,
+            )
+        )
+    table = Table(
+        title="delta: float32, 64 bytes changed in some pages, against the whole residual under zstd 1",
+        title_justify="left",
+    )
+    for heading in (
+        "changed pages",
+        "delta bytes",
+        "delta GB/s",
+        "whole residual bytes",
+        "whole residual GB/s",
+    ):
         table.add_column(heading, justify="right")
     base = memoryview(bytearray(float32(random)))
     for pages in (1, 8, 64, CELL_PAGES):
@@ -147,14 +186,26 @@ def main() -> None:
         def sparse(at: int, data: memoryview = data, choice: Choice = choice) -> int:
             found = delta.difference(data, base, scratch.own, scratch.residual)
             number, (body, *_) = codec.encode(found.xor, choice, encoder)
-            return sum(len(part) for part in delta.parts(number | codec.XOR, FULL, found.changed, body))
+            return sum(
+                len(part) for part in delta.parts(number | codec.XOR, FULL, found.changed, body)
+            )
 
         def whole(at: int, data: memoryview = data, choice: Choice = choice) -> int:
             residual = scratch.residual[:CELL_BYTES]
-            np.bitwise_xor(np.frombuffer(data, np.uint64), np.frombuffer(base, np.uint64), out=np.frombuffer(residual, np.uint64))
+            np.bitwise_xor(
+                np.frombuffer(data, np.uint64),
+                np.frombuffer(base, np.uint64),
+                out=np.frombuffer(residual, np.uint64),
+            )
             return sum(len(part) for part in codec.encode(residual, choice, encoder)[1])
 
-        table.add_row(f"{pages}", f"{sparse(0)}", f"{measured(sparse):.2f}", f"{whole(0)}", f"{measured(whole):.2f}")
+        table.add_row(
+            f"{pages}",
+            f"{sparse(0)}",
+            f"{measured(sparse):.2f}",
+            f"{whole(0)}",
+            f"{measured(whole):.2f}",
+        )
     console.print(table)
 
 

@@ -60,13 +60,17 @@ async def _commit(
     """One snapshot from BEGIN to COMMIT."""
     back.calls.clear()
     started = time.process_time()
-    session = await repository.begin(base, "benchmark", load_index=load_index, beat_seconds=None, prove=False)
+    session = await repository.begin(
+        base, "benchmark", load_index=load_index, beat_seconds=None, prove=False
+    )
     data = os.urandom(_MANIFEST_BYTES)
     manifest = await session.put("manifest", [data])
     places = np.zeros(_CHUNKS, PLACE)
     places["shard"] = np.frombuffer(os.urandom(16), np.uint8)
     places["length"] = 1000
-    entries = make_entries(np.frombuffer(os.urandom(32 * _CHUNKS), np.uint8).reshape(_CHUNKS, 32), places)
+    entries = make_entries(
+        np.frombuffer(os.urandom(32 * _CHUNKS), np.uint8).reshape(_CHUNKS, 32), places
+    )
     record = SnapshotRecord(
         new_snapshot_id(),
         f"job-{number % _JOBS}",
@@ -93,7 +97,9 @@ async def _measure(sizes: tuple[int, ...]) -> list[Result]:
 
     async def one(load_index: bool) -> Cost:
         nonlocal number
-        newest[number % _JOBS], cost = await _commit(repository, back, number, newest.get(number % _JOBS), load_index)
+        newest[number % _JOBS], cost = await _commit(
+            repository, back, number, newest.get(number % _JOBS), load_index
+        )
         number += 1
         return cost
 
@@ -112,11 +118,16 @@ def _results(sizes: tuple[int, ...], costs: dict[tuple[int, bool], list[Cost]]) 
     base = sizes[1]
     for size in sizes[1:]:
         mean = statistics.fmean(cost.requests for cost in costs[size, False])
-        results.append(Result(PART, f"requests of a commit at {size} snapshots", (mean,), 6.0, unit=""))
+        results.append(
+            Result(PART, f"requests of a commit at {size} snapshots", (mean,), 6.0, unit="")
+        )
     for load_index in (False, True):
         setting = ", dedup index loaded" if load_index else ""
         for what in ("written", "read", "seconds") if not load_index else ("seconds",):
-            means = {size: statistics.fmean(getattr(c, what) for c in costs[size, load_index]) for size in sizes}
+            means = {
+                size: statistics.fmean(getattr(c, what) for c in costs[size, load_index])
+                for size in sizes
+            }
             note = ", ".join(f"{size}: {means[size]:.4g}" for size in sizes)
             unit = " s" if what == "seconds" else "" if what == "requests" else " B"
             results.append(
@@ -138,8 +149,12 @@ def measure(sizes: tuple[int, ...] = SIZES) -> list[Result]:
 
 def main() -> None:
     """This part alone."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs=3, default=SIZES, help="snapshots in the repository")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sizes", type=int, nargs=3, default=SIZES, help="snapshots in the repository"
+    )
     show(measure(tuple(parser.parse_args().sizes)), Console(width=200))
 
 

@@ -96,7 +96,11 @@ def scratch(name: str) -> Iterator[Path]:
 
 def tree_bytes(folder: Path) -> int:
     """Bytes of all files below ``folder``."""
-    return sum(os.lstat(os.path.join(top, name)).st_size for top, _, names in os.walk(folder) for name in names)
+    return sum(
+        os.lstat(os.path.join(top, name)).st_size
+        for top, _, names in os.walk(folder)
+        for name in names
+    )
 
 
 def machine() -> dict[str, str]:
@@ -127,7 +131,9 @@ def show(results: Sequence[Result], console: Console) -> None:
     )
     for heading in ("part", "measured", "median", "range", "n", "target", "", "note"):
         table.add_column(
-            heading, justify="right" if heading in ("median", "range", "n", "target") else "left", overflow="fold"
+            heading,
+            justify="right" if heading in ("median", "range", "n", "target") else "left",
+            overflow="fold",
         )
     for result in results:
         sign = "≤" if result.better == "lower" else "≥"
@@ -136,7 +142,9 @@ def show(results: Sequence[Result], console: Console) -> None:
             result.part,
             result.what,
             figure(result.median, result.unit),
-            f"{figure(min(result.values), '')}–{figure(max(result.values), '')}" if len(result.values) > 1 else "",
+            f"{figure(min(result.values), '')}–{figure(max(result.values), '')}"
+            if len(result.values) > 1
+            else "",
             str(len(result.values)),
             f"{sign} {figure(result.target, result.unit)}" if result.target is not None else "",
             verdict,
@@ -155,9 +163,16 @@ def write(results: Sequence[Result], folder: Path) -> Path:
     """Write the results as JSON into ``folder``, named after the day; returns the file."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{time.strftime('%Y-%m-%d')}.json"
-    found: list[dict[str, Any]] = [{**asdict(result), "median": result.median, "met": result.met} for result in results]
+    found: list[dict[str, Any]] = [
+        {**asdict(result), "median": result.median, "met": result.met} for result in results
+    ]
     path.write_text(
-        json.dumps({"machine": machine(), "at": time.time(), "results": found}, indent=1, ensure_ascii=False) + "\n"
+        json.dumps(
+            {"machine": machine(), "at": time.time(), "results": found},
+            indent=1,
+            ensure_ascii=False,
+        )
+        + "\n"
     )
     return path
 

@@ -40,7 +40,12 @@ def measure(mib: int, rounds: int) -> list[Result]:
         rounds: How often everything is done.
     """
     found, cases = Rounds(), [(mode, placers) for placers in (0, 2) for mode in ("full", "lazy")]
-    with scratch("device-file") as folder, LoopThread() as loop, plain_criu.adopting(), Reserve(3 * mib * MIB) as reserve:
+    with (
+        scratch("device-file") as folder,
+        LoopThread() as loop,
+        plain_criu.adopting(),
+        Reserve(3 * mib * MIB) as reserve,
+    ):
         world = World(folder / "world")
         os.environ[VARIABLE] = f"fake:{world.root}"
         store = Store.make(loop, folder / "repository", folder)
@@ -65,20 +70,35 @@ def measure(mib: int, rounds: int) -> list[Result]:
     return [result for mode, placers in cases for result in _results(found, mode, placers)]
 
 
-def _restore(store: Store, snapshot: str, options: RestoreOptions, found: Rounds, name: str) -> None:
+def _restore(
+    store: Store, snapshot: str, options: RestoreOptions, found: Rounds, name: str
+) -> None:
     events = Events()
     restored = restorer.restore(store.repository, store.loop, snapshot, options, emit=events)
     restored.wait_resident(_SECONDS)
     found.add(name, restored.seconds_to_running)
-    found.add(f"{name} driver", float(str(events.named("restore.gpu.restore")[-1].fields["seconds"])))
+    found.add(
+        f"{name} driver", float(str(events.named("restore.gpu.restore")[-1].fields["seconds"]))
+    )
 
 
 def _results(found: Rounds, mode: str, placers: int) -> list[Result]:
     name, who = f"{mode} {placers}", f"{mode}, {f'{placers} placers' if placers else 'threads'}"
-    note = ", ".join(f"{found.median(f'{name} {way}'):.2f} s {way}" for way in ("file", "userfaultfd"))
+    note = ", ".join(
+        f"{found.median(f'{name} {way}'):.2f} s {way}" for way in ("file", "userfaultfd")
+    )
     return [
-        Result(PART, f"restore until the tree runs, {who}: file / userfaultfd", found.ratio(f"{name} file", f"{name} userfaultfd"), note=note),
-        Result(PART, f"the driver's part of it, {who}", found.ratio(f"{name} file driver", f"{name} userfaultfd driver")),
+        Result(
+            PART,
+            f"restore until the tree runs, {who}: file / userfaultfd",
+            found.ratio(f"{name} file", f"{name} userfaultfd"),
+            note=note,
+        ),
+        Result(
+            PART,
+            f"the driver's part of it, {who}",
+            found.ratio(f"{name} file driver", f"{name} userfaultfd driver"),
+        ),
     ]
 
 

@@ -59,7 +59,9 @@ def measure(name: str, arguments: Sequence[str], rounds: int) -> list[Result]:
         seconds = ", ".join(f"{kind} {found.median(f'{kind} cpu {step}'):.2f}" for kind in _KINDS)
         what = f"{name}, {sizes[0] / 1e9:.2f} GB: {step}, speed encrypted / plain"
         ratios = found.ratio(f"encrypted {step}", f"plain {step}")
-        results.append(Result(PART, what, ratios, 0.5, "higher", note=f"GB/s: {rates_}; CPU s: {seconds}"))
+        results.append(
+            Result(PART, what, ratios, 0.5, "higher", note=f"GB/s: {rates_}; CPU s: {seconds}")
+        )
     return results
 
 
@@ -70,7 +72,12 @@ def _dumps(name: str, arguments: Sequence[str], rounds: int, folder: Path, found
             progress(f"{PART}: {name}, dumps, round {turn + 1} of {rounds}")
             for kind in _KINDS if turn % 2 else reversed(_KINDS):
                 with Worker() as worker:
-                    worker.ask("open", path=str(folder / "dumps"), create=True, encrypted=kind == "encrypted")
+                    worker.ask(
+                        "open",
+                        path=str(folder / "dumps"),
+                        create=True,
+                        encrypted=kind == "encrypted",
+                    )
                     for step in _DUMPS:
                         before = worker.ask("cpu")["seconds"]
                         seconds = worker.ask("dump", pid=running.pid, job="job")["seconds"]
@@ -83,7 +90,9 @@ def _dumps(name: str, arguments: Sequence[str], rounds: int, folder: Path, found
 def _memory(pid: int) -> int:
     """Bytes that the process has in memory."""
     status = Path(f"/proc/{pid}/status").read_text()
-    return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmRSS:"))
+    return next(
+        int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmRSS:")
+    )
 
 
 def _one(
@@ -95,7 +104,9 @@ def _one(
     cpu: dict[str, float] = {}
     try:
         with Worker() as worker:
-            worker.ask("open", path=str(work / "repository"), create=True, encrypted=kind == "encrypted")
+            worker.ask(
+                "open", path=str(work / "repository"), create=True, encrypted=kind == "encrypted"
+            )
 
             def timed(step: str, size: int, verb: str, **options: str) -> str:
                 before = worker.ask("cpu")["seconds"]
@@ -107,7 +118,9 @@ def _one(
                 return str(answer.get("snapshot", ""))
 
             for step, directory, size in zip(_STEPS, directories, sizes, strict=False):
-                snapshot = timed(step, size, "import_directory", directory=str(directory), job="job")
+                snapshot = timed(
+                    step, size, "import_directory", directory=str(directory), job="job"
+                )
             (work / "out").mkdir()
             timed(_STEPS[-1], sizes[-1], "export", snapshot=snapshot, directory=str(work / "out"))
     finally:
@@ -117,7 +130,9 @@ def _one(
 
 def main() -> None:
     """This part alone."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--job", choices=JOBS, action="append", help="default: all")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mib", type=int, help="another size of the job's memory")

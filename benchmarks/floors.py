@@ -53,13 +53,22 @@ def measure(folder: Path, mib: int = 1024, *, devices: bool) -> dict[str, float]
     Raises:
         subprocess.CalledProcessError: It failed; it has said why.
     """
-    command = [sys.executable, __file__, str(folder), "--mib", str(mib), *(["--devices"] if devices else [])]
+    command = [
+        sys.executable,
+        __file__,
+        str(folder),
+        "--mib",
+        str(mib),
+        *(["--devices"] if devices else []),
+    ]
     done = subprocess.run(command, stdout=subprocess.PIPE, timeout=_SECONDS, check=True)
     found: dict[str, float] = json.loads(done.stdout)
     return found
 
 
-def best(size: int, work: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+def best(
+    size: int, work: Callable[[], object], before: Callable[[], object] = lambda: None
+) -> float:
     """GB/s of the fastest round, after one that does not count; ``before`` is called ahead of each."""
     work()
     seconds = []
@@ -103,7 +112,9 @@ def reading(size: int, threads: int, *, huge: bool) -> float:
 
         def read(number: int) -> None:
             for row in range(number, len(runs), threads):
-                got = libc.process_vm_readv(child, buffers[number].iovec, 1, runs.ctypes.data + 16 * row, 1, 0)
+                got = libc.process_vm_readv(
+                    child, buffers[number].iovec, 1, runs.ctypes.data + 16 * row, 1, 0
+                )
                 assert got == MIB, got
 
         return best(size, lambda: together(read, threads))
@@ -174,7 +185,9 @@ def copying(size: int) -> dict[str, float]:
 
 def main() -> None:
     """Measure, and print JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="on tmpfs")
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--devices", action="store_true")

@@ -73,27 +73,38 @@ def measure(gib: float, gpus: int, rounds: int) -> list[Result]:
         progress("gpu: restores")
         pids = procfs.tree(job.pid)
         with reserve.lent():
-            snapshot = worker.ask("dump", pid=job.pid, job="gpu", stop=True, gpu_shared=True)["snapshot"]
+            snapshot = worker.ask("dump", pid=job.pid, job="gpu", stop=True, gpu_shared=True)[
+                "snapshot"
+            ]
         job.process.wait(60)
         gone(pids)  # a restore would wait until nobody has them any more
         for _ in range(rounds):
             for mode in ("full", "lazy"):
                 _restore(worker, job, reserve, snapshot, mode, found, phases)
         _criugpu_restore(criu, calls, job, reserve, folder, found)
-    return [*_results(found, gib, gpus), *phases.results(PART, f"{gpus} × {gib:g} GiB", limits, gpus)]
+    return [
+        *_results(found, gib, gpus),
+        *phases.results(PART, f"{gpus} × {gib:g} GiB", limits, gpus),
+    ]
 
 
-def _dump(worker: Worker, job: Job, reserve: Reserve, found: Rounds, seen: Phases, name: str) -> None:
+def _dump(
+    worker: Worker, job: Job, reserve: Reserve, found: Rounds, seen: Phases, name: str
+) -> None:
     with reserve.lent():
         done = worker.ask("dump", pid=job.pid, job="gpu", max_window=600.0, gpu_shared=True)
-    phases: dict[str, float] = {k.removeprefix("dump.gpu."): v for k, v in done["phases"].items() if "gpu" in k}
+    phases: dict[str, float] = {
+        k.removeprefix("dump.gpu."): v for k, v in done["phases"].items() if "gpu" in k
+    }
     found.add(f"window {name}", done["window"])
     found.add(f"driver of {name}", sum(phases.values()))
     found.add(f"freeze of {name}", done["freeze"])
     found.add(f"stored {name}", done["stored"])
     found.add(f"seconds {name}", done["seconds"])
     seen.add(name, done["events"])
-    progress(f"gpu: {name}: window {done['window']:.2f} s, {phases}, {({k: v for k, v in done.items() if k != 'events'})}")
+    progress(
+        f"gpu: {name}: window {done['window']:.2f} s, {phases}, { ({k: v for k, v in done.items() if k != 'events'}) }"
+    )
 
 
 def _criugpu_dump(
@@ -107,7 +118,17 @@ def _criugpu_dump(
         began = time.perf_counter()
         calls.stop(pids)
         try:
-            command: list[str | Path] = [criu.path, "dump", "-t", str(job.pid), "-D", images, "-o", "dump.log", "-v1"]
+            command: list[str | Path] = [
+                criu.path,
+                "dump",
+                "-t",
+                str(job.pid),
+                "-D",
+                images,
+                "-o",
+                "dump.log",
+                "-v1",
+            ]
             criu_run([*command, "--leave-running", *_CRIU], images / "dump.log")
         finally:
             calls.go(pids)
@@ -115,7 +136,13 @@ def _criugpu_dump(
 
 
 def _restore(
-    worker: Worker, job: Job, reserve: Reserve, snapshot: str, mode: str, found: Rounds, phases: Phases
+    worker: Worker,
+    job: Job,
+    reserve: Reserve,
+    snapshot: str,
+    mode: str,
+    found: Rounds,
+    phases: Phases,
 ) -> None:
     with reserve.lent():
         done = worker.ask("restore", snapshot=snapshot, mode=mode)
@@ -147,12 +174,35 @@ def _criugpu_restore(
 def _results(found: Rounds, gib: float, gpus: int) -> list[Result]:
     size = gib * GIB
     where = f"{gpus} × {gib:g} GiB"
-    floor = tuple(a + b for a, b in zip(found.of("driver out"), found.of("driver back"), strict=True))
+    floor = tuple(
+        a + b for a, b in zip(found.of("driver out"), found.of("driver back"), strict=True)
+    )
     pages = f"transparent_hugepage: {_HUGE.read_text().split('[')[-1].split(']')[0].strip()}"
     results = [
-        Result(PART, f"{where}: driver alone, out", tuple(size / s / 1e9 for s in found.of("driver out")), None, "higher", "GB/s a GPU"),
-        Result(PART, f"{where}: driver alone, back", tuple(size / s / 1e9 for s in found.of("driver back")), None, "higher", "GB/s a GPU"),
-        Result(PART, f"{where}: memory in huge pages, checkpointed", found.of("huge pages"), None, "higher", note=pages),
+        Result(
+            PART,
+            f"{where}: driver alone, out",
+            tuple(size / s / 1e9 for s in found.of("driver out")),
+            None,
+            "higher",
+            "GB/s a GPU",
+        ),
+        Result(
+            PART,
+            f"{where}: driver alone, back",
+            tuple(size / s / 1e9 for s in found.of("driver back")),
+            None,
+            "higher",
+            "GB/s a GPU",
+        ),
+        Result(
+            PART,
+            f"{where}: memory in huge pages, checkpointed",
+            found.of("huge pages"),
+            None,
+            "higher",
+            note=pages,
+        ),
         Result(
             PART,
             f"{where}: CRIUgpu's way: (window - driver) / driver",
@@ -163,23 +213,69 @@ def _results(found: Rounds, gib: float, gpus: int) -> list[Result]:
         own = zip(found.of(f"window {case}"), found.of(f"driver of {case}"), strict=True)
         note = f"window {found.median(f'window {case}'):.2f} s, stored {found.median(f'stored {case}') / 1e6:.0f} MB"
         results.append(
-            Result(PART, f"{where}: (window - driver) / driver: {case}", tuple((w - d) / d for w, d in own), 0.15, note=note)
+            Result(
+                PART,
+                f"{where}: (window - driver) / driver: {case}",
+                tuple((w - d) / d for w, d in own),
+                0.15,
+                note=note,
+            )
         )
     alone = zip(floor, found.of("window nothing changed"), strict=False)
     what = "(window - driver alone) / driver alone: nothing changed"
-    results.append(Result(PART, f"{where}: {what}", tuple((w - f) / f for f, w in alone), 0.15, note="the driver's calls with nobody's help"))
+    results.append(
+        Result(
+            PART,
+            f"{where}: {what}",
+            tuple((w - f) / f for f, w in alone),
+            0.15,
+            note="the driver's calls with nobody's help",
+        )
+    )
     nothing = zip(floor, found.of("driver of nothing changed"), strict=False)
-    results.append(Result(PART, f"{where}: driver alone / driver in a window", tuple(f / d for f, d in nothing), None, "higher"))
+    results.append(
+        Result(
+            PART,
+            f"{where}: driver alone / driver in a window",
+            tuple(f / d for f, d in nothing),
+            None,
+            "higher",
+        )
+    )
     windows = zip(found.of("criugpu window"), found.of("window nothing changed"), strict=False)
-    results.append(Result(PART, f"{where}: CRIUgpu's window / window, nothing changed", tuple(t / w for t, w in windows), None, "higher"))
+    results.append(
+        Result(
+            PART,
+            f"{where}: CRIUgpu's window / window, nothing changed",
+            tuple(t / w for t, w in windows),
+            None,
+            "higher",
+        )
+    )
     share = tuple(stored / (size * gpus) for stored in found.of("stored 2 % changed"))
     results.append(Result(PART, f"{where}: bytes added / device memory, 2 % changed", share, 0.025))
     back, theirs = found.median("driver back"), found.median("criugpu step")
     for mode in ("full", "lazy"):
         steps = found.of(f"{mode} step")
         note = f"{found.median(f'{mode} step'):.2f} s; driver {back:.2f} s, CRIUgpu's way {theirs:.2f} s"
-        results.append(Result(PART, f"{where}: restore {mode} until progress / driver's restore", tuple(s / back for s in steps), 1.25, note=note))
-        results.append(Result(PART, f"{where}: CRIUgpu's way / restore {mode}", tuple(theirs / s for s in steps), 2.0, "higher"))
+        results.append(
+            Result(
+                PART,
+                f"{where}: restore {mode} until progress / driver's restore",
+                tuple(s / back for s in steps),
+                1.25,
+                note=note,
+            )
+        )
+        results.append(
+            Result(
+                PART,
+                f"{where}: CRIUgpu's way / restore {mode}",
+                tuple(theirs / s for s in steps),
+                2.0,
+                "higher",
+            )
+        )
     return results
 
 
@@ -198,7 +294,9 @@ def scaling(gib: float, counts: Sequence[int], rounds: int, one_gpu: bool) -> li
                 _dump(worker, job, reserve, own if turn else Rounds(), phases, "nothing changed")
             pids = procfs.tree(job.pid)
             with reserve.lent():
-                snapshot = worker.ask("dump", pid=job.pid, job="gpu", stop=True, gpu_shared=True)["snapshot"]
+                snapshot = worker.ask("dump", pid=job.pid, job="gpu", stop=True, gpu_shared=True)[
+                    "snapshot"
+                ]
             job.process.wait(60)
             gone(pids)
             for _ in range(rounds):
@@ -207,31 +305,87 @@ def scaling(gib: float, counts: Sequence[int], rounds: int, one_gpu: bool) -> li
     first, results = found[counts[0]], []
     for count, own in found.items():
         where = f"{gib:g} GiB each, {count} by {counts[0]} {'processes on one GPU' if one_gpu else 'GPUs'}"
-        for name, what in (("window nothing changed", "window"), ("full step", "restore, full"), ("lazy step", "restore, lazy")):
+        for name, what in (
+            ("window nothing changed", "window"),
+            ("full step", "restore, full"),
+            ("lazy step", "restore, lazy"),
+        ):
             base = first.median(name)
             note = f"{own.median(name):.2f} s"
-            results.append(Result(PART, f"{where}: {what}", tuple(s / base for s in own.of(name)), 1.3 if count > counts[0] else None, note=note))
-        calls = tuple(s / first.median("driver of nothing changed") for s in own.of("driver of nothing changed"))
-        results.append(Result(PART, f"{where}: the driver's own calls in the window", calls, note=f"{own.median('driver of nothing changed'):.2f} s"))
-        pairs = zip(own.of("window nothing changed"), own.of("driver of nothing changed"), strict=True)
-        results.append(Result(PART, f"{where}: (window - driver) / driver", tuple((w - d) / d for w, d in pairs), 0.15))
+            results.append(
+                Result(
+                    PART,
+                    f"{where}: {what}",
+                    tuple(s / base for s in own.of(name)),
+                    1.3 if count > counts[0] else None,
+                    note=note,
+                )
+            )
+        calls = tuple(
+            s / first.median("driver of nothing changed")
+            for s in own.of("driver of nothing changed")
+        )
+        results.append(
+            Result(
+                PART,
+                f"{where}: the driver's own calls in the window",
+                calls,
+                note=f"{own.median('driver of nothing changed'):.2f} s",
+            )
+        )
+        pairs = zip(
+            own.of("window nothing changed"), own.of("driver of nothing changed"), strict=True
+        )
+        results.append(
+            Result(
+                PART,
+                f"{where}: (window - driver) / driver",
+                tuple((w - d) / d for w, d in pairs),
+                0.15,
+            )
+        )
     return results
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gib", type=float, default=16.0)
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--save", type=Path, help="write JSON into this folder")
-    parser.add_argument("--scaling", metavar="N,N", help="with so many GPUs in turn, the window and the restores only (--gib for each)")
-    parser.add_argument("--one-gpu", action="store_true", help="with --scaling: so many processes on one GPU, which is what several mean for the host")
-    resident = parser.add_argument_group("memory that stays where it is", "the job runs under the preload, on one GPU")
+    parser.add_argument(
+        "--scaling",
+        metavar="N,N",
+        help="with so many GPUs in turn, the window and the restores only (--gib for each)",
+    )
+    parser.add_argument(
+        "--one-gpu",
+        action="store_true",
+        help="with --scaling: so many processes on one GPU, which is what several mean for the host",
+    )
+    resident = parser.add_argument_group(
+        "memory that stays where it is", "the job runs under the preload, on one GPU"
+    )
     resident.add_argument("--resident", action="store_true", help="measure this instead")
-    resident.add_argument("--parts", default=",".join(gpu_resident.PARTS), help="of it, by commas (default: %(default)s)")
-    resident.add_argument("--distinct", type=float, default=4.0, help="GiB of memory that is not a copy of other memory")
-    resident.add_argument("--figures", type=Path, help="file that keeps the figures, so that parts can be measured one by one")
+    resident.add_argument(
+        "--parts",
+        default=",".join(gpu_resident.PARTS),
+        help="of it, by commas (default: %(default)s)",
+    )
+    resident.add_argument(
+        "--distinct",
+        type=float,
+        default=4.0,
+        help="GiB of memory that is not a copy of other memory",
+    )
+    resident.add_argument(
+        "--figures",
+        type=Path,
+        help="file that keeps the figures, so that parts can be measured one by one",
+    )
     options = parser.parse_args()
     if options.resident:
         parts = options.parts.split(",")
@@ -240,7 +394,12 @@ def main() -> None:
         setting = gpu_resident.Setting(options.gib, parts, options.rounds, options.distinct)
         results = gpu_resident.measure(setting, options.figures)
     elif options.scaling:
-        results = scaling(options.gib, [int(word) for word in options.scaling.split(",")], options.rounds, options.one_gpu)
+        results = scaling(
+            options.gib,
+            [int(word) for word in options.scaling.split(",")],
+            options.rounds,
+            options.one_gpu,
+        )
     else:
         results = measure(options.gib, options.gpus, options.rounds)
     show(results, Console(width=180))

@@ -30,7 +30,9 @@ class Torch:
         self._torch: Any = torch
         torch.cuda.set_device(device)
         self._generator = torch.Generator("cuda").manual_seed(7)
-        self._blocks = [torch.empty(size // 8, dtype=torch.int64, device="cuda") for _ in range(blocks)]
+        self._blocks = [
+            torch.empty(size // 8, dtype=torch.int64, device="cuda") for _ in range(blocks)
+        ]
         self._distinct = distinct
         self.draw(1.0)
         self._small = torch.ones(64, 64, device="cuda")
@@ -71,7 +73,11 @@ class Driver:
         """See `Torch`, as the next one."""
         size = int(self._size * share)
         for number, block in enumerate(self._blocks):
-            source = os.urandom(size) if number < self._distinct else self._blocks[number % self._distinct]
+            source = (
+                os.urandom(size)
+                if number < self._distinct
+                else self._blocks[number % self._distinct]
+            )
             ctypes.memmove(block, source, size)
 
     def step(self) -> None:
@@ -80,7 +86,9 @@ class Driver:
 
 def main() -> None:
     """Work until it is killed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("state", type=Path)
     parser.add_argument("gib", type=float)
     parser.add_argument("device", type=int)
@@ -90,7 +98,11 @@ def main() -> None:
     options = parser.parse_args()
     state, size = options.state, options.block * MIB
     blocks = max(1, int(options.gib * 1024 * MIB) // size)
-    distinct = min(blocks, max(1, int(options.distinct * 1024 * MIB) // size)) if options.distinct else blocks
+    distinct = (
+        min(blocks, max(1, int(options.distinct * 1024 * MIB) // size))
+        if options.distinct
+        else blocks
+    )
     kind: type[Torch | Driver] = Torch if options.memory == "torch" else Driver
     memory = kind(options.device, blocks, distinct, size)
     (state / "progress").write_bytes(bytes(4096))

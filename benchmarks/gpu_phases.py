@@ -39,9 +39,13 @@ class Phases:
         for event, (_, _, size) in PHASES.items():
             fields = events.get(event, {})
             if int(fields.get(size, 0)) >= LEAST_BYTES:
-                self.found.setdefault((step, event), []).append((int(fields[size]), float(fields["seconds"])))
+                self.found.setdefault((step, event), []).append(
+                    (int(fields[size]), float(fields["seconds"]))
+                )
 
-    def results(self, part: str, where: str, floors: Mapping[str, float], gpus: int) -> list[Result]:
+    def results(
+        self, part: str, where: str, floors: Mapping[str, float], gpus: int
+    ) -> list[Result]:
         """The floors, and each phase as a share of its own: GB/s by GB/s."""
         results = [
             Result(part, f"{where}: floor, {name}", (rate,), None, "higher", "GB/s", NAMES[name])
@@ -54,10 +58,20 @@ class Phases:
             floor = floors.get(name, 0.0) * (gpus if name.startswith(_OF_EACH) else 1)
             if not floor:
                 results.append(
-                    Result(part, f"{where}: {step}: {what}", tuple(rates), None, "higher", "GB/s", f"{total}; no floor")
+                    Result(
+                        part,
+                        f"{where}: {step}: {what}",
+                        tuple(rates),
+                        None,
+                        "higher",
+                        "GB/s",
+                        f"{total}; no floor",
+                    )
                 )
                 continue
             note = f"{total}; {name} {floor:.1f} GB/s"
             shares = tuple(rate / floor for rate in rates)
-            results.append(Result(part, f"{where}: {step}: {what} / {name}", shares, None, "higher", note=note))
+            results.append(
+                Result(part, f"{where}: {step}: {what} / {name}", shares, None, "higher", note=note)
+            )
         return results

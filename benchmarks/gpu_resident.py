@@ -75,7 +75,14 @@ class Setting:
     @property
     def job(self) -> list[str]:
         """Arguments of the job."""
-        return ["--distinct", str(self.distinct), "--memory", self.memory, "--block", str(self.block)]
+        return [
+            "--distinct",
+            str(self.distinct),
+            "--memory",
+            self.memory,
+            "--block",
+            str(self.block),
+        ]
 
 
 class Bench:
@@ -109,16 +116,26 @@ class Bench:
         more = {**setting.environment, **environment(str(place), setting.environment)}
         try:
             with ExitStack() as stack:
-                job = stack.enter_context(Job(self.folder / "resident", setting.gib, 1, environment=more, more=setting.job))
+                job = stack.enter_context(
+                    Job(
+                        self.folder / "resident", setting.gib, 1, environment=more, more=setting.job
+                    )
+                )
                 # What a dump stores, staging, shards that are being filled.
-                reserve = stack.enter_context(Reserve(setting.stored + 3 * GIB)) if setting.reserve else None
+                reserve = (
+                    stack.enter_context(Reserve(setting.stored + 3 * GIB))
+                    if setting.reserve
+                    else None
+                )
                 worker = self._worker(stack, "resident")
                 job.wait_step(0)
                 if {"window", "all-changed"} & set(setting.parts):
                     self._windows(worker, job, reserve)
                 snapshot = self._stop(worker, job, reserve, keep="from-resident" in setting.parts)
                 if "from-resident" in setting.parts:
-                    self._bring_back(worker, job, reserve, snapshot, "from-resident", from_resident=True)
+                    self._bring_back(
+                        worker, job, reserve, snapshot, "from-resident", from_resident=True
+                    )
                 if "restore" in setting.parts:
                     for _ in range(setting.rounds):
                         self._bring_back(worker, job, reserve, snapshot, "restore")
@@ -131,7 +148,9 @@ class Bench:
         number, parts = 0, self.setting.parts
         for turn in range(self.setting.rounds):
             for case, share in CASES.items():
-                if (share == 1.0 and turn) or ("all-changed" if share == 1.0 else "window") not in parts:
+                if (share == 1.0 and turn) or (
+                    "all-changed" if share == 1.0 else "window"
+                ) not in parts:
                     continue  # all: once, because each takes as much room in the repository
                 number += 1
                 if share:
@@ -142,7 +161,13 @@ class Bench:
         setting = self.setting
         with ExitStack() as stack:
             job = stack.enter_context(
-                Job(self.folder / "driver", setting.gib, 1, environment=setting.environment, more=setting.job)
+                Job(
+                    self.folder / "driver",
+                    setting.gib,
+                    1,
+                    environment=setting.environment,
+                    more=setting.job,
+                )
             )
             job.wait_step(0)
             if "driver-calls" in asked:
@@ -156,7 +181,11 @@ class Bench:
             worker = self._worker(stack, "driver")
             # Without a reserve: to warm so much memory takes longer than what is measured, and the driver is the slower one.
             done = self._dump(worker, job, None, "driver's way")
-            taken = sum(fields["seconds"] for name, fields in done["events"].items() if name.startswith("dump.gpu."))
+            taken = sum(
+                fields["seconds"]
+                for name, fields in done["events"].items()
+                if name.startswith("dump.gpu.")
+            )
             self.found.add("driver's calls", taken)
             gone(kill(job.pid))
             self._bring_back(worker, job, None, done["snapshot"], "driver's way: restore")
@@ -166,25 +195,39 @@ class Bench:
         worker.ask("open", path=str(self.folder / name / "repository"), create=True)
         return worker
 
-    def _dump(self, worker: Worker, job: Job, reserve: Reserve | None, case: str, **more: Any) -> dict[str, Any]:
+    def _dump(
+        self, worker: Worker, job: Job, reserve: Reserve | None, case: str, **more: Any
+    ) -> dict[str, Any]:
         with ExitStack() as stack:
             if reserve is not None:
                 stack.enter_context(reserve.lent())
-            done = worker.ask("dump", pid=job.pid, job="gpu", max_window=600.0, gpu_shared=True, **more)
+            done = worker.ask(
+                "dump", pid=job.pid, job="gpu", max_window=600.0, gpu_shared=True, **more
+            )
         self.found.add(f"window {case}", done["window"])
         self.found.add(f"stored {case}", done["stored"])
         self.phases.add(case, done["events"])
         at = {name: round(seconds, 3) for name, seconds in done["at"].items()}
-        progress(f"gpu: {case}: window {done['window']:.2f} s, standing after {done['freeze']:.3f} s, {done['stored'] / 1e6:.0f} MB stored, {at}")
+        progress(
+            f"gpu: {case}: window {done['window']:.2f} s, standing after {done['freeze']:.3f} s, {done['stored'] / 1e6:.0f} MB stored, {at}"
+        )
         return done
 
     def _stop(self, worker: Worker, job: Job, reserve: Reserve | None, *, keep: bool) -> str:
-        snapshot: str = self._dump(worker, job, reserve, "stopped", stop=True, keep_resident=keep)["snapshot"]
+        snapshot: str = self._dump(worker, job, reserve, "stopped", stop=True, keep_resident=keep)[
+            "snapshot"
+        ]
         job.process.wait(60)
         return snapshot
 
     def _bring_back(
-        self, worker: Worker, job: Job, reserve: Reserve | None, snapshot: str, case: str, **more: Any
+        self,
+        worker: Worker,
+        job: Job,
+        reserve: Reserve | None,
+        snapshot: str,
+        case: str,
+        **more: Any,
     ) -> None:
         with ExitStack() as stack:
             if reserve is not None:
@@ -218,7 +261,9 @@ def measure(setting: Setting, figures: Path | None = None) -> list[Result]:
     Args:
         figures: JSON file with the figures of earlier runs of the same size, to which these are added.
     """
-    known: dict[str, dict[str, list[float]]] = json.loads(figures.read_text()) if figures and figures.exists() else {}
+    known: dict[str, dict[str, list[float]]] = (
+        json.loads(figures.read_text()) if figures and figures.exists() else {}
+    )
     found = Rounds(known.setdefault(f"{setting.gib:g}", {}))
     with scratch("gpu") as folder:
         progress("gpu: floors")
@@ -240,22 +285,44 @@ def results(found: Rounds, setting: Setting, where: str) -> list[Result]:
 
     def add(what: str, name: str, target: float | None, note: str = "") -> None:
         if name in found.figures:
-            out.append(Result(PART, f"{where}: {what}", found.of(name), target, unit="s", note=note))
+            out.append(
+                Result(PART, f"{where}: {what}", found.of(name), target, unit="s", note=note)
+            )
 
     for case, share in CASES.items():
         limit = _WINDOW_SECONDS + (setting.size / _COPY_RATE if share == 1.0 else 0.0)
-        stored = f"stored {found.median(f'stored {case}') / 1e6:.0f} MB" if f"stored {case}" in found.figures else ""
+        stored = (
+            f"stored {found.median(f'stored {case}') / 1e6:.0f} MB"
+            if f"stored {case}" in found.figures
+            else ""
+        )
         add(f"window, {case}", f"window {case}", limit, stored)
     add("restore until progress, repository on tmpfs", "restore", None)
-    add("restore from what stayed on the GPU, until progress", "from-resident", _FROM_RESIDENT_SECONDS)
-    add("the driver's way: its own calls in a window", "driver's calls", None, "with nothing of icecore's or CRIU's")
+    add(
+        "restore from what stayed on the GPU, until progress",
+        "from-resident",
+        _FROM_RESIDENT_SECONDS,
+    )
+    add(
+        "the driver's way: its own calls in a window",
+        "driver's calls",
+        None,
+        "with nothing of icecore's or CRIU's",
+    )
     add("the driver's way: restore until progress", "driver's way: restore", None)
     for what, over, under, target in (
-        ("the driver's calls / window, nothing changed", "driver's calls", "window nothing changed", 20.0),
+        (
+            "the driver's calls / window, nothing changed",
+            "driver's calls",
+            "window nothing changed",
+            20.0,
+        ),
         ("the driver's way / restore", "driver's way: restore", "restore", 4.0),
         ("the driver's own restore and unlock / restore", "driver's restore", "restore", None),
     ):
         if over in found.figures and under in found.figures:
             ratio = found.median(over) / found.median(under)
-            out.append(Result(PART, f"{where}: {what}", (ratio,), target if large else None, "higher"))
+            out.append(
+                Result(PART, f"{where}: {what}", (ratio,), target if large else None, "higher")
+            )
     return out

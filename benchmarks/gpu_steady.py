@@ -34,19 +34,29 @@ _SECONDS = 150.0
 
 def once(job: str, way: str, number: int) -> dict[str, float]:
     """The figures of one run."""
-    words, command, name = WAYS[way][0], [sys.executable, _JOB, job], f"steady-{os.getpid()}-{number}"
+    words, command, name = (
+        WAYS[way][0],
+        [sys.executable, _JOB, job],
+        f"steady-{os.getpid()}-{number}",
+    )
     icecore = [sys.executable, "-P", "-m", "icecore.cli", "-q"]
     if words:
         command = [*icecore, *words, "--name", name, "--", *command]
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS
+        )
     except subprocess.TimeoutExpired:
         if words:  # the job outlives who started it
-            subprocess.run([*icecore, "kill", name, "-s", "KILL"], stdin=subprocess.DEVNULL, timeout=60)
+            subprocess.run(
+                [*icecore, "kill", name, "-s", "KILL"], stdin=subprocess.DEVNULL, timeout=60
+            )
         raise
     if done.returncode:
         raise RuntimeError(f"{job}, {way}: {done.stderr[-2000:]}")
-    found: dict[str, float] = json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))
+    found: dict[str, float] = json.loads(
+        next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{"))
+    )
     return found
 
 
@@ -63,19 +73,36 @@ def measure(job: str, rounds: int) -> list[Result]:
     for way in ways[1:]:
         for name, values in found[way].figures.items():
             base = found[_FIRST]
-            ratios = tuple(value / other for value, other in zip(values, base.of(name), strict=True))
+            ratios = tuple(
+                value / other for value, other in zip(values, base.of(name), strict=True)
+            )
             if job == "steps":
                 note = f"{found[way].median(name):.3f} and {base.median(name):.3f} ms; without icecore {min(base.of(name)):.3f} to {max(base.of(name)):.3f}"
             else:
                 note = f"{found[way].median(name) / 1e9:.0f} and {base.median(name) / 1e9:.0f} GB/s"
-            results.append(Result(PART, f"{name}: {way} / {_FIRST}", ratios, None, "lower" if job == "steps" else "higher", note=note))
+            results.append(
+                Result(
+                    PART,
+                    f"{name}: {way} / {_FIRST}",
+                    ratios,
+                    None,
+                    "lower" if job == "steps" else "higher",
+                    note=note,
+                )
+            )
     return results
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", default="steps", help="steps, collectives, or both, by a comma (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--jobs",
+        default="steps",
+        help="steps, collectives, or both, by a comma (default: %(default)s)",
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--save", type=Path, help="write JSON into this folder")
     options = parser.parse_args()

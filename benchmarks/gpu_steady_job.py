@@ -42,7 +42,11 @@ def steps() -> dict[str, float]:
         end.synchronize()
         return made, begin.elapsed_time(end)
 
-    layers = (layer for _ in range(_LAYERS) for layer in (torch.nn.Linear(_WIDTH, _WIDTH), torch.nn.GELU()))
+    layers = (
+        layer
+        for _ in range(_LAYERS)
+        for layer in (torch.nn.Linear(_WIDTH, _WIDTH), torch.nn.GELU())
+    )
     model = torch.nn.Sequential(*layers).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
@@ -81,8 +85,12 @@ def steps() -> dict[str, float]:
         "a training step": statistics.median(walls),
         "its time on the GPU": statistics.median(gpus),
         f"{_LAUNCHES} launches": launches,
-        "copies of 2 GiB on the device": timed(lambda: [blocks[at].copy_(blocks[at + 1]) for at in range(0, 8, 2)], 30),
-        "scattered reads": timed(lambda: [torch.index_select(block, 0, index) for block in blocks[:4]], 15),
+        "copies of 2 GiB on the device": timed(
+            lambda: [blocks[at].copy_(blocks[at + 1]) for at in range(0, 8, 2)], 30
+        ),
+        "scattered reads": timed(
+            lambda: [torch.index_select(block, 0, index) for block in blocks[:4]], 15
+        ),
         "a matrix product": timed(lambda: square @ square, 60),
     }
 
@@ -91,7 +99,11 @@ def collectives() -> dict[str, float]:
     """Bytes a second (size / time), from the first of two ranks."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            subprocess.Popen([sys.executable, __file__, "rank", str(rank), f"{folder}/ranks"], stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [sys.executable, __file__, "rank", str(rank), f"{folder}/ranks"],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
             for rank in range(2)
         ]
         try:

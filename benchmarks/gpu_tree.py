@@ -33,14 +33,24 @@ class Job:
     """
 
     def __init__(
-        self, folder: Path, gib: float, gpus: int, *, present: int = 0, environment: Mapping[str, str] | None = None, more: Sequence[str] = ()
+        self,
+        folder: Path,
+        gib: float,
+        gpus: int,
+        *,
+        present: int = 0,
+        environment: Mapping[str, str] | None = None,
+        more: Sequence[str] = (),
     ) -> None:
         folder.mkdir(exist_ok=True)
         self.states = [folder / f"state{number}" for number in range(gpus)]
         for state in self.states:
             state.mkdir()
         self._log = open(folder / "job.log", "wb")  # noqa: SIM115 - closed on leaving
-        work = [[sys.executable, str(_JOB), str(state), str(gib), str(n % (present or gpus)), *more] for n, state in enumerate(self.states)]
+        work = [
+            [sys.executable, str(_JOB), str(state), str(gib), str(n % (present or gpus)), *more]
+            for n, state in enumerate(self.states)
+        ]
         if gpus == 1:
             command = work[0]
         else:
@@ -58,7 +68,9 @@ class Job:
         end = time.monotonic() + SECONDS
         while (at := min(map(self._last, self.states))) <= since_ns:
             if time.monotonic() > end:
-                raise RuntimeError(f"no step: {Path(self._log.name).read_text(errors='replace')[-1500:]}")
+                raise RuntimeError(
+                    f"no step: {Path(self._log.name).read_text(errors='replace')[-1500:]}"
+                )
             time.sleep(0.0005)
         return at
 
@@ -100,11 +112,15 @@ class Calls:
 
     def stop(self, pids: list[int]) -> float:
         """Lock and checkpoint."""
-        return self._all(pids, lambda pid: self._driver.lock(pid, 10.0)) + self._all(pids, self._driver.checkpoint)
+        return self._all(pids, lambda pid: self._driver.lock(pid, 10.0)) + self._all(
+            pids, self._driver.checkpoint
+        )
 
     def go(self, pids: list[int]) -> float:
         """Restore and unlock."""
-        return self._all(pids, lambda pid: self._driver.restore(pid, {})) + self._all(pids, self._driver.unlock)
+        return self._all(pids, lambda pid: self._driver.restore(pid, {})) + self._all(
+            pids, self._driver.unlock
+        )
 
     @staticmethod
     def _all(pids: list[int], call: Any) -> float:

@@ -68,7 +68,10 @@ class Watch:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         time.sleep(0.02)  # the first tick after the window
         self._stop.set()
@@ -79,8 +82,23 @@ class Watch:
 def plain_dump(criu: Criu, pid: int, images: Path, *, leave_running: bool = True) -> float:
     """``criu dump`` into ``images``, as plain as can be; returns its seconds."""
     images.mkdir()
-    command: list[str | Path] = [criu.path, "dump", "-t", str(pid), "-D", images, "-o", "dump.log", "-v1"]
-    command += ["--network-lock", "skip", "--manage-cgroups=ignore", *(["--leave-running"] if leave_running else [])]
+    command: list[str | Path] = [
+        criu.path,
+        "dump",
+        "-t",
+        str(pid),
+        "-D",
+        images,
+        "-o",
+        "dump.log",
+        "-v1",
+    ]
+    command += [
+        "--network-lock",
+        "skip",
+        "--manage-cgroups=ignore",
+        *(["--leave-running"] if leave_running else []),
+    ]
     return criu_run(command, images / "dump.log")
 
 
@@ -93,7 +111,11 @@ def criu_run(command: Sequence[str | Path], log: Path) -> float:
     started = time.perf_counter()
     # Not captured: a restored process inherits CRIU's descriptors, and a pipe of them would never end.
     done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=_CRIU_SECONDS
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        timeout=_CRIU_SECONDS,
     )
     seconds = time.perf_counter() - started
     if done.returncode:

@@ -67,11 +67,15 @@ class Shell:
         )
         seconds = time.perf_counter() - began
         if done.returncode:
-            raise RuntimeError(f"icecore {words[0]} ended with status {done.returncode}: {done.stderr[-2000:]}")
+            raise RuntimeError(
+                f"icecore {words[0]} ended with status {done.returncode}: {done.stderr[-2000:]}"
+            )
         return seconds, [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def measure(mib: int, rounds: int, *, data: str | None = None, verbose: bool = False) -> list[Result]:
+def measure(
+    mib: int, rounds: int, *, data: str | None = None, verbose: bool = False
+) -> list[Result]:
     """All figures; ``mib`` of private memory, the server's data in a folder below ``data``."""
     found = Rounds()
     for turn in range(rounds):
@@ -112,9 +116,15 @@ async def _bare(endpoint: str, mib: int, found: Rounds) -> None:
     await backend.close()
 
 
-def _whole(folder: Path, server: Server, endpoint: str, mib: int, turn: int, found: Rounds, verbose: bool) -> None:
+def _whole(
+    folder: Path, server: Server, endpoint: str, mib: int, turn: int, found: Rounds, verbose: bool
+) -> None:
     """A job is dumped, killed, and restored."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ICECORE_") or name == "ICECORE_CRIU_PREFIX"}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("ICECORE_") or name == "ICECORE_CRIU_PREFIX"
+    }
     environment |= {
         **server.environment(),
         "AWS_ENDPOINT_URL_S3": endpoint,
@@ -124,7 +134,10 @@ def _whole(folder: Path, server: Server, endpoint: str, mib: int, turn: int, fou
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     shell = Shell(environment)
     shell.run("init")
-    with job("memory-pattern", folder, ["--mib", str(mib), "--seed", str(turn + 1)]) as running_, Reserve(min(_WARM_BYTES, mib * MIB // 2)) as reserve:
+    with (
+        job("memory-pattern", folder, ["--mib", str(mib), "--seed", str(turn + 1)]) as running_,
+        Reserve(min(_WARM_BYTES, mib * MIB // 2)) as reserve,
+    ):
         with reserve.lent():
             seconds, said = shell.run("dump", str(running_.pid), "--job", "pattern")
         driving.kill_tree(running_.pid)
@@ -156,12 +169,18 @@ def _explain(what: str, said: list[dict[str, Any]], seconds: float, verbose: boo
     first = said[0]["at"]
     for event in said:
         if event.get("state") != "progress" and event["event"] != "store.requests":
-            fields = {name: value for name, value in event.items() if name not in ("event", "at", "by_codec")}
+            fields = {
+                name: value
+                for name, value in event.items()
+                if name not in ("event", "at", "by_codec")
+            }
             progress(f"  {what} {event['at'] - first:7.3f} {event['event']} {fields}")
     for event in said:
         if event["event"] == "store.requests":
             progress(f"  {what} {event}")
-    progress(f"  {what}: {said[-1]['at'] - first:.3f} s from the first to the last event, {seconds:.3f} s in all")
+    progress(
+        f"  {what}: {said[-1]['at'] - first:.3f} s from the first to the last event, {seconds:.3f} s in all"
+    )
 
 
 def _results(found: Rounds) -> list[Result]:
@@ -181,13 +200,22 @@ def _results(found: Rounds) -> list[Result]:
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, default=3815, help="memory of the job (default: 4 GB)")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--data", metavar="DIR", help="where the server's data lies (default: on tmpfs, as much as the job's memory)")
+    parser.add_argument(
+        "--data",
+        metavar="DIR",
+        help="where the server's data lies (default: on tmpfs, as much as the job's memory)",
+    )
     parser.add_argument("--verbose", action="store_true", help="when what happened")
     options = parser.parse_args()
-    show(measure(options.mib, options.rounds, data=options.data, verbose=options.verbose), Console(width=None if sys.stdout.isatty() else 200))
+    show(
+        measure(options.mib, options.rounds, data=options.data, verbose=options.verbose),
+        Console(width=None if sys.stdout.isatty() else 200),
+    )
     return 0
 
 

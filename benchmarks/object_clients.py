@@ -160,7 +160,9 @@ class Obstore(Client):
         await self._store.put_async(key, data, mode="create", use_multipart=False)
 
     async def get(self, key: str, start: int, out: memoryview, whole: bool) -> None:
-        reply = await self._store.get_async(key, options={} if whole else {"range": (start, start + len(out))})
+        reply = await self._store.get_async(
+            key, options={} if whole else {"range": (start, start + len(out))}
+        )
         at = 0
         async for piece in reply.stream(min_chunk_size=MIB):
             data = memoryview(piece)
@@ -184,7 +186,9 @@ async def _client(name: str, endpoint: str, in_flight: int, stack: AsyncExitStac
         from aiobotocore.config import AioConfig
         from aiobotocore.session import get_session
 
-        made = get_session().create_client("s3", **_login(endpoint), config=AioConfig(**_config(in_flight)))
+        made = get_session().create_client(
+            "s3", **_login(endpoint), config=AioConfig(**_config(in_flight))
+        )
         return Aiobotocore(await stack.enter_async_context(made))
     return Obstore(endpoint, signed=name.endswith("signed"))
 
@@ -192,11 +196,17 @@ async def _client(name: str, endpoint: str, in_flight: int, stack: AsyncExitStac
 async def _measure(name: str, endpoint: str, cell: Cell, run: str) -> dict[str, float]:
     loop = asyncio.get_running_loop()
     data = memoryview(os.urandom(cell.size)) if cell.operation == "put" else memoryview(b"")
-    buffers = [memoryview(bytearray(cell.size)) for _ in range(cell.in_flight)] if cell.operation != "put" else []
+    buffers = (
+        [memoryview(bytearray(cell.size)) for _ in range(cell.in_flight)]
+        if cell.operation != "put"
+        else []
+    )
     numbers = iter(range(cell.requests))
     async with AsyncExitStack() as stack:
         client = await _client(name, endpoint, cell.in_flight, stack)
-        await client.get(key_of(8 * MIB, 0), 0, memoryview(bytearray(1024)), False)  # connects, logs in
+        await client.get(
+            key_of(8 * MIB, 0), 0, memoryview(bytearray(1024)), False
+        )  # connects, logs in
 
         async def worker(who: int) -> None:
             for number in numbers:
@@ -218,8 +228,15 @@ async def _measure(name: str, endpoint: str, cell: Cell, run: str) -> dict[str, 
 
 def child(name: str, endpoint: str, cell: Cell, run: str) -> None:
     """One cell of one client; prints the figures."""
-    print(json.dumps(asyncio.run(asyncio.wait_for(_measure(name, endpoint, cell, run), _CHILD_SECONDS))), flush=True)
-    time.sleep(0.05)  # obstore's threads have to leave Python before it ends: see icecore.store.backend.s3
+    print(
+        json.dumps(
+            asyncio.run(asyncio.wait_for(_measure(name, endpoint, cell, run), _CHILD_SECONDS))
+        ),
+        flush=True,
+    )
+    time.sleep(
+        0.05
+    )  # obstore's threads have to leave Python before it ends: see icecore.store.backend.s3
 
 
 # -- all clients ----------------------------------------------------------------------------------------------------------
@@ -238,10 +255,16 @@ Figures = dict[tuple[str, int], dict[str, list[dict[str, float]]]]
 def measure(names: list[str], rounds: int, quick: bool) -> Figures:
     """All figures: by row title and requests in flight, by client, one for each round."""
     found: Figures = defaultdict(lambda: defaultdict(list))
-    for operations in (("get", "range"), ("put",)):  # what was put fills the disk: a server of its own
+    for operations in (
+        ("get", "range"),
+        ("put",),
+    ):  # what was put fills the disk: a server of its own
         wanted = [cell for cell in cells(quick) if cell.operation in operations]
         for number in range(rounds):
-            with tempfile.TemporaryDirectory(prefix="icecore-bench-s3-") as folder, running(Path(folder)) as server:
+            with (
+                tempfile.TemporaryDirectory(prefix="icecore-bench-s3-") as folder,
+                running(Path(folder)) as server,
+            ):
                 server.make_bucket(BUCKET)
                 asyncio.run(_fill(server.endpoint, quick))
                 for cell in wanted:
@@ -268,11 +291,15 @@ def table(found: Figures, names: list[str]) -> str:
         "| MB/s · CPU s/GB | in flight | " + " | ".join(names) + " |",
         "| --- | --- |" + " --- |" * len(names),
     ]
-    for (title, in_flight), by_client in sorted(found.items(), key=lambda row: (row[0][0], row[0][1])):
+    for (title, in_flight), by_client in sorted(
+        found.items(), key=lambda row: (row[0][0], row[0][1])
+    ):
         row = []
         for name in names:
             figures = by_client[name]
-            rate, cpu = (statistics.median(one[key] for one in figures) for key in ("mb_per_s", "cpu_per_gb"))
+            rate, cpu = (
+                statistics.median(one[key] for one in figures) for key in ("mb_per_s", "cpu_per_gb")
+            )
             row.append(f"{rate:.0f} · {cpu:.2f}")
         lines.append(f"| {title} | {in_flight} | " + " | ".join(row) + " |")
     return "\n".join(lines)
@@ -280,7 +307,9 @@ def table(found: Figures, names: list[str]) -> str:
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="whether it works, not how fast it is")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--client", action="append", choices=CLIENTS, help="default: all")

@@ -69,7 +69,11 @@ class Program(ABC):
         Raises:
             RuntimeError: It failed.
         """
-        home = {"HOME": str(self.folder), "XDG_CACHE_HOME": str(self.folder / "cache"), "PATH": os.environ["PATH"]}
+        home = {
+            "HOME": str(self.folder),
+            "XDG_CACHE_HOME": str(self.folder / "cache"),
+            "PATH": os.environ["PATH"],
+        }
         done = subprocess.run(
             [self.binary, *arguments],
             cwd=cwd or self.folder,
@@ -94,7 +98,15 @@ class Restic(Program):
         self._call("init")
 
     def store(self, directory: Path, number: int) -> None:
-        fast = ("--compression", "fastest", "--no-scan", "--read-concurrency", "4", "--pack-size", "64")
+        fast = (
+            "--compression",
+            "fastest",
+            "--no-scan",
+            "--read-concurrency",
+            "4",
+            "--pack-size",
+            "64",
+        )
         self._call("backup", *fast, ".", cwd=directory)
 
     def restore(self, number: int, target: Path) -> None:
@@ -114,14 +126,25 @@ class Borg(Program):
         self._call("init", "-e", "none", self.repository)
 
     def store(self, directory: Path, number: int) -> None:
-        fast = ("--compression", "zstd,1", "--files-cache", "disabled", "--noxattrs", "--noacls", "--noflags")
+        fast = (
+            "--compression",
+            "zstd,1",
+            "--files-cache",
+            "disabled",
+            "--noxattrs",
+            "--noacls",
+            "--noflags",
+        )
         self._call("create", *fast, f"{self.repository}::{number}", ".", cwd=directory)
 
     def restore(self, number: int, target: Path) -> None:
         self._call("extract", f"{self.repository}::{number}", cwd=target)
 
     def _call(self, *arguments: str | Path, cwd: Path | None = None) -> None:
-        free = {"BORG_UNKNOWN_UNENCRYPTED_REPO_ACCESS_IS_OK": "yes", "BORG_RELOCATED_REPO_ACCESS_IS_OK": "yes"}
+        free = {
+            "BORG_UNKNOWN_UNENCRYPTED_REPO_ACCESS_IS_OK": "yes",
+            "BORG_RELOCATED_REPO_ACCESS_IS_OK": "yes",
+        }
         self.call(*arguments, cwd=cwd, BORG_BASE_DIR=str(self.folder / "borg-home"), **free)
 
 
@@ -136,10 +159,19 @@ class Desync(Program):
 
     def store(self, directory: Path, number: int) -> None:
         index = self.repository / f"{number}.caidx"
-        self._call("tar", "-i", "-s", self.repository / "store", "-m", "256:1024:4096", index, directory)
+        self._call(
+            "tar", "-i", "-s", self.repository / "store", "-m", "256:1024:4096", index, directory
+        )
 
     def restore(self, number: int, target: Path) -> None:
-        self._call("untar", "-i", "-s", self.repository / "store", self.repository / f"{number}.caidx", target)
+        self._call(
+            "untar",
+            "-i",
+            "-s",
+            self.repository / "store",
+            self.repository / f"{number}.caidx",
+            target,
+        )
 
     def _call(self, verb: str, *arguments: str | Path) -> None:
         self.call(verb, *arguments)
@@ -171,7 +203,9 @@ def can_export() -> bool:
     return find_spec("icecore.restorer.files.exporter") is not None
 
 
-def measure(name: str, arguments: Sequence[str], rounds: int, only: Sequence[str] = ()) -> list[Result]:
+def measure(
+    name: str, arguments: Sequence[str], rounds: int, only: Sequence[str] = ()
+) -> list[Result]:
     """All figures for one job.
 
     Args:
@@ -180,7 +214,10 @@ def measure(name: str, arguments: Sequence[str], rounds: int, only: Sequence[str
         only: Names of programs, where not all are wanted.
     """
     # As installed beside the Python that runs this.
-    binaries, found = peers(PREFIX) | {Icecore.name: Path(sys.executable).with_name("icecore")}, Rounds()
+    binaries, found = (
+        peers(PREFIX) | {Icecore.name: Path(sys.executable).with_name("icecore")},
+        Rounds(),
+    )
     wanted = [p for p in PROGRAMS if p.name in binaries and (not only or p.name in only)]
     with scratch(PART) as folder:
         directories = dump_three(name, arguments, folder)
@@ -190,7 +227,15 @@ def measure(name: str, arguments: Sequence[str], rounds: int, only: Sequence[str
             for turn in range(rounds):
                 progress(f"peers: {name}, round {turn + 1} of {rounds}")
                 for kind in wanted:
-                    _one(kind, binaries[kind.name], folder / "work", directories, sizes, reserve, found)
+                    _one(
+                        kind,
+                        binaries[kind.name],
+                        folder / "work",
+                        directories,
+                        sizes,
+                        reserve,
+                        found,
+                    )
     return _results(name, sizes, [p.name for p in wanted], found)
 
 
@@ -273,13 +318,22 @@ def _results(name: str, sizes: list[int], programs: list[str], found: Rounds) ->
     results = []
     if Icecore.name not in programs:
         return [
-            Result(PART, f"{name}: {f}", found.of(f), None, "higher", "GB/s" if "added" not in f else "B")
+            Result(
+                PART,
+                f"{name}: {f}",
+                found.of(f),
+                None,
+                "higher",
+                "GB/s" if "added" not in f else "B",
+            )
             for f in found.figures
         ]
     steps = [*_TIMES, *(["restore"] if can_export() else [])]
     for step in steps:
         rates = ", ".join(f"{p} {found.median(f'{p} {step}'):.2f}" for p in programs)
-        rates += "; CPU s: " + ", ".join(f"{p} {found.median(f'{p} cpu {step}'):.1f}" for p in programs)
+        rates += "; CPU s: " + ", ".join(
+            f"{p} {found.median(f'{p} cpu {step}'):.1f}" for p in programs
+        )
         if others:
             best = max(others, key=lambda p: found.median(f"{p} {step}"))
             what = f"{name}, {sizes[0] / 1e9:.1f} GB: {step}, speed / that of {best}, the fastest"
@@ -287,7 +341,9 @@ def _results(name: str, sizes: list[int], programs: list[str], found: Rounds) ->
             ratios = found.ratio(f"icecore {step}", f"{best} {step}")
             results.append(Result(PART, what, ratios, target, "higher", note=f"GB/s: {rates}"))
         else:
-            results.append(Result(PART, f"{name}: {step}", found.of(f"icecore {step}"), None, "higher", "GB/s"))
+            results.append(
+                Result(PART, f"{name}: {step}", found.of(f"icecore {step}"), None, "higher", "GB/s")
+            )
     for step in _TIMES:
         added = ", ".join(f"{p} {found.median(f'{p} added {step}') / 1e6:.1f}" for p in programs)
         if others:
@@ -306,7 +362,10 @@ def _results(name: str, sizes: list[int], programs: list[str], found: Rounds) ->
         else:
             results.append(
                 Result(
-                    PART, f"{name}: added {step}", tuple(v / 1e6 for v in found.of(f"icecore added {step}")), unit="MB"
+                    PART,
+                    f"{name}: added {step}",
+                    tuple(v / 1e6 for v in found.of(f"icecore added {step}")),
+                    unit="MB",
                 )
             )
     return results
@@ -314,11 +373,15 @@ def _results(name: str, sizes: list[int], programs: list[str], found: Rounds) ->
 
 def main() -> None:
     """This part alone."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--job", choices=JOBS, action="append", help="default: all")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mib", type=int, help="another size of the job's memory")
-    parser.add_argument("--only", action="append", default=[], help="name of a program; default: all")
+    parser.add_argument(
+        "--only", action="append", default=[], help="name of a program; default: all"
+    )
     options = parser.parse_args()
     results: list[Result] = []
     for name in options.job or JOBS:

@@ -49,7 +49,10 @@ _SHARD_MIB = 64
 #: The files of each snapshot, by their numbers; the last snapshot stays.
 _LAYOUTS = {
     "scattered": lambda count: [range(count), range(5, count, 10)],
-    "whole": lambda count: [range(first, min(first + count // 10, count)) for first in range(0, count - count % 10, count // 10)],
+    "whole": lambda count: [
+        range(first, min(first + count // 10, count))
+        for first in range(0, count - count % 10, count // 10)
+    ],
 }
 
 
@@ -71,38 +74,68 @@ class Ours:
         """Store the files, a cell each; the snapshot that stays."""
         with LoopThread() as loop:
             self._ids = []
-            repository = loop.run(Repository.create(LocalBackend(self.folder, create=True), passphrase=self._passphrase))
+            repository = loop.run(
+                Repository.create(
+                    LocalBackend(self.folder, create=True), passphrase=self._passphrase
+                )
+            )
             for files in snapshots:
                 session = loop.run(repository.begin(None, "benchmark", beat_seconds=None))
-                with SnapshotWriter(repository, session, loop.loop) as writer, ThreadPoolExecutor(_THREADS) as pool:
+                with (
+                    SnapshotWriter(repository, session, loop.loop) as writer,
+                    ThreadPoolExecutor(_THREADS) as pool,
+                ):
 
                     def store(number: int, writer: SnapshotWriter = writer) -> np.void:
-                        return writer.store_cell(0, number, _FULL, bytes(32), memoryview((source / f"{number:05d}").read_bytes()), None)
+                        return writer.store_cell(
+                            0,
+                            number,
+                            _FULL,
+                            bytes(32),
+                            memoryview((source / f"{number:05d}").read_bytes()),
+                            None,
+                        )
 
                     records = np.array(list(pool.map(store, files)), CELL)
                     length = (max(files) + 1) * MIB
-                    space = writer.put_map("process", "1", 0, [Region(0, length, 0)], [records], None)
-                    manifest = msgspec.structs.replace(empty_manifest(), snapshot=new_snapshot_id(), spaces=[space])
+                    space = writer.put_map(
+                        "process", "1", 0, [Region(0, length, 0)], [records], None
+                    )
+                    manifest = msgspec.structs.replace(
+                        empty_manifest(), snapshot=new_snapshot_id(), spaces=[space]
+                    )
                     self._ids.append(writer.commit(manifest))
             loop.run(repository.close())
         return self._ids[-1]
 
     def prune(self) -> None:
         """Forget all snapshots but the last, and free what they had."""
-        command = [str(Path(sys.executable).parent / "icecore"), "-r", str(self.folder), "-q", "forget", "--gc", *self._ids[:-1]]
+        command = [
+            str(Path(sys.executable).parent / "icecore"),
+            "-r",
+            str(self.folder),
+            "-q",
+            "forget",
+            "--gc",
+            *self._ids[:-1],
+        ]
         opens = {"ICECORE_PASSPHRASE": PASSPHRASE.decode()} if self._passphrase else {}
         _run(command, {**os.environ, **opens, "ICECORE_STATE": str(self.folder.with_name("state"))})
 
     def verify(self, source: Path, files: range) -> None:
         """What stays has to be there, byte for byte."""
         with LoopThread() as loop:
-            repository = loop.run(Repository.open(LocalBackend(self.folder), passphrase=self._passphrase))
+            repository = loop.run(
+                Repository.open(LocalBackend(self.folder), passphrase=self._passphrase)
+            )
             reader = SnapshotReader.open(repository, self._ids[-1], loop.loop)
             (records,) = reader.records(reader.manifest.spaces[0])
             room = memoryview(bytearray(MIB))
             assert [int(record["cell"]) for record in records] == list(files)
             for number, record in zip(files, records, strict=True):
-                assert bytes(reader.read_cell(record, room)) == (source / f"{number:05d}").read_bytes()
+                assert (
+                    bytes(reader.read_cell(record, room)) == (source / f"{number:05d}").read_bytes()
+                )
             loop.run(repository.close())
 
 
@@ -113,10 +146,28 @@ class Restic:
         self.folder = folder
         self._binary = binary
         places = {"HOME": folder.with_name("home"), "RESTIC_CACHE_DIR": folder.with_name("cache")}
-        self._home = {"PATH": os.environ["PATH"], "RESTIC_PASSWORD": "x", **{name: str(place) for name, place in places.items()}}
+        self._home = {
+            "PATH": os.environ["PATH"],
+            "RESTIC_PASSWORD": "x",
+            **{name: str(place) for name, place in places.items()},
+        }
 
     def _call(self, *words: str, folder: Path | None = None) -> str:
-        return _run([str(self._binary), *words, "-q", "-r", str(self.folder), "--pack-size", "64", "--compression", "fastest"], self._home, folder)
+        return _run(
+            [
+                str(self._binary),
+                *words,
+                "-q",
+                "-r",
+                str(self.folder),
+                "--pack-size",
+                "64",
+                "--compression",
+                "fastest",
+            ],
+            self._home,
+            folder,
+        )
 
     def fill(self, source: Path, snapshots: Sequence[range]) -> None:
         """Store the files."""
@@ -134,14 +185,26 @@ class Restic:
 
     def verify(self, source: Path, files: range) -> None:
         """What stays has to be there."""
-        listed = [line for line in self._call("ls", self._ids[-1]).splitlines() if line.startswith("/")]
+        listed = [
+            line for line in self._call("ls", self._ids[-1]).splitlines() if line.startswith("/")
+        ]
         assert len(listed) == len(files), f"{len(listed)} of {len(files)} files"
 
 
 def _run(command: Sequence[str], environment: dict[str, str], folder: Path | None = None) -> str:
-    done = subprocess.run(command, env=environment, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS)
+    done = subprocess.run(
+        command,
+        env=environment,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+    )
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command[:4])}: status {done.returncode}: {(done.stdout + done.stderr)[-1500:]}")
+        raise RuntimeError(
+            f"{' '.join(command[:4])}: status {done.returncode}: {(done.stdout + done.stderr)[-1500:]}"
+        )
     return done.stdout
 
 
@@ -168,8 +231,14 @@ def measure(mib: int, rounds: int) -> list[Result]:
         snapshots = plan(mib)
         for turn in range(rounds):
             progress(f"prune: {layout}, round {turn + 1} of {rounds}")
-            with scratch(PART) as folder, tempfile.TemporaryDirectory(prefix="icecore-bench-files-") as elsewhere:
-                got.add(f"{layout} rm", _rm(folder / "rm", mib if layout == "scattered" else mib - len(snapshots[-1])))
+            with (
+                scratch(PART) as folder,
+                tempfile.TemporaryDirectory(prefix="icecore-bench-files-") as elsewhere,
+            ):
+                got.add(
+                    f"{layout} rm",
+                    _rm(folder / "rm", mib if layout == "scattered" else mib - len(snapshots[-1])),
+                )
                 source = Path(elsewhere) / "files"
                 _files(source, mib)
                 places: dict[str, Ours | Restic] = {
@@ -180,17 +249,28 @@ def measure(mib: int, rounds: int) -> list[Result]:
                 for name, place in places.items():
                     place.folder.parent.mkdir()
                     place.fill(source, snapshots)
-                    before, used, started = tree_bytes(place.folder), resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+                    before, used, started = (
+                        tree_bytes(place.folder),
+                        resource.getrusage(resource.RUSAGE_CHILDREN),
+                        time.perf_counter(),
+                    )
                     place.prune()
                     got.add(f"{layout} {name}", time.perf_counter() - started)
                     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-                    got.add(f"{layout} {name} cpu", after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime)
+                    got.add(
+                        f"{layout} {name} cpu",
+                        after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime,
+                    )
                     left = tree_bytes(place.folder)
                     place.verify(source, snapshots[-1])
                     live = len(snapshots[-1]) * MIB
-                    assert before > 9 * live and left < 1.1 * live + 4 * MIB, f"{name}: {left} of {before} bytes are left, {live} live"
+                    assert before > 9 * live and left < 1.1 * live + 4 * MIB, (
+                        f"{name}: {left} of {before} bytes are left, {live} live"
+                    )
                     kept.setdefault(f"{layout} {name}", []).append(left / live)
-                    subprocess.run(["rm", "-rf", str(place.folder.parent)], check=True, timeout=_SECONDS)
+                    subprocess.run(
+                        ["rm", "-rf", str(place.folder.parent)], check=True, timeout=_SECONDS
+                    )
 
     def result(layout: str, name: str, words: str) -> Result:
         def took(key: str) -> str:
@@ -201,12 +281,18 @@ def measure(mib: int, rounds: int) -> list[Result]:
         note = f"{name} {took(ours)}; restic {took(theirs)}; rm of as many bytes {got.median(f'{layout} rm'):.2f} s"
         return Result(PART, what, got.ratio(theirs, ours), 3.0, "higher", note=note)
 
-    return [result(layout, name, words) for layout in _LAYOUTS for name, words in (("icecore", "as it is"), ("encrypted", "encrypted"))]
+    return [
+        result(layout, name, words)
+        for layout in _LAYOUTS
+        for name, words in (("icecore", "as it is"), ("encrypted", "encrypted"))
+    ]
 
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()

@@ -36,7 +36,10 @@ class Reserve:
     def __init__(self, size: int) -> None:
         self._size = size
         self._process = subprocess.Popen(
-            [sys.executable, "-S", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-S", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     def hold(self) -> None:
@@ -58,13 +61,18 @@ class Reserve:
         self._process.stdin.write(word + "\n")
         self._process.stdin.flush()
         if not self._process.stdout.readline():
-            raise RuntimeError(f"the memory reserve ended ({self._process.wait(10)}); is there memory enough?")
+            raise RuntimeError(
+                f"the memory reserve ended ({self._process.wait(10)}); is there memory enough?"
+            )
 
     def __enter__(self) -> Reserve:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._process.kill()
         self._process.wait(_SECONDS)

@@ -44,7 +44,9 @@ def measure(mib: int, rounds: int) -> list[Result]:
     ):
         worker.ask("open", path=str(folder / "repository"), create=True)
         with reserve.lent():
-            snapshot = worker.ask("dump", pid=running.pid, job="memory-pattern", pre_copy="off")["snapshot"]
+            snapshot = worker.ask("dump", pid=running.pid, job="memory-pattern", pre_copy="off")[
+                "snapshot"
+            ]
         images = folder / "images"
         with reserve.lent():
             plain_dump(criu, running.pid, images, leave_running=False)
@@ -63,7 +65,9 @@ def measure(mib: int, rounds: int) -> list[Result]:
     return _results(found)
 
 
-def _ours(worker: Worker, snapshot: str, mode: str, state: Path, reserve: Reserve, found: Rounds) -> None:
+def _ours(
+    worker: Worker, snapshot: str, mode: str, state: Path, reserve: Reserve, found: Rounds
+) -> None:
     with reserve.lent():
         done = worker.ask("restore", snapshot=snapshot, mode=mode)
         step = driving.wait_step(state, done["called_ns"], _SECONDS)
@@ -91,7 +95,15 @@ def _command(criu: Criu, images: Path, *more: str | Path) -> list[str | Path]:
         "-d",
         "--restore-sibling",
     ]
-    return [*command, "--pidfile", "restored.pid", "--network-lock", "skip", "--manage-cgroups=ignore", *more]
+    return [
+        *command,
+        "--pidfile",
+        "restored.pid",
+        "--network-lock",
+        "skip",
+        "--manage-cgroups=ignore",
+        *more,
+    ]
 
 
 def _plain(criu: Criu, images: Path, state: Path, reserve: Reserve, found: Rounds) -> None:
@@ -107,17 +119,23 @@ def _plain_lazy(criu: Criu, images: Path, state: Path, reserve: Reserve, found: 
     command = [str(criu.path), "lazy-pages", "-D", str(images), "-o", "lazy-pages.log", "-v1"]
     socket = images / "lazy-pages.socket"
     socket.unlink(missing_ok=True)
-    daemon = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    daemon = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         until = time.monotonic() + _SECONDS
         while not socket.exists():
             if daemon.poll() is not None or time.monotonic() > until:
-                raise RuntimeError(f"criu lazy-pages: {(images / 'lazy-pages.log').read_text()[-1000:]}")
+                raise RuntimeError(
+                    f"criu lazy-pages: {(images / 'lazy-pages.log').read_text()[-1000:]}"
+                )
             time.sleep(0.001)
         with reserve.lent():
             called = time.time_ns()
             criu_run(_command(criu, images, "--lazy-pages"), images / "restore.log")
-            found.add("plain lazy step", (driving.wait_step(state, called, _SECONDS) - called) / 1e9)
+            found.add(
+                "plain lazy step", (driving.wait_step(state, called, _SECONDS) - called) / 1e9
+            )
             daemon.wait(_SECONDS)  # it ends when all memory is there
             found.add("plain lazy resident", (time.time_ns() - called) / 1e9)
     finally:
@@ -172,7 +190,12 @@ def _results(found: Rounds) -> list[Result]:
             note=seconds("lazy step", "plain lazy step"),
         ),
         Result(
-            PART, "lazy: first step after the call in a warm process", lazy, _LAZY_MS, unit="ms", note=_steps(found)
+            PART,
+            "lazy: first step after the call in a warm process",
+            lazy,
+            _LAZY_MS,
+            unit="ms",
+            note=_steps(found),
         ),
         Result(
             PART,
@@ -185,14 +208,25 @@ def _results(found: Rounds) -> list[Result]:
 
 def _steps(found: Rounds) -> str:
     """What happened when in a lazy restore."""
-    events = [name for name in found.figures if name.startswith("lazy restore.") and not name.endswith("warning")]
-    return ", ".join(f"{name.removeprefix('lazy restore.')} {1000 * found.median(name):.0f} ms" for name in events)
+    events = [
+        name
+        for name in found.figures
+        if name.startswith("lazy restore.") and not name.endswith("warning")
+    ]
+    return ", ".join(
+        f"{name.removeprefix('lazy restore.')} {1000 * found.median(name):.0f} ms"
+        for name in events
+    )
 
 
 def main() -> None:
     """This part alone."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=3815, help="private memory of the job (default: 4 GB)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--mib", type=int, default=3815, help="private memory of the job (default: 4 GB)"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     show(measure(options.mib, options.rounds), Console(width=200))

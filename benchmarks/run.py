@@ -29,26 +29,40 @@ def parts(quick: bool, mib: int, rounds: int) -> dict[str, Callable[[], list[Res
         "window": partial(window.measure, mib, rounds),
         "restore": partial(restore.measure, mib, rounds),
         **{
-            f"peers-{name}": partial(peers.measure, name, peers.sized(name, 200 if quick else None), rounds)
+            f"peers-{name}": partial(
+                peers.measure, name, peers.sized(name, 200 if quick else None), rounds
+            )
             for name in peers.JOBS
         },
         **{
-            f"encryption-{name}": partial(encryption.measure, name, peers.sized(name, 200 if quick else None), rounds)
+            f"encryption-{name}": partial(
+                encryption.measure, name, peers.sized(name, 200 if quick else None), rounds
+            )
             for name in encryption.JOBS
         },
         "commits": partial(commits.measure, (1, 100, 1000) if quick else commits.SIZES),
-        "scale": partial(scale.measure, (1000, 10_000) if quick else scale.SIZES, 1_000_000 if quick else scale.MARKED),
+        "scale": partial(
+            scale.measure,
+            (1000, 10_000) if quick else scale.SIZES,
+            1_000_000 if quick else scale.MARKED,
+        ),
     }
 
 
 def main() -> int:
     """Measure, print, and say by the exit status whether everything could be measured (not whether targets are met)."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--quick", action="store_true", help="small jobs, one round: whether it works, not how fast it is"
+        "--quick",
+        action="store_true",
+        help="small jobs, one round: whether it works, not how fast it is",
     )
     parser.add_argument("--rounds", type=int, help="default: 5")
-    parser.add_argument("--mib", type=int, help="memory of the job of window and restore; default: 4 GB")
+    parser.add_argument(
+        "--mib", type=int, help="memory of the job of window and restore; default: 4 GB"
+    )
     parser.add_argument(
         "--part",
         action="append",
@@ -57,7 +71,9 @@ def main() -> int:
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS}/DATE.json")
     options = parser.parse_args()
     chosen = parts(
-        options.quick, options.mib or (300 if options.quick else 3815), options.rounds or (1 if options.quick else 5)
+        options.quick,
+        options.mib or (300 if options.quick else 3815),
+        options.rounds or (1 if options.quick else 5),
     )
     unknown = set(options.part or ()) - set(chosen)
     if unknown:

@@ -92,7 +92,9 @@ def _places(chunks: np.ndarray) -> np.ndarray:
     """Where chunks lie: one after the other in shards."""
     places = np.zeros(len(chunks), PLACE)
     shards = chunks // _PER_SHARD
-    places["shard"] = np.stack([_mixed(shards, 8), _mixed(shards, 9)], axis=1).view(np.uint8).reshape(-1, 16)
+    places["shard"] = (
+        np.stack([_mixed(shards, 8), _mixed(shards, 9)], axis=1).view(np.uint8).reshape(-1, 16)
+    )
     places["offset"] = chunks % _PER_SHARD * _CHUNK
     places["length"], places["codec"] = _CHUNK, RAW
     return places
@@ -113,7 +115,9 @@ async def _build(root: Path, chunks: int) -> list[str]:
     os.fsync = lambda descriptor: None  # nothing here has to outlive a power cut
     repository = await Repository.create(LocalBackend(root, create=True))
     records: list[SnapshotRecord] = []
-    async with await repository.begin(None, "benchmark", load_index=False, beat_seconds=None) as session:
+    async with await repository.begin(
+        None, "benchmark", load_index=False, beat_seconds=None
+    ) as session:
         for lineage in range(chunks // _LINEAGE):
             await _lineage(repository, session, lineage, records)
 
@@ -128,7 +132,9 @@ async def _build(root: Path, chunks: int) -> list[str]:
     return [records[0].snapshot, records[-1].snapshot]
 
 
-async def _lineage(repository: Repository, session: Session, number: int, records: list[SnapshotRecord]) -> None:
+async def _lineage(
+    repository: Repository, session: Session, number: int, records: list[SnapshotRecord]
+) -> None:
     """The snapshots of one lineage: the first, and each further one with one node of its own."""
     length = _FIRST * CELL_BYTES
     first = number * _LINEAGE
@@ -139,9 +145,14 @@ async def _lineage(repository: Repository, session: Session, number: int, record
             nodes = base = np.frombuffer(maps.add([_cells(first, _FIRST)], None), NODE_REF)
         else:
             start = first + _FIRST + (turn - 1) * _CHANGED
-            own = np.frombuffer(maps.add([_cells(start, _CHANGED, turn * _CHANGED)], None), NODE_REF)[0]
+            own = np.frombuffer(
+                maps.add([_cells(start, _CHANGED, turn * _CHANGED)], None), NODE_REF
+            )[0]
             nodes, before = base.copy(), nodes[turn - 1]
-            nodes[turn - 1], nodes[turn] = before, own  # in three packs: the first snapshot's, the one before's, and its own
+            nodes[turn - 1], nodes[turn] = (
+                before,
+                own,
+            )  # in three packs: the first snapshot's, the one before's, and its own
         pack = maps.finish()
         assert pack is not None
         await session.put_named("nodes", maps.name, pack)
@@ -154,7 +165,14 @@ async def _lineage(repository: Repository, session: Session, number: int, record
         name = await session.put("manifest", [sealed.data])
         records.append(
             SnapshotRecord(
-                manifest.snapshot, manifest.job, manifest.lineage, "", manifest.created_ns, name, len(sealed.data), sealed.digest
+                manifest.snapshot,
+                manifest.job,
+                manifest.lineage,
+                "",
+                manifest.created_ns,
+                name,
+                len(sealed.data),
+                sealed.digest,
             )
         )
 
@@ -170,7 +188,9 @@ async def _index(repository: Repository, session: Session, chunks: int) -> list[
             numbers = numbers[np.argsort(_mixed(numbers, 7))]
             numbers = numbers[int(least * len(numbers)) : int((least + share) * len(numbers))]
             entries = sort_entries(make_entries(_ids(numbers), _places(numbers)))
-            for segment in build(entries, repository.keys.segment, random_id, bits=bits, prefix=prefix):
+            for segment in build(
+                entries, repository.keys.segment, random_id, bits=bits, prefix=prefix
+            ):
                 await session.put_segment(segment)
                 refs.append(segment.ref)
     return refs
@@ -182,7 +202,11 @@ async def _gc(root: Path) -> dict[str, float]:
     before, started, cpu = _peak(), time.monotonic(), time.process_time()
     plan = await Collector(repository, Options(compact_below=0.5)).plan()
     assert all(item.name.startswith("pages/") for item in plan.delete)
-    return {"seconds": time.monotonic() - started, "cpu": time.process_time() - cpu, "bytes": _peak() - before}
+    return {
+        "seconds": time.monotonic() - started,
+        "cpu": time.process_time() - cpu,
+        "bytes": _peak() - before,
+    }
 
 
 async def _open(root: Path, snapshot: str) -> dict[str, float]:
@@ -193,14 +217,22 @@ async def _open(root: Path, snapshot: str) -> dict[str, float]:
             back = FaultyBackend(LocalBackend(root))
             back.direct = False
             started = time.monotonic()
-            repository = await Repository.open(back, recollection=Recollection(Path(state) / "config"))
+            repository = await Repository.open(
+                back, recollection=Recollection(Path(state) / "config")
+            )
             manifest = await repository.manifest(snapshot)
             reader = SnapshotReader(repository, manifest, asyncio.get_running_loop())
             await asyncio.to_thread(reader.records, manifest.spaces[0])
             calls.append(back.calls)
     read = sum(call.bytes for call in calls[0])
     packs = sum(call.name.startswith("nodes/") for call in calls[0])
-    return {"first": len(calls[0]), "requests": len(calls[1]), "bytes": read, "packs": packs, "seconds": time.monotonic() - started}
+    return {
+        "first": len(calls[0]),
+        "requests": len(calls[1]),
+        "bytes": read,
+        "packs": packs,
+        "seconds": time.monotonic() - started,
+    }
 
 
 #: How a dump asks: for cells that lie together in shards, as those of a job that is stored again; for cells of which one in ten was stored, each in
@@ -267,7 +299,11 @@ def _marked(chunks: int) -> dict[str, float]:
     pieces, step = Pieces(), 65_536
     for first in [*range(0, chunks, step), *range(0, chunks // 2, step)]:
         numbers = np.arange(first, first + step, dtype=np.uint64)
-        pieces.add(numbers // np.uint64(_PER_SHARD), numbers % np.uint64(_PER_SHARD) * np.uint64(_CHUNK), np.full(step, _CHUNK, np.uint32))
+        pieces.add(
+            numbers // np.uint64(_PER_SHARD),
+            numbers % np.uint64(_PER_SHARD) * np.uint64(_CHUNK),
+            np.full(step, _CHUNK, np.uint32),
+        )
     total = sum(length for _, length, _ in pieces.shards())
     assert total == -(-chunks // step) * step * _CHUNK
     return {"seconds": time.monotonic() - started, "bytes": _peak() - before}
@@ -276,7 +312,9 @@ def _marked(chunks: int) -> dict[str, float]:
 def _peak() -> float:
     # Not by getrusage, whose maximum a child inherits from its parent.
     status = Path("/proc/self/status").read_text()
-    return 1024.0 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+    return 1024.0 * next(
+        int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")
+    )
 
 
 def _child(what: str, *words: str) -> dict[str, Any]:
@@ -316,14 +354,18 @@ def measure(sizes: tuple[int, ...] = SIZES, marked: int = MARKED) -> list[Result
             root = str(Path(folder) / "repository")
             built = _child("build", root, str(chunks))
             found[chunks] = {"gc": _child("gc", root)}
-            found[chunks] |= {what: _child("open", root, built[what]) for what in ("oldest", "newest")}
+            found[chunks] |= {
+                what: _child("open", root, built[what]) for what in ("oldest", "newest")
+            }
             found[chunks] |= {what: _child("lookups", root, str(chunks), what) for what in _ASKED}
             progress(f"scale: {json.dumps(found[chunks])}")
     progress(f"scale: {marked} places marked")
     places = _child("marked", str(marked))
 
     def curve(what: str, field: str, unit: str, scale: float = 1.0) -> str:
-        return f"{unit}: " + ", ".join(f"{chunks:.0e}: {found[chunks][what][field] / scale:.3g}" for chunks in sizes)
+        return f"{unit}: " + ", ".join(
+            f"{chunks:.0e}: {found[chunks][what][field] / scale:.3g}" for chunks in sizes
+        )
 
     before, last = sizes[-2:] if len(sizes) > 1 else sizes * 2
     growth = (found[last]["gc"]["cpu"] / found[before]["gc"]["cpu"]) / (last / before)
@@ -358,9 +400,18 @@ def measure(sizes: tuple[int, ...] = SIZES, marked: int = MARKED) -> list[Result
 
 def main() -> None:
     """This part alone."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--chunks", type=int, default=SIZES[-1], help="in the largest repository; two more are a tenth and a hundredth of it")
-    parser.add_argument("--marked", type=int, default=MARKED, help="reached places in the collector's set")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--chunks",
+        type=int,
+        default=SIZES[-1],
+        help="in the largest repository; two more are a tenth and a hundredth of it",
+    )
+    parser.add_argument(
+        "--marked", type=int, default=MARKED, help="reached places in the collector's set"
+    )
     parser.add_argument("--only", action="store_true", help="the largest repository alone")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()

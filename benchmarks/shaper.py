@@ -78,7 +78,9 @@ class Flow:
         opens_in: Seconds until the first byte can be sent: the handshake.
     """
 
-    def __init__(self, link: Direction, source: socket.socket, sink: socket.socket, opens_in: float) -> None:
+    def __init__(
+        self, link: Direction, source: socket.socket, sink: socket.socket, opens_in: float
+    ) -> None:
         self.waiting: deque[bytes] = deque()
         self.travelling: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
         self._link = link
@@ -97,7 +99,9 @@ class Flow:
             while self._unacknowledged >= self._window:
                 self._room.clear()
                 await self._room.wait()
-            data = await loop.sock_recv(self._source, min(_CHUNK, self._window - self._unacknowledged))
+            data = await loop.sock_recv(
+                self._source, min(_CHUNK, self._window - self._unacknowledged)
+            )
             self._unacknowledged += len(data)
             self._link.offer(self, data)
             if not data:
@@ -138,7 +142,9 @@ async def serve(port: int, rate: float, round_trip: float) -> None:
         task.add_done_callback(running.discard)
 
 
-async def _connection(client: socket.socket, port: int, up: Direction, down: Direction, round_trip: float) -> None:
+async def _connection(
+    client: socket.socket, port: int, up: Direction, down: Direction, round_trip: float
+) -> None:
     loop = asyncio.get_running_loop()
     server = socket.socket()
     with client, server:
@@ -201,7 +207,9 @@ def _end_with_parent() -> None:
 
 def main() -> None:
     """``shaper.py PORT RATE ROUND_TRIP``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("port", type=int, help="where to, on the loopback")
     parser.add_argument("rate", type=float, help="bytes a second")
     parser.add_argument("round_trip", type=float, help="seconds")

@@ -88,13 +88,26 @@ def change(new: SnapshotReader, old: SnapshotReader, kinds: tuple[str, ...]) -> 
     """What changed in regions of these kinds."""
     room, other = memoryview(bytearray(CELL_BYTES)), memoryview(bytearray(CELL_BYTES))
     changed: list[tuple[np.void, np.void | None]] = []
-    known = {place.tobytes() for space in old.manifest.spaces for rows in old.records(space) for place in rows["place"]}
+    known = {
+        place.tobytes()
+        for space in old.manifest.spaces
+        for rows in old.records(space)
+        for place in rows["place"]
+    }
     for space in (s for s in new.manifest.spaces if s.kind == "process"):
-        before = next((s for s in old.manifest.spaces if (s.kind, s.key) == ("process", space.key)), None)
+        before = next(
+            (s for s in old.manifest.spaces if (s.kind, s.key) == ("process", space.key)), None
+        )
         theirs: dict[int, np.void] = {}
         if before is not None:
             records = old.records(before)
-            theirs = dict(zip(cell_keys(before.regions, records).tolist(), np.concatenate(records), strict=True))
+            theirs = dict(
+                zip(
+                    cell_keys(before.regions, records).tolist(),
+                    np.concatenate(records),
+                    strict=True,
+                )
+            )
         records = new.records(space)
         for region, rows in zip(space.regions, records, strict=True):
             if region.kind not in kinds:
@@ -111,10 +124,16 @@ def change(new: SnapshotReader, old: SnapshotReader, kinds: tuple[str, ...]) -> 
         differ = np.flatnonzero((mine != base).any(axis=1))
         pages_changed += len(differ) * PAGE
         if len(differ):
-            bits += min(entropy(mine[differ].reshape(-1)), entropy((mine ^ base)[differ].reshape(-1)))
+            bits += min(
+                entropy(mine[differ].reshape(-1)), entropy((mine ^ base)[differ].reshape(-1))
+            )
     scale = len(changed) / max(1, len(sample))
     stored: Counter[str] = Counter()
-    for place in {record["place"].tobytes(): record["place"] for record, _ in changed if record["place"].tobytes() not in known}.values():
+    for place in {
+        record["place"].tobytes(): record["place"]
+        for record, _ in changed
+        if record["place"].tobytes() not in known
+    }.values():
         stored[codec.name(int(place["codec"]))] += int(place["length"])
     return Change(len(changed) * CELL_BYTES, int(pages_changed * scale), bits * scale, stored)
 
@@ -144,7 +163,15 @@ def measure(gpu: bool, mib: int, seconds: float) -> Table:
     """Three snapshots, ``seconds`` apart."""
     kinds = ("device",) if gpu else ("anonymous", "heap")
     table = Table(title="what a snapshot of a training job adds")
-    for name in ("snapshot", "changed cells, MB", "changed pages, MB", "stored, MB", "their entropy, MB", "stored / entropy", "by codec, MB"):
+    for name in (
+        "snapshot",
+        "changed cells, MB",
+        "changed pages, MB",
+        "stored, MB",
+        "their entropy, MB",
+        "stored / entropy",
+        "by codec, MB",
+    ):
         table.add_column(name, overflow="fold")
     with scratch("training") as folder, LoopThread() as loop, _running(gpu, folder, mib) as pid:
 
@@ -157,7 +184,9 @@ def measure(gpu: bool, mib: int, seconds: float) -> Table:
             if number:
                 time.sleep(seconds)
             progress(f"training: snapshot {number + 1}")
-            done = dump(repository, loop, Target.of_process(pid, "training"), DumpOptions(max_window=600.0))
+            done = dump(
+                repository, loop, Target.of_process(pid, "training"), DumpOptions(max_window=600.0)
+            )
             readers.append(SnapshotReader.open(repository, done.snapshot, loop.loop))
             if not number:
                 continue
@@ -165,16 +194,25 @@ def measure(gpu: bool, mib: int, seconds: float) -> Table:
             stored = found.stored.total()
             table.add_row(
                 str(number + 1),
-                *(f"{value / 1e6:.1f}" for value in (found.cells, found.pages, stored, found.entropy)),
+                *(
+                    f"{value / 1e6:.1f}"
+                    for value in (found.cells, found.pages, stored, found.entropy)
+                ),
                 f"{stored / found.entropy:.2f}" if found.entropy else "",
-                ", ".join(f"{name} {size / 1e6:.1f}" for name, size in found.stored.most_common() if size >= 100_000),
+                ", ".join(
+                    f"{name} {size / 1e6:.1f}"
+                    for name, size in found.stored.most_common()
+                    if size >= 100_000
+                ),
             )
     return table
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--mib", type=int, default=1000, help="memory of the numpy job")
     parser.add_argument("--seconds", type=float, default=2.0, help="between two snapshots")

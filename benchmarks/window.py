@@ -76,7 +76,14 @@ def measure(mib: int, rounds: int, staging: int = DumpOptions().staging_bytes) -
     return _results(found, staging, threads)
 
 
-def _plain(criu: Criu, running: driving.Running, folder: Path, reserve: Reserve, found: Rounds, setting: str) -> None:
+def _plain(
+    criu: Criu,
+    running: driving.Running,
+    folder: Path,
+    reserve: Reserve,
+    found: Rounds,
+    setting: str,
+) -> None:
     images = folder / "images"
     try:
         with reserve.lent(), Watch(running.state_dir) as watch:
@@ -87,7 +94,12 @@ def _plain(criu: Criu, running: driving.Running, folder: Path, reserve: Reserve,
 
 
 def _dump(
-    repository: Path, running: driving.Running, reserve: Reserve, name: str, options: dict[str, object], found: Rounds
+    repository: Path,
+    running: driving.Running,
+    reserve: Reserve,
+    name: str,
+    options: dict[str, object],
+    found: Rounds,
 ) -> None:
     """One dump by a fresh process; the first into a repository (``name`` empty) is only the parent of the others."""
     with Worker() as worker:
@@ -116,7 +128,13 @@ def _results(found: Rounds, staging: int, threads: int) -> list[Result]:
                 + ("; staging ran full" if found.median(f"spilled of {name}") else "")
             )
             results.append(
-                Result(PART, f"window / plain criu dump: {name}", found.ratio(name, plain), target, note=note)
+                Result(
+                    PART,
+                    f"window / plain criu dump: {name}",
+                    found.ratio(name, plain),
+                    target,
+                    note=note,
+                )
             )
             ticks = f"{found.median(f'gap of {name}'):.2f} s of {found.median(gap):.2f} s"
             results.append(
@@ -142,7 +160,11 @@ def _results(found: Rounds, staging: int, threads: int) -> list[Result]:
     bound = (staging + _EXTRA) / MIB
     peak = (max(found.of("grown")) / MIB / bound,)
     note = f"{max(found.of('grown')) / MIB:.0f} MiB of {bound:.0f} MiB (staging bound {staging / MIB:.0f} + 200)"
-    results.append(Result(PART, "peak extra memory of the dumper, the worst dump / bound", peak, 1.0, note=note))
+    results.append(
+        Result(
+            PART, "peak extra memory of the dumper, the worst dump / bound", peak, 1.0, note=note
+        )
+    )
     return results
 
 
@@ -153,8 +175,12 @@ def _floor_seconds(found: Rounds, name: str) -> float:
 
 def main() -> None:
     """This part alone."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=3815, help="private memory of the job (default: 4 GB)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--mib", type=int, default=3815, help="private memory of the job (default: 4 GB)"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--staging-mib", type=int, default=DumpOptions().staging_bytes // MIB)
     options = parser.parse_args()

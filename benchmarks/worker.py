@@ -31,7 +31,9 @@ class Worker:
 
     def __init__(self) -> None:
         # As installed: its modules are not compiled anew at each start.
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        environment = {
+            name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+        }
         self._process = subprocess.Popen(
             [sys.executable, str(HERE)],
             stdin=subprocess.PIPE,
@@ -72,7 +74,10 @@ class Worker:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
@@ -116,7 +121,9 @@ class _Serving:
 
         make = Repository.create if create else Repository.open
         passphrase = (lambda: b"a passphrase for measuring") if encrypted else None
-        self.repository = self.loop.run(make(LocalBackend(Path(path), create=create), passphrase=passphrase))
+        self.repository = self.loop.run(
+            make(LocalBackend(Path(path), create=create), passphrase=passphrase)
+        )
         return {}
 
     def dump(self, pid: int, job: str, **options: Any) -> dict[str, Any]:
@@ -138,7 +145,13 @@ class _Serving:
 
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before = _kib("VmRSS")
-        done = dump(self.repository, self.loop, Target.of_process(pid, job), DumpOptions(**options), emit=emit)
+        done = dump(
+            self.repository,
+            self.loop,
+            Target.of_process(pid, job),
+            DumpOptions(**options),
+            emit=emit,
+        )
         window = events["dump.window"]
         return {
             "snapshot": done.snapshot,
@@ -151,7 +164,11 @@ class _Serving:
             "stored": done.sizes.stored,
             "spilled": done.spilled,
             "grown": _kib("VmHWM") - before,
-            "at": {name: seconds - at["dump.window+"] for name, seconds in at.items() if seconds >= at["dump.window+"]},
+            "at": {
+                name: seconds - at["dump.window+"]
+                for name, seconds in at.items()
+                if seconds >= at["dump.window+"]
+            },
             "phases": {name: fields.get("seconds") for name, fields in events.items()},
             "events": events,
         }
@@ -197,7 +214,13 @@ class _Serving:
 
         floors, scans, stop = [], [], threading.Event()
         with RemoteReader(pid) as reader:
-            arguments: Any = {"seed": 1, "staging": staging, "threads": threads, "keep": release, "stop": stop}
+            arguments: Any = {
+                "seed": 1,
+                "staging": staging,
+                "threads": threads,
+                "keep": release,
+                "stop": stop,
+            }
             first = scan(plan, reader, KnownCells.none(), **arguments)
             known = KnownCells(plan.key, first.fingerprint, np.zeros(len(plan), CELL))
             for _ in range(rounds):
@@ -218,11 +241,15 @@ class _Serving:
         def emit(event: Any) -> None:
             if event.fields.get("state") == "end":
                 events[event.name] = event.fields
-            phases[f"{event.name}{'+' if event.fields.get('state') == 'begin' else ''}"] = time.time_ns() - called_ns
+            phases[f"{event.name}{'+' if event.fields.get('state') == 'begin' else ''}"] = (
+                time.time_ns() - called_ns
+            )
 
         called_ns, called = time.time_ns(), time.perf_counter()
         assert mode in ("full", "lazy")
-        options = RestoreOptions(mode="lazy" if mode == "lazy" else "full", threads=threads, detach=False, **more)
+        options = RestoreOptions(
+            mode="lazy" if mode == "lazy" else "full", threads=threads, detach=False, **more
+        )
         self.restored = restore(self.repository, self.loop, snapshot, options, emit=emit)
         seconds = time.perf_counter() - called
         return {
@@ -248,7 +275,11 @@ class _Serving:
 
         started = time.perf_counter()
         done = import_images(self.repository, self.loop, directory, job)
-        return {"snapshot": done.snapshot, "seconds": time.perf_counter() - started, "stored": done.sizes.stored}
+        return {
+            "snapshot": done.snapshot,
+            "seconds": time.perf_counter() - started,
+            "stored": done.sizes.stored,
+        }
 
     def export(self, snapshot: str, directory: str) -> dict[str, Any]:
         """Write a snapshot as an image directory."""

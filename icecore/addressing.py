@@ -33,7 +33,9 @@ def resolve(records: Sequence[SnapshotRecord], text: str) -> SnapshotRecord:
         UsageError: ``text`` is empty, or several ids begin so.
     """
     if not text:
-        raise UsageError("no snapshot is named", cure="give an id, a job's name, JOB~1, JOB@1 or 'latest'")
+        raise UsageError(
+            "no snapshot is named", cure="give an id, a job's name, JOB~1, JOB@1 or 'latest'"
+        )
     for record in records:
         if record.snapshot == text:
             return record
@@ -53,8 +55,14 @@ def resolve(records: Sequence[SnapshotRecord], text: str) -> SnapshotRecord:
         raise NotFound(f"there is no snapshot and no job {text!r}", cure=_CURE)
     found = [record for record in records if record.snapshot.startswith(text)]
     if len(found) > 1:
-        digits = next(n for n in range(len(text), 33) if len({record.snapshot[:n] for record in found}) == len(found))
-        raise UsageError(f"{len(found)} snapshots begin with {text!r}", cure=f"give {digits} digits")
+        digits = next(
+            n
+            for n in range(len(text), 33)
+            if len({record.snapshot[:n] for record in found}) == len(found)
+        )
+        raise UsageError(
+            f"{len(found)} snapshots begin with {text!r}", cure=f"give {digits} digits"
+        )
     if not found:
         raise NotFound(f"there is no snapshot {text!r}", cure=_CURE)
     return found[0]

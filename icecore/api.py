@@ -47,7 +47,9 @@ Word = Literal["", "host", "private"]
 def with_settings(options: Options, settings: DataclassInstance) -> Options:
     """``options`` with every setting of the same name."""
     known = {about.name for about in fields(options)}
-    values: dict[str, Any] = {about.name: getattr(settings, about.name) for about in fields(settings)}
+    values: dict[str, Any] = {
+        about.name: getattr(settings, about.name) for about in fields(settings)
+    }
     return replace(options, **{name: value for name, value in values.items() if name in known})
 
 
@@ -116,7 +118,10 @@ def run(
     own = config.run
     said = isolation
     isolation = isolation or Isolation(
-        pid=own.pid == "private", ipc=own.ipc == "private", network=own.network == "private", root=own.root == "private"
+        pid=own.pid == "private",
+        ipc=own.ipc == "private",
+        network=own.network == "private",
+        root=own.root == "private",
     )
     if gpu:
         pid, root = _word(said.pid if said else None), _word(said.root if said else None)
@@ -135,8 +140,13 @@ def run(
             emit=emit,
         )
     if keep_resident:
-        raise UsageError("only the device memory of GPU jobs can be kept", cure="add --gpu, or leave out --keep-resident")
-    return registry(config).start(command, name=name, isolation=isolation, cwd=cwd, environment=environment, emit=emit)
+        raise UsageError(
+            "only the device memory of GPU jobs can be kept",
+            cure="add --gpu, or leave out --keep-resident",
+        )
+    return registry(config).start(
+        command, name=name, isolation=isolation, cwd=cwd, environment=environment, emit=emit
+    )
 
 
 def _environment(emit: Sink) -> dict[str, str]:
@@ -172,7 +182,10 @@ def start_gpu(
         must_keep: ``keep_resident`` was asked for, and is not only what the configuration says: where it cannot be, nothing is started.
     """
     if must_keep and not resident:
-        raise UsageError("only resident memory can be kept", cure="leave out --keep-resident, or --no-resident; or add --resident")
+        raise UsageError(
+            "only resident memory can be kept",
+            cure="leave out --keep-resident, or --no-resident; or add --resident",
+        )
     variables = dict(_environment(emit) if environment is None else environment)
     missing: list[str] = []
     if resident:
@@ -185,7 +198,11 @@ def start_gpu(
             missing.append(f"{error.message} ({error.cure})")
     how = gpu_run(isolation, variables, pid=pid, root=root, resident=resident)
     driver = find_backend().present
-    notes = [*how.notes, *missing, *([] if driver else ["there is no NVIDIA driver here: the command will find no GPU"])]
+    notes = [
+        *how.notes,
+        *missing,
+        *([] if driver else ["there is no NVIDIA driver here: the command will find no GPU"]),
+    ]
     job = jobs.start(
         command,
         name=name,
@@ -264,7 +281,16 @@ def dump(
             if job is not None and job.directory.exists():
                 Job.load(job.directory).with_snapshot(done.snapshot, done.lineage)
 
-        return _dump(opened.core, opened.loop, aim, options, criu=criu_of(config), workdir=config.dump.workdir, committed=note, emit=emit)
+        return _dump(
+            opened.core,
+            opened.loop,
+            aim,
+            options,
+            criu=criu_of(config),
+            workdir=config.dump.workdir,
+            committed=note,
+            emit=emit,
+        )
 
 
 def restore(
@@ -313,14 +339,20 @@ def restore(
         )
         if restored.seconds_to_resident is None:
             # What is still to come needs the repository; whoever opened it closes it.
-            Thread(target=_close_when_resident, args=(restored, stack.pop_all()), daemon=True).start()
+            Thread(
+                target=_close_when_resident, args=(restored, stack.pop_all()), daemon=True
+            ).start()
         variables = {
-            "ICECORE_JOB": restored.job.name if restored.job else harmless(record.job),  # whoever wrote the repository chose it
+            "ICECORE_JOB": restored.job.name
+            if restored.job
+            else harmless(record.job),  # whoever wrote the repository chose it
             "ICECORE_SNAPSHOT": record.snapshot,
             "ICECORE_PID": str(restored.pid),
         }
         try:
-            run_hook(config.restore.after, variables, seconds=config.restore.hook_seconds, emit=emit)
+            run_hook(
+                config.restore.after, variables, seconds=config.restore.hook_seconds, emit=emit
+            )
         except HookFailed:
             restored.wait_resident()  # the caller gets nothing to wait for, may end, and the tree would die with it
             raise
@@ -344,7 +376,11 @@ def _close_when_resident(restored: Restored, stack: ExitStack) -> None:
 
 
 def check_restore(
-    snapshot: str, repository: Repository, options: RestoreOptions | None = None, *, config: Config | None = None
+    snapshot: str,
+    repository: Repository,
+    options: RestoreOptions | None = None,
+    *,
+    config: Config | None = None,
 ) -> Requirements:
     """What stands in the way of a restore on this machine, and what would be done to open files; nothing is started.
 
@@ -358,7 +394,9 @@ def check_restore(
     config = config or load()
     options = options or restore_options(config)
     repository, record = repository.locate(snapshot)
-    return _check(repository.core, repository.loop, _whole(record).snapshot, options, criu=criu_of(config))
+    return _check(
+        repository.core, repository.loop, _whole(record).snapshot, options, criu=criu_of(config)
+    )
 
 
 def find_target(jobs: Registry, target: int | str) -> tuple[Job | None, int]:
@@ -374,10 +412,15 @@ def find_target(jobs: Registry, target: int | str) -> tuple[Job | None, int]:
         if not text.isdecimal():
             raise
         if not procfs.exists(int(text)):
-            raise NotFound(f"there is no process {text}", cure="'icecore ps' lists the jobs of this node") from None
+            raise NotFound(
+                f"there is no process {text}", cure="'icecore ps' lists the jobs of this node"
+            ) from None
         return None, int(text)
     if not job.alive:
-        raise NotFound(f"job {job.name} does not run: {job.status() or job.state}", cure="'icecore ps' lists the jobs that do")
+        raise NotFound(
+            f"job {job.name} does not run: {job.status() or job.state}",
+            cure="'icecore ps' lists the jobs that do",
+        )
     return job, job.pid
 
 
@@ -390,8 +433,11 @@ def _opened(
     given = passphrase.current(config)
     return stack.enter_context(
         Repository.open(
-            location, replicas=config.replicas, passphrase=given, state=config.state, config=config, emit=emit
+            location,
+            replicas=config.replicas,
+            passphrase=given,
+            state=config.state,
+            config=config,
+            emit=emit,
         )
     )
-
-

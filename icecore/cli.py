@@ -37,7 +37,9 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="store_true", help="print the version and end")
     _common(parser, first=True)
-    parsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=Parser)
+    parsers = parser.add_subparsers(
+        dest="command", metavar="COMMAND", title="commands", parser_class=Parser
+    )
     commands = Commands(parsers, _common)
     for group in GROUPS:
         group.add(commands)
@@ -51,10 +53,25 @@ def _common(parser: argparse.ArgumentParser, first: bool = False) -> None:
         return value if first else argparse.SUPPRESS
 
     group = parser.add_argument_group("common options")
-    group.add_argument("-r", "--repository", metavar="PLACE", default=default(""), help="the repository (or ICECORE_REPOSITORY)")
-    group.add_argument("--config", metavar="FILE", default=default(""), help="a further configuration file")
-    group.add_argument("--json", action="store_true", default=default(False), help="print JSON objects, one a line (docs/events.md)")
-    group.add_argument("-q", "--quiet", action="store_true", default=default(False), help="show no progress")
+    group.add_argument(
+        "-r",
+        "--repository",
+        metavar="PLACE",
+        default=default(""),
+        help="the repository (or ICECORE_REPOSITORY)",
+    )
+    group.add_argument(
+        "--config", metavar="FILE", default=default(""), help="a further configuration file"
+    )
+    group.add_argument(
+        "--json",
+        action="store_true",
+        default=default(False),
+        help="print JSON objects, one a line (docs/events.md)",
+    )
+    group.add_argument(
+        "-q", "--quiet", action="store_true", default=default(False), help="show no progress"
+    )
 
 
 def split_command(words: Sequence[str]) -> tuple[list[str], list[str] | None]:
@@ -88,14 +105,23 @@ def main(words: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except MemoryError:
-        output.error(IcecoreError("this machine has too little memory for that", cure="lower --staging or --budget"))
+        output.error(
+            IcecoreError(
+                "this machine has too little memory for that", cure="lower --staging or --budget"
+            )
+        )
         return 1
     except OSError as error:
         output.error(_of_system(error))
         return 1
     except Exception as error:  # noqa: BLE001 - a mistake of ours: told in full, and to whoever reads JSON as well
         output.trace(traceback.format_exc())
-        output.error(IcecoreError(f"internal error: {type(error).__name__}: {error}", cure="report it with the lines above"))
+        output.error(
+            IcecoreError(
+                f"internal error: {type(error).__name__}: {error}",
+                cure="report it with the lines above",
+            )
+        )
         return 1
     finally:
         threading.excepthook = threads_before
@@ -148,7 +174,10 @@ def _run(words: list[str], rest: list[str] | None) -> int:
         parser.print_help(sys.stderr)
         raise UsageError("no command is given", cure="'icecore COMMAND --help' explains one")
     if rest is not None and arguments.command != "run":
-        raise UsageError(f"'--' and what follows it belong to 'run', not to '{arguments.command}'", cure="leave them out")
+        raise UsageError(
+            f"'--' and what follows it belong to 'run', not to '{arguments.command}'",
+            cure="leave them out",
+        )
     arguments.job_command = rest or []
     settings = config.load(arguments.config)
     if arguments.numpy:
@@ -178,7 +207,9 @@ def _of_system(error: OSError) -> IcecoreError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StoreFull(f"no space left: {error}", cure="make room, or name another --workdir")
     cure = "run as root" if error.errno in (errno.EPERM, errno.EACCES) and os.geteuid() else ""
-    return IcecoreError(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", cure=cure)
+    return IcecoreError(
+        f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", cure=cure
+    )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,11 @@ SECRET = ("ICECORE_PASSPHRASE", "ICECORE_NEW_PASSPHRASE", "ICECORE_TARGET_PASSPH
 #: Variables that open a repository: what boto3 takes credentials from, and where a passphrase comes from. No job gets them unless it is asked for by name.
 CREDENTIALS = (
     *SECRET,
-    *(f"{name}_{kind}" for name in ("ICECORE_PASSPHRASE", "ICECORE_TARGET_PASSPHRASE") for kind in ("FILE", "COMMAND")),
+    *(
+        f"{name}_{kind}"
+        for name in ("ICECORE_PASSPHRASE", "ICECORE_TARGET_PASSPHRASE")
+        for kind in ("FILE", "COMMAND")
+    ),
     "AWS_ACCESS_KEY_ID",
     "AWS_SECRET_ACCESS_KEY",
     "AWS_SESSION_TOKEN",
@@ -48,12 +52,31 @@ _SIZES = {"": 1, "b": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4} | 
 }
 _SIZES |= {f"{letter}b": _SIZES[letter] for letter in "kmgt"}
 _DAY = 86400.0
-_TIMES = {"": 1.0, "ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": _DAY, "w": 7 * _DAY, "mo": 30 * _DAY, "y": 365 * _DAY}
+_TIMES = {
+    "": 1.0,
+    "ms": 0.001,
+    "s": 1.0,
+    "min": 60.0,
+    "h": 3600.0,
+    "d": _DAY,
+    "w": 7 * _DAY,
+    "mo": 30 * _DAY,
+    "y": 365 * _DAY,
+}
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 _NUMBERS = re.compile(rf"(?:{_NUMBER.pattern})+", re.IGNORECASE)
 #: More than any machine has cores for; some tens of thousands cannot be started.
 _MOST_THREADS = 1024
-_WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+_WORDS = {
+    "1": True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
 
 
 @dataclass(frozen=True)
@@ -113,7 +136,9 @@ def _refuse(value: Any) -> Any:
     raise ValueError(value)
 
 
-def _number(parse: Callable[[str], T], made: Callable[[Any], T], *wanted: type) -> Callable[[Any], T]:
+def _number(
+    parse: Callable[[str], T], made: Callable[[Any], T], *wanted: type
+) -> Callable[[Any], T]:
     def read(value: Any) -> T:
         if isinstance(value, str):
             return parse(value)
@@ -153,17 +178,30 @@ def _texts(value: Any) -> tuple[str, ...]:
     return tuple(_plain(one) for one in value)
 
 
-SIZE: Kind[int] = Kind("a size such as '2 GiB' or a number of bytes", _number(parse_size, int, int), parse_size, "SIZE")
+SIZE: Kind[int] = Kind(
+    "a size such as '2 GiB' or a number of bytes", _number(parse_size, int, int), parse_size, "SIZE"
+)
 SECONDS: Kind[float] = Kind(
-    "a duration such as '30 s' or a number of seconds", _number(parse_seconds, float, int, float), parse_seconds, "TIME"
+    "a duration such as '30 s' or a number of seconds",
+    _number(parse_seconds, float, int, float),
+    parse_seconds,
+    "TIME",
 )
 COUNT: Kind[int] = Kind("a whole number, 0 or more", _number(_refuse, _count, int), _count, "N")
-THREADS: Kind[int] = Kind(f"a whole number from 0 to {_MOST_THREADS}", _number(_refuse, _threads, int), _threads, "N")
-TEXT: Kind[str] = Kind("a text", lambda value: _plain(value) if isinstance(value, str) else _refuse(value), _plain)
-LABEL: Kind[str] = Kind(
-    "a label: a text that is not empty, without control characters", lambda value: _label(value) if isinstance(value, str) else _refuse(value), _label
+THREADS: Kind[int] = Kind(
+    f"a whole number from 0 to {_MOST_THREADS}", _number(_refuse, _threads, int), _threads, "N"
 )
-KEEP: Kind[int] = Kind("a whole number, 0 or more, or 'all'", _number(_kept, _count, int), _kept, "N")
+TEXT: Kind[str] = Kind(
+    "a text", lambda value: _plain(value) if isinstance(value, str) else _refuse(value), _plain
+)
+LABEL: Kind[str] = Kind(
+    "a label: a text that is not empty, without control characters",
+    lambda value: _label(value) if isinstance(value, str) else _refuse(value),
+    _label,
+)
+KEEP: Kind[int] = Kind(
+    "a whole number, 0 or more, or 'all'", _number(_kept, _count, int), _kept, "N"
+)
 SWITCH: Kind[bool] = Kind(
     "true or false",
     lambda value: value if isinstance(value, bool) else _refuse(value),
@@ -171,7 +209,9 @@ SWITCH: Kind[bool] = Kind(
 )
 
 
-TEXTS: Kind[tuple[str, ...]] = Kind("a list of texts", _texts, lambda text: tuple(text.split()), "TEXT …")
+TEXTS: Kind[tuple[str, ...]] = Kind(
+    "a list of texts", _texts, lambda text: tuple(text.split()), "TEXT …"
+)
 
 
 def choice(*words: str) -> Kind[Any]:
@@ -222,7 +262,9 @@ class RestoreSettings:
     """
 
     mode: Literal["full", "lazy"] = _setting("full", choice("full", "lazy"))
-    files: Literal["auto", "restore", "truncate", "leave"] = _setting("auto", choice("auto", "restore", "truncate", "leave"))
+    files: Literal["auto", "restore", "truncate", "leave"] = _setting(
+        "auto", choice("auto", "restore", "truncate", "leave")
+    )
     verify_files: bool = _setting(False, SWITCH)
     tcp: Literal["keep", "close"] = _setting("keep", choice("keep", "close"))
     budget_bytes: int = _setting(0, SIZE)
@@ -285,7 +327,9 @@ class S3Settings:
     endpoint: str = _setting("", TEXT)
     region: str = _setting("", TEXT)
     profile: str = _setting("", TEXT)
-    addressing: Literal["auto", "path", "virtual"] = _setting("auto", choice("auto", "path", "virtual"))
+    addressing: Literal["auto", "path", "virtual"] = _setting(
+        "auto", choice("auto", "path", "virtual")
+    )
     requests: int = _setting(64, COUNT)
     budget_bytes: int = _setting(512 << 20, SIZE)
     patience: float = _setting(60.0, SECONDS)
@@ -377,7 +421,10 @@ def merge(config: Config, table: Mapping[str, Any], where: str) -> Config:
         inner: Iterable[tuple[str, str, Any]] = [("", name, value)]
         if name in sections:
             if not isinstance(value, dict):
-                raise UsageError(f"{where}: [{name}] is a section, not {value!r}", cure=f"write [{name}] on a line of its own")
+                raise UsageError(
+                    f"{where}: [{name}] is a section, not {value!r}",
+                    cure=f"write [{name}] on a line of its own",
+                )
             inner = [(name, key, value[key]) for key in value]
         for section, key, given in inner:
             kind = known.get((section, key))
@@ -387,7 +434,9 @@ def merge(config: Config, table: Mapping[str, Any], where: str) -> Config:
             try:
                 config = _changed(config, section, key, kind.read(given))
             except (ValueError, TypeError):
-                raise UsageError(f"{where}: {full} = {given!r} is wrong", cure=f"give {kind.expects}") from None
+                raise UsageError(
+                    f"{where}: {full} = {given!r} is wrong", cure=f"give {kind.expects}"
+                ) from None
     return config
 
 
@@ -405,7 +454,9 @@ def override(config: Config, environment: Mapping[str, str]) -> Config:
     Raises:
         UsageError: A variable of a known section names no key, or its value is not what it should be.
     """
-    known = {variable(section, key): (section, key, kind) for section, key, kind, _ in every_setting()}
+    known = {
+        variable(section, key): (section, key, kind) for section, key, kind, _ in every_setting()
+    }
     sections = tuple({f"{PREFIX}{section.upper()}_" for section, *_ in known.values() if section})
     for name, text in environment.items():
         if name in known:
@@ -413,9 +464,14 @@ def override(config: Config, environment: Mapping[str, str]) -> Config:
             try:
                 config = _changed(config, section, key, kind.parse(text))
             except ValueError:
-                raise UsageError(f"environment: {name}={text!r} is wrong", cure=f"give {kind.expects}") from None
+                raise UsageError(
+                    f"environment: {name}={text!r} is wrong", cure=f"give {kind.expects}"
+                ) from None
         elif name.startswith(sections):
-            raise UsageError(f"environment: {name} overrides no setting", cure=f"unset it, or one of {', '.join(_of(name, known))}")
+            raise UsageError(
+                f"environment: {name} overrides no setting",
+                cure=f"unset it, or one of {', '.join(_of(name, known))}",
+            )
     return config
 
 
@@ -462,11 +518,15 @@ def read_file(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}", cure="correct its permissions or remove it") from error
+        raise UsageError(
+            f"{path} cannot be read: {error.strerror}", cure="correct its permissions or remove it"
+        ) from error
     try:
         return tomllib.loads(data.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not TOML: {error}", cure="correct it; configs/icecore.toml is an example") from error
+        raise UsageError(
+            f"{path} is not TOML: {error}", cure="correct it; configs/icecore.toml is an example"
+        ) from error
 
 
 def load(
@@ -496,6 +556,8 @@ def load(
     if named:
         table = read_file(Path(named))
         if table is None:
-            raise NotFound(f"there is no configuration file {named}", cure="correct --config or ICECORE_CONFIG")
+            raise NotFound(
+                f"there is no configuration file {named}", cure="correct --config or ICECORE_CONFIG"
+            )
         config = merge(config, table, named)
     return override(config, environment)

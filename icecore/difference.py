@@ -92,8 +92,12 @@ def compare(older: Reader, newer: Reader) -> Difference:
         Damaged: A map of one of them is.
         ObjectMissing: A map is gone.
     """
-    before = {(space.kind, _known_as(space.key, older.manifest)): space for space in older.manifest.spaces}
-    after = {(space.kind, _known_as(space.key, newer.manifest)): space for space in newer.manifest.spaces}
+    before = {
+        (space.kind, _known_as(space.key, older.manifest)): space for space in older.manifest.spaces
+    }
+    after = {
+        (space.kind, _known_as(space.key, newer.manifest)): space for space in newer.manifest.spaces
+    }
     known: set[bytes] = set()
     pairs: list[tuple[Space, list[Records], Space, list[Records]]] = []
     for key in [*after, *(key for key in before if key not in after)]:
@@ -146,9 +150,16 @@ def _chunks(records: Iterable[Records]) -> Iterable[bytes]:
 
 
 def _regions(
-    old: Space, old_records: list[Records], new: Space, new_records: list[Records], known: set[bytes]
+    old: Space,
+    old_records: list[Records],
+    new: Space,
+    new_records: list[Records],
+    known: set[bytes],
 ) -> Iterable[RegionChange]:
-    before = {region.origin: (region, records) for region, records in zip(old.regions, old_records, strict=True)}
+    before = {
+        region.origin: (region, records)
+        for region, records in zip(old.regions, old_records, strict=True)
+    }
     counted: set[bytes] = set()
     for region, records in zip(new.regions, new_records, strict=True):
         earlier, had = before.pop(region.origin, (None, np.empty(0, CELL)))
@@ -163,14 +174,34 @@ def _regions(
                 counted.add(chunk)
                 stored += length
         changed = int(data_pages(differs).sum()) * PAGE
-        yield _change("added" if earlier is None else "changed", new, region, len(differs) + len(gone), changed, stored)
+        yield _change(
+            "added" if earlier is None else "changed",
+            new,
+            region,
+            len(differs) + len(gone),
+            changed,
+            stored,
+        )
     for region, records in before.values():
-        yield _change("removed", old, region, len(records), int(data_pages(records).sum()) * PAGE, 0)
+        yield _change(
+            "removed", old, region, len(records), int(data_pages(records).sum()) * PAGE, 0
+        )
 
 
-def _change(state: State, space: Space, region: Region, cells: int, changed: int, stored: int) -> RegionChange:
+def _change(
+    state: State, space: Space, region: Region, cells: int, changed: int, stored: int
+) -> RegionChange:
     return RegionChange(
-        state, space.kind, space.key, region.kind, region.name, region.start, region.length, cells, changed, stored
+        state,
+        space.kind,
+        space.key,
+        region.kind,
+        region.name,
+        region.start,
+        region.length,
+        cells,
+        changed,
+        stored,
     )
 
 
@@ -213,4 +244,3 @@ def _files(older: Manifest, newer: Manifest) -> list[tuple[State, OpenFile]]:
         elif (earlier.size, earlier.mtime_ns) != (file.size, file.mtime_ns):
             found.append(("changed", file))
     return found + [("removed", file) for file in before.values()]
-

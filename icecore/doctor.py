@@ -68,12 +68,22 @@ def _platform() -> Iterator[Finding]:
     yield Finding("python", "good", f"{python} in {sys.prefix}")
     machine = platform.machine()
     known = machine == "x86_64"
-    yield Finding("architecture", "good" if known else "warning", machine, "" if known else "only x86_64 is tested")
+    yield Finding(
+        "architecture",
+        "good" if known else "warning",
+        machine,
+        "" if known else "only x86_64 is tested",
+    )
     version, release = limits.kernel_version(), os.uname().release
     if version < _LEAST_KERNEL:
         yield Finding("kernel", "bad", f"{release} is older than 5.11", "use a newer kernel")
     elif version < _SCAN_KERNEL:
-        yield Finding("kernel", "warning", f"{release} has no PAGEMAP_SCAN (6.7): pages are found more slowly", "use a newer kernel")
+        yield Finding(
+            "kernel",
+            "warning",
+            f"{release} has no PAGEMAP_SCAN (6.7): pages are found more slowly",
+            "use a newer kernel",
+        )
     else:
         yield Finding("kernel", "good", release)
     pages = limits.huge_pages()
@@ -88,11 +98,18 @@ def _platform() -> Iterator[Finding]:
 def _privileges() -> Iterator[Finding]:
     missing = [name for name in _NEEDED if name not in limits.capabilities()]
     if missing:
-        yield Finding("capabilities", "bad", f"{', '.join(missing)} missing", "run as root, in a container with --privileged")
+        yield Finding(
+            "capabilities",
+            "bad",
+            f"{', '.join(missing)} missing",
+            "run as root, in a container with --privileged",
+        )
     else:
         yield Finding("capabilities", "good", "CAP_SYS_ADMIN, CAP_SYS_PTRACE")
     if "CAP_SYS_RESOURCE" in limits.capabilities():
-        yield Finding("OOM killer", "good", "it spares CRIU and its guards: they get oom_score_adj -1000")
+        yield Finding(
+            "OOM killer", "good", "it spares CRIU and its guards: they get oom_score_adj -1000"
+        )
     else:
         message = "CAP_SYS_RESOURCE missing: the OOM killer may choose CRIU during a dump, which can lose the job"
         yield Finding("OOM killer", "warning", message, oom.CURE)
@@ -100,7 +117,10 @@ def _privileges() -> Iterator[Finding]:
         os.close(create())
     except (OSError, IcecoreError) as error:
         yield Finding(
-            "userfaultfd", "bad", f"cannot be used: {error}", "run as root, or sysctl -w vm.unprivileged_userfaultfd=1"
+            "userfaultfd",
+            "bad",
+            f"cannot be used: {error}",
+            "run as root, or sysctl -w vm.unprivileged_userfaultfd=1",
         )
     else:
         yield Finding("userfaultfd", "good", "with the events that a restore needs")
@@ -133,16 +153,29 @@ def _pycriu(criu: Criu) -> Finding:
 def _scanning() -> Finding:
     lacks = native_scan_lacks()
     if not lacks:
-        return Finding("scanning", "good", "memory is read and fingerprinted without the interpreter")
-    cure = "install gcc, then icecore once more" if "XXH3" not in lacks else "pip install --force-reinstall --only-binary=xxhash xxhash, or install libxxhash0"
-    return Finding("scanning", "warning", f"through the interpreter, which is slower on many cores: {lacks}", cure)
+        return Finding(
+            "scanning", "good", "memory is read and fingerprinted without the interpreter"
+        )
+    cure = (
+        "install gcc, then icecore once more"
+        if "XXH3" not in lacks
+        else "pip install --force-reinstall --only-binary=xxhash xxhash, or install libxxhash0"
+    )
+    return Finding(
+        "scanning",
+        "warning",
+        f"through the interpreter, which is slower on many cores: {lacks}",
+        cure,
+    )
 
 
 def _pipes(config: Config) -> Finding:
     """CRIU holds the pages of a frozen process in pipes, if it sees them: how large may a process be?"""
     with suppress(IcecoreError):
         if hides(find_criu(config.criu or None)):
-            return Finding("pipes", "good", "CRIU needs them only for small mappings: jobs of any size")
+            return Finding(
+                "pipes", "good", "CRIU needs them only for small mappings: jobs of any size"
+            )
     descriptors, capacity = limits.descriptor_limit(), limits.pipe_capacity()
     most = max(0, (descriptors - limits.pipe_need(0)) // 2) * capacity
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
@@ -158,7 +191,9 @@ def _pipes(config: Config) -> Finding:
 def _io_uring() -> Finding:
     disabled = limits.io_uring_disabled()
     if disabled == 2:
-        return Finding("io_uring", "good", "off: no job can come to use it, and CRIU cannot dump it")
+        return Finding(
+            "io_uring", "good", "off: no job can come to use it, and CRIU cannot dump it"
+        )
     return Finding(
         "io_uring",
         "warning",
@@ -178,12 +213,24 @@ def _gpus() -> Iterator[Finding]:
     except IcecoreError as error:
         yield Finding("GPUs", "bad", error.message, error.cure)
         return
-    names = ", ".join(f"{count} x {name}" for name, count in Counter(gpu.name for gpu in inventory.gpus).items())
+    names = ", ".join(
+        f"{count} x {name}" for name, count in Counter(gpu.name for gpu in inventory.gpus).items()
+    )
     words = f"{names}, driver {inventory.driver}"
     if inventory.branch < LEAST_DRIVER:
-        yield Finding("GPUs", "bad", f"{words}, which cannot checkpoint", f"install driver {LEAST_DRIVER} or newer")
+        yield Finding(
+            "GPUs",
+            "bad",
+            f"{words}, which cannot checkpoint",
+            f"install driver {LEAST_DRIVER} or newer",
+        )
     elif any(gpu.mig for gpu in inventory.gpus):
-        yield Finding("GPUs", "warning", f"{words}; some are divided (MIG), which cannot be checkpointed", "nvidia-smi -mig 0")
+        yield Finding(
+            "GPUs",
+            "warning",
+            f"{words}; some are divided (MIG), which cannot be checkpointed",
+            "nvidia-smi -mig 0",
+        )
     else:
         yield Finding("GPUs", "good", words)
     if backend.world is None and not has_bindings():
@@ -193,7 +240,9 @@ def _gpus() -> Iterator[Finding]:
     try:
         preload_path()
         keeper_path()
-        yield Finding("resident memory", "good", "GPU jobs keep their device memory in place (run --gpu)")
+        yield Finding(
+            "resident memory", "good", "GPU jobs keep their device memory in place (run --gpu)"
+        )
     except MissingTool as error:
         yield Finding("resident memory", "warning", error.message, error.cure)
     lack = private_root_lack()
@@ -201,7 +250,9 @@ def _gpus() -> Iterator[Finding]:
         "private root",
         "warning" if lack else "good",
         f"cannot be had: {lack}" if lack else "GPU jobs get a /proc of their own",
-        "run in a container that allows mounts; otherwise snapshots of GPU jobs run once at a time" if lack else "",
+        "run in a container that allows mounts; otherwise snapshots of GPU jobs run once at a time"
+        if lack
+        else "",
     )
 
 
@@ -211,11 +262,26 @@ def _workdir(path: str) -> Finding:
         free = limits.free_space(path)
         kind = _filesystem(path)
     except OSError as error:
-        return Finding("workdir", "bad", f"{path}: {error.strerror}", "name another one: workdir in [dump] and [restore]")
+        return Finding(
+            "workdir",
+            "bad",
+            f"{path}: {error.strerror}",
+            "name another one: workdir in [dump] and [restore]",
+        )
     if kind != "tmpfs":
-        return Finding("workdir", "warning", f"{path} is on {kind}, which makes the window longer", "name one on tmpfs: workdir in [dump]")
+        return Finding(
+            "workdir",
+            "warning",
+            f"{path} is on {kind}, which makes the window longer",
+            "name one on tmpfs: workdir in [dump]",
+        )
     if free < _ROOM:
-        return Finding("workdir", "warning", f"{path} has {units.size(free)} free", f"mount -o remount,size=50% {path}")
+        return Finding(
+            "workdir",
+            "warning",
+            f"{path} has {units.size(free)} free",
+            f"mount -o remount,size=50% {path}",
+        )
     return Finding("workdir", "good", f"{path}: tmpfs, {units.size(free)} free")
 
 
@@ -239,9 +305,16 @@ def _jobs(config: Config) -> Finding:
         return Finding("jobs", "bad", error.message, error.cure)
     nearest = next(path for path in (state, *state.parents) if path.is_dir())
     if not os.access(nearest, os.W_OK):
-        return Finding("jobs", "bad", f"{state} cannot be written to", "run as root, or set ICECORE_STATE")
+        return Finding(
+            "jobs", "bad", f"{state} cannot be written to", "run as root, or set ICECORE_STATE"
+        )
     if os.statvfs(nearest).f_flag & os.ST_NOEXEC:
-        return Finding("jobs", "bad", f"{state} is on a file system mounted noexec", "set ICECORE_STATE to another place")
+        return Finding(
+            "jobs",
+            "bad",
+            f"{state} is on a file system mounted noexec",
+            "set ICECORE_STATE to another place",
+        )
     return Finding("jobs", "good", f"noted down in {state}")
 
 
@@ -256,10 +329,17 @@ def _saved_files(config: Config) -> Iterator[Finding]:
 
 def _repository(config: Config, location: str) -> Iterator[Finding]:
     if not location:
-        yield Finding("repository", "warning", "none is named", "-r DIR, ICECORE_REPOSITORY, or repository in icecore.toml")
+        yield Finding(
+            "repository",
+            "warning",
+            "none is named",
+            "-r DIR, ICECORE_REPOSITORY, or repository in icecore.toml",
+        )
         return
     try:
-        with Repository.open(location, passphrase=passphrase.current(config), state=config.state, config=config) as repository:
+        with Repository.open(
+            location, passphrase=passphrase.current(config), state=config.state, config=config
+        ) as repository:
             count = len(repository.snapshots())
             where = repository.location
     except (IcecoreError, OSError) as error:
@@ -275,7 +355,17 @@ def _repository(config: Config, location: str) -> Iterator[Finding]:
         yield Finding("repository", "good", words)
     else:
         cure = "mount it writable, or run as its owner; restore, export, copy, sync, check and stats read it as it is with --read-only"
-        yield Finding("repository", "warning", f"{words}; it cannot be written to: no dumps, no forgets, no gc", cure)
+        yield Finding(
+            "repository",
+            "warning",
+            f"{words}; it cannot be written to: no dumps, no forgets, no gc",
+            cure,
+        )
     free = limits.free_space(where)
     state: State = "good" if free >= _ROOM else "warning"
-    yield Finding("space", state, f"{units.size(free)} free in {where}", "" if state == "good" else "'icecore forget', then 'icecore gc'")
+    yield Finding(
+        "space",
+        state,
+        f"{units.size(free)} free in {where}",
+        "" if state == "good" else "'icecore forget', then 'icecore gc'",
+    )

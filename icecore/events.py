@@ -68,7 +68,12 @@ class Phase:
             if now - self._told < _PROGRESS_SECONDS or done < self._furthest:
                 return
             self._told, self._furthest = now, done
-            self._sink(Event(self._name, {"state": "progress", **self._about, "bytes": min(done, total), "total": total}))
+            self._sink(
+                Event(
+                    self._name,
+                    {"state": "progress", **self._about, "bytes": min(done, total), "total": total},
+                )
+            )
 
     def counter(self, total: int) -> Advance:
         """A function that is told of bytes as they are done, of ``total`` in all."""

@@ -11,7 +11,9 @@ from icecore.events import Sink, discard, phase
 from icecore.host.jobs.shell import run_shell
 
 
-def run_hook(command: str, variables: Mapping[str, str], *, seconds: float, emit: Sink = discard) -> None:
+def run_hook(
+    command: str, variables: Mapping[str, str], *, seconds: float, emit: Sink = discard
+) -> None:
     """Run ``command`` with /bin/sh; nothing if it is empty.
 
     Args:
@@ -26,8 +28,16 @@ def run_hook(command: str, variables: Mapping[str, str], *, seconds: float, emit
         return
     with phase(emit, "hook", command=command):
         try:
-            status = run_shell(command, {**without_secrets(os.environ), **variables}, seconds=seconds, output=2)
+            status = run_shell(
+                command, {**without_secrets(os.environ), **variables}, seconds=seconds, output=2
+            )
         except TimeoutError:
-            raise HookFailed(f"the hook {command!r} was killed after {seconds:.0f} s", cure="let it do its work in the background") from None
+            raise HookFailed(
+                f"the hook {command!r} was killed after {seconds:.0f} s",
+                cure="let it do its work in the background",
+            ) from None
         if status:
-            raise HookFailed(f"the hook {command!r} ended with status {status}", cure="correct the command; the job itself runs")
+            raise HookFailed(
+                f"the hook {command!r} ended with status {status}",
+                cure="correct the command; the job itself runs",
+            )

@@ -75,7 +75,12 @@ class Output:
     """
 
     def __init__(
-        self, *, as_json: bool = False, quiet: bool = False, stdout: TextIO | None = None, stderr: TextIO | None = None
+        self,
+        *,
+        as_json: bool = False,
+        quiet: bool = False,
+        stdout: TextIO | None = None,
+        stderr: TextIO | None = None,
     ) -> None:
         self.as_json = as_json
         self._quiet = quiet
@@ -100,7 +105,14 @@ class Output:
         if not self.as_json:
             self._say(self._stdout, text)
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", right: Sequence[str] = ()) -> None:
+    def table(
+        self,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        *,
+        title: str = "",
+        right: Sequence[str] = (),
+    ) -> None:
         """A table on stdout; nothing as JSON.
 
         Args:
@@ -122,17 +134,29 @@ class Output:
             show_header=any(columns),
         )
         for column in columns:
-            table.add_column(Text(harmless(column)), justify="right" if column in right else "left", no_wrap=True)
+            table.add_column(
+                Text(harmless(column)), justify="right" if column in right else "left", no_wrap=True
+            )
         for row in rows:
-            table.add_row(*(Text(harmless(cell)) for cell in row))  # a text, unlike a str, is never searched for markup
+            table.add_row(
+                *(Text(harmless(cell)) for cell in row)
+            )  # a text, unlike a str, is never searched for markup
         terminal = self._stdout.isatty()
         # Lines are whole, and the terminal wraps them where it must: folded cells cannot be copied or searched for.
-        console = Console(file=io.StringIO(), width=10_000, highlight=False, force_terminal=terminal, no_color=not terminal)
+        console = Console(
+            file=io.StringIO(),
+            width=10_000,
+            highlight=False,
+            force_terminal=terminal,
+            no_color=not terminal,
+        )
         with console.capture() as captured:
             console.print(table)
         with self._lock:
             self._pause()
-            self._write(self._stdout, "\n".join(line.rstrip() for line in captured.get().split("\n")))
+            self._write(
+                self._stdout, "\n".join(line.rstrip() for line in captured.get().split("\n"))
+            )
 
     def raw(self, data: bytes, *, error: bool = False) -> None:
         """Write bytes of a job's output as they are: whoever asks for them, as with cat(1), gets just these bytes."""
@@ -193,7 +217,10 @@ class Output:
             "exit_code": error.exit_code,
         }
         if isinstance(error, PreflightRefused):
-            fields["reasons"] = [{"name": name, "message": message, "cure": cure} for name, message, cure in error.reasons]
+            fields["reasons"] = [
+                {"name": name, "message": message, "cure": cure}
+                for name, message, cure in error.reasons
+            ]
         if self.as_json:
             self._json(Event("error", fields))
         self._say(self._stderr, *explain(error))
@@ -211,7 +238,12 @@ class Output:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         with self._lock:
             self._pause()
 
@@ -267,13 +299,18 @@ def describe(event: Event) -> list[str]:
     if event.name == "workdir.swept":
         return [f"note: removed {fields['directory']}, which a killed dump or restore left"]
     if event.name == "state.tightened":
-        return [f"note: others had access to the directory {fields['directory']} (mode {fields['before']}); it is for its owner alone now"]
+        return [
+            f"note: others had access to the directory {fields['directory']} (mode {fields['before']}); it is for its owner alone now"
+        ]
     if event.name in ("restore.warning", "export.warning", "copy.warning", "sync.warning"):
         return _lines("warning: ", str(fields.get("message")))
     if event.name == "restore.recovered":
         what = f"a killed restore of snapshot {fields['snapshot']} had changed files; its changes were {fields['how']}"
         left = fields["left"]
-        return [what, *(f"warning: {sentence}" for sentence in (left if isinstance(left, list) else []))]
+        return [
+            what,
+            *(f"warning: {sentence}" for sentence in (left if isinstance(left, list) else [])),
+        ]
     if "error" in fields and event.name != "restore.failed":
         return _lines(f"warning: {event.name}: ", str(fields["error"]))
     return []
@@ -285,7 +322,9 @@ def _withheld_words(fields: Mapping[str, Any]) -> str:
 
 def _window_words(fields: Mapping[str, Any]) -> list[str]:
     """What preflight says of a GPU job: short lines."""
-    seconds, least, most = (units.seconds(_number(fields, f"window_{which}")) for which in ("seconds", "least", "most"))
+    seconds, least, most = (
+        units.seconds(_number(fields, f"window_{which}")) for which in ("seconds", "least", "most")
+    )
     window = f"  a window of about {seconds} ({least} to {most})"
     moved = f"{units.size(_number(fields, 'moved_bytes'))} are moved"
     if "resident_bytes" not in fields:
@@ -294,12 +333,18 @@ def _window_words(fields: Mapping[str, Any]) -> list[str]:
     why = f"; {units.size(without)} have no room aside" if without else ""
     stays = f"{units.size(_number(fields, 'resident_bytes'))} stay on GPUs, {moved}"
     left = left_words(fields.get("left", {}))
-    return [stays, f"{window}, if all that stays has changed{why}", *([f"  {left}"] if left else [])]
+    return [
+        stays,
+        f"{window}, if all that stays has changed{why}",
+        *([f"  {left}"] if left else []),
+    ]
 
 
 def _predicted_words(fields: Mapping[str, Any]) -> str:
     """What is said once resident memory was looked at."""
-    seconds, least, most = (units.seconds(_number(fields, f"window_{which}")) for which in ("seconds", "least", "most"))
+    seconds, least, most = (
+        units.seconds(_number(fields, f"window_{which}")) for which in ("seconds", "least", "most")
+    )
     without = _number(fields, "no_room")
     why = f"; {units.size(without)} have no room aside" if without else ""
     return f"a window of about {seconds} ({least} to {most}), by what device memory holds now{why}"
@@ -319,12 +364,16 @@ def left_words(left: Mapping[str, int]) -> str:
 
 def _gpu_words(fields: Mapping[str, Any]) -> list[str]:
     """What `run --gpu` did."""
-    lines = [f"--gpu set {' '.join(f'{key}={value}' for key, value in fields['added'].items()) or 'nothing'}: {fields['cost']}"]
+    lines = [
+        f"--gpu set {' '.join(f'{key}={value}' for key, value in fields['added'].items()) or 'nothing'}: {fields['cost']}"
+    ]
     if fields["kept"]:
         own = " ".join(f"{key}={value}" for key, value in fields["kept"].items())
         lines.append(f"warning: you set {own}: a job whose ranks use that cannot be snapshotted")
     if fields["resident"] and fields["driver"]:
-        lines.append("its device memory is resident: windows leave it on its GPUs; to allocate it costs a little more")
+        lines.append(
+            "its device memory is resident: windows leave it on its GPUs; to allocate it costs a little more"
+        )
     return [*lines, *(f"note: {note}" for note in fields["notes"])]
 
 
@@ -403,5 +452,3 @@ class _Bars:
             self._progress.stop()
             self._progress = None
             self._tasks.clear()
-
-

@@ -61,13 +61,17 @@ def current(config: Config | None = None) -> Source:
         config: Its ``passphrase_file`` and ``passphrase_command`` count; None: only the environment's.
     """
     file = config.passphrase_file if config else os.environ.get("ICECORE_PASSPHRASE_FILE", "")
-    command = config.passphrase_command if config else os.environ.get("ICECORE_PASSPHRASE_COMMAND", "")
+    command = (
+        config.passphrase_command if config else os.environ.get("ICECORE_PASSPHRASE_COMMAND", "")
+    )
     return Source(file, command, "ICECORE_PASSPHRASE", "Passphrase: ")
 
 
 def given(file: str, command: str) -> Source:
     """Return what gives the passphrase of a repository that is copied to, from ICECORE_TARGET_PASSPHRASE where neither is named."""
-    return Source(file, command, "ICECORE_TARGET_PASSPHRASE", "Passphrase of the other repository: ")
+    return Source(
+        file, command, "ICECORE_TARGET_PASSPHRASE", "Passphrase of the other repository: "
+    )
 
 
 def new(file: str = "", command: str = "", *, variable: str = "ICECORE_NEW_PASSPHRASE") -> Source:
@@ -91,7 +95,10 @@ def _find(file: str, command: str, variable: str, prompt: str, *, twice: bool) -
         )
     found = found.removesuffix(b"\n").removesuffix(b"\r")
     if not found or len(found) > _MAX_BYTES:
-        raise UsageError(f"a passphrase of {len(found)} bytes comes from {where}", cure=f"use 1 to {_MAX_BYTES} bytes")
+        raise UsageError(
+            f"a passphrase of {len(found)} bytes comes from {where}",
+            cure=f"use 1 to {_MAX_BYTES} bytes",
+        )
     return found
 
 
@@ -100,18 +107,30 @@ def _read(file: str) -> bytes:
         with open(Path(file).expanduser(), "rb") as opened:
             return opened.read(_MAX_BYTES + 3)
     except OSError as error:
-        raise UsageError(f"the passphrase file {file} cannot be read: {error.strerror}", cure="correct its name or permissions") from error
+        raise UsageError(
+            f"the passphrase file {file} cannot be read: {error.strerror}",
+            cure="correct its name or permissions",
+        ) from error
 
 
 def _ask(command: str) -> bytes:
     try:
         done = subprocess.run(
-            ["/bin/sh", "-c", command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=_COMMAND_SECONDS, check=False
+            ["/bin/sh", "-c", command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            timeout=_COMMAND_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
-        raise UsageError(f"the passphrase command {command!r} took longer than {_COMMAND_SECONDS:.0f} s") from None
+        raise UsageError(
+            f"the passphrase command {command!r} took longer than {_COMMAND_SECONDS:.0f} s"
+        ) from None
     if done.returncode:
-        raise UsageError(f"the passphrase command {command!r} ended with status {done.returncode}", cure="correct it")
+        raise UsageError(
+            f"the passphrase command {command!r} ended with status {done.returncode}",
+            cure="correct it",
+        )
     return done.stdout
 
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 _CURE = "name one with --repository PLACE (-r), ICECORE_REPOSITORY, or repository = \"PLACE\" in icecore.toml; 'icecore init' makes one"
 
 
-def backend_at(location: str, *, create: bool = False, config: Config | None = None, emit: Sink = discard) -> Backend:
+def backend_at(
+    location: str, *, create: bool = False, config: Config | None = None, emit: Sink = discard
+) -> Backend:
     """The storage at ``location``: a directory, ``file://`` and its absolute path, ``s3://BUCKET/PREFIX``, or ``s3://PROFILE@BUCKET/PREFIX``.
 
     Args:
@@ -39,7 +41,10 @@ def backend_at(location: str, *, create: bool = False, config: Config | None = N
     if separator and scheme == "s3":
         return _in_bucket(rest, config or load(), emit)
     if separator and scheme != "file":
-        raise UsageError(f"{location}: repositories are kept in directories and S3 buckets", cure="name a directory, or s3://BUCKET/PREFIX")
+        raise UsageError(
+            f"{location}: repositories are kept in directories and S3 buckets",
+            cure="name a directory, or s3://BUCKET/PREFIX",
+        )
     if separator and not rest.startswith("/"):
         raise UsageError(f"{location} has no absolute path", cure="write file:///DIR, or just DIR")
     path = Path(rest if separator else location).expanduser()
@@ -48,7 +53,10 @@ def backend_at(location: str, *, create: bool = False, config: Config | None = N
             make_parents(path.absolute().parent)
             path.mkdir(mode=0o700, exist_ok=True)  # what is kept there holds the jobs' secrets
         except OSError as error:
-            raise StoreError(f"cannot make {path}: {error.strerror}", cure="name another directory, or correct its parent") from error
+            raise StoreError(
+                f"cannot make {path}: {error.strerror}",
+                cure="name another directory, or correct its parent",
+            ) from error
     return LocalBackend(path, create=create)
 
 
@@ -68,7 +76,9 @@ def _in_bucket(rest: str, config: Config, emit: Sink) -> Backend:
     try:
         from icecore.store.backend.s3 import S3Backend, S3Place
     except ImportError as error:
-        raise UsageError(f"a repository in a bucket needs {error.name}", cure="pip install 'icecore[s3]'") from error
+        raise UsageError(
+            f"a repository in a bucket needs {error.name}", cure="pip install 'icecore[s3]'"
+        ) from error
     from icecore.store.backend.limits import Limited
     from icecore.store.backend.metrics import Metered
     from icecore.store.backend.retry import Patience, Retrying
@@ -89,7 +99,11 @@ def _in_bucket(rest: str, config: Config, emit: Sink) -> Backend:
         patience=settings.patience,
     )
     # Counted is what is really sent; who waits to try again holds no place among those that send.
-    sending = Limited(Metered(S3Backend(place), emit), requests=max(1, settings.requests), budget=max(1, settings.budget_bytes))
+    sending = Limited(
+        Metered(S3Backend(place), emit),
+        requests=max(1, settings.requests),
+        budget=max(1, settings.budget_bytes),
+    )
     backend = Retrying(sending, Patience(attempts=max(1, settings.attempts)), emit)
     if not config.cache.directory:
         return backend

@@ -74,13 +74,21 @@ def require_unchangeable(path: Path, about: os.stat_result, what: str) -> None:
         where = "it" if one == str(path) else one
         if not is_own(found):
             owner = f"user {found.st_uid}"
-            raise UsageError(f"{path}: {where} belongs to {owner}, and {what}", cure=f"chown {os.geteuid()} {shlex.quote(one)}")
+            raise UsageError(
+                f"{path}: {where} belongs to {owner}, and {what}",
+                cure=f"chown {os.geteuid()} {shlex.quote(one)}",
+            )
         if stat.S_ISLNK(found.st_mode) or not found.st_mode & _OTHERS_WRITE:
             continue
         # In a sticky directory users cannot remove files of others; a read-only mount cannot change.
-        if (stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX) or os.statvfs(one).f_flag & os.ST_RDONLY:
+        if (stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX) or os.statvfs(
+            one
+        ).f_flag & os.ST_RDONLY:
             continue
-        raise UsageError(f"{path}: {where} can be written by others than you, and {what}", cure=f"chmod go-w {shlex.quote(one)}")
+        raise UsageError(
+            f"{path}: {where} can be written by others than you, and {what}",
+            cure=f"chmod go-w {shlex.quote(one)}",
+        )
 
 
 def private_state(state: Path, *names: str, emit: Sink = discard) -> Path:
@@ -122,11 +130,17 @@ def require_own(path: Path) -> os.stat_result:
     """
     for one, found in components(path):
         if stat.S_ISLNK(found.st_mode) and not is_own(found):
-            raise UsageError(f"{path}: the link {one} belongs to user {found.st_uid}", cure=f"remove it: rm {shlex.quote(one)}")
+            raise UsageError(
+                f"{path}: the link {one} belongs to user {found.st_uid}",
+                cure=f"remove it: rm {shlex.quote(one)}",
+            )
     about = os.stat(path)
     if not is_own(about):
         cure = f"chown {os.geteuid()} {shlex.quote(str(path))} if you trust its contents, or name another directory"
-        raise UsageError(f"the directory {path} belongs to user {about.st_uid}, who could replace icecore's files there", cure=cure)
+        raise UsageError(
+            f"the directory {path} belongs to user {about.st_uid}, who could replace icecore's files there",
+            cure=cure,
+        )
     return about
 
 
@@ -144,24 +158,39 @@ def tighten(path: Path, *, foreign: bool = False, emit: Sink = discard) -> None:
     with suppress(FileExistsError):
         os.mkdir(path, 0o700)
     required = require_own(path)
-    descriptor = os.open(os.path.realpath(path), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = os.open(
+        os.path.realpath(path), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    )
     try:
         about = os.fstat(descriptor)
         if not os.path.samestat(about, required):
-            raise UsageError(f"the directory {path} was replaced meanwhile", cure="try again, and check who can write to its parent")
+            raise UsageError(
+                f"the directory {path} was replaced meanwhile",
+                cure="try again, and check who can write to its parent",
+            )
         if not about.st_mode & _OTHERS or (about.st_uid != os.geteuid() and os.geteuid() != 0):
             return
         if foreign and not set(os.listdir(descriptor)) <= STATE_ENTRIES:
             if about.st_mode & _OTHERS_WRITE:
                 cure = "name a directory that only icecore uses (ICECORE_STATE)"
-                raise UsageError(f"others can write to the directory {path}, and it holds more than icecore's state", cure=cure)
+                raise UsageError(
+                    f"others can write to the directory {path}, and it holds more than icecore's state",
+                    cure=cure,
+                )
             return
         os.fchmod(descriptor, 0o700)
-        emit(Event("state.tightened", {"directory": str(path), "before": f"{stat.S_IMODE(about.st_mode):04o}"}))
+        emit(
+            Event(
+                "state.tightened",
+                {"directory": str(path), "before": f"{stat.S_IMODE(about.st_mode):04o}"},
+            )
+        )
     finally:
         os.close(descriptor)
 
 
 def create_private(path: Path) -> int:
     """Open a file for writing, made for its owner alone where it is missing, else emptied; the descriptor is the caller's."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    return os.open(
+        path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+    )

@@ -110,7 +110,14 @@ class Repository:
         """
         backend = _with_replicas(os.fspath(location), replicas, config, emit)
         client = Client(state, config)
-        return cls._make(backend, state, config, lambda: client.open(backend, passphrase=passphrase, plain=plain, rebuild=rebuild, emit=emit))
+        return cls._make(
+            backend,
+            state,
+            config,
+            lambda: client.open(
+                backend, passphrase=passphrase, plain=plain, rebuild=rebuild, emit=emit
+            ),
+        )
 
     @classmethod
     def create(
@@ -137,14 +144,27 @@ class Repository:
             UsageError: There is one already, or the storage does not do what a repository needs (hard links, conditional writes).
         """
         if not 1 << 20 <= shard_bytes <= 1 << 30:
-            raise UsageError(f"shards of {shard_bytes} bytes", cure="use 1 MiB to 1 GiB; 64 MiB serves well")
+            raise UsageError(
+                f"shards of {shard_bytes} bytes", cure="use 1 MiB to 1 GiB; 64 MiB serves well"
+            )
         backend = backend_at(os.fspath(location), create=True, config=config, emit=emit)
         parameters, client = Parameters(shard_bytes), Client(state, config)
-        return cls._make(backend, state, config, lambda: client.create(backend, parameters, passphrase=passphrase, plain=plain, emit=emit))
+        return cls._make(
+            backend,
+            state,
+            config,
+            lambda: client.create(
+                backend, parameters, passphrase=passphrase, plain=plain, emit=emit
+            ),
+        )
 
     @classmethod
     def _make(
-        cls, backend: Backend, state: str, config: Config | None, make: Callable[[], Coroutine[Any, Any, Core]]
+        cls,
+        backend: Backend,
+        state: str,
+        config: Config | None,
+        make: Callable[[], Coroutine[Any, Any, Core]],
     ) -> Repository:
         loop = LoopThread()
         try:
@@ -174,7 +194,9 @@ class Repository:
         """
         wanted = set(tags)
         found = self.loop.run(self.core.snapshots())
-        return [record for record in found if job in ("", record.job) and wanted <= set(record.tags)]
+        return [
+            record for record in found if job in ("", record.job) and wanted <= set(record.tags)
+        ]
 
     def find(self, snapshot: str) -> SnapshotRecord:
         """The snapshot that is meant by an id, the beginning of one, ``JOB``, ``JOB~1``, ``JOB@1`` or ``latest`` (`icecore.addressing.resolve`).
@@ -264,14 +286,20 @@ class Repository:
         return self.loop.run(self.core.forget(names))
 
     def update(
-        self, snapshot: str | SnapshotRecord, *, pinned: bool | None = None, tags: Sequence[str] | None = None
+        self,
+        snapshot: str | SnapshotRecord,
+        *,
+        pinned: bool | None = None,
+        tags: Sequence[str] | None = None,
     ) -> SnapshotRecord:
         """Pin or unpin a snapshot, or replace its labels; None leaves them as they are.
 
         Raises:
             NotFound: There is no such snapshot.
         """
-        return self.loop.run(self.core.update(self._record(snapshot).snapshot, pinned=pinned, tags=tags))
+        return self.loop.run(
+            self.core.update(self._record(snapshot).snapshot, pinned=pinned, tags=tags)
+        )
 
     def plan_gc(self, options: GcOptions | None = None) -> GcPlan:
         """What a garbage collection would do, bytes included; nothing is changed.
@@ -313,7 +341,12 @@ class Repository:
         return Core(core.backend.source, core.config, core.keys, core.log, core.emit)
 
     def create_replica(
-        self, location: str | os.PathLike[str], *, passphrase: Passphrase | None = None, plain: bool = False, emit: Sink = discard
+        self,
+        location: str | os.PathLike[str],
+        *,
+        passphrase: Passphrase | None = None,
+        plain: bool = False,
+        emit: Sink = discard,
     ) -> Repository:
         """Make an empty replica: a repository with the same master secret, its own log and its own passphrases, that `sync_to` fills.
 
@@ -333,7 +366,9 @@ class Repository:
             backend,
             self._state,
             self._config,
-            lambda: self._client.create(backend, parameters, passphrase=given, secret=secret, plain=plain, emit=emit),
+            lambda: self._client.create(
+                backend, parameters, passphrase=given, secret=secret, plain=plain, emit=emit
+            ),
         )
 
     def plan_sync(
@@ -392,7 +427,9 @@ class Repository:
 
         return self._with_replica(location, run)
 
-    def _meant(self, snapshots: Iterable[str | SnapshotRecord] | None, forget: bool) -> list[SnapshotRecord] | None:
+    def _meant(
+        self, snapshots: Iterable[str | SnapshotRecord] | None, forget: bool
+    ) -> list[SnapshotRecord] | None:
         if snapshots is not None and forget:
             raise UsageError(
                 "forgets are carried of all snapshots or of a job's, not of named ones",
@@ -400,7 +437,9 @@ class Repository:
             )
         return None if snapshots is None else [self._record(snapshot) for snapshot in snapshots]
 
-    def _with_replica(self, location: str | os.PathLike[str], work: Callable[[Core], Coroutine[Any, Any, T]]) -> T:
+    def _with_replica(
+        self, location: str | os.PathLike[str], work: Callable[[Core], Coroutine[Any, Any, T]]
+    ) -> T:
         async def run() -> T:
             backend = backend_at(os.fspath(location), config=self._config, emit=self.core.emit)
             try:
@@ -416,7 +455,9 @@ class Repository:
 
     async def _open_replica(self, backend: Backend) -> Core:
         """Open a replica of this repository, which is encrypted if this one is."""
-        return await self._client.open(backend, secret=self.core.keys.secret, plain=not self.encrypted, emit=self.core.emit)
+        return await self._client.open(
+            backend, secret=self.core.keys.secret, plain=not self.encrypted, emit=self.core.emit
+        )
 
     def copy_to(
         self,
@@ -439,10 +480,16 @@ class Repository:
         """
         from icecore.store.replication.transfer import copy
 
-        wanted = self.snapshots() if snapshots is None else [self._record(snapshot) for snapshot in snapshots]
+        wanted = (
+            self.snapshots()
+            if snapshots is None
+            else [self._record(snapshot) for snapshot in snapshots]
+        )
         backend = backend_at(os.fspath(location), config=self._config, emit=self.core.emit)
         try:
-            opened = self.loop.run(self._client.open(backend, passphrase=passphrase, emit=self.core.emit))
+            opened = self.loop.run(
+                self._client.open(backend, passphrase=passphrase, emit=self.core.emit)
+            )
             return copy(self.core, opened, self.loop, wanted, register=register)
         finally:
             self.loop.run(backend.close())
@@ -496,9 +543,13 @@ class Repository:
                     backend = ReplicaBackend(place, places, emit=core.emit)
                     opened = self.loop.run(self._open_replica(backend))
                 except IcecoreError as error:
-                    core.emit(Event("store.replica_missing", {"place": place.where, "error": str(error)}))
+                    core.emit(
+                        Event("store.replica_missing", {"place": place.where, "error": str(error)})
+                    )
                     continue
-                self._siblings.append(Repository(opened, self.loop, self._state, config=self._config, owner=self))
+                self._siblings.append(
+                    Repository(opened, self.loop, self._state, config=self._config, owner=self)
+                )
         return self._siblings
 
     @property
@@ -517,7 +568,10 @@ class Repository:
 
         found = self.loop.run(keychain.newest(self.core.backend))
         if found.slots is None:
-            raise UsageError(f"{self.location} is not encrypted", cure="'icecore init --encrypt' makes one that is")
+            raise UsageError(
+                f"{self.location} is not encrypted",
+                cure="'icecore init --encrypt' makes one that is",
+            )
         slot_changes.verify(found.name, found.slots, self.core.keys.secret)
         return found.slots.slots
 
@@ -529,7 +583,11 @@ class Repository:
         """
         from icecore.store.format import slots as slot_changes
 
-        return self._change_slots(lambda slots: slot_changes.add(slots, self.core.keys.secret, passphrase, label, slot_changes.Cost()))
+        return self._change_slots(
+            lambda slots: slot_changes.add(
+                slots, self.core.keys.secret, passphrase, label, slot_changes.Cost()
+            )
+        )
 
     def remove_passphrase(self, which: str) -> list[Slot]:
         """Let a passphrase, given by its slot's label or id, open it no longer. Who has had it may have kept what it opens: the data is as before.
@@ -540,7 +598,9 @@ class Repository:
         """
         from icecore.store.format import slots as slot_changes
 
-        return self._change_slots(lambda slots: slot_changes.remove(slots, self.core.keys.secret, which))
+        return self._change_slots(
+            lambda slots: slot_changes.remove(slots, self.core.keys.secret, which)
+        )
 
     def change_passphrase(self, which: str, passphrase: bytes) -> list[Slot]:
         """Put another passphrase in the place of one, given by its slot's label or id (empty: of the only one).
@@ -554,8 +614,17 @@ class Repository:
 
         def edit(slots: Slots) -> Slots:
             if not which and len(slots.slots) > 1:
-                raise UsageError(f"there are {len(slots.slots)} slots", cure="name one; 'icecore key list' lists them")
-            return slot_changes.rotate(slots, self.core.keys.secret, which or slots.slots[0].id, passphrase, slot_changes.Cost())
+                raise UsageError(
+                    f"there are {len(slots.slots)} slots",
+                    cure="name one; 'icecore key list' lists them",
+                )
+            return slot_changes.rotate(
+                slots,
+                self.core.keys.secret,
+                which or slots.slots[0].id,
+                passphrase,
+                slot_changes.Cost(),
+            )
 
         return self._change_slots(edit)
 
@@ -607,7 +676,11 @@ class Repository:
                 loop.run(backend.close())
 
     def plan_repair(
-        self, source: Repository | str | os.PathLike[str] | None = None, *, read_data: float = 1.0, accept_rollback: bool = False
+        self,
+        source: Repository | str | os.PathLike[str] | None = None,
+        *,
+        read_data: float = 1.0,
+        accept_rollback: bool = False,
     ) -> RepairPlan:
         """What a repair would put right, and what is lost; nothing is changed.
 
@@ -623,7 +696,11 @@ class Repository:
         return self._repair(source, lambda repairer: repairer.plan(), read_data, accept_rollback)
 
     def repair(
-        self, source: Repository | str | os.PathLike[str] | None = None, *, read_data: float = 1.0, accept_rollback: bool = False
+        self,
+        source: Repository | str | os.PathLike[str] | None = None,
+        *,
+        read_data: float = 1.0,
+        accept_rollback: bool = False,
     ) -> RepairPlan:
         """Put right what can be, in one transaction; what still reads is not touched, and snapshots that lost data stay listed, quarantined.
 
@@ -641,14 +718,23 @@ class Repository:
         from icecore.store.maintenance.repair import Repairer
 
         if source is None:
-            return self.loop.run(what(Repairer(self._itself(), read_data=read_data, accept_rollback=accept_rollback)))
+            return self.loop.run(
+                what(Repairer(self._itself(), read_data=read_data, accept_rollback=accept_rollback))
+            )
 
         async def run() -> RepairPlan:
             # Its back end must be of this event loop.
             place = source.location if isinstance(source, Repository) else os.fspath(source)
             backend = backend_at(place, config=self._config, emit=self.core.emit)
             try:
-                return await what(Repairer(self._itself(), await self._open_replica(backend), read_data=read_data, accept_rollback=accept_rollback))
+                return await what(
+                    Repairer(
+                        self._itself(),
+                        await self._open_replica(backend),
+                        read_data=read_data,
+                        accept_rollback=accept_rollback,
+                    )
+                )
             finally:
                 await backend.close()
 
@@ -676,7 +762,12 @@ class Repository:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -689,7 +780,9 @@ def lost(record: SnapshotRecord) -> Damaged:
     return Damaged("snapshot", record.snapshot, record.quarantined, cure=cure)
 
 
-def _with_replicas(location: str, replicas: Sequence[str], config: Config | None, emit: Sink) -> Backend:
+def _with_replicas(
+    location: str, replicas: Sequence[str], config: Config | None, emit: Sink
+) -> Backend:
     own = backend_at(location, config=config, emit=emit)
     if not replicas:
         return own
@@ -698,8 +791,9 @@ def _with_replicas(location: str, replicas: Sequence[str], config: Config | None
     nearest: list[Backend] = [] if location in replicas else [own]
     for place in replicas:
         try:
-            nearest.append(own if place == location else backend_at(place, config=config, emit=emit))
+            nearest.append(
+                own if place == location else backend_at(place, config=config, emit=emit)
+            )
         except (NotFound, StoreError) as error:
             emit(Event("store.replica_missing", {"place": place, "error": str(error)}))
     return ReplicaBackend(own, nearest, emit=emit)
-

@@ -25,7 +25,9 @@ _ESCAPES = re.compile(r"\\(?:\\|x([89a-f][0-9a-f]))")
 #: Marks a stored text as escaped. No path, argument, variable or thread name can hold it.
 _MARK = "\0"
 #: Characters without a width that str.isprintable counts as printable (Default_Ignorable_Code_Point in the Unicode Character Database).
-_INVISIBLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180d\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
+_INVISIBLE = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180d\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
+)
 _SHORT: Mapping[str, str] = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _NO_NAME = re.compile(r"[^A-Za-z0-9._-]")
 
@@ -63,7 +65,13 @@ def _shown(character: str) -> str:
     if character in _SHORT:
         return _SHORT[character]
     # A byte above 0x7f is not a character: only bytes are written this way.
-    return f"\\x{code:02x}" if code < 0x80 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return (
+        f"\\x{code:02x}"
+        if code < 0x80
+        else f"\\u{code:04x}"
+        if code < 0x10000
+        else f"\\U{code:08x}"
+    )
 
 
 def printable_command(words: Iterable[str]) -> str:
@@ -83,7 +91,10 @@ def require_label(text: str) -> None:
         UsageError: It is empty, or not all of it can be shown.
     """
     if not text.strip() or harmless(text) != text:
-        raise UsageError(f"{printable(text)!r} is not a label", cure="use a non-empty text without control characters")
+        raise UsageError(
+            f"{printable(text)!r} is not a label",
+            cure="use a non-empty text without control characters",
+        )
 
 
 def host_name() -> str:
@@ -117,7 +128,10 @@ def loaded(text: str) -> str:
     body = text[1:]
     found = _ESCAPES.sub(lambda match: chr(0xDC00 + int(match[1], 16)) if match[1] else "\\", body)
     # One text has one form: no other name hides behind it.
-    if found.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape") != found or stored(found) != text:
+    if (
+        found.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape") != found
+        or stored(found) != text
+    ):
         raise ValueError(f"the escaped text {printable(body)!r} is not in its only form")
     return found
 
@@ -170,7 +184,9 @@ def _base64(value: object) -> Any:
 
 
 def _encoded(text: str) -> str:
-    return base64.b64encode(text.encode("utf-8", "surrogateescape" if _is_bytes(text) else "surrogatepass")).decode()
+    return base64.b64encode(
+        text.encode("utf-8", "surrogateescape" if _is_bytes(text) else "surrogatepass")
+    ).decode()
 
 
 def _is_bytes(text: str) -> bool:

@@ -98,7 +98,11 @@ class Client:
         def admit(identity: str, encrypted: bool) -> None:
             found = Known(identity, encrypted)
             place.require(found)
-            if not encrypted and expected and not (plain or (known is not None and known.plain) or self._meant_plain(backend)):
+            if (
+                not encrypted
+                and expected
+                and not (plain or (known is not None and known.plain) or self._meant_plain(backend))
+            ):
                 raise _plain_refused(backend, found)
 
         try:
@@ -124,7 +128,9 @@ class Client:
             if secret and known is not None:
                 await _require_admitted(backend, admit)
             raise
-        place.admit(Known(core.config.id, core.keys.encrypted, plain=not core.keys.encrypted and plain))
+        place.admit(
+            Known(core.config.id, core.keys.encrypted, plain=not core.keys.encrypted and plain)
+        )
         return self._remembering(core)
 
     async def create(
@@ -151,7 +157,9 @@ class Client:
         place = self._place(backend)
         if passphrase is None and not plain:
             _require_no_encrypted(place, backend)
-        core = await Core.create(backend, parameters, passphrase=passphrase, secret=secret, emit=emit)
+        core = await Core.create(
+            backend, parameters, passphrase=passphrase, secret=secret, emit=emit
+        )
         place.note(Known(core.config.id, core.keys.encrypted, plain=not core.keys.encrypted))
         return self._remembering(core)
 
@@ -164,7 +172,11 @@ class Client:
         given = passphrase or current(self._config)
         place, troubles = self._place(backend), list[Distrusted | RollbackDetected]()
         try:
-            core = await Core.open(backend, passphrase=given, admit=lambda identity, encrypted: place.require(Known(identity, encrypted)))
+            core = await Core.open(
+                backend,
+                passphrase=given,
+                admit=lambda identity, encrypted: place.require(Known(identity, encrypted)),
+            )
         except Distrusted:
             core = await Core.open(backend, passphrase=given)
         found = Known(core.config.id, core.keys.encrypted)
@@ -174,7 +186,11 @@ class Client:
             place.require(found)
         except Distrusted as error:
             troubles.append(error)
-        meant = found.encrypted or (not troubles and known is not None and known.plain) or self._meant_plain(backend)
+        meant = (
+            found.encrypted
+            or (not troubles and known is not None and known.plain)
+            or self._meant_plain(backend)
+        )
         if not meant and not troubles and is_configured(given):
             troubles.append(_plain_refused(backend, found))
         plain = not meant and (is_configured(given) or (known is not None and known.encrypted))
@@ -216,9 +232,15 @@ class Client:
         """
         finding = await self.examine(backend, passphrase=passphrase)
         if identity != finding.found.id:
-            raise UsageError(f"{backend.where} holds {finding.found}, not {identity}", cure=f"'icecore trust {backend.where}' shows it")
+            raise UsageError(
+                f"{backend.where} holds {finding.found}, not {identity}",
+                cure=f"'icecore trust {backend.where}' shows it",
+            )
         if finding.plain and not plain:
-            raise PlainRefused(f"{backend.where} holds {finding.found}", cure=f"to accept it: {command(backend.where, finding)}")
+            raise PlainRefused(
+                f"{backend.where} holds {finding.found}",
+                cure=f"to accept it: {command(backend.where, finding)}",
+            )
         if not finding.continues:
             if generation != finding.newest.generation:
                 raise UsageError(
@@ -226,7 +248,9 @@ class Client:
                     cure=f"to accept it: {command(backend.where, finding)}",
                 )
             self._watermark(finding.found.id, backend).replace(finding.newest)
-        meant = not finding.found.encrypted and (plain or (finding.known is not None and finding.known.plain))
+        meant = not finding.found.encrypted and (
+            plain or (finding.known is not None and finding.known.plain)
+        )
         self._place(backend).note(Known(finding.found.id, finding.found.encrypted, plain=meant))
         return finding
 
@@ -237,17 +261,26 @@ class Client:
         """Return whether the configuration marks this place as plain."""
         if self._config is None:
             return False
-        return any(not names_of(place, self._config).isdisjoint(backend.known_as) for place in self._config.plain_places)
+        return any(
+            not names_of(place, self._config).isdisjoint(backend.known_as)
+            for place in self._config.plain_places
+        )
 
     def _recollection(self, backend: Backend) -> Recollection:
-        return Recollection(self._state / "opened" / blake3(backend.where.encode(errors="surrogateescape")).hexdigest()[:32])
+        return Recollection(
+            self._state
+            / "opened"
+            / blake3(backend.where.encode(errors="surrogateescape")).hexdigest()[:32]
+        )
 
     def _watermark(self, identity: str, backend: Backend) -> FileWatermark:
         return FileWatermark(self._state / "seen" / identity, backend.where)
 
     def _remembering(self, core: Core) -> Core:
         """Return the repository with a memory of the newest state seen: by its id, as each replica has a log of its own."""
-        log = Log(core.backend, core.keys.log, watermark=self._watermark(core.config.id, core.backend))
+        log = Log(
+            core.backend, core.keys.log, watermark=self._watermark(core.config.id, core.backend)
+        )
         return Core(core.backend, core.config, core.keys, log, core.emit)
 
 
@@ -268,7 +301,8 @@ def _require_no_encrypted(place: KnownPlace, backend: Backend) -> None:
             return
         words = f"this client knows {known} at {backend.where}"
     raise PlainRefused(
-        f"{words}; the new one would be plain", cure="'icecore init --encrypt' makes an encrypted one, 'icecore init --plain' a plain one"
+        f"{words}; the new one would be plain",
+        cure="'icecore init --encrypt' makes an encrypted one, 'icecore init --plain' a plain one",
     )
 
 

@@ -110,7 +110,9 @@ def unreliable(endpoint: str, plan: Plan) -> Iterator[tuple[str, Toll]]:
                 return
             connection = http.client.HTTPConnection(host, int(port), timeout=30)
             try:
-                connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+                connection.putrequest(
+                    self.command, self.path, skip_host=True, skip_accept_encoding=True
+                )
                 for name, value in self.headers.items():  # the host that was signed included
                     connection.putheader(name, value)
                 connection.endheaders(body)
@@ -124,13 +126,23 @@ def unreliable(endpoint: str, plan: Plan) -> Iterator[tuple[str, Toll]]:
                 sent = len(content) // 2 if fate is Fate.CUT else len(content)
                 self._answer(reply.status, reply.getheaders(), content, sent)
 
-        def _answer(self, status: int, headers: list[tuple[str, str]], content: bytes, sent: int) -> None:
+        def _answer(
+            self, status: int, headers: list[tuple[str, str]], content: bytes, sent: int
+        ) -> None:
             self.send_response(status)
             for name, value in headers:
-                if name.lower() not in ("content-length", "connection", "transfer-encoding", "date", "server"):
+                if name.lower() not in (
+                    "content-length",
+                    "connection",
+                    "transfer-encoding",
+                    "date",
+                    "server",
+                ):
                     self.send_header(name, value)
             length = {name.lower(): value for name, value in headers}.get("content-length", "0")
-            self.send_header("Content-Length", length if self.command == "HEAD" else str(len(content)))
+            self.send_header(
+                "Content-Length", length if self.command == "HEAD" else str(len(content))
+            )
             self.end_headers()
             if self.command != "HEAD":
                 self.wfile.write(content[:sent])
@@ -148,7 +160,9 @@ def unreliable(endpoint: str, plan: Plan) -> Iterator[tuple[str, Toll]]:
             pass  # who is cut off may hang up first
 
     server = Server(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+    )
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}", toll

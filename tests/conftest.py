@@ -33,7 +33,9 @@ settings.register_profile("icecore-same", settings.get_profile("icecore"), deran
 
 def pytest_configure(config: pytest.Config) -> None:
     """In the ordinary run the examples are always the same: what it says is about the commit. New ones are drawn under torture."""
-    settings.load_profile("icecore" if config.getoption("markexpr") == "torture" else "icecore-same")
+    settings.load_profile(
+        "icecore" if config.getoption("markexpr") == "torture" else "icecore-same"
+    )
 
 
 @pytest.fixture(scope="session")

@@ -35,7 +35,9 @@ _STARTS = 3
 _COUNT = 2 * len(_SERVICES)
 _FIRST: Sequence[int] = range(20000, 32000, _COUNT)
 # The child is ended by the kernel when the thread that started it is gone (prctl(2), PR_SET_PDEATHSIG).
-_DIE_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
+_DIE_WITH_PARENT = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
+)
 
 
 def find_weed() -> str | None:
@@ -195,7 +197,9 @@ def _answers(process: subprocess.Popen[bytes], port: int) -> bool:
 
 def _end(process: subprocess.Popen[bytes], ports: Sequence[int]) -> None:
     if process.poll() is None:
-        process.send_signal(signal.SIGKILL)  # its data is not needed any more, and a graceful end takes seconds
+        process.send_signal(
+            signal.SIGKILL
+        )  # its data is not needed any more, and a graceful end takes seconds
     process.wait(timeout=20)
     for socket_ in sockets(ports):
         socket_.unlink(missing_ok=True)

@@ -107,7 +107,14 @@ def target_floor(target: str) -> str | None:
 
 def test_the_tree_was_read() -> None:
     names = {module.name for module in modules()}
-    assert {"icecore", "icecore.store", "icecore.host", "icecore.dumper", "icecore.restorer", "icecore.errors"} <= names
+    assert {
+        "icecore",
+        "icecore.store",
+        "icecore.host",
+        "icecore.dumper",
+        "icecore.restorer",
+        "icecore.errors",
+    } <= names
 
 
 def test_floors() -> None:
@@ -130,7 +137,12 @@ def test_the_floor_test_can_fail(tmp_path: Path) -> None:
         "def f():\n    import icecore.dumper.freeze.window\n"
         "from icecore import Repository, errors\n"
     )
-    found = list(imports(Module("icecore.store.log.chain", path), frozenset({"icecore.host.kernel.procfs", "icecore.errors"})))
+    found = list(
+        imports(
+            Module("icecore.store.log.chain", path),
+            frozenset({"icecore.host.kernel.procfs", "icecore.errors"}),
+        )
+    )
     targets = sorted((target, target_floor(target)) for _, target in found)
     assert targets == [
         ("icecore", "face"),
@@ -140,18 +152,39 @@ def test_the_floor_test_can_fail(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("module", ["icecore.dumper.freeze.guard", "icecore.host.gpu.helper", "icecore.restorer.guard.guard_process"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "icecore.dumper.freeze.guard",
+        "icecore.host.gpu.helper",
+        "icecore.restorer.guard.guard_process",
+    ],
+)
 def test_what_every_dump_or_restore_starts_loads_nothing_heavy(module: str) -> None:
     """Each is a process of its own: numpy alone is three quarters of the start of one that has it."""
-    done = subprocess.run([sys.executable, "-P", "-c", f"import sys, {module}; print(*sys.modules)"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", f"import sys, {module}; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
-    assert not set(done.stdout.split()) & {"numpy", "zstandard", "rich", "numcodecs", "google.protobuf", "asyncio"}
+    assert not set(done.stdout.split()) & {
+        "numpy",
+        "zstandard",
+        "rich",
+        "numcodecs",
+        "google.protobuf",
+        "asyncio",
+    }
 
 
 def test_importing_icecore_loads_nothing_heavy() -> None:
     code = "import sys, icecore; print(*sorted(n for n in sys.modules if n.startswith('icecore.') or n in HEAVY))"
     heavy = "HEAVY = {'numpy', 'msgspec', 'zstandard', 'rich', 'numcodecs', 'google.protobuf', 'asyncio'}\n"
-    done = subprocess.run([sys.executable, "-P", "-c", heavy + code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", heavy + code], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.split()) <= GROUND
 
@@ -162,7 +195,9 @@ def test_formats_do_no_io_and_backends_know_no_format() -> None:
     for module in modules():
         for line, target in imports(module, names):
             where = f"{module.path.relative_to(ROOT)}:{line}"
-            if module.name.startswith(FORMATS) and (target.split(".")[0] in DOES_IO or target.startswith(BACKENDS)):
+            if module.name.startswith(FORMATS) and (
+                target.split(".")[0] in DOES_IO or target.startswith(BACKENDS)
+            ):
                 wrong.append(f"{where}: a format module imports {target}")
             if module.name in PLAIN_BACKENDS and target.startswith(FORMATS):
                 wrong.append(f"{where}: a backend imports the format {target}")
@@ -170,7 +205,11 @@ def test_formats_do_no_io_and_backends_know_no_format() -> None:
 
 
 def test_every_module_says_what_it_is() -> None:
-    silent = [str(module.path.relative_to(ROOT)) for module in modules() if not ast.get_docstring(parsed(module.path))]
+    silent = [
+        str(module.path.relative_to(ROOT))
+        for module in modules()
+        if not ast.get_docstring(parsed(module.path))
+    ]
     assert not silent
 
 
@@ -181,7 +220,11 @@ def test_the_core_never_prints_and_keeps_no_global_state() -> None:
             where = f"{module.path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.Global):
                 wrong.append(f"{where}: global {', '.join(node.names)}")
-            prints = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+            prints = (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id == "print"
+            )
             if prints and module.floor != "face":
                 wrong.append(f"{where}: print()")
     assert not wrong, "\n".join(wrong)
@@ -189,13 +232,21 @@ def test_the_core_never_prints_and_keeps_no_global_state() -> None:
 
 def test_every_folder_is_a_package() -> None:
     """Else it would not be installed."""
-    folders = {path.parent for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
-    assert [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").is_file()] == []
+    folders = {
+        path.parent
+        for path in PACKAGE.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert [
+        str(folder) for folder in sorted(folders) if not (folder / "__init__.py").is_file()
+    ] == []
 
 
 @pytest.mark.parametrize("name", ["store", "dumper", "restorer"])
 def test_the_main_folders_stand_at_the_top(name: str) -> None:
-    assert (ROOT / name).resolve() == PACKAGE / name and (ROOT / name).readlink() == Path("icecore") / name
+    assert (ROOT / name).resolve() == PACKAGE / name and (ROOT / name).readlink() == Path(
+        "icecore"
+    ) / name
 
 
 def room(name: str) -> str:
@@ -210,7 +261,11 @@ def test_no_circle_among_sub_packages() -> None:
     needs: dict[str, set[str]] = {}
     for module in modules():
         for _, target in imports(module, names):
-            if target in names and room(target) != room(module.name) and module.path.name != "__init__.py":
+            if (
+                target in names
+                and room(target) != room(module.name)
+                and module.path.name != "__init__.py"
+            ):
                 needs.setdefault(room(module.name), set()).add(room(target))
     order = TopologicalSorter(needs)
     order.prepare()  # raises CycleError, which names the circle
@@ -227,8 +282,14 @@ def test_the_installed_package_is_the_tree() -> None:
         if path.is_file() and "__pycache__" not in path.parts and path.suffix not in {".so", ".o"}
     ]
     programs = {"icecore-init", "icecore-keeper"}  # built in the tree by an editable installation
-    stale = [str(file) for file in files if file.name not in programs and not same(PACKAGE / file, place / file)]
-    assert files and not stale, f"not installed as they are in the tree: {stale}; 'make test' installs anew (see package-data)"
+    stale = [
+        str(file)
+        for file in files
+        if file.name not in programs and not same(PACKAGE / file, place / file)
+    ]
+    assert files and not stale, (
+        f"not installed as they are in the tree: {stale}; 'make test' installs anew (see package-data)"
+    )
 
 
 def same(one: Path, other: Path) -> bool:

@@ -18,12 +18,19 @@ TOOL = Path(__file__).resolve().parent.parent / "tools/install-criu"
 PREFIX = Path(os.environ.get("ICECORE_CRIU_PREFIX", "/usr/local/lib/icecore/criu"))
 SECOND = PREFIX.with_name(PREFIX.name + "-sid")
 
-pytestmark = [pytest.mark.criu, pytest.mark.skipif(os.geteuid() != 0, reason="criu check needs root")]
+pytestmark = [
+    pytest.mark.criu,
+    pytest.mark.skipif(os.geteuid() != 0, reason="criu check needs root"),
+]
 
 
 def tool(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, TOOL, *words], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300
+        [sys.executable, TOOL, *words],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
 
 
@@ -39,9 +46,13 @@ def installed(prefix: Path) -> dict[str, Any]:
 def test_what_is_recorded_works(prefix: Path) -> None:
     record = installed(prefix)
     assert record == json.loads((prefix / "criu.json").read_text())
-    check = subprocess.run([record["criu"], "check"], capture_output=True, text=True, timeout=60, cwd="/")
+    check = subprocess.run(
+        [record["criu"], "check"], capture_output=True, text=True, timeout=60, cwd="/"
+    )
     assert check.returncode == 0, check.stdout + check.stderr
-    version = subprocess.run([record["criu"], "--version"], capture_output=True, text=True, timeout=20).stdout
+    version = subprocess.run(
+        [record["criu"], "--version"], capture_output=True, text=True, timeout=20
+    ).stdout
     assert f"Version: {record['version']}\n" in version
     assert tuple(int(part) for part in record["version"].split(".")[:2]) >= (4, 0)
 
@@ -66,7 +77,10 @@ def test_a_second_run_changes_nothing() -> None:
     installed(PREFIX)
 
     def state() -> dict[str, tuple[int, int]]:
-        return {str(path): (path.lstat().st_ino, path.lstat().st_mtime_ns) for path in [PREFIX, *PREFIX.rglob("*")]}
+        return {
+            str(path): (path.lstat().st_ino, path.lstat().st_mtime_ns)
+            for path in [PREFIX, *PREFIX.rglob("*")]
+        }
 
     before = state()
     done = tool("--prefix", PREFIX)
@@ -89,7 +103,12 @@ def test_a_damaged_installation_is_not_called_usable(tmp_path: Path) -> None:
     (prefix / "sbin").mkdir()
     (prefix / "sbin/criu").write_bytes(Path(record["criu"]).read_bytes()[:50000])
     (prefix / "sbin/criu").chmod(0o755)
-    moved = {**record, "criu": str(prefix / "sbin/criu"), "pycriu_path": str(prefix / "python"), "suite": "trixie"}
+    moved = {
+        **record,
+        "criu": str(prefix / "sbin/criu"),
+        "pycriu_path": str(prefix / "python"),
+        "suite": "trixie",
+    }
     (prefix / "criu.json").write_text(json.dumps(moved))
     done = tool("--check", "--suite", "trixie", "--prefix", prefix)
     assert done.returncode == 1
@@ -108,7 +127,9 @@ def test_a_folder_of_someone_else_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("apt-get") is None, reason="no apt on this machine")
 def test_an_unsigned_archive_is_refused(tmp_path: Path) -> None:
     """An archive with correct hashes and no signature of Debian's: nothing of it may be unpacked."""
-    architecture = subprocess.run(["dpkg", "--print-architecture"], capture_output=True, text=True).stdout.strip()
+    architecture = subprocess.run(
+        ["dpkg", "--print-architecture"], capture_output=True, text=True
+    ).stdout.strip()
     stanza = {
         "Package": "criu",
         "Architecture": architecture,
@@ -123,12 +144,12 @@ def test_an_unsigned_archive_is_refused(tmp_path: Path) -> None:
     place.mkdir(parents=True)
     (place / "Packages").write_text(packages)
     (place / "Packages.gz").write_bytes(gzip.compress(packages.encode()))
-    release = (
-        f"Origin: Debian\nSuite: trixie\nCodename: trixie\nArchitectures: {architecture}\nComponents: main\nSHA256:\n"
-    )
+    release = f"Origin: Debian\nSuite: trixie\nCodename: trixie\nArchitectures: {architecture}\nComponents: main\nSHA256:\n"
     for path in sorted(place.iterdir()):
         content = path.read_bytes()
-        release += f" {hashlib.sha256(content).hexdigest()} {len(content)} {path.relative_to(suite)}\n"
+        release += (
+            f" {hashlib.sha256(content).hexdigest()} {len(content)} {path.relative_to(suite)}\n"
+        )
     (tmp_path / "archive/dists/trixie/Release").write_text(release)
     prefix = tmp_path / "criu"
     done = tool("--suite", "trixie", "--prefix", prefix, "--mirror", f"file://{tmp_path}/archive")

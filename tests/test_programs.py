@@ -61,14 +61,18 @@ def test_it_works_and_passes_its_own_checks(program: Program, start: Start) -> N
     assert (running.state_dir / "output.log").read_text() == ""
 
 
-@pytest.mark.parametrize(("name", "region"), DAMAGES, ids=[f"{name}-{region}" for name, region in DAMAGES])
+@pytest.mark.parametrize(
+    ("name", "region"), DAMAGES, ids=[f"{name}-{region}" for name, region in DAMAGES]
+)
 def test_one_changed_bit_is_noticed(name: str, region: str, start: Start) -> None:
     running = start(name)
     now = driving.progress(running.state_dir)
     assert now is not None
     # Where it is may be just about to be rewritten, without being looked at again; not so much one after the other.
     for page in range({"blackboard": 8, "cache": 2}.get(region, 1)):
-        driving.damage(running.pid, now, region, after=page * {"blackboard": 4096}.get(region, 1 << 20))
+        driving.damage(
+            running.pid, now, region, after=page * {"blackboard": 4096}.get(region, 1 << 20)
+        )
     said, status = verdict(running)
     assert said.passed is False and said.errors
     assert status == 1
@@ -84,7 +88,8 @@ def test_the_mutator_survives_its_own_operations(start: Start) -> None:
         "done with 2000 operations",
     )
     assert all(
-        done.facts[operation] > 0 for operation in ("dontneed", "free", "move", "grow", "shrink", "punch", "fork")
+        done.facts[operation] > 0
+        for operation in ("dontneed", "free", "move", "grow", "shrink", "punch", "fork")
     )
     said, status = verdict(running)
     assert said.passed and status == 0, said.errors
@@ -125,7 +130,12 @@ def test_the_logger_notices_what_is_done_to_its_files(harm: str, start: Start) -
         with log.open("r+b") as file:
             file.truncate(log.stat().st_size - 10)
     else:
-        driving.wait_until(running.state_dir, lambda now: ledger.read_bytes()[:4096] != old_block, 20.0, "past block 0")
+        driving.wait_until(
+            running.state_dir,
+            lambda now: ledger.read_bytes()[:4096] != old_block,
+            20.0,
+            "past block 0",
+        )
         with ledger.open("r+b") as file:
             file.write(old_block)
     said, status = verdict(running)

@@ -89,7 +89,9 @@ def test_it_goes_on_where_it_was(
 
 
 @pytest.mark.usefixtures("adopted")
-def test_what_criu_cannot_dump_goes_on(criu: Criu, images: Path, tmp_path: Path, cache: Path) -> None:
+def test_what_criu_cannot_dump_goes_on(
+    criu: Criu, images: Path, tmp_path: Path, cache: Path
+) -> None:
     program = PROGRAMS["tree-credentials"]
     running = begin(program, criu, tmp_path, cache)
     try:
@@ -106,7 +108,9 @@ def test_what_criu_cannot_dump_goes_on(criu: Criu, images: Path, tmp_path: Path,
 
 
 @pytest.mark.usefixtures("adopted")
-def test_redis_loses_its_connections_and_no_data(criu: Criu, images: Path, tmp_path: Path, cache: Path) -> None:
+def test_redis_loses_its_connections_and_no_data(
+    criu: Criu, images: Path, tmp_path: Path, cache: Path
+) -> None:
     program = PROGRAMS["redis-alone"]
     running = begin(program, criu, tmp_path, cache)
     try:

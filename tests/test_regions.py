@@ -26,7 +26,9 @@ def test_the_composed_servers_are_started_as_the_tested_ones() -> None:
     known = set(
         re.findall(
             r"^\s+-([\w.]+)",
-            subprocess.run([weed, "help", "server"], capture_output=True, text=True, timeout=60).stderr,
+            subprocess.run(
+                [weed, "help", "server"], capture_output=True, text=True, timeout=60
+            ).stderr,
             re.MULTILINE,
         )
     )

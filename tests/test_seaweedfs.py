@@ -14,8 +14,16 @@ from tests.seaweedfs import running, sockets
 
 def named_after(pid: int) -> list[Path]:
     """Log files of a process in the machine's temporary directory, and links to them."""
-    names = [Path(tempfile.gettempdir()) / name for name in os.listdir(tempfile.gettempdir()) if name.startswith("weed")]
-    return [path for path in names if (os.readlink(path) if path.is_symlink() else path.name).endswith(f".{pid}")]
+    names = [
+        Path(tempfile.gettempdir()) / name
+        for name in os.listdir(tempfile.gettempdir())
+        if name.startswith("weed")
+    ]
+    return [
+        path
+        for path in names
+        if (os.readlink(path) if path.is_symlink() else path.name).endswith(f".{pid}")
+    ]
 
 
 def test_a_server_leaves_nothing_outside_of_its_folder(tmp_path: Path) -> None:
@@ -26,7 +34,9 @@ def test_a_server_leaves_nothing_outside_of_its_folder(tmp_path: Path) -> None:
     assert not named_after(server.process.pid) and not sockets(server.ports)
 
 
-def test_two_servers_never_have_a_port_in_common(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_servers_never_have_a_port_in_common(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that finds a port taken ends, and takes the sockets in /tmp that are called after it along."""
     with seaweedfs._own_ports() as some, seaweedfs._own_ports() as others:
         monkeypatch.setattr(seaweedfs, "_FIRST", [some[0], others[0]])

@@ -25,7 +25,9 @@ NASTY = [
     *"\\x[]u0nrt /\u200b\u200e\u202e\u2028\u2066\u00ad\ufeff\u00a0\u3164\ufe0f\U000e0041\U000e0100ä語\ue000\u0378",
     *(chr(code) for code in range(0xDC80, 0xDD00)),
 ]
-_BYTES = st.lists(st.one_of(st.sampled_from([os.fsencode(one) for one in NASTY]), st.binary(max_size=4))).map(b"".join)
+_BYTES = st.lists(
+    st.one_of(st.sampled_from([os.fsencode(one) for one in NASTY]), st.binary(max_size=4))
+).map(b"".join)
 _TEXTS = _BYTES.map(os.fsdecode)
 
 
@@ -97,7 +99,20 @@ def test_no_stored_text_hides_another(text: str) -> None:
         assert stored(found) == written
 
 
-@pytest.mark.parametrize("written", ["\0plain", r"\x41\xff", "\0\\xc3\\xa4", "\0\\xFF", "\0\\", "\0\\n\\xff", "\0\\xff\\", "\0\\u0041\\xff", "\0\\x7f\\xff"])
+@pytest.mark.parametrize(
+    "written",
+    [
+        "\0plain",
+        r"\x41\xff",
+        "\0\\xc3\\xa4",
+        "\0\\xFF",
+        "\0\\",
+        "\0\\n\\xff",
+        "\0\\xff\\",
+        "\0\\u0041\\xff",
+        "\0\\x7f\\xff",
+    ],
+)
 def test_a_text_that_nobody_stores_is_refused(written: str) -> None:
     if written.startswith("\0"):
         with pytest.raises(ValueError, match="not in its only form"):
@@ -113,7 +128,9 @@ def test_what_stands_for_no_byte_is_not_stored() -> None:
 
 _VALUES = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), _TEXTS, st.just("\ud800")),
-    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(_TEXTS, inner, max_size=4)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(_TEXTS, inner, max_size=4)
+    ),
     max_leaves=12,
 )
 
@@ -137,22 +154,41 @@ def test_json_is_strict_and_utf8(fields: dict[str, Any]) -> None:
 
 def exact(fields: Mapping[str, Any], name: str) -> bytes:
     """The bytes of a field of an event, as docs/events.md says that they are to be had."""
-    return base64.b64decode(fields[f"{name}_base64"]) if f"{name}_base64" in fields else fields[name].encode()
+    return (
+        base64.b64decode(fields[f"{name}_base64"])
+        if f"{name}_base64" in fields
+        else fields[name].encode()
+    )
 
 
 @given(_BYTES)
 def test_json_gives_the_very_bytes(name: bytes) -> None:
     text = os.fsdecode(name)
-    event = json.loads(json.dumps(Event("test", {"path": text, "command": ["run", text], "at_all": {"inner": text}}).as_json()))
+    event = json.loads(
+        json.dumps(
+            Event(
+                "test", {"path": text, "command": ["run", text], "at_all": {"inner": text}}
+            ).as_json()
+        )
+    )
     assert exact(event, "path") == exact(event["at_all"], "inner") == name
     commands = event.get("command_base64")
-    assert [base64.b64decode(word) for word in commands] == [b"run", name] if commands else event["command"] == ["run", text]
+    assert (
+        [base64.b64decode(word) for word in commands] == [b"run", name]
+        if commands
+        else event["command"] == ["run", text]
+    )
 
 
 def test_a_text_that_is_utf8_is_itself_in_json() -> None:
     fields = {"path": "/tmp/\x1b[31m ä \\xff", "command": ["a", "\n"]}
     assert jsonable(fields) == fields
-    assert jsonable({"a": "x\udcff\\", "b": float("nan"), "c": os}) == {"a": "x\\xff\\\\", "a_base64": "eP9c", "b": None, "c": str(os)}
+    assert jsonable({"a": "x\udcff\\", "b": float("nan"), "c": os}) == {
+        "a": "x\\xff\\\\",
+        "a_base64": "eP9c",
+        "b": None,
+        "c": str(os),
+    }
 
 
 @given(_TEXTS)

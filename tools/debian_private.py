@@ -20,7 +20,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-KEYRINGS = ("/usr/share/keyrings/debian-archive-keyring.gpg", "/usr/share/keyrings/debian-archive-keyring.pgp")
+KEYRINGS = (
+    "/usr/share/keyrings/debian-archive-keyring.gpg",
+    "/usr/share/keyrings/debian-archive-keyring.pgp",
+)
 DOWNLOAD_SECONDS = 900
 
 
@@ -33,13 +36,21 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def call(argv: Sequence[str | os.PathLike[str]], *, seconds: float = 120, cwd: Path | None = None) -> str:
+def call(
+    argv: Sequence[str | os.PathLike[str]], *, seconds: float = 120, cwd: Path | None = None
+) -> str:
     """Run a command without a terminal and return its standard output; raises ToolError with its errors."""
     environment = {**os.environ, "LC_ALL": "C", "DEBIAN_FRONTEND": "noninteractive"}
     words = [os.fspath(word) for word in argv]
     try:
         done = subprocess.run(
-            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, cwd=cwd, env=environment
+            words,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            cwd=cwd,
+            env=environment,
         )
     except FileNotFoundError as error:
         raise ToolError(f"{words[0]} is not installed; this tool needs it") from error
@@ -76,7 +87,9 @@ def candidate_version(package: str) -> str | None:
 def install_packages(packages: Sequence[str]) -> None:
     """Install packages of the machine's own distribution (needs root)."""
     if os.geteuid() != 0:
-        raise ToolError(f"not root: run 'apt-get install {' '.join(packages)}' yourself, then this again")
+        raise ToolError(
+            f"not root: run 'apt-get install {' '.join(packages)}' yourself, then this again"
+        )
     if any(candidate_version(package) is None for package in packages):
         call(["apt-get", "update"], seconds=DOWNLOAD_SECONDS)
     command = ["apt-get", "install", "-y", "-q", "--no-install-recommends", *packages]
@@ -91,7 +104,13 @@ def install_packages(packages: Sequence[str]) -> None:
 
 def debian_mirror() -> str:
     """Address of the Debian archive that the machine's own apt is configured with (security and others left out)."""
-    listing = ["apt-get", "indextargets", "--format", "$(ORIGIN)|$(LABEL)|$(REPO_URI)", "Created-By: Packages"]
+    listing = [
+        "apt-get",
+        "indextargets",
+        "--format",
+        "$(ORIGIN)|$(LABEL)|$(REPO_URI)",
+        "Created-By: Packages",
+    ]
     for attempt in range(2):
         for line in call(listing).splitlines():
             origin, label, address = line.split("|", 2)
@@ -113,7 +132,9 @@ def archive_keyring() -> str:
     for path in KEYRINGS:
         if os.path.exists(path):
             return path
-    raise ToolError(f"no Debian archive keyring at any of {', '.join(KEYRINGS)}; install debian-archive-keyring")
+    raise ToolError(
+        f"no Debian archive keyring at any of {', '.join(KEYRINGS)}; install debian-archive-keyring"
+    )
 
 
 @dataclass(frozen=True)
@@ -126,7 +147,9 @@ class Suite:
     _options: tuple[str, ...] = field(repr=False)
 
     @classmethod
-    def open(cls, name: str, root: Path, mirror: str | None = None, *, allow_expired: bool = False) -> Suite:
+    def open(
+        cls, name: str, root: Path, mirror: str | None = None, *, allow_expired: bool = False
+    ) -> Suite:
         """Fetch and verify the suite's package lists (about 10 MB).
 
         `allow_expired` accepts a Release file past its Valid-Until, as an archive of the past serves it. It must still
@@ -163,7 +186,10 @@ class Suite:
             "Acquire::Retries": "3",
         }
         suite = cls(
-            name, root, architecture, tuple(word for key in settings for word in ("-o", f"{key}={settings[key]}"))
+            name,
+            root,
+            architecture,
+            tuple(word for key in settings for word in ("-o", f"{key}={settings[key]}")),
         )
         say(f"reading the package lists of Debian {name} from {address}")
         try:
@@ -195,7 +221,9 @@ class Suite:
         try:
             return self.fields(package)["Version"]
         except KeyError:
-            raise ToolError(f"Debian {self.name} has no package {package} for {self.architecture}") from None
+            raise ToolError(
+                f"Debian {self.name} has no package {package} for {self.architecture}"
+            ) from None
 
     def library_closure(self, packages: Sequence[str]) -> list[str]:
         """`packages` and every shared library package that they need, directly or through such packages."""
@@ -203,8 +231,12 @@ class Suite:
         for package in wanted:  # grows while it is walked
             fields = self.fields(package)
             if not fields:
-                raise ToolError(f"Debian {self.name} has no package {package} for {self.architecture}")
-            for clause in ", ".join(filter(None, (fields.get("Pre-Depends"), fields.get("Depends")))).split(", "):
+                raise ToolError(
+                    f"Debian {self.name} has no package {package} for {self.architecture}"
+                )
+            for clause in ", ".join(
+                filter(None, (fields.get("Pre-Depends"), fields.get("Depends")))
+            ).split(", "):
                 name = re.split(r"[ :(|]", clause, maxsplit=1)[0]
                 if name.startswith(("lib", "zlib")) and name not in wanted:
                     wanted.append(name)
@@ -221,7 +253,9 @@ class Suite:
             raise ToolError(f"apt downloaded {len(archives)} of {len(packages)} packages")
         versions: dict[str, str] = {}
         for archive in archives:
-            name, version = call(["dpkg-deb", "--show", "--showformat=${Package} ${Version}", archive]).split()
+            name, version = call(
+                ["dpkg-deb", "--show", "--showformat=${Package} ${Version}", archive]
+            ).split()
             versions[name] = version
             call(["dpkg-deb", "--extract", archive, target])
         return versions
@@ -235,14 +269,20 @@ def needed_libraries(binary: Path) -> list[str]:
 
 def interpreter(binary: Path) -> str:
     """Path of the dynamic loader that an ELF program asks for."""
-    found = re.search(r"program interpreter: (.+)\]", call(["readelf", "--program-headers", "--wide", binary]))
+    found = re.search(
+        r"program interpreter: (.+)\]", call(["readelf", "--program-headers", "--wide", binary])
+    )
     if found is None:
         raise ToolError(f"{binary} asks for no dynamic loader")
     return found.group(1)
 
 
 def _libraries_below(tree: Path) -> dict[str, Path]:
-    return {path.name: path for path in sorted(tree.rglob("*.so*")) if path.exists() and not path.is_dir()}
+    return {
+        path.name: path
+        for path in sorted(tree.rglob("*.so*"))
+        if path.exists() and not path.is_dir()
+    }
 
 
 def copy_libraries(suite: Suite, binaries: Sequence[Path], tree: Path, lib: Path) -> None:
@@ -277,14 +317,21 @@ def bind(suite: Suite, binary: Path, lib: Path) -> None:
     their segments overlap.
     """
     if "DYN" not in call(["readelf", "--file-header", binary]):
-        raise ToolError(f"{binary} is not position-independent: start it through its loader instead")
+        raise ToolError(
+            f"{binary} is not position-independent: start it through its loader instead"
+        )
     # patchelf comes from the same suite and runs under the suite's own loader and libraries, so the machine needs none.
     tools = suite.root / "patchelf"
     suite.unpack(suite.library_closure(["patchelf"]), tools)
     name = os.path.basename(interpreter(binary))
     offered = _libraries_below(tools)
     folders = ":".join(sorted({str(path.parent) for path in offered.values()}))
-    patchelf: list[str | os.PathLike[str]] = [offered[name], "--library-path", folders, tools / "usr/bin/patchelf"]
+    patchelf: list[str | os.PathLike[str]] = [
+        offered[name],
+        "--library-path",
+        folders,
+        tools / "usr/bin/patchelf",
+    ]
     call([*patchelf, "--set-interpreter", lib / name, "--force-rpath", "--set-rpath", lib, binary])
 
 
@@ -304,7 +351,9 @@ def fresh_folder(prefix: Path, mark: str) -> Iterator[Path]:
     Refuses a prefix that holds something else: one without the file `mark` in it was not made by this tool.
     """
     if prefix.exists() and any(prefix.iterdir()) and not (prefix / mark).is_file():
-        raise ToolError(f"{prefix} is not empty and holds no {mark}: not replacing it; name another --prefix")
+        raise ToolError(
+            f"{prefix} is not empty and holds no {mark}: not replacing it; name another --prefix"
+        )
     prefix.parent.mkdir(parents=True, exist_ok=True)
     build = Path(tempfile.mkdtemp(prefix=f".{prefix.name}.", dir=prefix.parent))
     build.chmod(0o755)

@@ -56,12 +56,16 @@ def rewrite(state: State, worker: int, step: int) -> State:
 
 def digest_of(total: int, block: State) -> bytes:
     """What a worker says of its step: the sum of all its memory and the hash of what changed."""
-    return hashlib.blake2b(struct.pack("<Q", total & (1 << 64) - 1) + block.tobytes(), digest_size=32).digest()
+    return hashlib.blake2b(
+        struct.pack("<Q", total & (1 << 64) - 1) + block.tobytes(), digest_size=32
+    ).digest()
 
 
 def link(chain: bytes, step: int, digests: list[bytes], shared: bytes) -> bytes:
     """The chain after a step."""
-    return hashlib.blake2b(chain + struct.pack("<Q", step) + b"".join(digests) + shared, digest_size=32).digest()
+    return hashlib.blake2b(
+        chain + struct.pack("<Q", step) + b"".join(digests) + shared, digest_size=32
+    ).digest()
 
 
 def shared_part(step: int) -> slice:
@@ -148,7 +152,10 @@ def coordinate(folder: Path) -> int:
     for request, _ in pipes:
         os.close(request)
     wrong = sum(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in children)
-    print(f"verified {step} steps: {'all memory is right' if not wrong else f'{wrong} workers hold wrong memory'}", flush=True)
+    print(
+        f"verified {step} steps: {'all memory is right' if not wrong else f'{wrong} workers hold wrong memory'}",
+        flush=True,
+    )
     return 1 if wrong else 0
 
 

@@ -99,13 +99,19 @@ def _regions(pid: int, directory: str) -> list[Region]:
             span, mode, _, _, inode, *rest = line.split(maxsplit=5)
             start, end = (int(word, 16) for word in span.split("-"))
             name = rest[0].replace(directory, "INSTANCE") if rest else ""
-            name = name.removeprefix("/memfd:")  # CRIU makes anonymous shared memory anew as a memfd
+            name = name.removeprefix(
+                "/memfd:"
+            )  # CRIU makes anonymous shared memory anew as a memfd
             if name in KERNELS:
                 continue
-            entries = np.frombuffer(os.pread(pagemap, (end - start) // PAGE * 8, start // PAGE * 8), np.uint64)
+            entries = np.frombuffer(
+                os.pread(pagemap, (end - start) // PAGE * 8, start // PAGE * 8), np.uint64
+            )
             held = (entries & PRESENT) != 0
             if inode != "0":
-                held = np.ones(len(entries), np.bool_)  # of a file or shared memory: what is not in memory yet counts as well
+                held = np.ones(
+                    len(entries), np.bool_
+                )  # of a file or shared memory: what is not in memory yet counts as well
             regions.append(Region(start, end, mode, name, *_content(memory, start, held)))
     finally:
         os.close(memory)
@@ -118,9 +124,15 @@ def _joined(regions: list[Region]) -> list[Region]:
     joined: list[Region] = []
     for region in regions:
         last = joined[-1] if joined else None
-        if last is not None and (last.end, last.mode, last.name) == (region.start, region.mode, region.name):
+        if last is not None and (last.end, last.mode, last.name) == (
+            region.start,
+            region.mode,
+            region.name,
+        ):
             held = np.concatenate((last.held, region.held))
-            joined[-1] = Region(last.start, region.end, region.mode, region.name, held, last.data + region.data)
+            joined[-1] = Region(
+                last.start, region.end, region.mode, region.name, held, last.data + region.data
+            )
         else:
             joined.append(region)
     return joined
@@ -155,14 +167,20 @@ def differences(before: Memory, after: Memory) -> tuple[int, list[str]]:
         there = {region.start: region for region in after[pid]}
         for region in before[pid]:
             other = there.pop(region.start, None)
-            if other is None or (other.end, other.mode, other.name) != (region.end, region.mode, region.name):
+            if other is None or (other.end, other.mode, other.name) != (
+                region.end,
+                region.mode,
+                region.name,
+            ):
                 wrong.append(f"process {pid}: {region} became {other}")
                 continue
             compared += int((region.held | other.held).sum()) * PAGE
             if not np.array_equal(region.held, other.held) or region.data != other.data:
                 pages = _differing(region, other)
                 if len(pages):
-                    wrong.append(f"process {pid}: {len(pages)} pages differ in {region.start:#x} {region.name}, first {pages[0]}")
+                    wrong.append(
+                        f"process {pid}: {len(pages)} pages differ in {region.start:#x} {region.name}, first {pages[0]}"
+                    )
         wrong.extend(f"process {pid}: new region {start:#x}" for start in there)
     return compared, wrong
 

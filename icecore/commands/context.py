@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 Settings = TypeVar("Settings")
 READ_ONLY = "write nothing to the repository, not even that it is being looked at"
 #: For what reads much and must get all of it.
-READ_ONLY_ALL = f"{READ_ONLY}: a collection elsewhere may delete what is still to come, and then this fails"
+READ_ONLY_ALL = (
+    f"{READ_ONLY}: a collection elsewhere may delete what is still to come, and then this fails"
+)
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 
 
@@ -110,14 +112,24 @@ class Context:
         Raises:
             NotFound: There is neither.
         """
-        if any(record.job == name for record in self.repository().snapshots()) or any(job.name == name for job in self.registry().instances()):
+        if any(record.job == name for record in self.repository().snapshots()) or any(
+            job.name == name for job in self.registry().instances()
+        ):
             return
-        raise NotFound(f"there is no job {name!r} and no snapshot of one", cure="'icecore ls' lists all snapshots, 'icecore ps -a' the jobs of this node")
+        raise NotFound(
+            f"there is no job {name!r} and no snapshot of one",
+            cure="'icecore ls' lists all snapshots, 'icecore ps -a' the jobs of this node",
+        )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._stack.close()
 
 
@@ -142,11 +154,24 @@ class Parser(argparse.ArgumentParser):
 class Commands:
     """Adds commands to the parser; each knows the options that stand before it too."""
 
-    def __init__(self, parsers: argparse._SubParsersAction[Parser], common: Callable[[argparse.ArgumentParser], None]) -> None:
+    def __init__(
+        self,
+        parsers: argparse._SubParsersAction[Parser],
+        common: Callable[[argparse.ArgumentParser], None],
+    ) -> None:
         self._parsers = parsers
         self._common = common
 
-    def add(self, name: str, run: Run, what: str, *, more: str = "", usage: str | None = None, numpy: bool = True) -> Parser:
+    def add(
+        self,
+        name: str,
+        run: Run,
+        what: str,
+        *,
+        more: str = "",
+        usage: str | None = None,
+        numpy: bool = True,
+    ) -> Parser:
         """A command: its name, what runs it, what it does in one sentence, and whether numpy is loaded for it."""
         parser = self._parsers.add_parser(
             name,
@@ -160,7 +185,13 @@ class Commands:
         return parser
 
 
-def add_setting(parser: argparse.ArgumentParser, settings: type[DataclassInstance], key: str, what: str, *flags: str) -> None:
+def add_setting(
+    parser: argparse.ArgumentParser,
+    settings: type[DataclassInstance],
+    key: str,
+    what: str,
+    *flags: str,
+) -> None:
     """An option that overrides a setting; absent, the configuration's value counts.
 
     Args:
@@ -171,7 +202,9 @@ def add_setting(parser: argparse.ArgumentParser, settings: type[DataclassInstanc
     assert isinstance(kind, Kind)
     names = flags or (f"--{key.replace('_', '-')}",)
     if kind is SWITCH:
-        parser.add_argument(*names, dest=key, action=argparse.BooleanOptionalAction, default=None, help=what)
+        parser.add_argument(
+            *names, dest=key, action=argparse.BooleanOptionalAction, default=None, help=what
+        )
         return
     words = kind.words
     parser.add_argument(
@@ -192,6 +225,8 @@ def overridden(settings: Settings, arguments: argparse.Namespace) -> Settings:
     """``settings`` with what the command line gives."""
     known: Sequence[Field[Any]] = fields(settings)  # type: ignore[arg-type]
     given = {about.name: getattr(arguments, about.name, None) for about in known}
-    changed: Any = replace(settings, **{name: value for name, value in given.items() if value is not None})  # type: ignore[type-var]
+    changed: Any = replace(
+        settings, **{name: value for name, value in given.items() if value is not None}
+    )  # type: ignore[type-var]
     result: Settings = changed
     return result

@@ -14,18 +14,54 @@ from icecore.events import Value
 
 def add(commands: Commands) -> None:
     """Add the commands."""
-    parser = commands.add("import", import_, "Store an image directory of 'criu dump' as a snapshot; it is only read.")
+    parser = commands.add(
+        "import", import_, "Store an image directory of 'criu dump' as a snapshot; it is only read."
+    )
     parser.add_argument("directory", metavar="DIR", help="what 'criu dump -D' was given")
-    parser.add_argument("--job", default="", help="job whose snapshot it becomes (default: the name of its first process)")
-    parser.add_argument("--parent", default="", metavar="SNAPSHOT", help=f"snapshot to build on (default: the job's newest): {WHICH}")
-    parser.add_argument("--tag", type=LABEL, action="append", default=[], metavar="TEXT", help="label the snapshot; may be repeated")
-    parser.add_argument("--threads", type=THREADS, default=0, metavar="N", help="threads that read and encode; 0: one a core")
-    parser.add_argument("--link-rate", type=SIZE, default=0, metavar="SIZE", help="bytes a second at which it will be read")
+    parser.add_argument(
+        "--job",
+        default="",
+        help="job whose snapshot it becomes (default: the name of its first process)",
+    )
+    parser.add_argument(
+        "--parent",
+        default="",
+        metavar="SNAPSHOT",
+        help=f"snapshot to build on (default: the job's newest): {WHICH}",
+    )
+    parser.add_argument(
+        "--tag",
+        type=LABEL,
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="label the snapshot; may be repeated",
+    )
+    parser.add_argument(
+        "--threads",
+        type=THREADS,
+        default=0,
+        metavar="N",
+        help="threads that read and encode; 0: one a core",
+    )
+    parser.add_argument(
+        "--link-rate",
+        type=SIZE,
+        default=0,
+        metavar="SIZE",
+        help="bytes a second at which it will be read",
+    )
 
-    parser = commands.add("export", export, "Write a snapshot as an image directory that plain 'criu restore' takes.")
+    parser = commands.add(
+        "export", export, "Write a snapshot as an image directory that plain 'criu restore' takes."
+    )
     parser.add_argument("snapshot", help=WHICH)
-    parser.add_argument("directory", metavar="DIR", help="is made; if it is there it has to be empty")
-    parser.add_argument("--threads", type=THREADS, default=0, metavar="N", help="threads that decode; 0: one a core")
+    parser.add_argument(
+        "directory", metavar="DIR", help="is made; if it is there it has to be empty"
+    )
+    parser.add_argument(
+        "--threads", type=THREADS, default=0, metavar="N", help="threads that decode; 0: one a core"
+    )
     parser.add_argument("--read-only", action="store_true", help=READ_ONLY_ALL)
 
 
@@ -52,7 +88,12 @@ def import_(arguments: argparse.Namespace, context: Context) -> int:
         )
     except Damaged as error:
         if error.kind == "image":  # one of the directory, not of the repository
-            raise Damaged(error.kind, error.name, error.why, cure="dump the tree with 'criu dump' again, and import that") from error
+            raise Damaged(
+                error.kind,
+                error.name,
+                error.why,
+                cure="dump the tree with 'criu dump' again, and import that",
+            ) from error
         raise
     sizes = done.sizes
     context.output.line(
@@ -88,9 +129,13 @@ def export(arguments: argparse.Namespace, context: Context) -> int:
         "open_files": list(done.open_files),
         "seconds": done.seconds,
     }
-    words = f"{record.snapshot}: {units.size(done.bytes)} in {done.images} images in {done.directory}"
+    words = (
+        f"{record.snapshot}: {units.size(done.bytes)} in {done.images} images in {done.directory}"
+    )
     context.output.result("export.done", fields, words)
     if done.open_files:
-        context.output.note(f"{len(done.open_files)} files that it had open lie in {done.directory / OPEN_FILES}: put them in place first")
+        context.output.note(
+            f"{len(done.open_files)} files that it had open lie in {done.directory / OPEN_FILES}: put them in place first"
+        )
     context.output.note("the directory holds what the job had in memory, secrets too")
     return 0

@@ -35,18 +35,44 @@ def add(commands: Commands) -> None:
         more="In the foreground its output is shown and its exit status returned; Ctrl-C leaves it running. Its standard input is empty (/dev/null).",
         usage="icecore run [options] -- COMMAND [ARGUMENT ...]",
     )
-    parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)  # a command without '--'
-    parser.add_argument("-d", "--detach", action="store_true", help="return at once; print the job's name")
+    parser.add_argument(
+        "words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
+    )  # a command without '--'
+    parser.add_argument(
+        "-d", "--detach", action="store_true", help="return at once; print the job's name"
+    )
     parser.add_argument("--name", default="", help="name of the job (default: the program's)")
-    parser.add_argument("--cwd", default="", metavar="DIR", help="directory to start in (default: this one)")
-    parser.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable, or pass on one that is withheld; may be repeated")
-    parser.add_argument("--gpu", action="store_true", help="it uses NVIDIA GPUs: make it, and NCCL, so that it can be snapshotted")
-    parser.add_argument("--rm", action="store_true", help="forget the job and its logs once it has ended (foreground only)")
+    parser.add_argument(
+        "--cwd", default="", metavar="DIR", help="directory to start in (default: this one)"
+    )
+    parser.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="set a variable, or pass on one that is withheld; may be repeated",
+    )
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help="it uses NVIDIA GPUs: make it, and NCCL, so that it can be snapshotted",
+    )
+    parser.add_argument(
+        "--rm",
+        action="store_true",
+        help="forget the job and its logs once it has ended (foreground only)",
+    )
     for key, what in (
-        ("pid", "process ids: its own, so that it can be restored anywhere and several times at once, or the host's"),
+        (
+            "pid",
+            "process ids: its own, so that it can be restored anywhere and several times at once, or the host's",
+        ),
         ("ipc", "System V IPC and message queues"),
         ("network", "network: the host's, or one of its own that has loopback only"),
-        ("root", "file system: the host's mounts as they are, or bound into a root of its own, with its own /proc and /dev/shm"),
+        (
+            "root",
+            "file system: the host's mounts as they are, or bound into a root of its own, with its own /proc and /dev/shm",
+        ),
     ):
         add_setting(parser, RunSettings, key, what)
     about = "with --gpu: a preload keeps device memory in place in windows, which are much shorter then (default: yes, where it was built)"
@@ -59,25 +85,44 @@ def add(commands: Commands) -> None:
 
     parser = command("logs", logs, "Show what a job has written.")
     parser.add_argument("job", help="name, instance or pid")
-    parser.add_argument("-f", "--follow", action="store_true", help="and what it writes until it ends")
-    parser.add_argument("--stream", choices=("both", "stdout", "stderr"), default="both", help="only this one")
+    parser.add_argument(
+        "-f", "--follow", action="store_true", help="and what it writes until it ends"
+    )
+    parser.add_argument(
+        "--stream", choices=("both", "stdout", "stderr"), default="both", help="only this one"
+    )
 
     parser = command(
-        "attach", attach, "Follow a job's output from now on and return its exit status; Ctrl-C leaves it running."
+        "attach",
+        attach,
+        "Follow a job's output from now on and return its exit status; Ctrl-C leaves it running.",
     )
     parser.add_argument("job", help="name, instance or pid")
 
-    parser = command("wait", wait, "Wait until a job has ended and return its exit status, after a restore too.")
+    parser = command(
+        "wait", wait, "Wait until a job has ended and return its exit status, after a restore too."
+    )
     parser.add_argument("job", help="name, instance or pid")
-    parser.add_argument("--timeout", type=SECONDS, metavar="TIME", help="give up after this time (exit status 124)")
+    parser.add_argument(
+        "--timeout", type=SECONDS, metavar="TIME", help="give up after this time (exit status 124)"
+    )
 
     parser = command("kill", kill, "Send a signal to a job; KILL ends all its processes at once.")
     parser.add_argument("job", help="name, instance or pid")
-    parser.add_argument("-s", "--signal", default="TERM", metavar="NAME", help="name or number (default: TERM)")
+    parser.add_argument(
+        "-s", "--signal", default="TERM", metavar="NAME", help="name or number (default: TERM)"
+    )
 
-    parser = command("rm", remove, "Forget jobs that have ended, with their logs; snapshots are not touched.")
+    parser = command(
+        "rm", remove, "Forget jobs that have ended, with their logs; snapshots are not touched."
+    )
     parser.add_argument("job", nargs="*", help="name or instance")
-    parser.add_argument("--ended", type=SECONDS, metavar="TIME", help="all that ended and were started longer ago than this")
+    parser.add_argument(
+        "--ended",
+        type=SECONDS,
+        metavar="TIME",
+        help="all that ended and were started longer ago than this",
+    )
 
 
 def run(arguments: argparse.Namespace, context: Context) -> int:
@@ -86,22 +131,38 @@ def run(arguments: argparse.Namespace, context: Context) -> int:
 
     if arguments.words:
         whole = shlex.join([*arguments.words, *arguments.job_command])
-        raise UsageError(f"unrecognized arguments: {shlex.join(arguments.words)}", cure=f"write the command after '--': icecore run -- {whole}")
+        raise UsageError(
+            f"unrecognized arguments: {shlex.join(arguments.words)}",
+            cure=f"write the command after '--': icecore run -- {whole}",
+        )
     if not arguments.job_command:
-        raise UsageError("no command to run", cure="write it after '--': icecore run -- python3 train.py")
+        raise UsageError(
+            "no command to run", cure="write it after '--': icecore run -- python3 train.py"
+        )
     if arguments.rm and arguments.detach:
-        raise UsageError("--rm needs the foreground, because nobody else waits for the job's end", cure="leave out -d or --rm")
+        raise UsageError(
+            "--rm needs the foreground, because nobody else waits for the job's end",
+            cure="leave out -d or --rm",
+        )
     if arguments.keep_resident and not arguments.gpu:
-        raise UsageError("only the device memory of GPU jobs can be kept", cure="add --gpu, or leave out --keep-resident")
+        raise UsageError(
+            "only the device memory of GPU jobs can be kept",
+            cure="add --gpu, or leave out --keep-resident",
+        )
     if arguments.keep_resident and arguments.rm:
         raise UsageError("--rm lets go of what --keep-resident keeps", cure="leave out one of them")
     own = overridden(context.config.run, arguments)
     isolation = Isolation(
-        pid=own.pid == "private", ipc=own.ipc == "private", network=own.network == "private", root=own.root == "private"
+        pid=own.pid == "private",
+        ipc=own.ipc == "private",
+        network=own.network == "private",
+        root=own.root == "private",
     )
     environment = _environment(arguments, context)
     if _stdin_holds_something():
-        context.output.note("note: the job does not get what comes on standard input; have its command read a file: icecore run -- sh -c 'COMMAND < FILE'")
+        context.output.note(
+            "note: the job does not get what comes on standard input; have its command read a file: icecore run -- sh -c 'COMMAND < FILE'"
+        )
     registry = context.registry()
     if arguments.gpu:
         from icecore.api import start_gpu
@@ -144,9 +205,13 @@ def _environment(arguments: argparse.Namespace, context: Context) -> dict[str, s
     for pair in arguments.env:
         name, separator, value = pair.partition("=")
         if not name:
-            raise UsageError(f"--env {pair!r} is wrong", cure="write NAME=VALUE, or NAME to pass a variable on")
+            raise UsageError(
+                f"--env {pair!r} is wrong", cure="write NAME=VALUE, or NAME to pass a variable on"
+            )
         if not separator and name not in os.environ:
-            raise UsageError(f"--env {name}: this environment has no such variable", cure=f"write {name}=VALUE")
+            raise UsageError(
+                f"--env {name}: this environment has no such variable", cure=f"write {name}=VALUE"
+            )
         environment[name] = value if separator else os.environ[name]
     held = [name for name in held if name not in environment]
     if held:
@@ -158,7 +223,9 @@ def _stdin_holds_something() -> bool:
     """Whether this process's standard input is a pipe, or a file with something left to read."""
     try:
         about = os.fstat(0)
-        return stat.S_ISFIFO(about.st_mode) or (stat.S_ISREG(about.st_mode) and os.lseek(0, 0, os.SEEK_CUR) < about.st_size)
+        return stat.S_ISFIFO(about.st_mode) or (
+            stat.S_ISREG(about.st_mode) and os.lseek(0, 0, os.SEEK_CUR) < about.st_size
+        )
     except OSError:  # it is closed
         return False
 
@@ -189,7 +256,16 @@ def ps(arguments: argparse.Namespace, context: Context) -> int:
                 printable_command(known.command),
             ]
         )
-    columns = ["JOB", "INSTANCE", "PID", "STATE", "SINCE", "RESTORED FROM", "LAST SNAPSHOT", "COMMAND"]
+    columns = [
+        "JOB",
+        "INSTANCE",
+        "PID",
+        "STATE",
+        "SINCE",
+        "RESTORED FROM",
+        "LAST SNAPSHOT",
+        "COMMAND",
+    ]
     if any(keep != "–" for keep in keeps):
         columns.insert(4, "KEPT ON GPUS")
         for row, keep in zip(rows, keeps, strict=True):
@@ -255,9 +331,19 @@ def follow(job: Job, context: Context, *, seen: Mapping[Stream, int] | None = No
         status = job.wait()
     except Interrupted:
         context.output.note("")
-        context.output.note(f"job {job.name} runs on; 'icecore attach {job.name}' shows its output again, 'icecore kill {job.name}' ends it")
+        context.output.note(
+            f"job {job.name} runs on; 'icecore attach {job.name}' shows its output again, 'icecore kill {job.name}' ends it"
+        )
         raise
-    context.output.result("job.ended", {"job": job.name, "instance": job.instance, "how": str(status), "exit_code": status.exit_code})
+    context.output.result(
+        "job.ended",
+        {
+            "job": job.name,
+            "instance": job.instance,
+            "how": str(status),
+            "exit_code": status.exit_code,
+        },
+    )
     if status.code is None:
         context.output.note(f"job {job.name}: {status}")
     return status.exit_code
@@ -279,7 +365,9 @@ class _Writer:
             return
         if self._output.as_json:
             text = self._decoders[piece.stream].decode(piece.data)
-            self._output.result("job.output", {"job": self._job.name, "stream": piece.stream, "text": text})
+            self._output.result(
+                "job.output", {"job": self._job.name, "stream": piece.stream, "text": text}
+            )
         else:
             self._output.raw(piece.data, error=piece.stream == "stderr")
 
@@ -292,7 +380,12 @@ def wait(arguments: argparse.Namespace, context: Context) -> int:
     except TimeoutError as error:
         context.output.note(f"icecore: {error}")
         return 124
-    fields: dict[str, Value] = {"job": job.name, "instance": job.instance, "how": str(status), "exit_code": status.exit_code}
+    fields: dict[str, Value] = {
+        "job": job.name,
+        "instance": job.instance,
+        "how": str(status),
+        "exit_code": status.exit_code,
+    }
     context.output.result("job.ended", fields, f"{job.name}: {status}")
     return status.exit_code
 
@@ -304,7 +397,10 @@ def kill(arguments: argparse.Namespace, context: Context) -> int:
     job.kill(number)
     if number == signal.SIGKILL:
         job.wait(timeout=30)
-    context.output.result("job.signalled", {"job": job.name, "instance": job.instance, "signal": signal.Signals(number).name})
+    context.output.result(
+        "job.signalled",
+        {"job": job.name, "instance": job.instance, "signal": signal.Signals(number).name},
+    )
     return 0
 
 
@@ -315,7 +411,9 @@ def _signal_number(text: str) -> int:
         return named[word]
     if word.isdecimal() and int(word) in named.values():
         return int(word)
-    raise UsageError(f"there is no signal {text!r}", cure="use a name such as TERM, KILL, USR1, or its number")
+    raise UsageError(
+        f"there is no signal {text!r}", cure="use a name such as TERM, KILL, USR1, or its number"
+    )
 
 
 def remove(arguments: argparse.Namespace, context: Context) -> int:
@@ -345,11 +443,13 @@ def remove(arguments: argparse.Namespace, context: Context) -> int:
         except IcecoreError as error:
             failures.append(error)
         else:
-            context.output.result("job.removed", {"job": name, "instance": instance}, f"{name} ({instance}) forgotten".lstrip())
+            context.output.result(
+                "job.removed",
+                {"job": name, "instance": instance},
+                f"{name} ({instance}) forgotten".lstrip(),
+            )
     for failure in failures[:-1]:
         context.output.error(failure)
     if failures:
         raise failures[-1]
     return 0
-
-

@@ -29,8 +29,18 @@ def add(commands: Commands) -> None:
     parser.add_argument("action", choices=("list", "add", "remove", "rotate", "export", "import"))
     what = "the slot's label or id, for remove and rotate; the new label, for add; the file, for export and import"
     parser.add_argument("slot", nargs="?", default="", metavar="NAME", help=what)
-    parser.add_argument("--new-file", metavar="FILE", default="", help="the new passphrase is in this file (- is not stdin)")
-    parser.add_argument("--new-command", metavar="COMMAND", default="", help="the new passphrase is what this prints")
+    parser.add_argument(
+        "--new-file",
+        metavar="FILE",
+        default="",
+        help="the new passphrase is in this file (- is not stdin)",
+    )
+    parser.add_argument(
+        "--new-command",
+        metavar="COMMAND",
+        default="",
+        help="the new passphrase is what this prints",
+    )
 
 
 def new_passphrase(arguments: argparse.Namespace) -> passphrase.Passphrase:
@@ -43,7 +53,10 @@ def key(arguments: argparse.Namespace, context: Context) -> int:
     action, which = arguments.action, arguments.slot
     if action in ("export", "import"):
         if not which:
-            raise UsageError("which file?", cure="icecore key export FILE" if action == "export" else "icecore key import FILE")
+            raise UsageError(
+                "which file?",
+                cure="icecore key export FILE" if action == "export" else "icecore key import FILE",
+            )
         return (_export if action == "export" else _import)(Path(which), context)
     repository = context.repository()
     if action == "list":
@@ -52,7 +65,10 @@ def key(arguments: argparse.Namespace, context: Context) -> int:
         slots = repository.key_slots()
     elif action == "add":
         if not which:
-            raise UsageError("the new slot needs a label", cure="icecore key add LABEL, for instance a person's or a node's name")
+            raise UsageError(
+                "the new slot needs a label",
+                cure="icecore key add LABEL, for instance a person's or a node's name",
+            )
         slots = repository.add_passphrase(which, new_passphrase(arguments)())
     elif action == "remove":
         if not which:
@@ -68,19 +84,32 @@ def _export(path: Path, context: Context) -> int:
     repository = context.repository()
     data = repository.recovery_file()
     try:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "wb") as file:
+        with open(
+            os.open(
+                path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+            ),
+            "wb",
+        ) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
     except FileExistsError:
         raise UsageError(f"{path} exists", cure="name another file, or remove it") from None
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}", cure="name another file") from error
-    context.output.result("key.export", {"file": str(path), "encrypted": repository.encrypted}, f"wrote {path}")
+        raise UsageError(
+            f"cannot write {path}: {error.strerror}", cure="name another file"
+        ) from error
+    context.output.result(
+        "key.export", {"file": str(path), "encrypted": repository.encrypted}, f"wrote {path}"
+    )
     if repository.encrypted:
-        context.output.note("the current passphrases open it, even after their removal: keep it apart from the repository")
+        context.output.note(
+            "the current passphrases open it, even after their removal: keep it apart from the repository"
+        )
     else:
-        context.output.note("the repository is not encrypted, so this file is its key: keep it secret, and apart from the repository")
+        context.output.note(
+            "the repository is not encrypted, so this file is its key: keep it secret, and apart from the repository"
+        )
     return 0
 
 
@@ -92,13 +121,29 @@ def _import(path: Path, context: Context) -> int:
         with open(path, "rb") as file:
             data = file.read(LIMIT + 1)
     except OSError as error:
-        raise NotFound(f"cannot read {path}: {error.strerror}", cure="name the file that 'icecore key export FILE' wrote") from error
+        raise NotFound(
+            f"cannot read {path}: {error.strerror}",
+            cure="name the file that 'icecore key export FILE' wrote",
+        ) from error
     given = passphrase.current(context.config)
-    mends = Repository.import_keys(context.location, str(path), data, passphrase=given, config=context.config, emit=context.output.event)
+    mends = Repository.import_keys(
+        context.location,
+        str(path),
+        data,
+        passphrase=given,
+        config=context.config,
+        emit=context.output.event,
+    )
     for mend in mends:
-        context.output.result("key.import", {"kind": mend.kind, "object": mend.name, "how": mend.how}, f"{mend.kind} {mend.name}: {mend.how}")
+        context.output.result(
+            "key.import",
+            {"kind": mend.kind, "object": mend.name, "how": mend.how},
+            f"{mend.kind} {mend.name}: {mend.how}",
+        )
     if not mends:
-        context.output.note("the repository has everything that is in the file: nothing was changed")
+        context.output.note(
+            "the repository has everything that is in the file: nothing was changed"
+        )
     return 0
 
 
@@ -106,7 +151,21 @@ def _show(slots: list[Slot], context: Context) -> None:
     for slot in slots:
         context.output.result(
             "key.slot",
-            {"id": slot.id, "label": slot.label, "created": slot.created_ns / 1e9, "memory": slot.memory_kib << 10, "passes": slot.passes},
+            {
+                "id": slot.id,
+                "label": slot.label,
+                "created": slot.created_ns / 1e9,
+                "memory": slot.memory_kib << 10,
+                "passes": slot.passes,
+            },
         )
-    rows = [[slot.label, slot.id, units.moment(slot.created_ns / 1e9), units.size(slot.memory_kib << 10)] for slot in slots]
+    rows = [
+        [
+            slot.label,
+            slot.id,
+            units.moment(slot.created_ns / 1e9),
+            units.size(slot.memory_kib << 10),
+        ]
+        for slot in slots
+    ]
     context.output.table(["LABEL", "ID", "SET", "MEMORY"], rows)

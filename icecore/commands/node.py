@@ -26,7 +26,12 @@ def doctor(arguments: argparse.Namespace, context: Context) -> int:
     for finding in examine(context.config, context.location):
         bad = bad or finding.state == "bad"
         words = f"{signs[finding.state]:<5} {finding.name}: {finding.message}"
-        fields = {"name": finding.name, "state": finding.state, "message": finding.message, "cure": finding.cure}
+        fields = {
+            "name": finding.name,
+            "state": finding.state,
+            "message": finding.message,
+            "cure": finding.cure,
+        }
         context.output.result("doctor.finding", {**fields}, words)
         if finding.cure:
             context.output.line(f"      cure: {finding.cure}")

@@ -30,9 +30,13 @@ def add(commands: Commands) -> None:
     )
     _which(parser, "the replica")
     parser.add_argument(
-        "--forget", action="store_true", help="also forget there what came from here and was forgotten here, unless it is pinned there"
+        "--forget",
+        action="store_true",
+        help="also forget there what came from here and was forgotten here, unless it is pinned there",
     )
-    parser.add_argument("-n", "--dry-run", action="store_true", help="say what would be done, change nothing")
+    parser.add_argument(
+        "-n", "--dry-run", action="store_true", help="say what would be done, change nothing"
+    )
     parser.add_argument("--read-only", action="store_true", help=_READ_ONLY)
     parser = commands.add(
         "copy",
@@ -54,7 +58,11 @@ def _chosen(arguments: argparse.Namespace, context: Context) -> list[SnapshotRec
     repository = context.repository()
     if arguments.snapshot:
         wanted = {repository.find(text).snapshot for text in arguments.snapshot}
-        return [record for record in repository.snapshots(job=arguments.job) if record.snapshot in wanted]
+        return [
+            record
+            for record in repository.snapshots(job=arguments.job)
+            if record.snapshot in wanted
+        ]
     return repository.snapshots(job=arguments.job) if arguments.job else None
 
 
@@ -63,8 +71,12 @@ def sync(arguments: argparse.Namespace, context: Context) -> int:
     repository, job, forget = context.repository(), arguments.job, arguments.forget
     named = _chosen(arguments, context) if arguments.snapshot else None
     if arguments.dry_run:
-        return _would_sync(repository.plan_sync(arguments.place, named, job=job, forget=forget), forget, context)
-    done = repository.sync_to(arguments.place, named, job=job, forget=forget, register=not arguments.read_only)
+        return _would_sync(
+            repository.plan_sync(arguments.place, named, job=job, forget=forget), forget, context
+        )
+    done = repository.sync_to(
+        arguments.place, named, job=job, forget=forget, register=not arguments.read_only
+    )
     context.output.result(
         "sync.done",
         {
@@ -97,9 +109,13 @@ def _would_sync(plan: Plan, forget: bool, context: Context) -> int:
         "forget": [record.snapshot for record in plan.forget if record.snapshot not in keep],
         "keep": sorted(keep),
     }
-    words = f"would bring {len(parts['bring'])} snapshots, and pins and tags of {len(parts['mark'])}"
+    words = (
+        f"would bring {len(parts['bring'])} snapshots, and pins and tags of {len(parts['mark'])}"
+    )
     if forget:
-        words += f"; would forget {len(parts['forget'])}, and keep {len(keep)} that are pinned there"
+        words += (
+            f"; would forget {len(parts['forget'])}, and keep {len(keep)} that are pinned there"
+        )
     context.output.result("sync.plan", {name: list(ids) for name, ids in parts.items()}, words)
     for name, ids in parts.items():
         for snapshot in ids:
@@ -110,10 +126,17 @@ def _would_sync(plan: Plan, forget: bool, context: Context) -> int:
 def copy(arguments: argparse.Namespace, context: Context) -> int:
     """icecore copy."""
     environment = os.environ
-    file, command = (environment.get(f"ICECORE_TARGET_PASSPHRASE_{name}", "") for name in ("FILE", "COMMAND"))
+    file, command = (
+        environment.get(f"ICECORE_TARGET_PASSPHRASE_{name}", "") for name in ("FILE", "COMMAND")
+    )
     apart = bool(file or command or environment.get("ICECORE_TARGET_PASSPHRASE"))
     given = passphrase.given(file, command) if apart else passphrase.current(context.config)
-    done = context.repository().copy_to(arguments.place, _chosen(arguments, context), passphrase=given, register=not arguments.read_only)
+    done = context.repository().copy_to(
+        arguments.place,
+        _chosen(arguments, context),
+        passphrase=given,
+        register=not arguments.read_only,
+    )
     context.output.result(
         "copy.done",
         {

@@ -21,14 +21,29 @@ if TYPE_CHECKING:
 
 def add(commands: Commands) -> None:
     """Add the commands."""
-    parser = commands.add("init", init, "Make a repository.", more="The place is tried out first: it must create objects atomically.")
-    parser.add_argument("location", nargs="?", default="", metavar="PLACE", help="a directory, or s3://BUCKET/PREFIX (default: what is configured)")
+    parser = commands.add(
+        "init",
+        init,
+        "Make a repository.",
+        more="The place is tried out first: it must create objects atomically.",
+    )
+    parser.add_argument(
+        "location",
+        nargs="?",
+        default="",
+        metavar="PLACE",
+        help="a directory, or s3://BUCKET/PREFIX (default: what is configured)",
+    )
     parser.add_argument(
         "--encrypt",
         action="store_true",
         help="encrypt it; the passphrase comes as for every command (docs/security.md), or is asked for",
     )
-    parser.add_argument("--plain", action="store_true", help="make a plain repository even if the place held an encrypted one")
+    parser.add_argument(
+        "--plain",
+        action="store_true",
+        help="make a plain repository even if the place held an encrypted one",
+    )
     parser.add_argument(
         "--replica-of",
         metavar="PLACE",
@@ -36,7 +51,13 @@ def add(commands: Commands) -> None:
         help="share the master secret of this repository, so that 'icecore sync' moves its objects as they are; encrypted if it is, with a"
         " passphrase of its own if ICECORE_NEW_PASSPHRASE gives one",
     )
-    parser.add_argument("--shard", type=SIZE, default=64 << 20, metavar="SIZE", help="size of an object of chunks (default: 64 MiB)")
+    parser.add_argument(
+        "--shard",
+        type=SIZE,
+        default=64 << 20,
+        metavar="SIZE",
+        help="size of an object of chunks (default: 64 MiB)",
+    )
 
     parser = commands.add(
         "forget",
@@ -45,8 +66,12 @@ def add(commands: Commands) -> None:
         more="Rules add up; pinned snapshots stay. 'gc', or --gc, then frees the space.",
     )
     parser.add_argument("snapshot", nargs="*", help=WHICH)
-    parser.add_argument("-n", "--dry-run", action="store_true", help="say what would be forgotten, change nothing")
-    parser.add_argument("--gc", action="store_true", help="free the space at once, as 'icecore gc' does")
+    parser.add_argument(
+        "-n", "--dry-run", action="store_true", help="say what would be forgotten, change nothing"
+    )
+    parser.add_argument(
+        "--gc", action="store_true", help="free the space at once, as 'icecore gc' does"
+    )
     parser.add_argument("--job", default="", help="apply the policy to this job only")
     for rule, what in (
         ("last", "the newest N"),
@@ -58,13 +83,29 @@ def add(commands: Commands) -> None:
         ("within", "all that are at most this much older than the newest"),
     ):
         add_setting(parser, ForgetSettings, f"keep_{rule}", f"keep {what}, of each job")
-    parser.add_argument("--keep-tag", type=LABEL, action="append", default=[], metavar="TEXT", help="keep all with this label; may be repeated")
+    parser.add_argument(
+        "--keep-tag",
+        type=LABEL,
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="keep all with this label; may be repeated",
+    )
 
     parser = commands.add("mark", mark, "Pin a snapshot or label it.")
     parser.add_argument("snapshot", help=WHICH)
-    parser.add_argument("--pin", action=argparse.BooleanOptionalAction, default=None, help="never forget it by policy")
-    parser.add_argument("--tag", type=LABEL, action="append", default=[], metavar="TEXT", help="add a label")
-    parser.add_argument("--untag", type=TEXT, action="append", default=[], metavar="TEXT", help="take a label off")
+    parser.add_argument(
+        "--pin",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="never forget it by policy",
+    )
+    parser.add_argument(
+        "--tag", type=LABEL, action="append", default=[], metavar="TEXT", help="add a label"
+    )
+    parser.add_argument(
+        "--untag", type=TEXT, action="append", default=[], metavar="TEXT", help="take a label off"
+    )
 
     parser = commands.add(
         "gc",
@@ -72,8 +113,16 @@ def add(commands: Commands) -> None:
         "Free what no snapshot needs any more.",
         more="Safe beside running dumps and restores, and to interrupt at any time.",
     )
-    parser.add_argument("-n", "--dry-run", action="store_true", help="say what would be done, change nothing")
-    add_setting(parser, GcSettings, "fence_seconds", "silence after which an open session is taken for dead", "--fence")
+    parser.add_argument(
+        "-n", "--dry-run", action="store_true", help="say what would be done, change nothing"
+    )
+    add_setting(
+        parser,
+        GcSettings,
+        "fence_seconds",
+        "silence after which an open session is taken for dead",
+        "--fence",
+    )
 
     parser = commands.add(
         "check",
@@ -99,10 +148,22 @@ def add(commands: Commands) -> None:
         more="Readable data stays unchanged; snapshots that lost data stay listed, quarantined. If the newest log entries are lost, the log"
         " continues from the newest intact one, and snapshots with intact manifests are listed again. Ends with status 9 if anything is lost.",
     )
-    parser.add_argument("-n", "--dry-run", action="store_true", help="say what would be done, change nothing")
-    parser.add_argument("--from", dest="source", default="", metavar="PLACE", help="a replica, where what is damaged is looked for first")
     parser.add_argument(
-        "--read-data", type=_share, default=1.0, metavar="PERCENT", help="read this share of the data only; other damage is not found (default: 100)"
+        "-n", "--dry-run", action="store_true", help="say what would be done, change nothing"
+    )
+    parser.add_argument(
+        "--from",
+        dest="source",
+        default="",
+        metavar="PLACE",
+        help="a replica, where what is damaged is looked for first",
+    )
+    parser.add_argument(
+        "--read-data",
+        type=_share,
+        default=1.0,
+        metavar="PERCENT",
+        help="read this share of the data only; other damage is not found (default: 100)",
     )
 
     parser.add_argument(
@@ -111,7 +172,9 @@ def add(commands: Commands) -> None:
         help="continue from the log that is there, even if this node has seen newer or other log entries; use it only if storage has lost them",
     )
 
-    parser = commands.add("stats", stats, "Show what the repository holds, by job, lineage and codec.")
+    parser = commands.add(
+        "stats", stats, "Show what the repository holds, by job, lineage and codec."
+    )
     parser.add_argument("--read-only", action="store_true", help=READ_ONLY)
 
 
@@ -135,7 +198,9 @@ def init(arguments: argparse.Namespace, context: Context) -> int:
     if arguments.plain and arguments.encrypt:
         raise UsageError("--plain and --encrypt exclude each other", cure="leave one out")
     config = context.config
-    given = passphrase.new(config.passphrase_file, config.passphrase_command, variable="ICECORE_PASSPHRASE")
+    given = passphrase.new(
+        config.passphrase_file, config.passphrase_command, variable="ICECORE_PASSPHRASE"
+    )
     with ExitStack() as stack:
         if arguments.replica_of:
             opened = Repository.open(
@@ -145,7 +210,11 @@ def init(arguments: argparse.Namespace, context: Context) -> int:
                 config=config,
                 emit=context.output.event,
             )
-            own = passphrase.new() if os.environ.get("ICECORE_NEW_PASSPHRASE") else passphrase.current(config)
+            own = (
+                passphrase.new()
+                if os.environ.get("ICECORE_NEW_PASSPHRASE")
+                else passphrase.current(config)
+            )
             made = stack.enter_context(opened).create_replica(
                 location, passphrase=own, plain=arguments.plain, emit=context.output.event
             )
@@ -171,11 +240,17 @@ def init(arguments: argparse.Namespace, context: Context) -> int:
             f"made {'encrypted ' if repository.encrypted else ''}repository {repository.id[:12]} in {repository.location}",
         )
     if arguments.encrypt:
-        context.output.note("without the passphrase nobody can read it, and nobody can bring it back: keep it apart, or 'icecore key add' another")
+        context.output.note(
+            "without the passphrase nobody can read it, and nobody can bring it back: keep it apart, or 'icecore key add' another"
+        )
         return 0
     if passphrase.current(config).configured and not repository.encrypted and not arguments.plain:
-        context.output.note("the repository is not encrypted, although a passphrase is configured: 'icecore init --encrypt' makes an encrypted one")
-    context.output.note("it will hold whatever jobs have in memory, secrets too: only you may read it")
+        context.output.note(
+            "the repository is not encrypted, although a passphrase is configured: 'icecore init --encrypt' makes an encrypted one"
+        )
+    context.output.note(
+        "it will hold whatever jobs have in memory, secrets too: only you may read it"
+    )
     return 0
 
 
@@ -190,7 +265,9 @@ def forget(arguments: argparse.Namespace, context: Context) -> int:
     repository = context.repository()
     if arguments.snapshot:
         if given or arguments.keep_tag or arguments.job:
-            raise UsageError("snapshots are named and a policy is given as well", cure="do one, then the other")
+            raise UsageError(
+                "snapshots are named and a policy is given as well", cure="do one, then the other"
+            )
         records = [repository.find(text) for text in arguments.snapshot]
         pinned = [record.snapshot for record in records if record.pinned]
         if pinned:
@@ -209,26 +286,51 @@ def forget(arguments: argparse.Namespace, context: Context) -> int:
         )
         if arguments.job:
             context.require_job(arguments.job)
-        decisions = [(one.record, one.keep, one.reasons) for one in repository.plan_forget(policy, job=arguments.job)]
+        decisions = [
+            (one.record, one.keep, one.reasons)
+            for one in repository.plan_forget(policy, job=arguments.job)
+        ]
     digits = shortest([record for record, *_ in decisions])
     rows = []
     for record, keep, reasons in decisions:
-        words: dict[str, Value] = {"snapshot": record.snapshot, "job": record.job, "keep": keep, "reasons": list(reasons)}
+        words: dict[str, Value] = {
+            "snapshot": record.snapshot,
+            "job": record.job,
+            "keep": keep,
+            "reasons": list(reasons),
+        }
         context.output.result("forget.decision", words)
         verdict = "keep" if keep else "forget"
-        rows.append([record.snapshot[:digits], record.job, units.moment(record.created_ns / 1e9), verdict, ", ".join(reasons)])
+        rows.append(
+            [
+                record.snapshot[:digits],
+                record.job,
+                units.moment(record.created_ns / 1e9),
+                verdict,
+                ", ".join(reasons),
+            ]
+        )
     context.output.table(["SNAPSHOT", "JOB", "TAKEN", "VERDICT", "WHY"], rows)
     doomed = [record.snapshot for record, keep, _ in decisions if not keep]
     removed = [] if arguments.dry_run or not doomed else repository.forget(doomed)
     done: dict[str, Value] = {"dry_run": arguments.dry_run, "kept": len(decisions) - len(doomed)}
     if arguments.dry_run:
         freed = repository.plan_free(doomed)
-        done |= {"forgotten": len(doomed), "free_objects": freed.objects, "free_bytes": freed.bytes, "compact_bytes": freed.compact_bytes}
+        done |= {
+            "forgotten": len(doomed),
+            "free_objects": freed.objects,
+            "free_bytes": freed.bytes,
+            "compact_bytes": freed.compact_bytes,
+        }
         said = f"would forget {len(doomed)}, {len(decisions) - len(doomed)} kept; 'icecore gc' would then free {units.size(freed.bytes)}"
-        said += f" in {freed.objects} objects and {units.size(freed.compact_bytes)} by rewriting others"
+        said += (
+            f" in {freed.objects} objects and {units.size(freed.compact_bytes)} by rewriting others"
+        )
     else:
         done["forgotten"] = len(removed)
-        said = f"forgot {len(removed)}, {len(decisions) - len(doomed)} kept" + ("" if arguments.gc else "; 'icecore gc' frees the space")
+        said = f"forgot {len(removed)}, {len(decisions) - len(doomed)} kept" + (
+            "" if arguments.gc else "; 'icecore gc' frees the space"
+        )
     context.output.result("forget.done", done, said)
     if arguments.gc and not arguments.dry_run:
         _collect(context, Options(fence_seconds=context.config.gc.fence_seconds))
@@ -308,18 +410,30 @@ def _collect(context: Context, options: Options) -> None:
 
 def check(arguments: argparse.Namespace, context: Context) -> int:
     """icecore check."""
-    report = context.repository().check(read_data=arguments.read_data, register=not arguments.read_only)
+    report = context.repository().check(
+        read_data=arguments.read_data, register=not arguments.read_only
+    )
     output = context.output
     for damage in report.lost:
         output.line(f"lost before {damage} (in quarantine: {', '.join(damage.snapshots)})")
     for damage in report.damages:
-        fields: dict[str, Value] = {"kind": damage.kind, "object": damage.name, "why": damage.why, "snapshots": list(damage.snapshots)}
+        fields: dict[str, Value] = {
+            "kind": damage.kind,
+            "object": damage.name,
+            "why": damage.why,
+            "snapshots": list(damage.snapshots),
+        }
         lost = f" (cannot be restored: {', '.join(damage.snapshots)})" if damage.snapshots else ""
         output.result("check.finding", fields, f"DAMAGED {damage}{lost}")
     for one in report.foreign:
         name = ascii(one.name)[1:-1]
-        output.result("check.foreign", {"object": name, "what": one.what}, f"foreign {name}: {one.what}")
-    rows = [[kind, str(report.objects[kind]), units.size(report.bytes[kind])] for kind in sorted(report.objects)]
+        output.result(
+            "check.foreign", {"object": name, "what": one.what}, f"foreign {name}: {one.what}"
+        )
+    rows = [
+        [kind, str(report.objects[kind]), units.size(report.bytes[kind])]
+        for kind in sorted(report.objects)
+    ]
     output.table(["OBJECTS", "NUMBER", "SIZE"], rows, right=["NUMBER", "SIZE"])
     output.result(
         "check.done",
@@ -339,7 +453,11 @@ def check(arguments: argparse.Namespace, context: Context) -> int:
         f"{report.snapshots} snapshots, {report.chunks} chunks of which {report.read_chunks} read: "
         + ("all is well" if report.sound else f"{len(report.damages)} damages")
         + (f"; {len(report.quarantined)} in quarantine" if report.quarantined else "")
-        + (f"; {units.size(report.unreached_bytes)} wait for 'icecore gc'" if report.unreached else ""),
+        + (
+            f"; {units.size(report.unreached_bytes)} wait for 'icecore gc'"
+            if report.unreached
+            else ""
+        ),
     )
     return 0 if report.sound else Damaged.exit_code
 
@@ -348,22 +466,42 @@ def repair(arguments: argparse.Namespace, context: Context) -> int:
     """icecore repair."""
     output, repository = context.output, context.repository(rebuild=True)
     work = repository.plan_repair if arguments.dry_run else repository.repair
-    plan = work(arguments.source or None, read_data=arguments.read_data, accept_rollback=arguments.accept_rollback)
+    plan = work(
+        arguments.source or None,
+        read_data=arguments.read_data,
+        accept_rollback=arguments.accept_rollback,
+    )
     for damage in plan.damages:
         if damage.kind == "log entry":
             output.line(f"DAMAGED {damage}")
     for fix in plan.fixes:
-        output.result("repair.fix", {"kind": fix.kind, "object": fix.name, "how": fix.how}, f"{fix.kind} {fix.name}: {fix.how}")
+        output.result(
+            "repair.fix",
+            {"kind": fix.kind, "object": fix.name, "how": fix.how},
+            f"{fix.kind} {fix.name}: {fix.how}",
+        )
     for snapshot, known in plan.recovered.items():
-        output.result("repair.recovered", {"snapshot": snapshot, "why": known}, f"RECOVERED {snapshot}: {known}")
+        output.result(
+            "repair.recovered",
+            {"snapshot": snapshot, "why": known},
+            f"RECOVERED {snapshot}: {known}",
+        )
     for name, why in plan.unlisted.items():
-        output.result("repair.unlisted", {"object": name, "why": why}, f"not listed: manifest {name}: {why}")
+        output.result(
+            "repair.unlisted", {"object": name, "why": why}, f"not listed: manifest {name}: {why}"
+        )
     for snapshot, why in plan.quarantine.items():
-        output.result("repair.loss", {"snapshot": snapshot, "why": why}, f"QUARANTINED {snapshot}: {why}")
+        output.result(
+            "repair.loss", {"snapshot": snapshot, "why": why}, f"QUARANTINED {snapshot}: {why}"
+        )
     for snapshot in plan.release:
         output.result("repair.release", {"snapshot": snapshot}, f"{snapshot} reads again")
     for damage in plan.beyond:
-        output.result("repair.beyond", {"kind": damage.kind, "object": damage.name, "why": damage.why}, f"BEYOND REPAIR {damage}")
+        output.result(
+            "repair.beyond",
+            {"kind": damage.kind, "object": damage.name, "why": damage.why},
+            f"BEYOND REPAIR {damage}",
+        )
     output.result(
         "repair.done",
         {
@@ -397,14 +535,32 @@ def stats(arguments: argparse.Namespace, context: Context) -> int:
                 "own": group.own,
             }
             output.result("stats.group", fields)
-            rows.append([group.name, str(group.snapshots), units.size(group.logical), units.size(group.reached), units.size(group.own)])
+            rows.append(
+                [
+                    group.name,
+                    str(group.snapshots),
+                    units.size(group.logical),
+                    units.size(group.reached),
+                    units.size(group.own),
+                ]
+            )
         columns = [by.upper(), "SNAPSHOTS", "LOGICAL", "REACHED", "ONLY ITS OWN"]
         output.table(columns, rows, right=columns[1:])
         output.line("")
     rows = []
     for form in found.forms:
-        output.result("stats.codec", {"codec": form.codec, "chunks": form.chunks, "stored": form.stored, "logical": form.logical})
-        rows.append([form.codec, str(form.chunks), units.size(form.stored), units.size(form.logical)])
+        output.result(
+            "stats.codec",
+            {
+                "codec": form.codec,
+                "chunks": form.chunks,
+                "stored": form.stored,
+                "logical": form.logical,
+            },
+        )
+        rows.append(
+            [form.codec, str(form.chunks), units.size(form.stored), units.size(form.logical)]
+        )
     columns = ["CODEC", "CHUNKS", "STORED", "LOGICAL"]
     output.table(columns, rows, right=columns[1:])
     output.line("")

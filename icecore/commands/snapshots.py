@@ -37,17 +37,38 @@ def add(commands: Commands) -> None:
         more="It goes on running; nothing is stopped if something would lose or hang it.",
     )
     parser.add_argument("target", help="a job's name, or the pid of a tree's root")
-    parser.add_argument("--job", default="", help="name under which the snapshot is kept (default: the job's or program's)")
-    parser.add_argument("--stop", action="store_true", help="end the job once the snapshot is committed")
     parser.add_argument(
-        "--keep-resident", action="store_true", help="with --stop: leave resident device memory on its GPUs, for restore --from-resident"
+        "--job",
+        default="",
+        help="name under which the snapshot is kept (default: the job's or program's)",
     )
-    parser.add_argument("--tag", type=LABEL, action="append", default=[], metavar="TEXT", help="label the snapshot; may be repeated")
+    parser.add_argument(
+        "--stop", action="store_true", help="end the job once the snapshot is committed"
+    )
+    parser.add_argument(
+        "--keep-resident",
+        action="store_true",
+        help="with --stop: leave resident device memory on its GPUs, for restore --from-resident",
+    )
+    parser.add_argument(
+        "--tag",
+        type=LABEL,
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="label the snapshot; may be repeated",
+    )
     parser.add_argument("--pin", action="store_true", help="never forget it by policy")
     for key, what, *flags in (
-        ("max_window", "longest time that the job may stand still; past it the snapshot is given up"),
+        (
+            "max_window",
+            "longest time that the job may stand still; past it the snapshot is given up",
+        ),
         ("pre_copy", "scan the running job first, so that less is left for the window"),
-        ("memory", "read memory in place, or have CRIU send it all: slower, for where it has too few descriptors"),
+        (
+            "memory",
+            "read memory in place, or have CRIU send it all: slower, for where it has too few descriptors",
+        ),
         ("staging_bytes", "bound on the memory for changed cells in the window", "--staging"),
         ("scan_threads", "threads that scan and encode; 0: one a core", "--threads"),
         ("files", "content of files open for writing: store it, or record size and time only"),
@@ -58,11 +79,20 @@ def add(commands: Commands) -> None:
         ("tcp", "connections that leave the tree: keep them, or have them closed at restore"),
         ("gpu_lock", "time that a process's work on its GPU may take to end, before another try"),
         ("gpu_shared", "processes of the tree share no device memory by CUDA IPC"),
-        ("populate", "make the memory into which the driver moves device memory with all cores, of huge pages"),
+        (
+            "populate",
+            "make the memory into which the driver moves device memory with all cores, of huge pages",
+        ),
         ("criu_plugins", "directory of CRIU's plugins, for AMD GPUs"),
-        ("link_rate", "bytes a second at which the snapshot will be read; decides how much to compress"),
+        (
+            "link_rate",
+            "bytes a second at which the snapshot will be read; decides how much to compress",
+        ),
         ("workdir", "directory on tmpfs for CRIU's images"),
-        ("before", "shell command run before anything is stopped; if it fails there is no snapshot"),
+        (
+            "before",
+            "shell command run before anything is stopped; if it fails there is no snapshot",
+        ),
         ("after", "shell command run once the job runs again"),
     ):
         add_setting(parser, DumpSettings, key, what, *flags)
@@ -74,12 +104,25 @@ def add(commands: Commands) -> None:
         more="The whole tree runs with all its memory, or none of it runs.",
     )
     parser.add_argument("snapshot", help=WHICH)
-    parser.add_argument("-n", "--dry-run", action="store_true", help="compare this machine with what it requires, start nothing")
-    parser.add_argument("--name", default="", help="name of the restored job (default: the job's, with a number if that one runs)")
-    parser.add_argument("-a", "--attach", action="store_true", help="follow its output and return its exit status")
+    parser.add_argument(
+        "-n",
+        "--dry-run",
+        action="store_true",
+        help="compare this machine with what it requires, start nothing",
+    )
+    parser.add_argument(
+        "--name",
+        default="",
+        help="name of the restored job (default: the job's, with a number if that one runs)",
+    )
+    parser.add_argument(
+        "-a", "--attach", action="store_true", help="follow its output and return its exit status"
+    )
     about = "device memory is still on its GPUs (run --keep-resident, dump --stop --keep-resident): compare it, fetch what differs"
     parser.add_argument("--from-resident", action="store_true", help=about)
-    parser.add_argument("--root", default="", metavar="DIR", help="directory that is the root of its file system")
+    parser.add_argument(
+        "--root", default="", metavar="DIR", help="directory that is the root of its file system"
+    )
     parser.add_argument(
         "--files-to",
         default="",
@@ -87,35 +130,70 @@ def add(commands: Commands) -> None:
         help="give it its own copies, below DIR, of the files that would be written; it sees them at their old paths; /: use no copies",
     )
     parser.add_argument(
-        "--gpu-map", action="append", default=[], metavar="OLD=NEW", help="GPU it had = GPU it gets: UUIDs or numbers; may be repeated"
+        "--gpu-map",
+        action="append",
+        default=[],
+        metavar="OLD=NEW",
+        help="GPU it had = GPU it gets: UUIDs or numbers; may be repeated",
     )
     for key, what, *flags in (
-        ("mode", "full: let it run once all its memory is there; lazy: at once, memory follows as it is touched"),
-        ("files", "files it had open for writing: put content back, cut to length, or leave; auto: the first, but refuses if a running process writes to one"),
+        (
+            "mode",
+            "full: let it run once all its memory is there; lazy: at once, memory follows as it is touched",
+        ),
+        (
+            "files",
+            "files it had open for writing: put content back, cut to length, or leave; auto: the first, but refuses if a running process writes to one",
+        ),
         ("verify_files", "compare the content of files it reads, where a hash was recorded"),
         ("tcp", "its connections: keep them, or let it find them closed"),
         ("budget_bytes", "bound on the memory for what was fetched and not yet placed", "--budget"),
         ("threads", "threads that decode and place; 0: one a core, or placers"),
-        ("placers", "processes that do so instead; 0: one a core if there are many, and much memory"),
+        (
+            "placers",
+            "processes that do so instead; 0: one a core if there are many, and much memory",
+        ),
         ("workdir", "directory on tmpfs for CRIU's images"),
         ("criu_plugins", "directory of CRIU's plugins, for AMD GPUs"),
         ("after", "shell command run once the job runs"),
     ):
         add_setting(parser, RestoreSettings, key, what, *flags)
-    parser.add_argument("--read-only", action="store_true", help=f"{READ_ONLY_ALL}, with --mode lazy after the job ran")
+    parser.add_argument(
+        "--read-only",
+        action="store_true",
+        help=f"{READ_ONLY_ALL}, with --mode lazy after the job ran",
+    )
 
     parser = commands.add("ls", ls, "List snapshots.")
     parser.add_argument("job", nargs="?", default="", help="only this job's")
-    parser.add_argument("--tag", type=LABEL, action="append", default=[], metavar="TEXT", help="only those with this label; may be repeated")
+    parser.add_argument(
+        "--tag",
+        type=LABEL,
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="only those with this label; may be repeated",
+    )
 
     parser = commands.add("show", show, "Show what a snapshot holds.")
     parser.add_argument("snapshot", help=WHICH)
-    parser.add_argument("--all", action="store_true", help=f"all regions and files, not only the {_LARGEST} largest")
+    parser.add_argument(
+        "--all", action="store_true", help=f"all regions and files, not only the {_LARGEST} largest"
+    )
 
-    parser = commands.add("diff", diff, "Show what differs between two snapshots, by cells of 1 MiB.")
+    parser = commands.add(
+        "diff", diff, "Show what differs between two snapshots, by cells of 1 MiB."
+    )
     parser.add_argument("older", help=WHICH)
-    parser.add_argument("newer", nargs="?", default="", help="default: the first one is the newer, and its parent the older")
-    parser.add_argument("--all", action="store_true", help=f"all regions, not only the {_LARGEST} that changed most")
+    parser.add_argument(
+        "newer",
+        nargs="?",
+        default="",
+        help="default: the first one is the newer, and its parent the older",
+    )
+    parser.add_argument(
+        "--all", action="store_true", help=f"all regions, not only the {_LARGEST} that changed most"
+    )
 
 
 def dump(arguments: argparse.Namespace, context: Context) -> int:
@@ -131,7 +209,9 @@ def dump(arguments: argparse.Namespace, context: Context) -> int:
         tags=tuple(arguments.tag),
         pinned=arguments.pin,
     )
-    done = api.dump(arguments.target, context.repository(), options, config=settings, emit=context.output.event)
+    done = api.dump(
+        arguments.target, context.repository(), options, config=settings, emit=context.output.event
+    )
     sizes = done.sizes
     context.output.line(
         f"{done.snapshot}  {done.job}: stood still {units.seconds(done.window_seconds)}, {units.size(sizes.logical)} in memory, "
@@ -158,11 +238,17 @@ def restore(arguments: argparse.Namespace, context: Context) -> int:
     )
     repository = context.repository()
     if arguments.dry_run:
-        _report_requirements(api.check_restore(arguments.snapshot, repository, options, config=settings), context)
+        _report_requirements(
+            api.check_restore(arguments.snapshot, repository, options, config=settings), context
+        )
         return 0
-    restored = api.restore(arguments.snapshot, repository, options, config=settings, emit=context.output.event)
+    restored = api.restore(
+        arguments.snapshot, repository, options, config=settings, emit=context.output.event
+    )
     name = restored.job.name if restored.job else "the tree"
-    context.output.line(f"{name} runs as process {restored.pid}, {units.seconds(restored.seconds_to_running)} after the call")
+    context.output.line(
+        f"{name} runs as process {restored.pid}, {units.seconds(restored.seconds_to_running)} after the call"
+    )
     seconds = restored.wait_resident()
     if options.mode == "lazy":
         context.output.line(f"all its memory is there after {units.seconds(seconds)}")
@@ -171,7 +257,9 @@ def restore(arguments: argparse.Namespace, context: Context) -> int:
     if restored.job is not None:
         return follow(restored.job, context, seen=restored.log_sizes)
     status = restored.wait()
-    context.output.result("job.ended", {"job": "", "instance": "", "how": str(status), "exit_code": status.exit_code})
+    context.output.result(
+        "job.ended", {"job": "", "instance": "", "how": str(status), "exit_code": status.exit_code}
+    )
     return status.exit_code
 
 
@@ -196,7 +284,9 @@ def _report_requirements(found: Requirements, context: Context) -> None:
             "message": check.message,
             "cure": check.cure,
         }
-        context.output.result("restore.requirement", fields, f"{sign:<5} {check.name}: {check.message}")
+        context.output.result(
+            "restore.requirement", fields, f"{sign:<5} {check.name}: {check.message}"
+        )
         if not check.met and check.cure:
             context.output.line(f"      cure: {check.cure}")
     _report_files(found.files.actions, context)
@@ -227,7 +317,9 @@ def _report_files(actions: Sequence[Action], context: Context) -> None:
     if rows:
         context.output.line("")
         columns = ["ACTION", "SIZE NOW", "SIZE THEN", "MODIFIED NOW", "MODIFIED THEN", "PATH"]
-        context.output.table(columns, rows, title="files that it would change", right=["SIZE NOW", "SIZE THEN"])
+        context.output.table(
+            columns, rows, title="files that it would change", right=["SIZE NOW", "SIZE THEN"]
+        )
         context.output.line("")
 
 
@@ -255,10 +347,27 @@ def ls(arguments: argparse.Namespace, context: Context) -> int:
                 units.size(record.stored),
                 units.seconds(record.window_seconds) if record.window_seconds else "–",
                 record.parent[:digits] or "–",
-                " ".join([*(["QUARANTINED"] if record.quarantined else []), *(["pinned"] if record.pinned else []), *record.tags]),
+                " ".join(
+                    [
+                        *(["QUARANTINED"] if record.quarantined else []),
+                        *(["pinned"] if record.pinned else []),
+                        *record.tags,
+                    ]
+                ),
             ]
         )
-    columns = ["SNAPSHOT", "JOB", "TAKEN", "LOGICAL", "ON GPUS", "CHANGED", "STORED", "WINDOW", "PARENT", "TAGS"]
+    columns = [
+        "SNAPSHOT",
+        "JOB",
+        "TAKEN",
+        "LOGICAL",
+        "ON GPUS",
+        "CHANGED",
+        "STORED",
+        "WINDOW",
+        "PARENT",
+        "TAGS",
+    ]
     context.output.table(columns, rows, right=["LOGICAL", "ON GPUS", "CHANGED", "STORED", "WINDOW"])
     return 0
 
@@ -292,8 +401,15 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
     output, sizes = context.output, manifest.sizes
     output.result("snapshot", snapshot_fields(record))
     host = sizes.logical - sizes.device
-    device = [(space.kind == "device", region.length) for space in manifest.spaces for region in space.regions if region.kind == "device"]
-    resident, moved = (sum(length for stays, length in device if stays is which) for which in (True, False))
+    device = [
+        (space.kind == "device", region.length)
+        for space in manifest.spaces
+        for region in space.regions
+        if region.kind == "device"
+    ]
+    resident, moved = (
+        sum(length for stays, length in device if stays is which) for which in (True, False)
+    )
     left = left_to_driver(manifest)
     details: dict[str, Value] = {
         "snapshot": manifest.snapshot,
@@ -323,17 +439,53 @@ def show(arguments: argparse.Namespace, context: Context) -> int:
             ("taken", f"{units.moment(manifest.created_ns / 1e9)} on {manifest.host}"),
             ("window", units.seconds(manifest.window_seconds)),
             ("host memory", f"{units.size(host)} of data"),
-            ("device memory", f"{units.size(sizes.device)} of data; {units.size(resident + moved)} with its zeros" if device else "none"),
-            *([("of it resident", f"{units.size(resident)} with its zeros; windows leave it where it is")] if resident else []),
-            *([("of it moved", f"{units.size(moved)} with its zeros, by the driver")] if moved else []),
+            (
+                "device memory",
+                f"{units.size(sizes.device)} of data; {units.size(resident + moved)} with its zeros"
+                if device
+                else "none",
+            ),
+            *(
+                [
+                    (
+                        "of it resident",
+                        f"{units.size(resident)} with its zeros; windows leave it where it is",
+                    )
+                ]
+                if resident
+                else []
+            ),
+            *(
+                [("of it moved", f"{units.size(moved)} with its zeros, by the driver")]
+                if moved
+                else []
+            ),
             *([("allocated", words)] if (words := left_words(left)) else []),
             ("zeros", f"{units.size(sizes.zero)} in all memory, which take no room"),
-            ("changed", f"{units.size(sizes.changed)} against the parent" if manifest.parent else units.size(sizes.changed)),
+            (
+                "changed",
+                f"{units.size(sizes.changed)} against the parent"
+                if manifest.parent
+                else units.size(sizes.changed),
+            ),
             ("stored", f"{units.size(sizes.stored)} new: {_codecs(sizes.by_codec)}"),
-            ("needs", f"{manifest.requirements.architecture}, kernel like {manifest.requirements.kernel}, CRIU {manifest.requirements.criu}"),
-            ("namespaces", f"own {' '.join(_namespaces(manifest)) or 'none'}, network {manifest.namespaces.network}"),
-            ("GPUs", ", ".join(f"{gpu['name']} {gpu['uuid']}" for gpu in manifest.requirements.devices) or "none"),
-            ("tags", " ".join([*(["pinned"] if manifest.pinned else []), *manifest.tags]) or "none"),
+            (
+                "needs",
+                f"{manifest.requirements.architecture}, kernel like {manifest.requirements.kernel}, CRIU {manifest.requirements.criu}",
+            ),
+            (
+                "namespaces",
+                f"own {' '.join(_namespaces(manifest)) or 'none'}, network {manifest.namespaces.network}",
+            ),
+            (
+                "GPUs",
+                ", ".join(f"{gpu['name']} {gpu['uuid']}" for gpu in manifest.requirements.devices)
+                or "none",
+            ),
+            (
+                "tags",
+                " ".join([*(["pinned"] if manifest.pinned else []), *manifest.tags]) or "none",
+            ),
         ]
         output.table(["", ""], [[name, text] for name, text in lines])
         output.line("")
@@ -367,8 +519,20 @@ def _show_processes(manifest: Manifest, context: Context) -> None:
         }
         context.output.result("snapshot.process", fields)
         threads = str(process.threads) if process.alive else "zombie"
-        rows.append([str(process.image_id), str(process.parent), threads, printable_command(process.command)])
-    context.output.table(["PID", "PARENT", "THREADS", "COMMAND"], rows, title="processes", right=["PID", "PARENT", "THREADS"])
+        rows.append(
+            [
+                str(process.image_id),
+                str(process.parent),
+                threads,
+                printable_command(process.command),
+            ]
+        )
+    context.output.table(
+        ["PID", "PARENT", "THREADS", "COMMAND"],
+        rows,
+        title="processes",
+        right=["PID", "PARENT", "THREADS"],
+    )
 
 
 def _show_regions(manifest: Manifest, context: Context, everything: bool) -> None:
@@ -377,17 +541,38 @@ def _show_regions(manifest: Manifest, context: Context, everything: bool) -> Non
     counts: Counter[tuple[str, str, str]] = Counter()
     for space in manifest.spaces:
         for region in space.regions:
-            key: tuple[str, str, str] = (space.kind, space.key if space.kind in ("process", "device") else "", _kind(region))
+            key: tuple[str, str, str] = (
+                space.kind,
+                space.key if space.kind in ("process", "device") else "",
+                _kind(region),
+            )
             spans[key] += region.length
             counts[key] += 1
     rows = []
-    for key, span in sorted(spans.items(), key=lambda item: (item[0][0] != "process", item[0][0], item[0][1], -item[1])):
+    for key, span in sorted(
+        spans.items(), key=lambda item: (item[0][0] != "process", item[0][0], item[0][1], -item[1])
+    ):
         space_kind, space_key, kind = key
-        fields: dict[str, Value] = {"space": space_kind, "key": space_key, "kind": kind, "regions": counts[key], "bytes": span}
+        fields: dict[str, Value] = {
+            "space": space_kind,
+            "key": space_key,
+            "kind": kind,
+            "regions": counts[key],
+            "bytes": span,
+        }
         context.output.result("snapshot.regions", fields)
-        rows.append([f"{space_kind} {printable(space_key)}".strip(), kind, str(counts[key]), units.size(span)])
+        rows.append(
+            [
+                f"{space_kind} {printable(space_key)}".strip(),
+                kind,
+                str(counts[key]),
+                units.size(span),
+            ]
+        )
     context.output.line("")
-    context.output.table(["SPACE", "KIND", "REGIONS", "SPAN"], rows, title="regions", right=["REGIONS", "SPAN"])
+    context.output.table(
+        ["SPACE", "KIND", "REGIONS", "SPAN"], rows, title="regions", right=["REGIONS", "SPAN"]
+    )
 
 
 def _kind(region: Region) -> str:
@@ -406,7 +591,14 @@ def _show_files(manifest: Manifest, context: Context, everything: bool) -> None:
             "mtime": file.mtime_ns / 1e9,
         }
         context.output.result("snapshot.file", fields)
-        rows.append([units.size(file.size), "rw" if file.writable else "r", file.policy, printable(file.path)])
+        rows.append(
+            [
+                units.size(file.size),
+                "rw" if file.writable else "r",
+                file.policy,
+                printable(file.path),
+            ]
+        )
     shown = rows if everything else rows[:_LARGEST]
     context.output.line("")
     context.output.table(["SIZE", "OPEN", "POLICY", "PATH"], shown, title="files", right=["SIZE"])
@@ -436,8 +628,16 @@ def _report_difference(found: Difference, context: Context, everything: bool) ->
     output = context.output
     output.line(f"{found.older} → {found.newer}")
     for state, process in found.processes:
-        words: dict[str, Value] = {"state": state, "pid": process.image_id, "command": list(process.command)}
-        output.result("diff.process", words, f"process {process.image_id} {state}: {printable_command(process.command)}")
+        words: dict[str, Value] = {
+            "state": state,
+            "pid": process.image_id,
+            "command": list(process.command),
+        }
+        output.result(
+            "diff.process",
+            words,
+            f"process {process.image_id} {state}: {printable_command(process.command)}",
+        )
     for state, file in found.files:
         output.result(
             "diff.file",
@@ -467,7 +667,15 @@ def _report_difference(found: Difference, context: Context, everything: bool) ->
         output.line(f"and {len(regions) - len(shown)} more (--all shows them)")
     rows = []
     for kind, total in found.totals.items():
-        output.result("diff.total", {"space": kind, "logical": total.logical, "changed": total.changed, "stored": total.stored})
+        output.result(
+            "diff.total",
+            {
+                "space": kind,
+                "logical": total.logical,
+                "changed": total.changed,
+                "stored": total.stored,
+            },
+        )
         rows.append(
             [
                 kind,
@@ -478,5 +686,9 @@ def _report_difference(found: Difference, context: Context, everything: bool) ->
             ]
         )
     output.line("")
-    output.table(["KIND", "LOGICAL", "CHANGED", "SHARE", "STORED"], rows, right=["LOGICAL", "CHANGED", "SHARE", "STORED"])
+    output.table(
+        ["KIND", "LOGICAL", "CHANGED", "SHARE", "STORED"],
+        rows,
+        right=["LOGICAL", "CHANGED", "SHARE", "STORED"],
+    )
     output.line(f"bytes count by whole cells of {units.size(CELL_BYTES)}")

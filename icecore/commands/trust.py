@@ -25,7 +25,13 @@ def add(commands: Commands) -> None:
         more="Ends with status 15 if the repository differs and is not accepted.",
         numpy=False,
     )
-    parser.add_argument("location", nargs="?", default="", metavar="PLACE", help="a directory, or s3://BUCKET/PREFIX (default: the configured one)")
+    parser.add_argument(
+        "location",
+        nargs="?",
+        default="",
+        metavar="PLACE",
+        help="a directory, or s3://BUCKET/PREFIX (default: the configured one)",
+    )
     parser.add_argument(
         "--accept",
         type=_accepted,
@@ -33,13 +39,19 @@ def add(commands: Commands) -> None:
         default=None,
         help="record this repository as the one at the place: its whole id, and its newest generation if its log does not continue what was seen",
     )
-    parser.add_argument("--plain", action="store_true", help="with --accept: accept a plain repository although a passphrase is configured")
+    parser.add_argument(
+        "--plain",
+        action="store_true",
+        help="with --accept: accept a plain repository although a passphrase is configured",
+    )
 
 
 def _accepted(text: str) -> tuple[str, int | None]:
     found = _ACCEPTED.fullmatch(text)
     if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not the whole id of a repository (32 hexadecimal digits), or ID@GENERATION")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not the whole id of a repository (32 hexadecimal digits), or ID@GENERATION"
+        )
     return found[1], int(found[2]) if found[2] else None
 
 
@@ -52,7 +64,9 @@ def trust(arguments: argparse.Namespace, context: Context) -> int:
     if arguments.plain and arguments.accept is None:
         raise UsageError("--plain requires --accept", cure="give --accept ID as well")
     config = context.config
-    backend = backend_at(arguments.location or context.location, config=config, emit=context.output.event)
+    backend = backend_at(
+        arguments.location or context.location, config=config, emit=context.output.event
+    )
     client, given = Client(config.state, config), passphrase.current(config)
     loop = LoopThread()
     try:
@@ -60,7 +74,11 @@ def trust(arguments: argparse.Namespace, context: Context) -> int:
             finding = loop.run(client.examine(backend, passphrase=given))
         else:
             identity, generation = arguments.accept
-            finding = loop.run(client.accept(backend, identity, generation, plain=arguments.plain, passphrase=given))
+            finding = loop.run(
+                client.accept(
+                    backend, identity, generation, plain=arguments.plain, passphrase=given
+                )
+            )
     finally:
         loop.run(backend.close())
         loop.close()
@@ -88,7 +106,9 @@ def _show(place: str, finding: Finding, accepted: bool, context: Context) -> int
     )
     line = context.output.line
     line(place)
-    line(f"  known  {known or 'nothing'}{f', seen up to generation {seen.generation}' if seen is not None and seen.generation else ''}")
+    line(
+        f"  known  {known or 'nothing'}{f', seen up to generation {seen.generation}' if seen is not None and seen.generation else ''}"
+    )
     line(f"  there  {found}, at generation {finding.newest.generation}")
     if accepted:
         context.output.note(f"this client now knows {found} in {place}")

@@ -122,18 +122,24 @@ class Capture:
         images = self._read_images(pids, early)
         namespaces = describe_namespaces(root)
         ids = [] if namespaces.pid else thread_ids(pids)
-        captured = Captured(at, pids, ids, describe_processes(pids), namespaces, listening_ports(alive), images)
+        captured = Captured(
+            at, pids, ids, describe_processes(pids), namespaces, listening_ports(alive), images
+        )
         touched = load_rseq(self._images) if early else []
         by_image = {image: pid for pid, image in pids.items()}
         for number, pagemap in enumerate(images.processes):
             if pagemap.number not in by_image:
-                raise NotFound(f"CRIU dumped a process {pagemap.number} that is not in the tree of {root}")
+                raise NotFound(
+                    f"CRIU dumped a process {pagemap.number} that is not in the tree of {root}"
+                )
             pid = by_image[pagemap.number]
             with RemoteReader(pid) as reader:
                 capture = self._process(pagemap, number, reader, device.get(pid, ()))
                 captured.spaces.append(capture)
                 done = early.processes.get(pagemap.number) if early else None
-                captured.scanned += capture.scan(reader, pagemap.extents, self._machinery, done, touched)
+                captured.scanned += capture.scan(
+                    reader, pagemap.extents, self._machinery, done, touched
+                )
         with phase(self._emit, "dump.files") as running:
             for file in find_files(alive, self._options):
                 running.bytes += self._file(file, captured)
@@ -145,14 +151,18 @@ class Capture:
         images = read_images(self._images)
         hidden = read_hidden(self._images / HIDDEN_FILE)
         if unknown := hidden.keys() - pids.keys():
-            raise DumpFailed(f"CRIU was kept from memory of processes that are not in the tree: {sorted(unknown)}")
+            raise DumpFailed(
+                f"CRIU was kept from memory of processes that are not in the tree: {sorted(unknown)}"
+            )
         by_image = {image: pid for pid, image in pids.items() if pid in hidden}
         processes = []
         for pagemap in images.processes:
             pid = by_image.get(pagemap.number)
             if pid is not None:
                 present = early.present.get(pagemap.number) if early else None
-                pagemap = pagemap.with_hidden(find_hidden(pid, pagemap.regions, hidden[pid], present, self._machinery.threads))
+                pagemap = pagemap.with_hidden(
+                    find_hidden(pid, pagemap.regions, hidden[pid], present, self._machinery.threads)
+                )
             processes.append(pagemap)
         return ImageSet(processes, images.shared)
 
@@ -178,7 +188,11 @@ class Capture:
             captured.lost.add(about.path)
         before = self._parent.file(about.path) if self._parent else None
         if about.policy != "content":
-            digest = _digest(file.reach, about.size) if self._options.verify_files and about.policy == "checked" else ""
+            digest = (
+                _digest(file.reach, about.size)
+                if self._options.verify_files and about.policy == "checked"
+                else ""
+            )
             captured.files.append(msgspec.structs.replace(about, digest=digest))
             return about.size if digest else 0
         captured.files.append(about)
@@ -193,12 +207,18 @@ class Capture:
         descriptor = os.open(file.reach, os.O_RDONLY | os.O_CLOEXEC)
         try:
             source = FileSource(descriptor, about.size, about.path)
-            regions = [Region(0, -(-about.size // PAGE) * PAGE, 0, kind="file", name=about.path)] if about.size else []
+            regions = (
+                [Region(0, -(-about.size // PAGE) * PAGE, 0, kind="file", name=about.path)]
+                if about.size
+                else []
+            )
             capture = SpaceCapture.make("file", about.path, about.size, regions, parent)
             captured.spaces.append(capture)
             read = capture.scan(source, source.extents(), self._machinery) if about.size else 0
             if os.fstat(descriptor).st_size < about.size:
-                raise DumpFailed(f"{about.path} shrank while it was read: something outside the job writes to it")
+                raise DumpFailed(
+                    f"{about.path} shrank while it was read: something outside the job writes to it"
+                )
             return read
         finally:
             os.close(descriptor)
@@ -230,7 +250,9 @@ class Capture:
     def _image(self, path: Path) -> SpaceCapture:
         size = path.stat().st_size
         parent = self._parent.space("image", path.name) if self._parent else None
-        regions = [Region(0, -(-size // PAGE) * PAGE, 0, kind="image", name=path.name)] if size else []
+        regions = (
+            [Region(0, -(-size // PAGE) * PAGE, 0, kind="image", name=path.name)] if size else []
+        )
         capture = SpaceCapture.make("image", path.name, size, regions, parent)
         if size:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -261,7 +283,9 @@ def _linked(images: Path) -> dict[str, str]:
 def _rename(captured: Captured, linked: Mapping[str, str]) -> None:
     """Call the files that lost their name by the one that CRIU will look for; it is known once CRIU's images are complete."""
     captured.files = [
-        msgspec.structs.replace(f, path=linked.get(f.path, f.path)) if f.path in captured.lost else f
+        msgspec.structs.replace(f, path=linked.get(f.path, f.path))
+        if f.path in captured.lost
+        else f
         for f in captured.files
     ]
     for capture in captured.spaces:
@@ -271,13 +295,17 @@ def _rename(captured: Captured, linked: Mapping[str, str]) -> None:
 
 def _other_names(file: FoundFile) -> list[str]:
     """Names of the same file beside the one that was lost; those in other folders are not searched for."""
-    root = f"/proc/{file.reach.split('/')[2]}/root"  # its process may see other mounts than this one
+    root = (
+        f"/proc/{file.reach.split('/')[2]}/root"  # its process may see other mounts than this one
+    )
     folder = os.path.dirname(file.about.path)
     try:
         with os.scandir(root + folder) as entries:
             names = [e.name for e in entries if e.inode() == file.about.inode]
         return sorted(
-            os.path.join(folder, n) for n in names if os.lstat(f"{root}{folder}/{n}").st_dev == file.about.device
+            os.path.join(folder, n)
+            for n in names
+            if os.lstat(f"{root}{folder}/{n}").st_dev == file.about.device
         )
     except FileNotFoundError:
         return []  # the folder was deleted too

@@ -133,7 +133,10 @@ def dump(
     started = time.monotonic()
     options = options or DumpOptions()
     if options.keep_resident and not options.stop:
-        raise UsageError("resident memory can be kept only of a job that ends", cure="add --stop, or leave out --keep-resident")
+        raise UsageError(
+            "resident memory can be kept only of a job that ends",
+            cure="add --stop, or leave out --keep-resident",
+        )
     if options.stop and options.memory == "streamed":
         raise UsageError(
             "a streamed dump cannot hold the tree until the commit, because CRIU writes its last images when it lets go",
@@ -144,7 +147,9 @@ def dump(
         require_label(tag)
     with _after(options.after, options.hook_seconds, target, emit) as after:
         with ExitStack() as stack:
-            dumping = _Dump(repository, loop, target, options, criu or find_criu(), workdir, emit, stack)
+            dumping = _Dump(
+                repository, loop, target, options, criu or find_criu(), workdir, emit, stack
+            )
             with dumping.lives.explaining():
                 snapshot, manifest, pre_copied, spilled = dumping.run(after)
             after.snapshot = snapshot
@@ -205,7 +210,9 @@ def _after(command: str, seconds: float, target: Target, emit: Sink) -> Iterator
     try:
         _hook(command, target, after.snapshot, seconds)
     except HookFailed as error:
-        raise HookFailed(f"snapshot {after.snapshot} is committed, but {error}", cure="correct the command") from error
+        raise HookFailed(
+            f"snapshot {after.snapshot} is committed, but {error}", cure="correct the command"
+        ) from error
 
 
 def _hook(command: str, target: Target, snapshot: str, seconds: float) -> None:
@@ -230,7 +237,9 @@ def _hook(command: str, target: Target, snapshot: str, seconds: float) -> None:
             raise HookFailed(f"the hook {command!r} did not end within {seconds:g} s") from error
         if status:
             printed.seek(max(0, os.fstat(printed.fileno()).st_size - _HOOK_WORDS))
-            raise HookFailed(f"the hook {command!r} ended with status {status}: {printed.read().decode(errors='replace').strip()}")
+            raise HookFailed(
+                f"the hook {command!r} ended with status {status}: {printed.read().decode(errors='replace').strip()}"
+            )
 
 
 @contextmanager
@@ -278,14 +287,19 @@ class _Dump:
         self.lives = Lives(target.pid, target.job)
         #: Of the working directory; -1 before there is one.
         self.lock = -1
-        self.threads = options.scan_threads or limits.threads_for(SCAN_THREADS if native_scan_lacks() else NATIVE_SCAN_THREADS)
+        self.threads = options.scan_threads or limits.threads_for(
+            SCAN_THREADS if native_scan_lacks() else NATIVE_SCAN_THREADS
+        )
         self.encoders = options.scan_threads or limits.threads_for(ENCODE_THREADS)
 
     def run(self, after: _After) -> tuple[str, Manifest, int, bool]:
         """All of it; see `dump`."""
         with phase(self.emit, "dump.preflight", pid=self.target.pid) as running:
             found = self._preflight()
-            running.fields |= {"processes": len(found.processes), "private_bytes": found.private_bytes}
+            running.fields |= {
+                "processes": len(found.processes),
+                "private_bytes": found.private_bytes,
+            }
             running.fields |= predict(found)
         after.due = True
         try:
@@ -296,7 +310,12 @@ class _Dump:
         guard = Guard(str(images), lock=self.lock)
         self.stack.callback(guard.release)
         if guard.oom_score > oom.PROTECTED:
-            self.emit(Event("dump.unprotected", {"oom_score": guard.oom_score, "wanted": oom.PROTECTED, "cure": oom.CURE}))
+            self.emit(
+                Event(
+                    "dump.unprotected",
+                    {"oom_score": guard.oom_score, "wanted": oom.PROTECTED, "cure": oom.CURE},
+                )
+            )
         devices = self._devices(found, guard, images)
         storing = self.storing = Storing(
             self.repository,
@@ -319,13 +338,20 @@ class _Dump:
         self._reserve(found, copied)
 
         # Not two at a time either that look at device memory: they would take the room on its GPU from each other's window, and a look's end from each other.
-        with_devices = [process.pid for process in found.gpus.processes] if found.gpus is not None else []
-        claim = Claim({self.target.pid, *with_devices}, _CLAIM_DEVICES_SECONDS if with_devices else _CLAIM_SECONDS)
+        with_devices = (
+            [process.pid for process in found.gpus.processes] if found.gpus is not None else []
+        )
+        claim = Claim(
+            {self.target.pid, *with_devices},
+            _CLAIM_DEVICES_SECONDS if with_devices else _CLAIM_SECONDS,
+        )
         self.stack.callback(claim.release)
         if devices is not None:
             pre_copy = {"off": None, "on": 0}.get(self.options.pre_copy, _PRE_COPY_RESIDENT)
             with storing.staging.limited(_PRE_COPY_STAGING):
-                devices.require(self.options.staging_bytes, storing.machinery, storing.parent, pre_copy=pre_copy)
+                devices.require(
+                    self.options.staging_bytes, storing.machinery, storing.parent, pre_copy=pre_copy
+                )
             self._predict_again(found, devices)
         storing.pipeline.close_gate()
         window = Window(
@@ -335,7 +361,15 @@ class _Dump:
             explain=lambda status: self._explain(images, status),
             abandon=storing.abandon,
         )
-        capture = Capture(self.options, images, self.criu.version, storing.parent, copied, storing.machinery, self.emit)
+        capture = Capture(
+            self.options,
+            images,
+            self.criu.version,
+            storing.parent,
+            copied,
+            storing.machinery,
+            self.emit,
+        )
         # The driver first brings back what it has moved out, then CRIU lets go.
         with window, devices or nullcontext():
             with phase(self.emit, "dump.criu"):
@@ -356,18 +390,30 @@ class _Dump:
                     with storing.staging.growing(found.gpus.most_bytes >> 20 if found.gpus else 0):
                         devices.lock(window.left, storing.machinery, storing.parent)
                         window.go()
-                        left = _FREEZE_SECONDS if window.left is None else min(_FREEZE_SECONDS, window.left)
+                        left = (
+                            _FREEZE_SECONDS
+                            if window.left is None
+                            else min(_FREEZE_SECONDS, window.left)
+                        )
                         if not devices.checkpoint(left):
                             window.freeze()  # says why
                             raise DumpFailed(f"CRIU did not freeze the tree within {left:.0f} s")
                 device = devices.ranges if devices is not None else {}
                 if streamed:
                     window.freeze(streamed=True)
-                    running.fields["streamed"] = receive(guard.pages(), self.criu.version, images, _STREAM_SECONDS)
+                    running.fields["streamed"] = receive(
+                        guard.pages(), self.criu.version, images, _STREAM_SECONDS
+                    )
                     before = None
                 else:
                     with EarlyScan(
-                        self.target.pid, images, storing.parent, copied, device, storing.machinery, self.emit
+                        self.target.pid,
+                        images,
+                        storing.parent,
+                        copied,
+                        device,
+                        storing.machinery,
+                        self.emit,
                     ) as early:
                         window.freeze()
                         running.fields["freeze_seconds"] = time.monotonic() - window.started
@@ -405,13 +451,22 @@ class _Dump:
                     devices.gone(keep_resident=self.options.keep_resident)
         # Before the guard is released, which removes them if this process is killed until then.
         shutil.rmtree(images, ignore_errors=True)
-        pre_copied = sum(c.stored for c in copied.values()) + (devices.pre_copied if devices is not None else 0)
+        pre_copied = sum(c.stored for c in copied.values()) + (
+            devices.pre_copied if devices is not None else 0
+        )
         return snapshot, manifest, pre_copied, storing.pipeline.spilled
 
     def _predict_again(self, found: Look, devices: Devices) -> None:
         """Say how long the window will be of what resident memory holds and has changed: preflight took all of it for changed."""
         if found.resident is not None and devices.foreseen is not None:
-            self.emit(Event("dump.predicted", predict(replace(found, resident=replace(found.resident, copies=devices.foreseen)))))
+            self.emit(
+                Event(
+                    "dump.predicted",
+                    predict(
+                        replace(found, resident=replace(found.resident, copies=devices.foreseen))
+                    ),
+                )
+            )
 
     def _preflight(self) -> Look:
         refusals = check_target(self.target.pid)
@@ -419,7 +474,9 @@ class _Dump:
             raise PreflightRefused([(r.name, r.message, r.cure) for r in refusals])
         self.lives.watch([self.target.pid])
         found = look(self.target.pid, self.criu, self.workdir, self.options)
-        self.lives.watch([one.pid for one in found.gpus.processes] if found.gpus is not None else [])
+        self.lives.watch(
+            [one.pid for one in found.gpus.processes] if found.gpus is not None else []
+        )
         require(found)
         record = self.target.record
         if record is not None and record.copies and not record.isolation.root:
@@ -427,11 +484,21 @@ class _Dump:
             own = {(process.namespaces or {}).get("mnt") for process in found.living}
             if len(own) > 1:
                 cure = "snapshot it before it makes them, or restore it without --files-to"
-                raise PreflightRefused([("namespaces", "the job has copies of files (--files-to), and processes with mount namespaces of their own", cure)])
+                raise PreflightRefused(
+                    [
+                        (
+                            "namespaces",
+                            "the job has copies of files (--files-to), and processes with mount namespaces of their own",
+                            cure,
+                        )
+                    ]
+                )
         for warning in warn(found):
             fields = {"name": warning.name, "message": warning.message, "cure": warning.cure}
             self.emit(Event("dump.warning", {**fields}))
-        self.shell_job = procfs.status(self.target.pid).session not in {p.status.group for p in found.processes}
+        self.shell_job = procfs.status(self.target.pid).session not in {
+            p.status.group for p in found.processes
+        }
         return found
 
     def _same_program(self, parent: Manifest) -> None:
@@ -439,7 +506,12 @@ class _Dump:
         before = parent.processes[0].command if parent.processes else []
         if self.target.guessed and procfs.command_line(self.target.pid) != before:
             message = f"the newest snapshot of job {self.target.job} is of another command, {shlex.join(before)}: they count as one job's"
-            self.emit(Event("dump.warning", {"name": "job", "message": message, "cure": "name the job with --job"}))
+            self.emit(
+                Event(
+                    "dump.warning",
+                    {"name": "job", "message": message, "cure": "name the job with --job"},
+                )
+            )
 
     def _devices(self, found: Look, guard: Guard, images: Path) -> Devices | None:
         """What makes the driver's calls, if the tree uses GPUs. From now on CUDA is being initialised in it, which takes a while."""
@@ -447,9 +519,20 @@ class _Dump:
             return None
         resident = None
         if found.resident is not None:
-            resident = Resident(found.resident, str(images), self.emit, outlives=bool(self.target.status))
+            resident = Resident(
+                found.resident, str(images), self.emit, outlives=bool(self.target.status)
+            )
             self.stack.callback(resident.close)
-        devices = Devices(found.root, found.gpus, guard, str(images), self.options.gpu_lock, self.emit, resident, self.options.populate)
+        devices = Devices(
+            found.root,
+            found.gpus,
+            guard,
+            str(images),
+            self.options.gpu_lock,
+            self.emit,
+            resident,
+            self.options.populate,
+        )
         self.stack.callback(devices.close)
         return devices
 
@@ -466,14 +549,19 @@ class _Dump:
             return {}
         out = {}
         parent, machinery = self.storing.parent, self.storing.machinery
-        with phase(self.emit, "dump.precopy") as running, machinery.staging.limited(_PRE_COPY_STAGING):
+        with (
+            phase(self.emit, "dump.precopy") as running,
+            machinery.staging.limited(_PRE_COPY_STAGING),
+        ):
             advance = running.counter(found.private_bytes)
             for number, process in enumerate(found.processes):
                 if process.status.zombie or process.private_bytes < (1 << 20):
                     continue
                 image = process.status.own_pid
                 before = parent.space("process", str(image)) if parent else None
-                learnt = pre_copy(process.pid, number % machinery.streams, before, machinery, advance=advance)
+                learnt = pre_copy(
+                    process.pid, number % machinery.streams, before, machinery, advance=advance
+                )
                 if learnt is not None:
                     out[image] = learnt
                     running.bytes += learnt.scanned
@@ -488,7 +576,9 @@ class _Dump:
         device = found.gpus.most_bytes if found.gpus is not None else 0
         if not device:
             return self.options.staging_bytes
-        return min(self.options.staging_bytes + device, max(0, limits.memory_available() - device) // 2)
+        return min(
+            self.options.staging_bytes + device, max(0, limits.memory_available() - device) // 2
+        )
 
     def _reserve(self, found: Look, copied: dict[int, PreCopied]) -> None:
         """Fault staging in before the window: as much as is likely to change, by what changed since the parent; without pre-copy nobody knows, so all."""
@@ -501,7 +591,10 @@ class _Dump:
         if found.gpus is not None:
             # Pre-copy knows nothing of device memory: as much is taken to change as did in the parent.
             parent = self.storing.parent
-            guess += min(found.gpus.most_bytes, parent.manifest.sizes.changed if parent else found.gpus.most_bytes)
+            guess += min(
+                found.gpus.most_bytes,
+                parent.manifest.sizes.changed if parent else found.gpus.most_bytes,
+            )
         staging = self.storing.staging
         staging.reserve(min(staging.capacity, guess // (1 << 20) + 3 * self.threads))
 
@@ -535,9 +628,24 @@ class _Dump:
             ),
         )
         if self.options.memory == "streamed":
-            self.emit(Event("dump.fallback", {"memory": "streamed", "why": "CRIU sends all memory in the window"}))
-            return [*prefix, *stream_dump_command(self.criu, self.target.pid, images, arguments, pages="{pages}")]
-        return [*prefix, *lazy_dump_command(self.criu, self.target.pid, images, arguments, pages="{pages}", status="{status}")]
+            self.emit(
+                Event(
+                    "dump.fallback",
+                    {"memory": "streamed", "why": "CRIU sends all memory in the window"},
+                )
+            )
+            return [
+                *prefix,
+                *stream_dump_command(
+                    self.criu, self.target.pid, images, arguments, pages="{pages}"
+                ),
+            ]
+        return [
+            *prefix,
+            *lazy_dump_command(
+                self.criu, self.target.pid, images, arguments, pages="{pages}", status="{status}"
+            ),
+        ]
 
     def _restore_options(self) -> list[str]:
         """What a restore of this dump must tell CRIU."""
@@ -557,13 +665,17 @@ class _Dump:
                 cure="look for what traces them ('grep TracerPid /proc/PID/status')",
             )
 
-    def _store(self, capture: Capture, captured: Captured, window_seconds: float, devices: Devices | None) -> Manifest:
+    def _store(
+        self, capture: Capture, captured: Captured, window_seconds: float, devices: Devices | None
+    ) -> Manifest:
         """Everything after the window but the commit."""
         if devices is not None:
             devices.let_go()
             devices.warn()
         with phase(self.emit, "dump.store") as running:
-            self.storing.pipeline.open_gate(running.counter(sum(space.queued for space in captured.spaces)))
+            self.storing.pipeline.open_gate(
+                running.counter(sum(space.queued for space in captured.spaces))
+            )
             capture.after_window(captured)
             if devices is not None:
                 captured.spaces += devices.store(self.storing.machinery)
@@ -589,7 +701,10 @@ class _Dump:
             spaces=stored.spaces,
             files=captured.files,
             requirements=describe_requirements(
-                self.criu.version, captured.ids, captured.ports, devices.requirements() if devices else []
+                self.criu.version,
+                captured.ids,
+                captured.ports,
+                devices.requirements() if devices else [],
             ),
             namespaces=captured.namespaces,
             criu_options=self._restore_options(),

@@ -98,7 +98,8 @@ def import_images(
     folder = Path(directory)
     if not (folder / "pstree.img").is_file():
         raise NotFound(
-            f"{folder} is no image directory: it has no pstree.img", cure="name what 'criu dump -D' was given"
+            f"{folder} is no image directory: it has no pstree.img",
+            cure="name what 'criu dump -D' was given",
         )
     if os.path.lexists(folder / "parent"):
         raise UsageError(
@@ -108,9 +109,16 @@ def import_images(
     for tag in tags:
         require_label(tag)
     with ExitStack() as stack:
-        manifest = _Import(repository, loop, folder, job, parent, threads, tags, objective, emit, stack).run()
+        manifest = _Import(
+            repository, loop, folder, job, parent, threads, tags, objective, emit, stack
+        ).run()
     result = ImportResult(
-        manifest.snapshot, manifest.job, manifest.lineage, manifest.parent, time.perf_counter() - began, manifest.sizes
+        manifest.snapshot,
+        manifest.job,
+        manifest.lineage,
+        manifest.parent,
+        time.perf_counter() - began,
+        manifest.sizes,
     )
     emit(
         Event(
@@ -152,7 +160,9 @@ class _Import:
         self.cores = {task.pid: criu_images.load_core(folder, task.pid) for task in self.tasks}
         if not self.tasks:
             raise Damaged("image", "pstree.img", "it has no process")
-        self.job = job or job_name(self.cores[self.tasks[0].pid].command) or f"import-{self.tasks[0].pid}"
+        self.job = (
+            job or job_name(self.cores[self.tasks[0].pid].command) or f"import-{self.tasks[0].pid}"
+        )
         self.wanted_parent = parent
         self.threads = threads or limits.threads_for(_THREADS)
         self.tags = tags
@@ -180,7 +190,9 @@ class _Import:
             emit=self.emit,
         )
         if self.wanted_parent not in ("", storing.parent_id):
-            raise NotFound(f"there is no snapshot {self.wanted_parent}", cure="'icecore ls' lists them")
+            raise NotFound(
+                f"there is no snapshot {self.wanted_parent}", cure="'icecore ls' lists them"
+            )
         with phase(self.emit, "import.store", directory=str(self.folder)) as running:
             machinery = replace(
                 storing.machinery,
@@ -190,15 +202,22 @@ class _Import:
             captures = self._capture(images, storing.parent, machinery)
             manifest = self._manifest(storing, storing.finish(captures))
             running.bytes = manifest.sizes.logical + manifest.sizes.zero
-            running.fields |= {"stored": manifest.sizes.stored, "by_codec": dict(manifest.sizes.by_codec)}
+            running.fields |= {
+                "stored": manifest.sizes.stored,
+                "by_codec": dict(manifest.sizes.by_codec),
+            }
         storing.writer.commit(manifest)
         return manifest
 
     # -- content ------------------------------------------------------------------------------------------------------
 
-    def _capture(self, images: ImageSet, parent: Parent | None, machinery: Machinery) -> list[SpaceCapture]:
+    def _capture(
+        self, images: ImageSet, parent: Parent | None, machinery: Machinery
+    ) -> list[SpaceCapture]:
         captures = []
-        memory = [("process", pagemap) for pagemap in images.processes] + [("shared", p) for p in images.shared]
+        memory = [("process", pagemap) for pagemap in images.processes] + [
+            ("shared", p) for p in images.shared
+        ]
         for number, (kind, pagemap) in enumerate(memory):
             before = parent.space(kind, str(pagemap.number)) if parent else None
             capture = SpaceCapture.make(
@@ -224,7 +243,11 @@ class _Import:
         if not len(pagemap.extents):
             return
         if (np.diff(pagemap.written["address"].astype(np.int64)) < 0).any():
-            raise Damaged("image", f"pagemap of {capture.kind} {capture.key}", "its entries are not in address order")
+            raise Damaged(
+                "image",
+                f"pagemap of {capture.kind} {capture.key}",
+                "its entries are not in address order",
+            )
         source = CompactPages(self.folder / f"pages-{pagemap.pages}.img", pagemap.extents)
         try:
             if capture.kind == "process":
@@ -242,7 +265,9 @@ class _Import:
     def _image(self, path: Path, parent: Parent | None, machinery: Machinery) -> SpaceCapture:
         size = path.stat().st_size
         before = parent.space("image", path.name) if parent else None
-        regions = [Region(0, -(-size // PAGE) * PAGE, 0, kind="image", name=path.name)] if size else []
+        regions = (
+            [Region(0, -(-size // PAGE) * PAGE, 0, kind="image", name=path.name)] if size else []
+        )
         capture = SpaceCapture.make("image", path.name, size, regions, before)
         if size:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -300,7 +325,11 @@ class _Import:
         for task in self.tasks:
             core = self.cores[task.pid]
             alive = core.state != criu_images.DEAD
-            executable = paths.get(criu_images.load_mm(self.folder, task.pid).executable, "") if alive else ""
+            executable = (
+                paths.get(criu_images.load_mm(self.folder, task.pid).executable, "")
+                if alive
+                else ""
+            )
             found.append(
                 Process(
                     image_id=task.pid,
@@ -340,7 +369,13 @@ class _Import:
         found: dict[str, OpenFile] = {}
         for file in criu_images.load_files(self.folder):
             regular = file.mode == 0 or stat.S_ISREG(file.mode)
-            if not regular or file.size is None or file.external or file.id in ghosts or not file.path.startswith("/"):
+            if (
+                not regular
+                or file.size is None
+                or file.external
+                or file.id in ghosts
+                or not file.path.startswith("/")
+            ):
                 continue
             writable = (file.flags & os.O_ACCMODE) != os.O_RDONLY
             if file.path in found and not writable:

@@ -66,16 +66,24 @@ class Storing:
     ) -> None:
         self.stop = threading.Event()
         record = loop.run(choose_parent(repository, job, parent))
-        session = loop.run(repository.begin(record.snapshot if record else None, purpose, prove=False))
+        session = loop.run(
+            repository.begin(record.snapshot if record else None, purpose, prove=False)
+        )
         objective = Objective(link_rate) if link_rate else None
         self.writer = stack.enter_context(
-            SnapshotWriter(repository, session, loop.loop, streams=streams, objective=objective, emit=emit)
+            SnapshotWriter(
+                repository, session, loop.loop, streams=streams, objective=objective, emit=emit
+            )
         )
         # Read only once the session pins it.
-        self.parent: Parent | None = load_parent(repository, loop, session.base, emit) if session.base else None
+        self.parent: Parent | None = (
+            load_parent(repository, loop, session.base, emit) if session.base else None
+        )
         self.lineage = record.lineage if record else secrets.token_hex(16)
         self.parent_id = record.snapshot if record else ""
-        self.staging = stack.enter_context(Staging(min(staging_bytes, limits.memory_available() // 3), threads))
+        self.staging = stack.enter_context(
+            Staging(min(staging_bytes, limits.memory_available() // 3), threads)
+        )
         self.pipeline = stack.enter_context(Pipeline(self.writer, self.staging, encoders))
         seed = fingerprint_seed(repository.keys, self.lineage)
         self.machinery = Machinery(self.pipeline, self.staging, seed, threads, streams, self.stop)
@@ -107,7 +115,9 @@ class Storing:
             assert before is not None
             spaces.append(space)
             logical += sum(int(data_pages(r).sum()) for r in before.records) * PAGE
-            fingerprints[f"{space.kind}:{space.key}"] = Fingerprints(before.known.key, before.known.fingerprint)
+            fingerprints[f"{space.kind}:{space.key}"] = Fingerprints(
+                before.known.key, before.known.fingerprint
+            )
         hints, digest = self.writer.put_hints(self.lineage, encode_fingerprints(fingerprints))
         statistics = self.writer.statistics
         sizes = Sizes(

@@ -24,7 +24,9 @@ LOCK = "in-use.log"
 _NAME = re.compile(r"icecore-(dump|restore)-[a-z0-9_]{8}")
 
 
-def make_work_directory(prefix: str, parent: str | os.PathLike[str], emit: Sink = discard) -> tuple[Path, int]:
+def make_work_directory(
+    prefix: str, parent: str | os.PathLike[str], emit: Sink = discard
+) -> tuple[Path, int]:
     """Make a working directory, and remove unused ones beside it.
 
     Args:
@@ -71,7 +73,11 @@ def _found(parent: Path) -> Iterator[Path]:
             continue
         with suppress(FileNotFoundError):
             about = os.lstat(parent / name)
-            if stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and not about.st_mode & 0o077:
+            if (
+                stat.S_ISDIR(about.st_mode)
+                and about.st_uid == os.geteuid()
+                and not about.st_mode & 0o077
+            ):
                 yield parent / name
 
 
@@ -80,7 +86,9 @@ def _remove_unused(path: Path) -> bool:
     try:
         lock = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
-        os.rmdir(path)  # its maker, if it lives, makes another; where there is more in it, it is none of ours
+        os.rmdir(
+            path
+        )  # its maker, if it lives, makes another; where there is more in it, it is none of ours
         return True
     try:
         try:
@@ -97,7 +105,9 @@ def _remove_unused(path: Path) -> bool:
                 shutil.rmtree(inner)
             else:
                 inner.unlink()
-        os.unlink(path / LOCK)  # last: if this process dies in between, the next sweep removes the rest
+        os.unlink(
+            path / LOCK
+        )  # last: if this process dies in between, the next sweep removes the rest
         os.rmdir(path)
         return True
     finally:

@@ -100,7 +100,8 @@ class Requirements:
         if self.failed:
             cures = dict.fromkeys(check.cure for check in self.failed if check.cure)
             raise RestoreRefused(
-                "this machine does not meet what the snapshot requires: " + "; ".join(c.message for c in self.failed),
+                "this machine does not meet what the snapshot requires: "
+                + "; ".join(c.message for c in self.failed),
                 cure="; ".join(cures),
             )
 
@@ -128,10 +129,18 @@ def check_requirements(
     copies = plan_copies(manifest, options, run, own_files)
     skip = own_files | set(copies.paths)
     # A job with a private root has its files on the same host mounts, but for what is its own (/dev/shm, /proc).
-    files = plan_files(manifest, options.files, root=options.root, skip=skip, verify=options.verify_files)
+    files = plan_files(
+        manifest, options.files, root=options.root, skip=skip, verify=options.verify_files
+    )
     files = files.joined(copies.plan)
     conflicts = find_conflicts(
-        manifest, files.actions, options.files, root=options.root, skip=skip, directory=copies.directory, copies=run is not None
+        manifest,
+        files.actions,
+        options.files,
+        root=options.root,
+        skip=skip,
+        directory=copies.directory,
+        copies=run is not None,
     )
     shared = frozenset(conflict.file for conflict in conflicts if conflict.shared)
     if options.files == "leave":
@@ -143,7 +152,10 @@ def check_requirements(
         *_names(manifest),
         *_room(manifest, workdir, records),
         *(Requirement("file", False, f"{p.path}: {p.message}", p.cure) for p in files.problems),
-        *(Requirement("holder", False, f"{c.path}: {c.message}", c.cure, hard=c.hard) for c in conflicts),
+        *(
+            Requirement("holder", False, f"{c.path}: {c.message}", c.cure, hard=c.hard)
+            for c in conflicts
+        ),
     ]
     return Requirements(checks, files, copies, gpu_plan, shared)
 
@@ -167,13 +179,20 @@ def _gpus(manifest: Manifest, options: RestoreOptions) -> tuple[list[Requirement
     if "cuda" not in manifest.extra:
         if options.gpu_map:
             return [
-                Requirement("gpu", False, "the snapshot's job used no GPU, --gpu-map says otherwise", "leave it out")
+                Requirement(
+                    "gpu",
+                    False,
+                    "the snapshot's job used no GPU, --gpu-map says otherwise",
+                    "leave it out",
+                )
             ], None
         return [], None
     try:
         here = find_backend().inventory()
     except MissingTool as error:
-        return [Requirement("gpu-driver", False, f"the job used GPUs: {error.message}", error.cure)], None
+        return [
+            Requirement("gpu-driver", False, f"the job used GPUs: {error.message}", error.cure)
+        ], None
     driver = gpus.recorded(manifest)[0]
     # The job's own part of the driver (libcuda) is in its memory, and works with the kernel's part of the very same version only.
     checks = [
@@ -190,8 +209,12 @@ def _gpus(manifest: Manifest, options: RestoreOptions) -> tuple[list[Requirement
         return [*checks, Requirement("gpu", False, error.message, error.cure)], None
     moved = {old: new for own in plan.processes.values() for old, new in own.items() if old != new}
     words = ", ".join(f"{old} → {new}" for old, new in moved.items())
-    checks.append(Requirement("gpu", True, f"the GPUs of the job are there: {words or 'the same ones'}"))
-    for gpu, size in gpus.needs(manifest, here, plan) if not options.from_resident else ():  # it has what it needs
+    checks.append(
+        Requirement("gpu", True, f"the GPUs of the job are there: {words or 'the same ones'}")
+    )
+    for gpu, size in (
+        gpus.needs(manifest, here, plan) if not options.from_resident else ()
+    ):  # it has what it needs
         free = gpu.memory - gpu.used
         checks.append(
             Requirement(
@@ -226,7 +249,8 @@ def _machine(manifest: Manifest, criu: Criu) -> Iterator[Requirement]:
     yield Requirement(
         "kernel",
         not older,
-        f"the job ran on Linux {wanted.kernel}, this is {os.uname().release}" + (": older, it may lack what the job uses" if older else ""),
+        f"the job ran on Linux {wanted.kernel}, this is {os.uname().release}"
+        + (": older, it may lack what the job uses" if older else ""),
         "restore it on the same kernel or a newer one",
         hard=limits.kernel_version() < _LEAST_KERNEL,
     )
@@ -248,7 +272,10 @@ def _machine(manifest: Manifest, criu: Criu) -> Iterator[Requirement]:
             "run as root with CAP_SYS_PTRACE; a container must allow the system call",
         )
     unknown = {device.get("kind", "") for device in wanted.devices} - {"cuda"}
-    if unknown or ("resident" not in manifest.extra and any(space.kind == "device" for space in manifest.spaces)):
+    if unknown or (
+        "resident" not in manifest.extra
+        and any(space.kind == "device" for space in manifest.spaces)
+    ):
         yield Requirement(
             "device",
             False,
@@ -273,7 +300,9 @@ def _names(manifest: Manifest) -> Iterator[Requirement]:
         yield Requirement(
             "pid",
             not taken,
-            f"process or thread ids {', '.join(map(str, taken[:5]))} are in use" if taken else "all process ids are free",
+            f"process or thread ids {', '.join(map(str, taken[:5]))} are in use"
+            if taken
+            else "all process ids are free",
             "wait until what has them is gone; jobs started with 'icecore run' have process ids of their own",
         )
     if manifest.namespaces.network == "host":
@@ -281,7 +310,9 @@ def _names(manifest: Manifest) -> Iterator[Requirement]:
         yield Requirement(
             "port",
             not busy,
-            f"the job listens on {', '.join(busy)}, where somebody listens already" if busy else "all ports are free",
+            f"the job listens on {', '.join(busy)}, where somebody listens already"
+            if busy
+            else "all ports are free",
             "end what listens there, or start the job in a private network namespace",
         )
 
@@ -308,7 +339,9 @@ def _can_listen(address: str) -> bool:
     try:
         parsed, port = ipaddress.ip_address(text.strip("[]")), int(number)
     except ValueError as error:
-        raise Damaged("manifest", "requirements", f"{printable(address)} is not an address and port") from error
+        raise Damaged(
+            "manifest", "requirements", f"{printable(address)} is not an address and port"
+        ) from error
     host, family = str(parsed), socket.AF_INET6 if parsed.version == 6 else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -329,7 +362,11 @@ def _room(manifest: Manifest, workdir: str, records: Maps | None) -> Iterator[Re
     images = sum(space.size for space in manifest.spaces if space.kind == "image")
     pages = min(memory, sum(_most_pages(space) for space in manifest.spaces))
     available, space = limits.memory_available(), limits.free_space(workdir)
-    if pages and records is not None and (available < memory + images + pages or space < images + pages):
+    if (
+        pages
+        and records is not None
+        and (available < memory + images + pages or space < images + pages)
+    ):
         pages = sum(_pages(space, records) for space in manifest.spaces if _most_pages(space))
     images += pages
     needed = memory + images
@@ -359,11 +396,26 @@ def _most_pages(space: Space) -> int:
     """Bytes that its pages in page images are at most: as if all were there of what has a node in the map."""
     nodes, wanted = np.frombuffer(space.nodes, NODE_REF), np.array(_in_images(space), np.bool_)
     nodes = nodes[wanted[nodes["region"]]]
-    origin, start, length = np.array([(r.origin, r.start, r.length) for r in space.regions], np.int64).reshape(-1, 3)[nodes["region"]].T
+    origin, start, length = (
+        np.array([(r.origin, r.start, r.length) for r in space.regions], np.int64)
+        .reshape(-1, 3)[nodes["region"]]
+        .T
+    )
     first = origin + nodes["group"].astype(np.int64) * _NODE_BYTES
-    return int(np.maximum(0, np.minimum(first + _NODE_BYTES, start + length) - np.maximum(first, start)).sum())
+    return int(
+        np.maximum(
+            0, np.minimum(first + _NODE_BYTES, start + length) - np.maximum(first, start)
+        ).sum()
+    )
 
 
 def _pages(space: Space, records: Maps) -> int:
     """The bytes themselves; pages of zeros take no room."""
-    return sum(int(data_pages(part).sum()) for part, wanted in zip(records(space), _in_images(space), strict=True) if wanted) * PAGE
+    return (
+        sum(
+            int(data_pages(part).sum())
+            for part, wanted in zip(records(space), _in_images(space), strict=True)
+            if wanted
+        )
+        * PAGE
+    )

@@ -163,10 +163,31 @@ def restore(
         StoreError: The storage failed; nothing of the tree runs.
     """
     try:
-        return _attempt(_Run(repository, loop, snapshot, options or RestoreOptions(), criu, registry, emit))
+        return _attempt(
+            _Run(repository, loop, snapshot, options or RestoreOptions(), criu, registry, emit)
+        )
     except FileUnusable as error:
-        emit(Event("restore.warning", {"name": "device-memory", "message": f"{error.message}; it is restored once more, without a file for it"}))
-    return _attempt(_Run(repository, loop, snapshot, options or RestoreOptions(), criu, registry, emit, with_file=False))
+        emit(
+            Event(
+                "restore.warning",
+                {
+                    "name": "device-memory",
+                    "message": f"{error.message}; it is restored once more, without a file for it",
+                },
+            )
+        )
+    return _attempt(
+        _Run(
+            repository,
+            loop,
+            snapshot,
+            options or RestoreOptions(),
+            criu,
+            registry,
+            emit,
+            with_file=False,
+        )
+    )
 
 
 def _attempt(run: _Run) -> Restored:
@@ -207,7 +228,15 @@ def check(
     _require_job(record, options)
     own = _own_files(manifest, record)
     records = SnapshotReader(repository, manifest, loop.loop).records
-    return check_requirements(manifest, options, criu or find_criu(), options.workdir or _DEFAULT_WORKDIR, own, records, record)
+    return check_requirements(
+        manifest,
+        options,
+        criu or find_criu(),
+        options.workdir or _DEFAULT_WORKDIR,
+        own,
+        records,
+        record,
+    )
 
 
 def _run_record(manifest: Manifest) -> RunRecord | None:
@@ -309,7 +338,9 @@ class _Run:
         options = self.options
         _require_places(options)
         recover(self._state, self._tell)  # what an earlier restore left is no state to plan from
-        self.top, lock = make_work_directory("icecore-restore-", options.workdir or _DEFAULT_WORKDIR, self.emit)
+        self.top, lock = make_work_directory(
+            "icecore-restore-", options.workdir or _DEFAULT_WORKDIR, self.emit
+        )
         top = self.top
         self.stack.callback(os.close, lock)
         self.stack.callback(shutil.rmtree, top, ignore_errors=True)
@@ -325,7 +356,15 @@ class _Run:
         criu = self.wanted_criu or find_criu()
         record = _run_record(manifest)
         _require_job(record, options)
-        requirements = check_requirements(manifest, options, criu, str(top), _own_files(manifest, record), self.reader.records, record)
+        requirements = check_requirements(
+            manifest,
+            options,
+            criu,
+            str(top),
+            _own_files(manifest, record),
+            self.reader.records,
+            record,
+        )
         for warning in requirements.warnings:
             self.emit(Event("restore.warning", {"name": warning.name, "message": warning.message}))
         requirements.require()
@@ -340,7 +379,13 @@ class _Run:
             record = replace(record, files_to=copies.directory, copies=copies.paths)
             registry = self.registry or Registry()
             self.restoring = self.stack.enter_context(
-                registry.restoring(record, snapshot=self.snapshot, lineage=manifest.lineage, name=options.instance, dumped=dumped)
+                registry.restoring(
+                    record,
+                    snapshot=self.snapshot,
+                    lineage=manifest.lineage,
+                    name=options.instance,
+                    dumped=dumped,
+                )
             )
         self._begin_resident(manifest, record, str(work))
         size, filed = self._plan_device_file(manifest)
@@ -378,7 +423,9 @@ class _Run:
         self.temporary = temporary(manifest)
         mapped = sum(end - start for ranges in self.temporary.values() for start, end in ranges)
         device = min(mapped, max(0, manifest.sizes.device - resident))
-        if memory_available() < every + device * SPARE + 2 * self.limits.budget:  # what placers hold, of each kind
+        if (
+            memory_available() < every + device * SPARE + 2 * self.limits.budget
+        ):  # what placers hold, of each kind
             self.temporary, device = {}, 0
         return every, device
 
@@ -386,7 +433,9 @@ class _Run:
         """Resident device memory begins to come now: it needs neither CRIU nor the processes."""
         directory, processes = recorded(manifest)
         if self.options.from_resident and not processes:
-            raise RestoreRefused("the snapshot has no resident memory", cure="leave out --from-resident")
+            raise RestoreRefused(
+                "the snapshot has no resident memory", cure="leave out --from-resident"
+            )
         if self.devices is None or not processes:
             return
         place = Path(f"{self.options.root}{directory}")
@@ -394,12 +443,16 @@ class _Run:
             if record.isolation.root and directory.startswith(f"{INSTANCE_MOUNT}/"):
                 place = self.restoring.job.directory / directory.removeprefix(f"{INSTANCE_MOUNT}/")
             self.restoring.has_keeper(place, keep=outlives(manifest))
-        if place == Path(f"{self.options.root}{directory}"):  # a path of the job's own, which nobody may lead elsewhere
+        if place == Path(
+            f"{self.options.root}{directory}"
+        ):  # a path of the job's own, which nobody may lead elsewhere
             try:
                 with JobFiles(self.options.root) as files:
                     files.make_directories(directory, Owner(os.geteuid(), os.getegid()), 0o700)
             except OSError as error:
-                raise RestoreFailed(f"cannot make {place} for the keeper of device memory: {error.strerror}") from error
+                raise RestoreFailed(
+                    f"cannot make {place} for the keeper of device memory: {error.strerror}"
+                ) from error
         held = self._held_at(manifest, processes, place) if self.options.from_resident else None
         if held is None:
             self._let_go(manifest, processes)
@@ -417,7 +470,9 @@ class _Run:
         )
         self.stack.callback(self.resident.close)
 
-    def _held_at(self, manifest: Manifest, processes: Mapping[int, RecordedProcess], place: Path) -> Path:
+    def _held_at(
+        self, manifest: Manifest, processes: Mapping[int, RecordedProcess], place: Path
+    ) -> Path:
         """The keeper that has the memory: that of the instance which ended. Of several it is the one that was last at this snapshot, or has its job's name."""
         wanted = {process.token for process in processes.values()}
         for other in (place, *(self.registry or Registry()).keepers(self.snapshot, manifest.job)):
@@ -444,7 +499,9 @@ class _Run:
         again): there may not be room for both."""
         registry = self.registry or Registry()
         wanted = {process.token for process in processes.values()}
-        left = registry.left_keepers(manifest.lineage, self.restoring.job.instance if self.restoring is not None else "")
+        left = registry.left_keepers(
+            manifest.lineage, self.restoring.job.instance if self.restoring is not None else ""
+        )
         for place in registry.keepers():
             with suppress(IcecoreError, OSError), claimed(place) as ours:
                 if not ours:  # another restore takes it
@@ -456,18 +513,32 @@ class _Run:
                     if not known.alive and (every or known.token in wanted):
                         keeper.forget(known.token)
 
-    def _placers(self, size: int, word: str, lock: str = "", *, beside: bool = False) -> Placers | None:
+    def _placers(
+        self, size: int, word: str, lock: str = "", *, beside: bool = False
+    ) -> Placers | None:
         """Processes that place, if they pay; they start while CRIU's images are written. To be closed."""
         options, backend = self.options, self.repository.backend
         count = options.placers or (
-            0 if options.threads else placers_for(size, self.limits.budget, processes=self.drivers, beside=beside)
+            0
+            if options.threads
+            else placers_for(size, self.limits.budget, processes=self.drivers, beside=beside)
         )
         if not count or not size or not backend.direct or not backend.folder:
             return None
         room, key = room_for(PLACER_BYTES), self.repository.keys.chunk
-        return Placers(count, backend.folder, key, room=room, patience=options.stall_seconds, word=word, lock=lock)
+        return Placers(
+            count,
+            backend.folder,
+            key,
+            room=room,
+            patience=options.stall_seconds,
+            word=word,
+            lock=lock,
+        )
 
-    def _own_placers(self, size: int, word: str, lock: str = "", *, beside: bool = False) -> Placers | None:
+    def _own_placers(
+        self, size: int, word: str, lock: str = "", *, beside: bool = False
+    ) -> Placers | None:
         """As `_placers`; they end with the restore at the latest."""
         placers = self._placers(size, word, lock, beside=beside)
         if placers is not None:
@@ -482,13 +553,21 @@ class _Run:
             self.reader = SnapshotReader(self.repository, manifest, self.loop.loop)
             return manifest
         beginning = self.loop.submit(self.repository.read_session(self.snapshot))
-        early = self.loop.submit(self.repository.manifest(self.record)) if self.record is not None else None
+        early = (
+            self.loop.submit(self.repository.manifest(self.record))
+            if self.record is not None
+            else None
+        )
         try:
             opened: Session = beginning.result()
             self.stack.callback(self._end_session, opened)
             assert opened.base is not None
             # Compaction may have given the snapshot another manifest since it was looked up.
-            if early is not None and self.record is not None and opened.base.manifest == self.record.manifest:
+            if (
+                early is not None
+                and self.record is not None
+                and opened.base.manifest == self.record.manifest
+            ):
                 manifest = early.result()
             else:
                 manifest = self.loop.run(self.repository.manifest(opened.base))
@@ -508,35 +587,56 @@ class _Run:
     # -- files --------------------------------------------------------------------------------------------------------
 
     def _write_files(
-        self, manifest: Manifest, record: RunRecord | None, folder: Path, criu: Criu, requirements: Requirements, running: Phase
+        self,
+        manifest: Manifest,
+        record: RunRecord | None,
+        folder: Path,
+        criu: Criu,
+        requirements: Requirements,
+        running: Phase,
     ) -> Memory:
         """Image files, open files, page images; returns what is to come through userfaultfd."""
         image_spaces = spaces_of(manifest, "image")
         file_spaces = spaces_of(manifest, "file")
         memory_spaces = spaces_of(manifest, "process", "shared")
         far = not self.repository.backend.direct
-        cells = iter(read_spaces(self.reader, [*image_spaces, *file_spaces, *memory_spaces], parallel=far))
+        cells = iter(
+            read_spaces(self.reader, [*image_spaces, *file_spaces, *memory_spaces], parallel=far)
+        )
         images = [next(cells) for _ in image_spaces]
         files = {space.key: next(cells) for space in file_spaces}
         actions, own = requirements.files.actions, requirements.copies.own_path
-        self.put_back = PutBack(actions, lambda path: files[own(path)], self._state, self.options.root, self.snapshot)
+        self.put_back = PutBack(
+            actions, lambda path: files[own(path)], self._state, self.options.root, self.snapshot
+        )
         self.put_back.prepare()
         logs = self._logs({space.key: space.size for space in file_spaces}, files)
-        running.bytes += self._write([*image_targets(folder, image_spaces, images), *self.put_back.targets, *logs])
+        running.bytes += self._write(
+            [*image_targets(folder, image_spaces, images), *self.put_back.targets, *logs]
+        )
         if record is not None:
             require_all_covered(folder, requirements.copies, manifest, record)
         self.device_bytes = {
-            int(space.key): sum(region.length for region in space.regions if region.kind == "device")
+            int(space.key): sum(
+                region.length for region in space.regions if region.kind == "device"
+            )
             for space in memory_spaces
             if space.kind == "process"
         }
         memory = plan_memory(
-            folder, list(zip(memory_spaces, cells, strict=True)), criu.version, lazily=True, temporary=self.temporary
+            folder,
+            list(zip(memory_spaces, cells, strict=True)),
+            criu.version,
+            lazily=True,
+            temporary=self.temporary,
         )
         if memory.filed:
             self._begin_device_file(memory)
         if short := shortage(folder, memory.page_images):
-            raise RestoreRefused(f"there is no room for CRIU's page images: {short}", cure="name another directory with --workdir")
+            raise RestoreRefused(
+                f"there is no room for CRIU's page images: {short}",
+                cure="name another directory with --workdir",
+            )
         running.bytes += self._write(memory.page_images)
         self._exchange_files(self.put_back)
         forget_sizes(folder, requirements.shared)
@@ -555,10 +655,14 @@ class _Run:
         if put_back.journal is not None and self.guard is not None:
             self.guard.undo_with(recovery_command(self._state), put_back.journal.folder)
         for path in put_back.exchange():
-            message = f"{path} had a set-user-ID or set-group-ID bit, which a restore does not put back"
+            message = (
+                f"{path} had a set-user-ID or set-group-ID bit, which a restore does not put back"
+            )
             self.emit(Event("restore.warning", {"name": "mode", "message": message}))
 
-    def _expected_files(self, manifest: Manifest, requirements: Requirements, put_back: PutBack) -> frozenset[Inode] | None:
+    def _expected_files(
+        self, manifest: Manifest, requirements: Requirements, put_back: PutBack
+    ) -> frozenset[Inode] | None:
         """What the tree may have open; None: that is not known (of imported images), or nobody but root could change where a path leads."""
         if not requirements.files.exposed or not all(file.inode for file in manifest.files):
             return None
@@ -572,7 +676,9 @@ class _Run:
     def _hand_files_over(self, tree: Tree) -> None:
         """The tree is about to run; it is held, unless nobody but root could change anything about its files, and nothing was changed."""
         if self.expected is not None and tree.held:
-            require_files(tree.root(), self.top / "images", self.expected, self.own_places, self.given_files)
+            require_files(
+                tree.root(), self.top / "images", self.expected, self.own_places, self.given_files
+            )
         if self.put_back is not None:
             self.put_back.hand_over()
 
@@ -583,7 +689,15 @@ class _Run:
     def _begin_device_file(self, memory: Memory) -> None:
         """Device memory begins to come now: it needs neither CRIU nor the processes."""
         backend, limits = self.repository.backend, self.limits
-        made = DeviceFile(memory.filed, memory.size, backend, self.reader, limits, self.loop, placers=self.file_placers)
+        made = DeviceFile(
+            memory.filed,
+            memory.size,
+            backend,
+            self.reader,
+            limits,
+            self.loop,
+            placers=self.file_placers,
+        )
         pool = self.stack.enter_context(ThreadPoolExecutor(1, "device-file"))
         self.stack.callback(made.close)
 
@@ -597,7 +711,10 @@ class _Run:
                     "cells": spent.cells,
                     "placers": made.placers,
                     "redone": spent.redone,
-                    **{f"{name}_thread_seconds": getattr(spent, name) for name in ("read", "decode", "sink")},
+                    **{
+                        f"{name}_thread_seconds": getattr(spent, name)
+                        for name in ("read", "decode", "sink")
+                    },
                 }
 
         self.device_file, self.filed = made, pool.submit(fill)
@@ -624,7 +741,9 @@ class _Run:
 
     def _write(self, targets: Sequence[FileTarget]) -> int:
         try:
-            return write_files(self.repository.backend, self.reader, targets, self.limits, self.loop)
+            return write_files(
+                self.repository.backend, self.reader, targets, self.limits, self.loop
+            )
         except OSError as error:
             raise RestoreFailed(f"cannot write {error.filename}: {error.strerror}") from error
 
@@ -633,22 +752,41 @@ class _Run:
     def _build(self, tree: Tree, manifest: Manifest, criu: Criu, images: Path) -> None:
         """Have CRIU build it, with the daemon listening from before the first fault on."""
         # Until the tree runs the changes of files can be undone: CRIU must not decide when that is.
-        held = tree.hold_script(self.stack) if self.options.mode == "full" or self.put_back or self.expected is not None else None
+        held = (
+            tree.hold_script(self.stack)
+            if self.options.mode == "full" or self.put_back or self.expected is not None
+            else None
+        )
         own, prefix, descriptors = (
-            (self.restoring.options, self.restoring.prefix, self.restoring.pass_fds) if self.restoring else ([], [], ())
+            (self.restoring.options, self.restoring.prefix, self.restoring.pass_fds)
+            if self.restoring
+            else ([], [], ())
         )
         if self.device_file is not None:
             own = [*own, "--inherit-fd", f"fd[{self.device_file.descriptor}]:{FILE_NAME}"]
             descriptors = (*descriptors, self.device_file.descriptor)
         arguments = criu_arguments(manifest, self.options, [*own, *self._plugins(images)], held)
         if self.options.mode == "lazy":
-            self.early = self.loop.run(workingset.recall(self.repository, manifest.lineage, self.snapshot))
+            self.early = self.loop.run(
+                workingset.recall(self.repository, manifest.lineage, self.snapshot)
+            )
         tree.filling.listen()
         with phase(self.emit, "restore.criu") as running:
             with self.devices.holder() if self.devices is not None else nullcontext() as holder:
-                environment = restore_environment() | plugin.restore_environment(holder.fileno() if holder is not None else None, criu.version)
+                environment = restore_environment() | plugin.restore_environment(
+                    holder.fileno() if holder is not None else None, criu.version
+                )
                 given = [*descriptors, *([holder.fileno()] if holder is not None else [])]
-                tree.build(criu, images, arguments, prefix, given, self.options.criu_seconds, environment, self.early)
+                tree.build(
+                    criu,
+                    images,
+                    arguments,
+                    prefix,
+                    given,
+                    self.options.criu_seconds,
+                    environment,
+                    self.early,
+                )
             running.fields["faults"] = tree.daemon.faults
 
     def _plugins(self, images: Path) -> list[str]:
@@ -671,7 +809,10 @@ class _Run:
                 "threads": self.threads,
                 "placers": tree.filling.placers,
                 "redone": spent.redone,
-                **{f"{name}_thread_seconds": getattr(spent, name) for name in ("read", "decode", "sink")},
+                **{
+                    f"{name}_thread_seconds": getattr(spent, name)
+                    for name in ("read", "decode", "sink")
+                },
             }
 
     def _resume_when_resident(self, tree: Tree) -> Restored:
@@ -703,7 +844,11 @@ class _Run:
     def _return_while_filling(self, tree: Tree, manifest: Manifest, images: Path) -> Restored:
         self._bring_devices_back(tree)
         self._hand_files_over(tree)
-        pid = tree.resume(self.options.criu_seconds) if tree.held else tree.running(self.options.criu_seconds)
+        pid = (
+            tree.resume(self.options.criu_seconds)
+            if tree.held
+            else tree.running(self.options.criu_seconds)
+        )
         self._map_resident(tree)
         restored = self._running(pid)
         shutil.rmtree(images, ignore_errors=True)
@@ -743,7 +888,12 @@ class _Run:
         job = self.restoring.started(pid) if self.restoring is not None else None
         seconds = time.perf_counter() - self.began
         instance = job.instance if job is not None else ""
-        fields: dict[str, Value] = {"snapshot": self.snapshot, "pid": pid, "seconds": seconds, "instance": instance}
+        fields: dict[str, Value] = {
+            "snapshot": self.snapshot,
+            "pid": pid,
+            "seconds": seconds,
+            "instance": instance,
+        }
         self.emit(Event("restore.running", fields))
         if self.put_back is not None:
             self._tell_left(self.put_back.finish())
@@ -762,9 +912,15 @@ class _Run:
                 restored._exit.set_exception(status)
 
         # In reverse, each whatever becomes of the others.
-        with self._warning("the tree runs, but not all of its restore could be put away"), ExitStack() as steps:
+        with (
+            self._warning("the tree runs, but not all of its restore could be put away"),
+            ExitStack() as steps,
+        ):
             steps.callback(self.stack.close)
-            steps.callback(self._tell, Event("restore.resident", {"snapshot": self.snapshot, "seconds": seconds}))
+            steps.callback(
+                self._tell,
+                Event("restore.resident", {"snapshot": self.snapshot, "seconds": seconds}),
+            )
             if self.options.detach:
                 steps.callback(tree.leave)
             else:
@@ -784,7 +940,12 @@ class _Run:
         try:
             yield
         except Exception as left:  # noqa: BLE001 - what it is part of does not fail for it
-            self._tell(Event("restore.warning", {"name": "undo", "message": f"{what}: {type(left).__name__}: {left}"}))
+            self._tell(
+                Event(
+                    "restore.warning",
+                    {"name": "undo", "message": f"{what}: {type(left).__name__}: {left}"},
+                )
+            )
 
     def _outlive(self, job: Job) -> None:
         """Not before all memory is there: where that fails the tree is killed, and would leave its device memory."""
@@ -803,7 +964,9 @@ class _Run:
         # What was brought early because of an earlier observation was not waited for, and is no less needed for that.
         cells = list(dict.fromkeys([*touched, *self.early]))
         try:
-            self.loop.run(workingset.remember(self.repository, manifest.lineage, self.snapshot, cells))
+            self.loop.run(
+                workingset.remember(self.repository, manifest.lineage, self.snapshot, cells)
+            )
         except IcecoreError as error:
             self.emit(Event("restore.warning", {"name": "working-set", "message": str(error)}))
 
@@ -812,13 +975,25 @@ class _Run:
     def undo(self, error: BaseException) -> None:
         """Kill what was started, and remove what was made. Of a tree that was released (somebody broke off while we were leaving it) only what is ours."""
         released = self.tree is not None and self.tree.released
-        if not released and not (self.with_file and isinstance(error, FileUnusable)):  # else it is tried again
-            self._tell(Event("restore.failed", {"snapshot": self.snapshot, "error": f"{type(error).__name__}: {error}"}))
+        if not released and not (
+            self.with_file and isinstance(error, FileUnusable)
+        ):  # else it is tried again
+            self._tell(
+                Event(
+                    "restore.failed",
+                    {"snapshot": self.snapshot, "error": f"{type(error).__name__}: {error}"},
+                )
+            )
         # What broke first is what the caller hears.
-        with self._warning("not all of it could be undone"), ExitStack() as steps:  # in reverse, each whatever becomes of the others
+        with (
+            self._warning("not all of it could be undone"),
+            ExitStack() as steps,
+        ):  # in reverse, each whatever becomes of the others
             steps.callback(self.stack.close)
             if self.tree is not None and released:
-                if self.options.detach:  # else the guard is its parent, and somebody may wait for its end
+                if (
+                    self.options.detach
+                ):  # else the guard is its parent, and somebody may wait for its end
                     steps.callback(self.tree.leave)
                 return
             if self.put_back is not None:

@@ -102,7 +102,15 @@ class Tree:
         self._work = work
         self._pid_file = work / "restored.pid"
         self.filling = Filling(
-            guard, memory, backend, decoder, limits, loop, self._failed, placers=placers, device_file=device_file
+            guard,
+            memory,
+            backend,
+            decoder,
+            limits,
+            loop,
+            self._failed,
+            placers=placers,
+            device_file=device_file,
         )
         self.daemon = self.filling.daemon
         self.failure: BaseException | None = None
@@ -171,7 +179,11 @@ class Tree:
         self._guard.run([*prefix, *command], descriptors, environment)
         # CRIU has enough to do before any memory is asked for; so many threads take a while to start.
         self.filling.start(self.filling.rows_at(first))
-        self._await(lambda d: d.restored or d.criu_status is not None, seconds, "build the tree within {:.0f} s")
+        self._await(
+            lambda d: d.restored or d.criu_status is not None,
+            seconds,
+            "build the tree within {:.0f} s",
+        )
         if not self.daemon.restored:
             raise self._explain()
         self.filling.open()
@@ -191,7 +203,11 @@ class Tree:
 
     def running(self, seconds: float) -> int:
         """Wait until CRIU has ended and the tree runs; the root's pid."""
-        self._await(lambda d: d.criu_status is not None, seconds, "end within {:.0f} s after it built the tree")
+        self._await(
+            lambda d: d.criu_status is not None,
+            seconds,
+            "end within {:.0f} s after it built the tree",
+        )
         if self.daemon.criu_status != 0:
             raise self._explain()
         self.ran = True
@@ -220,7 +236,11 @@ class Tree:
         criu = self.daemon.criu_pid
         try:
             # Mostly the root lives, and nobody else has to be looked at.
-            return all(map(procfs.is_over, procfs.children(criu))) and len(tree := procfs.tree(criu)) > 1 and all(map(procfs.is_over, tree[1:]))
+            return (
+                all(map(procfs.is_over, procfs.children(criu)))
+                and len(tree := procfs.tree(criu)) > 1
+                and all(map(procfs.is_over, tree[1:]))
+            )
         except IcecoreError:
             return False
 
@@ -234,10 +254,14 @@ class Tree:
     def _explain(self, why: str = "") -> RestoreFailed:
         """Why CRIU failed."""
         message, cure = explain(self._work, "restore.log").sentence(self._what)
-        status = f"criu's exit status {self.daemon.criu_status}" + (f": {self.daemon.criu_error}" if self.daemon.criu_error else "")
+        status = f"criu's exit status {self.daemon.criu_status}" + (
+            f": {self.daemon.criu_error}" if self.daemon.criu_error else ""
+        )
         return RestoreFailed(f"{message} ({why or status})", cure=cure)
 
-    def bring_devices_back(self, devices: Devices, sizes: Mapping[int, int], seconds: float) -> None:
+    def bring_devices_back(
+        self, devices: Devices, sizes: Mapping[int, int], seconds: float
+    ) -> None:
         """Have the driver restore the device memory of a tree that is built and does not run yet, while it is being filled.
 
         Args:
@@ -247,10 +271,17 @@ class Tree:
         Raises:
             RestoreFailed: It could not, or the filling broke.
         """
-        held, self._held = self._held, False  # CRIU may end because of what the driver or its helper did, which says more
-        if not devices.bring_back(self.root, sizes, self.filling, lambda: self.failure, self._end_of_criu, seconds):
+        held, self._held = (
+            self._held,
+            False,
+        )  # CRIU may end because of what the driver or its helper did, which says more
+        if not devices.bring_back(
+            self.root, sizes, self.filling, lambda: self.failure, self._end_of_criu, seconds
+        ):
             self.running(seconds)  # says why CRIU ended
-            raise RestoreFailed("CRIU let the tree go before the driver had brought its device memory back")
+            raise RestoreFailed(
+                "CRIU let the tree go before the driver had brought its device memory back"
+            )
         self._held = held
         if self.daemon.criu_status is not None:
             self._criu_ended()
@@ -314,7 +345,9 @@ class Tree:
     def _failed(self, error: BaseException) -> None:
         """A worker or the daemon cannot go on: the tree must not run. Whoever waits for it raises the error."""
         with self._lock:
-            if self.released:  # as the guard was told, it leaves, which the daemon may see before it is stopped
+            if (
+                self.released
+            ):  # as the guard was told, it leaves, which the daemon may see before it is stopped
                 return
             self.failure = self.failure or error
         self._kill()
@@ -355,7 +388,9 @@ class Tree:
         self._kill()
         self.filling.fail(error)
         self.filling.kill_placers()
-        if self.daemon.started:  # else nobody hears of it; there is no more than the guard then, whose end is waited for
+        if (
+            self.daemon.started
+        ):  # else nobody hears of it; there is no more than the guard then, whose end is waited for
             with suppress(BaseException):
                 self.daemon.wait_for(lambda d: d.killed, _KILL_SECONDS)
         self.filling.stop()

@@ -53,7 +53,9 @@ def decode(name: str, data: bytes) -> WorkingSet:
     return found
 
 
-async def remember(repository: Repository, lineage: str, snapshot: str, cells: Sequence[tuple[int, int]]) -> str:
+async def remember(
+    repository: Repository, lineage: str, snapshot: str, cells: Sequence[tuple[int, int]]
+) -> str:
     """Keep what a restore of ``snapshot`` observed with its lineage; of older observations a few stay.
 
     Returns:
@@ -62,9 +64,18 @@ async def remember(repository: Repository, lineage: str, snapshot: str, cells: S
     folder = f"{HINTS}{lineage}/"
     # The newest is listed first.
     name = f"{folder}{TOUCHED}{_LAST_TIME - time.time_ns():016x}-{random_id().hex()[:8]}"
-    data = seal(HINTS_KIND, encode(WorkingSet(snapshot, list(cells[:_MAX_CELLS]))), repository.keys.hints, name).data
+    data = seal(
+        HINTS_KIND,
+        encode(WorkingSet(snapshot, list(cells[:_MAX_CELLS]))),
+        repository.keys.hints,
+        name,
+    ).data
     await repository.backend.create(name, [data])
-    own = [info.name async for info in repository.backend.list(folder) if info.name.startswith(folder + TOUCHED)]
+    own = [
+        info.name
+        async for info in repository.backend.list(folder)
+        if info.name.startswith(folder + TOUCHED)
+    ]
     for old in own[_KEPT:]:
         await repository.backend.delete(old)
     return name
@@ -79,7 +90,11 @@ async def recall(repository: Repository, lineage: str, snapshot: str) -> list[tu
         async for info in repository.backend.list(f"{HINTS}{lineage}/"):
             if info.name.startswith(folder) and len(found) < _READ:
                 data = await repository.backend.get(info.name, limit=_KIND.object_limit)
-                found.append(decode(info.name, decode_hints(info.name, data, repository.keys.hints, kind=_KIND)))
+                found.append(
+                    decode(
+                        info.name, decode_hints(info.name, data, repository.keys.hints, kind=_KIND)
+                    )
+                )
     except (Damaged, FormatTooNew, ObjectMissing, StoreError):
         pass  # advice: what was read so far serves
     same = [one for one in found if one.snapshot == snapshot]

@@ -51,7 +51,9 @@ class Cli:
             text=True,
         )
 
-    def run(self, *words: str, status: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *words: str, status: int = 0, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command, which has to end with ``status``."""
         done = subprocess.run(
             self.command(*words),
@@ -62,12 +64,17 @@ class Cli:
             text=True,
             timeout=SECONDS,
         )
-        assert done.returncode == status, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert done.returncode == status, (
+            f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        )
         return done
 
     def events(self, *words: str, status: int = 0) -> list[dict[str, Any]]:
         """The events that a command prints with --json."""
-        return [json.loads(line) for line in self.run("--json", *words, status=status).stdout.splitlines()]
+        return [
+            json.loads(line)
+            for line in self.run("--json", *words, status=status).stdout.splitlines()
+        ]
 
     def one(self, name: str, *words: str, status: int = 0) -> dict[str, Any]:
         """The only event of a name that a command prints."""
@@ -90,10 +97,19 @@ def until(holds: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
 
 @pytest.fixture
 def cli(tmp_path: Path) -> Iterator[Cli]:
-    own = {name: value for name, value in os.environ.items() if not name.startswith("ICECORE_") or name == "ICECORE_CRIU_PREFIX"}
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("ICECORE_") or name == "ICECORE_CRIU_PREFIX"
+    }
     made = Cli(
         tmp_path,
-        {**own, "HOME": str(tmp_path), "ICECORE_STATE": str(tmp_path / "state"), "ICECORE_REPOSITORY": str(tmp_path / "repository")},
+        {
+            **own,
+            "HOME": str(tmp_path),
+            "ICECORE_STATE": str(tmp_path / "state"),
+            "ICECORE_REPOSITORY": str(tmp_path / "repository"),
+        },
     )
     yield made
     for job in made.registry.instances():

@@ -52,6 +52,8 @@ def check_event(event: dict[str, object], documented: dict[str, Documented]) -> 
     assert name in documented, f"{name} is not in docs/events.md"
     fields = event.keys() - COMMON
     fields = {key.removesuffix("_base64") for key in fields}  # beside a field that is not UTF-8
-    assert fields <= documented[name].all, f"{name} has undocumented fields {fields - documented[name].all}"
+    assert fields <= documented[name].all, (
+        f"{name} has undocumented fields {fields - documented[name].all}"
+    )
     assert documented[name].always <= fields, f"{name} lacks {documented[name].always - fields}"
     assert isinstance(event["at"], float)

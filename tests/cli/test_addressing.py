@@ -11,7 +11,9 @@ from icecore.store.format.state import SnapshotRecord
 
 def record(identity: str, job: str) -> SnapshotRecord:
     """A snapshot's record; ``identity`` is filled up with zeros."""
-    return SnapshotRecord(identity.ljust(32, "0"), job, "lineage", "", 0, "snapshots/x", 1, bytes(32))
+    return SnapshotRecord(
+        identity.ljust(32, "0"), job, "lineage", "", 0, "snapshots/x", 1, bytes(32)
+    )
 
 
 RECORDS = [
@@ -50,7 +52,10 @@ def test_words(text: str, identity: str) -> None:
     assert resolve(RECORDS, text).snapshot == identity.ljust(32, "0")
 
 
-@pytest.mark.parametrize("text", ["nobody", "train~3", "train@0", "train@4", "ff", "latest~7", "AA01", "aa01~1", "~1", "0" * 33])
+@pytest.mark.parametrize(
+    "text",
+    ["nobody", "train~3", "train@0", "train@4", "ff", "latest~7", "AA01", "aa01~1", "~1", "0" * 33],
+)
 def test_what_does_not_exist(text: str) -> None:
     with pytest.raises(NotFound):
         resolve(RECORDS, text)

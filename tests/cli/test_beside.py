@@ -14,7 +14,11 @@ from tests.cli.conftest import Cli, until
 pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("needs_criu")]
 
 #: Counts on stdout and into a file that stays open; ends once a file appears.
-SERVE = ["/bin/sh", "-c", "exec 5> out.txt; i=0; while ! [ -e finish ]; do i=$((i+1)); echo $i; echo $i >&5; sleep 0.02; done"]
+SERVE = [
+    "/bin/sh",
+    "-c",
+    "exec 5> out.txt; i=0; while ! [ -e finish ]; do i=$((i+1)); echo $i; echo $i >&5; sleep 0.02; done",
+]
 
 
 def lines(path: Path) -> list[str]:
@@ -43,13 +47,31 @@ def test_the_readme_with_a_file(cli: Cli, served: Path) -> None:
     cli.run("restore", "-q", "serve")
     inode = served.stat().st_ino
     refused = cli.run("restore", "-q", "serve", "--name", "serve-2", status=6).stderr
-    assert all(word in refused for word in (str(served), "open for writing", "--files-to DIR", "--files leave", "--files restore", "--files truncate"))
+    assert all(
+        word in refused
+        for word in (
+            str(served),
+            "open for writing",
+            "--files-to DIR",
+            "--files leave",
+            "--files restore",
+            "--files truncate",
+        )
+    )
     assert served.stat().st_ino == inode
     shown = cli.run("restore", "-n", "serve", status=6).stdout
     assert f"BAD   holder: {served}: process " in shown and "--files-to DIR" in shown
-    answer = [json.loads(line) for line in cli.run("--json", "restore", "-n", "serve", "--files", "leave").stdout.splitlines()]
+    answer = [
+        json.loads(line)
+        for line in cli.run(
+            "--json", "restore", "-n", "serve", "--files", "leave"
+        ).stdout.splitlines()
+    ]
     (holder,) = [one for one in answer if one.get("name") == "holder"]
-    assert (holder["met"], holder["hard"]) == (False, False) and "writes to the same file" in holder["message"]
+    assert (holder["met"], holder["hard"]) == (
+        False,
+        False,
+    ) and "writes to the same file" in holder["message"]
 
     cli.run("restore", "-q", "serve", "--name", "serve-2", "--files-to", "own")
     copy = Path(f"{cli.folder}/own{served}")
@@ -94,7 +116,9 @@ def test_a_setting_is_a_choice(cli: Cli, served: Path) -> None:
 
 
 @pytest.mark.parametrize("event", ["restore.images", "restore.criu", "restore.memory"])
-def test_a_restore_that_is_killed_leaves_no_mount_and_no_half_copy(event: str, cli: Cli, served: Path) -> None:
+def test_a_restore_that_is_killed_leaves_no_mount_and_no_half_copy(
+    event: str, cli: Cli, served: Path
+) -> None:
     mounts = Path("/proc/self/mountinfo").read_text()
     restore = cli.start("--json", "restore", "serve", "--name", "serve-2", "--files-to", "own")
     assert restore.stdout is not None
@@ -110,7 +134,14 @@ def test_a_restore_that_is_killed_leaves_no_mount_and_no_half_copy(event: str, c
     until(lambda: not in_view(own), "nobody sees the copy")
     cli.run("ps")
     # All or nothing: killed in the moment in which the job was let go, its file stays as the job left it.
-    until(lambda: not own.exists() or (not list((cli.folder / "state" / "restores").iterdir()) and whole(lines(own))), "the copy is undone or whole", 20)
+    until(
+        lambda: (
+            not own.exists()
+            or (not list((cli.folder / "state" / "restores").iterdir()) and whole(lines(own)))
+        ),
+        "the copy is undone or whole",
+        20,
+    )
     assert Path("/proc/self/mountinfo").read_text() == mounts
     assert cli.job("serve").alive and whole(lines(served))
     cli.run("restore", "serve", "--name", "serve-2", "--files-to", "own")

@@ -29,7 +29,11 @@ from tests.cli.documents import check_event, documented_events
 from tests.seaweedfs import Server
 from tests.store.miniature import page, take
 
-COUNT = ["/bin/sh", "-c", "i=0; while ! [ -e finish ]; do i=$((i+1)); echo $i; sleep 0.02; done; exit 9"]
+COUNT = [
+    "/bin/sh",
+    "-c",
+    "i=0; while ! [ -e finish ]; do i=$((i+1)); echo $i; sleep 0.02; done; exit 9",
+]
 
 
 @pytest.fixture
@@ -38,8 +42,14 @@ def bucket(cli: Cli, region_a: Server, s3_place: S3Place) -> Iterator[Cli]:
     (cli.folder / "icecore.toml").write_text(
         f'repository = "{s3_place.location}"\n[s3]\nendpoint = "{region_a.endpoint}"\npatience = "20 s"\n'
     )
-    environment = {name: value for name, value in cli.environment.items() if name != "ICECORE_REPOSITORY"}
-    environment |= {name: value for name, value in region_a.environment().items() if name != "AWS_ENDPOINT_URL_S3"}
+    environment = {
+        name: value for name, value in cli.environment.items() if name != "ICECORE_REPOSITORY"
+    }
+    environment |= {
+        name: value
+        for name, value in region_a.environment().items()
+        if name != "AWS_ENDPOINT_URL_S3"
+    }
     yield replace(cli, environment=environment)
 
 
@@ -51,10 +61,17 @@ def counted(cli: Cli, name: str = "count") -> int:
 
 @pytest.mark.criu
 @pytest.mark.usefixtures("needs_criu")
-def test_a_store_that_fails_half_its_requests_is_slower_and_nothing_else(bucket: Cli, region_a: Server) -> None:
+def test_a_store_that_fails_half_its_requests_is_slower_and_nothing_else(
+    bucket: Cli, region_a: Server
+) -> None:
     with unreliable(region_a.endpoint, at_random(11, refuse=0.28, lose=0.28)) as (endpoint, toll):
         cli = replace(
-            bucket, environment={**bucket.environment, "ICECORE_S3_ENDPOINT": endpoint, "ICECORE_S3_ATTEMPTS": "30"}
+            bucket,
+            environment={
+                **bucket.environment,
+                "ICECORE_S3_ENDPOINT": endpoint,
+                "ICECORE_S3_ATTEMPTS": "30",
+            },
         )
         cli.run("init")
         cli.run("run", "-d", "--name", "count", "--", *COUNT)
@@ -63,7 +80,11 @@ def test_a_store_that_fails_half_its_requests_is_slower_and_nothing_else(bucket:
         at_end = counted(cli)
         cli.run("restore", "latest")
         until(lambda: counted(cli) > at_end, "going on")
-    assert toll.refused > 10 and toll.lost > 10 and toll.refused + toll.lost >= 0.45 * (toll.refused + toll.lost + toll.passed)
+    assert (
+        toll.refused > 10
+        and toll.lost > 10
+        and toll.refused + toll.lost >= 0.45 * (toll.refused + toll.lost + toll.passed)
+    )
     # What came through that is whole; nothing failed to be read again on the way.
     assert bucket.one("check.done", "check", "--read-data")["sound"]
 
@@ -96,13 +117,17 @@ def test_the_whole_way(bucket: Cli) -> None:
     for number in range(2):
         said = [
             json.loads(line)
-            for line in cli.run("--json", "export", "count~1", f"images-{number}", **kept).stdout.splitlines()
+            for line in cli.run(
+                "--json", "export", "count~1", f"images-{number}", **kept
+            ).stdout.splitlines()
         ]
         (cache,) = (event for event in said if event["event"] == "store.cache")
         assert (cache["missed_bytes"] > 0) == (number == 0)
         hits.append(cache["hit_bytes"])
         events += said
-    assert 0 <= hits[0] < hits[1], "the first run finds no more than what lies in blocks that it has read itself"
+    assert 0 <= hits[0] < hits[1], (
+        "the first run finds no more than what lies in blocks that it has read itself"
+    )
     same = filecmp.dircmp(cli.folder / "images-0", cli.folder / "images-1")
     assert same.common_files and not (same.left_only or same.right_only or same.diff_files)
     imported = cli.one("import.done", "import", "images-1", "--job", "again")
@@ -131,7 +156,9 @@ def test_an_encrypted_replica_in_a_bucket(
     )
     secret = {"ICECORE_PASSPHRASE": "the passphrase of both"}
     given = secret["ICECORE_PASSPHRASE"].encode
-    with icecore.Repository.create(folder / "home", passphrase=given, state=config.state, config=config) as home:
+    with icecore.Repository.create(
+        folder / "home", passphrase=given, state=config.state, config=config
+    ) as home:
         snapshot = home.loop.run(take(home.core, content))
         home.create_replica(s3_place.location, passphrase=given).close()
         assert home.sync_to(s3_place.location).snapshots == [snapshot]
@@ -139,14 +166,21 @@ def test_an_encrypted_replica_in_a_bucket(
     for path in [path for path in (folder / "home" / "shards").rglob("*") if path.is_file()]:
         path.unlink()
     with icecore.Repository.open(
-        folder / "home", replicas=[s3_place.location], passphrase=given, state=config.state, config=config, emit=said.append
+        folder / "home",
+        replicas=[s3_place.location],
+        passphrase=given,
+        state=config.state,
+        config=config,
+        emit=said.append,
     ) as home:
         assert isinstance(home.core.backend, ReplicaBackend)
         assert not home.check(read_data=1.0).sound
         for _ in range(2):
             reader, room = home.reader(snapshot), memoryview(bytearray(CELL_BYTES))
             (records,) = reader.records(reader.manifest.spaces[0])
-            found = {int(record["cell"]): bytes(reader.read_cell(record, room)) for record in records}
+            found = {
+                int(record["cell"]): bytes(reader.read_cell(record, room)) for record in records
+            }
             assert found == {cell: page(value) for cell, value in content.items()}
     (cache,) = [event.fields for event in said if event.name == "store.cache"]
     assert int(str(cache["hit_bytes"])) > 0 < int(str(cache["missed_bytes"]))
@@ -166,8 +200,13 @@ def test_wrong_credentials_and_missing_buckets(bucket: Cli) -> None:
         none = bucket.run(*command, status=8, AWS_ACCESS_KEY_ID="", AWS_SECRET_ACCESS_KEY="")
         assert "there are no credentials" in none.stderr
         missing = bucket.run(*command, status=3, ICECORE_REPOSITORY="s3://there-is-none/x")
-        assert "there is no bucket for s3://there-is-none/x" in missing.stderr and "make the bucket" in missing.stderr
-        unreachable = bucket.run(*command, status=8, ICECORE_S3_ENDPOINT="http://127.0.0.1:1", ICECORE_S3_ATTEMPTS="2")
+        assert (
+            "there is no bucket for s3://there-is-none/x" in missing.stderr
+            and "make the bucket" in missing.stderr
+        )
+        unreachable = bucket.run(
+            *command, status=8, ICECORE_S3_ENDPOINT="http://127.0.0.1:1", ICECORE_S3_ATTEMPTS="2"
+        )
         assert "endpoint" in unreachable.stderr
 
 
@@ -181,13 +220,22 @@ def test_a_clock_that_is_wrong(bucket: Cli) -> None:
 
 def test_wrong_settings(bucket: Cli) -> None:
     assert "icecore" in bucket.run("ls", status=2, ICECORE_S3_PROFILE="icecore-nobody").stderr
-    assert "no name of a bucket" in bucket.run("ls", status=2, ICECORE_REPOSITORY="s3://A_B/x").stderr
-    assert "is no prefix" in bucket.run("ls", status=2, ICECORE_REPOSITORY="s3://bucket/../x").stderr
-    assert "directories and S3 buckets" in bucket.run("ls", status=2, ICECORE_REPOSITORY="gs://bucket/x").stderr
+    assert (
+        "no name of a bucket" in bucket.run("ls", status=2, ICECORE_REPOSITORY="s3://A_B/x").stderr
+    )
+    assert (
+        "is no prefix" in bucket.run("ls", status=2, ICECORE_REPOSITORY="s3://bucket/../x").stderr
+    )
+    assert (
+        "directories and S3 buckets"
+        in bucket.run("ls", status=2, ICECORE_REPOSITORY="gs://bucket/x").stderr
+    )
     assert "ICECORE_S3_REGIO" in bucket.run("ls", status=2, ICECORE_S3_REGIO="x").stderr
 
 
-def test_what_is_no_repository_and_what_is_a_newer_one(bucket: Cli, s3_place: S3Place, tmp_path: Path) -> None:
+def test_what_is_no_repository_and_what_is_a_newer_one(
+    bucket: Cli, s3_place: S3Place, tmp_path: Path
+) -> None:
     assert f"{s3_place.location} is no repository" in bucket.run("ls", status=3).stderr
 
     async def newer() -> None:

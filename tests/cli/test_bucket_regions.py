@@ -28,7 +28,9 @@ T = TypeVar("T")
 CONTENTS = [{1: number, 2: 100 + number, 3: 200} for number in range(8)]
 SECRET = {"ICECORE_PASSPHRASE": "the passphrase of both regions"}
 OTHER = {"ICECORE_TARGET_PASSPHRASE": "that of a stranger"}
-PROGRAM = "import os, time; word = os.urandom(16 << 20); print(len(word), flush=True); time.sleep(600)"
+PROGRAM = (
+    "import os, time; word = os.urandom(16 << 20); print(len(word), flush=True); time.sleep(600)"
+)
 
 
 @dataclass(frozen=True)
@@ -47,15 +49,24 @@ class Regions:
         """Write the profiles; a region's endpoint may be another than its server."""
         lines = []
         for region, server in self.servers.items():
-            lines += [f"[profile {region}]", "region = us-east-1", f"endpoint_url = {endpoints.get(region, server.endpoint)}"]
+            lines += [
+                f"[profile {region}]",
+                "region = us-east-1",
+                f"endpoint_url = {endpoints.get(region, server.endpoint)}",
+            ]
         (self.cli.folder / "aws").write_text("\n".join(lines) + "\n")
         keys = f"aws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n"
-        (self.cli.folder / "keys").write_text("".join(f"[{region}]\n{keys}" for region in self.servers))
+        (self.cli.folder / "keys").write_text(
+            "".join(f"[{region}]\n{keys}" for region in self.servers)
+        )
 
     @contextmanager
     def stopping(self, region: str, shards: int) -> Iterator[Callable[[], bool]]:
         """Let so many shards into a region, and no more; tells whether others wait."""
-        with unreliable(self.servers[region].endpoint, hold_after(shards, "PUT", "/shards/")) as (endpoint, toll):
+        with unreliable(self.servers[region].endpoint, hold_after(shards, "PUT", "/shards/")) as (
+            endpoint,
+            toll,
+        ):
             self.profiles(**{region: endpoint})
             yield lambda: toll.held > 0 and len(self.shards(region)) == shards
         self.profiles()
@@ -64,7 +75,9 @@ class Regions:
         """Do something with a region's objects."""
 
         async def body() -> T:
-            backend = S3Backend(S3Place(BUCKET, self.prefix, endpoint=self.servers[region].endpoint, profile=region))
+            backend = S3Backend(
+                S3Place(BUCKET, self.prefix, endpoint=self.servers[region].endpoint, profile=region)
+            )
             try:
                 return await work(backend)
             finally:
@@ -86,7 +99,10 @@ class Regions:
 
     def said(self, *words: str, **variables: str) -> list[dict[str, Any]]:
         """The events that a command prints."""
-        return [json.loads(line) for line in self.cli.run("--json", *words, **variables).stdout.splitlines()]
+        return [
+            json.loads(line)
+            for line in self.cli.run("--json", *words, **variables).stdout.splitlines()
+        ]
 
     def done(self, name: str, *words: str, **variables: str) -> dict[str, Any]:
         """The one event of a name that a command prints."""
@@ -95,21 +111,36 @@ class Regions:
 
 
 @pytest.fixture
-def regions(cli: Cli, region_a: Server, region_b: Server, monkeypatch: pytest.MonkeyPatch) -> Regions:
+def regions(
+    cli: Cli, region_a: Server, region_b: Server, monkeypatch: pytest.MonkeyPatch
+) -> Regions:
     own = {name: value for name, value in cli.environment.items() if name != "ICECORE_REPOSITORY"}
-    added = {"AWS_CONFIG_FILE": str(cli.folder / "aws"), "AWS_SHARED_CREDENTIALS_FILE": str(cli.folder / "keys"), "AWS_EC2_METADATA_DISABLED": "true"}
+    added = {
+        "AWS_CONFIG_FILE": str(cli.folder / "aws"),
+        "AWS_SHARED_CREDENTIALS_FILE": str(cli.folder / "keys"),
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
     # A profile that a place names outranks what lies about.
     added |= {"AWS_ENDPOINT_URL_S3": "http://127.0.0.1:1", "AWS_DEFAULT_REGION": "eu-west-1"}
     for name, value in added.items():
         monkeypatch.setenv(name, value)
-    made = Regions(replace(cli, environment={**own, **added}), {"near": region_a, "far": region_b}, f"test-{secrets.token_hex(6)}")
+    made = Regions(
+        replace(cli, environment={**own, **added}),
+        {"near": region_a, "far": region_b},
+        f"test-{secrets.token_hex(6)}",
+    )
     made.profiles()
     return made
 
 
 @pytest.mark.parametrize("verb", ["sync", "copy"])
 def test_what_was_killed_goes_on_where_it_was(regions: Regions, verb: str) -> None:
-    cli, near, far, state = regions.cli, regions.place("near"), regions.place("far"), str(regions.cli.folder / "state")
+    cli, near, far, state = (
+        regions.cli,
+        regions.place("near"),
+        regions.place("far"),
+        str(regions.cli.folder / "state"),
+    )
     given = SECRET["ICECORE_PASSPHRASE"].encode
     with icecore.Repository.create(near, passphrase=given, state=state) as home:
         taken = [home.loop.run(take(home.core, content)) for content in CONTENTS]
@@ -135,7 +166,9 @@ def test_what_was_killed_goes_on_where_it_was(regions: Regions, verb: str) -> No
     assert not regions.done(f"{verb}.done", "-r", near, verb, far, **SECRET, **OTHER)["snapshots"]
     cli.run("-r", far, "gc", **opens)
     cli.run("-r", far, "check", "--read-data", **opens)
-    with icecore.Repository.open(far, passphrase=opens["ICECORE_PASSPHRASE"].encode, state=state) as target:
+    with icecore.Repository.open(
+        far, passphrase=opens["ICECORE_PASSPHRASE"].encode, state=state
+    ) as target:
         assert [record.snapshot for record in target.snapshots()] == taken
         assert (target.find(taken[0]).pinned, target.find(taken[0]).tags) == (True, ["first"])
         for snapshot, content in zip(taken, CONTENTS, strict=True):
@@ -144,7 +177,9 @@ def test_what_was_killed_goes_on_where_it_was(regions: Regions, verb: str) -> No
 
 @pytest.mark.criu
 @pytest.mark.usefixtures("needs_criu")
-def test_a_job_is_restored_where_not_all_of_it_has_arrived(regions: Regions, tmp_path: Path) -> None:
+def test_a_job_is_restored_where_not_all_of_it_has_arrived(
+    regions: Regions, tmp_path: Path
+) -> None:
     cli, near, far = regions.cli, regions.place("near"), regions.place("far")
     cli.run("init", "--encrypt", "--shard", "1 MiB", near, **SECRET)
     cli.run("init", "--replica-of", near, far, **SECRET)

@@ -18,13 +18,26 @@ from tests.cli.documents import check_event, documented_events
 
 
 def test_common_options_stand_anywhere() -> None:
-    for words in (["-r", "/x", "--json", "ls", "job"], ["ls", "-r", "/x", "job", "--json"], ["--json", "ls", "job", "-r", "/x"]):
+    for words in (
+        ["-r", "/x", "--json", "ls", "job"],
+        ["ls", "-r", "/x", "job", "--json"],
+        ["--json", "ls", "job", "-r", "/x"],
+    ):
         got = build_parser().parse_args(words)
-        assert (got.repository, got.json, got.job, got.quiet, got.config) == ("/x", True, "job", False, "")
+        assert (got.repository, got.json, got.job, got.quiet, got.config) == (
+            "/x",
+            True,
+            "job",
+            False,
+            "",
+        )
 
 
 def test_what_follows_the_dashes_is_the_jobs() -> None:
-    assert split_command(["run", "-d", "--", "x", "--json", "--", "y"]) == (["run", "-d"], ["x", "--json", "--", "y"])
+    assert split_command(["run", "-d", "--", "x", "--json", "--", "y"]) == (
+        ["run", "-d"],
+        ["x", "--json", "--", "y"],
+    )
     assert split_command(["ls"]) == (["ls"], None)
 
 
@@ -34,14 +47,26 @@ def test_what_follows_the_dashes_is_the_jobs() -> None:
         (["nonsense"], "invalid choice"),
         (["ls", "--jsno"], "unrecognized arguments"),
         (["dump"], "required: target"),
-        (["dump", "x", "--max-window", "soon"], "argument --max-window: 'soon' is not a duration such as '30 s' or a number of seconds"),
-        (["restore", "x", "--mode", "fast"], "argument --mode: 'fast' is not one of \"full\", \"lazy\""),
+        (
+            ["dump", "x", "--max-window", "soon"],
+            "argument --max-window: 'soon' is not a duration such as '30 s' or a number of seconds",
+        ),
+        (
+            ["restore", "x", "--mode", "fast"],
+            'argument --mode: \'fast\' is not one of "full", "lazy"',
+        ),
         (["dump", "x", "--max"], "unrecognized arguments"),
-        (["dump", "x", "--threads", "100000"], "argument --threads: '100000' is not a whole number from 0 to 1024"),
+        (
+            ["dump", "x", "--threads", "100000"],
+            "argument --threads: '100000' is not a whole number from 0 to 1024",
+        ),
         (["restore", "x", "--threads", "1025"], "'1025' is not a whole number from 0 to 1024"),
         (["restore", "x", "--placers", "1025"], "'1025' is not a whole number from 0 to 1024"),
         (["import", "x", "--threads", "1025"], "'1025' is not a whole number from 0 to 1024"),
-        (["check", "--read-data", "101"], "argument --read-data: '101' is not a percentage from 0 to 100"),
+        (
+            ["check", "--read-data", "101"],
+            "argument --read-data: '101' is not a percentage from 0 to 100",
+        ),
         (["check", "--read-data", "nan"], "'nan' is not a percentage from 0 to 100"),
         (["repair", "--read-data", "all"], "'all' is not a percentage from 0 to 100"),
     ],
@@ -59,7 +84,11 @@ def test_the_parser_says_what_is_wrong(words: list[str], message: str) -> None:
         ([], 2, "no command is given"),
         (["ls", "--", "x"], 2, "belong to 'run'"),
         (["run"], 2, "no command to run"),
-        (["run", "-d", "sleep", "1", "-x"], 2, "write the command after '--': icecore run -- sleep 1 -x"),
+        (
+            ["run", "-d", "sleep", "1", "-x"],
+            2,
+            "write the command after '--': icecore run -- sleep 1 -x",
+        ),
         (["run", "sleep", "--", "true"], 2, "unrecognized arguments: sleep"),
         (["run", "--rm", "-d", "--", "true"], 2, "--rm needs the foreground"),
         (["run", "--env", "no_such", "--", "true"], 2, "write no_such=VALUE"),
@@ -77,7 +106,12 @@ def test_the_parser_says_what_is_wrong(words: list[str], message: str) -> None:
     ],
 )
 def test_exit_codes_and_messages(
-    cli: Cli, words: list[str], status: int, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cli: Cli,
+    words: list[str],
+    status: int,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(cli.folder)
     for name, value in cli.environment.items():
@@ -131,12 +165,17 @@ def test_a_repository_is_made_once_and_found(cli: Cli) -> None:
 
 def test_a_place_that_is_no_repository(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert "'icecore init' makes one" in cli.run("-r", str(tmp_path / "empty"), "ls", status=3).stderr
+    assert (
+        "'icecore init' makes one" in cli.run("-r", str(tmp_path / "empty"), "ls", status=3).stderr
+    )
 
 
 def test_damage_has_its_exit_code(cli: Cli) -> None:
     cli.run("init")
-    for path in (cli.folder / "repository" / "config", cli.folder / "repository" / "copies" / "config"):
+    for path in (
+        cli.folder / "repository" / "config",
+        cli.folder / "repository" / "copies" / "config",
+    ):
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.chmod(0o600)
@@ -162,18 +201,36 @@ def test_doctor_names_what_is_bad(cli: Cli) -> None:
     findings = cli.events("doctor", status=1)
     by_name = {event["name"]: event for event in findings}
     assert by_name["repository"]["state"] == "bad" and "init" in by_name["repository"]["cure"]
-    assert {"kernel", "capabilities", "CRIU", "pipes", "io_uring", "workdir", "userfaultfd", "jobs"} <= by_name.keys()
+    assert {
+        "kernel",
+        "capabilities",
+        "CRIU",
+        "pipes",
+        "io_uring",
+        "workdir",
+        "userfaultfd",
+        "jobs",
+    } <= by_name.keys()
     assert all(event["cure"] for event in findings if event["state"] != "good")
-    assert "no NVIDIA driver here" in cli.run("doctor", status=1, ICECORE_CUDA=f"fake:{cli.folder}/none").stdout
+    assert (
+        "no NVIDIA driver here"
+        in cli.run("doctor", status=1, ICECORE_CUDA=f"fake:{cli.folder}/none").stdout
+    )
     done = cli.run("doctor", status=1, ICECORE_CRIU="/nowhere/criu")
     assert "BAD   CRIU" in done.stdout and "install-criu" in done.stdout
     for event in findings:
         check_event(event, documented_events())
 
 
-def test_doctor_says_what_a_build_without_a_compiler_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_doctor_says_what_a_build_without_a_compiler_lacks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(doctor, "CRIU_LIBRARY", tmp_path / "libicecore-criu.so")
-    [finding] = [finding for finding in doctor.examine(Config(), str(tmp_path)) if finding.name == "CRIU's library"]
+    [finding] = [
+        finding
+        for finding in doctor.examine(Config(), str(tmp_path))
+        if finding.name == "CRIU's library"
+    ]
     assert finding.state == "warning" and "gcc" in finding.cure
 
 

@@ -24,7 +24,12 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 def test_the_commented_file_holds_every_setting_with_its_default() -> None:
     table = tomllib.loads((ROOT / "configs" / "icecore.toml").read_text())
-    written = {(section, key) for section, inner in table.items() if isinstance(inner, dict) for key in inner}
+    written = {
+        (section, key)
+        for section, inner in table.items()
+        if isinstance(inner, dict)
+        for key in inner
+    }
     written |= {("", key) for key, value in table.items() if not isinstance(value, dict)}
     assert written == {(section, key) for section, key, _, _ in config.every_setting()}
     assert merge(Config(), table, "icecore.toml") == Config()
@@ -36,22 +41,42 @@ def test_defaults_are_those_of_the_options() -> None:
 
 
 def test_every_setting_of_an_option_reaches_it() -> None:
-    own = {"workdir", "hook_seconds", "after"}  # workdir is an argument of dump(), the others are the restore hook's
-    for options, settings in ((DumpOptions, config.DumpSettings), (RestoreOptions, config.RestoreSettings)):
-        assert {about.name for about in fields(settings)} - {about.name for about in fields(options)} <= own
-    changed = override(Config(), {"ICECORE_DUMP_MAX_WINDOW": "250ms", "ICECORE_RESTORE_BUDGET_BYTES": "1GiB"})
+    own = {
+        "workdir",
+        "hook_seconds",
+        "after",
+    }  # workdir is an argument of dump(), the others are the restore hook's
+    for options, settings in (
+        (DumpOptions, config.DumpSettings),
+        (RestoreOptions, config.RestoreSettings),
+    ):
+        assert {about.name for about in fields(settings)} - {
+            about.name for about in fields(options)
+        } <= own
+    changed = override(
+        Config(), {"ICECORE_DUMP_MAX_WINDOW": "250ms", "ICECORE_RESTORE_BUDGET_BYTES": "1GiB"}
+    )
     assert dump_options(changed).max_window == 0.25
     assert restore_options(changed).budget_bytes == 1 << 30
 
 
 def test_layers_win_key_by_key(tmp_path: Path) -> None:
     first, second, named = (tmp_path / name for name in ("first.toml", "second.toml", "named.toml"))
-    first.write_text('repository = "/one"\n[dump]\nmax_window = 1\nscan_threads = 7\nfiles = "check"\n')
+    first.write_text(
+        'repository = "/one"\n[dump]\nmax_window = 1\nscan_threads = 7\nfiles = "check"\n'
+    )
     second.write_text('[dump]\nmax_window = "2 s"\n')
     named.write_text("[dump]\nscan_threads = 3\n")
     absent = tmp_path / "absent.toml"
-    got = load(str(named), environment={"ICECORE_RESTORE_MODE": "lazy"}, files=[first, second, absent])
-    assert (got.repository, got.dump.max_window, got.dump.scan_threads, got.dump.files) == ("/one", 2.0, 3, "check")
+    got = load(
+        str(named), environment={"ICECORE_RESTORE_MODE": "lazy"}, files=[first, second, absent]
+    )
+    assert (got.repository, got.dump.max_window, got.dump.scan_threads, got.dump.files) == (
+        "/one",
+        2.0,
+        3,
+        "check",
+    )
     assert got.restore.mode == "lazy"
     got = load(str(named), environment={"ICECORE_REPOSITORY": "/two"}, files=[first])
     assert got.repository == "/two"
@@ -60,18 +85,30 @@ def test_layers_win_key_by_key(tmp_path: Path) -> None:
 
 def test_standard_files() -> None:
     found = config.standard_files({"HOME": "/home/x"}, Path("/here"))
-    assert [str(path) for path in found] == ["/etc/icecore.toml", "/home/x/.config/icecore.toml", "/here/icecore.toml"]
-    assert config.standard_files({"HOME": "/h", "XDG_CONFIG_HOME": "/c"}, Path("/w"))[1] == Path("/c/icecore.toml")
+    assert [str(path) for path in found] == [
+        "/etc/icecore.toml",
+        "/home/x/.config/icecore.toml",
+        "/here/icecore.toml",
+    ]
+    assert config.standard_files({"HOME": "/h", "XDG_CONFIG_HOME": "/c"}, Path("/w"))[1] == Path(
+        "/c/icecore.toml"
+    )
 
 
 def test_every_key_can_be_overridden_by_the_environment() -> None:
     texts = {"TEXT": "word", "TEXT …": "one two", "SIZE": "3MiB", "TIME": "7s", "N": "5"}
     for section, key, kind, default in config.every_setting():
-        text = next((word for word in kind.words if word != default), "") or texts.get(kind.short, "")
+        text = next((word for word in kind.words if word != default), "") or texts.get(
+            kind.short, ""
+        )
         if kind is config.SWITCH:
             text = "no" if default else "yes"
         changed = override(Config(), {config.variable(section, key): text})
-        got = next(value for name, inner, _, value in config.every_setting(changed) if (name, inner) == (section, key))
+        got = next(
+            value
+            for name, inner, _, value in config.every_setting(changed)
+            if (name, inner) == (section, key)
+        )
         assert got != default, (section, key)
 
 
@@ -86,7 +123,10 @@ def test_every_key_can_be_overridden_by_the_environment() -> None:
         ("[dump]\nscan_threads = 1.5\n", ("dump.scan_threads", "1.5", "a whole number")),
         ("[dump]\nmax_window = nan\n", ("dump.max_window", "nan", "a duration")),
         ("[restore]\nmode = 'fast'\n", ("restore.mode", "'fast'", 'one of "full", "lazy"')),
-        ("[restore]\nbudget_bytes = '12 parsecs'\n", ("restore.budget_bytes", "12 parsecs", "a size such as")),
+        (
+            "[restore]\nbudget_bytes = '12 parsecs'\n",
+            ("restore.budget_bytes", "12 parsecs", "a size such as"),
+        ),
         ("[dump]\nscan_threads = 100000\n", ("dump.scan_threads", "100000", "from 0 to 1024")),
         ("[restore]\nthreads = 1025\n", ("restore.threads", "1025", "from 0 to 1024")),
         ("[damp]\nmax_window = 3\n", ("damp",)),
@@ -96,7 +136,9 @@ def test_every_key_can_be_overridden_by_the_environment() -> None:
         ("\x00", ("is not TOML",)),
     ],
 )
-def test_a_wrong_value_is_named_with_its_place(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
+def test_a_wrong_value_is_named_with_its_place(
+    tmp_path: Path, text: str, words: tuple[str, ...]
+) -> None:
     path = tmp_path / "icecore.toml"
     path.write_text(text)
     with pytest.raises(UsageError) as caught:
@@ -112,7 +154,12 @@ def test_wrong_variables_are_named() -> None:
     with pytest.raises(UsageError, match=r"ICECORE_DUMP_MAX_WINDWO.*ICECORE_DUMP_MAX_WINDOW"):
         override(Config(), {"ICECORE_DUMP_MAX_WINDWO": "3"})
     # What hooks and other tools get is not ours to judge.
-    assert override(Config(), {"ICECORE_JOB": "x", "ICECORE_SNAPSHOT": "y", "ICECORE_CRIU_PREFIX": "/z"}) == Config()
+    assert (
+        override(
+            Config(), {"ICECORE_JOB": "x", "ICECORE_SNAPSHOT": "y", "ICECORE_CRIU_PREFIX": "/z"}
+        )
+        == Config()
+    )
 
 
 def test_a_named_file_has_to_exist(tmp_path: Path) -> None:
@@ -122,7 +169,25 @@ def test_a_named_file_has_to_exist(tmp_path: Path) -> None:
 
 NOBODY = 65534
 #: An access control list by which a second user may write: user::rw-, user:65534:rw-, group::r--, mask::rw-, other::r--.
-_ACL = struct.pack("<I" + 5 * "HHI", 2, 1, 6, 0xFFFFFFFF, 2, 6, NOBODY, 4, 4, 0xFFFFFFFF, 0x10, 6, 0xFFFFFFFF, 0x20, 4, 0xFFFFFFFF)
+_ACL = struct.pack(
+    "<I" + 5 * "HHI",
+    2,
+    1,
+    6,
+    0xFFFFFFFF,
+    2,
+    6,
+    NOBODY,
+    4,
+    4,
+    0xFFFFFFFF,
+    0x10,
+    6,
+    0xFFFFFFFF,
+    0x20,
+    4,
+    0xFFFFFFFF,
+)
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs to give a file away")
 
 
@@ -167,11 +232,17 @@ CHANGEABLE = {
 @needs_root
 @pytest.mark.parametrize("named", [False, True, None], ids=["found", "named", "ICECORE_CONFIG"])
 @pytest.mark.parametrize("how", CHANGEABLE)
-def test_a_file_that_others_can_change_is_refused_with_the_command_that_corrects_it(own: Path, how: str, named: bool | None) -> None:
+def test_a_file_that_others_can_change_is_refused_with_the_command_that_corrects_it(
+    own: Path, how: str, named: bool | None
+) -> None:
     def read() -> str:
         if named is None:
             return load(environment={"ICECORE_CONFIG": str(own)}, files=[]).restore.after
-        return load(str(own), environment={}, files=[]).restore.after if named else load(environment={}, files=[own]).restore.after
+        return (
+            load(str(own), environment={}, files=[]).restore.after
+            if named
+            else load(environment={}, files=[own]).restore.after
+        )
 
     assert read() == "do-anything"
     CHANGEABLE[how](own)
@@ -179,7 +250,9 @@ def test_a_file_that_others_can_change_is_refused_with_the_command_that_corrects
         with pytest.raises(UsageError, match=r"can be written by others|belongs to user") as caught:
             read()
         assert re.match(r"(chmod go-w|chown 0) /", caught.value.cure)
-        subprocess.run(caught.value.cure.replace("chown", "chown -h"), shell=True, check=True, timeout=20)
+        subprocess.run(
+            caught.value.cure.replace("chown", "chown -h"), shell=True, check=True, timeout=20
+        )
         try:
             assert read() == "do-anything"
         except UsageError:
@@ -198,7 +271,7 @@ def test_a_file_that_an_unprivileged_user_plants_is_not_read(tmp_path: Path) -> 
         parent.chmod(0o711)
     path = folder / "icecore.toml"
     as_nobody = ["setpriv", "--reuid", str(NOBODY), "--clear-groups", "--"]
-    for make in (f"echo \"[restore]\" > {path}", f"mkfifo {path}", f"ln -s /etc/passwd {path}"):
+    for make in (f'echo "[restore]" > {path}', f"mkfifo {path}", f"ln -s /etc/passwd {path}"):
         subprocess.run([*as_nobody, "/bin/sh", "-c", make], check=True, timeout=20)
         with pytest.raises(UsageError, match=f"belongs to user {NOBODY}"):
             load(environment={"ICECORE_CONFIG": str(path)}, files=[])
@@ -219,7 +292,15 @@ def test_a_pipe_that_was_handed_over_is_read() -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("4096", 4096), ("2 GiB", 2 << 30), ("1.5kib", 1536), ("3MB", 3_000_000), ("7 k", 7000), ("0", 0), ("12b", 12)],
+    [
+        ("4096", 4096),
+        ("2 GiB", 2 << 30),
+        ("1.5kib", 1536),
+        ("3MB", 3_000_000),
+        ("7 k", 7000),
+        ("0", 0),
+        ("12b", 12),
+    ],
 )
 def test_sizes(text: str, value: int) -> None:
     assert config.parse_size(text) == value
@@ -227,13 +308,23 @@ def test_sizes(text: str, value: int) -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("30", 30), ("250ms", 0.25), ("1.5 s", 1.5), ("2min", 120), ("36h", 129600), ("2w 3d", 17 * 86400), ("1y6mo", 545 * 86400)],
+    [
+        ("30", 30),
+        ("250ms", 0.25),
+        ("1.5 s", 1.5),
+        ("2min", 120),
+        ("36h", 129600),
+        ("2w 3d", 17 * 86400),
+        ("1y6mo", 545 * 86400),
+    ],
 )
 def test_durations(text: str, value: float) -> None:
     assert config.parse_seconds(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "soon", "-1", "3 parsecs", "1e3", "0x10", "nan", "inf", "2 3x"])
+@pytest.mark.parametrize(
+    "text", ["", "soon", "-1", "3 parsecs", "1e3", "0x10", "nan", "inf", "2 3x"]
+)
 def test_what_is_no_quantity(text: str) -> None:
     with pytest.raises(ValueError):
         config.parse_seconds(text)

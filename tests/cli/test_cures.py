@@ -29,8 +29,18 @@ from tests.cli.test_snapshots import counted, start
 from tests.store.miniature import listed, take
 
 #: Errors that say what to do wherever they are raised.
-CURED = {"FormatTooNew", "MissingTool", "RollbackDetected", "SessionFenced", "StoreDenied", "StoreFull", "WrongPassphrase"}
-_NAMED = re.compile(r"'icecore ([^']+)'|`icecore ([^`]+)`|\bicecore ((?:key|run|repair|check|sync|init|gc|forget) [A-Za-z-][^;:,.'\"`]*)")
+CURED = {
+    "FormatTooNew",
+    "MissingTool",
+    "RollbackDetected",
+    "SessionFenced",
+    "StoreDenied",
+    "StoreFull",
+    "WrongPassphrase",
+}
+_NAMED = re.compile(
+    r"'icecore ([^']+)'|`icecore ([^`]+)`|\bicecore ((?:key|run|repair|check|sync|init|gc|forget) [A-Za-z-][^;:,.'\"`]*)"
+)
 PASSPHRASE = "correct horse battery"
 
 
@@ -42,21 +52,35 @@ def texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
     documentation = {
         id(node.body[0].value)
         for node in ast.walk(tree)
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body and isinstance(node.body[0], ast.Expr)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
     }
-    inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node) if part is not node}
+    inner = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.JoinedStr)
+        for part in ast.walk(node)
+        if part is not node
+    }
     for node in ast.walk(tree):
         if id(node) in documentation or id(node) in inner:
             continue
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, node.value
         elif isinstance(node, ast.JoinedStr):
-            yield node.lineno, "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values)
+            yield (
+                node.lineno,
+                "".join(
+                    str(part.value) if isinstance(part, ast.Constant) else "X"
+                    for part in node.values
+                ),
+            )
 
 
 def sources() -> Iterator[tuple[Path, ast.Module]]:
     for path in sorted((ROOT / "icecore").rglob("*.py")):
-            yield path, ast.parse(path.read_text(), str(path))
+        yield path, ast.parse(path.read_text(), str(path))
 
 
 def commands_in(text: str) -> list[list[str]]:
@@ -68,15 +92,28 @@ def commands_in(text: str) -> list[list[str]]:
 def wrong_with(words: list[str]) -> str:
     """What the command line would say of a command and its options; empty if nothing."""
     parser = build_parser()
-    commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    commands = next(
+        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    )
     if words[0] not in commands.choices:
         return f"there is no command {words[0]}"
     chosen = commands.choices[words[0]]
     own = words[1 : words.index("--")] if "--" in words else words[1:]
-    unknown = [word for word in own if word.startswith("-") and word.split("=")[0] not in chosen._option_string_actions]
+    unknown = [
+        word
+        for word in own
+        if word.startswith("-") and word.split("=")[0] not in chosen._option_string_actions
+    ]
     if unknown:
         return f"{words[0]} has no {unknown}"
-    choices = next((action.choices for action in chosen._actions if not action.option_strings and action.choices), None)
+    choices = next(
+        (
+            action.choices
+            for action in chosen._actions
+            if not action.option_strings and action.choices
+        ),
+        None,
+    )
     if choices is not None and own and own[0] not in choices:
         return f"{words[0]} does not know {own[0]}"
     return ""
@@ -92,10 +129,23 @@ def test_every_command_that_a_message_names_exists() -> None:
                 seen.add(" ".join(words[:2]))
                 problem = wrong_with(words)
                 if problem:
-                    wrong.append(f"{path.relative_to(ROOT)}:{line}: 'icecore {shlex.join(words)}': {problem}")
+                    wrong.append(
+                        f"{path.relative_to(ROOT)}:{line}: 'icecore {shlex.join(words)}': {problem}"
+                    )
     assert not wrong, "\n".join(wrong)
-    assert {"repair", "repair --accept-rollback", "check --read-data", "key import", "key export", "init", "gc", "ls"} <= seen
-    assert wrong_with(["repair", "--all"]) and wrong_with(["mend"]) and wrong_with(["key", "lose"])  # it can say no
+    assert {
+        "repair",
+        "repair --accept-rollback",
+        "check --read-data",
+        "key import",
+        "key export",
+        "init",
+        "gc",
+        "ls",
+    } <= seen
+    assert (
+        wrong_with(["repair", "--all"]) and wrong_with(["mend"]) and wrong_with(["key", "lose"])
+    )  # it can say no
 
 
 def test_errors_that_can_be_cured_say_how() -> None:
@@ -129,7 +179,9 @@ class Broken:
         self.run("key", "export", "recovery")
 
     async def _fill(self, number: int) -> list[str]:
-        repository = await Repository.open(LocalBackend(self.folder), passphrase=lambda: PASSPHRASE.encode())
+        repository = await Repository.open(
+            LocalBackend(self.folder), passphrase=lambda: PASSPHRASE.encode()
+        )
         taken = [await take(repository, {1: value, 2: value + 1}) for value in range(number)]
         assert await listed(repository) == taken
         await repository.close()
@@ -142,7 +194,11 @@ class Broken:
         before = os.getcwd()
         os.chdir(self.cli.folder)
         try:
-            with mock.patch.dict(os.environ, environment, clear=True), redirect_stdout(said), redirect_stderr(said):
+            with (
+                mock.patch.dict(os.environ, environment, clear=True),
+                redirect_stdout(said),
+                redirect_stderr(said),
+            ):
                 ended = main(words)
         finally:
             os.chdir(before)
@@ -163,12 +219,17 @@ class Broken:
         """Run a command that fails, then every command that its cure names, in that order; the last of them has to succeed. Which they were."""
         said = self.run(*words, status=status)
         cure = said[said.index("cure: ") :]
-        named = [[{"FILE": "recovery", "SNAPSHOT": self.taken[-1]}.get(word, word) for word in one] for one in commands_in(cure)]
+        named = [
+            [{"FILE": "recovery", "SNAPSHOT": self.taken[-1]}.get(word, word) for word in one]
+            for one in commands_in(cure)
+        ]
         named = [one for one in named if one[:2] != ["key", "export"]]  # that was to be done before
         assert named, f"no command in {cure!r}"
         for at, one in enumerate(named):
             # What only looks ends with the status of what it finds; the last one is what helps, and may have to say that something is lost.
-            said = self.run(*one, status={"check": (0, 9), "repair": (0, 9), "trust": (0, 15)}.get(one[0], 0))
+            said = self.run(
+                *one, status={"check": (0, 9), "repair": (0, 9), "trust": (0, 15)}.get(one[0], 0)
+            )
             assert at < len(named) - 1 or "0 things" not in said or "QUARANTINED" in said
         return named
 
@@ -232,11 +293,17 @@ def configuration(broken: Broken) -> None:
         (configuration, 9, True),
     ],
 )
-def test_the_cure_of_damage_helps(harm: Callable[[Broken], None], status: int, encrypted: bool, cli: Cli) -> None:
+def test_the_cure_of_damage_helps(
+    harm: Callable[[Broken], None], status: int, encrypted: bool, cli: Cli
+) -> None:
     broken = Broken(cli, encrypted=encrypted, snapshots=40 if harm is page else 2)
     harm(broken)
     broken.cure("ls", status=status)
-    listed = [event["snapshot"] for event in map(json.loads, broken.run("--json", "ls").splitlines()) if event["event"] == "snapshot"]
+    listed = [
+        event["snapshot"]
+        for event in map(json.loads, broken.run("--json", "ls").splitlines())
+        if event["event"] == "snapshot"
+    ]
     assert set(listed) == set(broken.taken)
     broken.run("show", broken.taken[-1])
     broken.run("gc")
@@ -289,20 +356,26 @@ def test_a_recovery_file(cli: Cli) -> None:
     # That of another repository, a damaged one, and what is none.
     other = str(cli.folder / "other")
     broken.run("-r", other, "init")
-    assert "is not the recovery file of" in broken.run("-r", other, "key", "import", "recovery", status=2)
+    assert "is not the recovery file of" in broken.run(
+        "-r", other, "key", "import", "recovery", status=2
+    )
     broken.flip(recovery)
     assert "use another copy" in broken.run("key", "import", "recovery", status=9)
     recovery.write_bytes(b"no such thing")
     assert "use another copy" in broken.run("key", "import", "recovery", status=9)
 
 
-def test_a_recovery_file_of_an_encrypted_repository_needs_a_passphrase_of_its_time(cli: Cli) -> None:
+def test_a_recovery_file_of_an_encrypted_repository_needs_a_passphrase_of_its_time(
+    cli: Cli,
+) -> None:
     broken = Broken(cli, encrypted=True)
     assert PASSPHRASE.encode() not in (cli.folder / "recovery").read_bytes()
     new = {"ICECORE_NEW_PASSPHRASE": "a later one that differs"}
     broken.run("key", "rotate", "first", **new)
     keys(broken)
-    broken.run("key", "import", "recovery", status=14, ICECORE_PASSPHRASE=new["ICECORE_NEW_PASSPHRASE"])
+    broken.run(
+        "key", "import", "recovery", status=14, ICECORE_PASSPHRASE=new["ICECORE_NEW_PASSPHRASE"]
+    )
     broken.run("key", "import", "recovery")
     assert "all is well" in broken.run("check", "--read-data")
     # Changes go on from there.
@@ -350,7 +423,11 @@ def test_damaged_keys_index_and_advice_stop_neither_a_dump_nor_a_restore(cli: Cl
     start(cli)
     cli.run("dump", "count")
     repository = cli.folder / "repository"
-    for path in [repository / "config", repository / "keys" / "00000000", *(path for name in ("index", "hints") for path in (repository / name).rglob("*"))]:
+    for path in [
+        repository / "config",
+        repository / "keys" / "00000000",
+        *(path for name in ("index", "hints") for path in (repository / name).rglob("*")),
+    ]:
         if path.is_file():
             path.write_bytes(_flipped(path))
     until(lambda: counted(cli) >= 15, "still counting")
@@ -358,7 +435,11 @@ def test_damaged_keys_index_and_advice_stop_neither_a_dump_nor_a_restore(cli: Cl
     cli.run("restore", "count")
     before = counted(cli)
     until(lambda: counted(cli) > before, "counting again")
-    kinds = {event["kind"] for event in cli.events("check", status=9) if event["event"] == "check.finding"}
+    kinds = {
+        event["kind"]
+        for event in cli.events("check", status=9)
+        if event["event"] == "check.finding"
+    }
     assert {"configuration", "key slot", "index segment", "hints"} <= kinds
     cli.run("repair")
     assert cli.one("check.done", "check", "--read-data")["sound"] is True

@@ -48,7 +48,9 @@ def test_the_chain_is_what_the_definition_says(tmp_path: Path) -> None:
         running.wait(10)
     assert running.returncode == 0 and "all memory is right" in out
     lines = (tmp_path / "chain.log").read_text().splitlines()
-    assert lines == [f"{number} {chain}" for number, chain in enumerate(job.reference(len(lines)), 1)]
+    assert lines == [
+        f"{number} {chain}" for number, chain in enumerate(job.reference(len(lines)), 1)
+    ]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="reads and writes another process's memory")
@@ -73,7 +75,11 @@ def test_one_changed_byte_is_seen() -> None:
         compared, wrong = memory.differences(before, memory.read(outer.pid, "/nowhere"))
         assert compared > 1 << 20 and wrong == []
         inner = memory.tree(outer.pid)[1]
-        region = next(one for one in before[inner] if one.data and one.mode == "rw-p" and one.name == "[stack]")
+        region = next(
+            one
+            for one in before[inner]
+            if one.data and one.mode == "rw-p" and one.name == "[stack]"
+        )
         with open(f"/proc/{inner}/mem", "r+b", buffering=0) as file:
             file.seek(region.end - 100)
             byte = file.read(1)[0]
@@ -91,7 +97,11 @@ def test_one_changed_byte_is_seen() -> None:
 @pytest.mark.criu
 @pytest.mark.usefixtures("needs_criu")
 def test_the_demo(tmp_path: Path) -> None:
-    own = {name: value for name, value in os.environ.items() if not name.startswith("ICECORE_") or name == "ICECORE_CRIU_PREFIX"}
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("ICECORE_") or name == "ICECORE_CRIU_PREFIX"
+    }
     done = subprocess.run(
         [sys.executable, "-P", str(TOOLS / "demo")],
         env={**own, "TMPDIR": str(tmp_path)},

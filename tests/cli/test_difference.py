@@ -42,7 +42,14 @@ class Fake:
         return self.maps[space.key]
 
 
-def fake(name: str, spaces: list[Space], maps: dict[str, list[Records]], *, pids: tuple[int, ...] = (1,), files: tuple[tuple[str, int], ...] = ()) -> Fake:
+def fake(
+    name: str,
+    spaces: list[Space],
+    maps: dict[str, list[Records]],
+    *,
+    pids: tuple[int, ...] = (1,),
+    files: tuple[tuple[str, int], ...] = (),
+) -> Fake:
     """A snapshot of processes ``pids`` that have ``files`` (path, size) open."""
     manifest = Manifest(
         1, name, "job", "lineage", "", 0, "host", "test", 1,
@@ -68,7 +75,11 @@ MIB = 1 << 20
 
 
 def test_cells_are_compared_by_place() -> None:
-    older = fake("a", [process(region(0x1000, 4 * MIB), region(0x900000, MIB))], {"1": [cells((0, 1, 256), (1, 2, 256), (2, 3, 10)), cells((0, 8, 1))]})
+    older = fake(
+        "a",
+        [process(region(0x1000, 4 * MIB), region(0x900000, MIB))],
+        {"1": [cells((0, 1, 256), (1, 2, 256), (2, 3, 10)), cells((0, 8, 1))]},
+    )
     newer = fake(
         "b",
         [process(region(0x1000, 4 * MIB), region(0xA00000, MIB))],
@@ -83,7 +94,11 @@ def test_cells_are_compared_by_place() -> None:
         ("removed", 0x900000): (1, PAGE, 0),
     }
     total = found.totals["process"]
-    assert (total.logical, total.changed, total.stored) == (4 * MIB + 2 * PAGE, 3 * MIB + 2 * PAGE, 25800)
+    assert (total.logical, total.changed, total.stored) == (
+        4 * MIB + 2 * PAGE,
+        3 * MIB + 2 * PAGE,
+        25800,
+    )
 
 
 def test_cells_that_are_gone_count() -> None:
@@ -106,6 +121,13 @@ def test_processes_and_files() -> None:
     older = fake("a", [], {}, pids=(1, 2), files=(("/log", 5), ("/gone", 1)))
     newer = fake("b", [], {}, pids=(1, 3), files=(("/log", 9), ("/new", 2)))
     found = compare(older, newer)
-    assert [(state, one.image_id) for state, one in found.processes] == [("added", 3), ("removed", 2)]
-    assert [(state, one.path) for state, one in found.files] == [("changed", "/log"), ("added", "/new"), ("removed", "/gone")]
+    assert [(state, one.image_id) for state, one in found.processes] == [
+        ("added", 3),
+        ("removed", 2),
+    ]
+    assert [(state, one.path) for state, one in found.files] == [
+        ("changed", "/log"),
+        ("added", "/new"),
+        ("removed", "/gone"),
+    ]
     assert (found.older, found.newer) == ("a", "b")

@@ -22,11 +22,11 @@ def said() -> dict[str, set[str]]:
     """Events in the sources with the fields that can be read off them."""
     found: dict[str, set[str]] = defaultdict(set)
     for path in sorted((ROOT / "icecore").rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(), str(path))):
-                if isinstance(node, ast.Call):
-                    _call(node, found)
-                elif isinstance(node, ast.With):
-                    _phase(node, found)
+        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+            if isinstance(node, ast.Call):
+                _call(node, found)
+            elif isinstance(node, ast.With):
+                _phase(node, found)
     return found
 
 
@@ -50,18 +50,32 @@ def _call(call: ast.Call, found: dict[str, set[str]]) -> None:
 
 def _phase(node: ast.With, found: dict[str, set[str]]) -> None:
     """What is added to the fields of a running phase."""
-    names = [_name(item.context_expr) for item in node.items if isinstance(item.context_expr, ast.Call)]
+    names = [
+        _name(item.context_expr) for item in node.items if isinstance(item.context_expr, ast.Call)
+    ]
     if not names or names[0] is None:
         return
     for inner in ast.walk(node):
-        if isinstance(inner, ast.AugAssign) and getattr(inner.target, "attr", "") == "fields" and isinstance(inner.value, ast.Dict):
+        if (
+            isinstance(inner, ast.AugAssign)
+            and getattr(inner.target, "attr", "") == "fields"
+            and isinstance(inner.value, ast.Dict)
+        ):
             found[names[0]] |= set(_keys(inner.value))
-        if isinstance(inner, ast.Subscript) and getattr(inner.value, "attr", "") == "fields" and isinstance(inner.slice, ast.Constant):
+        if (
+            isinstance(inner, ast.Subscript)
+            and getattr(inner.value, "attr", "") == "fields"
+            and isinstance(inner.slice, ast.Constant)
+        ):
             found[names[0]].add(str(inner.slice.value))
 
 
 def _keys(node: ast.Dict) -> list[str]:
-    return [key.value for key in node.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+    return [
+        key.value
+        for key in node.keys
+        if isinstance(key, ast.Constant) and isinstance(key.value, str)
+    ]
 
 
 def test_every_event_is_documented_and_every_documented_one_exists() -> None:
@@ -69,7 +83,11 @@ def test_every_event_is_documented_and_every_documented_one_exists() -> None:
     assert len(found) > 50  # the sources were read
     assert found.keys() - documented.keys() == set(), "in the code, not in docs/events.md"
     assert documented.keys() - found.keys() == set(), "in docs/events.md, not in the code"
-    wrong = {name: fields - documented[name].all for name, fields in found.items() if fields - documented[name].all}
+    wrong = {
+        name: fields - documented[name].all
+        for name, fields in found.items()
+        if fields - documented[name].all
+    }
     assert not wrong, f"fields that docs/events.md does not have: {wrong}"
 
 
@@ -77,7 +95,9 @@ def error_classes() -> list[type[IcecoreError]]:
     """Every class of error in the package."""
     for module in pkgutil.walk_packages(icecore.__path__, "icecore."):
         # Programs, and a library that is no extension module.
-        if ".libicecore-" not in module.name and not module.name.endswith(("launch", "guard_process", "__main__")):
+        if ".libicecore-" not in module.name and not module.name.endswith(
+            ("launch", "guard_process", "__main__")
+        ):
             importlib.import_module(module.name)
     found: list[type[IcecoreError]] = [IcecoreError]
     for kind in found:
@@ -86,17 +106,36 @@ def error_classes() -> list[type[IcecoreError]]:
 
 
 def test_exit_codes_are_documented() -> None:
-    table = {int(code): set(classes.replace("`", "").split(", ")) for code, classes, *_ in rows("cli.md", "Exit codes") if code.isdecimal()}
-    assert {code for code in table if code < 100} == {0, *(kind.exit_code for kind in error_classes())}
-    private = {"FileUnusable", "GuardLost", "NotHeld", "PlacerLost"}  # met by nobody but as something else
+    table = {
+        int(code): set(classes.replace("`", "").split(", "))
+        for code, classes, *_ in rows("cli.md", "Exit codes")
+        if code.isdecimal()
+    }
+    assert {code for code in table if code < 100} == {
+        0,
+        *(kind.exit_code for kind in error_classes()),
+    }
+    private = {
+        "FileUnusable",
+        "GuardLost",
+        "NotHeld",
+        "PlacerLost",
+    }  # met by nobody but as something else
     for kind in error_classes():
         if kind.__name__ not in private:
-            assert kind.__name__ in table[kind.exit_code], f"{kind.__name__} has exit code {kind.exit_code}"
+            assert kind.__name__ in table[kind.exit_code], (
+                f"{kind.__name__} has exit code {kind.exit_code}"
+            )
 
 
 def test_every_error_has_a_docstring_and_every_exit_code_one_meaning() -> None:
     assert all(inspect.getdoc(kind) for kind in error_classes())
-    direct = [kind for kind in error_classes() if kind.exit_code not in (1, *(up.exit_code for up in kind.__mro__[1:] if issubclass(up, IcecoreError)))]
+    direct = [
+        kind
+        for kind in error_classes()
+        if kind.exit_code
+        not in (1, *(up.exit_code for up in kind.__mro__[1:] if issubclass(up, IcecoreError)))
+    ]
     codes = [kind.exit_code for kind in direct]
     assert len(codes) == len(set(codes)), direct
 
@@ -111,18 +150,24 @@ def test_every_command_is_documented() -> None:
 def test_the_readme_names_only_commands_that_exist() -> None:
     parsers = next(action for action in build_parser()._actions if action.dest == "command")
     assert parsers.choices is not None
-    words = [line.strip().removeprefix("$ ").split() for line in (ROOT / "README.md").read_text().splitlines() if line.strip().startswith("$ icecore ")]
+    words = [
+        line.strip().removeprefix("$ ").split()
+        for line in (ROOT / "README.md").read_text().splitlines()
+        if line.strip().startswith("$ icecore ")
+    ]
     assert words
     assert {line[1] for line in words} <= set(parsers.choices)
-
-
 
 
 def test_every_test_that_the_security_page_names_exists() -> None:
     """Whoever reads a promise there can run what shows it."""
     text = (ROOT / "docs" / "security.md").read_text()
     files = list((ROOT / "tests").rglob("test_*.py"))
-    defined = {name for path in files for name in re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE)}
+    defined = {
+        name
+        for path in files
+        for name in re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE)
+    }
     named = set(re.findall(r"`(test_\w+)`", text))
     assert len(named) > 50 and not named - defined
     assert set(re.findall(r"`(test_\w+\.py)`", text)) <= {path.name for path in files}

@@ -51,9 +51,17 @@ from tests.programs.foreign_names import __file__ as PROGRAM
 
 #: An escape sequence, markup, invalid UTF-8, an encoded surrogate, line ends of every kind, what /proc writes for a newline, and what it adds to deleted files.
 HOSTILE = b"n\xff\xc3\xa4\x1b[31m[red]x\x07\ny\\z\xe2\x80\xae"
-NAMES = [HOSTILE, b"\x80\xfe (deleted)", b"a\\012b\r\x0b\xc2\x85[link=file:x]\xed\xa0\x80\xe2\x80\xa8 \t", b"\\xff", b"\nUid:\t9\n"]
+NAMES = [
+    HOSTILE,
+    b"\x80\xfe (deleted)",
+    b"a\\012b\r\x0b\xc2\x85[link=file:x]\xed\xa0\x80\xe2\x80\xa8 \t",
+    b"\\xff",
+    b"\nUid:\t9\n",
+]
 #: Control characters but the newline, and whatever else has no glyph of its own.
-_COMMANDS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+_COMMANDS = re.compile(
+    "[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
+)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -66,7 +74,9 @@ class Terminal(io.StringIO):
 
 def assert_harmless(text: str, *, lines: int | None = None) -> None:
     """Assert that nothing in a text is a control character but newlines, and rich's own bold and normal."""
-    plain = _COLOUR.sub(lambda match: "" if match[0] in ("\x1b[1m", "\x1b[0m", "\x1b[3m") else match[0], text)
+    plain = _COLOUR.sub(
+        lambda match: "" if match[0] in ("\x1b[1m", "\x1b[0m", "\x1b[3m") else match[0], text
+    )
     assert not _COMMANDS.search(plain), ascii(plain)
     if lines is not None:
         assert plain.count("\n") == lines, ascii(plain)
@@ -74,7 +84,11 @@ def assert_harmless(text: str, *, lines: int | None = None) -> None:
 
 # -- the choke point
 
-_TEXTS = st.one_of(st.sampled_from([os.fsdecode(name) for name in NAMES]), st.binary(max_size=12).map(os.fsdecode), st.text(max_size=8))
+_TEXTS = st.one_of(
+    st.sampled_from([os.fsdecode(name) for name in NAMES]),
+    st.binary(max_size=12).map(os.fsdecode),
+    st.text(max_size=8),
+)
 
 
 @given(_TEXTS)
@@ -90,7 +104,19 @@ def test_everything_that_is_said_is_escaped(text: str) -> None:
     output.error(PreflightRefused([(text, text, text)]))
     output.event(Event("dump.warning", {"name": text, "error": text}))
     output.event(Event("restore.warning", {"message": text}))
-    output.event(Event("run.gpu", {"added": {text: text}, "kept": {"A": text}, "cost": text, "resident": True, "driver": True, "notes": [text]}))
+    output.event(
+        Event(
+            "run.gpu",
+            {
+                "added": {text: text},
+                "kept": {"A": text},
+                "cost": text,
+                "resident": True,
+                "driver": True,
+                "notes": [text],
+            },
+        )
+    )
     output.trace(text)
     assert_harmless(err.getvalue())
 
@@ -99,7 +125,16 @@ def test_everything_that_is_said_is_escaped(text: str) -> None:
 def test_json_lines_are_ascii_and_strict(text: str) -> None:
     out = io.StringIO()
     output = Output(as_json=True, stdout=out, stderr=io.StringIO())
-    output.event(Event("test", {"path": text, "inner": {text: [text, float("inf")]}, "other": Path("/x") / text.replace("\0", "")}))
+    output.event(
+        Event(
+            "test",
+            {
+                "path": text,
+                "inner": {text: [text, float("inf")]},
+                "other": Path("/x") / text.replace("\0", ""),
+            },
+        )
+    )
     output.error(IcecoreError(text, cure=text))
     first, second, rest = out.getvalue().split("\n")
     assert first.isascii() and not _COMMANDS.search(first + second) and rest == ""
@@ -113,20 +148,34 @@ def test_json_lines_are_ascii_and_strict(text: str) -> None:
 
 def test_markup_is_text() -> None:
     out = Terminal()
-    Output(stdout=out, stderr=io.StringIO()).table(["[red]A[/red]"], [["[link=file:///etc]x[/link] :smile: [/nothing]"]], title="[bold]T")
+    Output(stdout=out, stderr=io.StringIO()).table(
+        ["[red]A[/red]"], [["[link=file:///etc]x[/link] :smile: [/nothing]"]], title="[bold]T"
+    )
     plain = _COLOUR.sub("", out.getvalue())
-    assert "[red]A[/red]" in plain and "[link=file:///etc]x[/link] :smile: [/nothing]" in plain and "[bold]T" in plain
+    assert (
+        "[red]A[/red]" in plain
+        and "[link=file:///etc]x[/link] :smile: [/nothing]" in plain
+        and "[bold]T" in plain
+    )
 
 
 def test_a_newline_in_a_name_makes_no_line_of_icecores_own() -> None:
     err = io.StringIO()
-    Output(stdout=io.StringIO(), stderr=err).error(IcecoreError("cannot read /tmp/x\nicecore: all is well\n  cure: rm -rf /"))
-    assert err.getvalue().splitlines() == ["icecore: cannot read /tmp/x", "  | icecore: all is well", "  |   cure: rm -rf /"]
+    Output(stdout=io.StringIO(), stderr=err).error(
+        IcecoreError("cannot read /tmp/x\nicecore: all is well\n  cure: rm -rf /")
+    )
+    assert err.getvalue().splitlines() == [
+        "icecore: cannot read /tmp/x",
+        "  | icecore: all is well",
+        "  |   cure: rm -rf /",
+    ]
 
 
 def test_wide_characters_keep_the_columns() -> None:
     out = io.StringIO()
-    Output(stdout=out, stderr=io.StringIO()).table(["A", "B"], [["語語", "1"], ["\udcff", "2"], ["abcd", "3"]])
+    Output(stdout=out, stderr=io.StringIO()).table(
+        ["A", "B"], [["語語", "1"], ["\udcff", "2"], ["abcd", "3"]]
+    )
     assert out.getvalue().splitlines() == ["A     B", "語語  1", "\\xff  2", "abcd  3"]
 
 
@@ -137,8 +186,14 @@ def test_nothing_but_the_output_writes_to_the_standard_streams() -> None:
     for path in sorted((ROOT / "icecore").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             prints = isinstance(node, ast.Name) and node.id == "print"
-            stream = isinstance(node, ast.Attribute) and node.attr in ("stdout", "stderr", "__stdout__", "__stderr__") and ast.unparse(node.value) == "sys"
-            imports = isinstance(node, (ast.Import, ast.ImportFrom)) and re.search(r"\b(rich|logging|warnings)\b", ast.unparse(node))
+            stream = (
+                isinstance(node, ast.Attribute)
+                and node.attr in ("stdout", "stderr", "__stdout__", "__stderr__")
+                and ast.unparse(node.value) == "sys"
+            )
+            imports = isinstance(node, (ast.Import, ast.ImportFrom)) and re.search(
+                r"\b(rich|logging|warnings)\b", ast.unparse(node)
+            )
             if (prints or stream or imports) and path.name not in allowed:
                 wrong.append(f"{path.name}:{node.lineno}")
     assert not wrong
@@ -160,8 +215,23 @@ async def write_hostile(place: Path, name: str) -> list[str]:
             region = Region(0, 4096, 0, kind=job, name=f"/{name}")
             maps = MapWriter(repository.keys)
             nodes = maps.add([np.empty(0, CELL)], None)
-            spaces = [Space("file", f"/absent/{name}", 4096, [region], nodes), Space("process", "1", 0, [region], nodes)]
-            file = OpenFile(f"/absent/{name}", 3 + number, 4, 5, 6, 0o644, 0, 0, True, "content", links=[f"/{name}"])
+            spaces = [
+                Space("file", f"/absent/{name}", 4096, [region], nodes),
+                Space("process", "1", 0, [region], nodes),
+            ]
+            file = OpenFile(
+                f"/absent/{name}",
+                3 + number,
+                4,
+                5,
+                6,
+                0o644,
+                0,
+                0,
+                True,
+                "content",
+                links=[f"/{name}"],
+            )
             here = os.uname()
             manifest = Manifest(
                 format=1, snapshot=new_snapshot_id(), job=job, lineage="1" * 32, parent=ids[0] if ids else "", created_ns=time.time_ns(), host=job,
@@ -170,7 +240,9 @@ async def write_hostile(place: Path, name: str) -> list[str]:
                 namespaces=Namespaces(pid=True), criu_options=["--shell-job"], tags=[job], extra={"imported": name},
             )  # fmt: skip
             identity = random_id()
-            sealed = encode_manifest(manifest, repository.keys.manifest, object_name("manifest", identity))
+            sealed = encode_manifest(
+                manifest, repository.keys.manifest, object_name("manifest", identity)
+            )
             await session.put_named("manifest", identity, [sealed.data])
             record = SnapshotRecord(
                 manifest.snapshot, job, "1" * 32, manifest.parent, manifest.created_ns, object_name("manifest", identity), len(sealed.data), sealed.digest,
@@ -186,7 +258,12 @@ def at_terminal(cli: Cli, *words: str) -> tuple[int, str]:
     """Run a command at a terminal; its status and all that it writes there."""
     main, side = pty.openpty()
     process = subprocess.Popen(
-        cli.command(*words), env={**cli.environment, "TERM": "xterm-256color"}, cwd=cli.folder, stdin=subprocess.DEVNULL, stdout=side, stderr=side
+        cli.command(*words),
+        env={**cli.environment, "TERM": "xterm-256color"},
+        cwd=cli.folder,
+        stdin=subprocess.DEVNULL,
+        stdout=side,
+        stderr=side,
     )
     os.close(side)
     data, end = b"", time.monotonic() + 60
@@ -229,10 +306,18 @@ def test_a_hostile_repository_commands_no_terminal(cli: Cli, name: bytes) -> Non
     ):
         status, text = at_terminal(cli, "-q", *words)
         assert_harmless(text)
-        assert "internal error" not in text and "Traceback" not in text and status < 128, ascii(text)
+        assert "internal error" not in text and "Traceback" not in text and status < 128, ascii(
+            text
+        )
         if words[0] not in ("show", "diff", "restore"):
             continue
-        done = subprocess.run(cli.command("--json", *words), env=cli.environment, cwd=cli.folder, capture_output=True, timeout=60)
+        done = subprocess.run(
+            cli.command("--json", *words),
+            env=cli.environment,
+            cwd=cli.folder,
+            capture_output=True,
+            timeout=60,
+        )
         assert done.returncode == status, done.stderr
         for line in done.stdout.split(b"\n")[:-1]:
             assert json.dumps(json.loads(line), ensure_ascii=False).encode()
@@ -256,8 +341,19 @@ ENVIRONMENTS: list[dict[str, str]] = [
 @pytest.mark.parametrize("variables", ENVIRONMENTS, ids=range(len(ENVIRONMENTS)))
 def test_no_locale_is_an_error(cli: Cli, variables: dict[str, str]) -> None:
     (first, _) = asyncio.run(write_hostile(cli.folder / "repository", os.fsdecode(HOSTILE)))
-    for words, status in ((("show", first), 0), (("restore", "--help"), 0), (("show", "\udcff→"), 3), (("--json", "ls"), 0)):
-        done = subprocess.run(cli.command(*words), env={**cli.environment, **variables}, cwd=cli.folder, capture_output=True, timeout=60)
+    for words, status in (
+        (("show", first), 0),
+        (("restore", "--help"), 0),
+        (("show", "\udcff→"), 3),
+        (("--json", "ls"), 0),
+    ):
+        done = subprocess.run(
+            cli.command(*words),
+            env={**cli.environment, **variables},
+            cwd=cli.folder,
+            capture_output=True,
+            timeout=60,
+        )
         assert done.returncode == status, done.stderr
         encoding = variables.get("PYTHONIOENCODING", "utf-8")
         for data in (done.stdout, done.stderr):
@@ -275,7 +371,11 @@ def test_closed_streams(cli: Cli, closed: str) -> None:
     """No file that icecore opens gets the number of a stream that is closed, and nothing fails for want of it."""
     for words in ("init", "ls", "--help", "run -d -- true"):
         done = subprocess.run(
-            ["/bin/sh", "-c", f'exec "$@" {words} {closed}', "sh", *cli.command()], env=cli.environment, cwd=cli.folder, capture_output=True, timeout=60
+            ["/bin/sh", "-c", f'exec "$@" {words} {closed}', "sh", *cli.command()],
+            env=cli.environment,
+            cwd=cli.folder,
+            capture_output=True,
+            timeout=60,
         )
         assert done.returncode == 0, (words, done.stderr)
         assert b"Traceback" not in done.stderr
@@ -291,7 +391,7 @@ def test_a_job_gets_the_very_bytes(cli: Cli, name: bytes) -> None:
     folder = cli.folder / f"directory {text}"
     folder.mkdir()
     program = folder / f"program {text}"
-    program.write_text("#!/bin/sh\nprintf '%s\\0' \"$0\" \"$@\" \"$FOREIGN\" \"$PWD\"\n")
+    program.write_text('#!/bin/sh\nprintf \'%s\\0\' "$0" "$@" "$FOREIGN" "$PWD"\n')
     program.chmod(0o755)
     done = subprocess.run(
         cli.command("run", "--env", f"FOREIGN={text}", "--cwd", str(folder), "--", f"./{program.name}", text, "", "end"),
@@ -301,8 +401,17 @@ def test_a_job_gets_the_very_bytes(cli: Cli, name: bytes) -> None:
     said = done.stdout.split(b"\0")[:-1]
     assert said[1:] == [name, b"", b"end", name, os.fsencode(folder)]
     job = cli.events("ps", "-a")[0]
-    assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", job["job"]) and job["job"].startswith("program")
-    words = [base64.b64decode(word).decode("utf-8", "surrogateescape") for word in job["command_base64"]] if "command_base64" in job else job["command"]
+    assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", job["job"]) and job["job"].startswith(
+        "program"
+    )
+    words = (
+        [
+            base64.b64decode(word).decode("utf-8", "surrogateescape")
+            for word in job["command_base64"]
+        ]
+        if "command_base64" in job
+        else job["command"]
+    )
     assert words == [f"./{program.name}", text, "", "end"]
     assert_harmless(cli.run("ps", "-a").stdout, lines=2)
     assert_harmless(cli.run("logs", text, status=3).stderr)
@@ -314,14 +423,32 @@ def test_output_that_is_not_utf8_is_exact_in_json(cli: Cli) -> None:
     cli.run("run", "-d", "--name", "bytes", "--", "printf", r"a\377\\b\033[31m")
     cli.run("wait", "bytes")
     pieces = [event for event in cli.events("logs", "bytes") if event["event"] == "job.output"]
-    assert b"".join(base64.b64decode(one["text_base64"]) if "text_base64" in one else one["text"].encode() for one in pieces) == b"a\xff\\b\x1b[31m"
-    raw = subprocess.run(cli.command("logs", "bytes"), env=cli.environment, cwd=cli.folder, capture_output=True, timeout=60, check=True)
+    assert (
+        b"".join(
+            base64.b64decode(one["text_base64"]) if "text_base64" in one else one["text"].encode()
+            for one in pieces
+        )
+        == b"a\xff\\b\x1b[31m"
+    )
+    raw = subprocess.run(
+        cli.command("logs", "bytes"),
+        env=cli.environment,
+        cwd=cli.folder,
+        capture_output=True,
+        timeout=60,
+        check=True,
+    )
     assert raw.stdout == b"a\xff\\b\x1b[31m", "a job's log is its own bytes"
 
 
 def test_names_that_are_given_are_checked(cli: Cli) -> None:
     cli.run("init")
-    for words in (("run", "--name", "a\udcff", "--", "true"), ("dump", "--job", "a\x1b[31m", "1"), ("dump", "--tag", "a\udcff", "1"), ("ls", "--tag", "\n")):
+    for words in (
+        ("run", "--name", "a\udcff", "--", "true"),
+        ("dump", "--job", "a\x1b[31m", "1"),
+        ("dump", "--tag", "a\udcff", "1"),
+        ("ls", "--tag", "\n"),
+    ):
         assert_harmless(cli.run(*words, status=2).stderr)
     assert "UTF-8" in cli.run("-r", "s3://bucket/a\udcff", "ls", status=2).stderr
 
@@ -346,7 +473,18 @@ def test_a_program_cannot_break_ps_by_its_thread_names(cli: Cli) -> None:
         "from tests.programs.foreign_names import call_thread; import time; call_thread(b'\\r\\x0b\\xc2\\x85x\\xff\\x1cy'); "
         "print(1, flush=True); time.sleep(60)"
     )
-    cli.run("run", "-d", "--name", "odd", "--", "/usr/bin/env", f"PYTHONPATH={ROOT}", sys.executable, "-c", code)
+    cli.run(
+        "run",
+        "-d",
+        "--name",
+        "odd",
+        "--",
+        "/usr/bin/env",
+        f"PYTHONPATH={ROOT}",
+        sys.executable,
+        "-c",
+        code,
+    )
     until(lambda: (cli.job("odd").directory / "stdout.log").read_text() == "1\n", "named")
     pid = cli.job("odd").pid
     child = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
@@ -361,8 +499,19 @@ def test_a_program_cannot_break_ps_by_its_thread_names(cli: Cli) -> None:
 def drawn(seed: int, count: int = 6) -> list[bytes]:
     """Names of random bytes, weighted towards those that mean something somewhere."""
     source = random.Random(seed)
-    pieces = [*(bytes([code]) for code in range(1, 256) if code != 0x2F), b"\\x", b"\\012", b" (deleted)", b"\x1b[2J", "‮".encode(), b"\xed\xb3\xbf"]
-    return [b"".join(source.choices(pieces, k=source.randrange(1, 24))) + b"%d" % number for number in range(count)]
+    pieces = [
+        *(bytes([code]) for code in range(1, 256) if code != 0x2F),
+        b"\\x",
+        b"\\012",
+        b" (deleted)",
+        b"\x1b[2J",
+        "‮".encode(),
+        b"\xed\xb3\xbf",
+    ]
+    return [
+        b"".join(source.choices(pieces, k=source.randrange(1, 24))) + b"%d" % number
+        for number in range(count)
+    ]
 
 
 @pytest.mark.criu
@@ -373,7 +522,14 @@ def test_snapshots_of_foreign_names(cli: Cli, names: list[bytes]) -> None:
     text = os.fsdecode(names[0])
     work = cli.folder / "work"
     words = [os.fsdecode(name) for name in names]
-    command = ["/usr/bin/python3", PROGRAM, str(work), str(cli.folder / "finish"), ",".join(name.hex() for name in names), *words]
+    command = [
+        "/usr/bin/python3",
+        PROGRAM,
+        str(work),
+        str(cli.folder / "finish"),
+        ",".join(name.hex() for name in names),
+        *words,
+    ]
     cli.run("init")
     cli.run("run", "-d", "--name", "foreign", "--env", f"FOREIGN={text}", "--", *command)
     until(lambda: "5\n" in (cli.job("foreign").directory / "stdout.log").read_text(), "counting")
@@ -385,8 +541,14 @@ def test_snapshots_of_foreign_names(cli: Cli, names: list[bytes]) -> None:
         events += cli.events(*plain)
     paths = {exact(event, "path") for event in events if event["event"] == "snapshot.file"}
     own = os.path.join(os.fsencode(work), b"cwd " + names[0])
-    assert {os.path.join(own, kind + name) for name in names for kind in (b"read ", b"written ", b"deleted ")} <= paths
-    shown = [event for event in events if event["event"] == "snapshot.process" and event["parent"] == 1]
+    assert {
+        os.path.join(own, kind + name)
+        for name in names
+        for kind in (b"read ", b"written ", b"deleted ")
+    } <= paths
+    shown = [
+        event for event in events if event["event"] == "snapshot.process" and event["parent"] == 1
+    ]
     assert [exact_list(event, "command")[-len(names) :] for event in shown] == [names]
 
     cli.run("dump", "foreign", "--stop")
@@ -403,11 +565,22 @@ def test_snapshots_of_foreign_names(cli: Cli, names: list[bytes]) -> None:
     (cli.folder / "finish").touch()
     events += cli.events("wait", "again")
     last = (cli.job("again").directory / "stdout.log").read_text().splitlines()[-1].split()
-    assert last == ["arguments", *(name.hex() for name in names), "variable", names[0].hex(), "cwd", own.hex()]
+    assert last == [
+        "arguments",
+        *(name.hex() for name in names),
+        "variable",
+        names[0].hex(),
+        "cwd",
+        own.hex(),
+    ]
     for name in names:
-        assert Path(os.fsdecode(os.path.join(own, b"written " + name))).read_bytes() == b"written to the end"
+        assert (
+            Path(os.fsdecode(os.path.join(own, b"written " + name))).read_bytes()
+            == b"written to the end"
+        )
     assert sorted(os.listdir(own)) == sorted(
-        [kind + name for name in names for kind in (b"read ", b"written ", b"kept ")] + [b"s" + name.replace(b" (deleted)", b"")[:60] for name in names]
+        [kind + name for name in names for kind in (b"read ", b"written ", b"kept ")]
+        + [b"s" + name.replace(b" (deleted)", b"")[:60] for name in names]
     )
     events += cli.events("rm", "again")
     for event in events:
@@ -416,12 +589,20 @@ def test_snapshots_of_foreign_names(cli: Cli, names: list[bytes]) -> None:
 
 def exact(event: dict[str, Any], field: str) -> bytes:
     """The bytes of a field."""
-    return base64.b64decode(event[f"{field}_base64"]) if f"{field}_base64" in event else event[field].encode()
+    return (
+        base64.b64decode(event[f"{field}_base64"])
+        if f"{field}_base64" in event
+        else event[field].encode()
+    )
 
 
 def exact_list(event: dict[str, Any], field: str) -> list[bytes]:
     """The bytes of a field that is a list."""
-    return [base64.b64decode(word) for word in event[f"{field}_base64"]] if f"{field}_base64" in event else [word.encode() for word in event[field]]
+    return (
+        [base64.b64decode(word) for word in event[f"{field}_base64"]]
+        if f"{field}_base64" in event
+        else [word.encode() for word in event[field]]
+    )
 
 
 @pytest.mark.criu
@@ -432,7 +613,12 @@ def test_a_tree_that_icecore_did_not_start(cli: Cli) -> None:
     shutil.copy("/bin/sleep", program)
     cli.run("init")
     process = subprocess.Popen(
-        [str(program), "1000"], cwd=cli.folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        [str(program), "1000"],
+        cwd=cli.folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
     try:
         done = cli.one("dump.done", "dump", str(process.pid))
@@ -457,14 +643,30 @@ def test_a_tree_that_icecore_did_not_start(cli: Cli) -> None:
 def test_places_that_criu_works_in(cli: Cli, options: list[str]) -> None:
     """The state directory, CRIU's working directory and the job's: no character of them means anything to CRIU's options or to a shell."""
     text = os.fsdecode(HOSTILE + b" '\"$(touch pwned);`touch pwned`[1]:x ")
-    state, work = cli.folder / f"state {text}", Path("/dev/shm", f"icecore-test {text}{cli.folder.name}")
+    state, work = (
+        cli.folder / f"state {text}",
+        Path("/dev/shm", f"icecore-test {text}{cli.folder.name}"),
+    )
     there = cli.folder / f"cwd {text}"
     there.mkdir()
     work.mkdir()
     variables = {"ICECORE_STATE": str(state)}
     try:
         cli.run("init")
-        cli.run("run", "-d", "--name", "count", "--cwd", str(there), *options, "--", "/bin/sh", "-c", "while sleep 0.05; do echo x; done", **variables)
+        cli.run(
+            "run",
+            "-d",
+            "--name",
+            "count",
+            "--cwd",
+            str(there),
+            *options,
+            "--",
+            "/bin/sh",
+            "-c",
+            "while sleep 0.05; do echo x; done",
+            **variables,
+        )
         for how in (["--stop"], ["--stop", "--memory", "in-place"]):
             dumped = cli.run("dump", "count", "--workdir", str(work), *how, **variables)
             assert_harmless(dumped.stdout + dumped.stderr)

@@ -24,16 +24,29 @@ COUNT = ["/bin/sh", "-c", "i=0; while :; do i=$((i+1)); echo $i; sleep 0.02; don
 def test_foreground_shows_output_and_returns_the_exit_status(cli: Cli) -> None:
     done = cli.run("run", "--", "/bin/sh", "-c", "echo out; echo err >&2; exit 7", status=7)
     assert (done.stdout, done.stderr) == ("out\n", "err\n")
-    done = cli.run("run", "--", "/bin/sh", "-c", "kill -USR1 $$; sleep 5", status=128 + signal.SIGUSR1)
+    done = cli.run(
+        "run", "--", "/bin/sh", "-c", "kill -USR1 $$; sleep 5", status=128 + signal.SIGUSR1
+    )
     assert "killed by SIGUSR1" in done.stderr
 
 
 def test_the_jobs_own_options_are_not_parsed(cli: Cli) -> None:
-    assert cli.run("run", "-q", "--", "echo", "--json", "-d", "--", "x").stdout == "--json -d -- x\n"
+    assert (
+        cli.run("run", "-q", "--", "echo", "--json", "-d", "--", "x").stdout == "--json -d -- x\n"
+    )
 
 
 def test_output_as_events(cli: Cli) -> None:
-    events = cli.events("run", "--name", "j", "--", "/bin/sh", "-c", "printf 'h\\303'; sleep 0.3; printf '\\266\\n'; exit 3", status=3)
+    events = cli.events(
+        "run",
+        "--name",
+        "j",
+        "--",
+        "/bin/sh",
+        "-c",
+        "printf 'h\\303'; sleep 0.3; printf '\\266\\n'; exit 3",
+        status=3,
+    )
     documented = documented_events()
     for event in events:
         check_event(event, documented)
@@ -46,15 +59,34 @@ def test_output_as_events(cli: Cli) -> None:
 def test_a_job_gets_no_standard_input_and_that_is_said(cli: Cli) -> None:
     def run(stdin: int) -> tuple[str, str]:
         words = cli.command("run", "--rm", "--", "/bin/sh", "-c", "wc -c; readlink /proc/self/fd/0")
-        done = subprocess.run(words, env=cli.environment, cwd=cli.folder, stdin=stdin, capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(
+            words,
+            env=cli.environment,
+            cwd=cli.folder,
+            stdin=stdin,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
         return done.stdout, done.stderr
 
     (cli.folder / "words").write_text("some words")
     (cli.folder / "empty").touch()
     ours, theirs = os.pipe()
     terminal = os.openpty()
-    with open(cli.folder / "words") as words, open(cli.folder / "empty") as empty, open(os.devnull) as nothing:
-        for stdin, said in ((ours, True), (words.fileno(), True), (empty.fileno(), False), (nothing.fileno(), False), (terminal[1], False)):
+    with (
+        open(cli.folder / "words") as words,
+        open(cli.folder / "empty") as empty,
+        open(os.devnull) as nothing,
+    ):
+        for stdin, said in (
+            (ours, True),
+            (words.fileno(), True),
+            (empty.fileno(), False),
+            (nothing.fileno(), False),
+            (terminal[1], False),
+        ):
             out, error = run(stdin)
             assert out == "0\n/dev/null\n"
             assert ("does not get what comes on standard input" in error) is said
@@ -65,7 +97,18 @@ def test_a_job_gets_no_standard_input_and_that_is_said(cli: Cli) -> None:
 
 def test_environment_directory_and_removal(cli: Cli) -> None:
     (cli.folder / "elsewhere").mkdir()
-    done = cli.run("run", "--rm", "--cwd", "elsewhere", "--env", "WORD=a=b", "--", "/bin/sh", "-c", "pwd; echo $WORD")
+    done = cli.run(
+        "run",
+        "--rm",
+        "--cwd",
+        "elsewhere",
+        "--env",
+        "WORD=a=b",
+        "--",
+        "/bin/sh",
+        "-c",
+        "pwd; echo $WORD",
+    )
     assert done.stdout == f"{cli.folder}/elsewhere\na=b\n"
     assert cli.events("ps", "-a") == []
 
@@ -77,18 +120,40 @@ def test_a_job_gets_no_credentials_of_icecores_unless_by_name(cli: Cli) -> None:
 
     def variables(*options: str, **more: str) -> tuple[dict[str, str], str]:
         done = cli.run("run", "--rm", *options, *show, **held, **passed, **more)
-        return dict(pair.split("=", 1) for pair in done.stdout.rstrip("\0").split("\0")), done.stderr
+        return dict(
+            pair.split("=", 1) for pair in done.stdout.rstrip("\0").split("\0")
+        ), done.stderr
 
     seen, said = variables()
     assert seen.items() >= passed.items()
     assert not [value for value in seen.values() if "secret" in value]
-    assert all(name in said for name in held) and "AWS_CONFIG_FILE" not in said and said.count("\n") == 1
+    assert (
+        all(name in said for name in held)
+        and "AWS_CONFIG_FILE" not in said
+        and said.count("\n") == 1
+    )
     seen, said = variables("--env", "AWS_PROFILE", "--env", "AWS_ROLE_ARN=other", "--env", "WORD")
-    assert (seen["AWS_PROFILE"], seen["AWS_ROLE_ARN"], seen["WORD"]) == (held["AWS_PROFILE"], "other", "x")
+    assert (seen["AWS_PROFILE"], seen["AWS_ROLE_ARN"], seen["WORD"]) == (
+        held["AWS_PROFILE"],
+        "other",
+        "x",
+    )
     assert "AWS_PROFILE" not in said and "AWS_ROLE_ARN" not in said and "AWS_SESSION_TOKEN" in said
     environment = {**cli.environment, **held}
-    done = subprocess.run(cli.command("--json", "run", *show), env=environment, cwd=cli.folder, capture_output=True, text=True, timeout=60, check=True)
-    [event] = [event for event in map(json.loads, done.stdout.splitlines()) if event["event"] == "run.withheld"]
+    done = subprocess.run(
+        cli.command("--json", "run", *show),
+        env=environment,
+        cwd=cli.folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    [event] = [
+        event
+        for event in map(json.loads, done.stdout.splitlines())
+        if event["event"] == "run.withheld"
+    ]
     check_event(event, documented_events())
     assert event["names"] == list(held)
 
@@ -102,7 +167,9 @@ def test_the_api_gives_a_job_no_credentials(cli: Cli, monkeypatch: pytest.Monkey
     for job in jobs:
         assert job.wait(20).code == 0
         assert "secret" not in job.log_path("stdout").read_text()
-    assert [event.fields["names"] for event in events if event.name == "run.withheld"] == [["ICECORE_PASSPHRASE", "AWS_SECRET_ACCESS_KEY"]]
+    assert [event.fields["names"] for event in events if event.name == "run.withheld"] == [
+        ["ICECORE_PASSPHRASE", "AWS_SECRET_ACCESS_KEY"]
+    ]
 
 
 def test_a_job_has_its_own_pids_or_the_hosts(cli: Cli) -> None:
@@ -114,8 +181,16 @@ def test_a_job_has_its_own_pids_or_the_hosts(cli: Cli) -> None:
 def test_detached_followed_and_ended(cli: Cli) -> None:
     assert cli.run("run", "-d", "--name", "count", "--", *COUNT).stdout == "count\n"
     (job,) = cli.events("ps")
-    assert (job["job"], job["state"], job["command"], job["exit_code"]) == ("count", "running", COUNT, None)
-    assert "a job named count runs" in cli.run("run", "-d", "--name", "count", "--", "true", status=2).stderr
+    assert (job["job"], job["state"], job["command"], job["exit_code"]) == (
+        "count",
+        "running",
+        COUNT,
+        None,
+    )
+    assert (
+        "a job named count runs"
+        in cli.run("run", "-d", "--name", "count", "--", "true", status=2).stderr
+    )
     assert "count" in cli.run("ps").stdout
     cli.run("init")
     assert cli.events("ls", "count") == []  # there is such a job, though no snapshot of it
@@ -125,7 +200,9 @@ def test_detached_followed_and_ended(cli: Cli) -> None:
     assert cli.run("logs", "count", "--stream", "stderr").stdout == ""
     assert "unknown" not in cli.run("kill", "count", "-s", "unheard-of", status=2).stdout
     cli.run("kill", "count", "-s", "sigusr1")
-    assert cli.run("wait", "count", status=128 + signal.SIGUSR1).stdout == "count: killed by SIGUSR1\n"
+    assert (
+        cli.run("wait", "count", status=128 + signal.SIGUSR1).stdout == "count: killed by SIGUSR1\n"
+    )
     assert "does not run" in cli.run("kill", "count", status=3).stderr
     assert cli.events("ps") == []
     (job,) = cli.events("ps", "-a")
@@ -148,7 +225,16 @@ def test_a_signal_lets_go_of_the_job(cli: Cli, number: signal.Signals) -> None:
 
 
 def test_attach_shows_what_comes_from_now_on(cli: Cli) -> None:
-    cli.run("run", "-d", "--name", "count", "--", "/bin/sh", "-c", "echo early; while ! [ -e go ]; do sleep 0.02; done; echo late; exit 5")
+    cli.run(
+        "run",
+        "-d",
+        "--name",
+        "count",
+        "--",
+        "/bin/sh",
+        "-c",
+        "echo early; while ! [ -e go ]; do sleep 0.02; done; echo late; exit 5",
+    )
     until(lambda: "early" in cli.run("logs", "count").stdout, "started")
     attached = cli.start("attach", "count")
     assert attached.stderr is not None
@@ -169,7 +255,9 @@ def test_what_cannot_be_forgotten_does_not_keep_the_others(cli: Cli) -> None:
     assert "count" in done.stderr and "runs" in done.stderr
     assert [line.split(" (")[0] for line in done.stdout.splitlines()] == ["first", "second"]
     assert cli.job("count").alive
-    assert [record["job"] for record in cli.events("ps", "-a") if record["event"] == "job"] == ["count"]
+    assert [record["job"] for record in cli.events("ps", "-a") if record["event"] == "job"] == [
+        "count"
+    ]
 
 
 def test_a_job_that_cannot_be_read_is_said_and_can_be_forgotten(cli: Cli) -> None:
@@ -182,7 +270,9 @@ def test_a_job_that_cannot_be_read_is_said_and_can_be_forgotten(cli: Cli) -> Non
     events = cli.events("ps", "-a")
     for event in events:
         check_event(event, documented)
-    assert [event["instance"] for event in events if event["event"] == "job.damaged"] == [lost.instance]
+    assert [event["instance"] for event in events if event["event"] == "job.damaged"] == [
+        lost.instance
+    ]
     assert [event["job"] for event in events if event["event"] == "job"] == ["first"]
     assert cli.events("wait", lost.instance, status=9)[-1]["class"] == "Damaged"
     cli.run("run", "--name", "third", "--", "true")
@@ -216,7 +306,11 @@ def test_the_next_command_removes_what_a_killed_dump_left(cli: Cli, moment: str)
     assert dump.stdout is not None
     while json.loads(dump.stdout.readline())["event"] != moment:
         pass
-    guard = [int(child) for child in Path(f"/proc/{dump.pid}/task/{dump.pid}/children").read_text().split() if b"icecore.dumper.freeze.guard" in words_of(child)]
+    guard = [
+        int(child)
+        for child in Path(f"/proc/{dump.pid}/task/{dump.pid}/children").read_text().split()
+        if b"icecore.dumper.freeze.guard" in words_of(child)
+    ]
     dump.send_signal(signal.SIGSTOP)
     [left] = workdir.iterdir()
     cli.run("ps")
@@ -224,7 +318,16 @@ def test_the_next_command_removes_what_a_killed_dump_left(cli: Cli, moment: str)
     for pid in (*guard, dump.pid):
         os.kill(pid, signal.SIGKILL)
     dump.communicate(timeout=20)
-    until(lambda: not [entry for entry in os.listdir("/proc") if entry.isdecimal() and str(left).encode() in words_of(entry)], "over")
+    until(
+        lambda: (
+            not [
+                entry
+                for entry in os.listdir("/proc")
+                if entry.isdecimal() and str(left).encode() in words_of(entry)
+            ]
+        ),
+        "over",
+    )
     assert left.is_dir()
     [swept] = [event for event in cli.events("ps") if event["event"] == "workdir.swept"]
     check_event(swept, documented_events())

@@ -41,19 +41,26 @@ def test_a_life_with_several_passphrases(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "icecore.toml").unlink()
     cli.run("key", "remove", "second", **secret)
     assert "only passphrase" in cli.run("key", "remove", "first", status=2, **secret).stderr
-    assert "8" in cli.run("key", "rotate", status=2, ICECORE_NEW_PASSPHRASE="short", **secret).stderr
+    assert (
+        "8" in cli.run("key", "rotate", status=2, ICECORE_NEW_PASSPHRASE="short", **secret).stderr
+    )
     cli.run("key", "rotate", ICECORE_NEW_PASSPHRASE="the first's other one", **secret)
     assert cli.run("ls", status=14, **secret).stderr
     found = cli.run("--json", "key", "list", ICECORE_PASSPHRASE="the first's other one").stdout
     assert found.count("key.slot") == 1 and '"first"' in found
-    assert cli.run("check", "--read-data", ICECORE_PASSPHRASE="the first's other one").returncode == 0
+    assert (
+        cli.run("check", "--read-data", ICECORE_PASSPHRASE="the first's other one").returncode == 0
+    )
     assert stat.S_IMODE(os.stat(tmp_path / "repository").st_mode) == 0o700
 
 
 def test_plain_repositories_have_no_slots(cli: Cli) -> None:
     cli.run("init")
     assert "not encrypted" in cli.run("key", "list", status=2).stderr
-    assert "not encrypted" in cli.run("key", "add", "x", status=2, ICECORE_NEW_PASSPHRASE="long enough").stderr
+    assert (
+        "not encrypted"
+        in cli.run("key", "add", "x", status=2, ICECORE_NEW_PASSPHRASE="long enough").stderr
+    )
     cli.run("ls")  # nothing asks for a passphrase
 
 
@@ -88,7 +95,9 @@ def test_asked_at_the_terminal(cli: Cli) -> None:
 
 @pytest.mark.criu
 @pytest.mark.usefixtures("needs_criu")
-def test_a_job_is_dumped_encrypted_restored_and_never_sees_the_passphrase(cli: Cli, tmp_path: Path) -> None:
+def test_a_job_is_dumped_encrypted_restored_and_never_sees_the_passphrase(
+    cli: Cli, tmp_path: Path
+) -> None:
     secret = {"ICECORE_PASSPHRASE": FIRST}
     cli.run("init", "--encrypt", **secret)
     told = "'ICECORE_PASSPHRASE' in os.environ"
@@ -105,5 +114,7 @@ def test_a_job_is_dumped_encrypted_restored_and_never_sees_the_passphrase(cli: C
     cli.run("restore", "spy", **secret)
     assert cli.job("spy").alive
     assert cli.run("check", "--read-data", **secret).returncode == 0
-    stored = b"".join(path.read_bytes() for path in (tmp_path / "repository").rglob("*") if path.is_file())
+    stored = b"".join(
+        path.read_bytes() for path in (tmp_path / "repository").rglob("*") if path.is_file()
+    )
     assert len(stored) > 1 << 19 and b"spelt spelt" not in stored and b"python3" not in stored

@@ -15,7 +15,10 @@ from icecore.host.kernel import limits, oom, procfs
 from icecore.restorer.guard.client import Guard as RestoreGuard
 from tests.cli.conftest import Cli
 
-pytestmark = [pytest.mark.criu, pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")]
+pytestmark = [
+    pytest.mark.criu,
+    pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root"),
+]
 
 #: The lowest that the kernel permits here to a process that was started with 0 and raised itself.
 LOWEST = oom.PROTECTED if "CAP_SYS_RESOURCE" in limits.capabilities() else 0
@@ -65,7 +68,9 @@ def test_criu_of_a_dump_is_protected_as_far_as_permitted(tmp_path: Path, score: 
 
 
 @pytest.mark.parametrize("score", [0, 500])
-def test_the_guard_of_a_restore_is_protected_and_its_criu_is_not(tmp_path: Path, score: int) -> None:
+def test_the_guard_of_a_restore_is_protected_and_its_criu_is_not(
+    tmp_path: Path, score: int
+) -> None:
     """The tree inherits what its CRIU has."""
     told, folder = tmp_path / "told", tmp_path / "work"
     folder.mkdir()
@@ -86,5 +91,7 @@ def test_what_the_kernel_refuses_is_said(cli: Cli) -> None:
     cli.run("run", "-d", "--name", "j", "--", "sleep", "1000")
     said = [event for event in cli.events("dump", "j") if event["event"] == "dump.unprotected"]
     assert [event["oom_score"] for event in said] == ([] if oom.PROTECTED == LOWEST else [LOWEST])
-    [found] = [event for event in cli.events("doctor", status=0) if event.get("name") == "OOM killer"]
+    [found] = [
+        event for event in cli.events("doctor", status=0) if event.get("name") == "OOM killer"
+    ]
     assert found["state"] == ("good" if oom.PROTECTED == LOWEST else "warning")

@@ -21,14 +21,26 @@ def under(cli: Cli, script: str) -> str:
     icecore = " ".join(cli.command())
     whole = f'mount -t tmpfs -o mode=755 none /run; icecore() {{ {icecore} "$@"; }}; {script}'
     words = ["unshare", "--mount", "--propagation", "private", "/bin/bash", "-ec", whole]
-    done = subprocess.run(words, env=cli.environment, cwd=cli.folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run(
+        words,
+        env=cli.environment,
+        cwd=cli.folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 def open_to_others(folder: Path) -> list[str]:
     """Everything in a directory, itself included, that others may use."""
-    return [str(path) for path in [folder, *folder.rglob("*")] if not path.is_symlink() and path.stat().st_mode & 0o077]
+    return [
+        str(path)
+        for path in [folder, *folder.rglob("*")]
+        if not path.is_symlink() and path.stat().st_mode & 0o077
+    ]
 
 
 @pytest.mark.parametrize("umask", ["0", "0077"])

@@ -16,7 +16,9 @@ from tests.store.miniature import read, take
 
 SECRET = {"ICECORE_PASSPHRASE": "the passphrase of both regions"}
 OTHER = {"ICECORE_TARGET_PASSPHRASE": "that of a stranger"}
-PROGRAM = "import os, time; word = os.urandom(3 << 20); print(len(word), flush=True); time.sleep(600)"
+PROGRAM = (
+    "import os, time; word = os.urandom(3 << 20); print(len(word), flush=True); time.sleep(600)"
+)
 
 
 def started(cli: Cli, name: str) -> None:
@@ -28,9 +30,21 @@ def started(cli: Cli, name: str) -> None:
 
 def test_replicas_and_strangers_are_told_apart(cli: Cli, tmp_path: Path) -> None:
     cli.run("init", "--encrypt", **SECRET)
-    made = cli.run("init", "--replica-of", "repository", "far", ICECORE_NEW_PASSPHRASE="far away, another one", **SECRET)
+    made = cli.run(
+        "init",
+        "--replica-of",
+        "repository",
+        "far",
+        ICECORE_NEW_PASSPHRASE="far away, another one",
+        **SECRET,
+    )
     assert "encrypted" in made.stdout
-    assert "leave out" in cli.run("init", "--replica-of", "repository", "--encrypt", "x", status=2, **SECRET).stderr
+    assert (
+        "leave out"
+        in cli.run(
+            "init", "--replica-of", "repository", "--encrypt", "x", status=2, **SECRET
+        ).stderr
+    )
     cli.run("-r", "far", "ls", ICECORE_PASSPHRASE="far away, another one")
     cli.run("-r", "far", "ls", status=14, **SECRET)
     cli.run("sync", "far", **SECRET)  # no passphrase of the replica's is needed
@@ -43,7 +57,9 @@ def test_replicas_and_strangers_are_told_apart(cli: Cli, tmp_path: Path) -> None
 def test_marks_travel_and_forgets_when_asked(cli: Cli, tmp_path: Path) -> None:
     documented, state = documented_events(), str(tmp_path / "state")
     with icecore.Repository.create(tmp_path / "repository", state=state) as repository:
-        kept, gone, pinned = (repository.loop.run(take(repository.core, {1: value})) for value in range(3))
+        kept, gone, pinned = (
+            repository.loop.run(take(repository.core, {1: value})) for value in range(3)
+        )
     cli.run("init", "--replica-of", "repository", "far")
     cli.run("sync", "far")
     cli.run("mark", kept, "--tag", "golden", "--pin")
@@ -52,7 +68,12 @@ def test_marks_travel_and_forgets_when_asked(cli: Cli, tmp_path: Path) -> None:
 
     plan = cli.one("sync.plan", "sync", "far", "--forget", "-n")
     check_event(plan, documented)
-    assert (plan["bring"], plan["mark"], plan["forget"], plan["keep"]) == ([], [kept], [gone], [pinned])
+    assert (plan["bring"], plan["mark"], plan["forget"], plan["keep"]) == (
+        [],
+        [kept],
+        [gone],
+        [pinned],
+    )
     said = cli.run("sync", "far", "--forget", "-n").stdout
     assert "would forget 1, and keep 1" in said and f"forget  {gone}" in said
     assert cli.one("sync.plan", "sync", "far", "-n")["forget"] == []
@@ -64,8 +85,16 @@ def test_marks_travel_and_forgets_when_asked(cli: Cli, tmp_path: Path) -> None:
     assert (marked["marked"], marked["forgotten"], marked["snapshots"]) == ([kept], [], [])
     done = cli.run("sync", "far", "--forget")
     assert "forgot 1" in done.stdout and f"KEPT {pinned}" in done.stderr
-    listed = {event["snapshot"]: event for event in cli.events("-r", "far", "ls") if event["event"] == "snapshot"}
-    assert listed.keys() == {kept, pinned} and listed[kept]["tags"] == ["golden"] and listed[kept]["pinned"]
+    listed = {
+        event["snapshot"]: event
+        for event in cli.events("-r", "far", "ls")
+        if event["event"] == "snapshot"
+    }
+    assert (
+        listed.keys() == {kept, pinned}
+        and listed[kept]["tags"] == ["golden"]
+        and listed[kept]["pinned"]
+    )
     cli.run("-r", "far", "gc")
     cli.run("-r", "far", "check", "--read-data")
 
@@ -80,7 +109,9 @@ def test_a_region_that_lost_data(cli: Cli, tmp_path: Path) -> None:
         assert repository.sync_to(far).snapshots == [snapshot]
     (shard,) = [path for path in (home / "shards").rglob("*") if path.is_file()]
     shard.unlink()
-    with icecore.Repository.open(home, replicas=[str(far)], passphrase=given, state=state) as repository:
+    with icecore.Repository.open(
+        home, replicas=[str(far)], passphrase=given, state=state
+    ) as repository:
         assert repository.holder(snapshot) is repository
         assert repository.loop.run(read(repository.core, snapshot)) == {1: 1, 2: 2}
         assert repository.repair().quarantine.keys() == {snapshot}
@@ -146,5 +177,7 @@ def test_a_job_is_restored_in_another_region(cli: Cli, tmp_path: Path) -> None:
     copied = done("copy.done", "-r", "far", "copy", "stranger", "--job", "job")
     assert copied["snapshots"] == [first, second]
     (tmp_path / "icecore.toml").unlink()
-    cli.run("-r", "stranger", "restore", second, ICECORE_PASSPHRASE=OTHER["ICECORE_TARGET_PASSPHRASE"])
+    cli.run(
+        "-r", "stranger", "restore", second, ICECORE_PASSPHRASE=OTHER["ICECORE_TARGET_PASSPHRASE"]
+    )
     assert cli.job("job").alive

@@ -24,7 +24,11 @@ from tests.restorer.killed_put_back import NEWER, THEN, lay_out
 pytestmark = [pytest.mark.criu, pytest.mark.usefixtures("needs_criu")]
 
 #: Counts on stdout; ends with status 9 once a file appears.
-COUNT = ["/bin/sh", "-c", "i=0; while ! [ -e finish ]; do i=$((i+1)); echo $i; sleep 0.02; done; exit 9"]
+COUNT = [
+    "/bin/sh",
+    "-c",
+    "i=0; while ! [ -e finish ]; do i=$((i+1)); echo $i; sleep 0.02; done; exit 9",
+]
 
 
 def start(cli: Cli, *options: str) -> None:
@@ -47,14 +51,23 @@ def test_the_whole_way(cli: Cli) -> None:
     first = cli.events("dump", "count", "--tag", "one")
     until(lambda: counted(cli) >= 15, "still counting")
     second = cli.events("dump", "count", "--pin")
-    done = [next(event for event in events if event["event"] == "dump.done") for events in (first, second)]
+    done = [
+        next(event for event in events if event["event"] == "dump.done")
+        for events in (first, second)
+    ]
     ids = [event["snapshot"] for event in done]
     assert [event["parent"] for event in done] == ["", ids[0]]
     listed = cli.events("ls")
-    assert [(event["snapshot"], event["tags"], event["pinned"]) for event in listed] == [(ids[0], ["one"], False), (ids[1], [], True)]
+    assert [(event["snapshot"], event["tags"], event["pinned"]) for event in listed] == [
+        (ids[0], ["one"], False),
+        (ids[1], [], True),
+    ]
     assert cli.events("ls", "--tag", "one")[0]["snapshot"] == ids[0]
     assert "no job 'nobody'" in cli.run("ls", "nobody", status=3).stderr
-    assert "no job 'nobody'" in cli.run("forget", "--job", "nobody", "--keep-last", "1", status=3).stderr
+    assert (
+        "no job 'nobody'"
+        in cli.run("forget", "--job", "nobody", "--keep-last", "1", status=3).stderr
+    )
     assert cli.events("ls", "count", "--tag", "none such") == []
 
     shown = cli.events("show", "count~1")
@@ -65,12 +78,23 @@ def test_the_whole_way(cli: Cli) -> None:
     assert by_name["snapshot.details"][0]["own_namespaces"] == ["pid", "ipc"]
     assert by_name["snapshot.details"][0]["device_bytes"] == 0
     assert [event["pid"] for event in by_name["snapshot.process"]][:2] == [1, 2]
-    assert any(event["path"].endswith("stdout.log") and event["writable"] for event in by_name["snapshot.file"])
+    assert any(
+        event["path"].endswith("stdout.log") and event["writable"]
+        for event in by_name["snapshot.file"]
+    )
     differing = cli.events("diff", "count")
     assert {event["event"] for event in differing} >= {"diff.region", "diff.total", "diff.file"}
-    changed = [event["path"] for event in differing if event["event"] == "diff.file" and event["state"] == "changed"]
+    changed = [
+        event["path"]
+        for event in differing
+        if event["event"] == "diff.file" and event["state"] == "changed"
+    ]
     assert changed == [str(cli.job("count").directory / "stdout.log")]
-    process = next(event for event in differing if event["event"] == "diff.total" and event["space"] == "process")
+    process = next(
+        event
+        for event in differing
+        if event["event"] == "diff.total" and event["space"] == "process"
+    )
     assert 0 < process["changed"] <= process["logical"]
 
     stopped = cli.events("dump", "count", "--stop")
@@ -94,7 +118,12 @@ def test_a_dry_run_lists_the_files_that_would_change_and_changes_none(cli: Cli) 
     cli.run("init")
     kept = cli.folder / "kept"
     kept.write_bytes(b"then\n")
-    words = [sys.executable, "-c", "import sys, time; f = open(sys.argv[1], 'r+b'); print('there', flush=True); time.sleep(1000)", str(kept)]
+    words = [
+        sys.executable,
+        "-c",
+        "import sys, time; f = open(sys.argv[1], 'r+b'); print('there', flush=True); time.sleep(1000)",
+        str(kept),
+    ]
     cli.run("run", "-d", "--name", "writer", "--", *words)
     until(lambda: "there" in (cli.job("writer").directory / "stdout.log").read_text(), "there")
     cli.run("dump", "writer", "--stop")
@@ -102,16 +131,35 @@ def test_a_dry_run_lists_the_files_that_would_change_and_changes_none(cli: Cli) 
     then = kept.stat().st_mtime
     kept.write_bytes(b"newer and longer\n")
     os.utime(kept, (1e9, 1e9))
-    (listed,) = [event for event in cli.events("restore", "-n", "writer") if event["event"] == "restore.file"]
+    (listed,) = [
+        event for event in cli.events("restore", "-n", "writer") if event["event"] == "restore.file"
+    ]
     check_event(listed, documented_events())
-    shown = {key: listed[key] for key in ("path", "action", "bytes_now", "bytes_then", "mtime_now", "mtime_then")}
-    expected = {"path": str(kept), "action": "replace", "bytes_now": 17, "bytes_then": 5, "mtime_now": 1e9, "mtime_then": pytest.approx(then)}
+    shown = {
+        key: listed[key]
+        for key in ("path", "action", "bytes_now", "bytes_then", "mtime_now", "mtime_then")
+    }
+    expected = {
+        "path": str(kept),
+        "action": "replace",
+        "bytes_now": 17,
+        "bytes_then": 5,
+        "mtime_now": 1e9,
+        "mtime_then": pytest.approx(then),
+    }
     assert shown == expected
     text = cli.run("restore", "-n", "writer").stdout
-    assert "files that it would change" in text and str(kept) in text and "17 B" in text and "2001-09-09" in text
+    assert (
+        "files that it would change" in text
+        and str(kept) in text
+        and "17 B" in text
+        and "2001-09-09" in text
+    )
     assert kept.read_bytes() == b"newer and longer\n"
     kept.unlink()
-    (listed,) = [event for event in cli.events("restore", "-n", "writer") if event["event"] == "restore.file"]
+    (listed,) = [
+        event for event in cli.events("restore", "-n", "writer") if event["event"] == "restore.file"
+    ]
     assert (listed["action"], listed["bytes_now"], listed["mtime_now"]) == ("create", None, None)
 
 
@@ -163,7 +211,10 @@ def test_restored_in_the_foreground(cli: Cli) -> None:
     start(cli)
     cli.run("dump", "count", "--stop")
     attached = cli.start("restore", "--attach", "count")
-    until(lambda: cli.job("count").alive and cli.job("count").description.restored_from != "", "restored")
+    until(
+        lambda: cli.job("count").alive and cli.job("count").description.restored_from != "",
+        "restored",
+    )
     count = counted(cli)
     until(lambda: counted(cli) > count, "going on")
     (cli.folder / "finish").touch()
@@ -175,12 +226,32 @@ def test_restored_in_the_foreground(cli: Cli) -> None:
 def test_what_a_restored_job_writes_before_it_is_followed_is_shown(cli: Cli) -> None:
     """It may have ended by then; what its logs held when the snapshot was taken is not shown again."""
     cli.run("init")
-    cli.run("run", "-d", "--name", "brief", "--", "/bin/sh", "-c", "echo early; while ! [ -e go ]; do sleep 0.02; done; echo late; echo why >&2; exit 5")
+    cli.run(
+        "run",
+        "-d",
+        "--name",
+        "brief",
+        "--",
+        "/bin/sh",
+        "-c",
+        "echo early; while ! [ -e go ]; do sleep 0.02; done; echo late; echo why >&2; exit 5",
+    )
     until(lambda: (cli.job("brief").directory / "stdout.log").read_text() == "early\n", "started")
     cli.run("dump", "brief", "--stop")
     (cli.folder / "go").touch()
     for number, mode in enumerate(("full", "lazy")):
-        done = cli.run("restore", "-a", "brief", "--name", f"brief{number}", "--mode", mode, "--after", "sleep 1", status=5)
+        done = cli.run(
+            "restore",
+            "-a",
+            "brief",
+            "--name",
+            f"brief{number}",
+            "--mode",
+            mode,
+            "--after",
+            "sleep 1",
+            status=5,
+        )
         assert done.stdout.splitlines()[-1] == "late" and "early" not in done.stdout
         assert "why\n" in done.stderr
 
@@ -190,7 +261,9 @@ def test_hooks(cli: Cli) -> None:
     say = "echo $ICECORE_JOB $ICECORE_PID ${ICECORE_SNAPSHOT:-none} >> hooks"
     done = cli.one("dump.done", "dump", "count", "--before", say, "--after", say)
     pid = cli.job("count").pid
-    assert (cli.folder / "hooks").read_text() == f"count {pid} none\ncount {pid} {done['snapshot']}\n"
+    assert (
+        cli.folder / "hooks"
+    ).read_text() == f"count {pid} none\ncount {pid} {done['snapshot']}\n"
     failed = cli.events("dump", "count", "--before", "exit 3", status=5)
     assert "exit 3" in failed[-1]["message"]
     assert len(cli.events("ls")) == 1 and cli.job("count").alive
@@ -203,17 +276,25 @@ def test_hooks(cli: Cli) -> None:
     cli.run("kill", "count", "-s", "KILL")
     (cli.folder / "hooks").unlink()
     events = cli.events("restore", "count", "--after", say)
-    assert (cli.folder / "hooks").read_text() == f"count {cli.job('count').pid} {done['snapshot']}\n"
+    assert (
+        cli.folder / "hooks"
+    ).read_text() == f"count {cli.job('count').pid} {done['snapshot']}\n"
     assert any(event["event"] == "hook" and event["state"] == "end" for event in events)
     assert cli.job("count").alive
-    failing = cli.run("restore", "count", "--name", "other", "--after", "echo why >&2; exit 4", status=1)
+    failing = cli.run(
+        "restore", "count", "--name", "other", "--after", "echo why >&2; exit 4", status=1
+    )
     assert "ended with status 4" in failing.stderr and "why" in failing.stderr
     assert cli.job("other").alive
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("words", [("dump", "--before"), ("dump", "--after"), ("restore", "--after")])
-def test_an_interrupted_hook_ends_with_all_that_it_started(cli: Cli, words: tuple[str, str], number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    "words", [("dump", "--before"), ("dump", "--after"), ("restore", "--after")]
+)
+def test_an_interrupted_hook_ends_with_all_that_it_started(
+    cli: Cli, words: tuple[str, str], number: signal.Signals
+) -> None:
     command, when = words
     start(cli)
     if command == "restore":
@@ -250,7 +331,11 @@ def test_a_job_whose_memory_is_on_its_way_outlives_a_failing_hook(cli: Cli) -> N
     cli.run("dump", "large", "--stop")
     events = cli.events("restore", "large", "--mode", "lazy", "--after", "exit 4", status=1)
     assert events[-1]["class"] == "HookFailed", events
-    assert [event["event"] for event in events if event["event"] in ("restore.running", "restore.resident", "restore.failed")] == [
+    assert [
+        event["event"]
+        for event in events
+        if event["event"] in ("restore.running", "restore.resident", "restore.failed")
+    ] == [
         "restore.running",
         "restore.resident",
     ]
@@ -259,7 +344,13 @@ def test_a_job_whose_memory_is_on_its_way_outlives_a_failing_hook(cli: Cli) -> N
 
 def test_what_was_no_job_gets_no_name(cli: Cli) -> None:
     cli.run("init")
-    process = subprocess.Popen(["/bin/sleep", "300"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        ["/bin/sleep", "300"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     try:
         cli.run("dump", str(process.pid), "--stop", "--job", "sleeper")
         process.wait(30)
@@ -267,7 +358,10 @@ def test_what_was_no_job_gets_no_name(cli: Cli) -> None:
         process.kill()
     for words in ((), ("-n",)):
         for option in ("--workdir", "--root"):
-            assert f"{option} /no/where: there is no such directory" in cli.run("restore", "sleeper", option, "/no/where", *words, status=2).stderr
+            assert (
+                f"{option} /no/where: there is no such directory"
+                in cli.run("restore", "sleeper", option, "/no/where", *words, status=2).stderr
+            )
         done = cli.run("restore", "sleeper", "--name", "other", *words, status=2)
         assert "could be named other" in done.stderr and "leave out --name" in done.stderr
     assert not Path(f"/proc/{process.pid}").exists()
@@ -278,7 +372,10 @@ def test_refusals_come_before_anything_is_stopped(cli: Cli) -> None:
     assert "there is no process" in cli.run("dump", "999999999", status=3).stderr
     assert "there is no job" in cli.run("dump", "nobody", status=3).stderr
     assert "is no name for a job" in cli.run("dump", "count", "--job", "x/../y", status=2).stderr
-    assert "--workdir /no/where: there is no such directory" in cli.run("dump", "count", "--workdir", "/no/where", status=2).stderr
+    assert (
+        "--workdir /no/where: there is no such directory"
+        in cli.run("dump", "count", "--workdir", "/no/where", status=2).stderr
+    )
     done = cli.run("dump", str(os.getpid()), status=4)
     assert "self: the tree" in done.stderr and "cure:" in done.stderr
     error = cli.events("dump", "2", status=4)[-1]
@@ -372,7 +469,9 @@ def test_forgetting_and_collecting(cli: Cli) -> None:
 def test_damage_is_named_and_costs_what_it_costs(cli: Cli) -> None:
     start(cli)
     taken = cli.one("dump.done", "dump", "count", "--stop")["snapshot"]
-    shard = max((cli.folder / "repository" / "shards").rglob("*/*"), key=lambda path: path.stat().st_size)
+    shard = max(
+        (cli.folder / "repository" / "shards").rglob("*/*"), key=lambda path: path.stat().st_size
+    )
     shard.chmod(0o600)
     data = bytearray(shard.read_bytes())
     data[100] ^= 4
@@ -401,7 +500,9 @@ def test_damage_is_named_and_costs_what_it_costs(cli: Cli) -> None:
     assert cli.one("check.done", "check", "--read-data")["quarantined"] == 1
     assert "repair --from" in cli.run("restore", "count", status=9).stderr
     events = cli.events("repair", "--from", str(replica))
-    assert {"repair.fix", "repair.release", "repair.done"} <= {str(event["event"]) for event in events}
+    assert {"repair.fix", "repair.release", "repair.done"} <= {
+        str(event["event"]) for event in events
+    }
     assert cli.one("check.done", "check", "--read-data")["quarantined"] == 0
     cli.run("gc")
     found = cli.events("stats")
@@ -425,7 +526,10 @@ def test_python_api(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (one.parent, two.parent) == ("", one.snapshot)
         assert any(event.name == "dump.window" for event in seen)
         assert job.wait(10).signal == signal.SIGKILL
-        assert [record.snapshot for record in repository.snapshots(job="count")] == [one.snapshot, two.snapshot]
+        assert [record.snapshot for record in repository.snapshots(job="count")] == [
+            one.snapshot,
+            two.snapshot,
+        ]
         assert repository.find("count~1").snapshot == one.snapshot
         assert repository.manifest("count").processes[0].image_id == 1
         assert repository.diff(one.snapshot, two.snapshot).newer == two.snapshot
@@ -460,10 +564,24 @@ def test_imported_images_are_snapshots(cli: Cli, tmp_path: Path) -> None:
     images = tmp_path / "images"
     images.mkdir()
     sleeper = subprocess.Popen(
-        ["sleep", "1000"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        ["sleep", "1000"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
     try:
-        criu = [str(find_criu().path), "dump", "-t", str(sleeper.pid), "-D", str(images), "--leave-running", "--network-lock", "skip"]
+        criu = [
+            str(find_criu().path),
+            "dump",
+            "-t",
+            str(sleeper.pid),
+            "-D",
+            str(images),
+            "--leave-running",
+            "--network-lock",
+            "skip",
+        ]
         subprocess.run(criu, check=True, capture_output=True, timeout=60)
     finally:
         sleeper.kill()

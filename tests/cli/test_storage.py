@@ -64,7 +64,10 @@ def read_only(cli: Cli) -> Iterator[tuple[Cli, str]]:
     place = cli.folder / "mounted"
     with mounted(place, "--bind", str(cli.folder / "repository")):
         subprocess.run(["mount", "-o", "remount,bind,ro", place], check=True, timeout=20)
-        yield replace(cli, environment={**cli.environment, "ICECORE_REPOSITORY": str(place)}), snapshot
+        yield (
+            replace(cli, environment={**cli.environment, "ICECORE_REPOSITORY": str(place)}),
+            snapshot,
+        )
 
 
 def test_a_read_only_repository_says_so(read_only: tuple[Cli, str]) -> None:
@@ -83,17 +86,28 @@ def test_a_read_only_repository_says_so(read_only: tuple[Cli, str]) -> None:
         ["sync", "far"],
     ):
         said = cli.run(*words, status=8).stderr
-        assert "Read-only file system" in said and "--read-only" in said and "unknown" not in said, said
+        assert (
+            "Read-only file system" in said and "--read-only" in said and "unknown" not in said
+        ), said
     assert cli.job("other").alive
-    findings = {event["name"]: event for event in cli.events("doctor", status=0) if event["event"] == "doctor.finding"}
-    assert findings["repository"]["state"] == "warning" and "cannot be written" in findings["repository"]["message"]
+    findings = {
+        event["name"]: event
+        for event in cli.events("doctor", status=0)
+        if event["event"] == "doctor.finding"
+    }
+    assert (
+        findings["repository"]["state"] == "warning"
+        and "cannot be written" in findings["repository"]["message"]
+    )
 
 
 def test_a_read_only_repository_can_be_read(read_only: tuple[Cli, str]) -> None:
     cli, snapshot = read_only
     for mode in ("full", "lazy"):
         restored = cli.run("restore", "--read-only", "--mode", mode, "count")
-        assert restored.stderr.count("warning:") == 1 and "a collection elsewhere" in restored.stderr
+        assert (
+            restored.stderr.count("warning:") == 1 and "a collection elsewhere" in restored.stderr
+        )
         goes_on(cli)
     assert cli.one("export.done", "export", "--read-only", snapshot, "out")["images"]
     assert (cli.folder / "out" / "inventory.img").exists()
@@ -101,11 +115,15 @@ def test_a_read_only_repository_can_be_read(read_only: tuple[Cli, str]) -> None:
     cli.run("init", other)
     told = cli.events("copy", "--read-only", other)
     assert [event["snapshots"] for event in told if event["event"] == "copy.done"] == [[snapshot]]
-    assert "a collection elsewhere" in next(event["message"] for event in told if event["event"] == "copy.warning")
+    assert "a collection elsewhere" in next(
+        event["message"] for event in told if event["event"] == "copy.warning"
+    )
     cli.run("init", "--replica-of", cli.environment["ICECORE_REPOSITORY"], "far")
     told = cli.events("sync", "--read-only", "far")
     assert [event["snapshots"] for event in told if event["event"] == "sync.done"] == [[snapshot]]
-    assert "a collection elsewhere" in next(event["message"] for event in told if event["event"] == "sync.warning")
+    assert "a collection elsewhere" in next(
+        event["message"] for event in told if event["event"] == "sync.warning"
+    )
     for place in (cli.environment["ICECORE_REPOSITORY"], other, "far"):
         cli.run("check", "--read-data", "--read-only", "-r", place)
         cli.run("stats", "--read-only", "-r", place)
@@ -122,8 +140,12 @@ def test_a_read_only_repository_through_the_api(read_only: tuple[Cli, str]) -> N
     with icecore.Repository.open(place, state=config.state, config=config) as repository:
         with pytest.raises(StoreDenied, match="Read-only"):
             icecore.restore(snapshot, repository, config=config)
-        icecore.restore(snapshot, repository, RestoreOptions(register=False), config=config, emit=told.append)
-        assert [event.fields["name"] for event in told if event.name == "restore.warning"] == ["session"]
+        icecore.restore(
+            snapshot, repository, RestoreOptions(register=False), config=config, emit=told.append
+        )
+        assert [event.fields["name"] for event in told if event.name == "restore.warning"] == [
+            "session"
+        ]
         goes_on(cli)
         other = icecore.Repository.create(cli.folder / "other", state=config.state, config=config)
         with other, pytest.raises(StoreDenied, match="Read-only"):
@@ -135,10 +157,14 @@ def test_a_full_repository(cli: Cli) -> None:
     """Restored from, forgotten from, collected, and written to again; nothing outside it is touched."""
     place = cli.folder / "small"
     with mounted(place, "-t", "tmpfs", "-o", "size=60m", "tmpfs"):
-        cli = replace(cli, environment={**cli.environment, "ICECORE_REPOSITORY": str(place / "repository")})
+        cli = replace(
+            cli, environment={**cli.environment, "ICECORE_REPOSITORY": str(place / "repository")}
+        )
         snapshot = stopped(cli)
         # What fills it is a job's, too.
-        (cli.folder / "fill.py").write_text("import os, time\nheld = os.urandom(40 << 20)\nprint('ready', flush=True)\ntime.sleep(600)\n")
+        (cli.folder / "fill.py").write_text(
+            "import os, time\nheld = os.urandom(40 << 20)\nprint('ready', flush=True)\ntime.sleep(600)\n"
+        )
         cli.run("run", "-d", "--name", "large", "--", "python3", "fill.py")
         until(lambda: "ready" in (cli.job("large").directory / "stdout.log").read_text(), "ready")
         large = cli.one("dump.done", "dump", "large", "--stop")["snapshot"]
@@ -154,8 +180,14 @@ def test_a_full_repository(cli: Cli) -> None:
             cli.run("restore", snapshot)
             goes_on(cli)
         cli.run("check", "--read-data")
-        freed = [json.loads(line) for line in cli.run("--json", "forget", "--gc", large).stdout.splitlines()]
-        assert next(event["deleted_bytes"] for event in freed if event["event"] == "gc.done") > 40 << 20
+        freed = [
+            json.loads(line)
+            for line in cli.run("--json", "forget", "--gc", large).stdout.splitlines()
+        ]
+        assert (
+            next(event["deleted_bytes"] for event in freed if event["event"] == "gc.done")
+            > 40 << 20
+        )
         cli.run("dump", "other")
         cli.run("check", "--read-data")
         assert sorted(os.listdir(place / "repository" / ".reserve")) == list("01234567")

@@ -40,7 +40,11 @@ SECRET = "the passphrase of the owner"
 
 
 def files(place: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(place)): path.read_bytes() for path in sorted(place.rglob("*")) if path.is_file() and ".reserve" not in path.parts}
+    return {
+        str(path.relative_to(place)): path.read_bytes()
+        for path in sorted(place.rglob("*"))
+        if path.is_file() and ".reserve" not in path.parts
+    }
 
 
 def plain_at(place: Path, identity: str = "") -> None:
@@ -68,20 +72,33 @@ class Owner:
 
     def make(self, place: object, *, encrypted: bool = True, plain: bool = False) -> str:
         passphrase = SECRET.encode if encrypted else None
-        with icecore.Repository.create(str(place), passphrase=passphrase, plain=plain, state=self.state) as made:
+        with icecore.Repository.create(
+            str(place), passphrase=passphrase, plain=plain, state=self.state
+        ) as made:
             made.snapshots()
             return made.id
 
-    def open(self, place: object, *, passphrase: bool = True, plain: bool = False, config: Config | None = None) -> str:
+    def open(
+        self,
+        place: object,
+        *,
+        passphrase: bool = True,
+        plain: bool = False,
+        config: Config | None = None,
+    ) -> str:
         given = SECRET.encode if passphrase else None
-        with icecore.Repository.open(str(place), passphrase=given, plain=plain, state=self.state, config=config) as opened:
+        with icecore.Repository.open(
+            str(place), passphrase=given, plain=plain, state=self.state, config=config
+        ) as opened:
             opened.snapshots()
             return opened.id
 
 
 @pytest.fixture
 def owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Owner:
-    for name in [name for name in os.environ if "PASSPHRASE" in name or name.startswith("ICECORE_")]:
+    for name in [
+        name for name in os.environ if "PASSPHRASE" in name or name.startswith("ICECORE_")
+    ]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     return Owner(tmp_path)
@@ -127,13 +144,23 @@ COMMANDS = [
 @pytest.fixture
 def in_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
     """Runs commands in this process: they are many."""
-    for name in [name for name in os.environ if name.startswith("ICECORE_") and name != "ICECORE_CRIU_PREFIX"]:
+    for name in [
+        name for name in os.environ if name.startswith("ICECORE_") and name != "ICECORE_CRIU_PREFIX"
+    ]:
         monkeypatch.delenv(name)
-    for name, value in {"HOME": str(tmp_path), "ICECORE_STATE": str(tmp_path / "state"), "ICECORE_PASSPHRASE": SECRET}.items():
+    for name, value in {
+        "HOME": str(tmp_path),
+        "ICECORE_STATE": str(tmp_path / "state"),
+        "ICECORE_PASSPHRASE": SECRET,
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as job:
-        names = {"PLACE": str(tmp_path / "place"), "OTHER": str(tmp_path / "other"), "PID": str(job.pid)}
+        names = {
+            "PLACE": str(tmp_path / "place"),
+            "OTHER": str(tmp_path / "other"),
+            "PID": str(job.pid),
+        }
 
         def run(words: str) -> int:
             return command_line.main([names.get(word, word) for word in words.split()])
@@ -147,7 +174,10 @@ def in_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
 
 @pytest.mark.parametrize("same_id", [False, True], ids=["another id", "the same id"])
 def test_no_command_uses_a_plain_repository_in_the_place_of_an_encrypted_one(
-    in_process: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str], same_id: bool
+    in_process: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    same_id: bool,
 ) -> None:
     assert in_process("init PLACE --encrypt") == in_process("init OTHER --replica-of PLACE") == 0
     with icecore.Repository.open(tmp_path / "place") as opened:
@@ -159,20 +189,37 @@ def test_no_command_uses_a_plain_repository_in_the_place_of_an_encrypted_one(
     for words in COMMANDS:
         status, told = in_process(words), capsys.readouterr()
         assert status == 15, (words, status, told)
-        assert f"this client knows encrypted repository {known}" in told.out + told.err and "icecore trust" in told.err, (words, told)
+        assert (
+            f"this client knows encrypted repository {known}" in told.out + told.err
+            and "icecore trust" in told.err
+        ), (words, told)
     assert (files(tmp_path / "place"), files(tmp_path / "other")) == before
     # Without a passphrase as well: what is known does not depend on it.
     os.environ.pop("ICECORE_PASSPHRASE")
     assert in_process("-r PLACE ls") == in_process("-r PLACE restore latest") == 15
-    assert in_process("-r PLACE doctor") == 1 and "this client knows encrypted repository" in capsys.readouterr().out
+    assert (
+        in_process("-r PLACE doctor") == 1
+        and "this client knows encrypted repository" in capsys.readouterr().out
+    )
 
 
 def test_every_command_that_opens_a_repository_is_tried_here() -> None:
-    parsers = next(action for action in command_line.build_parser()._actions if action.dest == "command")
+    parsers = next(
+        action for action in command_line.build_parser()._actions if action.dest == "command"
+    )
     assert parsers.choices is not None
     tried = {word for line in COMMANDS for word in line.split()}
     # These open none, or are the subject of tests of their own.
-    assert set(parsers.choices) - tried == {"run", "ps", "logs", "attach", "wait", "kill", "rm", "doctor"}
+    assert set(parsers.choices) - tried == {
+        "run",
+        "ps",
+        "logs",
+        "attach",
+        "wait",
+        "kill",
+        "rm",
+        "doctor",
+    }
 
 
 def test_only_one_module_opens_repositories() -> None:
@@ -184,22 +231,40 @@ def test_only_one_module_opens_repositories() -> None:
             names = {
                 alias.asname or alias.name
                 for node in ast.walk(tree)
-                if isinstance(node, ast.ImportFrom) and node.module == "icecore.store.log.repository"
+                if isinstance(node, ast.ImportFrom)
+                and node.module == "icecore.store.log.repository"
                 for alias in node.names
                 if alias.name == "Repository"
             }
             for node in ast.walk(tree):
-                if isinstance(node, ast.Attribute) and node.attr in ("open", "create") and isinstance(node.value, ast.Name) and node.value.id in names:
+                if (
+                    isinstance(node, ast.Attribute)
+                    and node.attr in ("open", "create")
+                    and isinstance(node.value, ast.Name)
+                    and node.value.id in names
+                ):
                     opening.add(str(path.relative_to(ROOT)))
     assert opening == {"icecore/trust.py"}
 
 
-def test_a_place_is_known_by_all_its_names(owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_is_known_by_all_its_names(
+    owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     place, link = tmp_path / "place", tmp_path / "link"
     link.symlink_to("place")
     made = owner.make(place)
-    names = [place, f"{place}/", f"file://{place}", "place", "./place/", "../" + tmp_path.name + "/place", link, f"{link}/", "~/place"]
+    names = [
+        place,
+        f"{place}/",
+        f"file://{place}",
+        "place",
+        "./place/",
+        "../" + tmp_path.name + "/place",
+        link,
+        f"{link}/",
+        "~/place",
+    ]
     assert {owner.open(name) for name in names} == {made}
     plain_at(place)
     for name in names:
@@ -264,7 +329,9 @@ def test_a_new_repository_in_the_same_place_needs_no_word(owner: Owner, tmp_path
         assert owner.open(link) == owner.open(place) == made != before
 
 
-def test_a_plain_repository_takes_the_place_of_an_encrypted_one_only_where_it_is_meant(owner: Owner, tmp_path: Path) -> None:
+def test_a_plain_repository_takes_the_place_of_an_encrypted_one_only_where_it_is_meant(
+    owner: Owner, tmp_path: Path
+) -> None:
     place = tmp_path / "place"
     owner.make(place)
     shutil.rmtree(place)
@@ -277,7 +344,9 @@ def test_a_plain_repository_takes_the_place_of_an_encrypted_one_only_where_it_is
     assert owner.make(place) == owner.open(place)
 
 
-def test_where_a_passphrase_is_given_a_plain_repository_is_refused(owner: Owner, tmp_path: Path) -> None:
+def test_where_a_passphrase_is_given_a_plain_repository_is_refused(
+    owner: Owner, tmp_path: Path
+) -> None:
     place = tmp_path / "place"
     plain_at(place)
     for _ in range(2):
@@ -290,16 +359,33 @@ def test_where_a_passphrase_is_given_a_plain_repository_is_refused(owner: Owner,
         owner.open(place)  # that it was used does not say that it is meant
     assert owner.open(place, plain=True) == there
     (tmp_path / "link").symlink_to(place)
-    assert owner.open(place, config=Config(plain_places=("/nowhere", str(tmp_path / "link")), state=owner.state)) == there
+    assert (
+        owner.open(
+            place,
+            config=Config(plain_places=("/nowhere", str(tmp_path / "link")), state=owner.state),
+        )
+        == there
+    )
     with pytest.raises(PlainRefused):
         owner.open(place, config=Config(plain_places=(str(tmp_path),), state=owner.state))
 
 
-@pytest.mark.parametrize("how", ["ICECORE_PASSPHRASE", "ICECORE_PASSPHRASE_FILE", "ICECORE_PASSPHRASE_COMMAND", "passphrase_file", "passphrase_command"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "ICECORE_PASSPHRASE",
+        "ICECORE_PASSPHRASE_FILE",
+        "ICECORE_PASSPHRASE_COMMAND",
+        "passphrase_file",
+        "passphrase_command",
+    ],
+)
 def test_a_passphrase_may_be_configured_in_several_ways(cli: Cli, tmp_path: Path, how: str) -> None:
     plain_at(tmp_path / "repository")
     (tmp_path / "file").write_text(SECRET)
-    value = {"ICECORE_PASSPHRASE": SECRET}.get(how, str(tmp_path / "file") if how.lower().endswith("file") else f"echo {SECRET}")
+    value = {"ICECORE_PASSPHRASE": SECRET}.get(
+        how, str(tmp_path / "file") if how.lower().endswith("file") else f"echo {SECRET}"
+    )
     variables = {}
     if how.islower():
         (tmp_path / "icecore.toml").write_text(f'{how} = "{value}"\n')
@@ -307,12 +393,18 @@ def test_a_passphrase_may_be_configured_in_several_ways(cli: Cli, tmp_path: Path
         variables = {how: value}
     assert "an encrypted one is expected" in cli.run("ls", status=15, **variables).stderr
     cli.run("ls", ICECORE_PLAIN_PLACES=str(tmp_path / "repository"), **variables)
-    cure = next(line for line in cli.run("ls", status=15, **variables).stderr.splitlines() if "cure:" in line)
+    cure = next(
+        line
+        for line in cli.run("ls", status=15, **variables).stderr.splitlines()
+        if "cure:" in line
+    )
     cli.run(*cure.split(": icecore ")[1].split(",")[0].split(), **variables)
     cli.run("ls", **variables)
 
 
-def test_copies_and_replicas_go_only_to_places_that_are_trusted(owner: Owner, tmp_path: Path) -> None:
+def test_copies_and_replicas_go_only_to_places_that_are_trusted(
+    owner: Owner, tmp_path: Path
+) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     owner.make(source)
     plain_at(target)
@@ -323,7 +415,9 @@ def test_copies_and_replicas_go_only_to_places_that_are_trusted(owner: Owner, tm
         opened.sync_to(tmp_path / "replica")
         shutil.rmtree(tmp_path / "replica")
         # Another replica of the same repository has the same secret, and another id.
-        with icecore.Repository.open(source, passphrase=SECRET.encode, state=str(tmp_path / "elsewhere")) as other:
+        with icecore.Repository.open(
+            source, passphrase=SECRET.encode, state=str(tmp_path / "elsewhere")
+        ) as other:
             other.create_replica(tmp_path / "replica", passphrase=SECRET.encode).close()
         for use in (opened.sync_to, opened.plan_sync, opened.repair, opened.plan_repair):
             with pytest.raises(RepositoryReplaced):
@@ -340,7 +434,9 @@ def test_a_replica_has_a_watermark_of_its_own(owner: Owner, tmp_path: Path) -> N
         for _ in range(3):
             opened.loop.run(opened.core.log.transact(_step, "step"))
         opened.sync_to(target)
-        with icecore.Repository.open(target, passphrase=SECRET.encode, state=owner.state) as replica:
+        with icecore.Repository.open(
+            target, passphrase=SECRET.encode, state=owner.state
+        ) as replica:
             replica.loop.run(replica.core.log.transact(_step, "step"))
         for name in files(target).keys() - before.keys():
             (target / name).unlink()
@@ -356,25 +452,43 @@ async def _step(state: object, pages: object) -> object:
     return msgspec.structs.replace(state)  # type: ignore[type-var]
 
 
-def test_a_replica_that_was_replaced_is_passed_over_and_told_of(owner: Owner, tmp_path: Path) -> None:
+def test_a_replica_that_was_replaced_is_passed_over_and_told_of(
+    owner: Owner, tmp_path: Path
+) -> None:
     source, replica = tmp_path / "source", tmp_path / "replica"
     owner.make(source)
     told: list[str] = []
     with icecore.Repository.open(source, passphrase=SECRET.encode, state=owner.state) as opened:
         opened.create_replica(replica, passphrase=SECRET.encode).close()
     plain_at(replica)
-    with icecore.Repository.open(
-        source, replicas=[str(replica)], passphrase=SECRET.encode, state=owner.state, emit=lambda event: told.append(f"{event.name} {event.fields}")
-    ) as opened, pytest.raises(NotFound):
+    with (
+        icecore.Repository.open(
+            source,
+            replicas=[str(replica)],
+            passphrase=SECRET.encode,
+            state=owner.state,
+            emit=lambda event: told.append(f"{event.name} {event.fields}"),
+        ) as opened,
+        pytest.raises(NotFound),
+    ):
         opened.locate("nobody")
-    assert any("store.replica_missing" in line and "this client knows encrypted repository" in line for line in told)
+    assert any(
+        "store.replica_missing" in line and "this client knows encrypted repository" in line
+        for line in told
+    )
 
 
-ELSEWHERE = b'{"type":"repository","place":"file:///elsewhere","known":{"id":"' + b"0" * 32 + b'","encrypted":true}}'
+ELSEWHERE = (
+    b'{"type":"repository","place":"file:///elsewhere","known":{"id":"'
+    + b"0" * 32
+    + b'","encrypted":true}}'
+)
 
 
 @pytest.mark.parametrize("torn", [b"", b"{", b"{}", b"\xff\xfe", ELSEWHERE])
-def test_a_record_that_is_torn_is_not_taken_for_none(owner: Owner, tmp_path: Path, torn: bytes) -> None:
+def test_a_record_that_is_torn_is_not_taken_for_none(
+    owner: Owner, tmp_path: Path, torn: bytes
+) -> None:
     place = tmp_path / "place"
     made = owner.make(place)
     record = next(owner.records.glob("[0-9a-f]*"))
@@ -408,7 +522,9 @@ def test_a_seen_state_that_is_torn_has_a_cure(cli: Cli, tmp_path: Path) -> None:
     cli.run("ls", **secret)
 
 
-def test_a_plain_pair_planted_beside_the_known_repository_is_passed_over(owner: Owner, tmp_path: Path) -> None:
+def test_a_plain_pair_planted_beside_the_known_repository_is_passed_over(
+    owner: Owner, tmp_path: Path
+) -> None:
     """The key object and the copy of the configuration that fit are still there: commands, and `trust`, find the repository by them."""
     place, other = tmp_path / "place", tmp_path / "other"
     made = owner.make(place)
@@ -416,7 +532,9 @@ def test_a_plain_pair_planted_beside_the_known_repository_is_passed_over(owner: 
     shutil.copy(other / "keys" / "00000000", place / "keys" / "00000009")
     shutil.copy(other / "config", place / "config")
     assert owner.open(place) == made
-    finding = asyncio.run(Client(owner.state).examine(LocalBackend(place), passphrase=SECRET.encode))
+    finding = asyncio.run(
+        Client(owner.state).examine(LocalBackend(place), passphrase=SECRET.encode)
+    )
     assert finding.found.id == made and not finding.troubles
     (place / "copies" / "config").unlink()
     with pytest.raises(Damaged, match="configuration"):
@@ -445,14 +563,19 @@ def test_trust_shows_both_and_wants_the_whole_id(cli: Cli, tmp_path: Path) -> No
     assert f"icecore trust {place} --accept {new}\n" in shown.stderr
     for wrong in (new[:12], "yes", "0" * 32, known):
         cli.run("trust", "--accept", wrong, status=2, **secret)
-    assert "opens none" in cli.run("trust", "--accept", new, status=14, ICECORE_PASSPHRASE="another one").stderr
+    assert (
+        "opens none"
+        in cli.run("trust", "--accept", new, status=14, ICECORE_PASSPHRASE="another one").stderr
+    )
     cli.run("ls", status=15, **secret)
     cli.run("trust", str(place), "--accept", new, **secret)
     cli.run("ls", **secret)
     assert cli.run("trust", **secret).stderr == ""
     # A backup of the repository as it was: its log is older than what was seen.
     backup = files(place)
-    with icecore.Repository.open(place, passphrase=SECRET.encode, state=str(tmp_path / "state")) as opened:
+    with icecore.Repository.open(
+        place, passphrase=SECRET.encode, state=str(tmp_path / "state")
+    ) as opened:
         for _ in range(3):
             opened.loop.run(opened.core.log.transact(_step, "step"))
     shutil.rmtree(place)
@@ -495,7 +618,9 @@ def test_init_takes_over_no_log(tmp_path: Path, owner: Owner) -> None:
     assert owner.make(place, encrypted=False)
 
 
-@pytest.mark.parametrize("identity", ["../../../escaped", "/etc/escaped", "", "A" * 32, "0" * 31, "0" * 32 + "\n"])
+@pytest.mark.parametrize(
+    "identity", ["../../../escaped", "/etc/escaped", "", "A" * 32, "0" * 31, "0" * 32 + "\n"]
+)
 def test_an_id_names_no_other_file(owner: Owner, tmp_path: Path, identity: str) -> None:
     """Files of the state directory are named after it."""
     place = tmp_path / "place"
@@ -514,10 +639,14 @@ def test_records_are_private_whatever_the_umask(owner: Owner, tmp_path: Path) ->
         os.umask(before)
     for folder in ("places", "seen"):
         assert (tmp_path / "state" / folder).stat().st_mode & 0o777 == 0o700
-        assert all(path.stat().st_mode & 0o777 == 0o600 for path in (tmp_path / "state" / folder).iterdir())
+        assert all(
+            path.stat().st_mode & 0o777 == 0o600 for path in (tmp_path / "state" / folder).iterdir()
+        )
 
 
-def test_two_clients_that_use_a_new_place_at_once_know_one_repository(owner: Owner, tmp_path: Path) -> None:
+def test_two_clients_that_use_a_new_place_at_once_know_one_repository(
+    owner: Owner, tmp_path: Path
+) -> None:
     """Somebody shows each another one: one of them is refused."""
     place, one, other = tmp_path / "place", tmp_path / "one", tmp_path / "other"
     plain_at(one)
@@ -549,7 +678,9 @@ def test_two_clients_that_use_a_new_place_at_once_know_one_repository(owner: Own
 
 def test_the_names_of_buckets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("obstore")
-    (tmp_path / "credentials").write_text("[far]\naws_access_key_id = a\naws_secret_access_key = b\nregion = eu-west-1\n")
+    (tmp_path / "credentials").write_text(
+        "[far]\naws_access_key_id = a\naws_secret_access_key = b\nregion = eu-west-1\n"
+    )
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name, value in {
@@ -563,14 +694,38 @@ def test_the_names_of_buckets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     def names(location: str, **settings: str) -> set[str]:
         return set(backend_at(location, config=Config(s3=S3Settings(**settings))).known_as)  # type: ignore[arg-type]
 
-    same = [names("s3://bucket/p"), names("s3://bucket/p/"), names("s3://far@bucket/p"), names("s3://bucket/p", region="us-west-2", addressing="path")]
+    same = [
+        names("s3://bucket/p"),
+        names("s3://bucket/p/"),
+        names("s3://far@bucket/p"),
+        names("s3://bucket/p", region="us-west-2", addressing="path"),
+    ]
     assert all(one == same[0] != set() for one in same)
     elsewhere = {"endpoint": "http://127.0.0.1:8333"}
-    assert names("s3://bucket/p", **elsewhere) == names("s3://bucket/p", endpoint="http://127.0.0.1:8333/") != same[0]
-    assert len({frozenset(one) for one in (names("s3://bucket/q"), names("s3://bucket"), names("s3://bucket2/p"), same[0])}) == 4
+    assert (
+        names("s3://bucket/p", **elsewhere)
+        == names("s3://bucket/p", endpoint="http://127.0.0.1:8333/")
+        != same[0]
+    )
+    assert (
+        len(
+            {
+                frozenset(one)
+                for one in (
+                    names("s3://bucket/q"),
+                    names("s3://bucket"),
+                    names("s3://bucket2/p"),
+                    same[0],
+                )
+            }
+        )
+        == 4
+    )
 
 
-def test_a_repository_that_cannot_be_written_to_is_checked_too(owner: Owner, tmp_path: Path) -> None:
+def test_a_repository_that_cannot_be_written_to_is_checked_too(
+    owner: Owner, tmp_path: Path
+) -> None:
     place = tmp_path / "place"
     made = owner.make(place)
     for path in (place, *place.rglob("*")):

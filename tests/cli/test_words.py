@@ -21,8 +21,14 @@ MIB = 1 << 20
     ("counts", "words"),
     [
         (Counts(resident=3, resident_bytes=9 * MIB, allocations=12), ""),
-        (Counts(small=2, small_bytes=5 * MIB, pool=1, pool_bytes=40 * MIB), "45.0 MiB with the driver: 40.0 MiB in pools, 5.0 MiB in small allocations"),
-        (Counts(managed_bytes=MIB, foreign_bytes=2 * MIB), "3.0 MiB with the driver: 1.0 MiB of managed memory, 2.0 MiB of other kinds"),
+        (
+            Counts(small=2, small_bytes=5 * MIB, pool=1, pool_bytes=40 * MIB),
+            "45.0 MiB with the driver: 40.0 MiB in pools, 5.0 MiB in small allocations",
+        ),
+        (
+            Counts(managed_bytes=MIB, foreign_bytes=2 * MIB),
+            "3.0 MiB with the driver: 1.0 MiB of managed memory, 2.0 MiB of other kinds",
+        ),
         (Counts(captured=3, ipc_exports=2), "3 allocated in stream captures; 2 shared by CUDA IPC"),
     ],
 )
@@ -35,16 +41,37 @@ def test_what_snapshots_say_of_it() -> None:
     """Nothing depends on it: what makes no sense is not told."""
 
     def left(text: str | None) -> dict[str, int]:
-        return left_to_driver(cast(Manifest, SimpleNamespace(extra={} if text is None else {"resident": text})))
+        return left_to_driver(
+            cast(Manifest, SimpleNamespace(extra={} if text is None else {"resident": text}))
+        )
 
-    both = {"processes": {"1": {"left": {"small_bytes": 2}}, "2": {"left": {"small_bytes": 3, "captured": 1}}}}
+    both = {
+        "processes": {
+            "1": {"left": {"small_bytes": 2}},
+            "2": {"left": {"small_bytes": 3, "captured": 1}},
+        }
+    }
     assert left(json.dumps(both)) == {"small_bytes": 5, "captured": 1}
     older = {"processes": {"1": {"token": ""}}}
-    assert left(None) == left(json.dumps(older)) == left("[]") == left("{") == left('{"processes": {"1": {"left": [1]}}}') == {}
+    assert (
+        left(None)
+        == left(json.dumps(older))
+        == left("[]")
+        == left("{")
+        == left('{"processes": {"1": {"left": [1]}}}')
+        == {}
+    )
 
 
 def test_a_window_without_room() -> None:
-    looked = {"state": "end", "seconds": 0.02, "moved_bytes": 650 * MIB, "window_seconds": 9.9, "window_least": 9.0, "window_most": 10.5}
+    looked = {
+        "state": "end",
+        "seconds": 0.02,
+        "moved_bytes": 650 * MIB,
+        "window_seconds": 9.9,
+        "window_least": 9.0,
+        "window_most": 10.5,
+    }
     first, *others = describe(Event("dump.preflight", dict(looked)))
     assert [first.split("  ", 2)[2], *others] == [
         "of device memory 650 MiB are moved",
@@ -58,6 +85,8 @@ def test_a_window_without_room() -> None:
         "  1.0 MiB with the driver: 1.0 MiB in pools",
     ]
     predicted = {"window_seconds": 0.6, "window_least": 0.5, "window_most": 0.9, "no_room": 0}
-    assert describe(Event("dump.predicted", dict(predicted))) == ["a window of about 600.0 ms (500.0 ms to 900.0 ms), by what device memory holds now"]
+    assert describe(Event("dump.predicted", dict(predicted))) == [
+        "a window of about 600.0 ms (500.0 ms to 900.0 ms), by what device memory holds now"
+    ]
     [line] = describe(Event("dump.predicted", {**predicted, "no_room": 2 << 30}))
     assert line.endswith("now; 2.0 GiB have no room aside")

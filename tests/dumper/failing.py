@@ -37,7 +37,9 @@ class Job:
         """It made a step within ``seconds`` of that time, and nothing traces it."""
         at = driving.wait_step(self.running.state_dir, since_ns, timeout_s=20)
         assert at - since_ns <= seconds * 1e9, f"it stood still for {(at - since_ns) / 1e9:.2f} s"
-        while standing(self.pid):  # CRIU may come to freeze it only now, and lets it go when it finds nobody
+        while standing(
+            self.pid
+        ):  # CRIU may come to freeze it only now, and lets it go when it finds nobody
             assert time.time_ns() - since_ns <= seconds * 1e9, "it stands still"
             time.sleep(0.002)
 
@@ -77,7 +79,10 @@ class Witness:
     def open_sessions(self) -> list[str]:
         """Sessions that nobody ended."""
         fresh = self.store.through(self.store.backend)
-        return [session.id for session in self.store.loop.run(fresh.repository.log.newest()).state.sessions]
+        return [
+            session.id
+            for session in self.store.loop.run(fresh.repository.log.newest()).state.sessions
+        ]
 
     def next_dump_is_good(self) -> None:
         """As it says; the program has been changed meanwhile."""
@@ -164,7 +169,9 @@ class Dumper:
         end = time.monotonic() + seconds
         assert self.process.stdout is not None
         while True:
-            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, end - time.monotonic()))
+            ready, _, _ = select.select(
+                [self.process.stdout], [], [], max(0.0, end - time.monotonic())
+            )
             line = self.process.stdout.readline() if ready else b""
             assert line, f"{moment} did not come"
             said: list[str] = json.loads(line)

@@ -34,7 +34,9 @@ def layouts(draw: st.DrawFn) -> tuple[list[Region], list[tuple[int, int]]]:
 
 @settings(max_examples=150, deadline=None)
 @given(layouts())
-def test_plan_covers_exactly_the_pages_of_the_regions(layout: tuple[list[Region], list[tuple[int, int]]]) -> None:
+def test_plan_covers_exactly_the_pages_of_the_regions(
+    layout: tuple[list[Region], list[tuple[int, int]]],
+) -> None:
     regions, extents = layout
     plan = plan_cells(regions, np.array(extents, EXTENT))
     present = {address + i * PAGE for address, pages in extents for i in range(pages)}
@@ -44,7 +46,9 @@ def test_plan_covers_exactly_the_pages_of_the_regions(layout: tuple[list[Region]
             if page in present:
                 cell = (page - region.origin) // CELL_BYTES
                 expected.setdefault((number, cell), set()).add(page)
-    assert [(int(r), int(c)) for r, c in zip(plan.region, plan.cell, strict=True)] == sorted(expected)
+    assert [(int(r), int(c)) for r, c in zip(plan.region, plan.cell, strict=True)] == sorted(
+        expected
+    )
     for row, key in enumerate(sorted(expected)):
         pages = expected[key]
         region = regions[key[0]]
@@ -52,7 +56,9 @@ def test_plan_covers_exactly_the_pages_of_the_regions(layout: tuple[list[Region]
         bits = np.flatnonzero(np.unpackbits(plan.bitmap[row], bitorder="little"))
         assert {base + int(b) * PAGE for b in bits} == pages
         runs = plan.runs[plan.first_run[row] : plan.first_run[row + 1]]
-        assert {int(r["address"]) + i * PAGE for r in runs for i in range(int(r["length"]) // PAGE)} == pages
+        assert {
+            int(r["address"]) + i * PAGE for r in runs for i in range(int(r["length"]) // PAGE)
+        } == pages
         assert int(plan.length[row]) == len(pages) * PAGE
         assert int(plan.key[row]) == max(base, region.start)
     assert len(np.unique(plan.key)) == len(plan)
@@ -60,7 +66,9 @@ def test_plan_covers_exactly_the_pages_of_the_regions(layout: tuple[list[Region]
 
 @settings(max_examples=100, deadline=None)
 @given(layouts(), st.randoms(use_true_random=False))
-def test_some_cells_of_a_plan_are_a_plan(layout: tuple[list[Region], list[tuple[int, int]]], random: Random) -> None:
+def test_some_cells_of_a_plan_are_a_plan(
+    layout: tuple[list[Region], list[tuple[int, int]]], random: Random
+) -> None:
     regions, extents = layout
     plan = plan_cells(regions, np.array(extents, EXTENT))
     rows = np.array([row for row in range(len(plan)) if random.random() < 0.5], np.int64)
@@ -78,13 +86,18 @@ def test_some_cells_of_a_plan_are_a_plan(layout: tuple[list[Region], list[tuple[
 def pages_of(plan: CellPlan, row: int) -> set[int]:
     """Addresses of the pages of a cell, whatever runs they lie in."""
     runs = plan.runs[plan.first_run[row] : plan.first_run[row + 1]]
-    return {int(run["address"]) + page * PAGE for run in runs for page in range(int(run["length"]) // PAGE)}
+    return {
+        int(run["address"]) + page * PAGE
+        for run in runs
+        for page in range(int(run["length"]) // PAGE)
+    }
 
 
 @settings(max_examples=100, deadline=None)
 @given(layouts(), layouts())
 def test_cells_are_the_same_if_their_pages_are(
-    layout: tuple[list[Region], list[tuple[int, int]]], other: tuple[list[Region], list[tuple[int, int]]]
+    layout: tuple[list[Region], list[tuple[int, int]]],
+    other: tuple[list[Region], list[tuple[int, int]]],
 ) -> None:
     """Of two plans of one space, with whatever regions, cells that count as the same have the same pages; of equal ones all do."""
     plan = plan_cells(layout[0], np.array(layout[1], EXTENT))
@@ -100,7 +113,9 @@ def test_cells_are_the_same_if_their_pages_are(
 
 def test_a_region_that_grows_downwards_keeps_its_cells() -> None:
     parent = Region(0x7F0000123000, 40 << 20, 0x7F0000123000)
-    grown = Region(0x7F0000123000 - (5 << 20) - PAGE, (45 << 20) + PAGE, 0x7F0000123000 - (5 << 20) - PAGE)
+    grown = Region(
+        0x7F0000123000 - (5 << 20) - PAGE, (45 << 20) + PAGE, 0x7F0000123000 - (5 << 20) - PAGE
+    )
     (child,) = inherit_origins([grown], [parent])
     assert child.origin <= child.start
     assert (parent.origin - child.origin) % (64 << 20) == 0

@@ -56,7 +56,12 @@ KILLED = [
     ids=[f"{name} {state} {delay}{' stop' * stop}" for (name, state), delay, stop in KILLED],
 )
 def test_a_dumper_that_is_killed(
-    moment: tuple[str, str], delay: float, stop: bool, job: Job, witness: Witness, dumpers: list[Dumper]
+    moment: tuple[str, str],
+    delay: float,
+    stop: bool,
+    job: Job,
+    witness: Witness,
+    dumpers: list[Dumper],
 ) -> None:
     # It pauses at the moment unless it is to be met on the way, where it may be done before it is killed.
     on = bool(delay) and moment[0] != "dump.files"
@@ -104,8 +109,12 @@ def test_a_dumper_that_is_interrupted(
     witness.next_dump_is_good()
 
 
-def test_a_dumper_that_is_interrupted_while_criu_freezes(job: Job, witness: Witness, dumpers: list[Dumper]) -> None:
-    dumper = Dumper(witness.store, job, ("dump.files", "begin"))  # not over before it is seen to stand still
+def test_a_dumper_that_is_interrupted_while_criu_freezes(
+    job: Job, witness: Witness, dumpers: list[Dumper]
+) -> None:
+    dumper = Dumper(
+        witness.store, job, ("dump.files", "begin")
+    )  # not over before it is seen to stand still
     dumpers.append(dumper)
     dumper.until("dump.window", "begin")
     job.stopped_since(time.time_ns())
@@ -117,7 +126,9 @@ def test_a_dumper_that_is_interrupted_while_criu_freezes(job: Job, witness: Witn
     witness.next_dump_is_good()
 
 
-def test_a_dumper_that_is_stopped_in_the_window(job: Job, witness: Witness, dumpers: list[Dumper]) -> None:
+def test_a_dumper_that_is_stopped_in_the_window(
+    job: Job, witness: Witness, dumpers: list[Dumper]
+) -> None:
     """Ctrl-Z: it lives but does nothing, so that its guard must end the window."""
     dumper = Dumper(witness.store, job, ("dump.files", "begin"), max_window=2.0)
     dumpers.append(dumper)
@@ -151,12 +162,22 @@ def kill_guard(workdir: Path) -> Callable[[Event], None]:
 
 @pytest.mark.parametrize(
     "moment",
-    [("dump.precopy", "begin"), ("dump.criu", "end"), ("dump.window", "begin"), ("dump.files", "begin")],
+    [
+        ("dump.precopy", "begin"),
+        ("dump.criu", "end"),
+        ("dump.window", "begin"),
+        ("dump.files", "begin"),
+    ],
     ids=lambda moment: moment[0],
 )
 def test_a_guard_that_is_killed(moment: tuple[str, str], job: Job, witness: Witness) -> None:
     events = Events({moment: kill_guard(witness.store.workdir)})
-    fails(job, witness, lambda: witness.store.dump(job.pid, DumpOptions(pre_copy="on"), events=events), GuardLost)
+    fails(
+        job,
+        witness,
+        lambda: witness.store.dump(job.pid, DumpOptions(pre_copy="on"), events=events),
+        GuardLost,
+    )
     witness.next_dump_is_good()
     job.is_well()
 
@@ -173,14 +194,18 @@ def test_a_guard_that_is_killed_while_criu_freezes(job: Job, witness: Witness) -
 
     killer = threading.Thread(target=later)
     killer.start()
-    events = Events({("dump.criu", "end"): look, ("dump.files", "begin"): lambda _: killer.join(20)})  # not over before it is seen to stand still
+    events = Events(
+        {("dump.criu", "end"): look, ("dump.files", "begin"): lambda _: killer.join(20)}
+    )  # not over before it is seen to stand still
     fails(job, witness, lambda: witness.store.dump(job.pid, events=events), GuardLost)
     witness.next_dump_is_good()
 
 
 def test_a_guard_that_is_killed_after_the_window(job: Job, witness: Witness) -> None:
     """It is needed no more: the snapshot is good."""
-    result = witness.store.dump(job.pid, events=Events({("dump.store", "begin"): kill_guard(witness.store.workdir)}))
+    result = witness.store.dump(
+        job.pid, events=Events({("dump.store", "begin"): kill_guard(witness.store.workdir)})
+    )
     assert witness.store.snapshots() == [witness.first, result.snapshot]
     assert not leftovers(witness.store.workdir)
 

@@ -41,7 +41,12 @@ def watching(root: int, *files: str | Path) -> tuple[Stillness, Events]:
 
 def no_complaint(events: Events) -> bool:
     """Nothing that an earlier snapshot stored was found damaged or missing."""
-    return not events.names() & {"dump.parent_damaged", "dump.hints_missing", "store.base_damaged", "index.damaged"}
+    return not events.names() & {
+        "dump.parent_damaged",
+        "dump.hints_missing",
+        "store.base_damaged",
+        "index.damaged",
+    }
 
 
 def cells_between(recorded: Recorded, pid: int, start: int, end: int) -> dict[int, bytes]:
@@ -64,19 +69,26 @@ def test_reserved_addresses_cost_nothing(store: Store) -> None:
     reserve = "import mmap; m = mmap.mmap(-1, 1 << 40, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000, 0)  # NORESERVE"
     program = f"{reserve}\nprint('ready', flush=True); import time; time.sleep(600)"
     words = [sys.executable, "-S", "-c", program]
-    with subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True) as process:
+    with subprocess.Popen(
+        words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
         try:
             assert process.stdout is not None and process.stdout.readline()
             process.stdout.close()
             result = store.dump(process.pid, DumpOptions(max_window=6.0))
         finally:
             process.kill()
-    regions = [region for space in store.read(result.snapshot).reader.manifest.spaces for region in space.regions]
+    regions = [
+        region
+        for space in store.read(result.snapshot).reader.manifest.spaces
+        for region in space.regions
+    ]
     assert max(region.length for region in regions) >= 1 << 40
 
 
 @pytest.mark.parametrize(
-    "name", ["memory-pattern", "training", "many-vmas", "inference", "tree", "mutator", "sparse", "node"]
+    "name",
+    ["memory-pattern", "training", "many-vmas", "inference", "tree", "mutator", "sparse", "node"],
 )
 def test_every_page_is_recorded(name: str, start: Start, store: Store) -> None:
     running = start(name)
@@ -93,7 +105,9 @@ def test_every_page_is_recorded(name: str, start: Start, store: Store) -> None:
 
 
 @pytest.mark.parametrize("name", ["memory-pattern", "tree"])
-def test_a_stopped_tree_stands_still_until_its_snapshot_is_committed(name: str, start: Start, store: Store) -> None:
+def test_a_stopped_tree_stands_still_until_its_snapshot_is_committed(
+    name: str, start: Start, store: Store
+) -> None:
     running = start(name)
     members = procfs.tree(running.pid)
     still, events = watching(running.pid)
@@ -119,7 +133,9 @@ def test_what_did_not_change_is_not_stored_again(job: Job, store: Store) -> None
     assert no_complaint(events)
 
 
-def test_it_is_told_how_far_a_dump_is(start: Start, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_told_how_far_a_dump_is(
+    start: Start, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("icecore.events._PROGRESS_SECONDS", 0.0)
     running = start("memory-pattern", "--mib", "32")
     _, events = watching(running.pid)
@@ -134,7 +150,9 @@ def test_it_is_told_how_far_a_dump_is(start: Start, store: Store, monkeypatch: p
 
 
 @pytest.mark.parametrize("pre_copy", ["off", "on"])
-def test_of_a_cell_with_one_changed_page_that_page_is_stored(pre_copy: str, start: Start, store: Store) -> None:
+def test_of_a_cell_with_one_changed_page_that_page_is_stored(
+    pre_copy: str, start: Start, store: Store
+) -> None:
     running = start("memory-pattern", "--mib", "64")
     store.dump(running.pid)
     pages = driving.change(running.state_dir, 1, 10, 1)
@@ -147,7 +165,9 @@ def test_of_a_cell_with_one_changed_page_that_page_is_stored(pre_copy: str, star
     assert no_complaint(events)
 
 
-def test_what_is_written_to_all_the_time_is_not_stored_in_vain_twice(puppet: Puppet, store: Store) -> None:
+def test_what_is_written_to_all_the_time_is_not_stored_in_vain_twice(
+    puppet: Puppet, store: Store
+) -> None:
     """The first dump learns it; once it has come to rest it is stored before the window again."""
     puppet.do("area = private(96 * MIB); put(area, os.urandom(MIB) * 96); going = True")
     puppet.do(
@@ -180,12 +200,16 @@ def test_memory_that_changes_between_pre_copy_and_window(start: Start, store: St
     store.dump(running.pid)
     driving.change(running.state_dir, 1, 100, 3)
     still, events = watching(running.pid)
-    events.hooks["dump.precopy", "end"] = lambda _: driving.change(running.state_dir, 2, 100, 2) and None
+    events.hooks["dump.precopy", "end"] = lambda _: (
+        driving.change(running.state_dir, 2, 100, 2) and None
+    )
     result = store.dump(running.pid, DumpOptions(pre_copy="on"), events=events)
     assert result.pre_copied >= 32 * CELL_BYTES
     assert_same_memory(store.read(result.snapshot), still)
     assert no_complaint(events)
-    assert result.sizes.stored < 4 * CELL_BYTES  # 5 % of it, and not a whole cell for each that changed twice
+    assert (
+        result.sizes.stored < 4 * CELL_BYTES
+    )  # 5 % of it, and not a whole cell for each that changed twice
 
 
 def test_a_region_that_grows_keeps_its_cells(puppet: Puppet, store: Store) -> None:
@@ -239,31 +263,57 @@ def test_the_same_program_started_twice_shares_what_is_equal(start: Start, store
 
 def test_another_program_under_the_same_name_is_warned_of(store: Store) -> None:
     """Where nobody names the job, its program does: an interpreter, mostly."""
-    words = [[sys.executable, "-S", "-c", f"import time; time.sleep(600 + {number})"] for number in range(2)]
+    words = [
+        [sys.executable, "-S", "-c", f"import time; time.sleep(600 + {number})"]
+        for number in range(2)
+    ]
     told = []
-    for command, name in [(words[0], ""), (words[0], ""), (words[1], ""), (words[0], "named"), (words[1], "named")]:
+    for command, name in [
+        (words[0], ""),
+        (words[0], ""),
+        (words[1], ""),
+        (words[0], "named"),
+        (words[1], "named"),
+    ]:
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True) as process:
             try:
                 events = Events()
                 store.dump(Target.of_process(process.pid, name), events=events)
-                told.append([str(one.fields["message"]) for one in events.named("dump.warning") if one.fields["name"] == "job"])
+                told.append(
+                    [
+                        str(one.fields["message"])
+                        for one in events.named("dump.warning")
+                        if one.fields["name"] == "job"
+                    ]
+                )
             finally:
                 process.kill()
     assert list(map(len, told)) == [0, 0, 1, 0, 0]
     assert "time.sleep(600 + 0)" in told[2][0]
 
 
-def test_the_command_after_a_committed_snapshot_is_told_of_it_whatever_else_fails(job: Job, store: Store, tmp_path: Path) -> None:
+def test_the_command_after_a_committed_snapshot_is_told_of_it_whatever_else_fails(
+    job: Job, store: Store, tmp_path: Path
+) -> None:
     def broken(_: DumpResult) -> None:
         raise DumpFailed("the job cannot be noted down")
 
     options = DumpOptions(after=f"echo $ICECORE_SNAPSHOT > {tmp_path}/told")
     with pytest.raises(DumpFailed, match="noted down"):
-        dump(store.repository, store.loop, Target.of_process(job.pid, "job"), options, workdir=str(store.workdir), committed=broken)
+        dump(
+            store.repository,
+            store.loop,
+            Target.of_process(job.pid, "job"),
+            options,
+            workdir=str(store.workdir),
+            committed=broken,
+        )
     assert (tmp_path / "told").read_text().split() == store.snapshots()
 
 
-def test_allocations_are_found_again_wherever_the_kernel_joined_them(tmp_path: Path, store: Store) -> None:
+def test_allocations_are_found_again_wherever_the_kernel_joined_them(
+    tmp_path: Path, store: Store
+) -> None:
     """The second process asks for one thing more, so that the mapping that holds all its allocations begins elsewhere."""
     allocate = (
         "import random; libc.malloc.restype = ctypes.c_void_p; libc.mallopt(-3, 128 << 10)\n"
@@ -312,7 +362,9 @@ def test_huge_pages_of_hugetlbfs(puppet: Puppet, store: Store) -> None:
         recorded = store.read(result.snapshot)
         assert_same_memory(recorded, still)
         address = puppet.number("at")
-        (region,) = [r for r in recorded.space("process", str(puppet.pid)).regions if r.start == address]
+        (region,) = [
+            r for r in recorded.space("process", str(puppet.pid)).regions if r.start == address
+        ]
         assert not region.lazy
     finally:
         puppet.end()
@@ -341,7 +393,9 @@ def test_shared_memory_and_memfds(puppet: Puppet, store: Store) -> None:
     assert len(recorded.manifest.processes) == 2
 
 
-def test_criu_images_are_recorded_as_they_are_but_for_pagemaps(job: Job, store: Store, tmp_path: Path) -> None:
+def test_criu_images_are_recorded_as_they_are_but_for_pagemaps(
+    job: Job, store: Store, tmp_path: Path
+) -> None:
     kept = tmp_path / "images"
 
     def keep(_: object) -> None:
@@ -350,7 +404,11 @@ def test_criu_images_are_recorded_as_they_are_but_for_pagemaps(job: Job, store: 
 
     result = store.dump(job.pid, events=Events({("dump.store", "begin"): keep}))
     recorded = store.read(result.snapshot)
-    names = {path.name for path in kept.iterdir() if not path.name.startswith(("pages-", "stats-")) and path.suffix != ".log"}
+    names = {
+        path.name
+        for path in kept.iterdir()
+        if not path.name.startswith(("pages-", "stats-")) and path.suffix != ".log"
+    }
     assert {f"core-{job.pid}.img", f"mm-{job.pid}.img", "inventory.img", "pstree.img"} <= names
     assert set(recorded.keys("image")) == names
     for name in names - {f"pagemap-{job.pid}.img"}:
@@ -411,12 +469,21 @@ def test_open_files_by_policy(puppet: Puppet, store: Store) -> None:
         assert bool(files["only-read"].digest) == digests
         for name in _NAMES:
             path = puppet.folder / name
-            assert (files[name].size, files[name].inode) == (path.stat().st_size, path.stat().st_ino)
+            assert (files[name].size, files[name].inode) == (
+                path.stat().st_size,
+                path.stat().st_ino,
+            )
             assert files[name].writable == (name != "only-read")
             if name in stored:
                 assert recorded.content("file", str(path)) == still.files[str(path)]
     assert recorded.space("file", str(puppet.folder / "sparse")).size == (64 << 20) + 17
-    assert sum(len(data) for _, data in recorded.runs(recorded.space("file", str(puppet.folder / "sparse")))) < 1 << 20
+    assert (
+        sum(
+            len(data)
+            for _, data in recorded.runs(recorded.space("file", str(puppet.folder / "sparse")))
+        )
+        < 1 << 20
+    )
 
 
 def test_files_that_change_between_dumps(puppet: Puppet, store: Store) -> None:
@@ -442,7 +509,10 @@ def test_files_that_change_between_dumps(puppet: Puppet, store: Store) -> None:
         recorded = store.read(result.snapshot)
         for path in paths:
             if path.name != "only-read":
-                assert recorded.content("file", str(path)) == still.files[str(path)], (change, path.name)
+                assert recorded.content("file", str(path)) == still.files[str(path)], (
+                    change,
+                    path.name,
+                )
         assert result.sizes.stored < _RESTLESS, change
         assert no_complaint(events)
 
@@ -452,8 +522,14 @@ def test_files_that_were_mapped_between_dumps(memory: bool, puppet: Puppet, stor
     """What is stored through a mapping leaves no trace in a file's times, but for the first store to a page; on tmpfs, if that was read, not even that."""
     path = Path(f"/dev/shm/icecore-mapped-{puppet.pid}") if memory else puppet.folder / "mapped"
     try:
-        puppet.do(f"f = open({str(path)!r}, 'w+b'); f.write(bytes(2 * MIB)); f.flush(); m = mmap.mmap(f.fileno(), 0); m[0] = 1")
-        changes = ("pass", "m[0] = 2; m.close()", "m = mmap.mmap(f.fileno(), 0); m[1] or None; m[0] = 3; m.close()")
+        puppet.do(
+            f"f = open({str(path)!r}, 'w+b'); f.write(bytes(2 * MIB)); f.flush(); m = mmap.mmap(f.fileno(), 0); m[0] = 1"
+        )
+        changes = (
+            "pass",
+            "m[0] = 2; m.close()",
+            "m = mmap.mmap(f.fileno(), 0); m[1] or None; m[0] = 3; m.close()",
+        )
         for number, change in enumerate(changes, 1):
             puppet.do(f"time.sleep(0.15); {change}")
             recorded = store.read(store.dump(puppet.pid).snapshot)
@@ -477,7 +553,11 @@ def test_files_that_lost_their_name(puppet: Puppet, store: Store) -> None:
     assert recorded.content("file", linked.path) == b"linked"
     assert linked.links == [str(puppet.folder / "b")]
     assert files["c"].policy == "absent"
-    assert any(recorded.content("image", key).endswith(b"nameless") for key in recorded.keys("image") if "ghost" in key)
+    assert any(
+        recorded.content("image", key).endswith(b"nameless")
+        for key in recorded.keys("image")
+        if "ghost" in key
+    )
     assert recorded.content("file", str(puppet.folder / "d (deleted)")) == b"named"
 
 
@@ -501,7 +581,11 @@ def test_a_parent_that_cannot_be_read(part: str, harm: str, job: Job, store: Sto
     (record,) = store.loop.run(store.repository.snapshots())
     root = store.backend.root
     names = {"hints": [manifest.hints], "manifest": [record.manifest]}
-    paths = [root / name for name in names[part]] if part in names else list((root / "nodes").rglob("*"))
+    paths = (
+        [root / name for name in names[part]]
+        if part in names
+        else list((root / "nodes").rglob("*"))
+    )
     for path in paths:
         if path.is_file():
             damage(path) if harm == "damaged" else path.unlink()
@@ -512,7 +596,9 @@ def test_a_parent_that_cannot_be_read(part: str, harm: str, job: Job, store: Sto
     assert events.named("dump.hints_missing" if part == "hints" else "dump.parent_damaged")
     assert_same_memory(fresh.read(result.snapshot), still)
     assert result.lineage == first.lineage
-    assert result.sizes.stored < first.sizes.stored * 0.6  # all of it is looked at anew, but its chunks are found
+    assert (
+        result.sizes.stored < first.sizes.stored * 0.6
+    )  # all of it is looked at anew, but its chunks are found
     after = Events()
     fresh.dump(job.pid, events=after)
     assert no_complaint(after)

@@ -37,10 +37,16 @@ def watching(root: int) -> tuple[Stillness, Events]:
 
 def read_early(events: Events) -> int:
     """Bytes."""
-    return sum(int(str(e.fields.get("bytes", 0))) for e in events.named("dump.early") if e.fields["state"] == "end")
+    return sum(
+        int(str(e.fields.get("bytes", 0)))
+        for e in events.named("dump.early")
+        if e.fields["state"] == "end"
+    )
 
 
-def dumped_early(store: Store, pid: int, options: DumpOptions | None = None) -> tuple[DumpResult, Stillness, Events]:
+def dumped_early(
+    store: Store, pid: int, options: DumpOptions | None = None
+) -> tuple[DumpResult, Stillness, Events]:
     """Dumps until CRIU was found at work in time: on a busy machine it may be done before this process is woken."""
     for _ in range(_TRIES):
         still, events = watching(pid)
@@ -74,13 +80,17 @@ def test_a_tree_of_processes_with_threads(start: Start, store: Store) -> None:
 def test_code_and_stacks_are_left_for_later(puppet: Puppet, store: Store) -> None:
     puppet.do("data = private(16 * MIB); put(data, os.urandom(MIB) * 16)")
     puppet.do("code = private(64 * MIB, protection=7); put(code, os.urandom(MIB) * 64)")
-    puppet.do("hidden = private(16 * MIB); put(hidden, os.urandom(MIB) * 16); libc.mprotect(hidden, 8 * MIB, 0)")
+    puppet.do(
+        "hidden = private(16 * MIB); put(hidden, os.urandom(MIB) * 16); libc.mprotect(hidden, 8 * MIB, 0)"
+    )
     result, still, events = dumped_early(store, puppet.pid)
     assert 32 * _MIB <= read_early(events) < 64 * _MIB
     assert_same_memory(store.read(result.snapshot), still)
 
 
-def test_with_a_ring_for_asynchronous_io_nothing_is_read_early(puppet: Puppet, store: Store) -> None:
+def test_with_a_ring_for_asynchronous_io_nothing_is_read_early(
+    puppet: Puppet, store: Store
+) -> None:
     puppet.do("data = private(16 * MIB); put(data, os.urandom(MIB) * 16)")
     puppet.do("ring = ctypes.c_ulong(); assert libc.syscall(206, 4, ctypes.byref(ring)) == 0")
     result, still, events = dumped_early(store, puppet.pid)
@@ -119,7 +129,9 @@ def test_threads_that_differ_at_the_end_have_everything_read_again(
     assert_same_memory(store.read(result.snapshot), still)
 
 
-def fails_early(job: Job, witness: Witness, act: Callable[[], object], error: type[BaseException]) -> BaseException:
+def fails_early(
+    job: Job, witness: Witness, act: Callable[[], object], error: type[BaseException]
+) -> BaseException:
     """As `failing.fails`, once CRIU was found at work in time; dumps of which it was not are good ones."""
     for _ in range(_TRIES):
         try:
@@ -133,7 +145,9 @@ def fails_early(job: Job, witness: Witness, act: Callable[[], object], error: ty
     raise AssertionError(f"CRIU was done before it was noticed, {_TRIES} times")
 
 
-def test_an_early_scan_that_fails_fails_the_dump(job: Job, witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_early_scan_that_fails_fails_the_dump(
+    job: Job, witness: Witness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(self: EarlyScan, *about: object) -> None:
         raise DumpFailed("a page could not be read")
 
@@ -154,7 +168,10 @@ def test_a_window_that_is_abandoned_meanwhile(job: Job, witness: Witness) -> Non
     events = Events({("dump.early", "begin"): dawdle})
     for _ in range(_TRIES):
         fails_early(
-            job, witness, lambda: witness.store.dump(job.pid, DumpOptions(max_window=0.6), events=events), WindowExceeded
+            job,
+            witness,
+            lambda: witness.store.dump(job.pid, DumpOptions(max_window=0.6), events=events),
+            WindowExceeded,
         )
         if held:  # else a busy machine took longer than that to begin
             break

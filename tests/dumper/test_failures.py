@@ -53,9 +53,18 @@ def wrapper(path: Path, script: str) -> Criu:
         ('for w; do case $w in /dev/shm/*) rm -r $w;; esac; done; exec $CRIU "$@"', "failed"),
         ("ulimit -f 1; trap '' XFSZ; exec $CRIU \"$@\"", "failed"),
     ],
-    ids=["fails", "says nothing", "is killed", "does not understand", "has no directory", "cannot write"],
+    ids=[
+        "fails",
+        "says nothing",
+        "is killed",
+        "does not understand",
+        "has no directory",
+        "cannot write",
+    ],
 )
-def test_criu_that_fails(script: str, words: str, job: Job, witness: Witness, tmp_path: Path) -> None:
+def test_criu_that_fails(
+    script: str, words: str, job: Job, witness: Witness, tmp_path: Path
+) -> None:
     criu = wrapper(tmp_path / "criu", script)
     error = fails(job, witness, lambda: witness.store.dump(job.pid, criu=criu))
     assert words in str(error)
@@ -86,7 +95,11 @@ def test_criu_killed_while_it_holds_the_tree(job: Job, witness: Witness) -> None
         for pid in members(witness.store.workdir, "dump.log"):
             os.kill(pid, signal.SIGKILL)
 
-    fails(job, witness, lambda: witness.store.dump(job.pid, events=Events({("dump.files", "begin"): kill})))
+    fails(
+        job,
+        witness,
+        lambda: witness.store.dump(job.pid, events=Events({("dump.files", "begin"): kill})),
+    )
     witness.next_dump_is_good()
     job.is_well()
 
@@ -98,7 +111,11 @@ def test_criu_or_its_script_killed_while_it_waits(word: str, job: Job, witness: 
         (pid,) = members(witness.store.workdir, word)
         os.kill(pid, signal.SIGKILL)
 
-    fails(job, witness, lambda: witness.store.dump(job.pid, events=Events({("dump.criu", "end"): kill})))
+    fails(
+        job,
+        witness,
+        lambda: witness.store.dump(job.pid, events=Events({("dump.criu", "end"): kill})),
+    )
     witness.next_dump_is_good()
     job.is_well()
 
@@ -110,7 +127,9 @@ def test_nothing_stands_still_before_the_window(job: Job, witness: Witness) -> N
         time.sleep(3.2)
         job.runs(time.time_ns())
 
-    result = witness.store.dump(job.pid, DumpOptions(max_window=3.0), events=Events({("dump.criu", "end"): watch}))
+    result = witness.store.dump(
+        job.pid, DumpOptions(max_window=3.0), events=Events({("dump.criu", "end"): watch})
+    )
     assert witness.store.snapshots() == [witness.first, result.snapshot]
 
 
@@ -151,7 +170,9 @@ def calls_of(store: Store, job: Job) -> list[Kind]:
     return [kind_of(call) for call in backend.calls[opened:]]
 
 
-def from_call_on(number: int, kind: Kind | None, store: Store, job: Job, witness: Witness, *, stop: bool) -> bool:
+def from_call_on(
+    number: int, kind: Kind | None, store: Store, job: Job, witness: Witness, *, stop: bool
+) -> bool:
     """Dump with a store that fails from such a call on; whether the dump failed. ``number``: another one each time."""
     driving.change(job.running.state_dir, number, 50, 50)
     backend = FaultyBackend(store.backend)
@@ -188,7 +209,9 @@ def test_a_store_that_fails_from_some_call_on(job: Job, witness: Witness) -> Non
 
 @pytest.mark.usefixtures("hasty")
 def test_a_store_that_fails_while_a_stopped_tree_waits(job: Job, witness: Witness) -> None:
-    kinds: list[Kind | None] = [("create", kind) for kind in ("hints", "nodes", "snapshots", "index")]
+    kinds: list[Kind | None] = [
+        ("create", kind) for kind in ("hints", "nodes", "snapshots", "index")
+    ]
     assert {*kinds} <= {*calls_of(witness.store, job)}
     for number, kind in enumerate([*kinds, None], 1):
         assert from_call_on(number, kind, witness.store, job, witness, stop=True), kind
@@ -199,7 +222,9 @@ def test_a_full_disk(job: Job, loop: LoopThread, workdir: Path, tmp_path: Path) 
     """A repository on a file system of its own, too small for a second snapshot."""
     place = tmp_path / "small"
     place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=14m", "tmpfs", place], check=True, timeout=20)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=14m", "tmpfs", place], check=True, timeout=20
+    )
     try:
         store = Store.make(loop, place / "repository", workdir)
         witness = Witness(store, job.pid)
@@ -217,7 +242,9 @@ def test_a_full_working_directory(job: Job, witness: Witness, tmp_path: Path) ->
     """CRIU finds no room for its images, although there was some when the dump began."""
     place = tmp_path / "work"
     place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", place], check=True, timeout=20)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", place], check=True, timeout=20
+    )
     try:
 
         def fill(_: Event) -> None:
@@ -226,7 +253,11 @@ def test_a_full_working_directory(job: Job, witness: Witness, tmp_path: Path) ->
                     file.write(bytes(1 << 16))
 
         small = replace(witness.store, workdir=place)
-        fails(job, witness, lambda: small.dump(job.pid, events=Events({("dump.window", "begin"): fill})))
+        fails(
+            job,
+            witness,
+            lambda: small.dump(job.pid, events=Events({("dump.window", "begin"): fill})),
+        )
         assert leftovers(place) == ["ballast"]
     finally:
         subprocess.run(["umount", "-l", place], check=True, timeout=20)
@@ -246,10 +277,17 @@ def test_a_target_that_is_gone(store: Store) -> None:
 
 @pytest.mark.parametrize(
     "moment",
-    [("dump.preflight", "end"), ("dump.precopy", "begin"), ("dump.precopy", "end"), ("dump.window", "begin")],
+    [
+        ("dump.preflight", "end"),
+        ("dump.precopy", "begin"),
+        ("dump.precopy", "end"),
+        ("dump.window", "begin"),
+    ],
     ids=lambda moment: " ".join(moment),
 )
-def test_a_target_that_ends_before_the_window(moment: tuple[str, str], job: Job, store: Store) -> None:
+def test_a_target_that_ends_before_the_window(
+    moment: tuple[str, str], job: Job, store: Store
+) -> None:
     events = Events({moment: lambda _: driving.kill_tree(job.pid)})
     with pytest.raises((DumpFailed, NotFound)):
         store.dump(job.pid, DumpOptions(pre_copy="on"), events=events)
@@ -258,7 +296,9 @@ def test_a_target_that_ends_before_the_window(moment: tuple[str, str], job: Job,
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.015, 0.03, 0.05])
-def test_a_target_that_is_killed_while_criu_freezes_it(delay: float, job: Job, store: Store) -> None:
+def test_a_target_that_is_killed_while_criu_freezes_it(
+    delay: float, job: Job, store: Store
+) -> None:
     def kill() -> None:
         job.stopped_since(time.time_ns(), 60.0)
         time.sleep(delay)
@@ -289,7 +329,12 @@ def test_a_target_that_is_killed_while_it_is_read(job: Job, store: Store) -> Non
 
 @pytest.mark.parametrize("limit", [0.001, 0.005])
 def test_a_window_that_is_over_before_criu_serves(limit: float, job: Job, witness: Witness) -> None:
-    error = fails(job, witness, lambda: witness.store.dump(job.pid, DumpOptions(max_window=limit)), WindowExceeded)
+    error = fails(
+        job,
+        witness,
+        lambda: witness.store.dump(job.pid, DumpOptions(max_window=limit)),
+        WindowExceeded,
+    )
     assert "--max-window" in str(error)
     witness.next_dump_is_good()
     job.is_well()
@@ -304,7 +349,12 @@ def test_a_window_that_takes_too_long(job: Job, witness: Witness) -> None:
         ran.append(driving.steps(job.running.state_dir)[1] - begun)
 
     events = Events({("dump.files", "begin"): dawdle})
-    fails(job, witness, lambda: witness.store.dump(job.pid, DumpOptions(max_window=2.0), events=events), WindowExceeded)
+    fails(
+        job,
+        witness,
+        lambda: witness.store.dump(job.pid, DumpOptions(max_window=2.0), events=events),
+        WindowExceeded,
+    )
     assert ran[0] > 0  # it ran while the dumper was still busy
     witness.next_dump_is_good()
 
@@ -328,10 +378,15 @@ def test_hooks(job: Job, witness: Witness, tmp_path: Path) -> None:
     before = f"echo before $ICECORE_JOB $ICECORE_PID $ICECORE_SNAPSHOT >> {note}"
     after = f"echo after $ICECORE_JOB $ICECORE_PID $ICECORE_SNAPSHOT >> {note}"
     result = witness.store.dump(job.pid, DumpOptions(before=before, after=after))
-    assert note.read_text().splitlines() == [f"before job {job.pid}", f"after job {job.pid} {result.snapshot}"]
+    assert note.read_text().splitlines() == [
+        f"before job {job.pid}",
+        f"after job {job.pid} {result.snapshot}",
+    ]
     note.unlink()
     error = fails(
-        job, witness, lambda: witness.store.dump(job.pid, DumpOptions(before="echo no >&2; exit 3", after=after))
+        job,
+        witness,
+        lambda: witness.store.dump(job.pid, DumpOptions(before="echo no >&2; exit 3", after=after)),
     )
     assert "status 3: no" in str(error)
     assert note.read_text().splitlines() == [f"after job {job.pid}"]

@@ -23,20 +23,35 @@ PAGE = 4096
 
 pytestmark = [
     pytest.mark.criu,
-    pytest.mark.skipif(not hides(find_criu()), reason="needs a C compiler when icecore is built, Linux 6.7, and from 6.13 on CRIU 4.2"),
+    pytest.mark.skipif(
+        not hides(find_criu()),
+        reason="needs a C compiler when icecore is built, Linux 6.7, and from 6.13 on CRIU 4.2",
+    ),
 ]
 
 #: Code → whether its pages are restored lazily.
 KINDS = {
     "plain": ("m = private(9 * MIB); put(m, os.urandom(3 * MIB)); put(m + 5 * MIB, b'x')", True),
-    "heap": ("libc.sbrk.restype = ctypes.c_void_p; m = libc.sbrk(4 * MIB); put(m + MIB, os.urandom(2 * MIB))", True),
-    "locked": ("m = private(3 * MIB); put(m, os.urandom(3 * MIB)); assert libc.mlock(ctypes.c_void_p(m), 3 * MIB) == 0", False),
-    "no access": ("m = private(3 * MIB); put(m, os.urandom(2 * MIB)); libc.mprotect(m, 3 * MIB, 0)", True),
+    "heap": (
+        "libc.sbrk.restype = ctypes.c_void_p; m = libc.sbrk(4 * MIB); put(m + MIB, os.urandom(2 * MIB))",
+        True,
+    ),
+    "locked": (
+        "m = private(3 * MIB); put(m, os.urandom(3 * MIB)); assert libc.mlock(ctypes.c_void_p(m), 3 * MIB) == 0",
+        False,
+    ),
+    "no access": (
+        "m = private(3 * MIB); put(m, os.urandom(2 * MIB)); libc.mprotect(m, 3 * MIB, 0)",
+        True,
+    ),
     "executable": ("m = private(3 * MIB, protection=7); put(m, os.urandom(2 * MIB))", True),
     "grows down": ("m = private(3 * MIB, more=0x100); put(m + MIB, os.urandom(MIB))", True),
     "droppable": ("m = libc.mmap(None, 3 * MIB, 3, 0x28, -1, 0); put(m, os.urandom(MIB))", None),
     # Plain where the kernel has no names of anonymous memory.
-    "named": ("m = private(3 * MIB); put(m, os.urandom(MIB)); libc.prctl(0x53564d41, 0, ctypes.c_void_p(m), 3 * MIB, b'a b x')", True),
+    "named": (
+        "m = private(3 * MIB); put(m, os.urandom(MIB)); libc.prctl(0x53564d41, 0, ctypes.c_void_p(m), 3 * MIB, b'a b x')",
+        True,
+    ),
     # CRIU makes all readable, so that the two become one, and asks for both at once.
     "two that merge": (
         "m = private(12 * MIB); m += -m % (2 * MIB) + 2 * MIB; libc.mprotect(m - 2 * MIB, 2 * MIB, 1); libc.mprotect(m + 2 * MIB, 2 * MIB, 2)\n"
@@ -44,9 +59,13 @@ KINDS = {
         True,
     ),
     "large ones that merge": (
-        "m = private(9 * MIB); put(m, os.urandom(9 * MIB)); libc.mprotect(m, 3 * MIB, 1); libc.mprotect(m + 3 * MIB, 3 * MIB, 0)", True,
+        "m = private(9 * MIB); put(m, os.urandom(9 * MIB)); libc.mprotect(m, 3 * MIB, 1); libc.mprotect(m + 3 * MIB, 3 * MIB, 0)",
+        True,
     ),
-    "zeros": ("m = private(3 * MIB); put(m, bytes(MIB)); [ctypes.string_at(m + 2 * MIB + i, 1) for i in range(0, MIB, 4096)]", True),
+    "zeros": (
+        "m = private(3 * MIB); put(m, bytes(MIB)); [ctypes.string_at(m + 2 * MIB + i, 1) for i in range(0, MIB, 4096)]",
+        True,
+    ),
     "shared": ("m = libc.mmap(None, 3 * MIB, 3, 0x21, -1, 0); put(m, os.urandom(2 * MIB))", None),
     "file": (
         "open('f', 'wb').write(os.urandom(3 * MIB)); f = os.open('f', os.O_RDONLY); m = libc.mmap(None, 3 * MIB, 3, 2, f, 0); os.close(f); "
@@ -70,7 +89,9 @@ KINDS = {
 }
 
 
-def watched(puppet: Puppet, store: Store, options: DumpOptions | None = None, *, lost: bool = False) -> Entries:
+def watched(
+    puppet: Puppet, store: Store, options: DumpOptions | None = None, *, lost: bool = False
+) -> Entries:
     """The pagemap in a snapshot that is right; ``lost``: it need not have all."""
     still = Stillness()
     events = Events({("dump.files", "begin"): lambda _: still.look(puppet.pid)})
@@ -111,17 +132,25 @@ def test_the_same_is_recorded_as_if_nothing_were_hidden(
         monkeypatch.setattr(EarlyScan, "finish", lambda scan: [finish(scan), None][1])
     ours = pages_of(watched(puppet, store, lost=kind == "droppable"))
     prepare = Window.prepare
-    monkeypatch.setattr(Window, "prepare", lambda window, command, hidden, devices: prepare(window, command, None, devices))
+    monkeypatch.setattr(
+        Window,
+        "prepare",
+        lambda window, command, hidden, devices: prepare(window, command, None, devices),
+    )
     theirs = pages_of(watched(puppet, store, lost=kind == "droppable"))
     # Whatever Python itself did between the two dumps is none of this test's.
     area = range(address, address + 9 * (1 << 20), PAGE)
     assert ours.keys() & set(area) == theirs.keys() & set(area)
     # Where some thread's stack pointer is the first byte of a page, CRIU writes all pages itself (criu/mem.c: is_stack).
     if PE_LAZY in theirs.values():
-        assert {at: ours[at] for at in area if at in ours} == {at: theirs[at] for at in area if at in theirs}
+        assert {at: ours[at] for at in area if at in ours} == {
+            at: theirs[at] for at in area if at in theirs
+        }
     assert kind in ("shared", "droppable") or ours.keys() & set(area)
     if lazy is not None:
-        assert {ours[a] for a in area if a in ours and a < address + (1 << 20) * 3} == {PE_LAZY if lazy else PE_PRESENT}
+        assert {ours[a] for a in area if a in ours and a < address + (1 << 20) * 3} == {
+            PE_LAZY if lazy else PE_PRESENT
+        }
 
 
 #: 24 MiB of which parts are written, protected, unmapped, locked, shared, advised about. Parts are executable or guard pages, not both: CRIU runs what it
@@ -159,20 +188,32 @@ for _ in range(chosen.randrange(3, 40)):
 """
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.torture) for seed in range(4, 300))])
-def test_a_random_layout(seed: int, puppet: Puppet, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    puppet.do(_LAYOUT.format(seed=seed, more="execute" if seed % 2 or not guards_told() else "guard"))
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.torture) for seed in range(4, 300))]
+)
+def test_a_random_layout(
+    seed: int, puppet: Puppet, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    puppet.do(
+        _LAYOUT.format(seed=seed, more="execute" if seed % 2 or not guards_told() else "guard")
+    )
     address = puppet.number("m")
     area = set(range(address, address + (24 << 20), PAGE))
 
     def taken() -> tuple[dict[int, int], dict[int, bytes]]:
         recorded = store.read(store.dump(puppet.pid).snapshot)
         pages = recorded.pages(recorded.space("process", str(puppet.pid)))
-        return pages_of(pagemap_of(recorded, puppet.pid)), {at: page for at, page in pages.items() if at in area}
+        return pages_of(pagemap_of(recorded, puppet.pid)), {
+            at: page for at, page in pages.items() if at in area
+        }
 
     flags, pages = taken()
     prepare = Window.prepare
-    monkeypatch.setattr(Window, "prepare", lambda window, command, hidden, devices: prepare(window, command, None, devices))
+    monkeypatch.setattr(
+        Window,
+        "prepare",
+        lambda window, command, hidden, devices: prepare(window, command, None, devices),
+    )
     flags_seen, pages_seen = taken()
     assert pages == pages_seen
     if PE_LAZY in flags_seen.values():
@@ -186,12 +227,18 @@ def test_most_of_it_is_hidden(puppet: Puppet, store: Store) -> None:
 
     def look(_: object) -> None:
         (images,) = store.workdir.iterdir()
-        seen.append(pages_of(decode_pagemap((images / f"pagemap-{puppet.pid}.img").read_bytes())[1]))
+        seen.append(
+            pages_of(decode_pagemap((images / f"pagemap-{puppet.pid}.img").read_bytes())[1])
+        )
         seen.append((images / "hidden.log").stat().st_size)
 
     events = Events({("dump.files", "begin"): look})
     store.dump(puppet.pid, events=events)
-    (said,) = [event.fields["hidden"] for event in events.all if event.name == "dump.window" and "hidden" in event.fields]
+    (said,) = [
+        event.fields["hidden"]
+        for event in events.all
+        if event.name == "dump.window" and "hidden" in event.fields
+    ]
     assert said >= 64 << 20
     address = puppet.number("m")
     assert not any(address <= at < address + (64 << 20) for at in seen[0]) and seen[1] >= 24
@@ -202,10 +249,16 @@ def test_a_stream_has_everything(puppet: Puppet, store: Store) -> None:
     watched(puppet, store, DumpOptions(memory="streamed"))
 
 
-@pytest.mark.skipif(not guards_told(), reason="guard pages can be told from others from Linux 6.15 on")
+@pytest.mark.skipif(
+    not guards_told(), reason="guard pages can be told from others from Linux 6.15 on"
+)
 def test_guard_pages(puppet: Puppet, store: Store) -> None:
-    puppet.do("m = private(8 * MIB); put(m, os.urandom(8 * MIB)); libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]")
-    puppet.do("assert libc.madvise(m + MIB, MIB, 102) == 0; assert libc.madvise(m + 4 * MIB, 4096, 102) == 0")
+    puppet.do(
+        "m = private(8 * MIB); put(m, os.urandom(8 * MIB)); libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]"
+    )
+    puppet.do(
+        "assert libc.madvise(m + MIB, MIB, 102) == 0; assert libc.madvise(m + 4 * MIB, 4096, 102) == 0"
+    )
     if find_criu().version < (4, 2):
         pytest.skip("needs CRIU 4.2")
     result = store.dump(puppet.pid)
@@ -216,14 +269,24 @@ def test_guard_pages(puppet: Puppet, store: Store) -> None:
     assert not pages & guards and set(range(address, address + (8 << 20), PAGE)) - guards <= pages
 
 
-@pytest.mark.skipif(not guards_told(), reason="guard pages can be told from others from Linux 6.15 on")
+@pytest.mark.skipif(
+    not guards_told(), reason="guard pages can be told from others from Linux 6.15 on"
+)
 def test_guard_pages_are_not_lost_by_an_older_criu(puppet: Puppet, store: Store) -> None:
     """It is refused; where they come later it stumbles over them, because then nothing is hidden from it."""
     older = find_criu(PREFIX)
     if older.version >= (4, 2):
         pytest.skip("there is none")
-    puppet.do("m = private(8 * MIB); put(m, os.urandom(8 * MIB)); libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]")
-    events = Events({("dump.window", "begin"): lambda _: puppet.do("assert libc.madvise(m + MIB, MIB, 102) == 0")})
+    puppet.do(
+        "m = private(8 * MIB); put(m, os.urandom(8 * MIB)); libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]"
+    )
+    events = Events(
+        {
+            ("dump.window", "begin"): lambda _: puppet.do(
+                "assert libc.madvise(m + MIB, MIB, 102) == 0"
+            )
+        }
+    )
     with pytest.raises(DumpFailed, match="failed"):
         store.dump(puppet.pid, criu=older, events=events)
     with pytest.raises(PreflightRefused, match="guard pages"):

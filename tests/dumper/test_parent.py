@@ -26,7 +26,11 @@ def test_on_the_one_wanted_or_the_newest_of_the_job_that_is_whole() -> None:
         own = set(backend.objects) - before
         other = await take(repository, {0: 3}, job="b")
         assert [await chosen("a"), await chosen("b"), await chosen("c")] == [second, other, ""]
-        assert [await chosen("a", first), await chosen("a", other), await chosen("a", "0" * 32)] == [first, other, second]
+        assert [
+            await chosen("a", first),
+            await chosen("a", other),
+            await chosen("a", "0" * 32),
+        ] == [first, other, second]
 
         await backend.delete(next(name for name in own if name.startswith("shard")))
         await Repairer(repository).apply()

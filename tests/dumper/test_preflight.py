@@ -59,10 +59,17 @@ def has(tmp_path: Path) -> Iterator[Has]:
     started: list[subprocess.Popen[bytes]] = []
 
     def start(code: str, **how: object) -> int:
-        how = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **how}
+        how = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.DEVNULL,
+            "stderr": subprocess.DEVNULL,
+            **how,
+        }
         ready = tmp_path / f"ready{len(started)}"
         script = f"{_PREAMBLE}\n{code}\nopen({str(ready)!r}, 'w').close()\ntime.sleep(1000)"
-        process = subprocess.Popen([sys.executable, "-S", "-c", script], cwd=tmp_path, start_new_session=True, **how)
+        process = subprocess.Popen(
+            [sys.executable, "-S", "-c", script], cwd=tmp_path, start_new_session=True, **how
+        )
         started.append(process)
         end = time.monotonic() + 20
         while not ready.exists():
@@ -81,14 +88,18 @@ def has(tmp_path: Path) -> Iterator[Has]:
         process.wait(20)
 
 
-def refusals(pid: int, options: DumpOptions | None = None, workdir: str | Path = "/dev/shm") -> dict[str, str]:
+def refusals(
+    pid: int, options: DumpOptions | None = None, workdir: str | Path = "/dev/shm"
+) -> dict[str, str]:
     """Name → message of all refusals of a tree, with the CRIU in use."""
     found = refuse(look(pid, find_criu(), str(workdir), options or DumpOptions()))
     assert all(r.cure for r in found)
     return {r.name: r.message for r in found}
 
 
-def refused(store: Store, target: Target | int, options: DumpOptions | None = None) -> dict[str, str]:
+def refused(
+    store: Store, target: Target | int, options: DumpOptions | None = None
+) -> dict[str, str]:
     """A dump is refused, and nothing was done to anything; name → message."""
     before = store.snapshots()
     events = Events()
@@ -198,11 +209,19 @@ def test_a_traced_process(has: Has, store: Store) -> None:
 
 def test_a_deadline_scheduled_process(has: Has, store: Store) -> None:
     policy = "struct.pack('IIQiIQQQ', 48, 6, 0, 0, 0, 10**6, 10**7, 10**7)"
-    pid = has(f"call({_SCHED_SETATTR}, 0, (ctypes.c_char * 48).from_buffer(bytearray({policy})), 0)")
+    pid = has(
+        f"call({_SCHED_SETATTR}, 0, (ctypes.c_char * 48).from_buffer(bytearray({policy})), 0)"
+    )
     assert list(refused(store, pid)) == ["scheduling"]
 
 
-NAMESPACES = {"mount": 0x20000, "uts": 0x4000000, "ipc": 0x8000000, "user": 0x10000000, "net": 0x40000000}
+NAMESPACES = {
+    "mount": 0x20000,
+    "uts": 0x4000000,
+    "ipc": 0x8000000,
+    "user": 0x10000000,
+    "net": 0x40000000,
+}
 
 
 @pytest.mark.parametrize("kind", NAMESPACES)
@@ -237,12 +256,16 @@ def test_too_few_descriptors(job: Job, store: Store) -> None:
 
 
 @pytest.mark.parametrize("hidden", [True, False])
-def test_too_small_pipes(job: Job, store: Store, monkeypatch: pytest.MonkeyPatch, hidden: bool) -> None:
+def test_too_small_pipes(
+    job: Job, store: Store, monkeypatch: pytest.MonkeyPatch, hidden: bool
+) -> None:
     """The same on a machine where pipes may not grow, without making this one such; if CRIU sees all memory, for large mappings, too."""
     monkeypatch.setattr(limits, "pipe_max_size", lambda: 4096)
     monkeypatch.setattr(limits, "descriptor_limit", lambda: 2500)
     monkeypatch.setattr(checks, "hides", lambda criu: hidden)
-    monkeypatch.setattr(limits, "capabilities", lambda pid=None: frozenset({"CAP_SYS_ADMIN", "CAP_SYS_PTRACE"}))
+    monkeypatch.setattr(
+        limits, "capabilities", lambda pid=None: frozenset({"CAP_SYS_ADMIN", "CAP_SYS_PTRACE"})
+    )
     found = look(job.pid, find_criu(), str(store.workdir), DumpOptions())
     refusals = checks.pipes(found)
     assert bool(refusals) is not hidden
@@ -273,8 +296,14 @@ CASES = {
         f"f = call({_PERF_EVENT_OPEN}, (ctypes.c_char * 112).from_buffer(a), 0, -1, -1, 0)",
     ),
     "userfaultfd": ("descriptor", f"f = call({_USERFAULTFD}, 0)"),
-    "misc device": ("device", "f = os.open('/dev/fuse', os.O_RDWR) if os.path.exists('/dev/fuse') else sys.exit(1)"),
-    "tunnel": ("device", "f = os.open('/dev/net/tun', os.O_RDWR) if os.path.exists('/dev/net/tun') else sys.exit(1)"),
+    "misc device": (
+        "device",
+        "f = os.open('/dev/fuse', os.O_RDWR) if os.path.exists('/dev/fuse') else sys.exit(1)",
+    ),
+    "tunnel": (
+        "device",
+        "f = os.open('/dev/net/tun', os.O_RDWR) if os.path.exists('/dev/net/tun') else sys.exit(1)",
+    ),
     "pidfd of another": ("pidfd", "f = os.pidfd_open(1)"),
     "message queue": (
         "mount",
@@ -285,7 +314,9 @@ CASES = {
 }
 
 
-def test_a_gpu_that_was_opened_in_a_root_which_is_gone(has: Has, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_was_opened_in_a_root_which_is_gone(
+    has: Has, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its path no longer begins with /dev, as that of resident memory which another instance left: its number tells what it is."""
     pid = has(
         """
@@ -362,7 +393,9 @@ def test_a_working_directory_that_is_too_small(has: Has, store: Store, tmp_path:
 @contextmanager
 def mounted(place: Path, size: str) -> Iterator[None]:
     """A small tmpfs."""
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place], check=True, timeout=20)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place], check=True, timeout=20
+    )
     try:
         yield
     finally:
@@ -401,7 +434,9 @@ def test_what_is_not_refused_can_be_dumped(case: str, has: Has, store: Store) ->
     result = store.dump(pid, events=events)
     assert not events.named("dump.warning")
     assert not standing(pid)
-    names = {Path(file.path).name for file in store.read(result.snapshot).manifest.files if file.writable}
+    names = {
+        Path(file.path).name for file in store.read(result.snapshot).manifest.files if file.writable
+    }
     assert not any(name.startswith("[aio]") for name in names)
     if case == "name like a deleted one":
         assert "x (deleted)" in names
@@ -446,6 +481,8 @@ def test_a_system_v_message_queue_of_the_host(has: Has, monkeypatch: pytest.Monk
         (warning,) = warn(look(pid, find_criu(), "/dev/shm", DumpOptions()))
         assert warning.name == "message-queue"
         monkeypatch.setattr(procfs, "began", lambda pid: time.time() + 60)
-        assert warn(look(pid, find_criu(), "/dev/shm", DumpOptions())) == []  # it has the pid of one that is gone
+        assert (
+            warn(look(pid, find_criu(), "/dev/shm", DumpOptions())) == []
+        )  # it has the pid of one that is gone
     finally:
         ctypes.CDLL(None).msgctl(queue, 0, None)

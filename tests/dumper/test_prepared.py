@@ -20,7 +20,13 @@ def test_a_script_that_can_be_executed(forbidden: bool, monkeypatch: pytest.Monk
         monkeypatch.setattr(os, "memfd_create", refuse)
     script = prepared._executable("#!/bin/sh\necho executed\n")
     try:
-        done = subprocess.run([f"/proc/{os.getpid()}/fd/{script}"], stdout=subprocess.PIPE, text=True, timeout=20, check=True)
+        done = subprocess.run(
+            [f"/proc/{os.getpid()}/fd/{script}"],
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=20,
+            check=True,
+        )
     finally:
         os.close(script)
     assert done.stdout == "executed\n"

@@ -52,16 +52,27 @@ class Memory:
         for page in self.touched:
             self.map[page * PAGE : (page + 1) * PAGE] = os.urandom(PAGE)
         self.regions = [Region(self.address, _SIZE, self.address)]
-        self.plan = plan_cells(self.regions, np.array([(self.address + p * PAGE, 1) for p in self.touched], EXTENT))
+        self.plan = plan_cells(
+            self.regions, np.array([(self.address + p * PAGE, 1) for p in self.touched], EXTENT)
+        )
 
-    def scan(self, known: KnownCells, staging: Staging, kept: dict[int, bytes], threads: int = 2) -> ScanResult:
+    def scan(
+        self, known: KnownCells, staging: Staging, kept: dict[int, bytes], threads: int = 2
+    ) -> ScanResult:
         def keep(row: int, slot: Slot) -> None:
             kept[row] = bytes(slot.view(0, int(self.plan.length[row])))
             staging.release(slot)
 
         with RemoteReader(os.getpid()) as reader:
             return scan(
-                self.plan, reader, known, seed=7, staging=staging, threads=threads, keep=keep, stop=threading.Event()
+                self.plan,
+                reader,
+                known,
+                seed=7,
+                staging=staging,
+                threads=threads,
+                keep=keep,
+                stop=threading.Event(),
             )
 
 
@@ -69,7 +80,9 @@ class Memory:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How cells of a process are scanned."""
     if request.param == "interpreted":
-        monkeypatch.setattr("icecore.dumper.memory.scan.native_scan_lacks", lambda: "the test wants it")
+        monkeypatch.setattr(
+            "icecore.dumper.memory.scan.native_scan_lacks", lambda: "the test wants it"
+        )
     elif native_scan_lacks():
         pytest.skip(native_scan_lacks())
     return str(request.param)
@@ -83,7 +96,9 @@ def test_scan_hands_on_what_changed_and_nothing_else() -> None:
         assert sorted(kept) == list(range(len(memory.plan)))
         for row, data in kept.items():
             runs = memory.plan.runs[memory.plan.first_run[row] : memory.plan.first_run[row + 1]]
-            assert data == b"".join(ctypes.string_at(int(r["address"]), int(r["length"])) for r in runs)
+            assert data == b"".join(
+                ctypes.string_at(int(r["address"]), int(r["length"])) for r in runs
+            )
             assert first.fingerprint[row].tobytes() == xxhash.xxh3_128_digest(
                 memory.plan.bitmap[row].tobytes() + data, 7
             )
@@ -120,7 +135,9 @@ class Layout:
             elif kind == 3:
                 own[:] = self.random.random(256) < 0.5
         edges = np.flatnonzero(np.diff(there, prepend=False, append=False)).reshape(-1, 2)
-        self.extents = np.array([(self.address + low * PAGE, high - low) for low, high in edges], EXTENT)
+        self.extents = np.array(
+            [(self.address + low * PAGE, high - low) for low, high in edges], EXTENT
+        )
         self.regions = [Region(self.address, len(self.bytes), self.address + 3 * PAGE - CELL_BYTES)]
         self.plan = plan_cells(self.regions, self.extents)
         self.there = np.flatnonzero(there)
@@ -141,13 +158,21 @@ class Layout:
         """The bytes of each cell."""
         with open("/proc/self/mem", "rb", buffering=0) as memory:
             return [
-                b"".join(os.pread(memory.fileno(), int(run["length"]), int(run["address"])) for run in self.plan.runs[low:high])
-                for low, high in zip(self.plan.first_run[:-1].tolist(), self.plan.first_run[1:].tolist(), strict=True)
+                b"".join(
+                    os.pread(memory.fileno(), int(run["length"]), int(run["address"]))
+                    for run in self.plan.runs[low:high]
+                )
+                for low, high in zip(
+                    self.plan.first_run[:-1].tolist(), self.plan.first_run[1:].tolist(), strict=True
+                )
             ]
 
 
 _mprotect, _munmap = ctypes.CDLL(None).mprotect, ctypes.CDLL(None).munmap
-_mprotect.argtypes, _munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], [ctypes.c_void_p, ctypes.c_size_t]
+_mprotect.argtypes, _munmap.argtypes = (
+    [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int],
+    [ctypes.c_void_p, ctypes.c_size_t],
+)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -168,19 +193,37 @@ def test_a_scan_finds_what_is_there(seed: int, way: str) -> None:
             layout.change(changes)
             kept.clear()
             advanced.clear()
-            before = [known.fingerprint[row].tobytes() if row >= 0 else b"" for row in known.find(layout.plan.key)]
+            before = [
+                known.fingerprint[row].tobytes() if row >= 0 else b""
+                for row in known.find(layout.plan.key)
+            ]
             found = scan(
-                layout.plan, reader, known, seed=seed, staging=staging, threads=8, keep=keep, stop=stop, advance=advanced.append
+                layout.plan,
+                reader,
+                known,
+                seed=seed,
+                staging=staging,
+                threads=8,
+                keep=keep,
+                stop=stop,
+                advance=advanced.append,
             )
             expected = layout.expected()
             fingerprints = [
-                xxhash.xxh3_128_digest(layout.plan.bitmap[row].tobytes() + data, seed) for row, data in enumerate(expected)
+                xxhash.xxh3_128_digest(layout.plan.bitmap[row].tobytes() + data, seed)
+                for row, data in enumerate(expected)
             ]
             assert [one.tobytes() for one in found.fingerprint] == fingerprints
-            changed = [row for row, pair in enumerate(zip(before, fingerprints, strict=True)) if pair[0] != pair[1]]
+            changed = [
+                row
+                for row, pair in enumerate(zip(before, fingerprints, strict=True))
+                if pair[0] != pair[1]
+            ]
             assert found.changed.tolist() == sorted(kept) == changed
             assert all(kept[row] == expected[row] for row in kept)
-            assert (found.row[found.row >= 0] == np.setdiff1d(np.arange(len(layout.plan)), changed)).all()
+            assert (
+                found.row[found.row >= 0] == np.setdiff1d(np.arange(len(layout.plan)), changed)
+            ).all()
             assert sum(advanced) == layout.plan.bytes
             known = KnownCells(layout.plan.key, found.fingerprint, np.zeros(len(layout.plan), CELL))
 
@@ -188,8 +231,14 @@ def test_a_scan_finds_what_is_there(seed: int, way: str) -> None:
 @pytest.mark.usefixtures("way")
 def test_a_page_that_is_gone_ends_the_scan() -> None:
     layout = Layout(1)
-    plan = plan_cells([Region(0, 1 << 40, 0)], np.array([(layout.address, 2), (1 << 30, 3)], EXTENT)[::-1])
-    with Staging(64 << 20) as staging, RemoteReader(os.getpid()) as reader, pytest.raises(DumpFailed, match="cannot be read"):
+    plan = plan_cells(
+        [Region(0, 1 << 40, 0)], np.array([(layout.address, 2), (1 << 30, 3)], EXTENT)[::-1]
+    )
+    with (
+        Staging(64 << 20) as staging,
+        RemoteReader(os.getpid()) as reader,
+        pytest.raises(DumpFailed, match="cannot be read"),
+    ):
         scan(
             plan, reader, KnownCells.none(), seed=1, staging=staging, threads=2, keep=lambda row, slot: staging.release(slot),
             stop=threading.Event(),
@@ -218,7 +267,10 @@ def test_without_a_hash_function_it_is_said(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize(("content", "words"), [(None, "compiler"), (b"no library", "cannot be used"), (b"", "cannot be used")])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "compiler"), (b"no library", "cannot be used"), (b"", "cannot be used")],
+)
 def test_without_its_library_it_is_said(
     content: bytes | None, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -237,7 +289,9 @@ def test_a_library_of_another_version_is_not_used(
 ) -> None:
     text = f"unsigned long scan_cells_size = {size};" if size else ""
     (tmp_path / "old.c").write_text(f"long scan_cells(void) {{ return 0; }} {text}")
-    subprocess.run(["cc", "-shared", "-o", "library", "old.c"], cwd=tmp_path, check=True, timeout=60)
+    subprocess.run(
+        ["cc", "-shared", "-o", "library", "old.c"], cwd=tmp_path, check=True, timeout=60
+    )
     monkeypatch.setattr(scanning, "LIBRARY", tmp_path / "library")
     assert words in native_scan_lacks()
 
@@ -255,10 +309,21 @@ def test_arrays_that_c_would_misread_are_refused() -> None:
         "row": np.zeros(4, "<i8"),
     }
     NativeScan(1, Columns(**good), 1)
-    bad = [(name, array.astype("<u2") if array.dtype.kind != "V" else array.view("u1")) for name, array in good.items()]
-    bad += [(name, np.zeros((2 * len(array), *array.shape[1:]), array.dtype)[::2]) for name, array in good.items() if len(array)]
+    bad = [
+        (name, array.astype("<u2") if array.dtype.kind != "V" else array.view("u1"))
+        for name, array in good.items()
+    ]
+    bad += [
+        (name, np.zeros((2 * len(array), *array.shape[1:]), array.dtype)[::2])
+        for name, array in good.items()
+        if len(array)
+    ]
     bad += [(name, array[1:]) for name, array in good.items() if name not in ("runs", "known")]
-    bad += [("length", np.zeros(4, "<f8")), ("row", np.zeros(4, "<u8")), ("bitmap", np.zeros(4, "u1"))]
+    bad += [
+        ("length", np.zeros(4, "<f8")),
+        ("row", np.zeros(4, "<u8")),
+        ("bitmap", np.zeros(4, "u1")),
+    ]
     for name in ("fingerprint", "row"):
         fixed = good[name].copy()
         fixed.flags.writeable = False
@@ -275,8 +340,13 @@ def test_batches_are_about_as_much_work_each(seed: int) -> None:
     length = np.concatenate([np.full(small, PAGE), np.full(whole, CELL_BYTES)]).astype(np.uint64)
     for threads in (1, 12):
         ends = _batches(length, threads, True)
-        assert ends[-1] == len(length) and all(low < high for low, high in zip([0, *ends], ends, strict=False))
-        work = [int((length[low:high] + np.uint64(PAGE)).sum()) for low, high in zip([0, *ends], ends, strict=False)]
+        assert ends[-1] == len(length) and all(
+            low < high for low, high in zip([0, *ends], ends, strict=False)
+        )
+        work = [
+            int((length[low:high] + np.uint64(PAGE)).sum())
+            for low, high in zip([0, *ends], ends, strict=False)
+        ]
         total = sum(work)
         assert max(work) <= min(16 << 20, total // (4 * threads)) + CELL_BYTES + 2 * PAGE
         assert len(ends) >= min(3 * threads, len(length) // 2)
@@ -292,8 +362,21 @@ def test_a_scan_that_is_stopped_ends_soon() -> None:
         seen.append(row)
         stop.set()
 
-    with Staging(64 << 20) as staging, RemoteReader(os.getpid()) as reader, pytest.raises(DumpFailed, match="stopped"):
-        scan(layout.plan, reader, KnownCells.none(), seed=1, staging=staging, threads=1, keep=keep, stop=stop)
+    with (
+        Staging(64 << 20) as staging,
+        RemoteReader(os.getpid()) as reader,
+        pytest.raises(DumpFailed, match="stopped"),
+    ):
+        scan(
+            layout.plan,
+            reader,
+            KnownCells.none(),
+            seed=1,
+            staging=staging,
+            threads=1,
+            keep=keep,
+            stop=stop,
+        )
     assert len(seen) <= 16
 
 
@@ -304,7 +387,13 @@ def test_what_changes_and_vanishes_while_it_is_scanned() -> None:
     gone = int(np.argmax(layout.plan.length))
     with Staging(64 << 20) as staging, RemoteReader(os.getpid()) as reader:
         keep = lambda row, slot: staging.release(slot)  # noqa: E731
-        more = {"seed": 1, "staging": staging, "threads": 3, "keep": keep, "stop": threading.Event()}
+        more = {
+            "seed": 1,
+            "staging": staging,
+            "threads": 3,
+            "keep": keep,
+            "stop": threading.Event(),
+        }
         before = scan(layout.plan, Vanishing(reader), KnownCells.none(), **more)
         known = KnownCells(layout.plan.key, before.fingerprint, np.zeros(len(layout.plan), CELL))
         run = layout.plan.runs[layout.plan.first_run[gone]]
@@ -320,7 +409,9 @@ def test_threads_that_take_all_slots_for_themselves_make_it_spill() -> None:
     layout, stored = Layout(2), []
 
     class Store:
-        def store_cell(self, stream: int, cell: int, *rest: object, **more: object) -> npt.NDArray[np.void]:
+        def store_cell(
+            self, stream: int, cell: int, *rest: object, **more: object
+        ) -> npt.NDArray[np.void]:
             stored.append(cell)
             return np.zeros((), CELL)
 
@@ -390,13 +481,17 @@ def test_zero_pages_are_told_apart(zeros: list[int]) -> None:
     data[:, 0] = rng.integers(0, 2, 200)  # a page that merely begins with zeros is data
     data[zeros] = 0
     bitmap, zero, kept = without_zero_pages(
-        np.packbits(mask, bitorder="little"), memoryview(data.tobytes()), np.empty(CELL_BYTES, np.uint8)
+        np.packbits(mask, bitorder="little"),
+        memoryview(data.tobytes()),
+        np.empty(CELL_BYTES, np.uint8),
     )
     is_zero = ~data.any(axis=1)
-    assert set(np.flatnonzero(np.unpackbits(np.frombuffer(zero, np.uint8), bitorder="little"))) == set(present[is_zero])
-    assert set(np.flatnonzero(np.unpackbits(np.frombuffer(bitmap, np.uint8), bitorder="little"))) == set(
-        present[~is_zero]
-    )
+    assert set(
+        np.flatnonzero(np.unpackbits(np.frombuffer(zero, np.uint8), bitorder="little"))
+    ) == set(present[is_zero])
+    assert set(
+        np.flatnonzero(np.unpackbits(np.frombuffer(bitmap, np.uint8), bitorder="little"))
+    ) == set(present[~is_zero])
     assert bytes(kept) == data[~is_zero].tobytes()
 
 
@@ -419,7 +514,16 @@ def test_a_file_reads_as_a_space_with_its_holes_and_its_tail(tmp_path: object) -
                 got[int(plan.cell[row])] = bytes(slot.view(0, int(plan.length[row])))
                 staging.release(slot)
 
-            scan(plan, source, KnownCells.none(), seed=0, staging=staging, threads=1, keep=keep, stop=threading.Event())
+            scan(
+                plan,
+                source,
+                KnownCells.none(),
+                seed=0,
+                staging=staging,
+                threads=1,
+                keep=keep,
+                stop=threading.Event(),
+            )
         assert got[5] == tail + bytes(-len(tail) % PAGE)
         assert got[0].startswith(b"head" * 1000) and not got[0][4000:].strip(b"\0")
         assert set(got) == {0, 5}
@@ -447,13 +551,22 @@ def test_a_pages_image_reads_by_address(tmp_path: object) -> None:
 
 def test_fingerprints_survive_storing_and_name_damage() -> None:
     keys, fingerprints = np.arange(5, dtype=np.uint64) * 4096, np.frombuffer(os.urandom(80), "V16")
-    data = encode_fingerprints({"process:1": Fingerprints(keys, fingerprints, keys[1:3]), "file:a": Fingerprints(keys, fingerprints)})
+    data = encode_fingerprints(
+        {
+            "process:1": Fingerprints(keys, fingerprints, keys[1:3]),
+            "file:a": Fingerprints(keys, fingerprints),
+        }
+    )
     back = decode_fingerprints(data)
     assert back["process:1"].key.tolist() == keys.tolist()
     assert back["process:1"].fingerprint.tobytes() == fingerprints.tobytes()
-    assert back["process:1"].restless.tolist() == keys[1:3].tolist() and not len(back["file:a"].restless)
+    assert back["process:1"].restless.tolist() == keys[1:3].tolist() and not len(
+        back["file:a"].restless
+    )
     # As they were before there was a third part.
-    old = zstandard.compress(msgspec.msgpack.encode({"process:1": [keys.tobytes(), fingerprints.tobytes()]}))
+    old = zstandard.compress(
+        msgspec.msgpack.encode({"process:1": [keys.tobytes(), fingerprints.tobytes()]})
+    )
     assert decode_fingerprints(old)["process:1"].key.tolist() == keys.tolist()
     with pytest.raises(Damaged):
         decode_fingerprints(data[:-3])

@@ -81,7 +81,9 @@ def output(job: RunningJob) -> int:
     [Isolation(), Isolation(network=True), Isolation(root=True), Isolation(pid=False, ipc=False)],
     ids=["pid and ipc", "network", "private root", "the host's"],
 )
-def test_a_job_in_namespaces_of_its_own(isolation: Isolation, registry: Registry, store: Store) -> None:
+def test_a_job_in_namespaces_of_its_own(
+    isolation: Isolation, registry: Registry, store: Store
+) -> None:
     job = registry.start(["python3", "-S", "-c", _JOB], name="job", isolation=isolation)
     end = time.monotonic() + 20
     while output(job) < 3:
@@ -102,7 +104,9 @@ def test_a_job_in_namespaces_of_its_own(isolation: Isolation, registry: Registry
             assert all(process.image_id < process.pid for process in manifest.processes)
             assert manifest.requirements.pids == []
         else:
-            assert manifest.requirements.pids == sorted(t for pid in procfs.tree(job.pid) for t in procfs.threads(pid))
+            assert manifest.requirements.pids == sorted(
+                t for pid in procfs.tree(job.pid) for t in procfs.threads(pid)
+            )
         assert (manifest.namespaces.pid, manifest.namespaces.ipc) == (isolation.pid, isolation.ipc)
         assert manifest.namespaces.mount == isolation.root
         assert manifest.namespaces.network == ("external" if isolation.network else "host")
@@ -197,13 +201,20 @@ def test_a_window_that_takes_too_long_while_no_other_thread_runs(
     timer = threading.Timer
     monkeypatch.setattr(threading, "Timer", lambda _, expire: timer(60.0, expire))
     events = Events({("dump.files", "begin"): lambda _: time.sleep(0.6)})
-    fails(job, witness, lambda: witness.store.dump(job.pid, DumpOptions(max_window=0.3), events=events), WindowExceeded)
+    fails(
+        job,
+        witness,
+        lambda: witness.store.dump(job.pid, DumpOptions(max_window=0.3), events=events),
+        WindowExceeded,
+    )
     witness.next_dump_is_good()
     job.is_well()
 
 
 @pytest.mark.parametrize("word", ["dump.log", "icecore.dumper.freeze.guard"], ids=["criu", "guard"])
-def test_criu_or_the_guard_killed_in_a_streamed_window(word: str, job: Job, witness: Witness) -> None:
+def test_criu_or_the_guard_killed_in_a_streamed_window(
+    word: str, job: Job, witness: Witness
+) -> None:
     def kill(_: object) -> None:
         for pid in members(witness.store.workdir, word):
             os.kill(pid, signal.SIGKILL)
@@ -216,7 +227,9 @@ def test_criu_or_the_guard_killed_in_a_streamed_window(word: str, job: Job, witn
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.03, 0.06])
-def test_a_dumper_that_is_killed_while_memory_is_streamed(delay: float, job: Job, witness: Witness) -> None:
+def test_a_dumper_that_is_killed_while_memory_is_streamed(
+    delay: float, job: Job, witness: Witness
+) -> None:
     dumper = Dumper(witness.store, job, memory="streamed")
     try:
         dumper.until("dump.window", "begin")

@@ -73,7 +73,9 @@ class Store:
     gpu_shared: bool = False
 
     @classmethod
-    def make(cls, loop: LoopThread, root: Path, workdir: Path, *, gpu_shared: bool = False) -> Store:
+    def make(
+        cls, loop: LoopThread, root: Path, workdir: Path, *, gpu_shared: bool = False
+    ) -> Store:
         """A new one on a local directory. ``gpu_shared``: of all that is dumped it is known that it shares no device memory."""
 
         async def create() -> tuple[Backend, Repository]:
@@ -103,7 +105,13 @@ class Store:
             target = Target.of_process(target, "job")
         options = replace(options or DumpOptions(), gpu_shared=self.gpu_shared)
         return dump(
-            self.repository, self.loop, target, options, criu=criu, workdir=str(self.workdir), emit=events or Events()
+            self.repository,
+            self.loop,
+            target,
+            options,
+            criu=criu,
+            workdir=str(self.workdir),
+            emit=events or Events(),
         )
 
     def snapshots(self) -> list[str]:
@@ -148,12 +156,17 @@ class Recorded:
                 zero = np.unpackbits(record["zero"], bitorder="little").astype(bool)
                 assert not (data & zero).any()
                 whole = np.zeros((CELL_PAGES, PAGE), np.uint8)
-                content = np.frombuffer(self.reader.read_cell(record, room), np.uint8).reshape(-1, PAGE)
+                content = np.frombuffer(self.reader.read_cell(record, room), np.uint8).reshape(
+                    -1, PAGE
+                )
                 whole[data] = content
                 base = region.origin + int(record["cell"]) * CELL_BYTES
                 for first, pages in page_runs(data | zero):
                     start = base + first * PAGE
-                    assert region.start <= start and start + pages * PAGE <= region.start + region.length
+                    assert (
+                        region.start <= start
+                        and start + pages * PAGE <= region.start + region.length
+                    )
                     yield start, whole[first : first + pages].tobytes()
 
     def pages(self, space: Space) -> Pages:
@@ -224,8 +237,15 @@ class Stillness:
                 entries = np.frombuffer(pagemap.read(mapping.length // PAGE * 8), "<u8")
                 runs = page_runs((entries & (_PRESENT | _SWAPPED)) != 0)
                 file = b""
-                if runs and mapping.private and mapping.inode and not mapping.path.startswith(("/memfd:", "/dev/zero")):
-                    file = Path(f"/proc/{pid}/map_files/{mapping.start:x}-{mapping.end:x}").read_bytes()
+                if (
+                    runs
+                    and mapping.private
+                    and mapping.inode
+                    and not mapping.path.startswith(("/memfd:", "/dev/zero"))
+                ):
+                    file = Path(
+                        f"/proc/{pid}/map_files/{mapping.start:x}-{mapping.end:x}"
+                    ).read_bytes()
                 for first, count in runs:
                     start = mapping.start + first * PAGE
                     memory.seek(start)
@@ -234,7 +254,9 @@ class Stillness:
                     for at in range(0, len(data), PAGE):
                         page = pages[start + at] = data[at : at + PAGE]
                         offset = mapping.offset + start + at - mapping.start
-                        if mapping.private and page != file[offset : offset + PAGE].ljust(PAGE, b"\0"):
+                        if mapping.private and page != file[offset : offset + PAGE].ljust(
+                            PAGE, b"\0"
+                        ):
                             needed.add(start + at)
 
 
@@ -250,7 +272,9 @@ def assert_same_memory(recorded: Recorded, still: Stillness) -> int:
             continue
         space = recorded.space("process", str(process.image_id))
         kernels = [range(r.start, r.start + r.length) for r in space.regions if r.kind == "vdso"]
-        ours = {a: page for a, page in recorded.pages(space).items() if not any(a in k for k in kernels)}
+        ours = {
+            a: page for a, page in recorded.pages(space).items() if not any(a in k for k in kernels)
+        }
         theirs, nothing = still.pages[process.pid], bytes(PAGE)
         different = [hex(a) for a, page in ours.items() if page != theirs.get(a, nothing)]
         assert not different, f"{process.pid}: {different[:5]} differ"
@@ -276,7 +300,12 @@ def leftovers(workdir: Path) -> list[str]:
             continue
         try:
             words = words_of(entry)
-            state = Path("/proc", entry, "stat").read_text(errors="surrogateescape").rsplit(")", 1)[1].split()[0]
+            state = (
+                Path("/proc", entry, "stat")
+                .read_text(errors="surrogateescape")
+                .rsplit(")", 1)[1]
+                .split()[0]
+            )
         except (FileNotFoundError, ProcessLookupError):
             continue
         if str(workdir).encode() in words and state not in "ZX" and b"driver.py" not in words:

@@ -42,7 +42,9 @@ def launch(world: World, tmp_path: Path) -> Iterator[Launch]:
     """Starts targets, and ends them after the test."""
     started: list[Target] = []
 
-    def start(gpus: Sequence[str] = GPUS[:1], *, environment: dict[str, str] | None = None, **more: Any) -> Target:
+    def start(
+        gpus: Sequence[str] = GPUS[:1], *, environment: dict[str, str] | None = None, **more: Any
+    ) -> Target:
         target = Target(world, tmp_path / f"target-{len(started)}", gpus, **more)
         started.append(target)
         target.start(environment)

@@ -50,7 +50,13 @@ class World:
         (root / "faults").mkdir()
         for name in ("nvidiactl", "nvidia-uvm", *(f"nvidia{n}" for n in range(len(GPUS)))):
             if nodes:
-                path = "/dev/fuse" if name == "nvidiactl" else "/dev/loop-control" if name == "nvidia-uvm" else f"/dev/loop{name[-1]}"
+                path = (
+                    "/dev/fuse"
+                    if name == "nvidiactl"
+                    else "/dev/loop-control"
+                    if name == "nvidia-uvm"
+                    else f"/dev/loop{name[-1]}"
+                )
                 about = os.stat(path)
                 os.mknod(root / "dev" / name, about.st_mode, about.st_rdev)
             else:
@@ -58,7 +64,10 @@ class World:
         for gpu in GPUS:
             (root / "gpu" / gpu).mkdir(parents=True)
         self.driver = "580.159.03"
-        self.gpus = [{"uuid": gpu, "name": "Fake H200", "memory": 8 << 30, "minor": n} for n, gpu in enumerate(GPUS)]
+        self.gpus = [
+            {"uuid": gpu, "name": "Fake H200", "memory": 8 << 30, "minor": n}
+            for n, gpu in enumerate(GPUS)
+        ]
         self.more: dict[str, object] = {}
         self.write()
         self._faults = 0
@@ -171,7 +180,9 @@ class Target:
         before = [len(self.lines(n)) for n in range(len(self.outs))]
         end = time.monotonic() + seconds
         while any(len(self.lines(n)) < before[n] + more for n in range(len(self.outs))):
-            assert time.monotonic() < end, f"no steps: {self.out.with_name('log').read_text()[-2000:]}"
+            assert time.monotonic() < end, (
+                f"no steps: {self.out.with_name('log').read_text()[-2000:]}"
+            )
             time.sleep(0.005)
 
     def is_right(self) -> None:

@@ -30,20 +30,32 @@ def plugins(tmp_path: Path) -> Path:
     folder.mkdir()
     source = Path(__file__).with_name("amdgpu_plugin.c")
     subprocess.run(
-        ["gcc", "-O1", "-shared", "-fPIC", "-o", folder / "amdgpu_plugin.so", source], check=True, timeout=60
+        ["gcc", "-O1", "-shared", "-fPIC", "-o", folder / "amdgpu_plugin.so", source],
+        check=True,
+        timeout=60,
     )
     return folder
 
 
-def test_its_images_go_through_a_snapshot(plugins: Path, launch: Launch, store: Store, tmp_path: Path) -> None:
+def test_its_images_go_through_a_snapshot(
+    plugins: Path, launch: Launch, store: Store, tmp_path: Path
+) -> None:
     target = launch()
     options = DumpOptions(criu_plugins=str(plugins))
     first, second = store.dump(target.pid, options), store.dump(target.pid, options)
     names = [key for key in store.read(second.snapshot).keys("image") if key.startswith("amdgpu-")]
     assert sorted(names) == ["amdgpu-kfd-5.img", "amdgpu-pages-5-0001.img", "amdgpu-renderD-6.img"]
-    assert second.sizes.stored < first.sizes.stored - (2 << 20), "what did not change is not stored again"
+    assert second.sizes.stored < first.sizes.stored - (2 << 20), (
+        "what did not change is not stored again"
+    )
     target.kill()
-    restore(store.repository, store.loop, second.snapshot, RestoreOptions(criu_plugins=str(plugins)), emit=Events())
+    restore(
+        store.repository,
+        store.loop,
+        second.snapshot,
+        RestoreOptions(criu_plugins=str(plugins)),
+        emit=Events(),
+    )
     target.wait_steps(5)
     target.is_right()
     target.kill()
@@ -52,10 +64,18 @@ def test_its_images_go_through_a_snapshot(plugins: Path, launch: Launch, store: 
     without = store.dump(other.pid, DumpOptions(stop=True)).snapshot
     other.reap()
     with pytest.raises(RestoreFailed):
-        restore(store.repository, store.loop, without, RestoreOptions(criu_plugins=str(plugins)), emit=Events())
+        restore(
+            store.repository,
+            store.loop,
+            without,
+            RestoreOptions(criu_plugins=str(plugins)),
+            emit=Events(),
+        )
 
 
-def test_other_gpus_are_refused_without_it(plugins: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_gpus_are_refused_without_it(
+    plugins: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = launch()
     found = look(target.pid, find_criu(), "/dev/shm", DumpOptions())
     assert "gpu" not in {refusal.name for refusal in refuse(found)}

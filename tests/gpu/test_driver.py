@@ -32,15 +32,23 @@ for call in (lambda: driver.lock(8, 0.1), lambda: driver.restore(9, {})):
 
 
 def test_what_reaches_the_driver(tmp_path: Path) -> None:
-    pytest.importorskip("cuda.bindings", reason="cuda.bindings is not installed (pip install 'icecore[gpu]')")
+    pytest.importorskip(
+        "cuda.bindings", reason="cuda.bindings is not installed (pip install 'icecore[gpu]')"
+    )
     source = Path(__file__).with_name("stub_libcuda.c")
     library = tmp_path / "libcuda.so.1"
     subprocess.run(
-        ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, source], check=True, timeout=60
+        ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, source],
+        check=True,
+        timeout=60,
     )
     environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-P", "-u", "-c", _SCRIPT], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-P", "-u", "-c", _SCRIPT],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     lines = done.stdout.splitlines()
     assert sorted(lines[:3]) == [f"lock {pid} 1500" for pid in (21, 22, 23)], done.stderr

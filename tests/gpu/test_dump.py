@@ -58,17 +58,23 @@ def test_three_snapshots_of_two_gpu_processes(store: Store, launch: Launch, worl
     events = Events({("dump.files", "begin"): lambda _: stopped(world)})
     sizes = []
     for number in range(3):
-        result = store.dump(target.pid, DumpOptions(pre_copy="on" if number == 2 else "off"), events=events)
+        result = store.dump(
+            target.pid, DumpOptions(pre_copy="on" if number == 2 else "off"), events=events
+        )
         runs_on(target, store.workdir)
         manifest = store.read(result.snapshot).manifest
         assert result.sizes.device == 2 * MIB << 20
-        device = [(s.key, r.length) for s in manifest.spaces for r in s.regions if r.kind == "device"]
+        device = [
+            (s.key, r.length) for s in manifest.spaces for r in s.regions if r.kind == "device"
+        ]
         assert sorted(device) == [(str(p.image_id), MIB << 20) for p in manifest.processes]
         sizes.append(result.sizes)
     # A step changes 16 bytes: what was stored of the device memory before is not stored again.
     assert sizes[1].stored < 1 << 20 and sizes[2].stored < 1 << 20
     assert [gpu["uuid"] for gpu in manifest.requirements.devices] == list(GPUS[:2])
-    assert json.loads(manifest.extra["cuda"])["processes"].keys() == {str(p.image_id) for p in manifest.processes}
+    assert json.loads(manifest.extra["cuda"])["processes"].keys() == {
+        str(p.image_id) for p in manifest.processes
+    }
     phases = ["dump.gpu.lock", "dump.gpu.checkpoint", "dump.gpu.restore", "dump.gpu.unlock"]
     for name in phases:
         assert [event.fields["state"] for event in events.named(name)] == ["begin", "end"] * 3
@@ -87,28 +93,49 @@ def test_what_is_temporary_is_noted(stop: bool, store: Store, launch: Launch, wo
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_the_drivers_mapping_is_made_for_it(wanted: bool, store: Store, launch: Launch, world: World) -> None:
+def test_the_drivers_mapping_is_made_for_it(
+    wanted: bool, store: Store, launch: Launch, world: World
+) -> None:
     if os.uname().machine != "x86_64":
         pytest.skip("on x86-64 only")
     target = launch(mib=populate.SMALLEST >> 20)
     found: list[frozenset[str]] = []
 
     def look(_: Event) -> None:
-        [memory] = [m for m in procfs.read_maps(target.pid, vm_flags=True) if m.start == fake_cuda.DEVICE]
-        assert memory.length in (populate.SMALLEST, populate.SMALLEST + mmap.PAGESIZE)  # with what lies beside it, where that is of one kind
+        [memory] = [
+            m for m in procfs.read_maps(target.pid, vm_flags=True) if m.start == fake_cuda.DEVICE
+        ]
+        assert memory.length in (
+            populate.SMALLEST,
+            populate.SMALLEST + mmap.PAGESIZE,
+        )  # with what lies beside it, where that is of one kind
         found.append(memory.vm_flags)
 
     events = Events({("dump.gpu.checkpoint", "end"): look})
-    snapshot = store.dump(target.pid, DumpOptions(stop=True, populate=wanted), events=events).snapshot
-    [done] = [event.fields for event in events.named("dump.gpu.checkpoint") if event.fields["state"] == "end"]
+    snapshot = store.dump(
+        target.pid, DumpOptions(stop=True, populate=wanted), events=events
+    ).snapshot
+    [done] = [
+        event.fields
+        for event in events.named("dump.gpu.checkpoint")
+        if event.fields["state"] == "end"
+    ]
     assert done["populated"] == (populate.SMALLEST if wanted else 0) and "not_populated" not in done
     # With little memory free in pieces of 2 MiB it is of small pages.
-    huge = wanted and limits.huge_pages() != "never" and limits.free_huge_bytes() > 16 * populate.SMALLEST
+    huge = (
+        wanted
+        and limits.huge_pages() != "never"
+        and limits.free_huge_bytes() > 16 * populate.SMALLEST
+    )
     assert done["huge"] == populate.SMALLEST if huge else done["huge"] in (0, populate.SMALLEST)
-    assert [("hg" in flags) for flags in found] == [bool(done["huge"]) and limits.huge_pages() == "madvise"]
+    assert [("hg" in flags) for flags in found] == [
+        bool(done["huge"]) and limits.huge_pages() == "madvise"
+    ]
     target.reap()
     for mode in ("full", "lazy"):
-        restored = restore(store.repository, store.loop, snapshot, RestoreOptions(mode=mode), emit=Events())
+        restored = restore(
+            store.repository, store.loop, snapshot, RestoreOptions(mode=mode), emit=Events()
+        )
         restored.wait_resident(30)
         target.wait_steps(5)
         target.is_right()
@@ -124,7 +151,9 @@ def stopped(world: World) -> None:
 FAULTS: dict[str, Callable[[World], None]] = {
     "lock refused": lambda world: world.fault("lock", code=801),
     "checkpoint refused": lambda world: world.fault("checkpoint", code=801),
-    "checkpoint fails after it was done": lambda world: world.fault("checkpoint", code=999, after=True),
+    "checkpoint fails after it was done": lambda world: world.fault(
+        "checkpoint", code=999, after=True
+    ),
     "restore fails once": lambda world: world.fault("restore", code=999),
     "unlock fails once": lambda world: world.fault("unlock", code=1),
     "helper dies in lock": lambda world: world.fault("lock", die=True),
@@ -167,7 +196,9 @@ def test_a_lock_that_never_comes(store: Store, launch: Launch, world: World) -> 
     runs_on(target, store.workdir)
 
 
-@pytest.mark.parametrize("moment", ["dump.criu", "dump.gpu.lock", "dump.gpu.checkpoint", "dump.files"])
+@pytest.mark.parametrize(
+    "moment", ["dump.criu", "dump.gpu.lock", "dump.gpu.checkpoint", "dump.files"]
+)
 @pytest.mark.parametrize("who", ["interrupted", "guard", "helper", "guard and helper", "criu"])
 def test_a_window_that_breaks_off(who: str, moment: str, store: Store, launch: Launch) -> None:
     target = launch(GPUS[:2], lent=True)
@@ -175,7 +206,11 @@ def test_a_window_that_breaks_off(who: str, moment: str, store: Store, launch: L
     def hook(event: Event) -> None:
         if who == "interrupted":
             raise KeyboardInterrupt
-        for name, word in {"guard": "icecore.dumper.freeze.guard", "helper": "icecore.host.gpu.helper", "criu": "dump.log"}.items():
+        for name, word in {
+            "guard": "icecore.dumper.freeze.guard",
+            "helper": "icecore.host.gpu.helper",
+            "criu": "dump.log",
+        }.items():
             if name in who:
                 for pid in members(store.workdir, word):
                     os.kill(pid, signal.SIGKILL)
@@ -198,10 +233,20 @@ def test_a_window_that_is_too_long(store: Store, launch: Launch, world: World) -
 
 
 @pytest.mark.parametrize(
-    "moment", ["dump.criu", "dump.gpu.lock", "dump.gpu.checkpoint", "dump.files", "dump.gpu.restore", "dump.store"]
+    "moment",
+    [
+        "dump.criu",
+        "dump.gpu.lock",
+        "dump.gpu.checkpoint",
+        "dump.files",
+        "dump.gpu.restore",
+        "dump.store",
+    ],
 )
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_dumper_that_is_killed_or_stopped(how: signal.Signals, moment: str, store: Store, launch: Launch) -> None:
+def test_a_dumper_that_is_killed_or_stopped(
+    how: signal.Signals, moment: str, store: Store, launch: Launch
+) -> None:
     if how is signal.SIGSTOP and moment in ("dump.gpu.restore", "dump.store"):
         pytest.skip("its window is over")
     target = launch(GPUS[:2], lent=True)
@@ -213,7 +258,9 @@ def test_a_dumper_that_is_killed_or_stopped(how: signal.Signals, moment: str, st
         "pause": [moment, state],
         "options": {"max_window": 4.0 if how is signal.SIGSTOP else 20.0, "gpu_shared": True},
     }
-    dumper = subprocess.Popen([sys.executable, "-P", str(_DRIVER), json.dumps(order)], stdout=subprocess.PIPE)
+    dumper = subprocess.Popen(
+        [sys.executable, "-P", str(_DRIVER), json.dumps(order)], stdout=subprocess.PIPE
+    )
     try:
         assert dumper.stdout is not None
         for line in dumper.stdout:
@@ -238,7 +285,8 @@ def test_a_dumper_that_is_killed_or_stopped(how: signal.Signals, moment: str, st
 def test_a_store_that_fails(stop: bool, store: Store, launch: Launch) -> None:
     target = launch(GPUS[:2], lent=True)
     broken = FaultyBackend(
-        store.backend, lambda call: Outcome.FAIL if call.name.startswith("snapshots/") else Outcome.PASS
+        store.backend,
+        lambda call: Outcome.FAIL if call.name.startswith("snapshots/") else Outcome.PASS,
     )
     with pytest.raises(StoreError):
         store.through(broken).dump(target.pid, DumpOptions(stop=stop))
@@ -262,13 +310,19 @@ def test_the_driver_does_not_wait_for_the_end_of_criu(
     """What CRIU says in the end still decides."""
     target = launch(GPUS[:2], lent=True)
     found, slow, seconds = find_criu(), tmp_path / "criu", 3.0
-    slow.write_text(f'#!/bin/sh\n{found.path} "$@"\n[ "$1" = dump ] && sleep {seconds} && exit {status}\n')
+    slow.write_text(
+        f'#!/bin/sh\n{found.path} "$@"\n[ "$1" = dump ] && sleep {seconds} && exit {status}\n'
+    )
     slow.chmod(0o755)
     running: list[float] = []
     events = Events({("dump.gpu.unlock", "end"): lambda _: running.append(time.monotonic())})
     try:
         result = store.dump(target.pid, events=events, criu=replace(found, path=slow))
-        assert not status and store.snapshots() == [result.snapshot] and result.window_seconds < seconds
+        assert (
+            not status
+            and store.snapshots() == [result.snapshot]
+            and result.window_seconds < seconds
+        )
     except DumpFailed as error:
         assert f"status {status}" in error.message and status and not store.snapshots()
     assert time.monotonic() - running[0] > seconds - 0.5
@@ -282,7 +336,9 @@ def test_a_dump_that_stops_the_job(store: Store, launch: Launch, world: World) -
     assert not leftovers(store.workdir)
 
 
-def test_the_driver_is_asked_before_anything_is_locked(store: Store, launch: Launch, world: World) -> None:
+def test_the_driver_is_asked_before_anything_is_locked(
+    store: Store, launch: Launch, world: World
+) -> None:
     """Threads and states that contradict each other: `tests/gpu/test_workers.py`."""
     target = launch()
     helper = FakeDriver(world.root)

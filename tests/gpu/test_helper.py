@@ -33,34 +33,48 @@ def helper(world: World) -> Iterator[Helper]:
         yield helper
 
 
-def test_free_memory_in_pieces_of_a_huge_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_in_pieces_of_a_huge_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "buddyinfo").write_text(
         "Node 0, zone    DMA32    505    606    588    492    351    239    135     83     67     63    664 \n"
         "Node 0, zone   Normal  21692  33155  16579   9674   5959   2517   1497   1244   1263      0      2 \n"
     )
     listed = sum(
-        int(count) << at for line in (tmp_path / "buddyinfo").read_text().splitlines() for at, count in enumerate(line.split()[-11:])
+        int(count) << at
+        for line in (tmp_path / "buddyinfo").read_text().splitlines()
+        for at, count in enumerate(line.split()[-11:])
     )
     # Some is not accepted yet, or not taken into use: it is in no list of free pieces.
-    (tmp_path / "meminfo").write_text(f"MemTotal: 99999999 kB\nMemFree: {listed * mmap.PAGESIZE // 1024 + 8192} kB\n")
+    (tmp_path / "meminfo").write_text(
+        f"MemTotal: 99999999 kB\nMemFree: {listed * mmap.PAGESIZE // 1024 + 8192} kB\n"
+    )
     monkeypatch.setattr(limits, "_BUDDYINFO", tmp_path / "buddyinfo")
     monkeypatch.setattr(limits, "_MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(limits, "huge_page_bytes", lambda: 512 * mmap.PAGESIZE)
     assert limits.free_huge_bytes() == (63 * 512 + 666 * 1024) * mmap.PAGESIZE + (8 << 20)
-    (tmp_path / "meminfo").write_text("MemTotal: 99999999 kB\nMemFree: 1000 kB\n")  # read a moment later
+    (tmp_path / "meminfo").write_text(
+        "MemTotal: 99999999 kB\nMemFree: 1000 kB\n"
+    )  # read a moment later
     assert limits.free_huge_bytes() == (63 * 512 + 666 * 1024) * mmap.PAGESIZE
     (tmp_path / "buddyinfo").write_text("")  # hidden: nothing is known
     assert limits.free_huge_bytes() == 0
 
 
-def test_a_round_of_two_processes_to_other_gpus(helper: Helper, launch: Launch, world: World) -> None:
+def test_a_round_of_two_processes_to_other_gpus(
+    helper: Helper, launch: Launch, world: World
+) -> None:
     targets = [launch(GPUS[:1]), launch(GPUS[1:2])]
     pids = [target.pid for target in targets]
-    assert {helper.state(pid) for pid in pids} == {State.RUNNING} and helper.state(os.getpid()) is State.NOT_CUDA
+    assert {helper.state(pid) for pid in pids} == {State.RUNNING} and helper.state(
+        os.getpid()
+    ) is State.NOT_CUDA
     assert helper.restore_thread(pids[0]) in map(int, os.listdir(f"/proc/{pids[0]}/task"))
     assert not helper.lock(pids, 5.0)
     placed, failed = helper.checkpoint(pids)
-    assert {pid: one.placement for pid, one in placed.items()} == dict.fromkeys(pids, Placement.PROCESS) and not failed
+    assert {pid: one.placement for pid, one in placed.items()} == dict.fromkeys(
+        pids, Placement.PROCESS
+    ) and not failed
     assert not any(world.on(gpu) for gpu in GPUS)
     assert {helper.state(pid) for pid in pids} == {State.CHECKPOINTED}
     assert not helper.restore({pids[0]: {GPUS[0]: GPUS[2]}, pids[1]: {}})
@@ -85,7 +99,9 @@ def test_what_the_driver_refuses(helper: Helper, launch: Launch, world: World) -
     target.wait_steps(2)
 
 
-def test_memory_of_the_driver_is_fatal_to_threads_that_run_while_the_driver_moves_it(helper: Helper, launch: Launch) -> None:
+def test_memory_of_the_driver_is_fatal_to_threads_that_run_while_the_driver_moves_it(
+    helper: Helper, launch: Launch
+) -> None:
     target = launch(lent=True)
     assert target.process is not None
     assert not helper.lock([target.pid], 5.0)
@@ -97,7 +113,9 @@ def test_memory_of_the_driver_is_fatal_to_threads_that_run_while_the_driver_move
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["locked", "checkpointed"])
 @pytest.mark.parametrize("how", ["undo", "gone", "deadline", "another"])
-def test_what_was_locked_runs_again(how: str, checkpointed: bool, launch: Launch, world: World) -> None:
+def test_what_was_locked_runs_again(
+    how: str, checkpointed: bool, launch: Launch, world: World
+) -> None:
     target = launch()
     helper = Helper(start_here, "test")
     own = helper.wait_ready()

@@ -37,7 +37,9 @@ pytestmark = pytest.mark.criu
 
 
 @pytest.mark.parametrize("criu", crius(), ids=lambda criu: ".".join(map(str, criu.version)))
-def test_threads_that_use_memory_of_the_driver(criu: Criu, store: Store, launch: Launch, world: World) -> None:
+def test_threads_that_use_memory_of_the_driver(
+    criu: Criu, store: Store, launch: Launch, world: World
+) -> None:
     target = launch(GPUS[:2], lent=True)
     snapshots = []
     for number in range(3):
@@ -48,7 +50,12 @@ def test_threads_that_use_memory_of_the_driver(criu: Criu, store: Store, launch:
     for snapshot in snapshots[1:]:
         for mode in ("full", "lazy"):
             restored = restore(
-                store.repository, store.loop, snapshot, RestoreOptions(mode=mode), criu=criu, emit=Events()
+                store.repository,
+                store.loop,
+                snapshot,
+                RestoreOptions(mode=mode),
+                criu=criu,
+                emit=Events(),
             )
             restored.wait_resident(30)
             target.wait_steps(5)
@@ -57,7 +64,9 @@ def test_threads_that_use_memory_of_the_driver(criu: Criu, store: Store, launch:
             world.clear()
 
 
-def test_the_limit_passes_while_the_driver_works(store: Store, launch: Launch, world: World) -> None:
+def test_the_limit_passes_while_the_driver_works(
+    store: Store, launch: Launch, world: World
+) -> None:
     """The helper undoes what it does once its call has ended; the dumper may not go on then."""
     target = launch(GPUS[:2], lent=True)
     world.fault("checkpoint", code=0, seconds=4.0)
@@ -91,7 +100,9 @@ def test_a_criu_that_fails_while_it_holds(
     runs_on(target, store.workdir)
 
 
-def test_a_process_in_which_the_driver_has_no_thread(store: Store, launch: Launch, world: World) -> None:
+def test_a_process_in_which_the_driver_has_no_thread(
+    store: Store, launch: Launch, world: World
+) -> None:
     target = launch(GPUS[:2], lent=True)
     for _ in range(2):  # for the mapping's sake it is asked for once more, which may fail
         world.fault("restore-thread")
@@ -141,7 +152,11 @@ def end_helper(store: Store) -> Callable[[Event], None]:
 
 def test_a_job_is_stopped_without_its_helper(store: Store, launch: Launch) -> None:
     target = launch(GPUS[:2], lent=True)
-    result = store.dump(target.pid, DumpOptions(stop=True), events=Events({("dump.store", "end"): end_helper(store)}))
+    result = store.dump(
+        target.pid,
+        DumpOptions(stop=True),
+        events=Events({("dump.store", "end"): end_helper(store)}),
+    )
     assert store.snapshots() == [result.snapshot]
     target.reap()
 
@@ -180,5 +195,7 @@ def test_nothing_runs_of_a_restore_whose_helper_dies(
         restore(store.repository, store.loop, snapshot, RestoreOptions(mode=mode), emit=events)
     over.set()
     watching.join()
-    assert len(switches) > 2 and all(len(seen) > 10 and seen[-1] - seen[0] < 10 for seen in switches.values())
+    assert len(switches) > 2 and all(
+        len(seen) > 10 and seen[-1] - seen[0] < 10 for seen in switches.values()
+    )
     assert [len(target.lines(n)) for n in range(2)] == written

@@ -39,9 +39,13 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         nvmlDeviceGetMinorNumber=lambda handle: 1 - handle,
         nvmlDeviceGetMigMode=mig,
         nvmlDeviceGetComputeRunningProcesses=lambda handle: [
-            SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in ((5, 40), (6, None), (7, 1)) if handle
+            SimpleNamespace(pid=pid, usedGpuMemory=used)
+            for pid, used in ((5, 40), (6, None), (7, 1))
+            if handle
         ],
-        nvmlDeviceGetMPSComputeRunningProcesses=lambda handle: [SimpleNamespace(pid=6)] if handle else [],
+        nvmlDeviceGetMPSComputeRunningProcesses=lambda handle: (
+            [SimpleNamespace(pid=6)] if handle else []
+        ),
     )
     monkeypatch.setitem(sys.modules, "pynvml", module)
     return module

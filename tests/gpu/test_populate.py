@@ -64,7 +64,10 @@ class Target:
 
     def __init__(self, *words: str) -> None:
         self.process = subprocess.Popen(
-            [*words, sys.executable, "-c", TARGET], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [*words, sys.executable, "-c", TARGET],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self.process.stdout is not None
         self.thread = int(self.process.stdout.readline())
@@ -127,12 +130,16 @@ def test_a_mapping_is_there(target: Target, meanwhile: str) -> None:
     os.kill(target.pid, signal.SIGCONT)
     assert target.make(SMALLEST)[0] == "True"
     assert not procfs.status(target.thread).tracer
-    assert [line for line in status.read_text().splitlines() if line.startswith("SigBlk")] == blocked
+    assert [
+        line for line in status.read_text().splitlines() if line.startswith("SigBlk")
+    ] == blocked
     assert meanwhile != "signals" or int(said[2]) > 0
 
 
 @pytest.mark.skipif(limits.huge_pages() == "never", reason="this machine has no huge pages")
-def test_a_mapping_for_which_there_are_not_enough_huge_pages(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mapping_for_which_there_are_not_enough_huge_pages(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "free_huge_bytes", lambda: SMALLEST + 12288)
     with Populating(target.pid, target.thread) as made:
         said = target.make(2 * SMALLEST)

@@ -25,12 +25,35 @@ GIB, GB = 1 << 30, 10**9
 KEPT = 650_000_000
 
 
-def tree(*moved: int, resident: int = 0, copies: Foreseen | None = None, populate: bool = True) -> Look:
+def tree(
+    *moved: int, resident: int = 0, copies: Foreseen | None = None, populate: bool = True
+) -> Look:
     """A tree of which the driver moves so much of each process."""
-    processes = [GpuProcess(pid, contexts={f"GPU-{pid}": size + resident}, resident=resident) for pid, size in enumerate(moved, 1)]
-    reports = {p.pid: Report(State.RUNNING, b"", Counts(resident_bytes=resident)) for p in processes}
-    look = ResidentLook("/r", {p.pid: p.pid for p in processes}, reports, copies=copies or NOTHING) if resident else None
-    return Look(1, [], [], 0, 0, 0, {}, SimpleNamespace(), DumpOptions(populate=populate), GpuLook(Backend("/dev/nvidia"), processes), look)  # type: ignore[arg-type]
+    processes = [
+        GpuProcess(pid, contexts={f"GPU-{pid}": size + resident}, resident=resident)
+        for pid, size in enumerate(moved, 1)
+    ]
+    reports = {
+        p.pid: Report(State.RUNNING, b"", Counts(resident_bytes=resident)) for p in processes
+    }
+    look = (
+        ResidentLook("/r", {p.pid: p.pid for p in processes}, reports, copies=copies or NOTHING)
+        if resident
+        else None
+    )
+    return Look(
+        1,
+        [],
+        [],
+        0,
+        0,
+        0,
+        {},
+        SimpleNamespace(),
+        DumpOptions(populate=populate),
+        GpuLook(Backend("/dev/nvidia"), processes),
+        look,
+    )  # type: ignore[arg-type]
 
 
 def holds(predicted: Seen, *measured: float) -> None:
@@ -40,7 +63,9 @@ def holds(predicted: Seen, *measured: float) -> None:
     assert predicted.usual == pytest.approx(sum(measured) / len(measured), rel=0.4)
 
 
-@pytest.mark.parametrize(("ranks", "windows"), [(1, [0.54, 0.64, 0.88, 1.0]), (2, [1.4, 1.6, 1.7]), (4, [3.0, 3.4, 3.6])])
+@pytest.mark.parametrize(
+    ("ranks", "windows"), [(1, [0.54, 0.64, 0.88, 1.0]), (2, [1.4, 1.6, 1.7]), (4, [3.0, 3.4, 3.6])]
+)
 def test_windows_of_resident_memory(ranks: int, windows: list[float]) -> None:
     """Of which next to nothing changed."""
     holds(window_of(tree(*[KEPT] * ranks, resident=16 * GIB)), *windows)
@@ -55,15 +80,22 @@ def test_windows_through_the_driver() -> None:
     assert slow.usual > fast.usual
     # 2 and 5 GB/s, as the driver alone has.
     assert slow.usual == pytest.approx(prediction.FIRST.usual + 64 * GIB / 2e9 + 64 * GIB / 5e9)
-    assert slow.least == pytest.approx(prediction.FIRST.least + checks_gpu.predicted_window(tree(64 * GIB, populate=False)))
+    assert slow.least == pytest.approx(
+        prediction.FIRST.least + checks_gpu.predicted_window(tree(64 * GIB, populate=False))
+    )
 
 
 def test_a_first_snapshot_with_and_without_room() -> None:
     """docs/resident.md: 13 of 112 GiB had room on the GPU, 58 in the host's memory."""
-    for size, host, windows, left in ((64 * GIB, 100 * GIB, [1.08, 1.19], 0), (112 * GIB, 116 * GIB, [9.9], 41)):
+    for size, host, windows, left in (
+        (64 * GIB, 100 * GIB, [1.08, 1.19], 0),
+        (112 * GIB, 116 * GIB, [9.9], 41),
+    ):
         sizes = {"GPU-1": size}
         spare = {"GPU-1": spare_room(139 * GIB - size)}
-        room = pinned_bytes(sizes, spare, wanted=sizes, likely=size, staging=2 * GIB, available=host)
+        room = pinned_bytes(
+            sizes, spare, wanted=sizes, likely=size, staging=2 * GIB, available=host
+        )
         copies = foresee(sizes, spare, room)
         assert sum(copies.device.values()) + sum(copies.host.values()) + copies.left == size
         assert round(copies.left / GIB) == left
@@ -73,19 +105,30 @@ def test_a_first_snapshot_with_and_without_room() -> None:
 def test_each_gpu_has_its_own_room() -> None:
     copies = foresee({"a": 10 * GIB, "b": 4 * GIB, "c": GIB}, {"a": 2 * GIB, "b": 4 * GIB}, 6 * GIB)
     assert copies.device == {"a": 2 * GIB, "b": 4 * GIB, "c": 0}
-    assert sum(copies.host.values()) <= 6 * GIB and copies.left == 9 * GIB - sum(copies.host.values())
+    assert sum(copies.host.values()) <= 6 * GIB and copies.left == 9 * GIB - sum(
+        copies.host.values()
+    )
     assert copies.host["b"] == 0 and 0 < copies.host["c"] < GIB
     assert foresee({}, {}, GIB) == ({}, {}, 0)
     # GPUs copy at the same time, beside the driver; what has no room is stored by all together.
     one = tree(KEPT, resident=GIB, copies=Foreseen({}, {"a": 45 * GB}, 0)).resident
-    two = tree(KEPT, resident=GIB, copies=Foreseen({"a": 40 * GB}, {"a": 45 * GB, "b": 45 * GB}, 5 * GB)).resident
+    two = tree(
+        KEPT, resident=GIB, copies=Foreseen({"a": 40 * GB}, {"a": 45 * GB, "b": 45 * GB}, 5 * GB)
+    ).resident
     assert one is not None and two is not None
-    assert (one.most_window_seconds, two.most_window_seconds) == (pytest.approx(0.7), pytest.approx(1.8))
+    assert (one.most_window_seconds, two.most_window_seconds) == (
+        pytest.approx(0.7),
+        pytest.approx(1.8),
+    )
 
 
 def test_processes_that_nvml_does_not_know() -> None:
     """In a container all that is used on their GPUs may be theirs."""
     found = tree(0)
-    gpus = GpuLook(Backend("/dev/nvidia"), [GpuProcess(1, opened=("GPU-1",))], Inventory("580.1", (Gpu("GPU-1", "H200", 143 * GB, 0, used=20 * GB),)))
+    gpus = GpuLook(
+        Backend("/dev/nvidia"),
+        [GpuProcess(1, opened=("GPU-1",))],
+        Inventory("580.1", (Gpu("GPU-1", "H200", 143 * GB, 0, used=20 * GB),)),
+    )
     assert window_of(replace(found, gpus=gpus)).usual > 20 / 5 + 20 / 7
     assert window_of(replace(found, gpus=None)) == (0, 0, 0)

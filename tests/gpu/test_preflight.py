@@ -46,7 +46,9 @@ def inventory(**more: object) -> Callable[[World], None]:
         ("gpu-mig", inventory(gpu={"mig": True}), "nvidia-smi -mig 0"),
     ],
 )
-def test_the_machine(name: str, change: Callable[[World], None], words: str, launch: Launch, world: World) -> None:
+def test_the_machine(
+    name: str, change: Callable[[World], None], words: str, launch: Launch, world: World
+) -> None:
     target = launch()
     assert refusals(target) == {}
     change(world)
@@ -54,7 +56,9 @@ def test_the_machine(name: str, change: Callable[[World], None], words: str, lau
     assert list(found) == [name] and words in found[name]
 
 
-def test_without_the_plugin(launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_the_plugin(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     target = launch()
     monkeypatch.setattr(holder, "PLUGIN", tmp_path / "libicecore-devices.so")
     assert "C compiler" in refusals(target)["gpu-plugin"]
@@ -82,7 +86,9 @@ def test_memory_that_the_driver_cannot_move(launch: Launch, world: World) -> Non
 
 
 @pytest.mark.parametrize("gpus", [[GPUS[0], GPUS[0]], GPUS[:2]], ids=["one GPU", "a GPU each"])
-def test_processes_that_may_share_device_memory(gpus: list[str], launch: Launch, world: World) -> None:
+def test_processes_that_may_share_device_memory(
+    gpus: list[str], launch: Launch, world: World
+) -> None:
     target = launch(gpus)
     cure = refusals(target)["gpu-shared"]
     assert "run --gpu" in cure and "--gpu-shared" in cure
@@ -92,10 +98,23 @@ def test_processes_that_may_share_device_memory(gpus: list[str], launch: Launch,
 
 
 SETTINGS: dict[str, tuple[dict[str, str], list[str]]] = {
-    "nothing": ({}, ["NCCL_P2P_DISABLE=1", "NCCL_CUMEM_HOST_ENABLE=0", "NCCL_NVLS_ENABLE=0", "NCCL_RAS_ENABLE=0"]),
+    "nothing": (
+        {},
+        [
+            "NCCL_P2P_DISABLE=1",
+            "NCCL_CUMEM_HOST_ENABLE=0",
+            "NCCL_NVLS_ENABLE=0",
+            "NCCL_RAS_ENABLE=0",
+        ],
+    ),
     "what run --gpu sets": (dict(nccl.SNAPSHOTABLE), []),
     "sockets": (
-        {"NCCL_P2P_LEVEL": "LOC", "NCCL_SHM_DISABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_RAS_ENABLE": "0"},
+        {
+            "NCCL_P2P_LEVEL": "LOC",
+            "NCCL_SHM_DISABLE": "1",
+            "NCCL_NVLS_ENABLE": "0",
+            "NCCL_RAS_ENABLE": "0",
+        },
         [],
     ),
     "P2P on": ({**nccl.SNAPSHOTABLE, "NCCL_P2P_DISABLE": "0"}, ["NCCL_P2P_DISABLE=1"]),
@@ -111,16 +130,24 @@ def test_nccl_between_processes(settings: str, launch: Launch) -> None:
     environment, cures = SETTINGS[settings]
     found = refusals(launch(GPUS[:2], also=["nccl"], environment=environment), gpu_shared=True)
     assert ("gpu-nccl" in found) == bool(cures)
-    assert all(cure in found["gpu-nccl"] for cure in cures) and (not cures or "run --gpu" in found["gpu-nccl"])
+    assert all(cure in found["gpu-nccl"] for cure in cures) and (
+        not cures or "run --gpu" in found["gpu-nccl"]
+    )
 
 
 def test_nccl_that_is_only_loaded(launch: Launch) -> None:
-    assert refusals(launch(also=["nccl"])) == {}, "one process with one GPU has nobody to share with"
+    assert refusals(launch(also=["nccl"])) == {}, (
+        "one process with one GPU has nobody to share with"
+    )
     assert refusals(launch(GPUS[:2]), gpu_shared=True) == {}
 
 
-@pytest.mark.parametrize(("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
-def test_nccl_with_a_peer_in_another_tree(family: socket.AddressFamily, host: str, launch: Launch) -> None:
+@pytest.mark.parametrize(
+    ("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
+)
+def test_nccl_with_a_peer_in_another_tree(
+    family: socket.AddressFamily, host: str, launch: Launch
+) -> None:
     try:
         peer = socket.create_server((host, 0), family=family)
     except OSError as error:
@@ -134,8 +161,16 @@ def test_nccl_with_a_peer_in_another_tree(family: socket.AddressFamily, host: st
 
 def test_nccl_set_by_its_configuration_file(launch: Launch, tmp_path: Path) -> None:
     file = tmp_path / "nccl.conf"
-    file.write_text("# ours\n" + "\n".join(f"{key} = {value}" for key, value in nccl.SNAPSHOTABLE.items()))
-    assert refusals(launch(GPUS[:2], also=["nccl"], environment={"NCCL_CONF_FILE": str(file)}), gpu_shared=True) == {}
+    file.write_text(
+        "# ours\n" + "\n".join(f"{key} = {value}" for key, value in nccl.SNAPSHOTABLE.items())
+    )
+    assert (
+        refusals(
+            launch(GPUS[:2], also=["nccl"], environment={"NCCL_CONF_FILE": str(file)}),
+            gpu_shared=True,
+        )
+        == {}
+    )
 
 
 def test_more_device_memory_than_the_window_or_the_host_can_take(
@@ -144,5 +179,7 @@ def test_more_device_memory_than_the_window_or_the_host_can_take(
     target = launch()
     assert "--max-window" in refusals(target, max_window=0.0005)["gpu-window"]
     assert refusals(target, max_window=0.0005, stop=True) == {}
-    monkeypatch.setattr(limits, "memory_available", lambda: 1 << 20)  # no test shall fill the machine
+    monkeypatch.setattr(
+        limits, "memory_available", lambda: 1 << 20
+    )  # no test shall fill the machine
     assert "host memory" in refusals(target)["gpu-memory"]

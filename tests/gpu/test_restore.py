@@ -54,7 +54,9 @@ DEVICE, MIBS = fake_cuda.DEVICE, 70
 pytestmark = pytest.mark.criu
 
 
-def bring_back(store: Store, snapshot: str, events: Events | None = None, **options: object) -> Restored:
+def bring_back(
+    store: Store, snapshot: str, events: Events | None = None, **options: object
+) -> Restored:
     restored = restore(
         store.repository,
         store.loop,
@@ -106,12 +108,16 @@ def of_the_file(pid: int) -> tuple[int, int]:
     for mapping in Path(f"/proc/{pid}/smaps").read_text().split("VmFlags"):
         if "(deleted)" in mapping and f"\n{DEVICE >> 24:x}" in mapping:
             found += int(mapping.partition("Size:")[2].split()[0])
-            huge += int(mapping.partition("FilePmdMapped:")[2].split()[0]) + int(mapping.partition("ShmemPmdMapped:")[2].split()[0])
+            huge += int(mapping.partition("FilePmdMapped:")[2].split()[0]) + int(
+                mapping.partition("ShmemPmdMapped:")[2].split()[0]
+            )
     return found, huge
 
 
 @pytest.mark.parametrize(("mode", "placers"), [("full", 2), ("lazy", 0)])
-def test_device_memory_in_a_file(mode: str, placers: int, store: Store, launch: Launch, world: World) -> None:
+def test_device_memory_in_a_file(
+    mode: str, placers: int, store: Store, launch: Launch, world: World
+) -> None:
     """The driver finds it mapped from a file, whatever its mapping was made of at the dump, and leaves nothing of that behind."""
     target = launch(GPUS[:2], mib=MIBS)
     restored = Events()
@@ -139,7 +145,12 @@ def test_device_memory_in_a_file(mode: str, placers: int, store: Store, launch: 
     assert [found for found, _ in seen.values()] == 2 * [MIBS << 10]
     assert {of_the_file(pid) for pid in driving.members(target.out.parent)} == {(0, 0)}
     ended = restored.named("restore.gpu.memory")[-1].fields
-    assert (ended["state"], ended["bytes"], ended["placers"], ended["redone"]) == ("end", 2 * MIBS << 20, placers, 0)
+    assert (ended["state"], ended["bytes"], ended["placers"], ended["redone"]) == (
+        "end",
+        2 * MIBS << 20,
+        placers,
+        0,
+    )
     names = [(event.name, event.fields.get("state")) for event in restored.all]
     assert names.index(("restore.gpu.memory", "begin")) < names.index(("restore.criu", "begin"))
     assert not restored.named("restore.warning")
@@ -156,7 +167,9 @@ def test_every_criu_maps_the_file(criu: Criu, store: Store, launch: Launch, worl
     assert events.named("restore.gpu.memory")[-1].fields["bytes"] == 2 * MIBS << 20
 
 
-def test_the_kernel_has_made_one_mapping_of_device_memory_and_other_memory(store: Store, launch: Launch, world: World) -> None:
+def test_the_kernel_has_made_one_mapping_of_device_memory_and_other_memory(
+    store: Store, launch: Launch, world: World
+) -> None:
     """What lies beside it is no device memory, and stays when the driver takes that away."""
     target = launch(GPUS[:2], mib=MIBS)
     snapshot = store.dump(target.pid, DumpOptions(stop=True, populate=False)).snapshot
@@ -257,7 +270,9 @@ def test_whether_all_device_memory_is_there(
     assert any(fillings[0]._device) and seen == [False] and fillings[0].has_device_memory()
 
 
-def test_a_driver_that_hangs_is_not_waited_for(store: Store, launch: Launch, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_hangs_is_not_waited_for(
+    store: Store, launch: Launch, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = launch(GPUS[:2])
     snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
     target.reap()
@@ -277,10 +292,22 @@ def until_attached(process: device_file._Process) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "mode"),
-    [("store", "full"), ("store early", "lazy"), ("helper", "lazy"), ("process", "full"), ("criu", "full"), ("criu", "lazy")],
+    [
+        ("store", "full"),
+        ("store early", "lazy"),
+        ("helper", "lazy"),
+        ("process", "full"),
+        ("criu", "full"),
+        ("criu", "lazy"),
+    ],
 )
 def test_a_restore_that_fails_while_the_driver_waits(
-    fault: str, mode: str, store: Store, launch: Launch, world: World, monkeypatch: pytest.MonkeyPatch
+    fault: str,
+    mode: str,
+    store: Store,
+    launch: Launch,
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nobody survives it, and nobody has run before."""
     target = launch(GPUS[:2], mib=MIBS)
@@ -289,11 +316,15 @@ def test_a_restore_that_fails_while_the_driver_waits(
     rows, struck, free = itertools.count(), threading.Event(), list[int]()
 
     def strike() -> None:
-        assert {procfs.status(pid).tracer > 0 for pid in driving.members(target.out.parent)} == {True}
+        assert {procfs.status(pid).tracer > 0 for pid in driving.members(target.out.parent)} == {
+            True
+        }
         if fault == "process":
             os.kill(driving.members(target.out.parent)[-1], signal.SIGKILL)
         elif fault != "store":
-            os.kill(started("criu" if fault == "criu" else "icecore.host.gpu.helper")[0], signal.SIGKILL)
+            os.kill(
+                started("criu" if fault == "criu" else "icecore.host.gpu.helper")[0], signal.SIGKILL
+            )
         while fault == "criu" and (left := driving.members(target.out.parent)):
             free.extend(pid for pid in left if is_free(pid))
         struck.set()
@@ -306,7 +337,9 @@ def test_a_restore_that_fails_while_the_driver_waits(
         put(self, there)
 
     def read(self: LocalBackend, *arguments: Any) -> Any:
-        if (fault == "store" and struck.is_set()) or (fault == "store early" and threading.current_thread().name.startswith("place-")):
+        if (fault == "store" and struck.is_set()) or (
+            fault == "store early" and threading.current_thread().name.startswith("place-")
+        ):
             struck.set()
             raise StoreError("it is broken")
         return read_into(self, *arguments)
@@ -336,7 +369,11 @@ def test_memory_that_the_driver_does_not_take_away_is_restored_without_a_file(
 
     def everything(manifest: Manifest) -> dict[int, list[tuple[int, int]]]:
         assert list(known(manifest).values()) == 2 * [[(DEVICE, DEVICE + (MIBS << 20))]]
-        return {int(s.key): [(r.start, r.start + r.length) for r in s.regions if r.lazy] for s in manifest.spaces if s.kind == "process"}
+        return {
+            int(s.key): [(r.start, r.start + r.length) for r in s.regions if r.lazy]
+            for s in manifest.spaces
+            if s.kind == "process"
+        }
 
     monkeypatch.setattr(restorer, "temporary", everything)
     events = Events()
@@ -344,7 +381,9 @@ def test_memory_that_the_driver_does_not_take_away_is_restored_without_a_file(
     goes_on(target)
     assert [event.fields["name"] for event in events.named("restore.warning")] == ["device-memory"]
     assert not events.named("restore.failed")
-    states = [event.fields["state"] for event in events.named("restore.gpu.memory")]  # of the first attempt, which may break while the file is being filled
+    states = [
+        event.fields["state"] for event in events.named("restore.gpu.memory")
+    ]  # of the first attempt, which may break while the file is being filled
     assert (states[0], states.count("begin")) == ("begin", 1) and states[-1] in ("end", "failed")
     again = store.dump(driving.members(target.out.parent)[0], DumpOptions(stop=True)).snapshot
     target.reap()
@@ -352,7 +391,9 @@ def test_memory_that_the_driver_does_not_take_away_is_restored_without_a_file(
     goes_on(target)
 
 
-def test_a_sink_that_fails_once_as_device_memory_begins_ends_the_restore(store: Store, launch: Launch, world: World) -> None:
+def test_a_sink_that_fails_once_as_device_memory_begins_ends_the_restore(
+    store: Store, launch: Launch, world: World
+) -> None:
     """It is told in a thread of its own, and the driver waits for the memory."""
     target = launch(GPUS[:2], mib=MIBS)
     snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
@@ -387,11 +428,15 @@ def test_where_there_can_be_no_file_userfaultfd_does_it(
     events = Events()
     bring_back(store, snapshot, events)
     goes_on(target)
-    assert ["fsopen: no" in str(event.fields["message"]) for event in events.named("restore.warning")] == [True]
+    assert [
+        "fsopen: no" in str(event.fields["message"]) for event in events.named("restore.warning")
+    ] == [True]
     assert not events.named("restore.gpu.memory") and not events.named("restore.failed")
 
 
-def test_a_mapping_with_few_bytes_is_placed(store: Store, launch: Launch, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mapping_with_few_bytes_is_placed(
+    store: Store, launch: Launch, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In huge pages it would take much more memory than it has bytes."""
     target = launch(GPUS[:2], mib=MIBS)
     snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
@@ -401,7 +446,11 @@ def test_a_mapping_with_few_bytes_is_placed(store: Store, launch: Launch, world:
     bring_back(store, snapshot, events, placers=2)
     goes_on(target)
     ended = events.named("restore.memory")[-1].fields
-    assert not events.named("restore.gpu.memory") and int(str(ended["bytes"])) > 2 * MIBS << 20 and ended["placers"] == 2
+    assert (
+        not events.named("restore.gpu.memory")
+        and int(str(ended["bytes"])) > 2 * MIBS << 20
+        and ended["placers"] == 2
+    )
 
 
 #: A process that exits (PF_EXITING, linux/sched.h).
@@ -412,10 +461,18 @@ def is_free(pid: int) -> bool:
     """Whether a process may run: nobody traces it, and it has not been killed. One that is taking its memory down is not traced any more, and runs."""
     with suppress(OSError):
         status = Path(f"/proc/{pid}/status").read_text()
-        pending = int(status.partition("SigPnd:")[2].split()[0], 16) | int(status.partition("ShdPnd:")[2].split()[0], 16)
-        dead = status.partition("State:")[2].split()[0] in "ZX" or pending >> (signal.SIGKILL - 1) & 1
+        pending = int(status.partition("SigPnd:")[2].split()[0], 16) | int(
+            status.partition("ShdPnd:")[2].split()[0], 16
+        )
+        dead = (
+            status.partition("State:")[2].split()[0] in "ZX" or pending >> (signal.SIGKILL - 1) & 1
+        )
         flags = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6])
-        return not dead and not flags & _EXITING and status.partition("TracerPid:")[2].split()[0] == "0"
+        return (
+            not dead
+            and not flags & _EXITING
+            and status.partition("TracerPid:")[2].split()[0] == "0"
+        )
     return False
 
 
@@ -436,7 +493,9 @@ def gone(target: Target, seconds: float) -> None:
         time.sleep(0.01)
 
 
-def test_a_placer_that_ends_while_memory_is_written(store: Store, launch: Launch, world: World) -> None:
+def test_a_placer_that_ends_while_memory_is_written(
+    store: Store, launch: Launch, world: World
+) -> None:
     target = launch(GPUS[:2], mib=MIBS)
     snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
     target.reap()
@@ -448,7 +507,9 @@ def test_a_placer_that_ends_while_memory_is_written(store: Store, launch: Launch
     goes_on(target)
 
 
-def test_memory_from_far_away(store: Store, launch: Launch, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_from_far_away(
+    store: Store, launch: Launch, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = launch(GPUS[:2], mib=MIBS)
     events = Events()
     snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
@@ -514,7 +575,9 @@ def test_what_a_machine_lacks(store: Store, launch: Launch, world: World) -> Non
 
 @pytest.mark.parametrize("mode", ["full", "lazy"])
 @pytest.mark.parametrize("fault", ["restore", "unlock", "helper", "store"])
-def test_a_restore_that_fails(fault: str, mode: str, store: Store, launch: Launch, world: World) -> None:
+def test_a_restore_that_fails(
+    fault: str, mode: str, store: Store, launch: Launch, world: World
+) -> None:
     target = launch(GPUS[:2])
     snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
     target.reap()
@@ -540,7 +603,9 @@ def test_a_restore_that_fails(fault: str, mode: str, store: Store, launch: Launc
     goes_on(target)
 
 
-def test_what_fails_before_criu_is_started_is_told_at_once(store: Store, launch: Launch, world: World) -> None:
+def test_what_fails_before_criu_is_started_is_told_at_once(
+    store: Store, launch: Launch, world: World
+) -> None:
     """Nobody hears of an end before anybody listens, and nobody waits for it."""
     target = launch()
     snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
@@ -576,13 +641,22 @@ with LoopThread() as loop:
 
 
 @pytest.mark.parametrize("mode", ["full", "lazy"])
-@pytest.mark.parametrize("pause", [["restore.gpu.restore", "begin"], ["restore.gpu.unlock", "begin"]])
-def test_a_restorer_that_is_killed(pause: list[str], mode: str, store: Store, launch: Launch, world: World) -> None:
+@pytest.mark.parametrize(
+    "pause", [["restore.gpu.restore", "begin"], ["restore.gpu.unlock", "begin"]]
+)
+def test_a_restorer_that_is_killed(
+    pause: list[str], mode: str, store: Store, launch: Launch, world: World
+) -> None:
     """Nothing of the tree stays behind without its device memory."""
     target = launch(GPUS[:2])
     snapshot = store.dump(target.pid, DumpOptions(stop=True)).snapshot
     target.reap()
-    order = {"repository": str(store.backend.root), "snapshot": snapshot, "mode": mode, "pause": pause}  # type: ignore[attr-defined]
+    order = {
+        "repository": str(store.backend.root),
+        "snapshot": snapshot,
+        "mode": mode,
+        "pause": pause,
+    }  # type: ignore[attr-defined]
     with subprocess.Popen(
         [sys.executable, "-P", "-c", _RESTORER, json.dumps(order)], stdout=subprocess.PIPE
     ) as restorer:
@@ -610,7 +684,9 @@ def test_two_instances_on_two_gpus_beside_the_original(
     monkeypatch.setenv(VARIABLE, f"fake:{world.root}")
     order = json.dumps(Target(world, tmp_path / "target", mib=MIBS, out="/dev/stdout").order)
     code = f"import sys; sys.argv[1:] = [{order!r}]; exec(open({str(Path(fake_cuda.__file__))!r}).read())"
-    job = registry.start([sys.executable, "-S", "-c", code], name="gpu", isolation=Isolation(root=True, network=True))
+    job = registry.start(
+        [sys.executable, "-S", "-c", code], name="gpu", isolation=Isolation(root=True, network=True)
+    )
     wait_lines(job, 5)
     snapshot = store.dump(DumpTarget(job.pid, job.name, record=job.record())).snapshot
     restored = []

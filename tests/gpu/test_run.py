@@ -30,7 +30,18 @@ _ENV = "import os; print(*sorted(f'{k}={v}' for k, v in os.environ.items() if k.
 
 
 def test_what_it_sets_and_says(cli: Cli) -> None:
-    done = cli.run("run", "--gpu", "--no-resident", "--network", "private", "--", sys.executable, "-c", _ENV, NCCL_RAS_ENABLE="1")
+    done = cli.run(
+        "run",
+        "--gpu",
+        "--no-resident",
+        "--network",
+        "private",
+        "--",
+        sys.executable,
+        "-c",
+        _ENV,
+        NCCL_RAS_ENABLE="1",
+    )
     words = done.stdout.split()
     assert words[:5] == [
         "GLOO_SOCKET_IFNAME=lo",
@@ -52,11 +63,20 @@ def test_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="304"):
         gpu_run(Isolation(), {}, pid="private", root="host")
     under = gpu_run(Isolation(), {"NCCL_NVLS_ENABLE": "1"}, resident=True)
-    assert dict(under.added) == {"NCCL_CUMEM_ENABLE": "1", "NCCL_CUMEM_HOST_ENABLE": "0", "NCCL_RAS_ENABLE": "0"}
+    assert dict(under.added) == {
+        "NCCL_CUMEM_ENABLE": "1",
+        "NCCL_CUMEM_HOST_ENABLE": "0",
+        "NCCL_RAS_ENABLE": "0",
+    }
     assert dict(under.kept) == {"NCCL_NVLS_ENABLE": "1"} and under.cost == nccl.PARKED_COST
-    monkeypatch.setattr(gpu_job, "private_root_lack", lambda: "mount: denied")  # where no container allows it
+    monkeypatch.setattr(
+        gpu_job, "private_root_lack", lambda: "mount: denied"
+    )  # where no container allows it
     chosen = gpu_run(Isolation(network=True), {})
-    assert chosen.isolation == Isolation(pid=False, network=True) and "mount: denied" in chosen.notes[0]
+    assert (
+        chosen.isolation == Isolation(pid=False, network=True)
+        and "mount: denied" in chosen.notes[0]
+    )
     with pytest.raises(UsageError, match="mount: denied"):
         gpu_run(Isolation(), {}, root="private")
 
@@ -72,7 +92,9 @@ def test_what_it_starts_passes_preflight(
     assert all(not nccl.lacking(p.settings) for p in found.gpus.processes)
 
 
-def test_dump_show_and_restore(cli: Cli, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dump_show_and_restore(
+    cli: Cli, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world.move(tmp_path)
     cli.environment[VARIABLE] = f"fake:{world.root}"
     cli.run("init")
@@ -81,10 +103,15 @@ def test_dump_show_and_restore(cli: Cli, world: World, tmp_path: Path, monkeypat
     events = cli.events("dump", "gpu")
     for event in events:
         check_event(event, documented)
-    looked = next(event for event in events if event["event"] == "dump.preflight" and event["state"] == "end")
+    looked = next(
+        event for event in events if event["event"] == "dump.preflight" and event["state"] == "end"
+    )
     assert looked["moved_bytes"] == MIB << 20 and "resident_bytes" not in looked
     said = cli.run("dump", "gpu").stderr
-    assert "of device memory 3.0 MiB are moved\n  a window of about 579." in said and "changed" not in said
+    assert (
+        "of device memory 3.0 MiB are moved\n  a window of about 579." in said
+        and "changed" not in said
+    )
     cli.run("forget", "latest")
     (record,) = cli.events("ls")
     assert record["device"] == MIB << 20 and "3.0 MiB" in cli.run("ls").stdout
@@ -100,7 +127,11 @@ def test_dump_show_and_restore(cli: Cli, world: World, tmp_path: Path, monkeypat
     ]
     assert [event["bytes"] for event in regions] == [MIB << 20]
     shown = cli.run("show", "gpu").stdout
-    assert GPUS[0] in shown and "3.0 MiB of data; 3.0 MiB with its zeros" in shown and "of it moved" in shown
+    assert (
+        GPUS[0] in shown
+        and "3.0 MiB of data; 3.0 MiB with its zeros" in shown
+        and "of it moved" in shown
+    )
     assert "resident" not in shown and "allocated" not in shown
     cli.run("kill", "gpu", "-s", "KILL")
     bad = [
@@ -121,17 +152,39 @@ def test_dump_show_and_restore(cli: Cli, world: World, tmp_path: Path, monkeypat
     lines = log.read_text().split("\n")[:-1]
     assert lines == fake_cuda.expected(len(lines), MIB)
     assert world.on(GPUS[2]) == 1
-    found = {event["name"]: event for event in cli.events("doctor") if event["event"] == "doctor.finding"}
+    found = {
+        event["name"]: event for event in cli.events("doctor") if event["event"] == "doctor.finding"
+    }
     assert found["GPUs"]["state"] == "good" and "580" in found["GPUs"]["message"]
 
 
-def start(cli: Cli, world: World, folder: Path, gpus: tuple[str, ...], *, also: list[str] | None = None) -> None:
+def start(
+    cli: Cli, world: World, folder: Path, gpus: tuple[str, ...], *, also: list[str] | None = None
+) -> None:
     """A job named gpu that prints its steps."""
     order = json.dumps(
-        Target(world, folder / "target", gpus, also=also or (), out="/dev/stdout" if len(gpus) == 1 else "").order
+        Target(
+            world,
+            folder / "target",
+            gpus,
+            also=also or (),
+            out="/dev/stdout" if len(gpus) == 1 else "",
+        ).order
     )
     code = f"import sys; sys.argv[1:] = [{order!r}]; exec(open({str(Path(fake_cuda.__file__))!r}).read())"
-    cli.run("run", "-d", "--gpu", "--no-resident", "--name", "gpu", "--", sys.executable, "-S", "-c", code)
+    cli.run(
+        "run",
+        "-d",
+        "--gpu",
+        "--no-resident",
+        "--name",
+        "gpu",
+        "--",
+        sys.executable,
+        "-S",
+        "-c",
+        code,
+    )
     until = time.monotonic() + 20
     place = cli.job("gpu").log_path("stdout") if len(gpus) == 1 else folder / "target" / "lines.1"
     while not place.exists() or len(place.read_text()) < 100:

@@ -57,7 +57,9 @@ def lines(target: Target, worker: int) -> list[str]:
 def wait_workers(target: Target, count: int = WORKERS, more: int = 3) -> None:
     """Wait until every worker has made so many steps more than now."""
     before = [len(lines(target, n)) for n in range(1, count + 1)]
-    assert eventually(lambda: all(len(lines(target, n)) >= before[n - 1] + more for n in range(1, count + 1)))
+    assert eventually(
+        lambda: all(len(lines(target, n)) >= before[n - 1] + more for n in range(1, count + 1))
+    )
 
 
 def workers(root: int) -> list[int]:
@@ -68,7 +70,9 @@ def steps_are_whole(target: Target, count: int = WORKERS) -> None:
     """No worker has lost or repeated a step since its last restore at the latest: the steps of a snapshot come again."""
     for number in range(1, count + 1):
         steps = [int(line.split()[0]) for line in lines(target, number) if line != "done"]
-        assert all(after == before + 1 or after <= before for before, after in itertools.pairwise(steps)), number
+        assert all(
+            after == before + 1 or after <= before for before, after in itertools.pairwise(steps)
+        ), number
 
 
 def devices_of(target: Target, worker: int = 1) -> list[str]:
@@ -112,7 +116,9 @@ def test_preflight_counts_only_who_has_cuda_state(launch: Launch, world: World) 
 
 @pytest.mark.parametrize("criu", crius())
 @pytest.mark.parametrize("mode", ["full", "lazy"])
-def test_workers_are_dumped_and_restored(mode: Literal["full", "lazy"], criu: Criu, store: Store, launch: Launch, world: World) -> None:
+def test_workers_are_dumped_and_restored(
+    mode: Literal["full", "lazy"], criu: Criu, store: Store, launch: Launch, world: World
+) -> None:
     """Twice while all run on, then killed, and brought back from both; what was restored is dumped again."""
     target = launch(workers=WORKERS)
     wait_workers(target)
@@ -122,11 +128,20 @@ def test_workers_are_dumped_and_restored(mode: Literal["full", "lazy"], criu: Cr
         assert not standing(target.pid)
         target.wait_steps(3)
         wait_workers(target)
-        assert len(devices_of(target)) == 3 and "1:3" not in devices_of(target), "in place nothing is taken from them"
+        assert len(devices_of(target)) == 3 and "1:3" not in devices_of(target), (
+            "in place nothing is taken from them"
+        )
     target.kill()
     world.clear()
     for snapshot in (taken[1], taken[0]):
-        restored = restore(store.repository, store.loop, snapshot, RestoreOptions(mode=mode), criu=criu, emit=Events())
+        restored = restore(
+            store.repository,
+            store.loop,
+            snapshot,
+            RestoreOptions(mode=mode),
+            criu=criu,
+            emit=Events(),
+        )
         restored.wait_resident(30)
         target.wait_steps(5)
         wait_workers(target)
@@ -143,7 +158,9 @@ def test_workers_are_dumped_and_restored(mode: Literal["full", "lazy"], criu: Cr
     again = store.dump(restored.pid, DumpOptions(stop=True), criu=criu).snapshot
     target.pids = [p for p in target.pids if os.path.exists(f"/proc/{p}")]
     target.reap()
-    restored = restore(store.repository, store.loop, again, RestoreOptions(mode=mode), criu=criu, emit=Events())
+    restored = restore(
+        store.repository, store.loop, again, RestoreOptions(mode=mode), criu=criu, emit=Events()
+    )
     restored.wait_resident(30)
     target.wait_steps(5)
     wait_workers(target)
@@ -155,7 +172,9 @@ def test_workers_are_dumped_and_restored(mode: Literal["full", "lazy"], criu: Cr
     assert eventually(lambda: all(lines(target, n)[-1] == "done" for n in range(1, WORKERS + 1)))
 
 
-def test_a_worker_that_is_forked_while_the_dump_begins(store: Store, launch: Launch, world: World) -> None:
+def test_a_worker_that_is_forked_while_the_dump_begins(
+    store: Store, launch: Launch, world: World
+) -> None:
     target = launch(workers=1)
     wait_workers(target, 1)
 
@@ -165,7 +184,9 @@ def test_a_worker_that_is_forked_while_the_dump_begins(store: Store, launch: Lau
         wait_workers(target, 2)
         target.pids = procfs.tree(target.pid)
 
-    snapshot = store.dump(target.pid, DumpOptions(stop=True), events=Events({("dump.criu", "end"): fork})).snapshot
+    snapshot = store.dump(
+        target.pid, DumpOptions(stop=True), events=Events({("dump.criu", "end"): fork})
+    ).snapshot
     target.reap()
     restored = restore(store.repository, store.loop, snapshot, RestoreOptions(), emit=Events())
     restored.wait_resident(30)
@@ -176,7 +197,9 @@ def test_a_worker_that_is_forked_while_the_dump_begins(store: Store, launch: Lau
     target.pids = procfs.tree(restored.pid)
 
 
-def test_a_process_that_begins_to_use_cuda_meanwhile(store: Store, launch: Launch, world: World) -> None:
+def test_a_process_that_begins_to_use_cuda_meanwhile(
+    store: Store, launch: Launch, world: World
+) -> None:
     """CRIU stops it with device files that the plugin would dump: the snapshot is given up, and all run on."""
     target = launch(workers=1, late=GPUS[1])
     wait_workers(target, 1)
@@ -195,7 +218,9 @@ def test_a_process_that_begins_to_use_cuda_meanwhile(store: Store, launch: Launc
     store.dump(target.pid)  # now it is known
 
 
-def test_a_device_file_that_the_driver_has_left_open(store: Store, launch: Launch, world: World) -> None:
+def test_a_device_file_that_the_driver_has_left_open(
+    store: Store, launch: Launch, world: World
+) -> None:
     target = launch(also=["a device file"])
     with pytest.raises(DumpFailed, match="left device files open"):
         store.dump(target.pid)
@@ -209,7 +234,11 @@ def test_nvml_beside_cuda(store: Store, launch: Launch, world: World) -> None:
     target = launch(also=["a device file", "NVML"])
     events = Events()
     snapshot = store.dump(target.pid, DumpOptions(stop=True), events=events).snapshot
-    assert ["nvmlInit" in str(event.fields["message"]) for event in events.named("dump.warning") if event.fields["name"] == "nvml"] == [True]
+    assert [
+        "nvmlInit" in str(event.fields["message"])
+        for event in events.named("dump.warning")
+        if event.fields["name"] == "nvml"
+    ] == [True]
     target.reap()
     restored = restore(store.repository, store.loop, snapshot, RestoreOptions(), emit=Events())
     restored.wait_resident(30)
@@ -239,21 +268,31 @@ def test_what_the_driver_contradicts_is_refused(wrong: str) -> None:
     ours = os.getpid()
     one = GpuProcess(ours, threads=wrong != "an orphan runs CUDA")
     state = State.RUNNING if wrong == "an orphan runs CUDA" else State.NOT_CUDA
-    found = GpuLook(Backend("/dev/nvidia"), [one], orphans=[]) if one.threads else GpuLook(Backend("/dev/nvidia"), [], orphans=[one])
+    found = (
+        GpuLook(Backend("/dev/nvidia"), [one], orphans=[])
+        if one.threads
+        else GpuLook(Backend("/dev/nvidia"), [], orphans=[one])
+    )
     assert [r.name for r in orphans.misjudged(found, {ours: state})] == ["gpu-state"]
     right = State.NOT_CUDA if state is State.RUNNING else State.RUNNING
     assert orphans.misjudged(found, {ours: right}) == []
 
 
-@pytest.mark.parametrize(("death", "words"), [("the job", "job job (process {root}) ended"), ("a worker", "")])
-def test_a_process_that_ends_during_the_dump(death: str, words: str, store: Store, launch: Launch, world: World) -> None:
+@pytest.mark.parametrize(
+    ("death", "words"), [("the job", "job job (process {root}) ended"), ("a worker", "")]
+)
+def test_a_process_that_ends_during_the_dump(
+    death: str, words: str, store: Store, launch: Launch, world: World
+) -> None:
     target = launch(workers=1)
     wait_workers(target, 1)
     victim = target.pid if death == "the job" else workers(target.pid)[0]
 
     def kill(_: object) -> None:
         os.kill(victim, signal.SIGKILL)
-        assert eventually(lambda: procfs.is_over(victim) if os.path.exists(f"/proc/{victim}") else True)
+        assert eventually(
+            lambda: procfs.is_over(victim) if os.path.exists(f"/proc/{victim}") else True
+        )
 
     events = Events({("dump.criu", "end"): kill})
     if words:

@@ -105,7 +105,14 @@ def worker(mib: int = 16, code: str = "") -> Iterator[Worker]:
     """A worker in a session of its own, without terminal or pipes."""
     folder = Path(tempfile.mkdtemp(prefix="icecore-test-"))
     process = subprocess.Popen(
-        [sys.executable, "-S", "-c", PRELUDE + textwrap.dedent(code) + WORKER, str(folder / "count"), str(mib)],
+        [
+            sys.executable,
+            "-S",
+            "-c",
+            PRELUDE + textwrap.dedent(code) + WORKER,
+            str(folder / "count"),
+            str(mib),
+        ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -131,7 +138,9 @@ def images_folder() -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-def capture(criu: Criu, pid: int, images: Path, arguments: DumpArguments | None = None) -> dict[int, HugeBuffer]:
+def capture(
+    criu: Criu, pid: int, images: Path, arguments: DumpArguments | None = None
+) -> dict[int, HugeBuffer]:
     """Dump lazily; returns the lazy memory by address."""
     with LazyDump(criu, pid, images, arguments or DumpArguments(network_lock="skip")) as dump:
         dump.wait_serving(30)
@@ -209,7 +218,9 @@ class Daemon:
                 self.faults += 1
                 for address, buffer in self.memory.items():
                     if address <= event.address < address + buffer.size:
-                        userfaultfd.place(uffd, event.address, buffer.address + event.address - address, PAGE)
+                        userfaultfd.place(
+                            uffd, event.address, buffer.address + event.address - address, PAGE
+                        )
                         break
                 else:
                     userfaultfd.place_zero(uffd, event.address, PAGE)
@@ -217,7 +228,10 @@ class Daemon:
 
 @contextmanager
 def restored(
-    criu: Criu, images: Path, memory: dict[int, HugeBuffer], arguments: RestoreArguments | None = None
+    criu: Criu,
+    images: Path,
+    memory: dict[int, HugeBuffer],
+    arguments: RestoreArguments | None = None,
 ) -> Iterator[tuple[Restore, Daemon]]:
     """Begin a restore with a daemon; whatever came up is killed at the end."""
     work = Path(tempfile.mkdtemp(prefix="icecore-test-"))

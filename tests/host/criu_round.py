@@ -62,15 +62,34 @@ def dump(criu: Criu, job: Job, images: Path) -> RunRecord:
 
 
 def restore_tree(
-    criu: Criu, registry: Registry, record: RunRecord, images: Path, *, note: bool = True, **naming: str
+    criu: Criu,
+    registry: Registry,
+    record: RunRecord,
+    images: Path,
+    *,
+    note: bool = True,
+    **naming: str,
 ) -> Job:
     """A new instance from the images. ``note``: whether the restorer lives to note down the pid."""
     with registry.restoring(record, snapshot="s1", **naming) as new:
         work = new.job.directory / "restore"
         work.mkdir()
-        command = [str(criu.path), "restore", "-D", str(images), "-W", str(work), "-o", "restore.log", "-v2", "-d"]
+        command = [
+            str(criu.path),
+            "restore",
+            "-D",
+            str(images),
+            "-W",
+            str(work),
+            "-o",
+            "restore.log",
+            "-v2",
+            "-d",
+        ]
         command += ["--pidfile", str(work / "pid"), *new.options]
-        done = subprocess.run([*new.prefix, *command], pass_fds=new.pass_fds, timeout=SECONDS, cwd="/")
+        done = subprocess.run(
+            [*new.prefix, *command], pass_fds=new.pass_fds, timeout=SECONDS, cwd="/"
+        )
         assert done.returncode == 0, (work / "restore.log").read_text()
         if note:
             return new.started(int((work / "pid").read_text()))

@@ -96,9 +96,13 @@ class LazyDump:
         ours, theirs = socket.socketpair()
         ready, told = os.pipe()
         try:
-            command = lazy_dump_command(criu, pid, images, arguments, pages=theirs.fileno(), status=told)
+            command = lazy_dump_command(
+                criu, pid, images, arguments, pages=theirs.fileno(), status=told
+            )
             fds = (theirs.fileno(), told)
-            self._run = _Run.start(command, images, "dump.log", f"the dump of process {pid}", DumpFailed, fds)
+            self._run = _Run.start(
+                command, images, "dump.log", f"the dump of process {pid}", DumpFailed, fds
+            )
         except BaseException:
             ours.close()
             os.close(ready)
@@ -113,7 +117,10 @@ class LazyDump:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.abandon()
 
@@ -187,7 +194,9 @@ class LazyDump:
         try:
             self._run.process.wait(seconds)
         except subprocess.TimeoutExpired as error:
-            raise DumpFailed(f"{self._run.what} was abandoned, but CRIU did not end within {seconds:g} s") from error
+            raise DumpFailed(
+                f"{self._run.what} was abandoned, but CRIU did not end within {seconds:g} s"
+            ) from error
 
 
 class PlainDump:
@@ -197,7 +206,9 @@ class PlainDump:
 
     def __init__(self, criu: Criu, pid: int, images: Path, arguments: DumpArguments) -> None:
         command = plain_dump_command(criu, pid, images, arguments)
-        self._run = _Run.start(command, images, "dump.log", f"the dump of process {pid}", DumpFailed, ())
+        self._run = _Run.start(
+            command, images, "dump.log", f"the dump of process {pid}", DumpFailed, ()
+        )
 
     def wait(self, seconds: float) -> None:
         """Wait for its end.
@@ -220,7 +231,9 @@ class StreamDump:
         try:
             command = stream_dump_command(criu, pid, images, arguments, pages=theirs.fileno())
             what = f"the dump of process {pid}"
-            self._run = _Run.start(command, images, "dump.log", what, DumpFailed, (theirs.fileno(),))
+            self._run = _Run.start(
+                command, images, "dump.log", what, DumpFailed, (theirs.fileno(),)
+            )
         except BaseException:
             ours.close()
             raise
@@ -254,7 +267,9 @@ class Restore:
         self._pid_file.unlink(missing_ok=True)  # CRIU wants to create it
         command = restore_command(criu, images, work, arguments, pid_file=self._pid_file)
         fds = tuple(fd for fd, _ in arguments.inherit)
-        self._run = _Run.start(command, work, "restore.log", f"the restore from {images}", RestoreFailed, fds)
+        self._run = _Run.start(
+            command, work, "restore.log", f"the restore from {images}", RestoreFailed, fds
+        )
 
     @property
     def process(self) -> subprocess.Popen[bytes]:

@@ -49,7 +49,9 @@ class Target:
         assert self.process.stdout is not None
         end = time.monotonic() + seconds
         while b"\n" not in self._heard:
-            ready, _, _ = select.select([self.process.stdout], [], [], max(0, end - time.monotonic()))
+            ready, _, _ = select.select(
+                [self.process.stdout], [], [], max(0, end - time.monotonic())
+            )
             assert ready, "the target said nothing in time"
             data = os.read(self.process.stdout.fileno(), 1 << 16)
             assert data, f"the target ended: {self.process.poll()}"
@@ -64,10 +66,18 @@ class Target:
 
 
 @contextmanager
-def target(code: str, *arguments: object, pass_fds: tuple[int, ...] = (), site: bool = False) -> Iterator[Target]:
+def target(
+    code: str, *arguments: object, pass_fds: tuple[int, ...] = (), site: bool = False
+) -> Iterator[Target]:
     """Run a snippet in its own session, killed when the block ends; with ``site`` it may import icecore."""
     process = subprocess.Popen(
-        [sys.executable, *([] if site else ["-S"]), "-c", PRELUDE + textwrap.dedent(code), *map(str, arguments)],
+        [
+            sys.executable,
+            *([] if site else ["-S"]),
+            "-c",
+            PRELUDE + textwrap.dedent(code),
+            *map(str, arguments),
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         bufsize=0,

@@ -88,7 +88,9 @@ def test_the_death_of_whoever_holds_the_connection_thaws(criu):
             os.waitpid(holder, 0)
         assert eventually(lambda: not stopped(it.pid))
         assert it.works()
-        assert eventually(lambda: "Dumping finished successfully" in (images / "dump.log").read_text())
+        assert eventually(
+            lambda: "Dumping finished successfully" in (images / "dump.log").read_text()
+        )
 
 
 @parametrize
@@ -120,13 +122,23 @@ def test_a_failing_dump_says_why_and_thaws(criu):
     client = socket.create_connection(server.getsockname())
     accepted = server.accept()
     """
-    with worker(code=code) as it, images_folder() as images, LazyDump(criu, it.pid, images, ALONE) as dump:
+    with (
+        worker(code=code) as it,
+        images_folder() as images,
+        LazyDump(criu, it.pid, images, ALONE) as dump,
+    ):
         able = criu.dumps_internet_sockets(limits.kernel_version())
-        with pytest.raises(DumpFailed, match="established TCP connection" if able else "internet socket") as caught:
+        with pytest.raises(
+            DumpFailed, match="established TCP connection" if able else "internet socket"
+        ) as caught:
             dump.wait_serving(30)
         assert caught.value.cure
         assert it.works()
-    with images_folder() as images, LazyDump(criu, dead_pid(), images, ALONE) as dump, pytest.raises(DumpFailed):
+    with (
+        images_folder() as images,
+        LazyDump(criu, dead_pid(), images, ALONE) as dump,
+        pytest.raises(DumpFailed),
+    ):
         dump.wait_serving(30)
 
 
@@ -145,7 +157,11 @@ def test_a_lazy_restore_goes_on_with_every_byte(criu, keep_lazy_entries):
             assert pid == it.pid and procfs.status(pid).parent == os.getpid()
             daemon.place_all()
             assert it.works() and eventually(lambda: it.progress() > count)
-            assert daemon.failure is None and list(daemon.uffds) == [it.pid] and daemon.finished.wait(5)
+            assert (
+                daemon.failure is None
+                and list(daemon.uffds) == [it.pid]
+                and daemon.finished.wait(5)
+            )
 
 
 def script(folder: Path, stage: str, end: str) -> Path:
@@ -166,7 +182,9 @@ def test_everything_can_be_made_resident_in_an_action_script(criu, stage):
     with worker() as it, images_folder() as images:
         memory = capture(criu, it.pid, images)
         it.kill()
-        arguments = RestoreArguments(network_lock="skip", action_script=script(images, stage, "exit 0"))
+        arguments = RestoreArguments(
+            network_lock="skip", action_script=script(images, stage, "exit 0")
+        )
         with restored(criu, images, memory, arguments) as (restore, daemon):
             wait_for(images / "here")
             count = it.progress()
@@ -194,7 +212,9 @@ def test_a_failing_script_kills_at_post_restore_and_is_ignored_at_pre_resume(cri
         it.kill()
         (images / "go").touch()
         for stage in ("post-restore", "pre-resume"):
-            arguments = RestoreArguments(network_lock="skip", action_script=script(images, stage, "exit 3"))
+            arguments = RestoreArguments(
+                network_lock="skip", action_script=script(images, stage, "exit 3")
+            )
             with restored(criu, images, memory, arguments) as (restore, daemon):
                 if stage == "post-restore":
                     with pytest.raises(RestoreFailed):
@@ -230,7 +250,10 @@ def test_a_file_that_grew_is_named(criu, tmp_path):
         memory = capture(criu, it.pid, images)
         it.kill()
         log.write_bytes(b"x" * 300)
-        with restored(criu, images, memory) as (restore, _), pytest.raises(RestoreFailed, match="no longer as it was"):
+        with (
+            restored(criu, images, memory) as (restore, _),
+            pytest.raises(RestoreFailed, match="no longer as it was"),
+        ):
             restore.wait(30)
         os.truncate(log, 100)
         with restored(criu, images, memory) as (restore, daemon):
@@ -272,14 +295,18 @@ def test_the_plain_dump_writes_all_pages(criu):
         assert it.works()
         pages_id, entries = load_pagemap(images / f"pagemap-{it.pid}.img")
         present = entries[entries["flags"] & PE_PRESENT != 0]
-        assert (images / f"pages-{pages_id}.img").stat().st_size == int(present["pages"].sum()) * PAGE
+        assert (images / f"pages-{pages_id}.img").stat().st_size == int(
+            present["pages"].sum()
+        ) * PAGE
         assert (entries["flags"] & PE_LAZY).any() and len(merge_entries(entries)) == len(entries)
 
 
 @parametrize
 def test_check_passes_and_versions_are_read(criu):
     criu.check()
-    assert criu.version >= (4, 0, 0) and criu.pycriu is not None and (criu.pycriu / "pycriu").is_dir()
+    assert (
+        criu.version >= (4, 0, 0) and criu.pycriu is not None and (criu.pycriu / "pycriu").is_dir()
+    )
 
 
 def fake_criu(folder: Path, version: str, code: int = 0) -> Path:
@@ -307,7 +334,9 @@ def test_a_criu_that_is_missing_too_old_or_broken_is_refused_with_the_cure(tmp_p
     monkeypatch.delenv("ICECORE_CRIU")
     monkeypatch.setenv("ICECORE_CRIU_PREFIX", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    (tmp_path / "criu.json").write_text(f'{{"criu": "{fake_criu(tmp_path, "4.2.1")}", "pycriu_path": "{tmp_path}"}}')
+    (tmp_path / "criu.json").write_text(
+        f'{{"criu": "{fake_criu(tmp_path, "4.2.1")}", "pycriu_path": "{tmp_path}"}}'
+    )
     assert find_criu().version == (4, 2, 1) and find_criu().pycriu == tmp_path
     assert find_criu(tmp_path).path == tmp_path / "criu"
 
@@ -338,13 +367,27 @@ def test_the_log_is_understood():
 
 def test_command_lines():
     arguments = RestoreArguments(
-        inherit=((5, "net"),), external=("mnt[]",), connections="close", root=Path("/r"), stopped=True
+        inherit=((5, "net"),),
+        external=("mnt[]",),
+        connections="close",
+        root=Path("/r"),
+        stopped=True,
     )
     words = arguments.arguments()
     assert (
-        words[words.index("--inherit-fd") + 1] == "fd[5]:net" and "--tcp-close" in words and "--leave-stopped" in words
+        words[words.index("--inherit-fd") + 1] == "fd[5]:net"
+        and "--tcp-close" in words
+        and "--leave-stopped" in words
     )
-    assert "--restore-sibling" in words and "--lazy-pages" in words and words[words.index("--root") + 1] == "/r"
-    words = DumpArguments(connections="keep", shell_job=True, cgroups=True, ghost_limit=5, extra=("--x",)).arguments()
-    assert {"--tcp-established", "--shell-job", "--x"} <= set(words) and "--manage-cgroups=ignore" not in words
+    assert (
+        "--restore-sibling" in words
+        and "--lazy-pages" in words
+        and words[words.index("--root") + 1] == "/r"
+    )
+    words = DumpArguments(
+        connections="keep", shell_job=True, cgroups=True, ghost_limit=5, extra=("--x",)
+    ).arguments()
+    assert {"--tcp-established", "--shell-job", "--x"} <= set(
+        words
+    ) and "--manage-cgroups=ignore" not in words
     assert words[words.index("--ghost-limit") + 1] == "5"

@@ -20,7 +20,9 @@ from tests.host.target import eventually
 PEEKDATA, DETACH, SEIZE, INTERRUPT = 2, 17, 0x4206, 0x4207
 _WALL = 0x40000000
 
-pytestmark = pytest.mark.skipif(not RESTORE_LIBRARY.exists(), reason="needs a C compiler when icecore is built")
+pytestmark = pytest.mark.skipif(
+    not RESTORE_LIBRARY.exists(), reason="needs a C compiler when icecore is built"
+)
 
 Ptrace = Callable[[int, int, int | None, int | None], int]
 BUFFER = ctypes.create_string_buffer(b"what is here is there")
@@ -31,7 +33,10 @@ def ptrace(tmp_path: Path) -> Ptrace:
     """The library's, which knows of no thread yet."""
     shutil.copy(RESTORE_LIBRARY, tmp_path / "library.so")
     made = ctypes.CDLL(str(tmp_path / "library.so"), use_errno=True).ptrace
-    made.argtypes, made.restype = [ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p], ctypes.c_long
+    made.argtypes, made.restype = (
+        [ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p],
+        ctypes.c_long,
+    )
     return made  # type: ignore[no-any-return]
 
 
@@ -105,5 +110,8 @@ def test_who_is_not_traced_at_all(ptrace: Ptrace, children: list[int]) -> None:
 
 def test_what_is_read_is_returned(ptrace: Ptrace, children: list[int]) -> None:
     seize(ptrace, children[0])
-    assert ptrace(PEEKDATA, children[0], ctypes.addressof(BUFFER), None).to_bytes(8, "little") == BUFFER.raw[:8]
+    assert (
+        ptrace(PEEKDATA, children[0], ctypes.addressof(BUFFER), None).to_bytes(8, "little")
+        == BUFFER.raw[:8]
+    )
     assert (ptrace(PEEKDATA, children[0], 8, None), ctypes.get_errno()) == (-1, 5)

@@ -22,7 +22,10 @@ Copy = Callable[[int, int, int], int]
 @pytest.fixture(scope="module")
 def copy() -> Copy:
     made = ctypes.CDLL(str(LIBRARY)).memcpy
-    made.argtypes, made.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], ctypes.c_void_p
+    made.argtypes, made.restype = (
+        [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t],
+        ctypes.c_void_p,
+    )
     return made  # type: ignore[no-any-return]
 
 
@@ -34,7 +37,9 @@ class Mapping:
         self._file = os.memfd_create("test", os.MFD_CLOEXEC) if shared else -1
         if shared:
             os.ftruncate(self._file, size)
-        self.bytes = mmap.mmap(self._file, size, mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.bytes = mmap.mmap(
+            self._file, size, mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
         self.bytes.madvise(mmap.MADV_NOHUGEPAGE)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.bytes))
 
@@ -48,13 +53,21 @@ class Mapping:
 def test_the_same_bytes(seed: int, copy: Copy) -> None:
     chosen = random.Random(seed)
     source, target = Mapping(24 * MIB, shared=False), Mapping(24 * MIB, shared=True)
-    for mapping, pages in ((source, chosen.choice([0, 3, 40])), (target, chosen.choice([0, 3, 40]))):
+    for mapping, pages in (
+        (source, chosen.choice([0, 3, 40])),
+        (target, chosen.choice([0, 3, 40])),
+    ):
         for _ in range(pages):
             at, some = chosen.randrange(mapping.size - 3 * PAGE), chosen.randrange(1, 3 * PAGE)
             mapping.bytes[at : at + some] = chosen.randbytes(some)
     size = chosen.choice([0, 1, 5000, 8 * MIB, chosen.randrange(8 * MIB, 20 * MIB)])
-    into, out_of = chosen.choice([0, 16, 992, PAGE, 70001]), chosen.choice([0, 16, 992, PAGE, 70001])
-    wanted = target.bytes[:into] + source.bytes[out_of : out_of + size] + target.bytes[into + size :]
+    into, out_of = (
+        chosen.choice([0, 16, 992, PAGE, 70001]),
+        chosen.choice([0, 16, 992, PAGE, 70001]),
+    )
+    wanted = (
+        target.bytes[:into] + source.bytes[out_of : out_of + size] + target.bytes[into + size :]
+    )
     held = target.held
     assert copy(target.address + into, source.address + out_of, size) == target.address + into
     assert target.bytes[:] == wanted

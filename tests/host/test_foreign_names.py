@@ -43,17 +43,34 @@ def test_a_name_adds_nothing_to_a_status(name: bytes) -> None:
         it.hear()
         told = procfs.status(it.pid)
         assert os.fsencode(told.name) == name
-        assert told.user == os.geteuid() and told.own_pid == it.pid and told.parent == os.getpid() and not told.zombie
+        assert (
+            told.user == os.geteuid()
+            and told.own_pid == it.pid
+            and told.parent == os.getpid()
+            and not told.zombie
+        )
         fields = procfs.status_fields(it.pid, it.pid)
         assert fields["Tgid"] == fields["NSpid"] == [str(it.pid)] and fields["Threads"] == ["1"]
-        assert check_target(it.pid) == [], "it is no thread of another process, whatever its name says"
+        assert check_target(it.pid) == [], (
+            "it is no thread of another process, whatever its name says"
+        )
 
 
 def test_paths_of_mappings_and_descriptors_are_exact(tmp_path: Path) -> None:
     """Maps write a newline as four characters that a name may hold itself."""
     source = random.Random(5)
-    alphabet = [bytes([code]) for code in range(1, 256) if code != 0x2F] + [b"\\012", b"\n", b" (deleted)"] * 20
-    names = [b"a\\012b", b"a\nb", b"x (deleted)", b"\\\\012", *(b"%d" % n + b"".join(source.choices(alphabet, k=20)) for n in range(40))]
+    alphabet = [bytes([code]) for code in range(1, 256) if code != 0x2F] + [
+        b"\\012",
+        b"\n",
+        b" (deleted)",
+    ] * 20
+    names = [
+        b"a\\012b",
+        b"a\nb",
+        b"x (deleted)",
+        b"\\\\012",
+        *(b"%d" % n + b"".join(source.choices(alphabet, k=20)) for n in range(40)),
+    ]
     paths = [os.path.join(os.fsencode(tmp_path), name) for name in names]
     for path in paths:
         with open(path, "wb") as file:
@@ -68,11 +85,15 @@ def test_paths_of_mappings_and_descriptors_are_exact(tmp_path: Path) -> None:
     with target(code, *(path.hex() for path in paths)) as it:
         it.hear()
         mapped = {os.fsencode(mapping.path) for mapping in procfs.read_maps(it.pid)}
-        detailed = {os.fsencode(mapping.path) for mapping in procfs.read_maps(it.pid, vm_flags=True)}
+        detailed = {
+            os.fsencode(mapping.path) for mapping in procfs.read_maps(it.pid, vm_flags=True)
+        }
         opened = {os.fsencode(descriptor.target) for descriptor in procfs.descriptors(it.pid)}
         assert set(paths) <= opened
         assert set(paths) <= mapped and set(paths) <= detailed
-        assert [os.fsencode(word).hex() for word in procfs.command_line(it.pid)[-2:]] == [path.hex().encode().hex() for path in paths[-2:]]
+        assert [os.fsencode(word).hex() for word in procfs.command_line(it.pid)[-2:]] == [
+            path.hex().encode().hex() for path in paths[-2:]
+        ]
 
 
 def test_mount_points_of_any_name(tmp_path: Path) -> None:
@@ -113,14 +134,18 @@ def test_the_job_of_a_program_with_any_name(tmp_path: Path) -> None:
 def test_a_socket_of_somebody_elses_with_lines_in_its_name() -> None:
     """Every user can give a socket such a name; /proc/net/unix shows it as it is."""
     with socket.socket(socket.AF_UNIX) as hostile, socket.socket(socket.AF_UNIX) as real:
-        hostile.bind(b"\0/tmp/nccl-socket-\n1 2 3 4 5 6 no-number /tmp/nccl-socket-@/tmp/nccl-socket- \xff")
+        hostile.bind(
+            b"\0/tmp/nccl-socket-\n1 2 3 4 5 6 no-number /tmp/nccl-socket-@/tmp/nccl-socket- \xff"
+        )
         real.bind(f"\0/tmp/nccl-socket-{os.getpid()}")
         assert passes_descriptors(os.getpid(), {os.fstat(real.fileno()).st_ino})
         assert not passes_descriptors(os.getpid(), {1})
 
 
 def test_variables_of_any_bytes() -> None:
-    with target("os.execve('/bin/sleep', ['sleep', '60'], {b'NCCL_X': b'\\xff=1', b'\\xfe': b'2'})") as it:
+    with target(
+        "os.execve('/bin/sleep', ['sleep', '60'], {b'NCCL_X': b'\\xff=1', b'\\xfe': b'2'})"
+    ) as it:
         while "NCCL_X" not in settings_of(it.pid):
             pass
         assert settings_of(it.pid)["NCCL_X"] == "\udcff=1"
@@ -138,11 +163,17 @@ def test_the_name_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "pynvml", module)
     found = read_inventory()
-    assert (found.driver, found.gpus[0].name, found.gpus[0].uuid) == (r"580\xff", r"H\xff\n", r"GPU-\x1b[31m")
+    assert (found.driver, found.gpus[0].name, found.gpus[0].uuid) == (
+        r"580\xff",
+        r"H\xff\n",
+        r"GPU-\x1b[31m",
+    )
 
 
 def test_a_log_of_criu_with_any_bytes(tmp_path: Path) -> None:
-    (tmp_path / "dump.log").write_bytes(b"(00.1) Error (criu/x.c:1): Can't dump \xff\x0bError (x): io_uring \x85\n(00.2) Error (y): two\n")
+    (tmp_path / "dump.log").write_bytes(
+        b"(00.1) Error (criu/x.c:1): Can't dump \xff\x0bError (x): io_uring \x85\n(00.2) Error (y): two\n"
+    )
     assert explain(tmp_path).errors == ["Can't dump \udcff\x0bError (x): io_uring \udc85", "two"]
 
 

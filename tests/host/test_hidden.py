@@ -46,11 +46,14 @@ int main(void)
 """
 
 needs_library = pytest.mark.skipif(
-    not (CRIU_LIBRARY.exists() and scan_supported()), reason="needs a C compiler when icecore is built, and Linux 6.7"
+    not (CRIU_LIBRARY.exists() and scan_supported()),
+    reason="needs a C compiler when icecore is built, and Linux 6.7",
 )
 
 
-def ask(pid: int, *ranges: tuple[int, int] | tuple[int, int, int], hidden: Path | None) -> list[int]:
+def ask(
+    pid: int, *ranges: tuple[int, int] | tuple[int, int, int], hidden: Path | None
+) -> list[int]:
     """How many bytes PAGEMAP_SCAN tells CRIU of, range by range; a third number: of guard pages."""
     words = [",".join(map(str, (*one, 0)[:3])) for one in ranges]
     asked = subprocess.run(
@@ -80,7 +83,12 @@ def test_private_anonymous_memory_is_hidden_and_written_down(tmp_path: Path) -> 
         a, b, c = map(int, it.hear())
         heap = -(-c // 4096) * 4096
         b += 4096
-        ranges = [(a, a + 8 * MIB), (b, b + LEAST_BYTES), (heap, heap + 3 * MIB), (a + MIB, a + 4 * MIB)]
+        ranges = [
+            (a, a + 8 * MIB),
+            (b, b + LEAST_BYTES),
+            (heap, heap + 3 * MIB),
+            (a + MIB, a + 4 * MIB),
+        ]
         assert ask(it.pid, *ranges, hidden=None) == [8 * MIB, LEAST_BYTES, 3 * MIB, 3 * MIB]
         assert read_hidden(file) == {}
         assert ask(it.pid, *ranges, hidden=file) == [0, 0, 0, 0]
@@ -145,7 +153,17 @@ def test_a_process_with_very_many_mappings(tmp_path: Path) -> None:
 def test_lines_of_maps_are_read_as_by_the_dumper(tmp_path: Path) -> None:
     """Also such as this kernel does not write: names of anonymous memory are an option of it."""
     (tmp_path / "main.c").write_text(_READ)
-    command = ["cc", "-std=gnu11", "-Wall", "-Werror", "-Wno-unused-function", f"-I{SOURCE.parent}", "-o", "read", "main.c"]
+    command = [
+        "cc",
+        "-std=gnu11",
+        "-Wall",
+        "-Werror",
+        "-Wno-unused-function",
+        f"-I{SOURCE.parent}",
+        "-o",
+        "read",
+        "main.c",
+    ]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
     start = "7f0000000000-7f0000400000"
     kinds = {
@@ -162,20 +180,34 @@ def test_lines_of_maps_are_read_as_by_the_dumper(tmp_path: Path) -> None:
         f"{start} rw-p 00000000 00:05 9                          /dev/zero": False,
     }
     lines = [*kinds, *Path("/proc/self/maps").read_text().splitlines()]
-    done = subprocess.run([tmp_path / "read"], input="\n".join(lines) + "\n", capture_output=True, text=True, timeout=20, check=True)
+    done = subprocess.run(
+        [tmp_path / "read"],
+        input="\n".join(lines) + "\n",
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=True,
+    )
     said = [line.split() for line in done.stdout.splitlines()]
     parsed = procfs.parse_maps("\n".join([*lines, ""]).encode())
     assert len(parsed) == len(said) == len(lines)
     assert [private == "1" for private, _, _ in said] == [mapping.anonymous for mapping in parsed]
     assert [mapping.anonymous for mapping in parsed[: len(kinds)]] == list(kinds.values())
-    assert all((int(a), int(b)) == (m.start, m.end) for (_, a, b), m in zip(said, parsed, strict=True))
+    assert all(
+        (int(a), int(b)) == (m.start, m.end) for (_, a, b), m in zip(said, parsed, strict=True)
+    )
 
 
 def test_what_overlaps_is_told_once(tmp_path: Path) -> None:
     file = tmp_path / "hidden"
-    np.array([(7, 4096, 8192), (5, 0, 8192), (7, 0, 8192), (7, 16384, 20480), (7, 8192, 12288)], "<u8").tofile(file)
+    np.array(
+        [(7, 4096, 8192), (5, 0, 8192), (7, 0, 8192), (7, 16384, 20480), (7, 8192, 12288)], "<u8"
+    ).tofile(file)
     found = read_hidden(file)
-    assert {pid: ranges.tolist() for pid, ranges in found.items()} == {5: [(0, 8192)], 7: [(0, 8192), (8192, 12288), (16384, 20480)]}
+    assert {pid: ranges.tolist() for pid, ranges in found.items()} == {
+        5: [(0, 8192)],
+        7: [(0, 8192), (8192, 12288), (16384, 20480)],
+    }
 
 
 def test_a_cut_off_file_is_damage(tmp_path: Path) -> None:

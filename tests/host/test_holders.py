@@ -40,7 +40,11 @@ sys.stdin.read()
 @contextmanager
 def holding(path: Path, how: str, *before: str) -> Iterator[int]:
     """A process that has a file open."""
-    with subprocess.Popen([*before, sys.executable, "-c", PROGRAM, str(path), how], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [*before, sys.executable, "-c", PROGRAM, str(path), how],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
         assert process.stdout is not None and process.stdin is not None
         try:
             assert process.stdout.readline() == b"there\n"
@@ -76,7 +80,14 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize(
-    ("how", "writes"), [("read", False), ("write", True), ("mapped read", False), ("mapped write", True), ("path", None)]
+    ("how", "writes"),
+    [
+        ("read", False),
+        ("write", True),
+        ("mapped read", False),
+        ("mapped write", True),
+        ("path", None),
+    ],
 )
 def test_holders_are_named(how: str, writes: bool | None, file: Path, kernel: str) -> None:
     with holding(file, how) as pid:
@@ -91,7 +102,9 @@ def test_holders_are_named(how: str, writes: bool | None, file: Path, kernel: st
     assert found(file) == {}
 
 
-def test_a_file_without_a_holder_costs_no_search(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_a_holder_costs_no_search(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def searched(*_: object) -> None:
         raise AssertionError("searched")
 

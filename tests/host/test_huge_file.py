@@ -16,7 +16,11 @@ _SIZE = 64 << 20
 
 def rollup(word: str) -> int:
     """KiB of this process's memory of a kind."""
-    return sum(int(line.split()[1]) for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if line.startswith(f"{word}:"))
+    return sum(
+        int(line.split()[1])
+        for line in Path("/proc/self/smaps_rollup").read_text().splitlines()
+        if line.startswith(f"{word}:")
+    )
 
 
 def test_a_file_takes_what_is_written_and_goes_with_who_has_it() -> None:

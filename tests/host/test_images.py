@@ -56,13 +56,19 @@ def test_what_the_images_say_is_what_the_processes_are(criu):
             dump.finish(30)
 
         tasks = im.load_pstree(folder)
-        assert [t.pid for t in tasks] == tree and tasks[0].session == it.pid and tasks[1].parent == it.pid
+        assert (
+            [t.pid for t in tasks] == tree
+            and tasks[0].session == it.pid
+            and tasks[1].parent == it.pid
+        )
         (zombie,) = (t.pid for t in tasks if im.load_core(folder, t.pid).state == im.DEAD)
         alive = [t.pid for t in tasks if t.pid != zombie]
         assert len(tasks) == 3 and im.load_core(folder, it.pid).command.startswith("python")
         assert im.load_core(folder, zombie).exit_code == 7 << 8
         areas = im.load_rseq(folder)  # glibc has one for each thread
-        writable = [m for pid in alive for m in maps[pid] if m.private and m.protection & procfs.PROT_WRITE]
+        writable = [
+            m for pid in alive for m in maps[pid] if m.private and m.protection & procfs.PROT_WRITE
+        ]
         assert areas and all(any(m.start <= area < m.end for m in writable) for area in areas)
         processes, shared = im.pagemaps(folder)
         assert processes == sorted(alive) and len(shared) >= 2
@@ -95,14 +101,22 @@ def test_what_the_images_say_is_what_the_processes_are(criu):
         files = im.load_files(folder)
         count = next(f for f in files if f.path == str(it.file))
         mine = next(d for d in descriptors if d.target == str(it.file))
-        assert count.size == mine.size and count.position == mine.position and count.flags & 3 == mine.flags & 3
+        assert (
+            count.size == mine.size
+            and count.position == mine.position
+            and count.flags & 3 == mine.flags & 3
+        )
         (remap,) = im.load_remaps(folder)
-        assert remap.kind == im.GHOST and "/tmp/" in next(f.path for f in files if f.id == remap.original)
+        assert remap.kind == im.GHOST and "/tmp/" in next(
+            f.path for f in files if f.id == remap.original
+        )
         assert (folder / f"ghost-file-{remap.target:x}.img").exists()
         # CRIU treats shared anonymous memory as memfds too
         (memfd,) = (m for m in im.load_memfds(folder) if m.name.endswith("a memfd"))
         assert memfd.size == 3 * 4096 and memfd.shmid in shared
-        assert any(f.id == im.load_mm(folder, it.pid).executable and "python" in f.path for f in files)
+        assert any(
+            f.id == im.load_mm(folder, it.pid).executable and "python" in f.path for f in files
+        )
 
 
 def dump_into(criu, folder):
@@ -145,7 +159,12 @@ def test_pycriu_agrees(criu):
         ]
         print("agreed")
         """
-        done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         assert done.stdout == "agreed\n", done.stderr
 
 
@@ -179,7 +198,11 @@ def test_no_pycriu_is_said_with_the_cure(tmp_path, monkeypatch):
 
 
 ENTRIES = st.lists(
-    st.tuples(st.integers(0, (1 << 57) // 4096 - 1), st.integers(1, 1 << 31), st.sampled_from([1, 2, 4, 6])),
+    st.tuples(
+        st.integers(0, (1 << 57) // 4096 - 1),
+        st.integers(1, 1 << 31),
+        st.sampled_from([1, 2, 4, 6]),
+    ),
     max_size=40,
 )
 
@@ -228,7 +251,11 @@ def test_merging_joins_neighbours_of_equal_flags():
         ],
         ENTRY,
     )
-    assert merge_entries(entries).tolist() == [(0, 5, PE_LAZY), (5 * page, 2, PE_PRESENT), (8 * page, 1, PE_PRESENT)]
+    assert merge_entries(entries).tolist() == [
+        (0, 5, PE_LAZY),
+        (5 * page, 2, PE_PRESENT),
+        (8 * page, 1, PE_PRESENT),
+    ]
     assert len(merge_entries(entries[:0])) == 0
 
 
@@ -257,14 +284,24 @@ def test_wire_format():
         (8, 0, 3),
     ]
     back = Message.decode(message.encode())
-    assert back == message and back.integer(1) == 300 and back.text(2) == "text" and back.message(3).integer(1) == 5
+    assert (
+        back == message
+        and back.integer(1) == 300
+        and back.text(2) == "text"
+        and back.message(3).integer(1) == 5
+    )
     assert (
         back.integers(4) == [1, 2, 3, 300]
         and back.integer(5) == 1 << 60
         and back.signed(7) == -5
         and back.zigzag(8) == -2
     )
-    assert back.integer(9, 4) == 4 and back.zigzag(9, -1) == -1 and back.signed(9, -1) == -1 and not back.has(9)
+    assert (
+        back.integer(9, 4) == 4
+        and back.zigzag(9, -1) == -1
+        and back.signed(9, -1) == -1
+        and not back.has(9)
+    )
     back.set(4, 9)
     assert back.integers(4) == [9] and len(back.fields) == len(message.fields) - 2
     for bad in (b"\x0a\x05a", b"\x08", b"\x08" + b"\xff" * 11, b"\x0b", b"\x09abc"):

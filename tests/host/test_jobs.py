@@ -85,7 +85,9 @@ def test_names(registry: Registry) -> None:
 
 def test_names_are_unique_among_threads(registry: Registry) -> None:
     names: list[str] = []
-    threads = [threading.Thread(target=lambda: names.append(sleeper(registry).name)) for _ in range(8)]
+    threads = [
+        threading.Thread(target=lambda: names.append(sleeper(registry).name)) for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -105,7 +107,9 @@ def test_a_pid_that_is_another_process_by_now_is_not_the_job(registry: Registry)
     job.save()
 
 
-def test_a_command_whose_number_is_another_process_by_now(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_whose_number_is_another_process_by_now(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a pid namespace its number is given out again: nobody else is hit, and where there is no command the init is."""
     job = registry.start(["sleep", "60"], isolation=Isolation(pid=False))
     command = job.main_process()
@@ -153,7 +157,10 @@ def test_waiting_has_an_end(registry: Registry) -> None:
 def test_waiters_in_other_threads_are_told(registry: Registry) -> None:
     job = sleeper(registry)
     told: list[ExitStatus] = []
-    waiters = [threading.Thread(target=lambda: told.append(registry.find("sleep").wait(20))) for _ in range(3)]
+    waiters = [
+        threading.Thread(target=lambda: told.append(registry.find("sleep").wait(20)))
+        for _ in range(3)
+    ]
     for waiter in waiters:
         waiter.start()
     job.kill(signal.SIGTERM)
@@ -164,14 +171,27 @@ def test_waiters_in_other_threads_are_told(registry: Registry) -> None:
 
 def test_logs_to_the_end(registry: Registry) -> None:
     job = registry.start(
-        ["sh", "-c", "for i in 1 2 3 4 5; do echo $i; echo e$i >&2; sleep 0.3; done; printf last; exit 3"]
+        [
+            "sh",
+            "-c",
+            "for i in 1 2 3 4 5; do echo $i; echo e$i >&2; sleep 0.3; done; printf last; exit 3",
+        ]
     )
     followed = list(job.logs(follow=True))
-    assert b"".join(piece.data for piece in followed if piece.stream == "stdout") == b"1\n2\n3\n4\n5\nlast"
-    assert b"".join(piece.data for piece in followed if piece.stream == "stderr") == b"e1\ne2\ne3\ne4\ne5\n"
+    assert (
+        b"".join(piece.data for piece in followed if piece.stream == "stdout")
+        == b"1\n2\n3\n4\n5\nlast"
+    )
+    assert (
+        b"".join(piece.data for piece in followed if piece.stream == "stderr")
+        == b"e1\ne2\ne3\ne4\ne5\n"
+    )
     assert len(followed) > 2  # as it came, not at the end
     assert job.status() == ExitStatus(code=3)
-    assert b"".join(piece.data for piece in job.logs() if piece.stream == "stdout") == b"1\n2\n3\n4\n5\nlast"
+    assert (
+        b"".join(piece.data for piece in job.logs() if piece.stream == "stdout")
+        == b"1\n2\n3\n4\n5\nlast"
+    )
 
 
 def test_logs_so_far(registry: Registry) -> None:
@@ -193,7 +213,9 @@ def test_removing(registry: Registry) -> None:
     assert [job.instance for job in registry.instances()] == [living.instance, recent.instance]
 
 
-def test_removing_a_job_with_a_private_root_removes_nothing_of_the_host(registry: Registry, tmp_path: Path) -> None:
+def test_removing_a_job_with_a_private_root_removes_nothing_of_the_host(
+    registry: Registry, tmp_path: Path
+) -> None:
     (tmp_path / "precious").write_text("x")
     job = registry.start(["true"], isolation=Isolation(root=True))
     job.wait(10)
@@ -238,7 +260,11 @@ def test_what_cannot_be_read_keeps_nobody_from_the_others(spoilt: str, registry:
     with pytest.raises(NotFound, match="there is no damaged job"):
         registry.remove_damaged(job.instance)
     registry.remove_damaged(lost.instance)
-    assert (registry.damaged(), lost.directory.exists(), job.directory.exists()) == ({}, False, True)
+    assert (registry.damaged(), lost.directory.exists(), job.directory.exists()) == (
+        {},
+        False,
+        True,
+    )
 
 
 def test_who_runs_is_not_forgotten_though_its_note_is_damaged(registry: Registry) -> None:
@@ -250,7 +276,9 @@ def test_who_runs_is_not_forgotten_though_its_note_is_damaged(registry: Registry
     assert registry.find("sleep").alive
 
 
-def test_a_note_is_on_the_disk_before_it_is_the_note(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_note_is_on_the_disk_before_it_is_the_note(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = ended(registry)
     steps: list[str] = []
     sync, put = os.fsync, os.replace
@@ -276,12 +304,22 @@ def test_an_init_that_nobody_could_look_at(registry: Registry) -> None:
         assert new.started(job.pid).state == "ended"  # it is gone
     (new.job.directory / "status").write_text("exited 3\n")
     found = registry.find(new.job.instance)
-    assert (found.alive, found.wait(1), found.description.restored_from) == (False, ExitStatus(code=3), "s1")
-    assert (found.with_lost(os.getpid()).state, registry.find(found.instance).alive) == ("ended", False)
+    assert (found.alive, found.wait(1), found.description.restored_from) == (
+        False,
+        ExitStatus(code=3),
+        "s1",
+    )
+    assert (found.with_lost(os.getpid()).state, registry.find(found.instance).alive) == (
+        "ended",
+        False,
+    )
     registry.remove(found)
 
 
 def test_notes_on_snapshots(registry: Registry) -> None:
     job = ended(registry).with_snapshot("s7", "lineage")
-    assert (registry.find("true").description.snapshot, job.description.lineage) == ("s7", "lineage")
+    assert (registry.find("true").description.snapshot, job.description.lineage) == (
+        "s7",
+        "lineage",
+    )
     assert job.description.restored_from == ""

@@ -19,7 +19,11 @@ def test_capabilities_have_names():
     if "CAP_SETPCAP" in mine and shutil.which("setpriv"):
         drop = ["setpriv", "--inh-caps=-all", "--bounding-set=-sys_ptrace"]
         done = subprocess.run(
-            [*drop, sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+            [*drop, sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
         )
         assert "CAP_SYS_PTRACE" in mine and set(done.stdout.split()) == mine - {"CAP_SYS_PTRACE"}
 
@@ -46,7 +50,9 @@ def test_descriptor_limit():
 
 
 def test_the_rest_is_as_the_kernel_says():
-    assert limits.kernel_version() >= (4, 0) and os.uname().release.startswith("{}.{}".format(*limits.kernel_version()))
+    assert limits.kernel_version() >= (4, 0) and os.uname().release.startswith(
+        "{}.{}".format(*limits.kernel_version())
+    )
     assert limits.io_uring_disabled() in (0, 1, 2)
     assert limits.huge_pages() in ("always", "madvise", "never")
     assert 0 < limits.memory_available() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -38,7 +38,10 @@ def filled(pages):
 
 def test_cells_are_read_whole_each_in_one_call():
     pages = 900
-    with target(FILLED.format(pages=pages) + "say(a); hear()") as it, RemoteReader(it.pid) as reader:
+    with (
+        target(FILLED.format(pages=pages) + "say(a); hear()") as it,
+        RemoteReader(it.pid) as reader,
+    ):
         (a,) = map(int, it.hear())
         expected = filled(pages)
         rng = np.random.default_rng(3)
@@ -50,7 +53,9 @@ def test_cells_are_read_whole_each_in_one_call():
             np.full(len(first), PAGE, np.uint64),
             np.full(len(first), origin, np.uint64),
         )
-        assert table.size.sum() == len(first) * PAGE and (table.count <= 128).all() and len(table) == 4
+        assert (
+            table.size.sum() == len(first) * PAGE and (table.count <= 128).all() and len(table) == 4
+        )
         bitmaps = table.bitmaps()
         buffer = HugeBuffer(CELL_BYTES)
         addresses = table.addresses()
@@ -73,7 +78,10 @@ def test_cell_table_cuts_merges_and_keeps_regions_apart():
     # one extent over three cells, beginning and ending inside one
     t = table((base + PAGE, 2 * CELL_BYTES, base))
     assert t.cell.tolist() == [0, 1, 2] and t.size.tolist() == [CELL_BYTES - PAGE, CELL_BYTES, PAGE]
-    assert t.bitmaps()[0].tolist() == [0xFE] + [0xFF] * 31 and t.bitmaps()[2].tolist() == [1] + [0] * 31
+    assert (
+        t.bitmaps()[0].tolist() == [0xFE] + [0xFF] * 31
+        and t.bitmaps()[2].tolist() == [1] + [0] * 31
+    )
     # touching extents become one iovec
     t = table((base, PAGE, base), (base + PAGE, PAGE, base), (base + 3 * PAGE, PAGE, base))
     assert t.count.tolist() == [2] and t.iovecs["length"].tolist() == [2 * PAGE, PAGE]
@@ -83,7 +91,9 @@ def test_cell_table_cuts_merges_and_keeps_regions_apart():
     assert t.cell.tolist() == [0, 0] and t.origin.tolist() == [base, base + PAGE]
     # the last page of one cell and the first of the next
     t = table((base + CELL_BYTES - PAGE, 2 * PAGE, base))
-    assert t.bitmaps()[0].tolist() == [0] * 31 + [0x80] and t.bitmaps()[1].tolist() == [1] + [0] * 31
+    assert (
+        t.bitmaps()[0].tolist() == [0] * 31 + [0x80] and t.bitmaps()[1].tolist() == [1] + [0] * 31
+    )
     assert len(table((base, 0, base))) == 0 and table((base, 0, base)).bitmaps().shape == (0, 32)
 
 
@@ -99,7 +109,9 @@ def test_a_million_extents_are_planned_quickly():
 
 def test_pages_without_access_are_read_through_the_file():
     pages = 300
-    code = FILLED.format(pages=pages) + "libc.mprotect(a + 100 * 4096, 50 * 4096, 0)\nsay(a); hear()"
+    code = (
+        FILLED.format(pages=pages) + "libc.mprotect(a + 100 * 4096, 50 * 4096, 0)\nsay(a); hear()"
+    )
     with target(code) as it, RemoteReader(it.pid) as reader:
         (a,) = map(int, it.hear())
         expected = filled(pages)
@@ -151,7 +163,10 @@ def test_write_reaches_the_process():
 
 def test_buffers_are_on_huge_pages_and_aligned():
     buffer = HugeBuffer(3 << 20)
-    assert buffer.address % memory.HUGE_PAGE == 0 and len(buffer.array) == 3 << 20 == buffer.view().nbytes
+    assert (
+        buffer.address % memory.HUGE_PAGE == 0
+        and len(buffer.array) == 3 << 20 == buffer.view().nbytes
+    )
     buffer.view(5, 10)[:] = b"hello"
     assert bytes(buffer.array[5:10]) == b"hello"
     with pytest.raises(ValueError, match="positive"):

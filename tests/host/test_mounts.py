@@ -36,7 +36,9 @@ def place(tmp_path: Path) -> Path:
 def seen(view: int, path: Path) -> str:
     """What a process in the namespace reads."""
     command = ["nsenter", f"--mount=/proc/self/fd/{view}", "--", "cat", str(path)]
-    return subprocess.run(command, pass_fds=[view], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        command, pass_fds=[view], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def test_who_is_in_the_namespace_sees_the_copy(view: int, place: Path) -> None:
@@ -44,10 +46,15 @@ def test_who_is_in_the_namespace_sees_the_copy(view: int, place: Path) -> None:
     mounts, ours = Path("/proc/self/mountinfo").read_text(), os.stat("/proc/self/ns/mnt").st_ino
     bind(view, f"{place}/copies", [str(file)])
     assert (seen(view, file), file.read_text()) == ("copy", "original")
-    assert Path("/proc/self/mountinfo").read_text() == mounts and os.stat("/proc/thread-self/ns/mnt").st_ino == ours
+    assert (
+        Path("/proc/self/mountinfo").read_text() == mounts
+        and os.stat("/proc/thread-self/ns/mnt").st_ino == ours
+    )
 
 
-@pytest.mark.parametrize("which", ["the copy", "a directory of the copy", "the file", "a directory of the file"])
+@pytest.mark.parametrize(
+    "which", ["the copy", "a directory of the copy", "the file", "a directory of the file"]
+)
 def test_links_are_refused(which: str, view: int, place: Path) -> None:
     """Whoever could write to a directory on the way would choose what the job sees, or what it covers."""
     file, secret = place / "work" / "file", place / "secret"
@@ -84,5 +91,17 @@ print(inside())
 subprocess.run(["umount", point], check=True)
 print(inside())
 """
-    command = ["unshare", "--mount", "--propagation", "shared", sys.executable, "-P", "-c", program, str(tmp_path)]
-    assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split() == ["True", "False"]
+    command = [
+        "unshare",
+        "--mount",
+        "--propagation",
+        "shared",
+        sys.executable,
+        "-P",
+        "-c",
+        program,
+        str(tmp_path),
+    ]
+    assert subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=60
+    ).stdout.split() == ["True", "False"]

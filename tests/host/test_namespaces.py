@@ -70,7 +70,10 @@ while True:
 
 def start(registry: Registry, program: str, isolation: Isolation, name: str = "job") -> Job:
     return registry.start(
-        [sys.executable, "-S", "-c", textwrap.dedent(program)], name=name, isolation=isolation, cwd="/"
+        [sys.executable, "-S", "-c", textwrap.dedent(program)],
+        name=name,
+        isolation=isolation,
+        cwd="/",
     )
 
 
@@ -96,7 +99,11 @@ def test_two_instances_beside_the_original(
     first = restore_tree(criu, registry, record, tmp_path / "images", lineage="l1")
     second = restore_tree(criu, registry, record, tmp_path / "images", name="second")
     assert [found.name for found in registry.instances()] == ["job", "job-2", "second"]
-    assert (first.description.restored_from, first.description.lineage, first.description.command) == (
+    assert (
+        first.description.restored_from,
+        first.description.lineage,
+        first.description.command,
+    ) == (
         "s1",
         "l1",
         record.command,
@@ -105,7 +112,9 @@ def test_two_instances_beside_the_original(
         goes_on(instance)
     for instance in (first, second):
         numbers = [int(line) for line in output(instance).split("\n")[:-1]]
-        assert numbers == list(range(numbers[0], numbers[-1] + 1))  # its own log, in order, nobody else's lines
+        assert numbers == list(
+            range(numbers[0], numbers[-1] + 1)
+        )  # its own log, in order, nobody else's lines
         assert 20 < numbers[0] <= frozen_at + 1
         main = instance.main_process()
         assert procfs.status(main).own_pid == 2
@@ -162,34 +171,45 @@ def test_another_state_directory(registry: Registry, tmp_path: Path, criu: Criu)
         assert os.readlink(f"/proc/{restored.pid}/exe") == f"{restored.directory}/icecore-init"
 
 
-def test_logs_that_were_put_back_go_on_where_they_were(registry: Registry, tmp_path: Path, criu: Criu) -> None:
+def test_logs_that_were_put_back_go_on_where_they_were(
+    registry: Registry, tmp_path: Path, criu: Criu
+) -> None:
     job = start(registry, COUNTER, Isolation())
     until(lambda: last(job) >= 5)
     record = dump(criu, job, tmp_path / "images")
     job.kill(signal.SIGKILL)
     job.wait(10)
     with registry.restoring(record, snapshot="s1") as new:
-        logs = {path: new.redirected[path] for path in (record.files["stdout.log"], record.files["stderr.log"])}
+        logs = {
+            path: new.redirected[path]
+            for path in (record.files["stdout.log"], record.files["stderr.log"])
+        }
         assert set(logs) == {str(job.log_path("stdout")), str(job.log_path("stderr"))}
         assert set(logs.values()) == {new.job.log_path("stdout"), new.job.log_path("stderr")}
         assert new.job.state == "starting"
     assert not new.job.directory.exists()  # left before it had started
 
 
-def test_the_restored_one_is_found_though_its_restorer_died(registry: Registry, tmp_path: Path, criu: Criu) -> None:
+def test_the_restored_one_is_found_though_its_restorer_died(
+    registry: Registry, tmp_path: Path, criu: Criu
+) -> None:
     job = start(registry, COUNTER, Isolation(root=True))
     until(lambda: last(job) >= 5)
     record = dump(criu, job, tmp_path / "images")
     orphan = restore_tree(criu, registry, record, tmp_path / "images", note=False, name="orphan")
     assert orphan.pid == 0
-    Job(orphan.directory, replace(orphan.description, owner=(orphan.description.owner[0], 1))).save()
+    Job(
+        orphan.directory, replace(orphan.description, owner=(orphan.description.owner[0], 1))
+    ).save()
     found = registry.find("orphan")
     assert found.alive and found.pid not in (0, job.pid)
     found.kill(signal.SIGUSR1)
     assert found.wait(10) == ExitStatus(code=7)
 
 
-def test_connections_inside_a_private_network(registry: Registry, tmp_path: Path, criu: Criu) -> None:
+def test_connections_inside_a_private_network(
+    registry: Registry, tmp_path: Path, criu: Criu
+) -> None:
     if not dumps_internet_sockets(criu):
         pytest.skip(f"CRIU {criu.version} asks this kernel for socket options that it refuses")
     program = """
@@ -216,7 +236,9 @@ def test_connections_inside_a_private_network(registry: Registry, tmp_path: Path
     assert len(networks) == 3 and os.stat("/proc/self/ns/net").st_ino not in networks
 
 
-def test_what_a_private_root_holds_is_each_instances_own(registry: Registry, tmp_path: Path, criu: Criu) -> None:
+def test_what_a_private_root_holds_is_each_instances_own(
+    registry: Registry, tmp_path: Path, criu: Criu
+) -> None:
     program = """
     import mmap, os, pty, sys, time
     # Shared memory by name, a terminal of its own, and a lock on a file of the host.
@@ -249,7 +271,9 @@ def test_what_a_private_root_holds_is_each_instances_own(registry: Registry, tmp
     assert not os.path.exists("/dev/shm/counter")
 
 
-def test_a_held_file_lock_and_a_socket_to_outside(registry: Registry, tmp_path: Path, criu: Criu) -> None:
+def test_a_held_file_lock_and_a_socket_to_outside(
+    registry: Registry, tmp_path: Path, criu: Criu
+) -> None:
     program = f"""
     import fcntl, socket, time
     lock = open({str(tmp_path / "lock")!r}, "w")
@@ -289,7 +313,10 @@ RECORD = RunRecord(
     command=["a", "b\udcff"],
     cwd="/",
     isolation=Isolation(root=True),
-    files={name: f"/run/icecore/job/{name}" for name in ("stdout.log", "stderr.log", "status", "icecore-init")},
+    files={
+        name: f"/run/icecore/job/{name}"
+        for name in ("stdout.log", "stderr.log", "status", "icecore-init")
+    },
     binds=["/sys"],
     init=b"\x7fELF\x00\xff",
 )
@@ -307,10 +334,20 @@ def test_records_of_instances_with_copies() -> None:
 
 
 def test_which_paths_are_an_instances_own() -> None:
-    assert RECORD.is_own("/run/icecore/job/stdout.log") and RECORD.is_own("/dev/shm/x") and RECORD.is_own("/dev/pts/0")
+    assert (
+        RECORD.is_own("/run/icecore/job/stdout.log")
+        and RECORD.is_own("/dev/shm/x")
+        and RECORD.is_own("/dev/pts/0")
+    )
     assert not any(RECORD.is_own(path) for path in ("/dev/shmx", "/tmp/x", "/dev/null", "/sys/x"))
-    shared = replace(RECORD, isolation=Isolation(), files={name: f"/state/{name}" for name in RECORD.files})
-    assert shared.is_own("/state/stdout.log") and not shared.is_own("/dev/shm/x") and not shared.is_own("/state/other")
+    shared = replace(
+        RECORD, isolation=Isolation(), files={name: f"/state/{name}" for name in RECORD.files}
+    )
+    assert (
+        shared.is_own("/state/stdout.log")
+        and not shared.is_own("/dev/shm/x")
+        and not shared.is_own("/state/other")
+    )
 
 
 @pytest.mark.parametrize(
@@ -361,7 +398,8 @@ def test_building_a_root_leaves_this_process_where_it_is(tmp_path: Path) -> None
     gc.collect()  # what earlier tests left to be closed
     open_before = len(os.listdir("/proc/self/fd"))
     with RestoreNamespaces(
-        replace(RECORD, isolation=Isolation(network=True, root=True), binds=bindable_mounts()), tmp_path
+        replace(RECORD, isolation=Isolation(network=True, root=True), binds=bindable_mounts()),
+        tmp_path,
     ) as made:
         assert made.prefix[0].endswith("nsenter")
         assert len(made.pass_fds) == 2

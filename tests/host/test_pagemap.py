@@ -91,15 +91,24 @@ def test_what_holds_something_whoever_asks_how(scanned, monkeypatch):
     with target(code) as it:
         (a,) = map(int, it.hear())
         monkeypatch.setattr(pagemap, "scan_supported", lambda: scanned)
-        ranges = [(a, a + 4 * 4096), (a + 4 * 4096, a + (300 << 20)), (a + (310 << 20), a + (400 << 20))]
+        ranges = [
+            (a, a + 4 * 4096),
+            (a + 4 * 4096, a + (300 << 20)),
+            (a + (310 << 20), a + (400 << 20)),
+        ]
         for threads in (1, 3):
             runs = pagemap.contents_of(it.pid, ranges, threads)
-            found = [((s - a) // 4096, (e - s) // 4096) for s, e in zip(runs["start"].tolist(), runs["end"].tolist(), strict=True)]
+            found = [
+                ((s - a) // 4096, (e - s) // 4096)
+                for s, e in zip(runs["start"].tolist(), runs["end"].tolist(), strict=True)
+            ]
             assert found == [(0, 2), (5, 1), (32767, 2), (65535, 2), (102399, 1)]
         assert len(pagemap.contents_of(it.pid, [], 2)) == 0
 
 
-@pytest.mark.skipif(not pagemap.guards_told(), reason="guard pages can be told from others from Linux 6.15 on")
+@pytest.mark.skipif(
+    not pagemap.guards_told(), reason="guard pages can be told from others from Linux 6.15 on"
+)
 def test_guard_pages_hold_nothing():
     code = """
     a = anonymous(16 * 4096); ctypes.memset(a, 1, 16 * 4096)

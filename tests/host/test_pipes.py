@@ -33,7 +33,11 @@ def test_what_a_process_had_in_pipes_stays_until_it_is_released() -> None:
         held = HeldPipes(child.pid)
         child.stdin.write(b"\n")
         assert child.stdout.readline() == b"closed\n"
-        mine = [int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")]
+        mine = [
+            int(name)
+            for name in os.listdir("/proc/self/fd")
+            if os.path.exists(f"/proc/self/fd/{name}")
+        ]
         (one,) = [number for number in mine if os.fstat(number).st_ino == inside]
         assert len(held) == 1 and os.read(one, 100) == b"pages"
         held.release()

@@ -37,7 +37,11 @@ def test_maps_give_what_was_mapped(tmp_path):
         def at(address):
             return next(m for m in maps if m.start <= address < m.end)
 
-        assert at(a).protection == procfs.PROT_READ | procfs.PROT_WRITE and at(a).private and at(a).inode == 0
+        assert (
+            at(a).protection == procfs.PROT_READ | procfs.PROT_WRITE
+            and at(a).private
+            and at(a).inode == 0
+        )
         assert at(b).protection == 0
         assert not at(s).private and at(s).path.startswith("/dev/zero")
         here = os.stat(file)
@@ -47,7 +51,9 @@ def test_maps_give_what_was_mapped(tmp_path):
         assert "[stack]" in {m.path for m in maps} and "[vsyscall]" not in {m.path for m in maps}
 
         detailed = procfs.read_maps(it.pid, vm_flags=True)
-        assert [(m.start, m.end, m.path) for m in detailed] == [(m.start, m.end, m.path) for m in maps]
+        assert [(m.start, m.end, m.path) for m in detailed] == [
+            (m.start, m.end, m.path) for m in maps
+        ]
         assert all(m.vm_flags for m in detailed)
         assert "gd" in next(m.vm_flags for m in detailed if m.path == "[stack]")
         assert "wr" in next(m.vm_flags for m in detailed if m.start <= a < m.end)
@@ -114,7 +120,11 @@ def test_descriptors(tmp_path):
         found = {d.number: d for d in procfs.descriptors(it.pid)}
         assert found[fd].target == str(log) and found[fd].position == 100 and found[fd].size == 100
         assert found[fd].writable and found[fd].flags & os.O_APPEND
-        assert found[fd].inode == log.stat().st_ino and stat.S_ISREG(found[fd].mode) and found[fd].links == 1
+        assert (
+            found[fd].inode == log.stat().st_ino
+            and stat.S_ISREG(found[fd].mode)
+            and found[fd].links == 1
+        )
         assert found[gone].links == 0 and found[gone].target.endswith(" (deleted)")
         assert found[0].target.startswith("pipe:") and not found[0].writable
 
@@ -144,15 +154,31 @@ def test_status_of_odd_names_zombies_and_kernel_threads():
         assert eventually(lambda: procfs.status(it.pid).state == "S")
         told = procfs.status(it.pid)
         assert told.name == ") R 1 (x y" and told.parent == os.getpid() and told.session == it.pid
-        assert told.state == "S" and told.threads == 1 and told.user == os.geteuid() and told.own_pid == it.pid
-        assert told.resident > 1 << 20 and not told.kernel_thread and not told.zombie and told.tracer == 0
+        assert (
+            told.state == "S"
+            and told.threads == 1
+            and told.user == os.geteuid()
+            and told.own_pid == it.pid
+        )
+        assert (
+            told.resident > 1 << 20
+            and not told.kernel_thread
+            and not told.zombie
+            and told.tracer == 0
+        )
         assert told.start_time == procfs.start_time(it.pid) > procfs.start_time(1)
         assert eventually(lambda: procfs.is_zombie(zombie))
-        assert procfs.status(zombie).zombie and procfs.status(zombie).resident == 0 and procfs.read_maps(zombie) == []
+        assert (
+            procfs.status(zombie).zombie
+            and procfs.status(zombie).resident == 0
+            and procfs.read_maps(zombie) == []
+        )
         assert procfs.command_line(zombie) == [] and procfs.executable(zombie) == ""
         assert not procfs.is_zombie(it.pid)
         assert procfs.is_over(zombie) and not procfs.is_over(it.pid)
-        assert procfs.command_line(it.pid)[1:3] == ["-S", "-c"] and "python" in procfs.executable(it.pid)
+        assert procfs.command_line(it.pid)[1:3] == ["-S", "-c"] and "python" in procfs.executable(
+            it.pid
+        )
     assert procfs.is_kernel_thread(2) and not procfs.is_kernel_thread(1)
 
 
@@ -184,7 +210,9 @@ def test_a_process_that_is_gone_is_not_found():
 def test_what_appeared():
     """Against page by page, for mappings of all kinds and overlaps; and of many, within a window."""
 
-    def mapping(first: int, last: int, *, path: str = "", protection: int = procfs.PROT_READ) -> procfs.Mapping:
+    def mapping(
+        first: int, last: int, *, path: str = "", protection: int = procfs.PROT_READ
+    ) -> procfs.Mapping:
         return dataclasses.replace(some, start=first, end=last, path=path, protection=protection)
 
     some = procfs.read_maps(os.getpid())[0]
@@ -201,12 +229,19 @@ def test_what_appeared():
         ]
 
     def pages(mappings: list[procfs.Mapping]) -> set[int]:
-        return {n for m in mappings if m.path != "[heap]" and m.protection & 1 for n in range(m.start, m.end)}
+        return {
+            n
+            for m in mappings
+            if m.path != "[heap]" and m.protection & 1
+            for n in range(m.start, m.end)
+        }
 
     for _ in range(200):
         before, after = layout(), layout()
         found = procfs.appeared(before, after)
-        assert {n for first, last in found for n in range(first, last)} == pages(after) - pages(before)
+        assert {n for first, last in found for n in range(first, last)} == pages(after) - pages(
+            before
+        )
         assert all(first < last for first, last in found) and found == sorted(found)
     many = [mapping(3 * n, 3 * n + 2) for n in range(20_000)]
     began = time.process_time()

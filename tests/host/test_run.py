@@ -54,16 +54,24 @@ def run(registry: Registry, script: str, isolation: Isolation | None = None) -> 
 @pytest.mark.parametrize("isolation", EVERY_ISOLATION)
 @pytest.mark.parametrize(
     ("script", "word", "code"),
-    [("exit 0", "exited 0", 0), ("exit 3", "exited 3", 3), ("kill -TERM $$", "killed by SIGTERM", 143)],
+    [
+        ("exit 0", "exited 0", 0),
+        ("exit 3", "exited 3", 3),
+        ("kill -TERM $$", "killed by SIGTERM", 143),
+    ],
 )
-def test_exit_status(registry: Registry, isolation: Isolation, script: str, word: str, code: int) -> None:
+def test_exit_status(
+    registry: Registry, isolation: Isolation, script: str, word: str, code: int
+) -> None:
     status = run(registry, script, isolation).wait(10)
     assert (str(status), status.exit_code) == (word, code)
     assert str(registry.find("job").status()) == word  # another look at it says the same
 
 
 def test_what_the_command_leaves_behind_is_ended_first(registry: Registry) -> None:
-    job = run(registry, "(trap '' TERM; while :; do echo alive; sleep 0.02; done) & sleep 0.5; exit 3")
+    job = run(
+        registry, "(trap '' TERM; while :; do echo alive; sleep 0.02; done) & sleep 0.5; exit 3"
+    )
     assert job.wait(10).code == 3
     written = len(output(job))
     assert written > 0
@@ -75,7 +83,11 @@ def test_without_a_pid_namespace_only_its_own_tree_is_ended(registry: Registry) 
     with subprocess.Popen(["sleep", "60"]) as bystander:
         try:
             # Two forks: the sleeper's parent ends, so it comes to the init, its subreaper.
-            job = run(registry, "trap 'exit 4' USR1; (sleep 61 & echo $! ); while :; do sleep 0.02; done", Isolation(pid=False))
+            job = run(
+                registry,
+                "trap 'exit 4' USR1; (sleep 61 & echo $! ); while :; do sleep 0.02; done",
+                Isolation(pid=False),
+            )
             until(lambda: output(job).endswith("\n"))
             sleeper = int(output(job))
             until(lambda: procfs.status(sleeper).parent == job.pid)
@@ -109,7 +121,10 @@ def test_an_init_killed_from_outside_counts_as_killed(registry: Registry) -> Non
 
 
 def test_signals_from_outside_reach_the_command(registry: Registry) -> None:
-    job = run(registry, "trap 'echo usr1' USR1; trap 'exit 5' INT; echo ready; while :; do sleep 0.02; done")
+    job = run(
+        registry,
+        "trap 'echo usr1' USR1; trap 'exit 5' INT; echo ready; while :; do sleep 0.02; done",
+    )
     until(lambda: "ready" in output(job))
     job.kill(signal.SIGUSR1)
     until(lambda: "usr1" in output(job))
@@ -118,7 +133,9 @@ def test_signals_from_outside_reach_the_command(registry: Registry) -> None:
 
 
 def test_signals_from_inside_to_the_init_do_not(registry: Registry) -> None:
-    job = run(registry, "trap 'exit 5' USR1; kill -USR1 1; kill -TERM 1; kill -KILL 1; sleep 0.1; exit 6")
+    job = run(
+        registry, "trap 'exit 5' USR1; kill -USR1 1; kill -TERM 1; kill -KILL 1; sleep 0.1; exit 6"
+    )
     assert job.wait(10).code == 6
 
 
@@ -150,7 +167,9 @@ print(json.dumps({
 """
 
 
-def look(registry: Registry, isolation: Isolation | None = None, **options: object) -> dict[str, object]:
+def look(
+    registry: Registry, isolation: Isolation | None = None, **options: object
+) -> dict[str, object]:
     job = registry.start([sys.executable, "-S", "-c", LOOK], isolation=isolation, **options)  # type: ignore[arg-type]
     assert job.wait(20).code == 0, output(job, "stderr")
     found: dict[str, object] = json.loads(output(job))
@@ -162,7 +181,9 @@ def test_surroundings(registry: Registry, tmp_path: Path, isolation: Isolation) 
     inherited = os.open("/dev/null", os.O_RDONLY)
     os.set_inheritable(inherited, True)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = max(int(name) for name in os.listdir("/proc/self/fd")) + 100  # other tests' files may still be open
+    limit = (
+        max(int(name) for name in os.listdir("/proc/self/fd")) + 100
+    )  # other tests' files may still be open
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
     try:
@@ -177,12 +198,24 @@ def test_surroundings(registry: Registry, tmp_path: Path, isolation: Isolation) 
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
         os.close(inherited)
-    directory = namespaces.INSTANCE_MOUNT if isolation.root else str(registry.instances()[0].directory)
-    assert found["fds"] == {"0": "/dev/null", "1": f"{directory}/stdout.log", "2": f"{directory}/stderr.log"}
+    directory = (
+        namespaces.INSTANCE_MOUNT if isolation.root else str(registry.instances()[0].directory)
+    )
+    assert found["fds"] == {
+        "0": "/dev/null",
+        "1": f"{directory}/stdout.log",
+        "2": f"{directory}/stderr.log",
+    }
     assert found["append"] == [True, True]
     assert int(str(found["blocked"]), 16) == 0
-    assert int(str(found["ignored"]), 16) == (1 << signal.SIGPIPE - 1) | (1 << signal.SIGXFSZ - 1)  # Python's own
-    assert (found["umask"], found["cwd"], found["files"]) == ("0027", str(tmp_path), [limit, before[1]])
+    assert int(str(found["ignored"]), 16) == (1 << signal.SIGPIPE - 1) | (
+        1 << signal.SIGXFSZ - 1
+    )  # Python's own
+    assert (found["umask"], found["cwd"], found["files"]) == (
+        "0027",
+        str(tmp_path),
+        [limit, before[1]],
+    )
     environment = found["environment"]
     assert isinstance(environment, dict)
     assert (environment["GREETING"], environment["UV_USE_IO_URING"], environment["USE_LIBUV"]) == (
@@ -200,12 +233,16 @@ def test_logs_are_private(registry: Registry) -> None:
     job = run(registry, "true")
     job.wait(10)
     assert stat.S_IMODE(registry.state.joinpath("jobs").stat().st_mode) == 0o700
-    assert {stat.S_IMODE(job.log_path(stream).stat().st_mode) for stream in ("stdout", "stderr")} == {0o600}
+    assert {
+        stat.S_IMODE(job.log_path(stream).stat().st_mode) for stream in ("stdout", "stderr")
+    } == {0o600}
 
 
 def test_it_says_what_it_added_to_the_environment(registry: Registry) -> None:
     events: list[Event] = []
-    job = registry.start(["true"], environment={"PATH": os.environ["PATH"], "USE_LIBUV": "1"}, emit=events.append)
+    job = registry.start(
+        ["true"], environment={"PATH": os.environ["PATH"], "USE_LIBUV": "1"}, emit=events.append
+    )
     job.wait(10)
     assert [event.name for event in events] == ["run.environment", "run.started"]
     assert events[0].fields["added"] == {"UV_USE_IO_URING": "0"}  # what the user set stays
@@ -213,12 +250,18 @@ def test_it_says_what_it_added_to_the_environment(registry: Registry) -> None:
 
 def test_own_network_has_loopback_alone(registry: Registry) -> None:
     job = registry.start(
-        ["sh", "-c", "cat /proc/net/dev; cat /proc/net/route"], isolation=Isolation(network=True, root=True)
+        ["sh", "-c", "cat /proc/net/dev; cat /proc/net/route"],
+        isolation=Isolation(network=True, root=True),
     )
     job.wait(10)
     assert re.findall(r"^\s*(\w+):", output(job), re.MULTILINE) == ["lo"]
     program = "import socket; s = socket.create_server(('127.0.0.1', 80)); socket.create_connection(s.getsockname())"
-    assert registry.start([sys.executable, "-c", program], isolation=Isolation(network=True)).wait(10).code == 0
+    assert (
+        registry.start([sys.executable, "-c", program], isolation=Isolation(network=True))
+        .wait(10)
+        .code
+        == 0
+    )
 
 
 def test_private_root(registry: Registry) -> None:
@@ -243,7 +286,9 @@ def test_private_root(registry: Registry) -> None:
     }
     assert len(points) == len(set(points))
     assert not marker.with_name(marker.name + "2").exists()
-    assert str(job.directory) not in Path("/proc/self/mountinfo").read_text()  # nothing reached the host
+    assert (
+        str(job.directory) not in Path("/proc/self/mountinfo").read_text()
+    )  # nothing reached the host
 
 
 def test_a_private_root_needs_a_pid_namespace() -> None:
@@ -271,10 +316,20 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert procfs.status(job.pid).session == job.pid
 
 
-def test_whoever_dies_before_noting_it_down_leaves_nothing(registry: Registry, tmp_path: Path) -> None:
+def test_whoever_dies_before_noting_it_down_leaves_nothing(
+    registry: Registry, tmp_path: Path
+) -> None:
     (tmp_path / "icecore-init").write_bytes(init_program().read_bytes())
     (tmp_path / "icecore-init").chmod(0o700)
-    wanted = Launch(tmp_path, ["/bin/sh", "sh", "-c", f"echo ran > {tmp_path}/ran"], "/", {}, 0o022, Isolation(), [])
+    wanted = Launch(
+        tmp_path,
+        ["/bin/sh", "sh", "-c", f"echo ran > {tmp_path}/ran"],
+        "/",
+        {},
+        0o022,
+        Isolation(),
+        [],
+    )
     with Starting(wanted) as starting:
         assert procfs.exists(starting.pid)
     until(lambda: not procfs.exists(starting.pid) or procfs.is_zombie(starting.pid))
@@ -282,7 +337,9 @@ def test_whoever_dies_before_noting_it_down_leaves_nothing(registry: Registry, t
 
 
 @pytest.mark.parametrize("isolation", [Isolation(), Isolation(root=True)])
-def test_what_cannot_be_started_leaves_nothing(registry: Registry, tmp_path: Path, isolation: Isolation) -> None:
+def test_what_cannot_be_started_leaves_nothing(
+    registry: Registry, tmp_path: Path, isolation: Isolation
+) -> None:
     broken = tmp_path / "broken"
     broken.write_text("not a program")
     with pytest.raises(UsageError, match="Permission denied"):
@@ -327,7 +384,9 @@ def test_the_init_is_small(registry: Registry) -> None:
     job = run(registry, "echo ready; sleep 60")
     until(lambda: "ready" in output(job))
     assert init_program().stat().st_size < 8192
-    private = re.search(r"^RssAnon:\s*(\d+) kB", Path(f"/proc/{job.pid}/status").read_text(), re.MULTILINE)
+    private = re.search(
+        r"^RssAnon:\s*(\d+) kB", Path(f"/proc/{job.pid}/status").read_text(), re.MULTILINE
+    )
     assert private is not None
     assert int(private[1]) <= 16
     assert os.listdir(f"/proc/{job.pid}/fd") == ["3"]

@@ -16,7 +16,15 @@ from tests.host.target import eventually
 
 def test_status_environment_and_output(tmp_path: Path) -> None:
     with open(tmp_path / "out", "w+b") as out:
-        assert run_shell("echo $WORD; echo why >&2; exit 3", {"WORD": "word"}, seconds=20, output=out.fileno()) == 3
+        assert (
+            run_shell(
+                "echo $WORD; echo why >&2; exit 3",
+                {"WORD": "word"},
+                seconds=20,
+                output=out.fileno(),
+            )
+            == 3
+        )
         assert run_shell("kill -KILL $$", {}, seconds=20, output=out.fileno()) == -9
     assert (tmp_path / "out").read_text() == "word\nwhy\n"
 
@@ -25,7 +33,12 @@ def test_status_environment_and_output(tmp_path: Path) -> None:
 def test_what_takes_too_long_is_ended_with_all_that_it_started(trap: str, tmp_path: Path) -> None:
     began = time.monotonic()
     with open(os.devnull, "wb") as out, pytest.raises(TimeoutError, match=r"within 0\.5 s"):
-        run_shell(f"{trap} sleep 300 & echo $! > {tmp_path}/pid; wait", dict(os.environ), seconds=0.5, output=out.fileno())
+        run_shell(
+            f"{trap} sleep 300 & echo $! > {tmp_path}/pid; wait",
+            dict(os.environ),
+            seconds=0.5,
+            output=out.fileno(),
+        )
     assert time.monotonic() - began < 20
     pid = int((tmp_path / "pid").read_text())
     assert eventually(lambda: procfs.is_over(pid))
@@ -35,7 +48,9 @@ class Stopped(BaseException):
     pass
 
 
-def test_a_signal_that_comes_before_it_is_known_leaves_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_that_comes_before_it_is_known_leaves_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pids = []
 
     class Popen(subprocess.Popen[bytes]):

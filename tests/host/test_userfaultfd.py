@@ -39,7 +39,9 @@ say(a)
 def faulting(code: str) -> Iterator[tuple[Target, int, int]]:
     """A process with 1 MiB registered, its userfaultfd, and the address."""
     ours, theirs = socket.socketpair()
-    with target(CHILD + textwrap.dedent(code), theirs.fileno(), pass_fds=(theirs.fileno(),), site=True) as it:
+    with target(
+        CHILD + textwrap.dedent(code), theirs.fileno(), pass_fds=(theirs.fileno(),), site=True
+    ) as it:
         theirs.close()
         ours.settimeout(20)
         _, fds, _, _ = socket.recv_fds(ours, 1, 1)
@@ -125,7 +127,9 @@ def test_unmap_stops_placements_until_it_is_read():
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
         assert poll.poll(10000)
-        assert uffd.place(descriptor, a, source.address, MIB) == uffd.Placed(Stop.CHANGED, 0, 0, 0, 0)
+        assert uffd.place(descriptor, a, source.address, MIB) == uffd.Placed(
+            Stop.CHANGED, 0, 0, 0, 0
+        )
         assert next_event(descriptor) == Unmap(a + 10 * PAGE, a + 30 * PAGE)
         assert it.hear() == ["done"]
         placed = uffd.place(descriptor, a, source.address, MIB)
@@ -194,7 +198,9 @@ def test_fork_brings_a_descriptor_of_the_child():
             assert uffd.place(descriptor, a, source.address + PAGE, PAGE * 2).filled == 2 * PAGE
             assert it.hear() == ["parent", str(source.array[2 * PAGE])]
             # the child is gone: its descriptor says so
-            assert eventually(lambda: uffd.place(event.descriptor, a, source.address, PAGE).stop is Stop.DEAD)
+            assert eventually(
+                lambda: uffd.place(event.descriptor, a, source.address, PAGE).stop is Stop.DEAD
+            )
         finally:
             os.close(event.descriptor)
 
@@ -226,7 +232,11 @@ def test_write_protection_is_reported():
         thread = threading.Thread(target=ctypes.memset, args=(buffer.address, 7, 1))
         thread.start()
         event = next_event(ours)
-        assert isinstance(event, Fault) and event.address == buffer.address and event.thread == thread.native_id
+        assert (
+            isinstance(event, Fault)
+            and event.address == buffer.address
+            and event.thread == thread.native_id
+        )
         assert event.flags == uffd.FAULT_WRITE | uffd.FAULT_WRITE_PROTECT
         uffd.write_protect(ours, buffer.address, PAGE, 0)
         thread.join(10)

@@ -22,7 +22,12 @@ _MAKES = "import sys; from icecore.host.workdir import make_work_directory as ma
 
 def maker(parent: Path) -> tuple[subprocess.Popen[str], Path]:
     """A process that has a working directory."""
-    process = subprocess.Popen([sys.executable, "-P", "-c", _MAKES, str(parent)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", _MAKES, str(parent)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     return process, Path(process.stdout.readline().strip())
 
@@ -70,11 +75,20 @@ def test_what_is_not_icecores_stays(tmp_path: Path) -> None:
     target.mkdir(mode=0o700)
     (target / LOCK).touch()
     (tmp_path / "icecore-dump-aaaaaaaa").symlink_to(target)
-    for name in ("icecore-dump-toolongname", "icecore-dump-", "other-dump-aaaaaaaa", "icecore-dump-bbbbbbbb", "icecore-dump-cccccccc", "icecore-dump-dddddddd"):
+    for name in (
+        "icecore-dump-toolongname",
+        "icecore-dump-",
+        "other-dump-aaaaaaaa",
+        "icecore-dump-bbbbbbbb",
+        "icecore-dump-cccccccc",
+        "icecore-dump-dddddddd",
+    ):
         (tmp_path / name).mkdir(mode=0o700)
         (tmp_path / name / LOCK).touch()
     os.chown(tmp_path / "icecore-dump-bbbbbbbb", NOBODY, NOBODY)
-    (tmp_path / "icecore-dump-cccccccc" / LOCK).rename(tmp_path / "icecore-dump-cccccccc" / "images")
+    (tmp_path / "icecore-dump-cccccccc" / LOCK).rename(
+        tmp_path / "icecore-dump-cccccccc" / "images"
+    )
     (tmp_path / "icecore-dump-dddddddd").chmod(0o755)
     (tmp_path / "icecore-dump-eeeeeeee").touch()
     before = sorted(tmp_path.rglob("*"))
@@ -116,7 +130,9 @@ def test_makers_and_sweepers_at_the_same_time(tmp_path: Path) -> None:
             except FileNotFoundError:
                 lost.append(made)
             else:
-                shutil.rmtree(made, ignore_errors=True)  # a sweeper may help, once the lock's file is gone
+                shutil.rmtree(
+                    made, ignore_errors=True
+                )  # a sweeper may help, once the lock's file is gone
             finally:
                 os.close(lock)
     finally:
@@ -139,14 +155,18 @@ def test_a_maker_that_is_killed_at_any_moment_leaves_nothing_for_good(tmp_path: 
             f"def die(*_, **__): os.kill(os.getpid(), signal.SIGKILL)\n{owner}.{name} = die\n"
             f"workdir.sweep = lambda *_: None\nworkdir.make_work_directory('icecore-dump-', sys.argv[1])"
         )
-        done = subprocess.run([sys.executable, "-P", "-c", code, str(tmp_path)], timeout=20, check=False)
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code, str(tmp_path)], timeout=20, check=False
+        )
         assert done.returncode == -signal.SIGKILL
         assert len(list(tmp_path.iterdir())) == 1, moment
         sweep(tmp_path)
         assert not list(tmp_path.iterdir()), moment
 
 
-def test_a_maker_tries_again_when_its_directory_was_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_maker_tries_again_when_its_directory_was_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Somebody sweeps between the lock's file and the lock."""
     lock = fcntl.flock
     swept: list[int] = []

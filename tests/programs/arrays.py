@@ -47,7 +47,9 @@ def differing_pages(name: str, array: NDArray[Any], expected: Sums) -> str:
     address = array.ctypes.data + first * PAGE
     content = array.reshape(-1).view(np.uint8)[first * PAGE : (first + 1) * PAGE]
     zero = " and is all zero" if not content.any() else ""
-    return f"{name}: {bad.size} of {found.size} pages differ, first page {first} at {address:#x}{zero}"
+    return (
+        f"{name}: {bad.size} of {found.size} pages differ, first page {first} at {address:#x}{zero}"
+    )
 
 
 def differing_content(name: str, array: NDArray[Any], expected: NDArray[Any]) -> str:
@@ -59,4 +61,6 @@ def differing_content(name: str, array: NDArray[Any], expected: NDArray[Any]) ->
     bad = np.flatnonzero(found_words != expected_words)
     pages = np.unique(bad // WORDS)
     address = array.ctypes.data + int(bad[0]) * 8
-    return f"{name}: {pages.size} pages differ from what was computed anew, first word at {address:#x}"
+    return (
+        f"{name}: {pages.size} pages differ from what was computed anew, first word at {address:#x}"
+    )

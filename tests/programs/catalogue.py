@@ -151,7 +151,16 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
                 name="redis-append-only",
                 what="The same with an append-only file that grows all the time.",
                 source="redis_load.py",
-                arguments=("--port", "{port}", "--clients", "3", "--keys", "5000", "--append-only", "1"),
+                arguments=(
+                    "--port",
+                    "{port}",
+                    "--clients",
+                    "3",
+                    "--keys",
+                    "5000",
+                    "--append-only",
+                    "1",
+                ),
                 quick=("--port", "{port}", "--keys", "500", "--append-only", "1"),
                 needs=("redis-server",),
                 clients="in the tree",
@@ -302,7 +311,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def command(program: Program, state_dir: Path, cache: Path, arguments: Sequence[str] | None = None) -> Command:
+def command(
+    program: Program, state_dir: Path, cache: Path, arguments: Sequence[str] | None = None
+) -> Command:
     """The command that runs the program; also writes ``port`` into the state directory where it has one.
 
     Args:
@@ -324,7 +335,9 @@ def command(program: Program, state_dir: Path, cache: Path, arguments: Sequence[
         **program.environment,
     }
     if not program.source:
-        argv = redis_load.server_command(port_of(state_dir), str(state_dir), append_only=False) + given
+        argv = (
+            redis_load.server_command(port_of(state_dir), str(state_dir), append_only=False) + given
+        )
         return Command(tuple(argv), MappingProxyType(environment))
     file = build(program, cache)
     interpreter = {".py": [sys.executable], ".js": ["node"]}.get(file.suffix, [])

@@ -34,7 +34,9 @@ class Progress:
     errors: tuple[str, ...]
     finished: bool
     passed: bool | None
-    regions: tuple[tuple[str, int, int, int], ...]  # name, address, bytes, pid as the program counts it
+    regions: tuple[
+        tuple[str, int, int, int], ...
+    ]  # name, address, bytes, pid as the program counts it
     facts: Mapping[str, Any]
 
 
@@ -104,7 +106,10 @@ def progress(state_dir: Path, name: str = report.STATE) -> Progress | None:
         state = json.loads((state_dir / name).read_text())
     except FileNotFoundError:
         return None
-    regions = tuple((region["name"], region["address"], region["bytes"], region["pid"]) for region in state["regions"])
+    regions = tuple(
+        (region["name"], region["address"], region["bytes"], region["pid"])
+        for region in state["regions"]
+    )
     return Progress(
         state["counter"],
         state["writes"],
@@ -116,7 +121,9 @@ def progress(state_dir: Path, name: str = report.STATE) -> Progress | None:
     )
 
 
-def wait_until(state_dir: Path, holds: Callable[[Progress], bool], timeout_s: float, what: str) -> Progress:
+def wait_until(
+    state_dir: Path, holds: Callable[[Progress], bool], timeout_s: float, what: str
+) -> Progress:
     """Waits until the program's own words fulfil a condition.
 
     Raises:
@@ -138,7 +145,9 @@ def last_words(state_dir: Path) -> str:
     output = log.read_text(errors="replace")[-2000:] if log.exists() else ""
     now = progress(state_dir)
     said = (
-        "no progress" if now is None else f"counter {now.counter}, errors {list(now.errors)}, facts {dict(now.facts)}"
+        "no progress"
+        if now is None
+        else f"counter {now.counter}, errors {list(now.errors)}, facts {dict(now.facts)}"
     )
     return f"{said}, output: {output!r}"
 
@@ -159,7 +168,9 @@ def wait_progress(state_dir: Path, timeout_s: float = 20.0, *, steps: int = 2) -
     """Waits until it has written its state ``steps`` times more than now: it lives, wherever its counter stands."""
     before = progress(state_dir)
     start_writes = -1 if before is None else before.writes
-    return wait_until(state_dir, lambda now: abs(now.writes - start_writes) >= steps, timeout_s, "making progress")
+    return wait_until(
+        state_dir, lambda now: abs(now.writes - start_writes) >= steps, timeout_s, "making progress"
+    )
 
 
 def forget(state_dir: Path) -> Progress | None:
@@ -184,7 +195,9 @@ def ask_finish(program: Program, state_dir: Path) -> None:
 
 def wait_finished(program: Program, state_dir: Path, timeout_s: float | None = None) -> Progress:
     """Waits for the verdict of a self-checking program, which is in the result's ``passed`` and ``errors``."""
-    return wait_until(state_dir, lambda now: now.finished, timeout_s or program.finish_s, "finished")
+    return wait_until(
+        state_dir, lambda now: now.finished, timeout_s or program.finish_s, "finished"
+    )
 
 
 def go(state_dir: Path) -> None:
@@ -192,7 +205,9 @@ def go(state_dir: Path) -> None:
     (state_dir / "go").touch()
 
 
-def change(state_dir: Path, number: int, cells_percent: int, pages_percent: int, timeout_s: float = 60.0) -> int:
+def change(
+    state_dir: Path, number: int, cells_percent: int, pages_percent: int, timeout_s: float = 60.0
+) -> int:
     """Makes memory-pattern rewrite part of its pages and returns how many.
 
     Args:
@@ -209,7 +224,9 @@ def change(state_dir: Path, number: int, cells_percent: int, pages_percent: int,
             if answer["id"] == number:
                 return int(answer["pages"])
         time.sleep(0.001)
-    raise ProgramError(f"request {number} was not answered within {timeout_s} s; {last_words(state_dir)}")
+    raise ProgramError(
+        f"request {number} was not answered within {timeout_s} s; {last_words(state_dir)}"
+    )
 
 
 def steps(state_dir: Path) -> tuple[int, int]:
@@ -309,7 +326,9 @@ def members(state_dir: Path) -> list[int]:
     found = []
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
-            if name.isdecimal() and Path(os.readlink(f"/proc/{name}/cwd")).is_relative_to(state_dir.resolve()):
+            if name.isdecimal() and Path(os.readlink(f"/proc/{name}/cwd")).is_relative_to(
+                state_dir.resolve()
+            ):
                 found.append(int(name))
     return [pid for pid in found if alive(pid)]
 

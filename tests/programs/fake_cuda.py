@@ -35,7 +35,14 @@ REGISTERS = 0x6FA4D0000000
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
-libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
 libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
@@ -97,7 +104,10 @@ def take(what: str, world: Path) -> Any:
     name, _, peer = what.partition(" to ")
     match name:
         case "nccl" if peer:
-            host, port = ("::1" if peer.startswith("v6 ") else "127.0.0.1"), int(peer.removeprefix("v6 "))
+            host, port = (
+                ("::1" if peer.startswith("v6 ") else "127.0.0.1"),
+                int(peer.removeprefix("v6 ")),
+            )
             return socket.create_connection((host, port), 10), mapped(world / "libnccl.so.2", 0, 0)
         case "nccl":
             listener = socket.create_server(("127.0.0.1", 0))
@@ -132,7 +142,9 @@ class Large:
 
 def mapped(path: Path, address: int, offset: int) -> int:
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    address = libc.mmap(address, 1 << 21, 3, 1 | (0x100000 if address else 0), file, offset)  # MAP_SHARED
+    address = libc.mmap(
+        address, 1 << 21, 3, 1 | (0x100000 if address else 0), file, offset
+    )  # MAP_SHARED
     os.close(file)
     return address
 
@@ -147,7 +159,9 @@ def device_files() -> list[int]:
             return False
         return stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
 
-    return [number for number in map(int, os.listdir("/proc/self/fd")) if number > 2 and is_one(number)]
+    return [
+        number for number in map(int, os.listdir("/proc/self/fd")) if number > 2 and is_one(number)
+    ]
 
 
 def work(out: str) -> None:
@@ -159,13 +173,17 @@ def work(out: str) -> None:
     with open(out, "a", encoding="ascii") as lines:
         for step in itertools.count(1):
             found = (os.fstat(number).st_rdev for number in inherited)
-            print(step, *(f"{os.major(one)}:{os.minor(one)}" for one in found), file=lines, flush=True)
+            print(
+                step, *(f"{os.major(one)}:{os.minor(one)}" for one in found), file=lines, flush=True
+            )
             if asked:
                 break
             time.sleep(0.005)
         for number in inherited:
             try:
-                fcntl.ioctl(number, 0xC020462A)  # a call of the driver's, which libcuda may make as it ends
+                fcntl.ioctl(
+                    number, 0xC020462A
+                )  # a call of the driver's, which libcuda may make as it ends
             except OSError:
                 os.close(number)
         assert libc.munmap(REGISTERS, mmap.PAGESIZE) == 0
@@ -207,7 +225,12 @@ def main(order: dict[str, Any]) -> None:
         step = 0
         while True:
             step += 1
-            print(step, device.step(step, order.get("busy", 0.0)).hex() if device else "", file=lines, flush=True)
+            print(
+                step,
+                device.step(step, order.get("busy", 0.0)).hex() if device else "",
+                file=lines,
+                flush=True,
+            )
             assert all(held)
             time.sleep(0.005)
 

@@ -31,7 +31,12 @@ def main() -> None:
     written: dict[bytes, int] = {}
     held: list[object] = []
     for name in names:
-        for kind, flags in ((b"read", os.O_RDONLY), (b"written", os.O_RDWR), (b"deleted", os.O_RDWR), (b"unlinked", os.O_RDWR)):
+        for kind, flags in (
+            (b"read", os.O_RDONLY),
+            (b"written", os.O_RDWR),
+            (b"deleted", os.O_RDWR),
+            (b"unlinked", os.O_RDWR),
+        ):
             path = os.path.join(own, kind + b" " + name)
             with open(path, "wb") as file:
                 file.write(kind)
@@ -66,7 +71,15 @@ def main() -> None:
         os.lseek(descriptor, 0, os.SEEK_END)
         os.write(descriptor, b" to the end")
     words = [os.fsencode(word).hex() for word in sys.argv[4:]]
-    print("arguments", *words, "variable", os.environb.get(b"FOREIGN", b"").hex(), "cwd", os.getcwdb().hex(), flush=True)
+    print(
+        "arguments",
+        *words,
+        "variable",
+        os.environb.get(b"FOREIGN", b"").hex(),
+        "cwd",
+        os.getcwdb().hex(),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

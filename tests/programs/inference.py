@@ -99,7 +99,11 @@ def make_session(shape: Shape, session: int) -> dict[str, Any]:
 
 def blocks_of(shape: Shape, request: int) -> list[int]:
     """The cache blocks that a request rewrites: a run of neighbours and some scattered ones."""
-    draw = random(shape.seed, 9, request).integers(0, shape.blocks, size=BLOCKS_A_REQUEST // 2 + 1).tolist()
+    draw = (
+        random(shape.seed, 9, request)
+        .integers(0, shape.blocks, size=BLOCKS_A_REQUEST // 2 + 1)
+        .tolist()
+    )
     run_of = [(draw[0] + n) % shape.blocks for n in range(BLOCKS_A_REQUEST - len(draw) + 1)]
     return list(dict.fromkeys(run_of + draw[1:]))
 
@@ -140,7 +144,9 @@ class Server:
         self._verify_some_weights()
         answer = self.answer(number, self.weights)
         self.answers.append((number, answer))
-        self.chain = hashlib.blake2b(f"{self.chain} {number} {answer}".encode(), digest_size=16).hexdigest()
+        self.chain = hashlib.blake2b(
+            f"{self.chain} {number} {answer}".encode(), digest_size=16
+        ).hexdigest()
         for block in blocks_of(self.shape, number):
             self.verify_block(block)
             self.cache[block] = make_block(self.shape, block, number)
@@ -162,7 +168,9 @@ class Server:
     def verify_block(self, block: int) -> None:
         writer = self.writer[block]
         expected = make_block(self.shape, block, writer)
-        if what := differing_content(f"cache block {block} of request {writer}", self.cache[block], expected):
+        if what := differing_content(
+            f"cache block {block} of request {writer}", self.cache[block], expected
+        ):
             self.report.violation(f"at request {self.request}: {what}")
 
     def verify_everything(self) -> None:
@@ -191,7 +199,9 @@ class Server:
 
     def _verify_session(self, session: int, content: dict[str, Any]) -> None:
         if content != make_session(self.shape, session):
-            self.report.violation(f"at request {self.request}: the objects of session {session} have changed")
+            self.report.violation(
+                f"at request {self.request}: the objects of session {session} have changed"
+            )
 
     def _new_session(self) -> None:
         self.sessions[self.next_session] = make_session(self.shape, self.next_session)
@@ -219,4 +229,8 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     sized = Shape.of_size(options.mib, options.seed)
-    sys.exit(run(Report(options.state_dir, "inference"), lambda report: main(report, sized, options.rate)))
+    sys.exit(
+        run(
+            Report(options.state_dir, "inference"), lambda report: main(report, sized, options.rate)
+        )
+    )

@@ -98,7 +98,9 @@ def sigqueue(pid: int, number: int, value: int) -> None:
 
 def sigqueue_thread(pid: int, thread: int, number: int, value: int) -> None:
     """Queues a signal for one thread (rt_tgsigqueueinfo, number 297 on x86-64)."""
-    info = _Info(number=number, code=SI_QUEUE, pid=os.getpid(), uid=os.getuid(), value=_Value(as_int=value))
+    info = _Info(
+        number=number, code=SI_QUEUE, pid=os.getpid(), uid=os.getuid(), value=_Value(as_int=value)
+    )
     _checked("rt_tgsigqueueinfo", _libc.syscall(297, pid, thread, number, ctypes.byref(info)))
 
 
@@ -115,7 +117,9 @@ def sigtake(*numbers: int) -> Signal | None:
 
 def signalfd(*numbers: int) -> int:
     wanted = _Set.of(*numbers)
-    return _checked("signalfd", _libc.signalfd(-1, ctypes.byref(wanted), SFD_NONBLOCK | SFD_CLOEXEC))
+    return _checked(
+        "signalfd", _libc.signalfd(-1, ctypes.byref(wanted), SFD_NONBLOCK | SFD_CLOEXEC)
+    )
 
 
 def read_signalfd(descriptor: int) -> list[tuple[int, int]]:
@@ -126,7 +130,10 @@ def read_signalfd(descriptor: int) -> list[tuple[int, int]]:
             record = os.read(descriptor, 128)
         except BlockingIOError:
             return taken
-        number, value = struct.unpack_from("<I", record, 0)[0], struct.unpack_from("<i", record, 44)[0]
+        number, value = (
+            struct.unpack_from("<I", record, 0)[0],
+            struct.unpack_from("<i", record, 44)[0],
+        )
         taken.append((number, value))
 
 
@@ -142,7 +149,9 @@ def _seconds(spec: _Itimerspec) -> tuple[float, float]:
 
 
 def timerfd(first_s: float, every_s: float) -> int:
-    descriptor = _checked("timerfd_create", _libc.timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC))
+    descriptor = _checked(
+        "timerfd_create", _libc.timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)
+    )
     spec = _spec(first_s, every_s)
     _checked("timerfd_settime", _libc.timerfd_settime(descriptor, 0, ctypes.byref(spec), None))
     return descriptor
@@ -158,7 +167,10 @@ def timerfd_left(descriptor: int) -> tuple[float, float]:
 def timer_create(number: int, value: int, first_s: float, every_s: float) -> int:
     """A POSIX timer that queues signal ``number`` with ``value``; returns its id."""
     event, timer = _Event(_Value(as_int=value), number, 0), ctypes.c_void_p()
-    _checked("timer_create", _libc.timer_create(CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)))
+    _checked(
+        "timer_create",
+        _libc.timer_create(CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)),
+    )
     spec = _spec(first_s, every_s)
     _checked("timer_settime", _libc.timer_settime(timer, 0, ctypes.byref(spec), None))
     return timer.value or 0
@@ -247,7 +259,9 @@ class MessageQueue:
 
     def receive(self) -> tuple[int, bytes]:
         buffer = ctypes.create_string_buffer(8 + 1024)
-        size = _checked("msgrcv", _libc.msgrcv(self.id, buffer, ctypes.c_size_t(1024), 0, 0o4000))  # IPC_NOWAIT
+        size = _checked(
+            "msgrcv", _libc.msgrcv(self.id, buffer, ctypes.c_size_t(1024), 0, 0o4000)
+        )  # IPC_NOWAIT
         return struct.unpack("l", buffer.raw[:8])[0], buffer.raw[8 : 8 + size]
 
     def remove(self) -> None:

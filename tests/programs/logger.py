@@ -118,4 +118,9 @@ if __name__ == "__main__":
     parser.add_argument("--rate", type=float, default=200.0, help="steps a second, at most")
     options = parser.parse_args()
     number_of_blocks = max(1, int(options.ledger_mib * (1 << 20)) // BLOCK)
-    sys.exit(run(Report(options.state_dir, "logger"), lambda report: main(report, number_of_blocks, options.rate)))
+    sys.exit(
+        run(
+            Report(options.state_dir, "logger"),
+            lambda report: main(report, number_of_blocks, options.rate),
+        )
+    )

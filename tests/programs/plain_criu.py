@@ -41,7 +41,9 @@ def adopting() -> Iterator[None]:
         libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
-def dump(criu: Path, pid: int, images: Path, options: Sequence[str], timeout_s: float = 60.0) -> None:
+def dump(
+    criu: Path, pid: int, images: Path, options: Sequence[str], timeout_s: float = 60.0
+) -> None:
     """Dumps a tree and kills it, and returns when all its pids are free.
 
     Raises:
@@ -79,11 +81,27 @@ def restore(criu: Path, images: Path, options: Sequence[str], timeout_s: float =
 
 def run(criu: Path, images: Path, action: str, options: Sequence[str], timeout_s: float) -> None:
     log = f"{action}.log"
-    argv: list[str | Path] = [criu, action, "--images-dir", images, "--log-file", log, "-v3", *options]
+    argv: list[str | Path] = [
+        criu,
+        action,
+        "--images-dir",
+        images,
+        "--log-file",
+        log,
+        "-v3",
+        *options,
+    ]
     # Not captured: a restored process inherits CRIU's descriptors, and a pipe of them would never end.
     status = subprocess.run(
-        argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=timeout_s
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        timeout=timeout_s,
     ).returncode
     if status != 0:
         lines = (images / log).read_text(errors="replace").splitlines()
-        raise CriuFailed(f"criu {action}: status {status}: " + " | ".join(line for line in lines if "Error" in line))
+        raise CriuFailed(
+            f"criu {action}: status {status}: "
+            + " | ".join(line for line in lines if "Error" in line)
+        )

@@ -64,7 +64,9 @@ class Connection:
 
 def encode(words: tuple[bytes | str | int, ...]) -> bytes:
     parts = [word if isinstance(word, bytes) else str(word).encode() for word in words]
-    return b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in parts)
+    return b"*%d\r\n" % len(parts) + b"".join(
+        b"$%d\r\n%b\r\n" % (len(part), part) for part in parts
+    )
 
 
 class Load:
@@ -92,7 +94,9 @@ class Load:
     def round(self, size: int = 50) -> list[str]:
         """One pipelined batch of reads with the writes that follow; returns what was wrong, in words."""
         self.turn += 1
-        draw = np.random.Generator(np.random.SFC64([self.seed, 1 << 40, self.turn])).integers(0, self.keys, size)
+        draw = np.random.Generator(np.random.SFC64([self.seed, 1 << 40, self.turn])).integers(
+            0, self.keys, size
+        )
         chosen = list(dict.fromkeys(int(key) for key in draw))
         wrong = self.read(chosen)
         requests: list[tuple[bytes | str | int, ...]] = []
@@ -113,9 +117,13 @@ class Load:
         expected.append(self.listed + (1 if self.turn > self.LIST_LENGTH else 0))
         requests.append(("LTRIM", f"{self.prefix}:list", -self.LIST_LENGTH, -1))
         expected.append(b"OK")
-        for request, found, wanted in zip(requests, self.connection.pipeline(requests), expected, strict=True):
+        for request, found, wanted in zip(
+            requests, self.connection.pipeline(requests), expected, strict=True
+        ):
             if found != wanted:
-                wrong.append(f"turn {self.turn}: {request[0]!r} {request[1]!r} answered {found!r}, not {wanted!r}")
+                wrong.append(
+                    f"turn {self.turn}: {request[0]!r} {request[1]!r} answered {found!r}, not {wanted!r}"
+                )
         return wrong
 
     def read(self, keys: list[int]) -> list[str]:
@@ -126,7 +134,9 @@ class Load:
             version = self.version.get(key)
             expected = None if version is None else self.value(key, version)
             if content != expected:
-                wrong.append(f"turn {self.turn}: {self.name(key)} is not its version {version}: {describe(content)}")
+                wrong.append(
+                    f"turn {self.turn}: {self.name(key)} is not its version {version}: {describe(content)}"
+                )
         return wrong
 
     def verify_all(self) -> list[str]:

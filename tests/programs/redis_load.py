@@ -24,7 +24,17 @@ START_S = STOP_S = 20.0
 
 def server_command(port: int, directory: str, *, append_only: bool) -> list[str]:
     """A server on loopback that keeps everything in memory, or also writes its append-only file."""
-    always = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--dir", directory, "--save", ""]
+    always = [
+        "redis-server",
+        "--port",
+        str(port),
+        "--bind",
+        "127.0.0.1",
+        "--dir",
+        directory,
+        "--save",
+        "",
+    ]
     return [*always, "--daemonize", "no", "--appendonly", "yes" if append_only else "no"]
 
 
@@ -53,7 +63,11 @@ class Server:
         command = server_command(port, str(report.state_dir), append_only=append_only)
         with open(report.state_dir / "redis.log", "ab") as log:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=die_with_parent
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=die_with_parent,
             )
 
     def stop(self) -> int:
@@ -108,6 +122,8 @@ if __name__ == "__main__":
     sys.exit(
         run(
             Report(options.state_dir, "redis_load"),
-            lambda report: main(report, options.port, options.clients, options.keys, append_only=append),
+            lambda report: main(
+                report, options.port, options.clients, options.keys, append_only=append
+            ),
         )
     )

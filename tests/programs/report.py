@@ -48,7 +48,9 @@ class Report:
             address: Where it begins in the address space of process ``pid`` (as the program counts pids; default: itself).
             size: In bytes.
         """
-        self.regions.append({"name": name, "address": address, "bytes": size, "pid": pid or os.getpid()})
+        self.regions.append(
+            {"name": name, "address": address, "bytes": size, "pid": pid or os.getpid()}
+        )
 
     def violation(self, what: str) -> None:
         """Records a broken expectation; the first ones are kept word for word, later ones are counted."""

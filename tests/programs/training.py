@@ -37,7 +37,9 @@ from tests.programs.report import Report, run
 Float = NDArray[np.float32]
 
 LEARNING_RATE, BETA1, BETA2, EPSILON, DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.01
-CHECKED_BYTES = 16 << 20  # a thread verifies at most this much between two steps; larger states take turns
+CHECKED_BYTES = (
+    16 << 20
+)  # a thread verifies at most this much between two steps; larger states take turns
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,9 @@ class Learner:
         shape = (config.width, config.width)
         names = ("weight", "moment1", "moment2", "gradient")
         self.arrays: dict[str, Float] = {
-            f"{name}{layer}": page_aligned(shape, np.float32) for layer in range(config.layers) for name in names
+            f"{name}{layer}": page_aligned(shape, np.float32)
+            for layer in range(config.layers)
+            for name in names
         }
         self.scratch: Float = page_aligned(shape, np.float32)
         generator = np.random.Generator(np.random.Philox(key=config.seed * 1000 + thread))
@@ -97,7 +101,9 @@ class Learner:
         return float(np.mean(error * error, dtype=np.float32))
 
     def _adamw(self, number: int, layer: int) -> None:
-        w, m, v, g = (self.arrays[f"{name}{layer}"] for name in ("weight", "moment1", "moment2", "gradient"))
+        w, m, v, g = (
+            self.arrays[f"{name}{layer}"] for name in ("weight", "moment1", "moment2", "gradient")
+        )
         s = self.scratch
         np.multiply(g, np.float32(1 - BETA1), out=s)
         m *= np.float32(BETA1)
@@ -137,7 +143,10 @@ class Team:
         # No time-outs here: a frozen program's clock runs on, and a late thread is no fault of its own.
         self._begin = threading.Barrier(config.threads + 1)
         self._end = threading.Barrier(config.threads + 1)
-        self._threads = [threading.Thread(target=self._work, args=(n,), daemon=True) for n in range(config.threads)]
+        self._threads = [
+            threading.Thread(target=self._work, args=(n,), daemon=True)
+            for n in range(config.threads)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -200,7 +209,14 @@ class Watch:
             self._sealed.append((name, piece, page_sums(piece)))
 
     def differs(self) -> str:
-        return next((what for name, piece, sums in self._sealed if (what := differing_pages(name, piece, sums))), "")
+        return next(
+            (
+                what
+                for name, piece, sums in self._sealed
+                if (what := differing_pages(name, piece, sums))
+            ),
+            "",
+        )
 
 
 def replay(config: Config, steps: int) -> Team:
@@ -218,7 +234,14 @@ def expected(config: Config, steps: int, timeout_s: float = 300.0) -> tuple[list
     Computed in a process of its own, with as bare an environment as the program gets: results come out differently where numpy was first loaded with
     several BLAS threads, and with the kernels that OPENBLAS_CORETYPE names.
     """
-    argv = [sys.executable, os.path.abspath(__file__), "--replay", str(steps), "--width", str(config.width)]
+    argv = [
+        sys.executable,
+        os.path.abspath(__file__),
+        "--replay",
+        str(steps),
+        "--width",
+        str(config.width),
+    ]
     argv += ["--threads", str(config.threads), "--seed", str(config.seed), os.curdir]
     bare = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
     done = subprocess.run(argv, check=True, capture_output=True, timeout=timeout_s, env=bare)
@@ -246,10 +269,14 @@ def main(report: Report, config: Config) -> int:
     team.stop()
     anew = replay(config, team.number)
     if anew.chain != team.chain:
-        report.violation(f"the losses up to step {team.number} are not those of an uninterrupted run")
+        report.violation(
+            f"the losses up to step {team.number} are not those of an uninterrupted run"
+        )
     for learner, other in zip(team.learners, anew.learners, strict=True):
         for name, array in learner.arrays.items():
-            if what := differing_content(f"thread {learner.thread} {name}", array, other.arrays[name]):
+            if what := differing_content(
+                f"thread {learner.thread} {name}", array, other.arrays[name]
+            ):
                 report.violation(f"after step {team.number}: {what}")
     return report.end(team.number, **facts(team))
 
@@ -261,7 +288,9 @@ if __name__ == "__main__":
     parser.add_argument("--mib", type=int, default=64)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--width", type=int, help="instead of --mib")
-    parser.add_argument("--replay", type=int, metavar="STEPS", help="only train so far and print what came out")
+    parser.add_argument(
+        "--replay", type=int, metavar="STEPS", help="only train so far and print what came out"
+    )
     options = parser.parse_args()
     chosen = Config.of_size(options.mib, threads=options.threads, seed=options.seed)
     if options.width is not None:

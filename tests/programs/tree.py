@@ -133,7 +133,9 @@ class Root:
         self.shm_names = (f"{name}-kept", f"{name}-unlinked")
         # What two processes talk over: made before the fork, each side closes the other's ends.
         self.to_pipes, self.from_pipes = os.pipe(), os.pipe()
-        self.shared = os.open(self.directory / "shared-description", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        self.shared = os.open(
+            self.directory / "shared-description", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600
+        )
         self.done = os.eventfd(0)
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind(str(self.directory / "stream"))
@@ -228,8 +230,14 @@ class Root:
             datagram.sendto(QUESTION.pack(number, content(500, 25, number)), sender)
 
         member.handlers.update({stream.fileno(): answer_stream, datagram.fileno(): answer_datagram})
-        member.kept += [StalledPair(kind) for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET)]
-        member.kept += [PassedDescriptor(self.directory / "passed"), Probe(self.directory, os.getppid())]
+        member.kept += [
+            StalledPair(kind)
+            for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET)
+        ]
+        member.kept += [
+            PassedDescriptor(self.directory / "passed"),
+            Probe(self.directory, os.getppid()),
+        ]
         member.kept.append(CredentialPair(waiting=self.credentials))
         member.live()
 
@@ -305,13 +313,18 @@ class Root:
 
         member.handlers.update({back[0]: turn, ours.fileno(): hear})
         member.at_end = end
-        member.kept += [SealedMemory(), DeletedFile(self.directory / "deleted-mapped", 300 << 10, mapped=True)]
+        member.kept += [
+            SealedMemory(),
+            DeletedFile(self.directory / "deleted-mapped", 300 << 10, mapped=True),
+        ]
         if self.system_v:
             member.kept.append(SystemV())
         os.write(there[1], version.to_bytes(8, "little"))
         member.live()
 
-    def live_grandchild(self, control: socket.socket, blackboard: Blackboard, there: int, back: int) -> NoReturn:
+    def live_grandchild(
+        self, control: socket.socket, blackboard: Blackboard, there: int, back: int
+    ) -> NoReturn:
         os.setsid()
         work = self.directory / "grandchild"
         work.mkdir()
@@ -410,7 +423,12 @@ class Root:
 
     def facts(self) -> dict[str, Any]:
         pids = {role: pid for pid, (role, _) in self.children.items()}
-        return {"checks": self.board.counts(), "pids": pids, "statuses": self.statuses, "shm": list(self.shm_names)}
+        return {
+            "checks": self.board.counts(),
+            "pids": pids,
+            "statuses": self.statuses,
+            "shm": list(self.shm_names),
+        }
 
     def live(self) -> int:
         while not self.report.finish_asked():
@@ -443,9 +461,14 @@ def main(report: Report, *, system_v: bool, credentials: bool) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("state_dir")
-    parser.add_argument("--system-v", type=int, default=0, help="1: System V shared memory, semaphore and queue too")
     parser.add_argument(
-        "--credentials", type=int, default=0, help="1: credentials wait in a queue; CRIU cannot dump them"
+        "--system-v", type=int, default=0, help="1: System V shared memory, semaphore and queue too"
+    )
+    parser.add_argument(
+        "--credentials",
+        type=int,
+        default=0,
+        help="1: credentials wait in a queue; CRIU cannot dump them",
     )
     options = parser.parse_args()
     chosen = {"system_v": bool(options.system_v), "credentials": bool(options.credentials)}

@@ -40,7 +40,11 @@ class StalledPipe:
 
     def last(self) -> None:
         self.check()
-        same("content of the pipe", os.read(self.reader, self.size + 1), content(self.size, 1, self.size))
+        same(
+            "content of the pipe",
+            os.read(self.reader, self.size + 1),
+            content(self.size, 1, self.size),
+        )
         if self.fifo is not None:
             self.fifo.unlink()
 
@@ -48,7 +52,12 @@ class StalledPipe:
 class StalledPair:
     """A pair of connected unix sockets with messages waiting in both directions."""
 
-    MESSAGES = (b"first", content(3000, 2), content(700, 3), b"last")  # none empty: CRIU loses what follows one
+    MESSAGES = (
+        b"first",
+        content(3000, 2),
+        content(700, 3),
+        b"last",
+    )  # none empty: CRIU loses what follows one
 
     def __init__(self, kind: socket.SocketKind) -> None:
         self.kind = kind
@@ -60,7 +69,11 @@ class StalledPair:
                 end.send(message)
 
     def check(self) -> None:
-        whole = len(self.MESSAGES[0]) if self.kind == socket.SOCK_DGRAM else sum(map(len, self.MESSAGES))
+        whole = (
+            len(self.MESSAGES[0])
+            if self.kind == socket.SOCK_DGRAM
+            else sum(map(len, self.MESSAGES))
+        )
         for end in self.ends:
             same(f"bytes waiting in {self.kind.name}", kernel.bytes_waiting(end.fileno()), whole)
         same("SO_SNDBUF", self.ends[0].getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF), self.buffer)
@@ -87,9 +100,21 @@ class CredentialPair:
             self.ends[0].send(b"who")
 
     def check(self) -> None:
-        same("SO_PASSCRED of the sender", self.ends[0].getsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED), 0)
-        same("SO_PASSCRED of the receiver", self.ends[1].getsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED), 1)
-        same("bytes waiting with credentials", kernel.bytes_waiting(self.ends[1].fileno()), 3 if self.waiting else 0)
+        same(
+            "SO_PASSCRED of the sender",
+            self.ends[0].getsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED),
+            0,
+        )
+        same(
+            "SO_PASSCRED of the receiver",
+            self.ends[1].getsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED),
+            1,
+        )
+        same(
+            "bytes waiting with credentials",
+            kernel.bytes_waiting(self.ends[1].fileno()),
+            3 if self.waiting else 0,
+        )
 
     def last(self) -> None:
         self.check()
@@ -97,7 +122,9 @@ class CredentialPair:
             self.ends[0].send(b"who")
         data, ancillary, _, _ = self.ends[1].recvmsg(10, socket.CMSG_SPACE(12))
         same("message with credentials", data, b"who")
-        same("sender", struct.unpack("iII", ancillary[0][2]), (os.getpid(), os.getuid(), os.getgid()))
+        same(
+            "sender", struct.unpack("iII", ancillary[0][2]), (os.getpid(), os.getuid(), os.getgid())
+        )
 
 
 class PassedDescriptor:
@@ -108,7 +135,9 @@ class PassedDescriptor:
         self.ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         descriptor = os.open(path, os.O_RDONLY)
         os.lseek(descriptor, 1000, os.SEEK_SET)
-        self.ends[0].sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))])
+        self.ends[0].sendmsg(
+            [b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
+        )
         os.close(descriptor)
 
     def check(self) -> None:

@@ -41,7 +41,11 @@ class PendingSignals:
         taken = kernel.sigtake(signal.SIGUSR1)
         same("SIGUSR1", taken and (taken.code, taken.pid), (0, me))
         for number, value in [(signal.SIGUSR2, 123), *self.queued, (signal.SIGRTMIN + 5, 77)]:
-            same("queued signal", kernel.sigtake(number), kernel.Signal(number, kernel.SI_QUEUE, me, value))
+            same(
+                "queued signal",
+                kernel.sigtake(number),
+                kernel.Signal(number, kernel.SI_QUEUE, me, value),
+            )
         for number in self.numbers:
             same("no further signal", kernel.sigtake(number), None)
 
@@ -56,7 +60,10 @@ class Timers:
         signal.pthread_sigmask(signal.SIG_BLOCK, [self.tick_signal, signal.SIGRTMIN + 8])
         signal.setitimer(signal.ITIMER_REAL, 0.03, 0.03)
         signal.setitimer(signal.ITIMER_VIRTUAL, HOUR, HOUR)
-        self.slow_descriptor, self.fast_descriptor = kernel.timerfd(HOUR, 0), kernel.timerfd(0.02, 0.02)
+        self.slow_descriptor, self.fast_descriptor = (
+            kernel.timerfd(HOUR, 0),
+            kernel.timerfd(0.02, 0.02),
+        )
         self.slow_timer = kernel.timer_create(signal.SIGRTMIN + 8, 1, HOUR, 60.0)
         self.fast_timer = kernel.timer_create(self.tick_signal, 0x1234, 0.025, 0.025)
         self.left = {"slow timerfd": HOUR, "slow timer": HOUR, "ITIMER_VIRTUAL": HOUR}
@@ -138,7 +145,9 @@ class Identity:
     """What a process inherited or set: ids, directories, mask, limits, niceness, name, handlers, descriptors' flags."""
 
     def __init__(self, *, has_parent: bool) -> None:
-        self.has_parent = has_parent  # within the tree: the parent of its root is another one after a restore
+        self.has_parent = (
+            has_parent  # within the tree: the parent of its root is another one after a restore
+        )
         signal.signal(signal.SIGWINCH, signal.SIG_IGN)
         self.cloexec = os.open("/dev/null", os.O_RDONLY)
         self.inherited = os.open("/dev/null", os.O_WRONLY | os.O_APPEND)
@@ -164,7 +173,8 @@ class Identity:
             "name": kernel.get_name(),
             "death signal": kernel.get_death_signal(),
             "SIGWINCH": signal.getsignal(signal.SIGWINCH),
-            "inherited flags": fcntl.fcntl(self.inherited, fcntl.F_GETFL) & (os.O_APPEND | os.O_WRONLY),
+            "inherited flags": fcntl.fcntl(self.inherited, fcntl.F_GETFL)
+            & (os.O_APPEND | os.O_WRONLY),
             "inherited": (os.get_inheritable(self.inherited), os.get_inheritable(self.cloexec)),
         }
 

@@ -28,8 +28,12 @@ def same(what: str, found: Any, expected: Any) -> None:
     if found == expected:
         return
     if isinstance(found, bytes) and isinstance(expected, bytes):
-        at = next((n for n, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), len(found))
-        raise Broken(f"{what}: {len(found)} bytes instead of {len(expected)}, the first difference at {at}")
+        at = next(
+            (n for n, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), len(found)
+        )
+        raise Broken(
+            f"{what}: {len(found)} bytes instead of {len(expected)}, the first difference at {at}"
+        )
     raise Broken(f"{what}: {found!r} instead of {expected!r}")
 
 

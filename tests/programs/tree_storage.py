@@ -92,7 +92,11 @@ class Locks:
         self.posix = os.open(directory / "posix-lock", os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.lockf(self.posix, fcntl.LOCK_EX, 10, 10)
         self.description = os.open(directory / "ofd-lock", os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.fcntl(self.description, F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 5, 5, 0))
+        fcntl.fcntl(
+            self.description,
+            F_OFD_SETLK,
+            struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 5, 5, 0),
+        )
 
     def check(self) -> None:
         for descriptor in (self.flocked, self.posix, self.description):
@@ -124,7 +128,9 @@ class Probe:
             ("POSIX lock", self.posix, fcntl.F_GETLK, (fcntl.F_WRLCK, 10, 10, self.owner)),
             ("description lock", self.description, F_OFD_GETLK, (fcntl.F_WRLCK, 5, 5, -1)),
         ):
-            kind, _, start, size, pid = struct.unpack("hhqqi4x", fcntl.fcntl(descriptor, command, wanted))
+            kind, _, start, size, pid = struct.unpack(
+                "hhqqi4x", fcntl.fcntl(descriptor, command, wanted)
+            )
             same(what, (kind, start, size, pid), expected)
 
     def last(self) -> None:
@@ -152,11 +158,19 @@ class SealedMemory:
             pass
         else:
             raise Broken("a sealed memfd could be written")
-        same("name of a memfd", os.readlink(f"/proc/self/fd/{self.file}"), "/memfd:icecore-sealed (deleted)")
+        same(
+            "name of a memfd",
+            os.readlink(f"/proc/self/fd/{self.file}"),
+            "/memfd:icecore-sealed (deleted)",
+        )
 
     def last(self) -> None:
         self.check()
-        same("content of a sealed memfd", os.pread(self.file, self.size + 1, 0), content(self.size, 8))
+        same(
+            "content of a sealed memfd",
+            os.pread(self.file, self.size + 1, 0),
+            content(self.size, 8),
+        )
         same("mapping of a sealed memfd", self.mapping[:], content(self.size, 8))
 
 
@@ -194,8 +208,12 @@ class Blackboard:
         self.memfd = os.memfd_create("icecore-shared", os.MFD_CLOEXEC)
         self.descriptors = {
             "memfd": self.memfd,
-            "POSIX shm": os.open(f"/dev/shm/{shm_names[0]}", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600),
-            "unlinked POSIX shm": os.open(f"/dev/shm/{shm_names[1]}", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600),
+            "POSIX shm": os.open(
+                f"/dev/shm/{shm_names[0]}", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600
+            ),
+            "unlinked POSIX shm": os.open(
+                f"/dev/shm/{shm_names[1]}", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600
+            ),
             "mapped file": os.open(directory / "mapped", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600),
         }
         for name, descriptor in self.descriptors.items():
@@ -219,7 +237,11 @@ class Blackboard:
             for at in pages:
                 writer = last_writer(version, at)
                 expected = bytes(4096) if writer is None else self.page(name, writer, at)
-                same(f"{name}, page {at}, version {version}", memory[at * 4096 : (at + 1) * 4096], expected)
+                same(
+                    f"{name}, page {at}, version {version}",
+                    memory[at * 4096 : (at + 1) * 4096],
+                    expected,
+                )
 
     def verify_some(self, version: int) -> None:
         """What this version wrote, and what the next one will replace."""
@@ -245,4 +267,6 @@ def pages_of(version: int) -> tuple[int, ...]:
 
 def last_writer(version: int, page: int) -> int | None:
     """The newest version up to this one that rewrote the page; any page is rewritten within PAGES versions."""
-    return next((v for v in range(version, max(-1, version - PAGES), -1) if page in pages_of(v)), None)
+    return next(
+        (v for v in range(version, max(-1, version - PAGES), -1) if page in pages_of(v)), None
+    )

@@ -52,7 +52,9 @@ def pieces() -> str:
         code, pointer = cu.cuMemAlloc(size)
         codes.append(int(code))
         if not int(code):
-            codes += [int(cu.cuMemFree(int(pointer) + (256 if size > MIB else 0))[0]) if size > MIB else 0]
+            codes += [
+                int(cu.cuMemFree(int(pointer) + (256 if size > MIB else 0))[0]) if size > MIB else 0
+            ]
             codes += [int(cu.cuMemFree(pointer)[0]), int(cu.cuMemFree(pointer)[0])]
     return " ".join(map(str, codes))
 
@@ -87,7 +89,10 @@ def copies() -> str:
     here = torch.arange(1 << 20, device="cuda")
     found = [torch.equal(here.clone(), here), torch.equal(here.cpu().pin_memory().cuda(), here)]
     if torch.cuda.device_count() > 1:
-        found += [torch.equal(here.to("cuda:1").cpu(), here.cpu()), torch.cuda.can_device_access_peer(0, 1)]
+        found += [
+            torch.equal(here.to("cuda:1").cpu(), here.cpu()),
+            torch.cuda.can_device_access_peer(0, 1),
+        ]
     return " ".join(map(str, found))
 
 

@@ -22,7 +22,10 @@ def reference(folder: Path, *more: str, steps: int = STEPS) -> list[str]:
     """The lines of an uninterrupted run."""
     out = folder / "reference"
     subprocess.run(
-        [sys.executable, TRAIN, "--out", str(out), "--steps", str(steps), *more], check=True, timeout=500, cwd=folder
+        [sys.executable, TRAIN, "--out", str(out), "--steps", str(steps), *more],
+        check=True,
+        timeout=500,
+        cwd=folder,
     )
     found = lines(out)
     assert len(found) == steps
@@ -39,7 +42,9 @@ def lineage(lab: Lab, wanted: list[str], mode: str = "full") -> None:
         before = len(lines(out))
         result = lab.dump(pid)
         taken.append((result.snapshot, before))
-        assert result.sizes.device > 50 << 20, f"only {result.sizes.device} bytes of device memory were found"
+        assert result.sizes.device > 50 << 20, (
+            f"only {result.sizes.device} bytes of device memory were found"
+        )
         wait_lines(out, len(lines(out)) + 20, lab.logs)
         same(lines(out), wanted)
     lab.kill(pid)

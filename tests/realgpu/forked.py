@@ -87,7 +87,11 @@ class Target:
         """What CUDA answers: in a child of a CUDA process it cannot work."""
         from cuda.bindings import driver as cu
 
-        return {"cuInit": int(cu.cuInit(0)[0]), "cuDeviceGetCount": int(cu.cuDeviceGetCount()[0]), "cuMemAlloc": int(cu.cuMemAlloc(4096)[0])}
+        return {
+            "cuInit": int(cu.cuInit(0)[0]),
+            "cuDeviceGetCount": int(cu.cuDeviceGetCount()[0]),
+            "cuMemAlloc": int(cu.cuMemAlloc(4096)[0]),
+        }
 
     def nvml(self) -> str:
         """Initialise NVML and keep it."""
@@ -116,7 +120,9 @@ class Target:
 
     def replace(self, how: str) -> list[int]:
         """Replace each descriptor of a device file by one of /dev/null, or of the same file opened anew, and each mapping by one of /dev/zero."""
-        numbers = [number for number, path in descriptors(os.getpid()) if path.startswith("/dev/nvidia")]
+        numbers = [
+            number for number, path in descriptors(os.getpid()) if path.startswith("/dev/nvidia")
+        ]
         for number in numbers:
             path = "/dev/null" if how == "null" else os.readlink(f"/proc/self/fd/{number}")
             made = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -124,11 +130,20 @@ class Target:
             os.close(made)
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mmap.restype = ctypes.c_void_p
-        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+        libc.mmap.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_long,
+        ]
         zero, done = os.open("/dev/zero", os.O_RDWR), 0
         for start, end, path, _, _ in mappings(os.getpid()):
             if path.startswith("/dev/nvidia"):
-                assert libc.mmap(start, end - start, 3, 0x11, zero, 0) == start  # MAP_SHARED | MAP_FIXED
+                assert (
+                    libc.mmap(start, end - start, 3, 0x11, zero, 0) == start
+                )  # MAP_SHARED | MAP_FIXED
                 done += 1
         os.close(zero)
         return [len(numbers), done]
@@ -198,21 +213,49 @@ def mappings(pid: int) -> list[tuple[int, int, str, str, str]]:
 
 def look(pid: int, about: str, pinned: int = 0) -> None:
     files = Counter(path for _, path in descriptors(pid) if path.startswith("/dev/nvidia"))
-    others = Counter(path.split(":")[0] + path.partition(":[")[2][:0] for _, path in descriptors(pid) if not path.startswith("/dev/nvidia"))
+    others = Counter(
+        path.split(":")[0] + path.partition(":[")[2][:0]
+        for _, path in descriptors(pid)
+        if not path.startswith("/dev/nvidia")
+    )
     say(f"{about}: descriptors of device files", sum(files.values()), dict(files))
-    say(f"{about}: other descriptors", dict(others), {path for _, path in descriptors(pid) if path.startswith("anon_inode")})
+    say(
+        f"{about}: other descriptors",
+        dict(others),
+        {path for _, path in descriptors(pid) if path.startswith("anon_inode")},
+    )
     every = mappings(pid)
-    device = [(f"{e - s >> 10} KiB", path, perms, flags) for s, e, path, perms, flags in every if path.startswith("/dev/nvidia")]
+    device = [
+        (f"{e - s >> 10} KiB", path, perms, flags)
+        for s, e, path, perms, flags in every
+        if path.startswith("/dev/nvidia")
+    ]
     say(f"{about}: mappings of device files", len(device), dict(Counter(device)))
-    shared = [(f"{e - s >> 10} KiB", path, perms) for s, e, path, perms, _ in every if path.startswith(("/dev/zero", "/dev/shm"))]
+    shared = [
+        (f"{e - s >> 10} KiB", path, perms)
+        for s, e, path, perms, _ in every
+        if path.startswith(("/dev/zero", "/dev/shm"))
+    ]
     say(f"{about}: shared memory", dict(Counter(shared)))
     say(f"{about}: threads", threads(pid))
     if pinned:
-        say(f"{about}: at the pinned memory", [(hex(s), e - s, path, perms, flags) for s, e, path, perms, flags in every if s <= pinned < e])
+        say(
+            f"{about}: at the pinned memory",
+            [
+                (hex(s), e - s, path, perms, flags)
+                for s, e, path, perms, flags in every
+                if s <= pinned < e
+            ],
+        )
 
 
 def threads(pid: int) -> dict[str, int]:
-    return dict(Counter(Path(f"/proc/{pid}/task/{one}/comm").read_text().strip() for one in os.listdir(f"/proc/{pid}/task")))
+    return dict(
+        Counter(
+            Path(f"/proc/{pid}/task/{one}/comm").read_text().strip()
+            for one in os.listdir(f"/proc/{pid}/task")
+        )
+    )
 
 
 class Running:
@@ -271,7 +314,9 @@ def cycle(driver: Any, one: Running, about: str, pinned: int, children: list[int
     """Checkpoint and restore in place; whether it runs again."""
     if not timed(f"{about}: lock", lambda: driver.lock(one.pid, 10.0)):
         return False
-    done = timed(f"{about}: checkpoint with {len(children)} children", lambda: driver.checkpoint(one.pid))
+    done = timed(
+        f"{about}: checkpoint with {len(children)} children", lambda: driver.checkpoint(one.pid)
+    )
     if done:
         look(one.pid, f"{about}: checkpointed parent", pinned)
         if children:
@@ -292,7 +337,11 @@ def with_children(driver: Any) -> None:
         say("a CUDA process with 2 GiB", used())
         look(one.pid, "parent", pinned)
         children = one.do("fork", WORKERS)
-        say("state of the parent, and of each child", driver.state(one.pid).value, [driver.state(pid).value for pid in children])
+        say(
+            "state of the parent, and of each child",
+            driver.state(one.pid).value,
+            [driver.state(pid).value for pid in children],
+        )
         look(children[0], "child", pinned)
         say("pinned memory in a child (5)", one.do("child", 0, "read"))
         one.do("write", 6)
@@ -300,12 +349,23 @@ def with_children(driver: Any) -> None:
         if not cycle(driver, one, "1st", pinned, children):
             return
         one.do("write", 8)
-        say("pinned memory in a child after a restore in place, and the parent has written 8", one.do("child", 0, "read"))
+        say(
+            "pinned memory in a child after a restore in place, and the parent has written 8",
+            one.do("child", 0, "read"),
+        )
         late = one.do("fork", 2)[WORKERS:]
         cycle(driver, one, "2nd, with two more", pinned, [*children, *late])
-        say("a child that touches CUDA", one.do("child", 1, "touch"), driver.state(children[1]).value, threads(children[1]))
+        say(
+            "a child that touches CUDA",
+            one.do("child", 1, "touch"),
+            driver.state(children[1]).value,
+            threads(children[1]),
+        )
         say("a child's end with exit handlers", one.do("child", 1, "leave"))
-        say("what a child replaces: descriptors, mappings", [one.do("child", n, "replace", "null") for n in (0, 2, 3, 4, 5)])
+        say(
+            "what a child replaces: descriptors, mappings",
+            [one.do("child", n, "replace", "null") for n in (0, 2, 3, 4, 5)],
+        )
         say("a child that touches CUDA once they are replaced", one.do("child", 0, "touch"))
         say("its end with exit handlers", one.do("child", 0, "leave"))
         cycle(driver, one, "3rd, all replaced", pinned, [children[2], children[3], *late])
@@ -315,27 +375,58 @@ def with_children(driver: Any) -> None:
 
 def others(driver: Any) -> None:
     with running() as one:
-        say("cuInit alone", one.do("init"), driver.state(one.pid).value, threads(one.pid), Counter(p for _, p in descriptors(one.pid) if "nvidia" in p))
+        say(
+            "cuInit alone",
+            one.do("init"),
+            driver.state(one.pid).value,
+            threads(one.pid),
+            Counter(p for _, p in descriptors(one.pid) if "nvidia" in p),
+        )
     with running() as one:
         child = one.do("fork", 1)[0]
-        say("a child that calls cuInit before its parent", one.do("child", 0, "init"), driver.state(child).value, threads(child))
-        say("and has a context and memory", one.do("child", 0, "start"), driver.state(child).value, threads(child))
+        say(
+            "a child that calls cuInit before its parent",
+            one.do("child", 0, "init"),
+            driver.state(child).value,
+            threads(child),
+        )
+        say(
+            "and has a context and memory",
+            one.do("child", 0, "start"),
+            driver.state(child).value,
+            threads(child),
+        )
         say("its parent", driver.state(one.pid).value)
 
 
 def nvml(driver: Any) -> None:
     with running() as one:
-        say("NVML alone", one.do("nvml"), driver.state(one.pid).value, threads(one.pid), descriptors(one.pid))
+        say(
+            "NVML alone",
+            one.do("nvml"),
+            driver.state(one.pid).value,
+            threads(one.pid),
+            descriptors(one.pid),
+        )
         child = one.do("fork", 1)[0]
         say("NVML in a child of it", one.do("child", 0, "nvml_call"), driver.state(child).value)
-        say("replaced by /dev/null", one.do("child", 0, "replace", "null"), one.do("child", 0, "nvml_call"))
+        say(
+            "replaced by /dev/null",
+            one.do("child", 0, "replace", "null"),
+            one.do("child", 0, "nvml_call"),
+        )
         say("and NVML initialised again", one.do("child", 0, "nvml_again"))
         say("replaced by the same opened anew", one.do("replace", "same"), one.do("nvml_call"))
         say("and NVML initialised again", one.do("nvml_again"))
     with running() as one:
         _, pinned = one.do("start")
         before = {number for number, path in descriptors(one.pid) if "nvidia" in path}
-        say("NVML beside CUDA", one.do("nvml"), "opens", [(n, p) for n, p in descriptors(one.pid) if "nvidia" in p and n not in before])
+        say(
+            "NVML beside CUDA",
+            one.do("nvml"),
+            "opens",
+            [(n, p) for n, p in descriptors(one.pid) if "nvidia" in p and n not in before],
+        )
         cycle(driver, one, "NVML beside CUDA", pinned, [])
         say("NVML after that", one.do("nvml_call"))
 
@@ -352,7 +443,11 @@ def main() -> int:
     signal.signal(signal.SIGALRM, lambda *_: sys.exit("this takes too long"))
     signal.alarm(_SECONDS)
     say("driver", read_inventory().driver, "device files' kinds", find_backend().kinds())
-    nodes = {str(path): (os.major(path.stat().st_rdev), stat.filemode(path.stat().st_mode)) for path in Path("/dev").glob("nvidia*") if not path.is_dir()}
+    nodes = {
+        str(path): (os.major(path.stat().st_rdev), stat.filemode(path.stat().st_mode))
+        for path in Path("/dev").glob("nvidia*")
+        if not path.is_dir()
+    }
     say("nodes", nodes)
     driver = Driver()
     failed = 0

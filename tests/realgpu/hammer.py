@@ -35,11 +35,16 @@ def check(number: int, rounds: list[int], wrong: list[str]) -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         sizes = [rng.choice(SIZES) for _ in range(BUFFERS)]
         values = [rng.randrange(200) for _ in sizes]
-        buffers = [torch.full((size,), value, dtype=torch.uint8, device="cuda") for size, value in zip(sizes, values, strict=True)]
+        buffers = [
+            torch.full((size,), value, dtype=torch.uint8, device="cuda")
+            for size, value in zip(sizes, values, strict=True)
+        ]
         while True:
             k = rng.randrange(BUFFERS)
             if not bool((buffers[k] == values[k]).all()):
-                wrong.append(f"WRONG thread {number}, buffer {k} of {sizes[k]} bytes, round {rounds[number]}")
+                wrong.append(
+                    f"WRONG thread {number}, buffer {k} of {sizes[k]} bytes, round {rounds[number]}"
+                )
                 return
             values[k] = (values[k] + 7) % 251
             if rng.random() < 0.1:
@@ -59,7 +64,9 @@ def rest(number: int, gib: float, rounds: list[int], wrong: list[str]) -> None:
 
     def content(seed: int) -> torch.Tensor:
         generator = torch.Generator("cuda").manual_seed(seed)
-        return torch.randint(0, 255, (BLOCK,), dtype=torch.uint8, device="cuda", generator=generator)
+        return torch.randint(
+            0, 255, (BLOCK,), dtype=torch.uint8, device="cuda", generator=generator
+        )
 
     try:
         blocks = [content(seed) for seed in seeds]
@@ -88,7 +95,9 @@ def main() -> None:
     for number in range(arguments.threads):
         threading.Thread(target=work, args=(number, rounds, wrong), daemon=True).start()
     if arguments.resting:
-        threading.Thread(target=rest, args=(arguments.threads, arguments.resting, rounds, wrong), daemon=True).start()
+        threading.Thread(
+            target=rest, args=(arguments.threads, arguments.resting, rounds, wrong), daemon=True
+        ).start()
     with open(arguments.out, "w", encoding="ascii") as out:
         while True:
             time.sleep(0.1)

@@ -96,7 +96,10 @@ class Lab:
         return environment(str(self._place), {})
 
     def plain(
-        self, *words: str, environment: Mapping[str, str] | None = None, program: str | Path = sys.executable
+        self,
+        *words: str,
+        environment: Mapping[str, str] | None = None,
+        program: str | Path = sys.executable,
     ) -> int:
         """A process of this machine, as a user would have started it; its pid."""
         log = open(self.folder / f"log{len(self._started)}", "wb")  # noqa: SIM115 - inherited
@@ -159,7 +162,11 @@ class Lab:
     # -- snapshots
 
     def dump(
-        self, target: int | str, *, at: Mapping[tuple[str, str], Callable[[], None]] | None = None, **options: Any
+        self,
+        target: int | str,
+        *,
+        at: Mapping[tuple[str, str], Callable[[], None]] | None = None,
+        **options: Any,
     ) -> icecore.DumpResult:
         """Take a snapshot, and note what it took.
 
@@ -180,7 +187,8 @@ class Lab:
         copied = {
             event.name: event.fields.get("bytes", 0)
             for event in events
-            if event.name in ("dump.resident.precopy", "dump.resident.copy") and event.fields.get("state") == "end"
+            if event.name in ("dump.resident.precopy", "dump.resident.copy")
+            and event.fields.get("state") == "end"
         }
         self.note("dump", time.monotonic() - began, events, window=result.window_seconds, device=result.sizes.device,
                   logical=result.sizes.logical, changed=result.sizes.changed, stored=result.sizes.stored, copied=copied)  # fmt: skip
@@ -191,7 +199,9 @@ class Lab:
         events: list[Event] = []
         began = time.monotonic()
         chosen = icecore.RestoreOptions(**options)
-        restored = icecore.restore(snapshot, self.repository, chosen, config=self.config, emit=events.append)
+        restored = icecore.restore(
+            snapshot, self.repository, chosen, config=self.config, emit=events.append
+        )
         running = time.monotonic() - began
         restored.wait_resident(600)
         self.note("restore", running, events, mode=chosen.mode)
@@ -210,7 +220,9 @@ class Lab:
 
     def logs(self) -> str:
         """What the plain processes said last."""
-        return "\n".join(path.read_text(errors="replace")[-2000:] for path in self.folder.glob("log*"))
+        return "\n".join(
+            path.read_text(errors="replace")[-2000:] for path in self.folder.glob("log*")
+        )
 
     @staticmethod
     def tell(event: Event) -> None:
@@ -226,7 +238,9 @@ def lines(path: Path) -> list[str]:
         return []
 
 
-def wait_lines(path: Path, count: int, what: Callable[[], str] = str, seconds: float = 180.0) -> list[str]:
+def wait_lines(
+    path: Path, count: int, what: Callable[[], str] = str, seconds: float = 180.0
+) -> list[str]:
     """Wait until a file has that many lines.
 
     Args:
@@ -244,7 +258,11 @@ def same(found: Sequence[str], wanted: Sequence[str]) -> None:
     """Every line is the wanted one, bit for bit."""
     if len(found) > len(wanted):
         raise AssertionError(f"{len(found)} lines, of which {len(wanted)} are known")
-    differ = [number for number, (one, other) in enumerate(zip(found, wanted, strict=False)) if one != other]
+    differ = [
+        number
+        for number, (one, other) in enumerate(zip(found, wanted, strict=False))
+        if one != other
+    ]
     if differ:
         first = max(differ[0] - 2, 0)
         raise AssertionError(

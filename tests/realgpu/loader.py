@@ -61,7 +61,11 @@ def train(arguments: argparse.Namespace) -> None:
     torch.use_deterministic_algorithms(True)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(1)
-    layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH))]
+    layers = [
+        layer
+        for _ in range(4)
+        for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH))
+    ]
     model: nn.Module = nn.Sequential(*layers, nn.Linear(WIDTH, 16)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     run: Any = torch.compile(model) if arguments.how == "compile" else model
@@ -80,14 +84,20 @@ def train(arguments: argparse.Namespace) -> None:
         from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
         dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-        kind = AsyncCheckpointerType.PROCESS if arguments.save == "process" else AsyncCheckpointerType.THREAD
+        kind = (
+            AsyncCheckpointerType.PROCESS
+            if arguments.save == "process"
+            else AsyncCheckpointerType.THREAD
+        )
     step = 0
     with open(arguments.out, "a", encoding="ascii") as out:
         while step < arguments.steps:
             for data, target in loader:
                 step += 1
                 optimizer.zero_grad()
-                loss = nn.functional.cross_entropy(run(data.cuda(non_blocking=True)), target.cuda(non_blocking=True))
+                loss = nn.functional.cross_entropy(
+                    run(data.cuda(non_blocking=True)), target.cuda(non_blocking=True)
+                )
                 loss.backward()
                 optimizer.step()
                 print(step, float(loss.item()).hex(), file=out, flush=True)
@@ -95,7 +105,11 @@ def train(arguments: argparse.Namespace) -> None:
                     if saving is not None:
                         saving.result()
                     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                    saving = async_save(state, checkpoint_id=Path(arguments.saves) / str(step), async_checkpointer_type=kind)
+                    saving = async_save(
+                        state,
+                        checkpoint_id=Path(arguments.saves) / str(step),
+                        async_checkpointer_type=kind,
+                    )
                 time.sleep(arguments.pause)
                 if step >= arguments.steps:
                     break

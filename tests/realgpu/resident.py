@@ -58,7 +58,10 @@ class Resident:
         began = time.monotonic()
         found = wait_lines(out, len(lines(out)) + some, self.lab.logs)
         same(found, self.wanted)
-        print(f"  {len(found)} losses are right, {some} more in {time.monotonic() - began:.1f} s", flush=True)
+        print(
+            f"  {len(found)} losses are right, {some} more in {time.monotonic() - began:.1f} s",
+            flush=True,
+        )
 
 
 def lineage(lab: Resident) -> None:
@@ -124,7 +127,14 @@ def stress(lab: Lab, dumps: int, resting: float) -> None:
     while crowd and "there" not in lab.logs():
         assert time.monotonic() < end, lab.logs()
         time.sleep(0.1)
-    pid = lab.plain(str(HERE / "hammer.py"), "--out", str(out), "--resting", str(resting), environment=lab.resident())
+    pid = lab.plain(
+        str(HERE / "hammer.py"),
+        "--out",
+        str(out),
+        "--resting",
+        str(resting),
+        environment=lab.resident(),
+    )
 
     def right(more: int) -> list[int]:
         """Each thread's rounds, so many lines from now on."""
@@ -163,13 +173,28 @@ def ranks(lab: Lab, gpus: int, gib: float) -> None:
 
     The order in which NCCL adds up must be the same in both runs: the same settings in both.
     """
-    out, unbroken, words = lab.folder / "losses", lab.folder / "unbroken", (TRAIN, "--world", str(gpus), "--width", "2048", "--ballast", str(gib))
+    out, unbroken, words = (
+        lab.folder / "losses",
+        lab.folder / "unbroken",
+        (TRAIN, "--world", str(gpus), "--width", "2048", "--ballast", str(gib)),
+    )
     debug = {"NCCL_DEBUG": "INFO"}
-    first = lab.run("reference", *words, "--out", str(unbroken), "--steps", str(RANK_STEPS), network=True, environment=debug)
+    first = lab.run(
+        "reference",
+        *words,
+        "--out",
+        str(unbroken),
+        "--steps",
+        str(RANK_STEPS),
+        network=True,
+        environment=debug,
+    )
     assert first.wait(500).exit_code == 0, first.log_path("stderr").read_text()[-3000:]
     wanted = lines(unbroken)
     print(f"reference: {len(wanted)} steps, by {transports(first)}", flush=True)
-    job = lab.run("ddp", *words, "--out", str(out), "--pause", "0.02", network=True, environment=debug)
+    job = lab.run(
+        "ddp", *words, "--out", str(out), "--pause", "0.02", network=True, environment=debug
+    )
 
     def log() -> str:
         return job.log_path("stderr").read_text()[-3000:]
@@ -177,12 +202,17 @@ def ranks(lab: Lab, gpus: int, gib: float) -> None:
     def goes_on(some: int = 30) -> None:
         began = time.monotonic()
         same(found := wait_lines(out, len(lines(out)) + some, log), wanted)
-        print(f"  {len(found)} losses are right, {some} more in {time.monotonic() - began:.1f} s", flush=True)
+        print(
+            f"  {len(found)} losses are right, {some} more in {time.monotonic() - began:.1f} s",
+            flush=True,
+        )
 
     wait_lines(out, 20, log)
     used = transports(job)
     print(f"the job: by {used}", flush=True)
-    assert used and all(one.startswith("P2P") for one in used), "this machine's GPUs reach each other in another way"
+    assert used and all(one.startswith("P2P") for one in used), (
+        "this machine's GPUs reach each other in another way"
+    )
     shared(job, gpus)
     taken = []
     for _ in range(3):
@@ -208,7 +238,9 @@ def transports(job: icecore.Job) -> list[str]:
     """How NCCL says that its channels go ("P2P/CUMEM")."""
     logs = [job.log_path("stdout"), job.log_path("stderr")]
     text = "".join(log.read_text(errors="replace") for log in logs)
-    return sorted({found.partition("/read")[0] for found in re.findall(r"Channel .* via (\S+)", text)})
+    return sorted(
+        {found.partition("/read")[0] for found in re.findall(r"Channel .* via (\S+)", text)}
+    )
 
 
 def shared(job: icecore.Job, gpus: int) -> None:
@@ -251,7 +283,12 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("folder", nargs="?", default="")
     parser.add_argument("--gib", type=float, default=16.0)
-    parser.add_argument("--part", action="append", default=[], help="lineage, held, driver; or ranks, or stress, by itself")
+    parser.add_argument(
+        "--part",
+        action="append",
+        default=[],
+        help="lineage, held, driver; or ranks, or stress, by itself",
+    )
     parser.add_argument("--dumps", type=int, default=100, help="of stress")
     parser.add_argument("--resting", type=float, default=0.0, help="of stress, GiB")
     arguments = parser.parse_args()
@@ -262,9 +299,13 @@ def main() -> int:
     folder = Path(arguments.folder or tempfile.mkdtemp(prefix="icecore-gpu-"))
     folder.mkdir(parents=True, exist_ok=True)
     if arguments.part == ["ranks"]:
-        return alone(folder, arguments.gpus, "ranks", lambda lab: ranks(lab, arguments.gpus, arguments.gib))
+        return alone(
+            folder, arguments.gpus, "ranks", lambda lab: ranks(lab, arguments.gpus, arguments.gib)
+        )
     if arguments.part == ["stress"]:
-        return alone(folder, 1, "stress", lambda lab: stress(lab, arguments.dumps, arguments.resting))
+        return alone(
+            folder, 1, "stress", lambda lab: stress(lab, arguments.dumps, arguments.resting)
+        )
     lab = Resident(folder, arguments.gib)
     try:
         for name in arguments.part or ("lineage", "held", "driver"):

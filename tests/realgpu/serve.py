@@ -52,18 +52,34 @@ def main() -> None:
 
     def weights(*shape: int) -> torch.Tensor:
         return (
-            torch.randn(*shape, device="cuda", generator=random, dtype=torch.float32).mul_(shape[-1] ** -0.5).bfloat16()
+            torch.randn(*shape, device="cuda", generator=random, dtype=torch.float32)
+            .mul_(shape[-1] ** -0.5)
+            .bfloat16()
         )
 
     blocks = [
-        (weights(3 * width, width), weights(width, width), weights(4 * width, width), weights(width, 4 * width))
+        (
+            weights(3 * width, width),
+            weights(width, width),
+            weights(4 * width, width),
+            weights(width, 4 * width),
+        )
         for _ in range(arguments.layers)
     ]
     embedding = weights(vocabulary, width)
     cache = torch.zeros(
-        arguments.layers, 2, heads, arguments.length, width // heads, device="cuda", dtype=torch.bfloat16
+        arguments.layers,
+        2,
+        heads,
+        arguments.length,
+        width // heads,
+        device="cuda",
+        dtype=torch.bfloat16,
     )
-    print(f"{sum(w.numel() for block in blocks for w in block) + embedding.numel()} parameters", flush=True)
+    print(
+        f"{sum(w.numel() for block in blocks for w in block) + embedding.numel()} parameters",
+        flush=True,
+    )
     token, step = 1, 0
 
     def following() -> int:
@@ -76,7 +92,9 @@ def main() -> None:
             cache[layer, 0, :, at], cache[layer, 1, :, at] = k, v
             keys, values = cache[layer, :, :, : min(step + 1, arguments.length)]
             scores = torch.einsum("hd,hld->hl", q.float(), keys.float()) * (width // heads) ** -0.5
-            x = x + out @ torch.einsum("hl,hld->hd", scores.softmax(-1), values.float()).bfloat16().reshape(width)
+            x = x + out @ torch.einsum(
+                "hl,hld->hd", scores.softmax(-1), values.float()
+            ).bfloat16().reshape(width)
             x = x + down @ functional.gelu(up @ functional.layer_norm(x, (width,)))
         token = int((embedding @ functional.layer_norm(x, (width,))).float().argmax())
         step += 1

@@ -22,7 +22,12 @@ from .jobs import Lab, lines, same, wait_lines
 
 pytestmark = pytest.mark.timeout(900)
 
-_WORDS = {"guard": "icecore.dumper.freeze.guard", "helper": "icecore.host.gpu.helper", "worker": "icecore.host.gpu.worker", "CRIU": "/sbin/criu"}
+_WORDS = {
+    "guard": "icecore.dumper.freeze.guard",
+    "helper": "icecore.host.gpu.helper",
+    "worker": "icecore.host.gpu.worker",
+    "CRIU": "/sbin/criu",
+}
 _MOMENTS = ["dump.gpu.lock", "dump.gpu.checkpoint", "dump.gpu.restore"]
 _RESIDENT_MOMENTS = ["dump.resident.unmap", *_MOMENTS]
 
@@ -32,7 +37,9 @@ def _members(word: str) -> list[int]:
     found = []
     for pid in procfs.tree(os.getpid()):
         with suppress(OSError):
-            if word in Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " "):
+            if word in Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace(
+                "\0", " "
+            ):
                 found.append(pid)
     return found
 
@@ -67,7 +74,16 @@ def test_the_job_goes_on(resident: bool, lab: Lab) -> None:
     needs(1, "torch")
     wanted = reference(lab.folder, steps=4000)
     out = lab.folder / "losses"
-    pid = lab.plain(TRAIN, "--out", str(out), "--pause", "0.02", "--steps", "4000", environment=lab.resident() if resident else {})
+    pid = lab.plain(
+        TRAIN,
+        "--out",
+        str(out),
+        "--pause",
+        "0.02",
+        "--steps",
+        "4000",
+        environment=lab.resident() if resident else {},
+    )
     wait_lines(out, 20, lab.logs)
     who = ["dumper", "helper", "guard", "CRIU", *(["worker", "keeper"] if resident else [])]
     for victim in who:
@@ -80,7 +96,10 @@ def test_the_job_goes_on(resident: bool, lab: Lab) -> None:
             if victim == "keeper":
                 assert lab.keeper is not None
                 _held_again(lab.keeper, pid)
-            print(f"{victim} at the end of {moment}: {len(lab.repository.snapshots()) - before} snapshots", flush=True)
+            print(
+                f"{victim} at the end of {moment}: {len(lab.repository.snapshots()) - before} snapshots",
+                flush=True,
+            )
             same(wait_lines(out, len(lines(out)) + 10, lab.logs), wanted)
             if lab.keeper is not None:
                 assert Agent(lab.keeper.directory, pid).report().state == State.RUNNING

@@ -22,10 +22,22 @@ def test_ddp_goes_on_bit_for_bit(world: int, resident: bool, lab: Lab) -> None:
     # The order in which NCCL adds up must be the same in both runs: the same settings in both.
     out, ranks = lab.folder / "losses", ("--world", str(world))
     unbroken = lab.folder / "unbroken"
-    first = lab.run("reference", TRAIN, "--out", str(unbroken), "--steps", "600", *ranks, network=True, resident=resident)
+    first = lab.run(
+        "reference",
+        TRAIN,
+        "--out",
+        str(unbroken),
+        "--steps",
+        "600",
+        *ranks,
+        network=True,
+        resident=resident,
+    )
     assert first.wait(600).exit_code == 0, first.log_path("stderr").read_text()[-3000:]
     wanted = lines(unbroken)
-    job = lab.run("ddp", TRAIN, "--out", str(out), "--pause", "0.02", *ranks, network=True, resident=resident)
+    job = lab.run(
+        "ddp", TRAIN, "--out", str(out), "--pause", "0.02", *ranks, network=True, resident=resident
+    )
 
     def log() -> str:
         return job.log_path("stderr").read_text()[-3000:]
@@ -33,7 +45,14 @@ def test_ddp_goes_on_bit_for_bit(world: int, resident: bool, lab: Lab) -> None:
     wait_lines(out, 20, log)
     result = lab.dump("ddp", gpu_shared=not resident)
     assert (
-        len({s.key for s in lab.repository.manifest(result.snapshot).spaces for r in s.regions if r.kind == "device"})
+        len(
+            {
+                s.key
+                for s in lab.repository.manifest(result.snapshot).spaces
+                for r in s.regions
+                if r.kind == "device"
+            }
+        )
         == world
     )
     wait_lines(out, len(lines(out)) + 20, log)
@@ -45,7 +64,16 @@ def test_ddp_goes_on_bit_for_bit(world: int, resident: bool, lab: Lab) -> None:
 def test_nccl_with_peer_access_is_refused_and_the_job_goes_on(lab: Lab) -> None:
     needs(2, "torch")
     out = lab.folder / "losses"
-    pid = lab.plain(TRAIN, "--out", str(out), "--pause", "0.02", "--world", "2", environment={"NCCL_P2P_DISABLE": "0"})
+    pid = lab.plain(
+        TRAIN,
+        "--out",
+        str(out),
+        "--pause",
+        "0.02",
+        "--world",
+        "2",
+        environment={"NCCL_P2P_DISABLE": "0"},
+    )
     wait_lines(out, 20)
     with pytest.raises(PreflightRefused, match="gpu-nccl") as caught:
         lab.dump(pid, gpu_shared=True)
@@ -64,7 +92,9 @@ def test_another_gpu(lab: Lab) -> None:
     idle = [gpu.used for gpu in read_inventory().gpus]
     lab.restore(snapshot, gpu_map={"0": "1"})
     took = [gpu.used - before for gpu, before in zip(read_inventory().gpus, idle, strict=True)]
-    assert took[1] > 200 << 20 and took[0] < 50 << 20, took  # NVML need not know the process: it may be of another pid namespace
+    assert took[1] > 200 << 20 and took[0] < 50 << 20, (
+        took
+    )  # NVML need not know the process: it may be of another pid namespace
     same(wait_lines(out, len(lines(out)) + 50), wanted)
 
 
@@ -74,7 +104,10 @@ def test_two_instances_on_two_gpus(lab: Lab) -> None:
     job = lab.run("one", str(HERE / "driver_api.py"), "--out", "/dev/stdout", network=True)
     wait_lines(job.log_path("stdout"), 50)
     snapshot = lab.dump("one").snapshot
-    jobs = [lab.restore(snapshot, instance=f"copy-{number}", gpu_map={"0": str(number)}).job for number in (0, 1)]
+    jobs = [
+        lab.restore(snapshot, instance=f"copy-{number}", gpu_map={"0": str(number)}).job
+        for number in (0, 1)
+    ]
     for one in (job, *jobs):
         assert one is not None
         log = one.log_path("stdout")

@@ -85,7 +85,12 @@ def test_a_program_without_pytorch(lab: Lab) -> None:
     pid = lab.plain(str(HERE / "driver_api.py"), "--out", str(out))
     wait_lines(out, 50)
     result = lab.dump(pid)
-    regions = [r for s in lab.repository.manifest(result.snapshot).spaces for r in s.regions if r.kind == "device"]
+    regions = [
+        r
+        for s in lab.repository.manifest(result.snapshot).spaces
+        for r in s.regions
+        if r.kind == "device"
+    ]
     print("device regions:", [(hex(r.start), r.length) for r in regions])
     assert result.sizes.device >= 64 << 20
     wait_lines(out, len(lines(out)) + 50)
@@ -142,7 +147,9 @@ def test_other_libraries(library: str, lab: Lab, request: pytest.FixtureRequest)
 @pytest.mark.parametrize("managed", [False, True])
 def test_managed_memory_is_refused_and_the_job_goes_on(managed: bool, lab: Lab) -> None:
     out = lab.folder / "lines"
-    pid = lab.plain(str(HERE / "driver_api.py"), "--out", str(out), *(["--managed"] if managed else []))
+    pid = lab.plain(
+        str(HERE / "driver_api.py"), "--out", str(out), *(["--managed"] if managed else [])
+    )
     wait_lines(out, 20)
     uvm = [m for m in procfs.read_maps(pid) if m.path == "/dev/nvidia-uvm"]
     print("nvidia-uvm mappings:", [(hex(m.start), hex(m.offset), m.length) for m in uvm])

@@ -28,7 +28,11 @@ PROGRAMS = {
     "eager": ((sys.executable, TRAIN, *_PAUSE, "--out"), ("torch",), 30),
     "graph": ((sys.executable, TRAIN, *_PAUSE, "--how", "graph", "--out"), ("torch",), 30),
     "compile": ((sys.executable, TRAIN, *_PAUSE, "--how", "compile", "--out"), ("torch",), 30),
-    "serve": ((sys.executable, str(HERE / "serve.py"), "--socket", "{folder}/{name}.socket", "--load"), ("torch",), 2000),
+    "serve": (
+        (sys.executable, str(HERE / "serve.py"), "--socket", "{folder}/{name}.socket", "--load"),
+        ("torch",),
+        2000,
+    ),
     "nvcc": (("{folder}/others",), (), 256),
     "cupy": ((sys.executable, str(HERE / "others.py"), "cupy"), ("cupy",), 128),
     "jax": ((sys.executable, str(HERE / "others.py"), "jax"), ("jax",), 128),
@@ -43,10 +47,14 @@ def test_a_program_goes_on(program: str, lab: Lab) -> None:
     if program == "nvcc":
         if not os.path.exists(_NVCC):
             pytest.skip("there is no nvcc")
-        subprocess.run([_NVCC, "-O2", "-o", lab.folder / "others", HERE / "others.cu"], check=True, timeout=120)
+        subprocess.run(
+            [_NVCC, "-O2", "-o", lab.folder / "others", HERE / "others.cu"], check=True, timeout=120
+        )
 
     def start(name: str, environment: dict[str, str]) -> tuple[int, Path]:
-        words = [word.format(folder=lab.folder, name=name) for word in (*command, f"{{folder}}/{name}")]
+        words = [
+            word.format(folder=lab.folder, name=name) for word in (*command, f"{{folder}}/{name}")
+        ]
         return lab.plain(*words[1:], program=words[0], environment=environment), lab.folder / name
 
     without, unmarked = start("without", {}), start("with", lab.resident())

@@ -46,7 +46,12 @@ def reference(scratch: Path, how: str) -> list[str]:
     if key not in _references:
         out = scratch / f"reference{len(_references)}"
         words = ["--persistent", *(("--how", "compile") if key else ())]
-        subprocess.run([sys.executable, LOADER, "--out", str(out), "--steps", str(STEPS), *words], check=True, timeout=300, cwd=scratch)
+        subprocess.run(
+            [sys.executable, LOADER, "--out", str(out), "--steps", str(STEPS), *words],
+            check=True,
+            timeout=300,
+            cwd=scratch,
+        )
         _references[key] = lines(out)
         assert len(_references[key]) == STEPS
         print(f"reference {key}: {STEPS} steps", flush=True)
@@ -58,12 +63,18 @@ def tell(root: int) -> None:
     found = look(root, find_criu(), "/dev/shm", DumpOptions())
     assert found.gpus is not None
     for one in found.gpus.processes:
-        print(f"  CUDA: process {one.pid}, {dict(one.contexts)} bytes, {one.resident >> 20} MiB resident", flush=True)
+        print(
+            f"  CUDA: process {one.pid}, {dict(one.contexts)} bytes, {one.resident >> 20} MiB resident",
+            flush=True,
+        )
     for one in found.gpus.orphans:
         own = next(p for p in found.processes if p.pid == one.pid)
         files = sum(d.target.startswith("/dev/nvidia") for d in own.descriptors)
         mapped = sum(m.path.startswith("/dev/nvidia") for m in own.mappings)
-        print(f"  no CUDA: process {one.pid} ({own.status.name}), {files} descriptors, {mapped} mappings of device files", flush=True)
+        print(
+            f"  no CUDA: process {one.pid} ({own.status.name}), {files} descriptors, {mapped} mappings of device files",
+            flush=True,
+        )
     print("  predicted:", predict(found), flush=True)
 
 
@@ -73,7 +84,13 @@ def goes_on(lab: Lab, out: Path, wanted: Sequence[str], more: int = 30) -> None:
     print(f"  {len(found)} losses are right", flush=True)
 
 
-def run(lab: Lab, wanted: Sequence[str], words: Sequence[str], environment: dict[str, str], modes: Sequence[str] = ("full", "lazy")) -> None:
+def run(
+    lab: Lab,
+    wanted: Sequence[str],
+    words: Sequence[str],
+    environment: dict[str, str],
+    modes: Sequence[str] = ("full", "lazy"),
+) -> None:
     """Two snapshots while it runs, both restored, each killed in between; what was restored is dumped again."""
     out = lab.folder / "losses"
     (lab.folder / "saves").mkdir()
@@ -106,12 +123,27 @@ def test_a_training_with_workers(job: str, how: str, lab: Lab, scratch: Path) ->
     needs(1, "torch")
     wanted = reference(scratch, job)
     words = [word.format(folder=lab.folder) for word in JOBS[job]]
-    run(lab, wanted, words, {"GLOO_SOCKET_IFNAME": "lo", **(lab.resident() if how == "resident" else {})})
+    run(
+        lab,
+        wanted,
+        words,
+        {"GLOO_SOCKET_IFNAME": "lo", **(lab.resident() if how == "resident" else {})},
+    )
     if job == "nvml":
         found = lines(lab.folder / "nvml")
         kinds = [line.split()[0] for line in found]
-        print("  NVML:", len(found), "readings,", kinds.count("error"), "errors:", sorted({line for line in found if line.startswith("error")}), flush=True)
-        assert kinds[-1] == "ok" and kinds.count("error") <= 3, "an error for each restore at the most"
+        print(
+            "  NVML:",
+            len(found),
+            "readings,",
+            kinds.count("error"),
+            "errors:",
+            sorted({line for line in found if line.startswith("error")}),
+            flush=True,
+        )
+        assert kinds[-1] == "ok" and kinds.count("error") <= 3, (
+            "an error for each restore at the most"
+        )
 
 
 def test_under_run_gpu(lab: Lab, scratch: Path) -> None:
@@ -142,11 +174,16 @@ def test_a_worker_that_ends_by_itself_after_a_restore(lab: Lab) -> None:
     lab.kill(pid)
     restored = lab.restore(snapshot)
     for child in (one for one in procfs.tree(restored.pid) if one != restored.pid):
-        print("  restored child:", sorted({d.target for d in procfs.descriptors(child)}), flush=True)
+        print(
+            "  restored child:", sorted({d.target for d in procfs.descriptors(child)}), flush=True
+        )
     Path(f"{out}.go").touch()
     found = wait_lines(out, len(lines(out)) + 4, lab.logs, 60)
     print(f"  {len(children)} children:", found, flush=True)
-    assert [line for line in found if line.startswith("child")] == ["child 0 ended: 0", "child 1 ended: 0"]
+    assert [line for line in found if line.startswith("child")] == [
+        "child 0 ended: 0",
+        "child 1 ended: 0",
+    ]
     assert found[-1] == "sum 2097152.0"
     lab.kill(restored.pid)
 
@@ -191,7 +228,11 @@ while True:
 
 def test_no_worker_is_left_behind() -> None:
     """Checks the machine, for whoever runs this again."""
-    mine = [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if LOADER.encode() in _command(pid)]
+    mine = [
+        pid
+        for pid in map(int, filter(str.isdecimal, os.listdir("/proc")))
+        if LOADER.encode() in _command(pid)
+    ]
     assert not mine
 
 

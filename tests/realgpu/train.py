@@ -48,19 +48,31 @@ def train(arguments: argparse.Namespace) -> None:
     torch.cuda.set_device(rank)
     torch.manual_seed(1)
     width = arguments.width
-    layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))]
+    layers = [
+        layer
+        for _ in range(4)
+        for layer in (nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))
+    ]
     model: nn.Module = nn.Sequential(*layers, nn.Linear(width, 16)).cuda()
     if world > 1:
         import torch.distributed as dist
 
         dist.init_process_group(
-            "nccl", init_method=f"tcp://127.0.0.1:{arguments.port}?use_libuv=0", rank=rank, world_size=world
+            "nccl",
+            init_method=f"tcp://127.0.0.1:{arguments.port}?use_libuv=0",
+            rank=rank,
+            world_size=world,
         )
         model = nn.parallel.DistributedDataParallel(model, device_ids=[rank])
     # Memory that nothing changes, and that cannot be compressed.
-    ballast = [torch.randint(0, 255, (256 << 20,), dtype=torch.uint8, device="cuda") for _ in range(int(arguments.ballast * 4))]
+    ballast = [
+        torch.randint(0, 255, (256 << 20,), dtype=torch.uint8, device="cuda")
+        for _ in range(int(arguments.ballast * 4))
+    ]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=arguments.how == "graph")
-    run: Callable[[torch.Tensor], torch.Tensor] = torch.compile(model) if arguments.how == "compile" else model
+    run: Callable[[torch.Tensor], torch.Tensor] = (
+        torch.compile(model) if arguments.how == "compile" else model
+    )
     # Its state is on the GPU and in the process: it must come back too.
     random = torch.Generator("cuda").manual_seed(100 + rank)
     data, loss = torch.empty(64, width, device="cuda"), torch.zeros((), device="cuda")
@@ -100,7 +112,10 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=-1)
     arguments = parser.parse_args()
     if arguments.world > 1 and arguments.rank < 0:
-        ranks = [subprocess.Popen([sys.executable, *sys.argv, "--rank", str(rank)]) for rank in range(arguments.world)]
+        ranks = [
+            subprocess.Popen([sys.executable, *sys.argv, "--rank", str(rank)])
+            for rank in range(arguments.world)
+        ]
         return max(rank.wait() for rank in ranks)
     arguments.rank = max(0, arguments.rank)
     train(arguments)

@@ -60,7 +60,9 @@ def target(machine: Machine) -> Target:
 
 
 @pytest.fixture
-def joined(new_machine: NewMachine, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Machine:
+def joined(
+    new_machine: NewMachine, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Machine:
     """Two GPUs of 96 MiB (or of the fixture's parameter), which the fake driver knows too."""
     machine = new_machine(gpus=2, memory=getattr(request, "param", 96 << 20), world=True)
     monkeypatch.setenv(VARIABLE, f"fake:{machine.cuda}")

@@ -27,7 +27,19 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("doors", "overhead", "fingerprint", "digest", "window", "share", "ipc", "worker", "stress", "driver", "kill")
+PARTS = (
+    "doors",
+    "overhead",
+    "fingerprint",
+    "digest",
+    "window",
+    "share",
+    "ipc",
+    "worker",
+    "stress",
+    "driver",
+    "kill",
+)
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -204,7 +216,9 @@ for line in sys.stdin:
         print("read", int(host[0]) if (host == host[0]).all() else "uneven", flush=True)
 """
 
-SHARE += TALK + """\
+SHARE += (
+    TALK
+    + """\
     elif word == "send":
         send(); print("sent", flush=True)
     elif word == "again":
@@ -222,8 +236,10 @@ SHARE += TALK + """\
         ck(cu.cuMemUnmap(address, SIZE)); ck(cu.cuMemRelease(handle)); ck(cu.cuMemAddressFree(address, SIZE))
         print("freed", flush=True)
 """
+)
 
-IPC = """
+IPC = (
+    """
 import ctypes, socket, sys, torch
 from cuda.bindings import driver as cu
 role, path, device = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -255,7 +271,9 @@ else:
     torch.cuda.synchronize()
     theirs = reference()
     link.connect(path)
-""" + TALK + """\
+"""
+    + TALK
+    + """\
     elif word == "send":
         assert reference() == theirs
         link.send(theirs); print("sent", flush=True)
@@ -271,6 +289,8 @@ else:
         else: del tensor; torch.cuda.empty_cache()
         print("freed", flush=True)
 """
+)
+
 
 def bootstrap() -> Path:
     """Make ``icecore.host.resident`` of this tree importable, and build its programs."""
@@ -284,7 +304,11 @@ def bootstrap() -> Path:
          *sources, "-lpthread", "-ldl"],
         check=True, timeout=120,
     )  # fmt: skip
-    subprocess.run([*flags, "-o", str(here / "icecore-keeper"), str(here / "keeper.c")], check=True, timeout=120)
+    subprocess.run(
+        [*flags, "-o", str(here / "icecore-keeper"), str(here / "keeper.c")],
+        check=True,
+        timeout=120,
+    )
     return folder
 
 
@@ -306,8 +330,17 @@ class Probe:
 
     def environment(self, resident: bool) -> dict[str, str]:
         """A job's."""
-        base = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONUNBUFFERED": "1", "USE_LIBUV": "0"}
-        return {**base, **self._keeper_module.environment(str(self.directory), base)} if resident else base
+        base = {
+            **os.environ,
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            "PYTHONUNBUFFERED": "1",
+            "USE_LIBUV": "0",
+        }
+        return (
+            {**base, **self._keeper_module.environment(str(self.directory), base)}
+            if resident
+            else base
+        )
 
     def start(
         self, script: str, *words: object, resident: bool, log: Path, talk: bool = False
@@ -447,11 +480,20 @@ def doors(probe: Probe) -> None:
 def overhead(probe: Probe) -> None:
     """The cost where no snapshot is taken."""
     for name in ("first", "second"):
-        both = [json.loads(probe.run(ALLOCATE, resident=resident).splitlines()[-1]) for resident in (False, True)]
+        both = [
+            json.loads(probe.run(ALLOCATE, resident=resident).splitlines()[-1])
+            for resident in (False, True)
+        ]
         print(f"  {name}: loops of alloc + free, medians in µs (both, on average)", flush=True)
         for loop, without in both[0].items():
-            texts = [f"{get:.0f} + {free:.0f} ({mean:.0f})" for get, free, mean in (without, both[1][loop])]
-            print(f"    {loop:26} without {texts[0]:26} with {texts[1]:26} × {both[1][loop][2] / without[2]:.2f}", flush=True)
+            texts = [
+                f"{get:.0f} + {free:.0f} ({mean:.0f})"
+                for get, free, mean in (without, both[1][loop])
+            ]
+            print(
+                f"    {loop:26} without {texts[0]:26} with {texts[1]:26} × {both[1][loop][2] / without[2]:.2f}",
+                flush=True,
+            )
     medians = {}
     for resident in (False, True, False, True):
         out = probe.folder / f"overhead-{resident}-{time.monotonic_ns()}"
@@ -471,11 +513,21 @@ def fingerprint(probe: Probe) -> None:
     cu, check = probe.driver(), probe.check
     context = check(cu.cuDevicePrimaryCtxRetain(0))
     check(cu.cuCtxSetCurrent(context))
-    major = check(cu.cuDeviceGetAttribute(cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 0))
-    minor = check(cu.cuDeviceGetAttribute(cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, 0))
+    major = check(
+        cu.cuDeviceGetAttribute(
+            cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 0
+        )
+    )
+    minor = check(
+        cu.cuDeviceGetAttribute(
+            cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, 0
+        )
+    )
     program = check(nvrtc.nvrtcCreateProgram(KERNEL_SOURCE.encode(), b"fingerprint.cu", 0, [], []))
     with timed("nvrtc"):
-        result = nvrtc.nvrtcCompileProgram(program, 1, [f"--gpu-architecture=sm_{major}{minor}".encode()])
+        result = nvrtc.nvrtcCompileProgram(
+            program, 1, [f"--gpu-architecture=sm_{major}{minor}".encode()]
+        )
     if int(result[0]):
         text = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
         nvrtc.nvrtcGetProgramLog(program, text)
@@ -505,7 +557,9 @@ def fingerprint(probe: Probe) -> None:
     launch(cells)
     found = np.zeros((cells, 2), np.uint64)
     check(cu.cuMemcpyDtoH(found.ctypes.data, out, 16 * cells))
-    assert (found == np.tile(reference(noise, seed), (cells // 64, 1))).all(), "kernel and reference differ"
+    assert (found == np.tile(reference(noise, seed), (cells // 64, 1))).all(), (
+        "kernel and reference differ"
+    )
     print("    kernel equals reference on", cells, "cells")
 
     def rate(call: Callable[[], None], moved: int) -> float:
@@ -544,14 +598,20 @@ def digest(probe: Probe) -> None:
     address, descriptor = memory.allocate(size)
     os.close(descriptor)
     noise = np.frombuffer(np.random.default_rng(1).bytes(64 * MIB), np.uint8)
-    memory.copy([Piece(address + at, noise.ctypes.data, len(noise)) for at in range(0, size, len(noise))])
+    memory.copy(
+        [Piece(address + at, noise.ctypes.data, len(noise)) for at in range(0, size, len(noise))]
+    )
     key, cells = bytes(range(32)), address + CELL * np.arange(size // CELL, dtype=np.uint64)
-    assert (memory.digests(cells, key) == np.tile(reference(noise, key), (size // len(noise), 1))).all(), "digest and reference differ"
+    assert (
+        memory.digests(cells, key) == np.tile(reference(noise, key), (size // len(noise), 1))
+    ).all(), "digest and reference differ"
     for some in (len(cells), 64):
         began = time.perf_counter()
         for _ in range(10):
             memory.digests(cells[:some], key)
-        print(f"    digests of {some} cells at once: {10 * some * CELL / (time.perf_counter() - began) / 1e9:.0f} GB/s")
+        print(
+            f"    digests of {some} cells at once: {10 * some * CELL / (time.perf_counter() - began) / 1e9:.0f} GB/s"
+        )
     memory.unmap(address)
 
 
@@ -656,9 +716,15 @@ def two_with_one_memory(probe: Probe, script: str) -> None:
     path, logs, processes = str(probe.folder / f"link-{len(probe.processes)}"), {}, {}
     for role, device in (("taker", second), ("maker", 0)):
         logs[role] = probe.folder / f"share-{role}.log"
-        processes[role] = probe.start(script, role, path, device, resident=True, log=logs[role], talk=True)
+        processes[role] = probe.start(
+            script, role, path, device, resident=True, log=logs[role], talk=True
+        )
         sign = "listening" if role == "taker" else "ready"
-        wait(lambda: sign in logs[role].read_text() or processes[role].poll() is not None, 60, logs[role].read_text)  # noqa: B023
+        wait(
+            lambda: sign in logs[role].read_text() or processes[role].poll() is not None,
+            60,
+            logs[role].read_text,
+        )  # noqa: B023
 
     def say(role: str, line: str, sign: str) -> str:
         some = len(logs[role].read_text().splitlines())
@@ -669,7 +735,11 @@ def two_with_one_memory(probe: Probe, script: str) -> None:
             stdin.flush()
 
         def new() -> list[str]:
-            return [one for one in logs[role].read_text().splitlines()[some if line else 0 :] if one.startswith(sign)]
+            return [
+                one
+                for one in logs[role].read_text().splitlines()[some if line else 0 :]
+                if one.startswith(sign)
+            ]
 
         wait(lambda: new() or processes[role].poll() is not None, 60, logs[role].read_text)
         assert new(), logs[role].read_text()[-2000:]
@@ -685,16 +755,27 @@ def two_with_one_memory(probe: Probe, script: str) -> None:
         print(f"  window {number}", flush=True)
         tree = ResidentTree(probe.directory, {pid: pid for pid in pids})
         with tree, timed("in all"):
-            tree.take_away(lambda who, seconds: [probe.lock(pid, seconds) for pid in who] and None, lambda who: [probe.unlock(pid) for pid in who] and None)
+            tree.take_away(
+                lambda who, seconds: [probe.lock(pid, seconds) for pid in who] and None,
+                lambda who: [probe.unlock(pid) for pid in who] and None,
+            )
             found = find_shares(tree.taken)
-            assert [len(found.owned[pid]) for pid in pids] == [1, 0] and len(found.imports[pids[1]]) == 1, found
+            assert [len(found.owned[pid]) for pid in pids] == [1, 0] and len(
+                found.imports[pids[1]]
+            ) == 1, found
             for call in (probe.lock, probe.checkpoint, probe.restore, probe.unlock):
                 for pid in pids:
                     with timed(call.__name__):
                         call(pid)
             tree.give_back()
         assert say("maker", "read", "read") == f"read {20 + number}"
-        print("    maker:", say("maker", "handles", "handles"), "taker:", say("taker", "handles", "handles"), flush=True)
+        print(
+            "    maker:",
+            say("maker", "handles", "handles"),
+            "taker:",
+            say("taker", "handles", "handles"),
+            flush=True,
+        )
         say("maker", "send", "sent")
         assert say("taker", "again", "again") == f"again {20 + number}"
     for role in ("maker", "taker"):
@@ -728,7 +809,9 @@ def worker(probe: Probe) -> None:
         with timed("pin"):
             made.take_host(host, device)
         began = time.perf_counter()
-        take_away(agent, lambda seconds: probe.lock(pid, seconds), lambda: probe.unlock(pid), lease=60)
+        take_away(
+            agent, lambda seconds: probe.lock(pid, seconds), lambda: probe.unlock(pid), lease=60
+        )
         try:
             held = probe.keeper.take(agent.report().token)
             sizes = [one.size for one, _ in held]
@@ -742,7 +825,9 @@ def worker(probe: Probe) -> None:
                 at = time.perf_counter()
                 words = made.fingerprints(device, handles, 77)
                 took = time.perf_counter() - at
-                print(f"    fingerprints {again} {took:.4f} s: {cells * CELL / took / 1e9:.0f} GB/s of {cells} cells")
+                print(
+                    f"    fingerprints {again} {took:.4f} s: {cells * CELL / took / 1e9:.0f} GB/s of {cells} cells"
+                )
             starts = np.cumsum([0, *sizes]) // CELL
             for share in (0.05, 1.0):
                 mask = np.random.default_rng(1).random(cells) < share
@@ -751,7 +836,10 @@ def worker(probe: Probe) -> None:
                     places = made.stage(device, handles, mask, 64 * MIB, room, spare=1 << 62)
                     took = time.perf_counter() - at
                     on, left = int((places >= ON_DEVICE).sum()), int((places == NOWHERE).sum())
-                    print(f"    stage {share:4.0%} {took:.4f} s: {on} cells on the device, {len(places) - on - left} on the host, {left} nowhere", flush=True)
+                    print(
+                        f"    stage {share:4.0%} {took:.4f} s: {on} cells on the device, {len(places) - on - left} on the host, {left} nowhere",
+                        flush=True,
+                    )
             rows = np.flatnonzero(mask)
             for row in (0, len(rows) // 2, len(rows) - 1):
                 number = int(np.searchsorted(starts, rows[row], side="right")) - 1
@@ -765,10 +853,17 @@ def worker(probe: Probe) -> None:
             for name, wanted in (("fetch", made.fetch), ("place", made.place)):
                 at = time.perf_counter()
                 for _ in range(16):
-                    made.finish(wanted(device, [(handles[0], 0)] * 32, [CELL * n for n in range(32)]))
-                print(f"    {name} {16 * 32 * CELL / (time.perf_counter() - at) / 1e9:.1f} GB/s, 32 cells at a time", flush=True)
+                    made.finish(
+                        wanted(device, [(handles[0], 0)] * 32, [CELL * n for n in range(32)])
+                    )
+                print(
+                    f"    {name} {16 * 32 * CELL / (time.perf_counter() - at) / 1e9:.1f} GB/s, 32 cells at a time",
+                    flush=True,
+                )
                 if name == "fetch":  # what is placed is what was there
-                    made.finish(made.fetch(device, [(handles[0], 0)] * 32, [CELL * n for n in range(32)]))
+                    made.finish(
+                        made.fetch(device, [(handles[0], 0)] * 32, [CELL * n for n in range(32)])
+                    )
             made.release(device, handles, spare=True)
         finally:
             give_back(agent)
@@ -811,7 +906,10 @@ def stress(probe: Probe) -> None:
 
         take_away(agent, lock, lambda: probe.unlock(pid), seconds=40)
         if len(locks) > 1 or number < 3:
-            print(f"    window {number}: {time.perf_counter() - began:.3f} s until unmapped, locks {locks}", flush=True)
+            print(
+                f"    window {number}: {time.perf_counter() - began:.3f} s until unmapped, locks {locks}",
+                flush=True,
+            )
         if number % 10 == 0:
             probe.lock(pid)
             for call in (probe.checkpoint, probe.restore, probe.unlock):
@@ -862,7 +960,11 @@ def kill(probe: Probe) -> None:
             [criu, "dump", "-t", str(pid), "-o", "dump.log", *flags], timeout=120, check=False
         ).returncode
     if code:
-        errors = [line for line in (images / "dump.log").read_text(errors="replace").splitlines() if "Error" in line]
+        errors = [
+            line
+            for line in (images / "dump.log").read_text(errors="replace").splitlines()
+            if "Error" in line
+        ]
         bring_up(probe, pid)
         raise RuntimeError("criu dump failed, the process runs on:\n" + "\n".join(errors[-10:]))
     process.wait(20)
@@ -870,9 +972,15 @@ def kill(probe: Probe) -> None:
     print(f"    killed; images {size / MIB:.0f} MiB; keeper: {probe.keeper.processes()}")
     began = time.perf_counter()
     with timed("criu restore"):
-        code = subprocess.run([criu, "restore", "-d", "-o", "restore.log", *flags], timeout=120, check=False).returncode
+        code = subprocess.run(
+            [criu, "restore", "-d", "-o", "restore.log", *flags], timeout=120, check=False
+        ).returncode
     if code:
-        errors = [line for line in (images / "restore.log").read_text(errors="replace").splitlines() if "Error" in line]
+        errors = [
+            line
+            for line in (images / "restore.log").read_text(errors="replace").splitlines()
+            if "Error" in line
+        ]
         raise RuntimeError("criu restore failed:\n" + "\n".join(errors[-10:]))
     bring_up(probe, pid)
     print(f"    brought back {time.perf_counter() - began:8.4f} s")
@@ -884,7 +992,10 @@ def find_criu(named: str) -> str | None:
     """The newest of the machine."""
     places = [
         named,
-        *sorted((str(one) for one in Path("/usr/local/lib/icecore").glob("criu*/sbin/criu")), reverse=True),
+        *sorted(
+            (str(one) for one in Path("/usr/local/lib/icecore").glob("criu*/sbin/criu")),
+            reverse=True,
+        ),
     ]
     return next((place for place in places if place and Path(place).exists()), shutil.which("criu"))
 
@@ -893,11 +1004,15 @@ def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else "")
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--gb", type=float, default=8.0, help="device memory of the training process, GiB")
+    parser.add_argument(
+        "--gb", type=float, default=8.0, help="device memory of the training process, GiB"
+    )
     parser.add_argument("--steps", type=int, default=80, help="steps of it")
     parser.add_argument("--windows", type=int, default=100, help="windows of the stress part")
     parser.add_argument("--criu", default="", help="path of criu")
-    parser.add_argument("--seconds", type=int, default=540, help="after this time everything is ended")
+    parser.add_argument(
+        "--seconds", type=int, default=540, help="after this time everything is ended"
+    )
     arguments = parser.parse_args()
     unknown = set(arguments.parts) - set(PARTS)
     if unknown:
@@ -927,7 +1042,9 @@ def main() -> int:
             except Exception as error:  # noqa: BLE001 - the next part is of interest all the same
                 traceback.print_exc()
                 probe.results[name] = f"FAILED: {error}".splitlines()[0][:200]
-            print(f"== {name}: {probe.results[name]} ({time.monotonic() - began:.1f} s)\n", flush=True)
+            print(
+                f"== {name}: {probe.results[name]} ({time.monotonic() - began:.1f} s)\n", flush=True
+            )
     except TimeoutError as error:
         print(error)
     finally:

@@ -24,7 +24,9 @@ MIB = 1 << 20
 def fresh(buffer: int, mib: int) -> bytes:
     """What a buffer holds at first; a quarter of each even cell is zeros."""
     noise = hashlib.shake_128(b"buffer %d" % buffer).digest(MIB)
-    return b"".join(noise if number % 2 else noise[: 3 * MIB // 4] + bytes(MIB // 4) for number in range(mib))
+    return b"".join(
+        noise if number % 2 else noise[: 3 * MIB // 4] + bytes(MIB // 4) for number in range(mib)
+    )
 
 
 def steps(buffers: Sequence[Any]) -> Iterator[str]:
@@ -32,8 +34,13 @@ def steps(buffers: Sequence[Any]) -> Iterator[str]:
     step = 0
     while True:
         step += 1
-        memory, at = buffers[step % len(buffers)], step * 40507 % (MIB - 64)  # only its first cell changes
-        digest = hashlib.blake2b(b"%d" % step + bytes(memory[at : at + 64]), digest_size=16).digest()
+        memory, at = (
+            buffers[step % len(buffers)],
+            step * 40507 % (MIB - 64),
+        )  # only its first cell changes
+        digest = hashlib.blake2b(
+            b"%d" % step + bytes(memory[at : at + 64]), digest_size=16
+        ).digest()
         memory[at : at + 16] = digest
         yield f"{step} {digest.hex()}"
 
@@ -55,6 +62,7 @@ def main(order: dict[str, Any]) -> None:
             out, gpus = f"{out}.{number}", [order["gpus"][number % len(order["gpus"])]]
             break
     size = order["mib"] * MIB
+
     def on_gpu(number: int, content: bytes) -> memoryview:
         start(gpus[number % len(gpus)])
         code, address = alloc(size)
@@ -64,7 +72,9 @@ def main(order: dict[str, Any]) -> None:
 
     late = order.get("late", "")
     buffers: list[Any] = [fresh(number, order["mib"]) for number in range(order["buffers"])]
-    buffers = [bytearray(one) if late else on_gpu(number, one) for number, one in enumerate(buffers)]
+    buffers = [
+        bytearray(one) if late else on_gpu(number, one) for number, one in enumerate(buffers)
+    ]
     start(gpus[0])
     if order.get("pool"):
         code, address = alloc(order["pool"] * MIB)
@@ -78,7 +88,10 @@ def main(order: dict[str, Any]) -> None:
             print(line, file=lines, flush=True)
             time.sleep(0.005)
             if late and os.path.exists(late):
-                late, buffers[:] = "", [on_gpu(number, bytes(one)) for number, one in enumerate(buffers)]
+                late, buffers[:] = (
+                    "",
+                    [on_gpu(number, bytes(one)) for number, one in enumerate(buffers)],
+                )
             if "end" in order and os.path.exists(order["end"]):
                 break
 

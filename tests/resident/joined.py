@@ -33,9 +33,18 @@ class Job:
         folder.mkdir(parents=True, exist_ok=True)
         self.machine, self.folder = machine, folder
         self.mib, self.buffers, self.pool = mib, buffers, pool
-        self.outs = [folder / "lines", *(folder / f"lines.{number}" for number in range(1, children + 1))]
-        more = {**({"late": late} if late else {}), **({"freed": True} if freed else {}), "pool": pool}
-        self._start("job.py", {"gpus": gpus, "mib": mib, "buffers": buffers, "children": children, **more})
+        self.outs = [
+            folder / "lines",
+            *(folder / f"lines.{number}" for number in range(1, children + 1)),
+        ]
+        more = {
+            **({"late": late} if late else {}),
+            **({"freed": True} if freed else {}),
+            "pool": pool,
+        }
+        self._start(
+            "job.py", {"gpus": gpus, "mib": mib, "buffers": buffers, "children": children, **more}
+        )
 
     def _start(self, program: str, order: dict[str, Any], **more: str) -> None:
         machine, folder = self.machine, self.folder

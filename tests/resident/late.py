@@ -38,7 +38,9 @@ def main() -> None:
             if memory is None:
                 print(step, "nothing", file=out, flush=True)
             else:
-                print(step, "right" if bytes(memory[:32]) == wanted else "wrong", file=out, flush=True)
+                print(
+                    step, "right" if bytes(memory[:32]) == wanted else "wrong", file=out, flush=True
+                )
                 memory[:32] = wanted = hashlib.blake2b(b"%d" % step, digest_size=32).digest()
             time.sleep(0.005)
             if memory is None and os.path.exists(order["late"]):

@@ -74,7 +74,13 @@ class Machine:
     """
 
     def __init__(
-        self, programs: Path, gpus: int = 1, memory: int = 64 * MIB, unfair: bool = False, world: bool = False, folder: str = "/dev/shm"
+        self,
+        programs: Path,
+        gpus: int = 1,
+        memory: int = 64 * MIB,
+        unfair: bool = False,
+        world: bool = False,
+        folder: str = "/dev/shm",
     ) -> None:
         self.programs = programs
         self.unfair = unfair
@@ -89,7 +95,9 @@ class Machine:
             place = self.cuda / f"gpu{number}"
             place.mkdir(parents=True)
             subprocess.run(
-                ["mount", "-t", "tmpfs", "-o", f"size={memory},mode=700", "none", str(place)], check=True, timeout=10
+                ["mount", "-t", "tmpfs", "-o", f"size={memory},mode=700", "none", str(place)],
+                check=True,
+                timeout=10,
             )
             self._mounted.append(place)
         if world:
@@ -99,9 +107,12 @@ class Machine:
             for name in ("nvidiactl", "nvidia-uvm", *(f"nvidia{number}" for number in range(gpus))):
                 (self.cuda / "dev" / name).touch()
             known = [
-                {"uuid": uuid_of(number), "name": "Fake H200", "memory": memory, "minor": number} for number in range(gpus)
+                {"uuid": uuid_of(number), "name": "Fake H200", "memory": memory, "minor": number}
+                for number in range(gpus)
             ]
-            (self.cuda / "inventory.json").write_text(json.dumps({"driver": "580.159.03", "gpus": known}))
+            (self.cuda / "inventory.json").write_text(
+                json.dumps({"driver": "580.159.03", "gpus": known})
+            )
         self.keeper = self.start_keeper()
 
     def start_keeper(self) -> Keeper:
@@ -113,9 +124,9 @@ class Machine:
         wanted = str(self.directory / "keeper")
         for name in os.listdir("/proc"):
             with suppress(OSError):
-                if name.isdecimal() and Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0")[1:2] == [
-                    wanted.encode()
-                ]:
+                if name.isdecimal() and Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0")[
+                    1:2
+                ] == [wanted.encode()]:
                     return int(name)
         raise AssertionError("no keeper runs")
 
@@ -176,7 +187,9 @@ class Machine:
 class Process:
     """A CUDA process that talks over its standard input and output."""
 
-    def __init__(self, machine: Machine, command: Sequence[str], environment: dict[str, str]) -> None:
+    def __init__(
+        self, machine: Machine, command: Sequence[str], environment: dict[str, str]
+    ) -> None:
         self.machine = machine
         self.log = machine.root / f"log-{len(machine.processes)}"
         with open(self.log, "wb") as log:
@@ -202,10 +215,14 @@ class Process:
         assert self._process.stdout is not None
         end = time.monotonic() + SECONDS
         while b"\n" not in self._rest:
-            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, end - time.monotonic()))
+            ready, _, _ = select.select(
+                [self._process.stdout], [], [], max(0.0, end - time.monotonic())
+            )
             assert ready, f"process {self.pid} says nothing"
             piece = os.read(self._process.stdout.fileno(), 65536)
-            assert piece, f"process {self.pid} ended: {self._process.wait(SECONDS)} {self.log.read_text()}"
+            assert piece, (
+                f"process {self.pid} ended: {self._process.wait(SECONDS)} {self.log.read_text()}"
+            )
             self._rest += piece
         line, _, self._rest = self._rest.partition(b"\n")
         return line.decode()
@@ -238,7 +255,10 @@ class Process:
 
         Of an unfair machine it is had only in a moment in which nobody is within, as the real one seems to be.
         """
-        with open(self.machine.cuda / f"process-{self.pid}", "r+b") as file, mmap.mmap(file.fileno(), 4096) as door:
+        with (
+            open(self.machine.cuda / f"process-{self.pid}", "r+b") as file,
+            mmap.mmap(file.fileno(), 4096) as door,
+        ):
             end = time.monotonic() + seconds
             while time.monotonic() < end:
                 if not self.machine.unfair or door[4:8] == bytes(4):
@@ -254,7 +274,10 @@ class Process:
 
     def unlock(self) -> None:
         """As cuCheckpointProcessUnlock."""
-        with open(self.machine.cuda / f"process-{self.pid}", "r+b") as file, mmap.mmap(file.fileno(), 4096) as door:
+        with (
+            open(self.machine.cuda / f"process-{self.pid}", "r+b") as file,
+            mmap.mmap(file.fileno(), 4096) as door,
+        ):
             door[0:4] = struct.pack("i", 0)
             _wake(door)
 

@@ -46,21 +46,28 @@ def expected(some: int, ranks: int, mib: int) -> list[list[str]]:
     lines: list[list[str]] = [[] for _ in range(ranks)]
     for step in range(1, some + 1):
         _, at = places(step, mib * MIB)
-        states = [following(states[rank], states[rank - 1], bytes(own[rank][at : at + WORD])) for rank in range(ranks)]
+        states = [
+            following(states[rank], states[rank - 1], bytes(own[rank][at : at + WORD]))
+            for rank in range(ranks)
+        ]
         for rank in range(ranks):
             own[rank][at : at + WORD] = states[rank]
             lines[rank].append(f"{step} {states[rank].hex()}")
     return lines
 
 
-def steps(rank: int, mine: Any, next_one: Any, own: Any, open_again: Callable[[], Any] | None = None) -> Iterator[str]:
+def steps(
+    rank: int, mine: Any, next_one: Any, own: Any, open_again: Callable[[], Any] | None = None
+) -> Iterator[str]:
     """Lines, each after its step."""
     state, step = first(rank), 0
     word, acknowledged = (ctypes.c_uint64.from_buffer(mine, at) for at in (0, 64))
     while True:
         if open_again is not None and step % 5 == 4:
             next_one = open_again()
-        word_there, acknowledged_there = (ctypes.c_uint64.from_buffer(next_one, at) for at in (0, 64))
+        word_there, acknowledged_there = (
+            ctypes.c_uint64.from_buffer(next_one, at) for at in (0, 64)
+        )
         step += 1
         there, at = places(step, len(mine))
         while acknowledged_there.value != step - 1:  # what was sent before has been read
@@ -109,7 +116,9 @@ def main(order: dict[str, Any]) -> None:
     )
 
     ranks, size, rank = order["ranks"], order["mib"] * MIB, 0
-    pairs: Sequence[tuple[socket.socket, socket.socket]] = [socket.socketpair() for _ in range(ranks)]
+    pairs: Sequence[tuple[socket.socket, socket.socket]] = [
+        socket.socketpair() for _ in range(ranks)
+    ]
     for number in range(1, ranks):
         if os.fork() == 0:
             rank = number

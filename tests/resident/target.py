@@ -30,19 +30,33 @@ def entry(name: str, version: int = 13000, flags: int = 0, older: bool = False) 
     """A call by ``cuGetProcAddress``, itself found as the CUDA runtime does it."""
     found = ctypes.c_void_p()
     if older:
-        assert cuda.cuGetProcAddress(name.encode(), ctypes.byref(found), version, ctypes.c_ulonglong(flags)) == 0
+        assert (
+            cuda.cuGetProcAddress(
+                name.encode(), ctypes.byref(found), version, ctypes.c_ulonglong(flags)
+            )
+            == 0
+        )
     else:
         again = ctypes.c_void_p()
         status = ctypes.c_int()
         ask = (ctypes.byref(found), version, ctypes.c_ulonglong(flags), ctypes.byref(status))
         assert (
             cuda.cuGetProcAddress_v2(
-                b"cuGetProcAddress", ctypes.byref(again), 12000, ctypes.c_ulonglong(0), ctypes.byref(status)
+                b"cuGetProcAddress",
+                ctypes.byref(again),
+                12000,
+                ctypes.c_ulonglong(0),
+                ctypes.byref(status),
             )
             == 0
         )
         kind = ctypes.CFUNCTYPE(
-            ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_ulonglong, ctypes.c_void_p
+            ctypes.c_int,
+            ctypes.c_char_p,
+            ctypes.c_void_p,
+            ctypes.c_int,
+            ctypes.c_ulonglong,
+            ctypes.c_void_p,
         )
         assert kind(again.value)(name.encode(), *ask) == 0
     return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_ulonglong)(found.value)
@@ -80,7 +94,11 @@ def pitched(width: int, height: int, element: int = 4) -> tuple[int, int, int]:
     """(result, address, pitch)."""
     out, pitch = ctypes.c_ulonglong(), ctypes.c_ulonglong()
     code = cuda.cuMemAllocPitch_v2(
-        ctypes.byref(out), ctypes.byref(pitch), ctypes.c_ulonglong(width), ctypes.c_ulonglong(height), element
+        ctypes.byref(out),
+        ctypes.byref(pitch),
+        ctypes.c_ulonglong(width),
+        ctypes.c_ulonglong(height),
+        element,
     )
     return int(code), out.value, pitch.value
 
@@ -94,14 +112,20 @@ def free_async(address: int, stream: int = 0, per_thread: bool = False) -> int:
     """cuMemFreeAsync, as a program that was compiled for one or the other default stream finds it."""
     found = ctypes.cast(entry("cuMemFreeAsync", flags=2 * per_thread), ctypes.c_void_p).value
     assert found is not None
-    return int(ctypes.CFUNCTYPE(ctypes.c_int)(found)(ctypes.c_ulonglong(address), ctypes.c_void_p(stream)))
+    return int(
+        ctypes.CFUNCTYPE(ctypes.c_int)(found)(ctypes.c_ulonglong(address), ctypes.c_void_p(stream))
+    )
 
 
 def vm(name: str, *arguments: object) -> int:
     """A call of the driver's virtual memory management, found as NCCL finds it."""
     found = ctypes.cast(entry(name), ctypes.c_void_p).value
     assert found is not None
-    return int(ctypes.CFUNCTYPE(ctypes.c_int)(found)(*(ctypes.c_ulonglong(a) if isinstance(a, int) else a for a in arguments)))
+    return int(
+        ctypes.CFUNCTYPE(ctypes.c_int)(found)(
+            *(ctypes.c_ulonglong(a) if isinstance(a, int) else a for a in arguments)
+        )
+    )
 
 
 def _numbers(*values: int) -> ctypes.Array[ctypes.c_int]:
@@ -111,7 +135,9 @@ def _numbers(*values: int) -> ctypes.Array[ctypes.c_int]:
 def create(size: int, device: int = 0, types: int = 1, place: int = 1) -> tuple[int, int]:
     """(result, handle) of cuMemCreate; ``place`` 3: host memory."""
     out = ctypes.c_ulonglong()
-    return vm("cuMemCreate", ctypes.byref(out), size, _numbers(1, types, place, device), 0), out.value
+    return vm(
+        "cuMemCreate", ctypes.byref(out), size, _numbers(1, types, place, device), 0
+    ), out.value
 
 
 def reserve(size: int) -> int:
@@ -207,7 +233,10 @@ def ipc_churn(handles: list[str], sizes: list[int], threads: int) -> int:
                 code, address = ipc_open(handle)
                 assert code == 0, code
                 at = address + size - 4096 * (seed + 1)
-                assert mine == 0 or ctypes.string_at(at, 4096) == bytes([mine & 0xFF]) * 4096, (seed, mine)
+                assert mine == 0 or ctypes.string_at(at, 4096) == bytes([mine & 0xFF]) * 4096, (
+                    seed,
+                    mine,
+                )
                 ctypes.memset(at, mine + 1 & 0xFF, 4096)
                 assert ipc_close(address) == 0
             mine += 1
@@ -263,7 +292,11 @@ def churn(threads: int) -> int:
             if len(held) > 3:
                 handle, other, address, value = held.pop(0)
                 assert ctypes.string_at(address, 4096) == bytes([value]) * 4096, (seed, value)
-                assert [vm("cuMemRelease", handle), vm("cuMemRelease", other), *unmapped(address, 2 * MIB)] == [0] * 4
+                assert [
+                    vm("cuMemRelease", handle),
+                    vm("cuMemRelease", other),
+                    *unmapped(address, 2 * MIB),
+                ] == [0] * 4
             _rounds.append(seed)
 
     return _begin(threads, run)
@@ -338,9 +371,18 @@ def loop(size: int, rounds: int, some: int = 1) -> list[int]:
 
 def calls() -> dict[str, int]:
     """How often the fake driver was asked for what it takes to allocate, and for anything."""
-    names = ("cuMemCreate", "cuMemMap", "cuMemUnmap", "cuMemExportToShareableHandle", "cuMemAlloc_v2", "cuCtxSynchronize")
+    names = (
+        "cuMemCreate",
+        "cuMemMap",
+        "cuMemUnmap",
+        "cuMemExportToShareableHandle",
+        "cuMemAlloc_v2",
+        "cuCtxSynchronize",
+    )
     cuda.fake_calls.restype = ctypes.c_ulong
-    return {name or "all": cuda.fake_calls(name.encode() if name else None) for name in (*names, "")}
+    return {
+        name or "all": cuda.fake_calls(name.encode() if name else None) for name in (*names, "")
+    }
 
 
 def told(address: int) -> list[object]:
@@ -385,7 +427,9 @@ def begun(work: Callable[[], object]) -> None:
     context = ctypes.c_void_p()
     cuda.cuCtxGetCurrent(ctypes.byref(context))
     _answers.clear()
-    _workers[:] = [threading.Thread(target=lambda: [current(context.value), _answers.append(work())])]
+    _workers[:] = [
+        threading.Thread(target=lambda: [current(context.value), _answers.append(work())])
+    ]
     _workers[0].start()
 
 

@@ -46,22 +46,30 @@ def parent_of(target: Target) -> SimpleNamespace:
     """A snapshot that has a process's memory as it is now."""
     regions, keys, words = [], [], []
     for one, descriptor in target.machine.keeper.take(target.agent.report().token):
-        regions.append(Region(one.address, one.size, one.address, 3, 0, kind="device", name=one.device))
+        regions.append(
+            Region(one.address, one.size, one.address, 3, 0, kind="device", name=one.device)
+        )
         keys.append(np.arange(one.address, one.address + one.size, CELL_BYTES, dtype=np.uint64))
         words.append(reference(os.pread(descriptor, one.size, 0), SEED))
         os.close(descriptor)
     key = np.concatenate(keys)
-    known = KnownCells(key, np.concatenate(words).view(FINGERPRINT).reshape(-1), np.zeros(len(key), CELL))
+    known = KnownCells(
+        key, np.concatenate(words).view(FINGERPRINT).reshape(-1), np.zeros(len(key), CELL)
+    )
     space = ParentSpace(Space("device", str(target.pid), 0, regions), [], known)
     return SimpleNamespace(space=lambda kind, key: space)
 
 
 def look(worker: Worker, target: Target, parent: SimpleNamespace) -> Found:
     tokens = {target.pid: target.agent.report().token}
-    return resident_ahead.look_for_changes(worker, target.machine.directory, {target.pid: target.agent}, tokens, parent, SEED)  # type: ignore[arg-type]
+    return resident_ahead.look_for_changes(
+        worker, target.machine.directory, {target.pid: target.agent}, tokens, parent, SEED
+    )  # type: ignore[arg-type]
 
 
-def test_what_is_found(worker: Worker, process: Target, joined: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_found(
+    worker: Worker, process: Target, joined: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Cells that changed, and of memory that the parent does not have those that are not zeros, in portions; what comes or goes as it looks is left out."""
     addresses = [process("alloc(4 * MIB)")[1] for _ in range(6)]
     for at in addresses:
@@ -81,7 +89,11 @@ def test_what_is_found(worker: Worker, process: Target, joined: Machine, monkeyp
     def meanwhile(keeper: Keeper, token: bytes, identities: Sequence[int]) -> dict[int, int]:
         portions.append(len(identities))
         if len(portions) == 1:
-            assert process(f"[free({addresses[0]}), free({addresses[5]}), alloc(8 * MIB)[0]]") == [0, 0, 0]
+            assert process(f"[free({addresses[0]}), free({addresses[5]}), alloc(8 * MIB)[0]]") == [
+                0,
+                0,
+                0,
+            ]
         return fetch(keeper, token, identities)
 
     monkeypatch.setattr(Keeper, "fetch", meanwhile)
@@ -90,7 +102,9 @@ def test_what_is_found(worker: Worker, process: Target, joined: Machine, monkeyp
     assert joined.used() == (4 * 4 + 6 + 8) * MIB
 
 
-def test_a_look_has_its_time(worker: Worker, process: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_has_its_time(
+    worker: Worker, process: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     process("alloc(4 * MIB)")
     parent = parent_of(process)
     monkeypatch.setattr(resident_ahead, "_SECONDS", 0.0)
@@ -98,7 +112,9 @@ def test_a_look_has_its_time(worker: Worker, process: Target, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("call", ["alloc(60 * MIB)[0]", "create(60 * MIB)[0]"])
-def test_what_is_freed_can_be_had_again(worker: Worker, process: Target, joined: Machine, call: str) -> None:
+def test_what_is_freed_can_be_had_again(
+    worker: Worker, process: Target, joined: Machine, call: str
+) -> None:
     """At once, as without a look: an allocation waits as long as the worker has the memory. What cannot be had fails as ever."""
     address = process("alloc(60 * MIB)")[1]
     parent = parent_of(process)
@@ -113,18 +129,26 @@ def test_what_is_freed_can_be_had_again(worker: Worker, process: Target, joined:
 
 
 FAULTS: dict[str, Callable[[Machine], object]] = {
-    "the worker fails": lambda machine: (machine.cuda / "worker-faults" / "fingerprints").write_text("fails"),
+    "the worker fails": lambda machine: (
+        machine.cuda / "worker-faults" / "fingerprints"
+    ).write_text("fails"),
     "no keeper": lambda machine: machine.kill_keeper(),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_look_that_fails_holds_nothing(worker: Worker, process: Target, joined: Machine, name: str) -> None:
+def test_a_look_that_fails_holds_nothing(
+    worker: Worker, process: Target, joined: Machine, name: str
+) -> None:
     address = process("alloc(4 * MIB)")[1]
     parent = parent_of(process)
     FAULTS[name](joined)
     with pytest.raises(IcecoreError):
         look(worker, process, parent)
-    assert not [fd for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink() and str(joined.cuda) in os.readlink(fd)]
+    assert not [
+        fd
+        for fd in Path("/proc/self/fd").iterdir()
+        if fd.is_symlink() and str(joined.cuda) in os.readlink(fd)
+    ]
     assert process(f"free({address})") == 0
     assert joined.used() == 0

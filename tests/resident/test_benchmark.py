@@ -31,7 +31,10 @@ def test_all_parts(joined: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )  # fmt: skip
     measure(setting, tmp_path / "figures")
     # What was measured before is told together with what is measured now.
-    found = {r.what.split(": ", 1)[1]: r for r in measure(replace(setting, parts=PARTS[-2:]), tmp_path / "figures")}
+    found = {
+        r.what.split(": ", 1)[1]: r
+        for r in measure(replace(setting, parts=PARTS[-2:]), tmp_path / "figures")
+    }
     for name in (
         "window, nothing changed", "window, 5 % changed", "window, all changed",
         "restore from what stayed on the GPU, until progress", "the driver's way / restore", "the driver's calls / window, nothing changed",
@@ -41,7 +44,10 @@ def test_all_parts(joined: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert found[name].median > 0
     figures = json.loads((tmp_path / "figures").read_text())[f"{setting.gib:g}"]
     # All 24 MiB are looked at, and what is stored of them once.
-    assert 8 * MIB <= figures["stored first"][0] < 20 * MIB and 8 * MIB <= figures["stored all changed"][0] < 20 * MIB
+    assert (
+        8 * MIB <= figures["stored first"][0] < 20 * MIB
+        and 8 * MIB <= figures["stored all changed"][0] < 20 * MIB
+    )
     assert figures["stored nothing changed"][0] < MIB
 
 

@@ -90,6 +90,10 @@ def test_killed_and_brought_back(criu: Criu, machine: Machine, tmp_path: Path) -
         now = job.state()
         assert now[0] == now[1]
         assert now[2] == before[2]
-        until(lambda: [(one.alive, one.retained) for one in machine.keeper.processes()] == [(True, False)])
+        until(
+            lambda: (
+                [(one.alive, one.retained) for one in machine.keeper.processes()] == [(True, False)]
+            )
+        )
     os.kill(job.pid, 9)
     until(lambda: machine.used() == 0)

@@ -64,20 +64,48 @@ print((memory.room() - before) >> 20)
 
 
 def test_all_of_it(tmp_path: Path, new_machine: NewMachine) -> None:
-    pytest.importorskip("cuda.bindings", reason="cuda.bindings is not installed (pip install 'icecore[gpu]')")
-    (tmp_path / "fingerprint.c").write_text("#define DEVICE static inline\n" + fingerprint.KERNEL_SOURCE + test_fingerprint.LOOP)
+    pytest.importorskip(
+        "cuda.bindings", reason="cuda.bindings is not installed (pip install 'icecore[gpu]')"
+    )
+    (tmp_path / "fingerprint.c").write_text(
+        "#define DEVICE static inline\n" + fingerprint.KERNEL_SOURCE + test_fingerprint.LOOP
+    )
     (tmp_path / "digest.c").write_text(test_digest.MACROS + digest.KERNEL_SOURCE + test_digest.LOOP)
     flags = ["-std=gnu11", "-O2", "-fPIC", "-c", "-w"]
     for source, name in (("fingerprint.c", "fingerprint_cells"), ("digest.c", "digest_cells")):
-        subprocess.run(["gcc", *flags, f"-Dcells={name}", "-o", tmp_path / f"{source}.o", tmp_path / source], check=True, timeout=60)
-    words = ["gcc", "-std=gnu11", "-O2", "-fPIC", "-shared", "-o", tmp_path / "libcuda.so.1", HERE / "fake_libcuda.c", HERE / "worker_calls.c"]
+        subprocess.run(
+            ["gcc", *flags, f"-Dcells={name}", "-o", tmp_path / f"{source}.o", tmp_path / source],
+            check=True,
+            timeout=60,
+        )
+    words = [
+        "gcc",
+        "-std=gnu11",
+        "-O2",
+        "-fPIC",
+        "-shared",
+        "-o",
+        tmp_path / "libcuda.so.1",
+        HERE / "fake_libcuda.c",
+        HERE / "worker_calls.c",
+    ]
     objects = [tmp_path / "fingerprint.c.o", tmp_path / "digest.c.o"]
-    link = ["-Wl,-soname,libcuda.so.1", f"-Wl,--version-script={HERE / 'fake_libcuda.map'}", "-lpthread", "-ldl"]
+    link = [
+        "-Wl,-soname,libcuda.so.1",
+        f"-Wl,--version-script={HERE / 'fake_libcuda.map'}",
+        "-lpthread",
+        "-ldl",
+    ]
     subprocess.run([*words, *objects, *link], check=True, timeout=60)
     machine = new_machine(gpus=1, memory=64 * MIB)
     environment = {**machine.environment(resident=False), "LD_LIBRARY_PATH": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-P", "-c", _SCRIPT, uuid_of(0)], env=environment, capture_output=True, text=True, timeout=60, cwd=os.sep
+        [sys.executable, "-P", "-c", _SCRIPT, uuid_of(0)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=os.sep,
     )
     assert done.returncode == 0, done.stderr
     failed, given_back = done.stdout.splitlines()

@@ -52,13 +52,22 @@ def test_the_kernels_parts_make_the_chunks_id(tmp_path: Path) -> None:
         pytest.skip("no gcc")
     source, library = tmp_path / "digest.c", tmp_path / "digest.so"
     source.write_text(MACROS + KERNEL_SOURCE + LOOP)
-    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
+    subprocess.run(
+        [compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(source)],
+        check=True,
+        timeout=60,
+    )
     data = np.frombuffer(np.random.default_rng(1).bytes(3 * CELL), np.uint8).copy()
     data[CELL : 2 * CELL] = 0
     key, out = bytes(range(32)), np.zeros((3, BYTES), np.uint8)
     ctypes.CDLL(str(library)).cells(
-        ctypes.c_void_p(data.ctypes.data), ctypes.c_long(3), ctypes.c_char_p(key), ctypes.c_void_p(out.ctypes.data)
+        ctypes.c_void_p(data.ctypes.data),
+        ctypes.c_long(3),
+        ctypes.c_char_p(key),
+        ctypes.c_void_p(out.ctypes.data),
     )
     assert (out == reference(data, key)).all()
     cells = [data[at : at + CELL] for at in range(0, 3 * CELL, CELL)]
-    assert [row.tobytes() for row in out] == [chunk_id(key, bytes([255]) * 32, cell) for cell in cells]
+    assert [row.tobytes() for row in out] == [
+        chunk_id(key, bytes([255]) * 32, cell) for cell in cells
+    ]

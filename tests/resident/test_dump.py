@@ -81,22 +81,39 @@ def test_three_snapshots(store: Store, launch: Launch, joined: Machine, children
     sizes = []
     for number in range(3):
         events = Events()
-        result = store.dump(job.pid, DumpOptions(pre_copy="on" if number == 2 else "off"), events=events)
+        result = store.dump(
+            job.pid, DumpOptions(pre_copy="on" if number == 2 else "off"), events=events
+        )
         runs_on(job, store)
         sizes.append(result.sizes)
-        [end] = [event.fields for event in events.named("dump.resident.copy") if event.fields["state"] == "end"]
+        [end] = [
+            event.fields
+            for event in events.named("dump.resident.copy")
+            if event.fields["state"] == "end"
+        ]
         assert end["bytes"] == (job.resident if number == 0 else len(job.pids) * job.buffers * MIB)
-        [end] = [event.fields for event in events.named("dump.gpu.checkpoint") if event.fields["state"] == "end"]
+        [end] = [
+            event.fields
+            for event in events.named("dump.gpu.checkpoint")
+            if event.fields["state"] == "end"
+        ]
         assert end["bytes"] == len(job.pids) * MIB // 2  # all that the driver moved
         manifest = store.read(result.snapshot).manifest
         known = json.loads(manifest.extra["resident"])
         assert known["directory"] == str(joined.directory)
-        assert all(about["left"] == {"small_bytes": MIB // 2} for about in known["processes"].values())
+        assert all(
+            about["left"] == {"small_bytes": MIB // 2} for about in known["processes"].values()
+        )
         spaces = {space.key: space for space in manifest.spaces if space.kind == "device"}
-        assert spaces.keys() == known["processes"].keys() == {str(p.image_id) for p in manifest.processes}
+        assert (
+            spaces.keys()
+            == known["processes"].keys()
+            == {str(p.image_id) for p in manifest.processes}
+        )
         for key, space in spaces.items():
             assert [(r.start, r.length, r.name) for r in space.regions] == [
-                (address, size, device) for _, address, size, _, device, _ in known["processes"][key]["allocations"]
+                (address, size, device)
+                for _, address, size, _, device, _ in known["processes"][key]["allocations"]
             ]
     # All of it has changed a little, and the faster the machine the more: as deltas, not once more.
     assert max(sizes[1].stored, sizes[2].stored) < sizes[0].device // 2
@@ -141,11 +158,17 @@ def test_preflight_knows_what_is_resident(launch: Launch, joined: Machine) -> No
     assert found.resident.bytes == job.resident
     assert found.gpus.processes[0].contexts == {uuid_of(0): job.resident + MIB // 2}
     assert found.gpus.device_bytes == MIB // 2
-    assert found.resident.copies == ({uuid_of(0): 0}, {uuid_of(0): job.resident}, 0)  # the worker has a context on so small a GPU
+    assert found.resident.copies == (
+        {uuid_of(0): 0},
+        {uuid_of(0): job.resident},
+        0,
+    )  # the worker has a context on so small a GPU
     assert found.resident.most_window_seconds == 0.0  # it goes on beside the driver's part
 
 
-def test_memory_that_comes_after_the_look(store: Store, launch: Launch, joined: Machine, tmp_path: Path) -> None:
+def test_memory_that_comes_after_the_look(
+    store: Store, launch: Launch, joined: Machine, tmp_path: Path
+) -> None:
     """The driver would restore into other memory than the keeper holds: no such snapshot, and the next one has it."""
     late = tmp_path / "late"
     job = launch(late=str(late))
@@ -189,7 +212,9 @@ def test_a_job_whose_memory_was_all_released(store: Store, launch: Launch, tmp_p
 
 
 @pytest.mark.parametrize("what", ["report", "processes"])
-def test_whoever_does_not_tell_is_not_dumped(what: str, store: Store, launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_does_not_tell_is_not_dumped(
+    what: str, store: Store, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is not known to be resident would go the driver's way, and be lost."""
     job = launch()
     monkeypatch.setattr(resident_look, "_REPORT_SECONDS", 0.2)
@@ -200,7 +225,9 @@ def test_whoever_does_not_tell_is_not_dumped(what: str, store: Store, launch: La
     monkeypatch.setattr(client.Agent if what == "report" else client.Keeper, what, silent)
     with pytest.raises(PreflightRefused) as caught:
         store.dump(job.pid)
-    assert [name for name, _, _ in caught.value.reasons] == ["gpu-resident" if what == "report" else "gpu-outside"]
+    assert [name for name, _, _ in caught.value.reasons] == [
+        "gpu-resident" if what == "report" else "gpu-outside"
+    ]
     job.goes_on()
 
 
@@ -215,7 +242,12 @@ def test_two_dumps_whose_windows_meet(store: Store, launch: Launch, joined: Mach
         with pytest.raises(client.ResidentFailed):
             other.take_away(lambda pids, seconds: None, lambda pids: None, seconds=0.2)
 
-    events = Events({("dump.resident.unmap", "end"): meanwhile, ("dump.store", "begin"): lambda event: Claim([job.pid], 0.0).release()})
+    events = Events(
+        {
+            ("dump.resident.unmap", "end"): meanwhile,
+            ("dump.store", "begin"): lambda event: Claim([job.pid], 0.0).release(),
+        }
+    )
     snapshot = store.dump(job.pid, events=events).snapshot
     runs_on(job, store)
     job.kill()
@@ -234,14 +266,26 @@ def test_nobody_else_dumps_any_of_its_gpu_processes(store: Store, launch: Launch
                 Claim([pid], 0.2)
             refused.append((event.name, pid))
 
-    store.dump(job.pid, events=Events({("dump.resident.prepare", "begin"): meanwhile, ("dump.resident.unmap", "end"): meanwhile}))
+    store.dump(
+        job.pid,
+        events=Events(
+            {
+                ("dump.resident.prepare", "begin"): meanwhile,
+                ("dump.resident.unmap", "end"): meanwhile,
+            }
+        ),
+    )
     assert len(job.pids) == 2
-    assert refused == [(name, pid) for name in ("dump.resident.prepare", "dump.resident.unmap") for pid in job.pids]
+    assert refused == [
+        (name, pid) for name in ("dump.resident.prepare", "dump.resident.unmap") for pid in job.pids
+    ]
     runs_on(job, store)
 
 
 @pytest.mark.parametrize("who", ["helper", "keeper"])
-def test_who_dies_while_a_stopped_job_is_stored(who: str, store: Store, launch: Launch, joined: Machine) -> None:
+def test_who_dies_while_a_stopped_job_is_stored(
+    who: str, store: Store, launch: Launch, joined: Machine
+) -> None:
     """Neither is needed any more: the snapshot is there, and the memory is free."""
     job = launch(gpus=(0, 1), children=1)
 
@@ -260,7 +304,9 @@ def test_who_dies_while_a_stopped_job_is_stored(who: str, store: Store, launch: 
         job.goes_on()
 
 
-def test_what_a_keeper_that_a_dump_started_keeps(store: Store, launch: Launch, joined: Machine) -> None:
+def test_what_a_keeper_that_a_dump_started_keeps(
+    store: Store, launch: Launch, joined: Machine
+) -> None:
     """It outlives the process through whose root it was found."""
     job = launch(gpus=(0, 1))
     joined.kill_keeper()
@@ -281,7 +327,9 @@ def tell_used(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("joined", [600 * MIB], indirect=True)
-def test_what_is_foreseen_is_what_is_copied(store: Store, launch: Launch, joined: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_foreseen_is_what_is_copied(
+    store: Store, launch: Launch, joined: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before the window, by the rule of the window: what is copied on GPUs and into the host's memory, and what there is no room for."""
     job = launch(gpus=(0, 1), mib=20, buffers=4)  # 40 MiB on each, and 23 of room
     monkeypatch.setattr(resident_look, "_WORKER_BYTES", 0)  # the fake has no context
@@ -291,7 +339,9 @@ def test_what_is_foreseen_is_what_is_copied(store: Store, launch: Launch, joined
     until(lambda: look(job.pid, find_criu(), "/dev/shm", options).gpus.processes[0].contexts)  # type: ignore[union-attr]
     store.dump(job.pid, options, events=events)
     ends = {event.name: event.fields for event in events.all if event.fields.get("state") == "end"}
-    looked, prepared, copied = (ends[f"dump.{name}"] for name in ("preflight", "resident.prepare", "resident.copy"))
+    looked, prepared, copied = (
+        ends[f"dump.{name}"] for name in ("preflight", "resident.prepare", "resident.copy")
+    )
     assert looked["resident_bytes"] == job.resident == copied["bytes"]
     assert looked["no_room"] == copied["in_window"] and 16 * MIB < looked["no_room"] < 40 * MIB
     assert 4 * MIB < prepared["pinned"] - 32 * MIB < 10 * MIB
@@ -311,7 +361,9 @@ def pool_of(machine: Machine, size: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("joined", [700 * MIB], indirect=True)
-def test_a_pool_that_is_mostly_zeros(store: Store, launch: Launch, joined: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_that_is_mostly_zeros(
+    store: Store, launch: Launch, joined: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Zeros cost neither room aside nor time; what is written to them, and what becomes zeros again, is in the snapshot."""
     monkeypatch.setattr(resident, "_LIKELY_ZEROS", MIB)
     monkeypatch.setattr(resident_look, "_WORKER_BYTES", 0)  # the fake has no context
@@ -326,12 +378,18 @@ def test_a_pool_that_is_mostly_zeros(store: Store, launch: Launch, joined: Machi
         os.close(pool)
         events = Events()
         result = store.dump(job.pid, DumpOptions(staging_bytes=4 * MIB), events=events)
-        ends = {event.name: event.fields for event in events.all if event.fields.get("state") == "end"}
+        ends = {
+            event.name: event.fields for event in events.all if event.fields.get("state") == "end"
+        }
         [predicted] = [event.fields for event in events.all if event.name == "dump.predicted"]
         assert ends["dump.preflight"]["no_room"] > 50 * MIB and predicted["no_room"] == 0
         assert predicted["window_seconds"] <= ends["dump.preflight"]["window_seconds"]
         prepared, copied = ends["dump.resident.prepare"], ends["dump.resident.copy"]
-        assert prepared["looked"] == job.resident and prepared["changed"] <= used + MIB and copied["bytes"] <= used + MIB
+        assert (
+            prepared["looked"] == job.resident
+            and prepared["changed"] <= used + MIB
+            and copied["bytes"] <= used + MIB
+        )
         assert result.sizes.changed < used + 40 * MIB
         taken.append((result.snapshot, content))
     runs_on(job, store)
@@ -367,7 +425,9 @@ FAULTS: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_fails_costs_a_snapshot(store: Store, launch: Launch, joined: Machine, name: str) -> None:
+def test_what_fails_costs_a_snapshot(
+    store: Store, launch: Launch, joined: Machine, name: str
+) -> None:
     job = launch(gpus=(0, 1), children=1)
     # The look before the window may fail: that costs nothing.
     events = Events({("dump.resident.unmap", "begin"): lambda event: fault(joined, *FAULTS[name])})
@@ -380,7 +440,13 @@ def test_what_fails_costs_a_snapshot(store: Store, launch: Launch, joined: Machi
     runs_on(job, store)
 
 
-MOMENTS = ["dump.resident.unmap", "dump.gpu.lock", "dump.gpu.checkpoint", "dump.files", "dump.gpu.restore"]
+MOMENTS = [
+    "dump.resident.unmap",
+    "dump.gpu.lock",
+    "dump.gpu.checkpoint",
+    "dump.files",
+    "dump.gpu.restore",
+]
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -394,7 +460,11 @@ def test_whoever_dies(store: Store, launch: Launch, joined: Machine, who: str, m
         if who == "keeper":
             joined.kill_keeper()
             return
-        word = {"guard": "icecore.dumper.freeze.guard", "helper": "icecore.host.gpu.helper", "worker": "icecore.host.gpu.worker"}[who]
+        word = {
+            "guard": "icecore.dumper.freeze.guard",
+            "helper": "icecore.host.gpu.helper",
+            "worker": "icecore.host.gpu.worker",
+        }[who]
         for pid in members(store.workdir, word):
             os.kill(pid, signal.SIGKILL)
 
@@ -405,15 +475,30 @@ def test_whoever_dies(store: Store, launch: Launch, joined: Machine, who: str, m
         assert not store.snapshots()
     if who == "keeper":
         joined.start_keeper()
-        until(lambda: all(Agent(joined.directory, pid).report().counts.unheld == 0 for pid in job.pids))
+        until(
+            lambda: all(
+                Agent(joined.directory, pid).report().counts.unheld == 0 for pid in job.pids
+            )
+        )
     runs_on(job, store)
     store.dump(job.pid)
     runs_on(job, store)
 
 
-@pytest.mark.parametrize("moment", ["dump.preflight", "dump.resident.prepare", "dump.criu", "dump.resident.unmap", "dump.gpu.checkpoint"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "dump.preflight",
+        "dump.resident.prepare",
+        "dump.criu",
+        "dump.resident.unmap",
+        "dump.gpu.checkpoint",
+    ],
+)
 @pytest.mark.parametrize("who", ["the job", "a rank"])
-def test_a_process_that_ends_is_said_to_have_ended(store: Store, launch: Launch, who: str, moment: str) -> None:
+def test_a_process_that_ends_is_said_to_have_ended(
+    store: Store, launch: Launch, who: str, moment: str
+) -> None:
     """Whatever was asked of it then, and did not answer."""
     job = launch(gpus=(0, 1), children=1)
     victim = job.pid if who == "the job" else next(pid for pid in job.pids if pid != job.pid)
@@ -451,7 +536,9 @@ def test_a_dumper_that_is_killed_or_stopped(
         "pause": [moment, state],
         "options": {"max_window": 2.0 if how is signal.SIGSTOP else 20.0},
     }
-    dumper = subprocess.Popen([sys.executable, "-P", str(_DRIVER), json.dumps(order)], stdout=subprocess.PIPE)
+    dumper = subprocess.Popen(
+        [sys.executable, "-P", str(_DRIVER), json.dumps(order)], stdout=subprocess.PIPE
+    )
     try:
         assert dumper.stdout is not None
         for line in dumper.stdout:
@@ -475,7 +562,8 @@ def test_a_dumper_that_is_killed_or_stopped(
 def test_a_store_that_fails(stop: bool, store: Store, launch: Launch) -> None:
     job = launch(gpus=(0, 1))
     broken = FaultyBackend(
-        store.backend, lambda call: Outcome.FAIL if call.name.startswith("snapshots/") else Outcome.PASS
+        store.backend,
+        lambda call: Outcome.FAIL if call.name.startswith("snapshots/") else Outcome.PASS,
     )
     with pytest.raises(IcecoreError):
         store.through(broken).dump(job.pid, DumpOptions(stop=stop))
@@ -483,7 +571,9 @@ def test_a_store_that_fails(stop: bool, store: Store, launch: Launch) -> None:
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_dump_that_stops_the_job(store: Store, launch: Launch, joined: Machine, keep: bool) -> None:
+def test_a_dump_that_stops_the_job(
+    store: Store, launch: Launch, joined: Machine, keep: bool
+) -> None:
     job = launch(gpus=(0, 1))
     result = store.dump(job.pid, DumpOptions(stop=True, keep_resident=keep))
     assert store.snapshots() == [result.snapshot]
@@ -492,14 +582,20 @@ def test_a_dump_that_stops_the_job(store: Store, launch: Launch, joined: Machine
 
 
 @pytest.mark.parametrize("room", [None, 4 * MIB])
-def test_staging(store: Store, launch: Launch, joined: Machine, room: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staging(
+    store: Store, launch: Launch, joined: Machine, room: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What has no room on the device gets pinned memory, also beyond the bound on staging; where the host lacks that, it is stored in the window."""
     job = launch(gpus=(0,), mib=20, buffers=4)
     if room is not None:
         monkeypatch.setattr("icecore.host.kernel.limits.memory_available", lambda: 2 * room)
     events = Events()
     result = store.dump(job.pid, DumpOptions(staging_bytes=4 * MIB), events=events)
-    [end] = [event.fields for event in events.named("dump.resident.copy") if event.fields["state"] == "end"]
+    [end] = [
+        event.fields
+        for event in events.named("dump.resident.copy")
+        if event.fields["state"] == "end"
+    ]
     if room is None:
         assert end["in_window"] == 0
     else:  # half of what the driver's own part leaves
@@ -521,7 +617,9 @@ def rewrite(job: Job, gpus: tuple[int, ...]) -> dict[int, bytes]:
 
 
 @pytest.mark.parametrize("gpus", [(0, 1), (0,)])
-def test_what_changes_unforeseen_finds_room(store: Store, launch: Launch, joined: Machine, gpus: tuple[int, ...]) -> None:
+def test_what_changes_unforeseen_finds_room(
+    store: Store, launch: Launch, joined: Machine, gpus: tuple[int, ...]
+) -> None:
     """On whichever GPU, although nearly nothing had changed in the parent."""
     job = launch(gpus=(0, 1), mib=12, buffers=4)
     for _ in range(2):
@@ -533,9 +631,15 @@ def test_what_changes_unforeseen_finds_room(store: Store, launch: Launch, joined
     changed = sum(map(len, written.values()))
     assert changed == len(gpus) * 2 * 11 * MIB
     prepared = ends["dump.resident.prepare"]
-    assert prepared["looked"] == job.resident and 0 <= prepared["changed"] - changed <= job.buffers * MIB
+    assert (
+        prepared["looked"] == job.resident
+        and 0 <= prepared["changed"] - changed <= job.buffers * MIB
+    )
     assert (prepared["pinned"] - 32 * MIB < job.resident) == (gpus == (0,))
-    assert ends["dump.resident.copy"]["in_window"] == 0 and ends["dump.resident.copy"]["bytes"] >= changed
+    assert (
+        ends["dump.resident.copy"]["in_window"] == 0
+        and ends["dump.resident.copy"]["bytes"] >= changed
+    )
     job.reap()
     bring_back(store, result.snapshot)
     [held] = joined.keeper.processes()
@@ -557,14 +661,18 @@ def test_a_look_that_fails_costs_no_snapshot(
         store.dump(job.pid)
     written = rewrite(job, (0, 1))
     if why == "older preload":
-        operations = {one.name: one for one in Operation} | {"AGENT_LOOK": 80}  # which this one does not know either
+        operations = {one.name: one for one in Operation} | {
+            "AGENT_LOOK": 80
+        }  # which this one does not know either
         monkeypatch.setattr(client, "Operation", SimpleNamespace(**operations))
     else:
         fault(joined, f"worker-faults/{why}", "fails")
     events = Events()
     result = store.dump(job.pid, DumpOptions(staging_bytes=4 * MIB), events=events)
     ends = {event.name: event.fields for event in events.all if event.fields.get("state") == "end"}
-    assert ("Invalid argument" if why == "older preload" else f"{why}: fails") in str(ends["dump.resident.prepare"]["not_looked"])
+    assert ("Invalid argument" if why == "older preload" else f"{why}: fails") in str(
+        ends["dump.resident.prepare"]["not_looked"]
+    )
     assert "looked" not in ends["dump.resident.prepare"]
     assert 0 < ends["dump.resident.copy"]["in_window"] < ends["dump.resident.copy"]["bytes"]
     runs_on(job, store)
@@ -585,11 +693,15 @@ def test_a_worker_that_dies_as_it_looks(store: Store, launch: Launch, joined: Ma
 
 
 @pytest.mark.parametrize("when", ["look", "afterwards"])
-def test_a_worker_that_does_not_let_go_is_ended(when: str, store: Store, launch: Launch, joined: Machine) -> None:
+def test_a_worker_that_does_not_let_go_is_ended(
+    when: str, store: Store, launch: Launch, joined: Machine
+) -> None:
     """With it the snapshot; the memory is the job's."""
     job = launch(gpus=(0, 1))
     begins = "dump.resident.prepare" if when == "look" else "dump.resident.unmap"
-    events = Events({(begins, "begin"): lambda event: fault(joined, "worker-faults/unmap", "fails")})
+    events = Events(
+        {(begins, "begin"): lambda event: fault(joined, "worker-faults/unmap", "fails")}
+    )
     with pytest.raises(IcecoreError, match="worker ended" if when == "look" else "does not let go"):
         store.dump(job.pid, events=events)
     assert joined.used(0) + joined.used(1) == job.resident + MIB // 2
@@ -616,9 +728,19 @@ def test_what_is_freed_while_the_dump_stores_is_free(
 
     def hook(event: Event) -> None:
         for pid in members(store.workdir, "icecore.host.gpu.worker"):
-            held.append([line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if f"{joined.cuda}/gpu" in line])
+            held.append(
+                [
+                    line
+                    for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
+                    if f"{joined.cuda}/gpu" in line
+                ]
+            )
 
-    hooks = {("dump.store", "begin"): hook, ("dump.resident.copy", "end"): hook, ("dump.resident.unmap", "begin"): lambda event: asked.clear()}
+    hooks = {
+        ("dump.store", "begin"): hook,
+        ("dump.resident.copy", "end"): hook,
+        ("dump.resident.unmap", "begin"): lambda event: asked.clear(),
+    }
     store.dump(job.pid, DumpOptions(stop=stop), events=Events(hooks))
     assert [bool(some) for some in held] == [True, False]
     assert bool(asked) is not stop and not set(asked) & {"t", "T"}
@@ -656,13 +778,24 @@ class Late(Job):
         self.machine, self.folder, self.outs = machine, folder, [folder / "lines"]
         self.late, self.begins, source = folder / "late", folder / "begins", folder / "slow.c"
         source.write_text(_SLOW)
-        subprocess.run(["gcc", "-w", "-shared", "-fPIC", "-o", str(folder / "slow.so"), str(source)], check=True, timeout=60)
+        subprocess.run(
+            ["gcc", "-w", "-shared", "-fPIC", "-o", str(folder / "slow.so"), str(source)],
+            check=True,
+            timeout=60,
+        )
         preloads = f"{folder / 'slow.so'}:{machine.environment()['LD_PRELOAD']}"
-        self._start("late.py", {"late": str(self.late), "how": how}, LD_PRELOAD=preloads, BEGINS=str(self.begins))
+        self._start(
+            "late.py",
+            {"late": str(self.late), "how": how},
+            LD_PRELOAD=preloads,
+            BEGINS=str(self.begins),
+        )
 
 
 @pytest.mark.parametrize("how", ["create", "two"])
-def test_memory_is_resident_only_where_an_agent_listens(store: Store, launch: Launch, how: str) -> None:
+def test_memory_is_resident_only_where_an_agent_listens(
+    store: Store, launch: Launch, how: str
+) -> None:
     """The dump would take it for the driver's, and the next one give the job what it held then."""
     job = launch(Late, how=how)
 
@@ -671,7 +804,9 @@ def test_memory_is_resident_only_where_an_agent_listens(store: Store, launch: La
         until(job.begins.exists)
         time.sleep(0.5)  # time for the second thread
 
-    with suppress(DumpFailed):  # it has memory that it did not have: its preload says so, or cannot yet
+    with suppress(
+        DumpFailed
+    ):  # it has memory that it did not have: its preload says so, or cannot yet
         store.dump(job.pid, events=Events({("dump.criu", "end"): late}))
     job.wait_steps(20)
     until(lambda: job.lines()[-1].endswith("right"))

@@ -46,11 +46,18 @@ def test_the_kernels_steps_are_the_references(tmp_path: Path) -> None:
         pytest.skip("no gcc")
     source, library = tmp_path / "steps.c", tmp_path / "steps.so"
     source.write_text("#define DEVICE static inline\n" + KERNEL_SOURCE + LOOP)
-    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
+    subprocess.run(
+        [compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(source)],
+        check=True,
+        timeout=60,
+    )
     data, out = noise(5), np.zeros((5, 2), np.uint64)
     data[CELL : 2 * CELL] = 0
     ctypes.CDLL(str(library)).cells(
-        ctypes.c_void_p(data.ctypes.data), ctypes.c_long(5), ctypes.c_ulonglong(SEED), ctypes.c_void_p(out.ctypes.data)
+        ctypes.c_void_p(data.ctypes.data),
+        ctypes.c_long(5),
+        ctypes.c_ulonglong(SEED),
+        ctypes.c_void_p(out.ctypes.data),
     )
     assert (out == reference(data, SEED)).all()
 
@@ -69,7 +76,8 @@ def test_the_kernel_compiles(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["one bit", "two words swapped", "two vectors of a thread swapped", "cells swapped", "seed"]
+    "how",
+    ["one bit", "two words swapped", "two vectors of a thread swapped", "cells swapped", "seed"],
 )
 def test_what_changes_a_fingerprint(how: str) -> None:
     data = noise(2)
@@ -112,7 +120,9 @@ def test_what_nothing_is_known_of_has_changed() -> None:
 def test_every_changed_cell_is_placed_once_or_said_to_be_left(
     masks: list[list[bool]], device: int, host: int, streams: int
 ) -> None:
-    wanted = {(number, cell) for number, mask in enumerate(masks) for cell, one in enumerate(mask) if one}
+    wanted = {
+        (number, cell) for number, mask in enumerate(masks) for cell, one in enumerate(mask) if one
+    }
     plan = plan_copies(
         {number: np.array(mask) for number, mask in enumerate(masks)},
         device_room=device * CELL + 17, host_room=host * CELL + 5, streams=streams,
@@ -122,9 +132,15 @@ def test_every_changed_cell_is_placed_once_or_said_to_be_left(
     for copy in plan.copies:
         assert copy.size <= LARGEST
         assert copy.stream < streams
-        placed += [(copy.allocation, (copy.offset + at) // CELL) for at in range(0, copy.size, CELL)]
+        placed += [
+            (copy.allocation, (copy.offset + at) // CELL) for at in range(0, copy.size, CELL)
+        ]
         places[copy.to].append((copy.place, copy.place + copy.size))
-    left = [(number, (offset + at) // CELL) for number, offset, size in plan.left for at in range(0, size, CELL)]
+    left = [
+        (number, (offset + at) // CELL)
+        for number, offset, size in plan.left
+        for at in range(0, size, CELL)
+    ]
     assert sorted(placed + left) == sorted(wanted)
     for to, room in ((To.DEVICE, device), (To.HOST, host)):
         taken = sorted(places[to])
@@ -142,7 +158,13 @@ def test_runs() -> None:
 
 @pytest.mark.parametrize(
     ("short", "parts"),
-    [({"a": 0}, {"a": 100}), ({"a": 70, "b": 0}, {"a": 85, "b": 15}), ({"a": 300, "b": 100, "c": 0}, {"a": 75, "b": 25, "c": 0})],
+    [
+        ({"a": 0}, {"a": 100}),
+        ({"a": 70, "b": 0}, {"a": 85, "b": 15}),
+        ({"a": 300, "b": 100, "c": 0}, {"a": 75, "b": 25, "c": 0}),
+    ],
 )
-def test_host_memory_goes_to_who_is_short_of_it(short: dict[str, int], parts: dict[str, int]) -> None:
+def test_host_memory_goes_to_who_is_short_of_it(
+    short: dict[str, int], parts: dict[str, int]
+) -> None:
     assert divide(100, short) == parts

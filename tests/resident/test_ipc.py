@@ -47,7 +47,12 @@ def test_one_memory_through_windows(ranks: Ranks) -> None:
         ranks.window(look)
         assert one(f"hashed({address}, {SIZE})") == digest == two(f"hashed({there}, {SIZE})")
         [(mine, _)], [copy] = shares[-1].owned[one.pid], shares[-1].imports[two.pid]
-        assert (mine.address, mine.exported, copy.allocation.imported, copy.allocation.size) == (address, True, True, 4 * MIB)
+        assert (mine.address, mine.exported, copy.allocation.imported, copy.allocation.size) == (
+            address,
+            True,
+            True,
+            4 * MIB,
+        )
         assert copy.owner == (one.pid, mine.identity) and not shares[-1].owned[two.pid]
         # It is of the allocation, and stays the same: applications look up by it.
         assert one(f"[ipc_handle({address}), ipc_handle({address} + 3 * MIB)]") == [[0, handle]] * 2
@@ -56,7 +61,9 @@ def test_one_memory_through_windows(ranks: Ranks) -> None:
     assert [two(f"ipc_open({handle!r}{way})") for way in ways] == [[0, there]] * 4
     assert [two(f"ipc_close({there})") for _ in range(4)] == [0] * 4
     seen(one, address, two, there, 50)
-    assert two(f"[ipc_close({there}), ipc_close({there}), cuda.fake_access(ctypes.c_ulonglong({there}))]") == [0, INVALID, 0]
+    assert two(
+        f"[ipc_close({there}), ipc_close({there}), cuda.fake_access(ctypes.c_ulonglong({there}))]"
+    ) == [0, INVALID, 0]
     assert two.agent.report().counts.imported == 0
     ranks.window(look)
     code, there = two(f"ipc_open({handle!r})")
@@ -92,18 +99,32 @@ def test_what_is_answered_as_the_driver_does(ranks: Ranks) -> None:
     address, handle, there = share(one, two)
     assert one(f"ipc_open({handle!r})")[0] == INVALID_CONTEXT
     assert two(f"ipc_open({handle!r}, 2)")[0] == INVALID
-    assert two(f"[free({there}), *unmapped({there}, {SIZE}), access({there}, {SIZE}), retained({there})[0], ipc_handle({there})[0]]") == [INVALID] * 6
+    assert (
+        two(
+            f"[free({there}), *unmapped({there}, {SIZE}), access({there}, {SIZE}), retained({there})[0], ipc_handle({there})[0]]"
+        )
+        == [INVALID] * 6
+    )
     assert one(f"[ipc_handle({address} - MIB)[0], ipc_close({address})]") == [INVALID] * 2
-    assert two(f"forked('[ipc_close({there}), cuda.fake_access(ctypes.c_ulonglong({there}))]')")[0] == INVALID
+    assert (
+        two(f"forked('[ipc_close({there}), cuda.fake_access(ctypes.c_ulonglong({there}))]')")[0]
+        == INVALID
+    )
     assert two(f"[current(None), ipc_open({handle!r})[0]]") == [0, INVALID_CONTEXT]
     code, small = one("alloc(MIB)")
     handle = one(f"ipc_handle({small})")[1]
     two("start(1)")
     code, other = two(f"ipc_open({handle!r})")
-    assert code == 0 and one(f"fill({small}, MIB, 1)") == two(f"hashed({other}, MIB)") and two(f"ipc_close({other})") == 0
+    assert (
+        code == 0
+        and one(f"fill({small}, MIB, 1)") == two(f"hashed({other}, MIB)")
+        and two(f"ipc_close({other})") == 0
+    )
     assert two(f"ipc_open({'00' * 64!r})")[0] == INVALID
     mine, its = (target.agent.report().counts for target in ranks.all)
-    assert (mine.exports, mine.ipc_exports, its.ipc_exports) == (1, 1, 1), "what stayed with the driver, no window takes away"
+    assert (mine.exports, mine.ipc_exports, its.ipc_exports) == (1, 1, 1), (
+        "what stayed with the driver, no window takes away"
+    )
 
 
 def test_it_can_be_opened_without_end(ranks: Ranks) -> None:
@@ -111,9 +132,13 @@ def test_it_can_be_opened_without_end(ranks: Ranks) -> None:
     one, two = ranks.all
     _, handle, there = share(one, two)
     first = max(found.address for found in two.agent.allocations())
-    assert two(f"[ipc_close({there}), [ipc_close(ipc_open({handle!r})[1]) for _ in range(100)] == [0] * 100, ipc_open({handle!r})[0]]") == [0, True, 0]
+    assert two(
+        f"[ipc_close({there}), [ipc_close(ipc_open({handle!r})[1]) for _ in range(100)] == [0] * 100, ipc_open({handle!r})[0]]"
+    ) == [0, True, 0]
     [found] = two.agent.allocations()
-    assert found.imported and 101 * found.size < found.address - first <= 101 * (found.size + 2 * MIB)
+    assert found.imported and 101 * found.size < found.address - first <= 101 * (
+        found.size + 2 * MIB
+    )
 
 
 def test_a_context_takes_along_what_it_opened(ranks: Ranks) -> None:
@@ -121,7 +146,10 @@ def test_a_context_takes_along_what_it_opened(ranks: Ranks) -> None:
     two("globals().update(mine=start(1))")
     address, handle, there = share(one, two)
     assert two("cuda.cuCtxDestroy_v2(ctypes.c_void_p(mine))") == 0
-    assert two.agent.report().counts.imported == 0 and two(f"cuda.fake_access(ctypes.c_ulonglong({there}))") == 0
+    assert (
+        two.agent.report().counts.imported == 0
+        and two(f"cuda.fake_access(ctypes.c_ulonglong({there}))") == 0
+    )
     two("start(1)")
     code, there = two(f"ipc_open({handle!r})")
     assert code == 0
@@ -135,7 +163,11 @@ def test_opened_by_two_devices(ranks: Ranks) -> None:
     assert two(reach) == 2, "the current context's device"
     assert two(f"[start(0), ipc_open({handle!r})][1]") == [0, there]
     ranks.window()
-    assert two(reach) == 3 and two(f"[ipc_close({there}), ipc_close({there}), {reach}]") == [0, 0, 0]
+    assert two(reach) == 3 and two(f"[ipc_close({there}), ipc_close({there}), {reach}]") == [
+        0,
+        0,
+        0,
+    ]
 
 
 def test_closed_in_a_stream_capture(ranks: Ranks) -> None:
@@ -144,9 +176,15 @@ def test_closed_in_a_stream_capture(ranks: Ranks) -> None:
     _, handle, there = share(one, two)
     _, other, elsewhere = share(one, two)
     graph = "ctypes.byref(ctypes.c_void_p())"
-    assert two(f"[cuda.cuStreamBeginCapture_v2(None, 2), ipc_close({there}), cuda.cuStreamEndCapture(None, {graph})]") == [0, 0, 0]
+    assert two(
+        f"[cuda.cuStreamBeginCapture_v2(None, 2), ipc_close({there}), cuda.cuStreamEndCapture(None, {graph})]"
+    ) == [0, 0, 0]
     assert two.agent.report().counts.imported == 2 and two(f"ipc_close({there})") == INVALID
-    assert two(f"[ipc_open({handle!r}), ipc_close({there}), ipc_close({elsewhere})]") == [[0, there], 0, 0]
+    assert two(f"[ipc_open({handle!r}), ipc_close({there}), ipc_close({elsewhere})]") == [
+        [0, there],
+        0,
+        0,
+    ]
     assert two.agent.report().counts.imported == 0
     assert two(f"ipc_open({other!r})")[0] == 0
 
@@ -158,7 +196,10 @@ def test_closed_as_a_stream_capture_begins(ranks: Ranks) -> None:
         two(f"begun(lambda: ipc_close({there}))")
         somebody_waits()
         assert two("cuda.cuStreamBeginCapture_v2(None, 2)") == 0
-    assert two("[ended(), cuda.cuStreamEndCapture(None, ctypes.byref(ctypes.c_void_p()))]") == [0, 0]
+    assert two("[ended(), cuda.cuStreamEndCapture(None, ctypes.byref(ctypes.c_void_p()))]") == [
+        0,
+        0,
+    ]
     assert two.agent.report().counts.imported == 1 and two(f"ipc_close({there})") == INVALID
     _, _, elsewhere = share(one, two)
     assert two(f"ipc_close({elsewhere})") == 0 and two.agent.report().counts.imported == 0
@@ -173,10 +214,19 @@ def test_the_keeper_dies(ranks: Ranks, window: bool) -> None:
         ranks.window()
     two(f"ipc_close({elsewhere})")
     ranks.machine.kill_keeper()
-    assert two(f"[ipc_open({second!r})[0], ipc_open({handle!r}), ipc_close({there})]") == [MAP_FAILED, [0, there], 0]
+    assert two(f"[ipc_open({second!r})[0], ipc_open({handle!r}), ipc_close({there})]") == [
+        MAP_FAILED,
+        [0, there],
+        0,
+    ]
     ranks.machine.start_keeper()
     until(lambda: two(f"ipc_open({second!r})")[0] == 0)
-    ranks.window(lambda tree: len(find_shares(tree.taken).imports[two.pid]) == 2 or pytest.fail("not known to be one memory"))
+    ranks.window(
+        lambda tree: (
+            len(find_shares(tree.taken).imports[two.pid]) == 2
+            or pytest.fail("not known to be one memory")
+        )
+    )
     seen(one, address, two, there, 1)
 
 

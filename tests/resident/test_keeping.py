@@ -78,16 +78,25 @@ def test_a_job_that_breaks_off(machine: Machine, target: Process, init: Init) ->
     target.end()
     init.end("killed 9\n")
     [process] = machine.keeper.processes()
-    assert (process.token, process.alive, process.retained, process.size) == (token, False, True, 8 * MIB)
+    assert (process.token, process.alive, process.retained, process.size) == (
+        token,
+        False,
+        True,
+        8 * MIB,
+    )
     machine.keeper.drop(token, [77])
     assert machine.used() == 8 * MIB
     machine.keeper.drop(token, [one.identity for one in machine.keeper.allocations(token)])
     assert (machine.used(), machine.keeper.processes()) == (0, [])
 
 
-@pytest.mark.parametrize(("words", "held"), [("exited 0\n", 0), ("exited 1\n", 8), ("", 8), ("killed 15\n", 8)])
+@pytest.mark.parametrize(
+    ("words", "held"), [("exited 0\n", 0), ("exited 1\n", 8), ("", 8), ("killed 15\n", 8)]
+)
 @pytest.mark.parametrize("first", ["process", "job"])
-def test_how_a_job_ends(words: str, held: int, first: str, machine: Machine, target: Process, init: Init) -> None:
+def test_how_a_job_ends(
+    words: str, held: int, first: str, machine: Machine, target: Process, init: Init
+) -> None:
     token = kept(target, init)
     for who in (target.end, lambda: init.end(words))[:: 1 if first == "process" else -1]:
         who()
@@ -117,14 +126,18 @@ def at_rest(pid: int) -> set[int]:
     return looks[-1]
 
 
-def test_a_keeper_without_descriptors_keeps_nothing(machine: Machine, target: Process, init: Init) -> None:
+def test_a_keeper_without_descriptors_keeps_nothing(
+    machine: Machine, target: Process, init: Init
+) -> None:
     """That its job cannot be looked at does not mean that it ended."""
     token = kept(target, init)
     pid = machine.keeper_pid()
     there = at_rest(pid)
     free = [number for number in range(len(there) + 2) if number not in there]
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (free[1] + 1, hard))  # for the connection and the status file
+    resource.prlimit(
+        pid, resource.RLIMIT_NOFILE, (free[1] + 1, hard)
+    )  # for the connection and the status file
     with pytest.raises(ResidentFailed) as caught:
         machine.keeper.keep(token, init.pid, init.status)
     assert caught.value.code == EMFILE
@@ -133,7 +146,9 @@ def test_a_keeper_without_descriptors_keeps_nothing(machine: Machine, target: Pr
     assert (machine.keeper.processes(), machine.used()) == ([], 0)
 
 
-def test_while_the_job_runs_on_it_is_there_for_a_while(machine: Machine, target: Process, init: Init) -> None:
+def test_while_the_job_runs_on_it_is_there_for_a_while(
+    machine: Machine, target: Process, init: Init
+) -> None:
     token = kept(target, init, seconds=1.0)
     identity = machine.keeper.allocations(token)[0].identity
     target.end()
@@ -144,7 +159,9 @@ def test_while_the_job_runs_on_it_is_there_for_a_while(machine: Machine, target:
     assert machine.keeper.processes() == []
 
 
-def test_a_job_that_begins_anew_by_itself_has_the_memory(machine: Machine, target: Process, init: Init) -> None:
+def test_a_job_that_begins_anew_by_itself_has_the_memory(
+    machine: Machine, target: Process, init: Init
+) -> None:
     kept(target, init, 40)
     target.end()
     machine.keeper.processes()
@@ -154,7 +171,9 @@ def test_a_job_that_begins_anew_by_itself_has_the_memory(machine: Machine, targe
     assert machine.used() == 4 * MIB
 
 
-def test_an_allocation_that_finds_no_memory_gets_it(machine: Machine, target: Process, init: Init) -> None:
+def test_an_allocation_that_finds_no_memory_gets_it(
+    machine: Machine, target: Process, init: Init
+) -> None:
     other = machine.target()
     other("start()")
     assert other("alloc(2 * MIB)")[0] == 0
@@ -172,7 +191,9 @@ def replaced(target: Process, *command: str) -> None:
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
-def test_a_program_that_replaces_another_has_its_memory(machine: Machine, target: Process, init: Init, is_kept: bool) -> None:
+def test_a_program_that_replaces_another_has_its_memory(
+    machine: Machine, target: Process, init: Init, is_kept: bool
+) -> None:
     if is_kept:
         kept(target, init, 40)
     else:
@@ -182,17 +203,25 @@ def test_a_program_that_replaces_another_has_its_memory(machine: Machine, target
     target("start()")
     assert target("alloc(50 * MIB)")[0] == 0
     [process] = machine.keeper.processes()
-    assert (process.token, process.alive, process.size) == (target.agent.report().token, True, 50 * MIB)
+    assert (process.token, process.alive, process.size) == (
+        target.agent.report().token,
+        True,
+        50 * MIB,
+    )
 
 
-def test_a_program_without_device_memory_that_replaces_another(machine: Machine, target: Process) -> None:
+def test_a_program_without_device_memory_that_replaces_another(
+    machine: Machine, target: Process
+) -> None:
     assert target("alloc(8 * MIB)")[0] == 0
     replaced(target, "/bin/sleep", "600")
     until(lambda: machine.used() == 0)
     assert machine.keeper.processes() == []
 
 
-def test_a_stopped_process_without_a_connection_loses_nothing(machine: Machine, target: Process) -> None:
+def test_a_stopped_process_without_a_connection_loses_nothing(
+    machine: Machine, target: Process
+) -> None:
     """It has closed all that it found."""
     assert target("alloc(8 * MIB)")[0] == 0
     token = target.agent.report().token
@@ -210,7 +239,15 @@ def test_another_program_of_the_same_process(machine: Machine, hidden: bool) -> 
     """Where the keeper cannot tell that one was replaced, it is when another says hello; where it can, two may be in one process."""
     if hidden:
         machine.kill_keeper()
-        words = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs none /proc; exec "$0" "$1"', str(keeper_path()), str(machine.directory / "keeper")]
+        words = [
+            "unshare",
+            "-m",
+            "sh",
+            "-c",
+            'mount -t tmpfs none /proc; exec "$0" "$1"',
+            str(keeper_path()),
+            str(machine.directory / "keeper"),
+        ]
         blind = subprocess.Popen(words, stdout=subprocess.PIPE)
         assert blind.stdout is not None
         assert blind.stdout.readline() == b"ready\n"
@@ -222,7 +259,14 @@ def test_another_program_of_the_same_process(machine: Machine, hidden: bool) -> 
                     process.connect(str(machine.directory / "keeper"))
                     process.sendall(Message(Operation.KEEPER_HELLO, token=token).pack())
                     assert Message.unpack(process.recv(1024)).result == 0
-                    hold = Message(Operation.KEEPER_HOLD, identity=3, address=2 * MIB, size=2 * MIB, device=bytes(16), token=token)
+                    hold = Message(
+                        Operation.KEEPER_HOLD,
+                        identity=3,
+                        address=2 * MIB,
+                        size=2 * MIB,
+                        device=bytes(16),
+                        token=token,
+                    )
                     socket.send_fds(process, [hold.pack()], [held.fileno()])
                 until(lambda token=token: machine.keeper.allocations(token))  # type: ignore[misc]
         assert sorted(one.token for one in machine.keeper.processes()) == tokens[hidden:]
@@ -233,7 +277,9 @@ def test_another_program_of_the_same_process(machine: Machine, hidden: bool) -> 
             blind.stdout.close()
 
 
-def test_a_job_that_broke_off_yields_to_nobody(machine: Machine, target: Process, init: Init) -> None:
+def test_a_job_that_broke_off_yields_to_nobody(
+    machine: Machine, target: Process, init: Init
+) -> None:
     kept(target, init, 40)
     target.end()
     init.end("exited 1\n")
@@ -243,7 +289,9 @@ def test_a_job_that_broke_off_yields_to_nobody(machine: Machine, target: Process
     assert machine.used() == 42 * MIB
 
 
-def test_a_keeper_that_nobody_can_reach_holds_nothing(machine: Machine, target: Process, init: Init) -> None:
+def test_a_keeper_that_nobody_can_reach_holds_nothing(
+    machine: Machine, target: Process, init: Init
+) -> None:
     other = machine.target()
     other("start()")
     assert other("alloc(2 * MIB)")[0] == 0
@@ -286,7 +334,9 @@ def test_rm_where_the_keeper_does_not_answer(
     assert (registry.instances(), machine.used(), machine.directory.exists()) == ([], 0, False)
 
 
-def test_rm_while_a_process_outlives_its_init(machine: Machine, target: Process, init: Init, tmp_path: Path) -> None:
+def test_rm_while_a_process_outlives_its_init(
+    machine: Machine, target: Process, init: Init, tmp_path: Path
+) -> None:
     registry = Registry(tmp_path / "state")
     job = instance(registry, machine)
     other = machine.target()
@@ -302,7 +352,9 @@ def test_rm_while_a_process_outlives_its_init(machine: Machine, target: Process,
     assert (machine.keeper.processes(), machine.used()) == ([], 0)
 
 
-def test_while_a_restore_takes_it_nobody_lets_go_of_it(machine: Machine, target: Process, init: Init, tmp_path: Path) -> None:
+def test_while_a_restore_takes_it_nobody_lets_go_of_it(
+    machine: Machine, target: Process, init: Init, tmp_path: Path
+) -> None:
     registry = Registry(tmp_path / "state")
     job = instance(registry, machine)
     token = kept(target, init)
@@ -349,13 +401,19 @@ def keep_all(job: Job, folder: Path) -> None:
 
 
 def memory_phase(events: Events) -> dict[str, Value]:
-    [end] = [event.fields for event in events.named("restore.resident.memory") if event.fields["state"] == "end"]
+    [end] = [
+        event.fields
+        for event in events.named("restore.resident.memory")
+        if event.fields["state"] == "end"
+    ]
     return dict(end)
 
 
 @pytest.mark.criu
 @pytest.mark.parametrize(("mode", "placers"), [("lazy", 0), ("full", 2)])
-def test_killed_and_brought_back(mode: str, placers: int, store: Store, launch: Launch, joined: Machine, tmp_path: Path) -> None:
+def test_killed_and_brought_back(
+    mode: str, placers: int, store: Store, launch: Launch, joined: Machine, tmp_path: Path
+) -> None:
     job = launch(gpus=(0, 1), children=1)
     snapshot = store.dump(job.pid).snapshot
     keep_all(job, tmp_path)
@@ -365,7 +423,9 @@ def test_killed_and_brought_back(mode: str, placers: int, store: Store, launch: 
     events = Events()
     bring_back(store, snapshot, events, mode=mode, placers=placers, from_resident=True)
     job.goes_on()
-    assert memory_phase(events)["fetched"] == len(job.pids) * job.buffers  # only the first cell of each buffer changes
+    assert (
+        memory_phase(events)["fetched"] == len(job.pids) * job.buffers
+    )  # only the first cell of each buffer changes
     assert sum(joined.used(gpu) for gpu in range(2)) == job.resident + len(job.pids) * MIB // 2
     job.kill()
 
@@ -402,13 +462,20 @@ def test_what_was_freed_since_is_fetched_and_what_was_made_since_is_let_go_of(
 @pytest.mark.criu
 @pytest.mark.parametrize("same", [True, False])
 def test_what_other_processes_of_the_lineage_left(
-    same: bool, store: Store, launch: Launch, joined: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    same: bool,
+    store: Store,
+    launch: Launch,
+    joined: Machine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Workers that were started again after the snapshot have other tokens."""
     monkeypatch.setenv("ICECORE_STATE", str(tmp_path / "state"))
     job = launch()
     done = store.dump(job.pid)
-    left = instance(Registry(), joined).with_snapshot("another", done.lineage if same else "another")
+    left = instance(Registry(), joined).with_snapshot(
+        "another", done.lineage if same else "another"
+    )
     keep_all(job, tmp_path)
     stranger = joined.target()
     stranger("start()")
@@ -426,7 +493,9 @@ def test_what_other_processes_of_the_lineage_left(
 
 @pytest.mark.criu
 @pytest.mark.parametrize("ipc", [False, True])
-def test_ranks_that_have_each_others_memory(ipc: bool, store: Store, launch: Launch, joined: Machine, tmp_path: Path) -> None:
+def test_ranks_that_have_each_others_memory(
+    ipc: bool, store: Store, launch: Launch, joined: Machine, tmp_path: Path
+) -> None:
     job = launch(kind=Ring, ipc=ipc)
     assert isinstance(job, Ring)
     snapshot = store.dump(job.pid).snapshot
@@ -437,7 +506,10 @@ def test_ranks_that_have_each_others_memory(ipc: bool, store: Store, launch: Lau
         assert sum(joined.used(gpu) for gpu in range(2)) == job.resident
         if not whole:  # a rank's own, with what the other has of it
             token = joined.keeper.processes()[0].token
-            joined.keeper.drop(token, [one.identity for one in joined.keeper.allocations(token) if not one.imported])
+            joined.keeper.drop(
+                token,
+                [one.identity for one in joined.keeper.allocations(token) if not one.imported],
+            )
         job.pid = bring_back(store, snapshot, from_resident=True).pid
         job.goes_on()
         assert sum(joined.used(gpu) for gpu in range(2)) == job.resident + job.ranks * MIB // 2
@@ -445,7 +517,9 @@ def test_ranks_that_have_each_others_memory(ipc: bool, store: Store, launch: Lau
 
 
 @pytest.mark.criu
-def test_a_rank_that_dies_before_its_job(store: Store, launch: Launch, joined: Machine, tmp_path: Path) -> None:
+def test_a_rank_that_dies_before_its_job(
+    store: Store, launch: Launch, joined: Machine, tmp_path: Path
+) -> None:
     """Its memory is there, too, when the others follow it."""
     job = launch(gpus=(0, 1), children=1)
     snapshot = store.dump(job.pid).snapshot
@@ -486,7 +560,9 @@ def test_the_keeper_that_had_it_ends_meanwhile(
 
 
 @pytest.mark.criu
-def test_a_restore_that_fails_leaves_it_where_it_is(store: Store, launch: Launch, joined: Machine, tmp_path: Path) -> None:
+def test_a_restore_that_fails_leaves_it_where_it_is(
+    store: Store, launch: Launch, joined: Machine, tmp_path: Path
+) -> None:
     job = launch()
     snapshot = store.dump(job.pid).snapshot
     keep_all(job, tmp_path)
@@ -528,7 +604,9 @@ def test_a_dump_says_that_nothing_is_kept(
 
 
 @pytest.mark.criu
-def test_a_dump_that_stops_the_job_leaves_nothing(store: Store, launch: Launch, joined: Machine, tmp_path: Path) -> None:
+def test_a_dump_that_stops_the_job_leaves_nothing(
+    store: Store, launch: Launch, joined: Machine, tmp_path: Path
+) -> None:
     job = launch()
     store.dump(job.pid)
     keep_all(job, tmp_path)

@@ -37,7 +37,13 @@ def is_parked_and_goes_on_with(target: Target, thread: int, mask: int) -> None:
     """It blocks just these signals when it has left the handler."""
     target.agent.go()
     # With all blocked it looks the same in the handler, where the second of two signals is pending.
-    until(lambda: signal_set(target, thread, "SigBlk") == mask & ~OF_THE_KERNEL and not signal_set(target, thread, "SigPnd") & ITS_BIT, 5.0)
+    until(
+        lambda: (
+            signal_set(target, thread, "SigBlk") == mask & ~OF_THE_KERNEL
+            and not signal_set(target, thread, "SigPnd") & ITS_BIT
+        ),
+        5.0,
+    )
     target("_stop.set()")
 
 

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.criu
 
 Launch = Callable[..., Job]
 
+
 @pytest.fixture(autouse=True)
 def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """These GPUs are small."""
@@ -39,7 +40,11 @@ ON = DumpOptions(pre_copy="on")
 
 def ends(events: Events) -> dict[str, dict[str, object]]:
     """What phases said at their ends."""
-    return {event.name: {"bytes": 0, **event.fields} for event in events.all if event.fields.get("state") == "end"}
+    return {
+        event.name: {"bytes": 0, **event.fields}
+        for event in events.all
+        if event.fields.get("state") == "end"
+    }
 
 
 def stored_before(events: Events) -> int:
@@ -48,9 +53,13 @@ def stored_before(events: Events) -> int:
 
 
 @pytest.mark.parametrize(
-    ("joined", "gpus", "children", "least"), [(560 * MIB, (0,), 0, 21 * MIB), (572 * MIB, (0, 1), 1, 35 * MIB)], indirect=["joined"]
+    ("joined", "gpus", "children", "least"),
+    [(560 * MIB, (0,), 0, 21 * MIB), (572 * MIB, (0, 1), 1, 35 * MIB)],
+    indirect=["joined"],
 )
-def test_what_is_at_rest(store: Store, launch: Launch, joined: Machine, gpus: tuple[int, ...], children: int, least: int) -> None:
+def test_what_is_at_rest(
+    store: Store, launch: Launch, joined: Machine, gpus: tuple[int, ...], children: int, least: int
+) -> None:
     """All that has no room, but for the cells that change, is stored before, a portion after the other; what is left has room on the GPU."""
     job = launch(gpus=gpus, children=children, mib=8, buffers=4)
     events = Events()
@@ -72,12 +81,17 @@ def test_what_changes_until_the_window(store: Store, launch: Launch, joined: Mac
     """It is stored as it was in the window, finds room, and the next time nothing of it is stored before; when it has come to rest, it is again."""
     job = launch(gpus=(0,), mib=8, buffers=4)
     written: dict[int, bytes] = {}
-    events = Events({("dump.resident.precopy", "end"): lambda event: written.update(rewrite(job, (0,)))})
+    events = Events(
+        {("dump.resident.precopy", "end"): lambda event: written.update(rewrite(job, (0,)))}
+    )
     result = store.dump(job.pid, ON, events=events)
     changed = sum(map(len, written.values()))
     assert changed == 4 * 7 * MIB
     assert stored_before(events) >= 20 * MIB
-    assert int(str(ends(events)["dump.resident.copy"]["bytes"])) >= changed and ends(events)["dump.resident.copy"]["in_window"] == 0
+    assert (
+        int(str(ends(events)["dump.resident.copy"]["bytes"])) >= changed
+        and ends(events)["dump.resident.copy"]["in_window"] == 0
+    )
     runs_on(job, store)
     recorded = store.read(result.snapshot)
     space = recorded.space("device", str(job.pid))
@@ -150,7 +164,9 @@ def test_what_is_written_as_it_is_copied(
 
 
 @small
-def test_what_is_freed_meanwhile(store: Store, launch: Launch, joined: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_freed_meanwhile(
+    store: Store, launch: Launch, joined: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing of it is stored, and the job has the memory at once; what the second look does not find is left out."""
     job = launch(gpus=(0,), mib=8, buffers=4)
     fetch, portions = Keeper.fetch, []
@@ -174,7 +190,9 @@ def test_what_is_freed_meanwhile(store: Store, launch: Launch, joined: Machine, 
 
 @small
 @pytest.mark.parametrize("options", [DumpOptions(), DumpOptions(pre_copy="off")])
-def test_where_it_is_not_worth_it(store: Store, launch: Launch, joined: Machine, options: DumpOptions) -> None:
+def test_where_it_is_not_worth_it(
+    store: Store, launch: Launch, joined: Machine, options: DumpOptions
+) -> None:
     job = launch(gpus=(0,), mib=8, buffers=4)
     events = Events()
     store.dump(job.pid, options, events=events)
@@ -197,11 +215,19 @@ def test_a_gpu_without_room(store: Store, launch: Launch, joined: Machine) -> No
 def test_a_worker_that_fails(store: Store, launch: Launch, joined: Machine, call: str) -> None:
     """It costs what would have been stored before, and nothing else."""
     job = launch(gpus=(0,), mib=8, buffers=4)
-    events = Events({("dump.resident.precopy", "begin"): lambda event: fault(joined, f"worker-faults/{call}", "fails")})
+    events = Events(
+        {
+            ("dump.resident.precopy", "begin"): lambda event: fault(
+                joined, f"worker-faults/{call}", "fails"
+            )
+        }
+    )
     result = store.dump(job.pid, ON, events=events)
     told = ends(events)
     if call == "allocate":  # of half as much, then
-        assert "not_stored" not in told["dump.resident.precopy"] and stored_before(events) > 20 * MIB
+        assert (
+            "not_stored" not in told["dump.resident.precopy"] and stored_before(events) > 20 * MIB
+        )
     else:
         assert f"{call}: fails" in str(told["dump.resident.precopy"]["not_stored"])
         assert stored_before(events) == 0 and told["dump.resident.copy"]["bytes"] == job.resident
@@ -212,7 +238,13 @@ def test_a_worker_that_fails(store: Store, launch: Launch, joined: Machine, call
 @small
 def test_a_worker_that_dies(store: Store, launch: Launch, joined: Machine) -> None:
     job = launch(gpus=(0,), mib=8, buffers=4)
-    events = Events({("dump.resident.precopy", "begin"): lambda event: fault(joined, "worker-faults/copy", "die")})
+    events = Events(
+        {
+            ("dump.resident.precopy", "begin"): lambda event: fault(
+                joined, "worker-faults/copy", "die"
+            )
+        }
+    )
     with pytest.raises(IcecoreError, match="worker ended"):
         store.dump(job.pid, ON, events=events)
     runs_on(job, store)
@@ -235,4 +267,3 @@ def test_a_store_that_fails(store: Store, launch: Launch, joined: Machine) -> No
         broken.dump(job.pid, ON, events=events)
     runs_on(job, store)
     store.dump(job.pid)
-

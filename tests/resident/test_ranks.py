@@ -38,9 +38,13 @@ def in_use(joined: Machine) -> int:
 
 
 @pytest.mark.parametrize(
-    ("mode", "how"), [("full", {}), ("lazy", {"let_go": True}), ("lazy", {"ipc": True})], ids=["kept", "let go", "ipc"]
+    ("mode", "how"),
+    [("full", {}), ("lazy", {"let_go": True}), ("lazy", {"ipc": True})],
+    ids=["kept", "let go", "ipc"],
 )
-def test_a_lineage(store: Store, launch: Launch, joined: Machine, mode: str, how: dict[str, bool]) -> None:
+def test_a_lineage(
+    store: Store, launch: Launch, joined: Machine, mode: str, how: dict[str, bool]
+) -> None:
     job = launch(Ring, **how)
     snapshots = []
     for number in range(3):
@@ -49,19 +53,38 @@ def test_a_lineage(store: Store, launch: Launch, joined: Machine, mode: str, how
         if number < 2:
             job.goes_on()
             assert in_use(joined) == job.resident + MIB
-        [end] = [event.fields for event in events.named("dump.resident.copy") if event.fields["state"] == "end"]
-        assert 0 < end["bytes"] < job.resident, "what holds zeros, or what the parent holds, is not copied"
-        [end] = [event.fields for event in events.named("dump.resident.prepare") if event.fields["state"] == "end"]
+        [end] = [
+            event.fields
+            for event in events.named("dump.resident.copy")
+            if event.fields["state"] == "end"
+        ]
+        assert 0 < end["bytes"] < job.resident, (
+            "what holds zeros, or what the parent holds, is not copied"
+        )
+        [end] = [
+            event.fields
+            for event in events.named("dump.resident.prepare")
+            if event.fields["state"] == "end"
+        ]
         assert end["looked"] == job.resident, end
-        [end] = [event.fields for event in events.named("dump.gpu.checkpoint") if event.fields["state"] == "end"]
+        [end] = [
+            event.fields
+            for event in events.named("dump.gpu.checkpoint")
+            if event.fields["state"] == "end"
+        ]
         assert end["bytes"] == MIB, "two small allocations: nothing shared is left for the driver"
     manifest = store.read(snapshots[0]).manifest
-    assert sum(r.length for s in manifest.spaces if s.kind == "device" for r in s.regions) == job.resident
+    assert (
+        sum(r.length for s in manifest.spaces if s.kind == "device" for r in s.regions)
+        == job.resident
+    )
     _, processes = recorded(manifest)
     (first, one), (second, two) = sorted(processes.items())
     for process, other in ((one, second), (two, first)):
         owners = [owner for owner, _ in process.imports.values()]
-        assert owners == [other] or ("ipc" in how and not owners)  # it had just closed it, to open it again
+        assert owners == [other] or (
+            "ipc" in how and not owners
+        )  # it had just closed it, to open it again
     job.reap()
     for snapshot in (snapshots[2], snapshots[0], snapshots[1]):
         bring_back(store, snapshot, mode=mode)
@@ -88,7 +111,9 @@ def test_on_the_other_ones_gpu(store: Store, launch: Launch, joined: Machine, ip
 
 
 @pytest.mark.parametrize(("changed", "ipc"), [(False, False), (True, False), (True, True)])
-def test_memory_that_is_still_there(store: Store, launch: Launch, joined: Machine, changed: bool, ipc: bool) -> None:
+def test_memory_that_is_still_there(
+    store: Store, launch: Launch, joined: Machine, changed: bool, ipc: bool
+) -> None:
     job = launch(Ring, ipc=ipc)
     first = store.dump(job.pid).snapshot
     job.wait_steps(20)
@@ -98,7 +123,11 @@ def test_memory_that_is_still_there(store: Store, launch: Launch, joined: Machin
     events = Events()
     bring_back(store, first if changed else last, events, from_resident=True)
     job.goes_on()
-    [end] = [event.fields for event in events.named("restore.resident.memory") if event.fields["state"] == "end"]
+    [end] = [
+        event.fields
+        for event in events.named("restore.resident.memory")
+        if event.fields["state"] == "end"
+    ]
     assert bool(end["fetched"]) == changed
     store.dump(driving.members(job.folder)[0], DumpOptions(stop=True, keep_resident=True))
     job.reap()
@@ -113,7 +142,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_fails_costs_a_snapshot(store: Store, launch: Launch, joined: Machine, name: str) -> None:
+def test_what_fails_costs_a_snapshot(
+    store: Store, launch: Launch, joined: Machine, name: str
+) -> None:
     job = launch(Ring)
     place, text = FAULTS[name]
     (joined.cuda / place).write_text(text)
@@ -161,19 +192,33 @@ def test_a_damaged_account_of_it(store: Store, launch: Launch) -> None:
     for about in known["processes"].values():
         about["imports"] = [[identity, owner, 99] for identity, owner, _ in about["imports"]]
     with pytest.raises(Damaged):
-        recorded(msgspec.structs.replace(manifest, extra={**manifest.extra, "resident": json.dumps(known)}))
+        recorded(
+            msgspec.structs.replace(
+                manifest, extra={**manifest.extra, "resident": json.dumps(known)}
+            )
+        )
 
 
 def refusals(pid: int) -> dict[str, str]:
-    return {one.name: f"{one.message} {one.cure}" for one in refuse(look(pid, find_criu(), "/dev/shm", DumpOptions())) if one.name.startswith("gpu")}
+    return {
+        one.name: f"{one.message} {one.cure}"
+        for one in refuse(look(pid, find_criu(), "/dev/shm", DumpOptions()))
+        if one.name.startswith("gpu")
+    }
 
 
 SETTINGS: dict[str, tuple[dict[str, str], str]] = {
     "what run --gpu --resident sets": (dict(nccl.PARKED), ""),
     "no peers": (dict(nccl.SNAPSHOTABLE), ""),
-    "nobody knows whether by cuMem": ({**nccl.PARKED, "NCCL_CUMEM_ENABLE": "-2"}, "NCCL_CUMEM_ENABLE=1"),
+    "nobody knows whether by cuMem": (
+        {**nccl.PARKED, "NCCL_CUMEM_ENABLE": "-2"},
+        "NCCL_CUMEM_ENABLE=1",
+    ),
     "multicast": ({**nccl.PARKED, "NCCL_NVLS_ENABLE": "1"}, "NCCL_NVLS_ENABLE=0"),
-    "shared host memory": ({**nccl.PARKED, "NCCL_CUMEM_HOST_ENABLE": "1"}, "NCCL_CUMEM_HOST_ENABLE=0"),
+    "shared host memory": (
+        {**nccl.PARKED, "NCCL_CUMEM_HOST_ENABLE": "1"},
+        "NCCL_CUMEM_HOST_ENABLE=0",
+    ),
 }
 
 
@@ -185,12 +230,18 @@ def test_nccl_between_ranks(launch: Launch, settings: str) -> None:
     assert list(found) == (["gpu-nccl"] if cure else []) and cure in found.get("gpu-nccl", "")
 
 
-def test_nccl_with_a_rank_that_is_not_under_the_preload(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_with_a_rank_that_is_not_under_the_preload(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = launch(Ring, nccl=dict(nccl.PARKED))
     assert refusals(job.pid) == {}
     other = next(pid for pid in job.pids if pid != job.pid)
     with monkeypatch.context() as patch:
-        patch.setattr(resident_look, "resident_directory", lambda pid: "" if pid == other else str(job.machine.directory))
+        patch.setattr(
+            resident_look,
+            "resident_directory",
+            lambda pid: "" if pid == other else str(job.machine.directory),
+        )
         assert "NCCL_P2P_DISABLE=1" in refusals(job.pid)["gpu-nccl"]
     with monkeypatch.context() as patch:  # as if it had found the driver's calls in another way
         patch.setattr(Counts, "unpack", lambda _: Counts(resident=1))
@@ -217,15 +268,23 @@ def test_sharing_that_is_refused(joined: Machine, what: str) -> None:
         assert "NCCL_NVLS_ENABLE=0" in refusals(one.pid)["gpu-multicast"]
         return
     if what == "a pool":
-        assert one("vm('cuMemPoolExportToShareableHandle', ctypes.byref(ctypes.c_int()), None, 1, 0)") == 0
+        assert (
+            one("vm('cuMemPoolExportToShareableHandle', ctypes.byref(ctypes.c_int()), None, 1, 0)")
+            == 0
+        )
         assert "gpu-sharing" in refusals(one.pid)
         return
     assert one(f"send({path!r}, {handle})") == 0
     assert two("mapped(received(), 2 * MIB, 1)")
     if what == "host memory":
-        assert "NCCL_CUMEM_HOST_ENABLE=0" in refusals(one.pid)["gpu-sharing"] and "gpu-sharing" in refusals(two.pid)
+        assert "NCCL_CUMEM_HOST_ENABLE=0" in refusals(one.pid)[
+            "gpu-sharing"
+        ] and "gpu-sharing" in refusals(two.pid)
     else:
-        assert str(two.pid) in refusals(one.pid)["gpu-outside"] and str(one.pid) in refusals(two.pid)["gpu-outside"]
+        assert (
+            str(two.pid) in refusals(one.pid)["gpu-outside"]
+            and str(one.pid) in refusals(two.pid)["gpu-outside"]
+        )
 
 
 def test_ranks_on_one_gpu(joined: Machine) -> None:
@@ -244,9 +303,15 @@ def test_ranks_on_one_gpu(joined: Machine) -> None:
         twin = replace(process, pid=parent.pid + 1, contexts={uuid_of(0): 1})
         here = replace(process, contexts={uuid_of(0): 1})
         reports = dict.fromkeys((parent.pid, parent.pid + 1), found.resident.reports[parent.pid])
-        both = replace(found, gpus=replace(found.gpus, processes=[here, twin]), resident=replace(found.resident, reports=reports))
+        both = replace(
+            found,
+            gpus=replace(found.gpus, processes=[here, twin]),
+            resident=replace(found.resident, reports=reports),
+        )
         assert bool(checks_gpu.shared(both)) == refused
-        assert checks_gpu.shared(replace(both, resident=found.resident)), "one of them is not under the preload"
+        assert checks_gpu.shared(replace(both, resident=found.resident)), (
+            "one of them is not under the preload"
+        )
 
 
 def test_a_rank_that_died(store: Store, launch: Launch, joined: Machine) -> None:
@@ -258,7 +323,10 @@ def test_a_rank_that_died(store: Store, launch: Launch, joined: Machine) -> None
     job.reap()
     ended(job)
     [process] = recorded(store.read(snapshot).manifest)[1].values()
-    assert sorted(one.size for one in process.allocations) == [2 * MIB, job.mib * MIB, job.mib * MIB] and not process.imports
+    assert (
+        sorted(one.size for one in process.allocations) == [2 * MIB, job.mib * MIB, job.mib * MIB]
+        and not process.imports
+    )
     restored = bring_back(store, snapshot)
     assert Agent(joined.directory, restored.pid).report().counts.imported == 1
     assert in_use(joined) == (2 * job.mib + 2) * MIB + MIB // 2

@@ -57,10 +57,18 @@ def test_a_loop_asks_neither_driver_nor_keeper(machine: Machine, target: Target,
     with stopped(machine.keeper_pid()):
         asked = calls(target, f"loop({SIZE}, 200, {some})")
     rounds = 200 * some
-    assert asked == {"cuCtxSynchronize": rounds, "all": 5 * rounds}  # and which context and device it is
+    assert asked == {
+        "cuCtxSynchronize": rounds,
+        "all": 5 * rounds,
+    }  # and which context and device it is
     assert sorted(target(f"loop({SIZE}, 1, {some})")) == sorted(first)
     counts = target.agent.report().counts
-    assert (counts.resident, counts.spare, counts.spare_bytes, counts.unheld) == (0, some, some * SIZE, 0)
+    assert (counts.resident, counts.spare, counts.spare_bytes, counts.unheld) == (
+        0,
+        some,
+        some * SIZE,
+        0,
+    )
     assert counts.allocations == counts.frees == 204 * some
     assert counts.recycled == 202 * some
     assert target.agent.allocations() == []
@@ -70,7 +78,9 @@ def test_a_loop_asks_neither_driver_nor_keeper(machine: Machine, target: Target,
     assert target(f"[loop({SIZE}, 3), 0][1]") == 0
 
 
-def test_what_is_not_asked_for_again_is_given_back_at_once(machine: Machine, target: Target) -> None:
+def test_what_is_not_asked_for_again_is_given_back_at_once(
+    machine: Machine, target: Target
+) -> None:
     """As by a program that makes room, or ends a phase."""
     target(f"loop({SIZE}, 1, 9)")
     target("[loop(size * MIB, 1) for size in (2, 6, 8, 10)]")
@@ -105,7 +115,9 @@ ASKED = {
 
 
 @pytest.mark.parametrize("how", ASKED)
-def test_before_anybody_goes_without_it_is_given_back(machine: Machine, target: Target, how: str) -> None:
+def test_before_anybody_goes_without_it_is_given_back(
+    machine: Machine, target: Target, how: str
+) -> None:
     target("loop(20 * MIB, 3, 2)")
     assert spare(target) == (2, 40 * MIB)
     assert target(ASKED[how])[0] == 0
@@ -152,7 +164,9 @@ def test_what_was_released_is_not_known_any_more(machine: Machine) -> None:
     assert answers[0] == answers[1]
 
 
-def test_the_size_is_the_one_that_was_asked_for(machine: Machine, target: Target, address: int) -> None:
+def test_the_size_is_the_one_that_was_asked_for(
+    machine: Machine, target: Target, address: int
+) -> None:
     token = target.agent.report().token
     for requested in (SIZE - 5, SIZE, 2 * MIB + 1):
         assert target(f"alloc({requested})") == [0, address]
@@ -163,7 +177,9 @@ def test_the_size_is_the_one_that_was_asked_for(machine: Machine, target: Target
     assert target("alloc(2 * MIB)")[1] != address
 
 
-def test_a_handle_of_memory_that_was_released_opens_no_other(machine: Machine, target: Target, address: int) -> None:
+def test_a_handle_of_memory_that_was_released_opens_no_other(
+    machine: Machine, target: Target, address: int
+) -> None:
     other = machine.target()
     other("start()")
     assert target(f"alloc({SIZE})") == [0, address]
@@ -187,7 +203,9 @@ def test_a_handle_of_memory_that_was_released_opens_no_other(machine: Machine, t
         "vm('cuMemGetHandleForAddressRange', ctypes.byref(ctypes.c_int()), {}, 4 * MIB, 1, 0)",
     ],
 )
-def test_memory_that_is_unlike_a_fresh_one_does_not_stay(target: Target, address: int, call: str) -> None:
+def test_memory_that_is_unlike_a_fresh_one_does_not_stay(
+    target: Target, address: int, call: str
+) -> None:
     assert target(f"alloc({SIZE})") == [0, address]
     assert target(call.format(address)) == 0
     assert target(f"free({address})") == 0
@@ -196,7 +214,9 @@ def test_memory_that_is_unlike_a_fresh_one_does_not_stay(target: Target, address
     assert spare(target) == (1, SIZE)
 
 
-def test_only_what_the_whole_context_has_been_waited_for_stays(machine: Machine, target: Target, address: int) -> None:
+def test_only_what_the_whole_context_has_been_waited_for_stays(
+    machine: Machine, target: Target, address: int
+) -> None:
     assert target(f"alloc({SIZE})") == [0, address]
     assert target(f"free({address}, lambda at: cuda.cuMemFreeAsync(at, None))") == 0
     assert (machine.used(), spare(target)) == (0, (0, 0))
@@ -221,7 +241,9 @@ def test_a_window_leaves_nothing_of_it(machine: Machine, target: Target, address
         until(lambda: target.agent.report().counts.unheld == 0)
 
 
-def test_memory_that_has_been_through_a_window_is_recycled(machine: Machine, target: Target, address: int) -> None:
+def test_memory_that_has_been_through_a_window_is_recycled(
+    machine: Machine, target: Target, address: int
+) -> None:
     assert target(f"alloc({SIZE})") == [0, address]
     take(target)
     give_back(target.agent)
@@ -239,7 +261,9 @@ def test_memory_that_has_been_through_a_window_is_recycled(machine: Machine, tar
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_a_loop_goes_on_without_a_keeper(machine: Machine, target: Target, address: int, dies: bool) -> None:
+def test_a_loop_goes_on_without_a_keeper(
+    machine: Machine, target: Target, address: int, dies: bool
+) -> None:
     """The next one gets everything, what stayed too."""
     if dies:
         machine.kill_keeper()
@@ -283,7 +307,9 @@ def test_it_is_its_contexts_alone(machine: Machine, target: Target) -> None:
     assert target("told(one)[0]") == INVALID
     target("[free(two), current(first.value)]")
     assert target(f"loop({SIZE}, 2) == [one]") is True
-    assert target("[current(second), [cuda.cuCtxDestroy_v2(ctypes.c_void_p(second))], current(first.value)]") == [0, [0], 0]
+    assert target(
+        "[current(second), [cuda.cuCtxDestroy_v2(ctypes.c_void_p(second))], current(first.value)]"
+    ) == [0, [0], 0]
     assert spare(target) == (0, 0)  # as long as there were two
     assert target(f"len(loop({SIZE}, 3))") and spare(target) == (1, SIZE)
 
@@ -303,13 +329,18 @@ def test_what_peers_reach_is_recycled_once_they_do_not(new_machine: NewMachine) 
     assert (target.agent.report().counts.recycled, *spare(target)) == (recycled, 0, 0)
     assert target("[current(one), cuda.cuCtxDisablePeerAccess(ctypes.c_void_p(zero))]") == [0, 0]
     [address] = target(f"[current(zero), loop({SIZE}, 3)[-1:]]")[1]
-    assert target(f"[alloc({SIZE})[1], cuda.fake_access(ctypes.c_ulonglong({address})), free({address})]") == [address, 0b01, 0]
+    assert target(
+        f"[alloc({SIZE})[1], cuda.fake_access(ctypes.c_ulonglong({address})), free({address})]"
+    ) == [address, 0b01, 0]
     assert spare(target) == (1, SIZE)
 
 
 def test_a_forked_child_has_none_of_it(machine: Machine, target: Target, address: int) -> None:
     token = target.agent.report().token
-    assert target(f"forked('[free({address}) != 0, alloc({SIZE})[1] != {address}]')") == [True, True]
+    assert target(f"forked('[free({address}) != 0, alloc({SIZE})[1] != {address}]')") == [
+        True,
+        True,
+    ]
     assert target(f"loop({SIZE}, 20)") == [address]
     assert [one.token for one in machine.keeper.processes()] == [token]
     assert len(machine.keeper.allocations(token)) == 1
@@ -340,7 +371,9 @@ def test_threads_never_have_each_others_memory(new_machine: NewMachine, windows:
     target = machine.target()
     target("start()")
     # At most 60 MiB live at once: none may ever go without.
-    target("recycle(4, [[30 * MIB], [2 * MIB, 14 * MIB, 6 * MIB], [8 * MIB], [2 * MIB, 4 * MIB, 8 * MIB, 6 * MIB]])")
+    target(
+        "recycle(4, [[30 * MIB], [2 * MIB, 14 * MIB, 6 * MIB], [8 * MIB], [2 * MIB, 4 * MIB, 8 * MIB, 6 * MIB]])"
+    )
     until(lambda: target("len(_rounds)") > 100)
     for _ in range(windows):
         take(target)
@@ -382,13 +415,22 @@ def test_several_contexts_on_one_device(machine: Machine, target: Target) -> Non
         assert take(target) == 9 * SIZE
         assert sorted(digests(machine, token).values()) == sorted(digest for _, digest in memory)
         give_back(target.agent)
-        assert [target(f"hashed({at}, {SIZE})") for at, _ in memory] == [digest for _, digest in memory]
-        assert target("(lambda now: [cuda.cuCtxGetCurrent(ctypes.byref(now)), now.value == contexts[2]])(ctypes.c_void_p())") == [0, True]
+        assert [target(f"hashed({at}, {SIZE})") for at, _ in memory] == [
+            digest for _, digest in memory
+        ]
+        assert target(
+            "(lambda now: [cuda.cuCtxGetCurrent(ctypes.byref(now)), now.value == contexts[2]])(ctypes.c_void_p())"
+        ) == [0, True]
         # One is released with its own context current, another with none, the third with another.
         for index, which in ((0, 0), (4, None), (8, 0)):
             at, _ = memory[index]
             now = "None" if which is None else f"contexts[{which}]"
-            assert target(f"[current({now}), free({at}), free({at}), current(contexts[{index % 3}])]")[1] == 0
+            assert (
+                target(f"[current({now}), free({at}), free({at}), current(contexts[{index % 3}])]")[
+                    1
+                ]
+                == 0
+            )
             at = target(f"alloc({SIZE})")[1]
             memory[index] = (at, target(f"fill({at}, {SIZE}, {10 * number + index})"))
         target("current(contexts[2])")

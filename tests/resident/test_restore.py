@@ -35,8 +35,16 @@ pytestmark = pytest.mark.criu
 Launch = Callable[..., Job]
 
 
-def bring_back(store: Store, snapshot: str, events: Events | None = None, **options: Any) -> Restored:
-    restored = restore(store.repository, store.loop, snapshot, RestoreOptions(workdir=str(store.workdir), **options), emit=events or Events())
+def bring_back(
+    store: Store, snapshot: str, events: Events | None = None, **options: Any
+) -> Restored:
+    restored = restore(
+        store.repository,
+        store.loop,
+        snapshot,
+        RestoreOptions(workdir=str(store.workdir), **options),
+        emit=events or Events(),
+    )
     restored.wait_resident(30)
     return restored
 
@@ -48,7 +56,10 @@ ways = pytest.mark.parametrize(("mode", "placers"), [("lazy", 0), ("full", 3)])
 def listeners(job: Job) -> int:
     """Sockets of agents that listen: those of the job's processes, and such as nobody looks at any more."""
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
-    return sum(words[3] == "00010000" and words[-1].startswith(f"{job.machine.directory}/agent-") for words in lines)
+    return sum(
+        words[3] == "00010000" and words[-1].startswith(f"{job.machine.directory}/agent-")
+        for words in lines
+    )
 
 
 def ended(job: Job) -> None:
@@ -69,7 +80,11 @@ def test_a_lineage(mode: str, placers: int, store: Store, launch: Launch, joined
         # The one that CRIU made, to which somebody may have connected before the process ran, or the request would never be answered.
         assert listeners(job) == len(job.pids)
         assert sum(joined.used(gpu) for gpu in range(2)) == job.resident + len(job.pids) * MIB // 2
-        [end] = [event.fields for event in events.named("restore.resident.memory") if event.fields["state"] == "end"]
+        [end] = [
+            event.fields
+            for event in events.named("restore.resident.memory")
+            if event.fields["state"] == "end"
+        ]
         assert 7 * job.resident // 8 <= end["bytes"] < job.resident
         assert (end["placers"], end["redone"]) == (placers, 0)
         job.kill()
@@ -101,7 +116,9 @@ def test_other_gpus(store: Store, launch: Launch, joined: Machine) -> None:
 
 @pytest.mark.parametrize("changed", [False, True])
 @ways
-def test_memory_that_is_still_there(mode: str, placers: int, changed: bool, store: Store, launch: Launch, joined: Machine) -> None:
+def test_memory_that_is_still_there(
+    mode: str, placers: int, changed: bool, store: Store, launch: Launch, joined: Machine
+) -> None:
     job = launch(gpus=(0, 1), children=1)
     first = store.dump(job.pid).snapshot
     job.wait_steps(40)
@@ -109,9 +126,15 @@ def test_memory_that_is_still_there(mode: str, placers: int, changed: bool, stor
     job.reap()
     assert sum(joined.used(gpu) for gpu in range(2)) == job.resident
     events = Events()
-    bring_back(store, first if changed else last, events, mode=mode, placers=placers, from_resident=True)
+    bring_back(
+        store, first if changed else last, events, mode=mode, placers=placers, from_resident=True
+    )
     job.goes_on()
-    [end] = [event.fields for event in events.named("restore.resident.memory") if event.fields["state"] == "end"]
+    [end] = [
+        event.fields
+        for event in events.named("restore.resident.memory")
+        if event.fields["state"] == "end"
+    ]
     # Only the first cell of each buffer changes.
     assert end["fetched"] == (len(job.pids) * job.buffers if changed else 0)
     assert sum(joined.used(gpu) for gpu in range(2)) == job.resident + len(job.pids) * MIB // 2
@@ -124,7 +147,9 @@ def test_memory_that_is_still_there(mode: str, placers: int, changed: bool, stor
     job.goes_on()
 
 
-def test_memory_that_was_kept_is_let_go_of_by_another_restore(store: Store, launch: Launch, joined: Machine) -> None:
+def test_memory_that_was_kept_is_let_go_of_by_another_restore(
+    store: Store, launch: Launch, joined: Machine
+) -> None:
     job = launch()
     snapshot = store.dump(job.pid, DumpOptions(stop=True, keep_resident=True)).snapshot
     job.reap()
@@ -200,7 +225,9 @@ def test_no_lease_ends_before_what_is_still_there_is_what_it_was(
             ended(job)
 
 
-def test_a_placer_that_hangs_costs_the_restore_and_nothing_else(store: Store, launch: Launch, joined: Machine) -> None:
+def test_a_placer_that_hangs_costs_the_restore_and_nothing_else(
+    store: Store, launch: Launch, joined: Machine
+) -> None:
     job = launch()
     snapshot = store.dump(job.pid, DumpOptions(stop=True)).snapshot
     job.reap()
@@ -212,7 +239,13 @@ def test_a_placer_that_hangs_costs_the_restore_and_nothing_else(store: Store, la
         os.kill(hung[0], signal.SIGSTOP)
 
     with pytest.raises(RestoreFailed, match="placer process"):
-        bring_back(store, snapshot, Events({("restore.resident.memory", "begin"): stop}), placers=2, stall_seconds=2.0)
+        bring_back(
+            store,
+            snapshot,
+            Events({("restore.resident.memory", "begin"): stop}),
+            placers=2,
+            stall_seconds=2.0,
+        )
     ended(job)
     assert not members(store.workdir, "icecore.restorer.place.placer_process")
     bring_back(store, snapshot)
@@ -222,14 +255,33 @@ def test_a_placer_that_hangs_costs_the_restore_and_nothing_else(store: Store, la
 @pytest.mark.parametrize(
     ("fault", "mode", "placers"),
     [
-        *(("restore", "full", 0), ("allocate", "lazy", 2), ("copy", "full", 2), ("copy", "lazy", 0), ("digests", "full", 2)),
-        *(("worker dies", "full", 2), ("worker dies", "lazy", 0), ("store", "full", 0), ("helper", "lazy", 2)),
+        *(
+            ("restore", "full", 0),
+            ("allocate", "lazy", 2),
+            ("copy", "full", 2),
+            ("copy", "lazy", 0),
+            ("digests", "full", 2),
+        ),
+        *(
+            ("worker dies", "full", 2),
+            ("worker dies", "lazy", 0),
+            ("store", "full", 0),
+            ("helper", "lazy", 2),
+        ),
     ],
 )
 def test_a_restore_that_fails(
-    fault: str, mode: str, placers: int, store: Store, launch: Launch, joined: Machine, monkeypatch: pytest.MonkeyPatch
+    fault: str,
+    mode: str,
+    placers: int,
+    store: Store,
+    launch: Launch,
+    joined: Machine,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("icecore.restorer.fetch.fetcher.PLACE_THREADS", 0 if fault == "digests" else PLACE_THREADS)
+    monkeypatch.setattr(
+        "icecore.restorer.fetch.fetcher.PLACE_THREADS", 0 if fault == "digests" else PLACE_THREADS
+    )
     job = launch(gpus=(0, 1), children=1)
     snapshot = store.dump(job.pid, DumpOptions(stop=True)).snapshot
     job.reap()
@@ -258,12 +310,22 @@ def test_a_restore_that_fails(
     job.goes_on()
 
 
-@pytest.mark.parametrize(("fault", "digested", "redone"), [("prepare-digests", False, 0), ("digests-wrong", True, 1)])
+@pytest.mark.parametrize(
+    ("fault", "digested", "redone"), [("prepare-digests", False, 0), ("digests-wrong", True, 1)]
+)
 def test_digests(
-    fault: str, digested: bool, redone: int, store: Store, launch: Launch, joined: Machine, monkeypatch: pytest.MonkeyPatch
+    fault: str,
+    digested: bool,
+    redone: int,
+    store: Store,
+    launch: Launch,
+    joined: Machine,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where the GPU cannot make them placers verify; what has another one than its cell is fetched again."""
-    monkeypatch.setattr("icecore.restorer.fetch.fetcher.PLACE_THREADS", 0)  # no thread does its placer's work while that loads
+    monkeypatch.setattr(
+        "icecore.restorer.fetch.fetcher.PLACE_THREADS", 0
+    )  # no thread does its placer's work while that loads
     job = launch()
     snapshot = store.dump(job.pid, DumpOptions(stop=True)).snapshot
     job.reap()
@@ -272,7 +334,11 @@ def test_digests(
     bring_back(store, snapshot, events, placers=2)
     job.goes_on()
     assert not (joined.cuda / "worker-faults" / fault).exists()
-    [end] = [event.fields for event in events.named("restore.resident.memory") if event.fields["state"] == "end"]
+    [end] = [
+        event.fields
+        for event in events.named("restore.resident.memory")
+        if event.fields["state"] == "end"
+    ]
     assert (end["digested"], end["redone"]) == (digested, redone)
 
 
@@ -294,7 +360,11 @@ def test_placers_that_are_killed(who: str, store: Store, launch: Launch) -> None
         def firsts() -> list[list[int]]:
             found = members(store.workdir, "icecore.restorer.place.placer_process")
             below = {pid: [one for one in children(pid) if one in found] for pid in found}
-            return [[pid, *below[pid]] for pid in found if not any(pid in others for others in below.values())]
+            return [
+                [pid, *below[pid]]
+                for pid in found
+                if not any(pid in others for others in below.values())
+            ]
 
         until(lambda: firsts() and all(len(group) == 4 for group in firsts()))
         for group in firsts():
@@ -304,7 +374,11 @@ def test_placers_that_are_killed(who: str, store: Store, launch: Launch) -> None
     events = Events({("restore.resident.memory", "begin"): kill})
     bring_back(store, snapshot, events, placers=3)
     job.goes_on()
-    [end] = [event.fields for event in events.named("restore.resident.memory") if event.fields["state"] == "end"]
+    [end] = [
+        event.fields
+        for event in events.named("restore.resident.memory")
+        if event.fields["state"] == "end"
+    ]
     assert end["redone"] > 0
     assert not members(store.workdir, "icecore.restorer.place.placer_process")
 
@@ -322,7 +396,9 @@ def test_copies_that_were_made_on_the_device(store: Store, launch: Launch, joine
         store.dump(job.pid, events=Events({("dump.store", "begin"): kill}))
     job.goes_on()
     used: list[int] = []
-    look = Events({("dump.store", "begin"): lambda _: used.append(sum(joined.used(gpu) for gpu in range(2)))})
+    look = Events(
+        {("dump.store", "begin"): lambda _: used.append(sum(joined.used(gpu) for gpu in range(2)))}
+    )
     snapshot = store.dump(job.pid, events=look).snapshot
     assert used == [2 * job.resident + len(job.pids) * MIB // 2]
     store.dump(job.pid, DumpOptions(stop=True))
@@ -337,7 +413,9 @@ def test_a_gpu_without_room(store: Store, launch: Launch, joined: Machine) -> No
     snapshot = store.dump(job.pid, DumpOptions(stop=True)).snapshot
     job.reap()
     other = launch(gpus=(0,), mib=20, buffers=2)
-    with pytest.raises(IcecoreError, match=r"(?i)out.of.memory"):  # said by the keeper's worker or by the driver, whoever comes last
+    with pytest.raises(
+        IcecoreError, match=r"(?i)out.of.memory"
+    ):  # said by the keeper's worker or by the driver, whoever comes last
         bring_back(store, snapshot)
     assert not driving.members(job.folder)
     other.goes_on()

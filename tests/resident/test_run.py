@@ -43,14 +43,38 @@ BUFFERS = 2
 def visible(new_machine: NewMachine, cli: Cli, tmp_path: Path) -> Machine:
     """Two GPUs that a job with a private root sees, too."""
     machine = new_machine(gpus=2, memory=96 << 20, world=True, folder=str(tmp_path))
-    own = {name: value for name, value in machine.environment(resident=False).items() if name.startswith(("FAKE_CUDA", "LD_LIBRARY"))}
+    own = {
+        name: value
+        for name, value in machine.environment(resident=False).items()
+        if name.startswith(("FAKE_CUDA", "LD_LIBRARY"))
+    }
     cli.environment.update({**own, VARIABLE: f"fake:{machine.cuda}"})
     return machine
 
 
 def start(cli: Cli, *words: str) -> Running:
-    order = json.dumps({"out": "/dev/stdout", "gpus": [0], "mib": 4, "buffers": BUFFERS, "end": str(cli.folder / "end")})
-    cli.run("run", "-d", "--gpu", *words, "--name", "gpu", "--", sys.executable, "-S", str(HERE / "job.py"), order)
+    order = json.dumps(
+        {
+            "out": "/dev/stdout",
+            "gpus": [0],
+            "mib": 4,
+            "buffers": BUFFERS,
+            "end": str(cli.folder / "end"),
+        }
+    )
+    cli.run(
+        "run",
+        "-d",
+        "--gpu",
+        *words,
+        "--name",
+        "gpu",
+        "--",
+        sys.executable,
+        "-S",
+        str(HERE / "job.py"),
+        order,
+    )
     job = cli.job("gpu")
     goes_on(job, 10)
     return job
@@ -78,22 +102,42 @@ def test_a_job_and_its_instances(cli: Cli, visible: Machine, root: str) -> None:
     events = cli.events("dump", "gpu")
     for event in events:
         check_event(event, documented)
-    looked = next(event for event in events if event["event"] == "dump.preflight" and event["state"] == "end")
-    assert (looked["resident_bytes"], looked["moved_bytes"], looked["no_room"]) == (BUFFERS * 4 * MIB, MIB // 2, 0)
+    looked = next(
+        event for event in events if event["event"] == "dump.preflight" and event["state"] == "end"
+    )
+    assert (looked["resident_bytes"], looked["moved_bytes"], looked["no_room"]) == (
+        BUFFERS * 4 * MIB,
+        MIB // 2,
+        0,
+    )
     assert looked["left"] == {"small_bytes": MIB // 2}
     assert looked["window_least"] < looked["window_seconds"] < looked["window_most"] < 1.1
-    assert [event["bytes"] for event in events if event["event"] == "dump.resident.unmap" and event["state"] == "end"] == [BUFFERS * 4 * MIB]
+    assert [
+        event["bytes"]
+        for event in events
+        if event["event"] == "dump.resident.unmap" and event["state"] == "end"
+    ] == [BUFFERS * 4 * MIB]
     goes_on(job)
     said = cli.run("dump", "gpu").stderr
-    assert "8.0 MiB stay on GPUs, " in said and " are moved\n  a window of about 579." in said and "if all that stays has changed\n" in said
+    assert (
+        "8.0 MiB stay on GPUs, " in said
+        and " are moved\n  a window of about 579." in said
+        and "if all that stays has changed\n" in said
+    )
     assert "\n  512 KiB with the driver: 512 KiB in small allocations\n" in said
     shown = cli.one("snapshot.details", "show", "gpu")
     check_event(shown, documented)
     assert (shown["resident_bytes"], shown["moved_bytes"]) == (BUFFERS * 4 * MIB, MIB // 2)
-    assert shown["device_bytes"] < shown["resident_bytes"] + shown["moved_bytes"] and shown["left"] == {"small_bytes": MIB // 2}
-    lines = {line[:14].strip(): line[14:].strip() for line in cli.run("show", "gpu").stdout.splitlines()}
+    assert shown["device_bytes"] < shown["resident_bytes"] + shown["moved_bytes"] and shown[
+        "left"
+    ] == {"small_bytes": MIB // 2}
+    lines = {
+        line[:14].strip(): line[14:].strip() for line in cli.run("show", "gpu").stdout.splitlines()
+    }
     assert lines["device memory"].endswith("of data; 8.5 MiB with its zeros")
-    assert lines["of it resident"].startswith("8.0 MiB with its zeros") and lines["of it moved"].startswith("512 KiB with its zeros")
+    assert lines["of it resident"].startswith("8.0 MiB with its zeros") and lines[
+        "of it moved"
+    ].startswith("512 KiB with its zeros")
     assert lines["allocated"] == "512 KiB with the driver: 512 KiB in small allocations"
     if root == "private":  # beside the first, on the other GPU
         for event in cli.events("restore", "gpu", "--name", "second", "--gpu-map", "0=1"):
@@ -112,12 +156,19 @@ def test_a_job_and_its_instances(cli: Cli, visible: Machine, root: str) -> None:
     until(lambda: not cli.job("gpu").alive)
     until(lambda: visible.used(0) == BUFFERS * 4 * MIB)
     events = cli.events("restore", "gpu", "--name", "third", "--from-resident")
-    assert [event.get("fetched") for event in events if event["event"] == "restore.resident.memory" and event["state"] == "end"] == [0]
+    assert [
+        event.get("fetched")
+        for event in events
+        if event["event"] == "restore.resident.memory" and event["state"] == "end"
+    ] == [0]
     third = cli.job("third")
     goes_on(third)
     until(lambda: visible.used(0) == BUFFERS * 4 * MIB + MIB // 2)
     if root == "private":
-        assert "not held" in cli.run("restore", "gpu", "--name", "fourth", "--from-resident", status=6).stderr
+        assert (
+            "not held"
+            in cli.run("restore", "gpu", "--name", "fourth", "--from-resident", status=6).stderr
+        )
     cli.run("dump", "third", "--stop", "--keep-resident")
     until(lambda: not cli.job("third").alive)
     until(lambda: visible.used(0) == BUFFERS * 4 * MIB)
@@ -132,13 +183,21 @@ def restored_from_memory(cli: Cli, *words: str) -> int:
     events = cli.events("restore", *words, "--from-resident")
     for event in events:
         check_event(event, documented_events())
-    [fetched] = [int(event["fetched"]) for event in events if event["event"] == "restore.resident.memory" and event["state"] == "end"]
+    [fetched] = [
+        int(event["fetched"])
+        for event in events
+        if event["event"] == "restore.resident.memory" and event["state"] == "end"
+    ]
     return fetched
 
 
 def kept(cli: Cli) -> dict[str, int]:
     """What ``ps -a`` says of each instance."""
-    return {event["instance"]: event["kept_bytes"] for event in cli.events("ps", "-a") if event["event"] == "job"}
+    return {
+        event["instance"]: event["kept_bytes"]
+        for event in cli.events("ps", "-a")
+        if event["event"] == "job"
+    }
 
 
 @pytest.mark.parametrize("root", ["private", "host"])
@@ -180,7 +239,9 @@ def test_a_job_that_crashes(cli: Cli, visible: Machine, root: str) -> None:
     goes_on(cli.job("gpu"))
 
 
-def test_a_restore_that_breaks_off_while_it_runs(cli: Cli, visible: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restore_that_breaks_off_while_it_runs(
+    cli: Cli, visible: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its tree is killed for want of host memory, and leaves nothing on the GPU."""
     cli.run("init")
     job = start(cli, "--keep-resident")
@@ -255,7 +316,11 @@ def test_ranks(cli: Cli, visible: Machine, tmp_path: Path) -> None:
     order = json.dumps({"out": str(folder / "lines"), "ranks": 2, "mib": 4, "nccl": True})
     how = ("--gpu", "--network", "private", "--root", "private", "--name", "gpu")
     done = cli.run("run", "-d", *how, "--", sys.executable, "-S", str(HERE / "ring.py"), order)
-    assert "NCCL_CUMEM_ENABLE=1" in done.stderr and "NCCL_P2P" not in done.stderr and nccl.PARKED_COST in done.stderr
+    assert (
+        "NCCL_CUMEM_ENABLE=1" in done.stderr
+        and "NCCL_P2P" not in done.stderr
+        and nccl.PARKED_COST in done.stderr
+    )
     job = Ring.at(visible, folder)
     job.goes_on()
     for _ in range(2):
@@ -301,12 +366,16 @@ def test_python_api(asked: bool | None, tmp_path: Path, monkeypatch: pytest.Monk
 def test_without_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ICECORE_CUDA", f"fake:{tmp_path / 'cuda'}")
     events: list[Event] = []
-    job = api.run(["sleep", "60"], gpu=True, config=Config(state=str(tmp_path / "state")), emit=events.append)
+    job = api.run(
+        ["sleep", "60"], gpu=True, config=Config(state=str(tmp_path / "state")), emit=events.append
+    )
     job.kill(9)
     job.wait(10)
     [about] = [event for event in events if event.name == "run.gpu"]
     assert about.fields["driver"] is False
-    assert "no NVIDIA driver here" in "\n".join(describe(about)) and "is resident" not in "\n".join(describe(about))
+    assert "no NVIDIA driver here" in "\n".join(describe(about)) and "is resident" not in "\n".join(
+        describe(about)
+    )
 
 
 def keepers(place: Path) -> list[int]:
@@ -314,13 +383,17 @@ def keepers(place: Path) -> list[int]:
     found = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError):
-            if Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0")[1:2] == [f"{place}/keeper".encode()]:
+            if Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0")[1:2] == [
+                f"{place}/keeper".encode()
+            ]:
                 found.append(int(name))
     return found
 
 
 @pytest.mark.parametrize("root", ["host", "private"])
-def test_what_cannot_be_started_leaves_no_keeper(root: Literal["host", "private"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_started_leaves_no_keeper(
+    root: Literal["host", "private"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody would find it any more."""
     broken = tmp_path / "broken"
     broken.write_text("not a program")
@@ -349,12 +422,18 @@ def test_where_no_compiler_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     registry = Registry(tmp_path / "state")
     with pytest.raises(MissingTool, match="it was not built"):
         api.start_gpu(registry, ["sleep", "60"], Isolation(), keep_resident=True, must_keep=True)
-    job = api.start_gpu(registry, ["sleep", "60"], Isolation(), keep_resident=True, emit=events.append)  # as the configuration says
+    job = api.start_gpu(
+        registry, ["sleep", "60"], Isolation(), keep_resident=True, emit=events.append
+    )  # as the configuration says
     job.kill(9)
     job.wait(10)
     [about] = [event.fields for event in events if event.name == "run.gpu"]
     assert about["keep_resident"] is False
-    assert about["resident"] is False and "is resident" not in describe(Event("run.gpu", about)) and "it was not built (install gcc)" in about["notes"]  # type: ignore[operator]
+    assert (
+        about["resident"] is False
+        and "is resident" not in describe(Event("run.gpu", about))
+        and "it was not built (install gcc)" in about["notes"]
+    )  # type: ignore[operator]
 
 
 def test_uuids(visible: Machine) -> None:

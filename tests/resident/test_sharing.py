@@ -88,7 +88,9 @@ def test_one_memory_through_windows(ranks: Ranks) -> None:
     def look(tree: ResidentTree) -> None:
         assert ranks.used() == [4 * MIB, 0]
         shares.append(find_shares(tree.taken))
-        assert not any("/gpu" in Path(f"/proc/{rank.pid}/maps").read_text() for rank in ranks.all)  # or it cannot be restored
+        assert not any(
+            "/gpu" in Path(f"/proc/{rank.pid}/maps").read_text() for rank in ranks.all
+        )  # or it cannot be restored
 
     for number in range(3):
         seen(one, address, two, there, number)
@@ -97,18 +99,32 @@ def test_one_memory_through_windows(ranks: Ranks) -> None:
         assert one(f"hashed({address}, {SIZE})") == digest
         seen(two, there, one, address, 10 + number)
         [[mine]], [copy] = (shares[-1].owned[one.pid],), shares[-1].imports[two.pid]
-        assert (mine[0].address, mine[0].exported, mine[0].device) == (handle, True, copy.allocation.device)
-        assert (copy.allocation.address, copy.allocation.imported, copy.allocation.size) == (other, True, 4 * MIB)
+        assert (mine[0].address, mine[0].exported, mine[0].device) == (
+            handle,
+            True,
+            copy.allocation.device,
+        )
+        assert (copy.allocation.address, copy.allocation.imported, copy.allocation.size) == (
+            other,
+            True,
+            4 * MIB,
+        )
         assert copy.owner == (one.pid, mine[0].identity) and not shares[-1].owned[two.pid]
     # What the application knows is as before: handles can be used, given away and let go of.
-    assert one(f"retained({address + MIB})") == [0, handle] and one(f"vm('cuMemRelease', {handle})") == 0
+    assert (
+        one(f"retained({address + MIB})") == [0, handle]
+        and one(f"vm('cuMemRelease', {handle})") == 0
+    )
     assert one(f"properties({handle})") == [0, 1, 1, 1, 0]
     assert two(f"export({other})")[0] == INVALID
     assert one(f"send({ranks.path(1)!r}, {handle})") == 0
     again = two("received()")
     ranks.window(look)
     assert len(shares[-1].imports[two.pid]) == 2
-    assert (two(f"unmapped({there}, {SIZE})"), two(f"[vm('cuMemRelease', h) for h in ({other}, {again})]")) == ([0, 0], [0, 0])
+    assert (
+        two(f"unmapped({there}, {SIZE})"),
+        two(f"[vm('cuMemRelease', h) for h in ({other}, {again})]"),
+    ) == ([0, 0], [0, 0])
     assert ranks.used() == [4 * MIB, 0]
     assert one(f"vm('cuMemRelease', {handle})") == 0
     seen(one, address, one, address, 99)  # its mapping keeps it
@@ -189,7 +205,11 @@ def test_an_application_that_closes_all_it_finds(ranks: Ranks, window: bool) -> 
     copies = [two("received()"), two("received()")]
     shares: list[Shares] = []
     ranks.window(lambda tree: shares.append(find_shares(tree.taken)))
-    assert len(shares[0].owned[one.pid]) == 2 and not shares[0].owned[two.pid] and len(shares[0].imports[two.pid]) == 3
+    assert (
+        len(shares[0].owned[one.pid]) == 2
+        and not shares[0].owned[two.pid]
+        and len(shares[0].imports[two.pid]) == 3
+    )
     seen(one, address, two, two(f"mapped({copies[0]}, {SIZE}, 1)"), 1)
     seen(two, there, one, address, 2)
 
@@ -211,7 +231,9 @@ def test_a_child_has_none_of_it(ranks: Ranks) -> None:
     one, two = ranks.all
     handle, address, other, there = ranks.share()
     ranks.window()
-    assert one(f"forked(\"[vm('cuMemRelease', {handle}), export({handle})[0], len(os.listdir('/proc/self/fd')) < 12]\")") == [INVALID, INVALID, True]
+    assert one(
+        f"forked(\"[vm('cuMemRelease', {handle}), export({handle})[0], len(os.listdir('/proc/self/fd')) < 12]\")"
+    ) == [INVALID, INVALID, True]
     assert two(f"[*unmapped({there}, {SIZE}), vm('cuMemRelease', {other})]") == [0, 0, 0]
     ranks.window()
     seen(one, address, one, address, 3)
@@ -225,7 +247,9 @@ def test_segments_that_grow(ranks: Ranks) -> None:
     assert [code for code, _ in handles] == [0] * 8
     for number, (_, handle) in enumerate(handles):
         assert one(f"vm('cuMemMap', {base} + {number} * 2 * MIB, 2 * MIB, 0, {handle}, 0)") == 0
-    assert one(f"[access({base}, 8 * MIB), access({base} + 8 * MIB, 8 * MIB), access({base}, 3 * MIB)]") == [0, 0, INVALID]
+    assert one(
+        f"[access({base}, 8 * MIB), access({base} + 8 * MIB, 8 * MIB), access({base}, 3 * MIB)]"
+    ) == [0, 0, INVALID]
     assert one(f"access({base} + 14 * MIB, 2 * MIB, 1)") == 0
     digest = one(f"fill({base}, 16 * MIB, 7)")
     assert one(f"[export({handles[0][1]})[0], properties({handles[0][1]})[2]]") == [INVALID, 0]
@@ -233,7 +257,9 @@ def test_segments_that_grow(ranks: Ranks) -> None:
     assert one(f"hashed({base}, 16 * MIB)") == digest
     reach = f"[cuda.fake_access(ctypes.c_ulonglong({base} + at * 2 * MIB)) for at in (0, 6, 7)]"
     assert one(reach) == [1, 1, 3]
-    assert one(f"[vm('cuMemUnmap', {base} + 4 * MIB, 4 * MIB), *(vm('cuMemRelease', h) for h in ({handles[2][1]}, {handles[3][1]}))]") == [0, 0, 0]
+    assert one(
+        f"[vm('cuMemUnmap', {base} + 4 * MIB, 4 * MIB), *(vm('cuMemRelease', h) for h in ({handles[2][1]}, {handles[3][1]}))]"
+    ) == [0, 0, 0]
     assert ranks.used()[0] == 12 * MIB
     before = one(f"hashed({base} + 8 * MIB, 8 * MIB)")
     ranks.window()
@@ -245,7 +271,10 @@ def test_segments_that_grow(ranks: Ranks) -> None:
 def test_what_cuda_malloc_made_is_no_handle(target: Target) -> None:
     address = target("alloc(4 * MIB)")[1]
     assert target(f"[retained({address})[0], retained({address} + MIB)[0]]") == [INVALID, INVALID]
-    assert target(f"[vm('cuMemUnmap', {address}, 4 * MIB), access({address}, 4 * MIB)]") == [INVALID, INVALID]
+    assert target(f"[vm('cuMemUnmap', {address}, 4 * MIB), access({address}, 4 * MIB)]") == [
+        INVALID,
+        INVALID,
+    ]
     assert target(f"free({address})") == 0
 
 
@@ -294,6 +323,12 @@ def test_many_at_once(ranks: Ranks) -> None:
         return [allocation.address for allocation, _ in some]
 
     first, second = (rank.pid for rank in ranks.all)
-    assert len(found[0].owned[first]) == 12 and addresses(found[0].owned[first]) == sorted(addresses(found[0].owned[first]))
-    by_identity = {allocation.identity: allocation.address for allocation, _ in found[0].owned[first]}
-    assert {one.allocation.address: by_identity[one.owner[1]] for one in found[0].imports[second]} == {other: mine for mine, _, other, _ in shared}
+    assert len(found[0].owned[first]) == 12 and addresses(found[0].owned[first]) == sorted(
+        addresses(found[0].owned[first])
+    )
+    by_identity = {
+        allocation.identity: allocation.address for allocation, _ in found[0].owned[first]
+    }
+    assert {
+        one.allocation.address: by_identity[one.owner[1]] for one in found[0].imports[second]
+    } == {other: mine for mine, _, other, _ in shared}

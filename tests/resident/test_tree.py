@@ -87,7 +87,9 @@ def test_what_fails_for_one_is_undone_for_all(job: Job, where: str) -> None:
 
     with pytest.raises(ResidentFailed, match="the driver"):
         job.tree.take_away(
-            failing if where == "lock" else job.lock, failing if where == "unlock" else job.unlock, seconds=3
+            failing if where == "lock" else job.lock,
+            failing if where == "unlock" else job.unlock,
+            seconds=3,
         )
     job.unlock(job.targets)
     until(lambda: job.states() == {State.RUNNING})
@@ -97,7 +99,10 @@ def test_what_fails_for_one_is_undone_for_all(job: Job, where: str) -> None:
 def test_one_that_cannot_give_its_memory_away(job: Job) -> None:
     (job.machine.cuda / "fail-unmap").touch()
     extra = job.with_memory()[1]
-    assert extra("[alloc(2 * MIB)[0] for _ in range(2)]") == [0, 0]  # the fake refuses the second in a process
+    assert extra("[alloc(2 * MIB)[0] for _ in range(2)]") == [
+        0,
+        0,
+    ]  # the fake refuses the second in a process
     with pytest.raises(ResidentFailed, match="999"):
         job.tree.take_away(job.lock, job.unlock)
     assert job.runs_unharmed()

@@ -74,9 +74,27 @@ def hostile(place: Path) -> Iterator[Hostile]:
     started: list[subprocess.Popen[str]] = []
 
     def start(
-        answer: bytes = b"", often: int = 1, *, name: str = "agent-PID", where: Path = place, named: str = "", user: int = NOBODY, **more: str
+        answer: bytes = b"",
+        often: int = 1,
+        *,
+        name: str = "agent-PID",
+        where: Path = place,
+        named: str = "",
+        user: int = NOBODY,
+        **more: str,
     ) -> subprocess.Popen[str]:
-        words = ["setpriv", "--reuid", str(user), "--regid", str(user), "--clear-groups", "--", "/usr/bin/python3", "-c", _HOSTILE]
+        words = [
+            "setpriv",
+            "--reuid",
+            str(user),
+            "--regid",
+            str(user),
+            "--clear-groups",
+            "--",
+            "/usr/bin/python3",
+            "-c",
+            _HOSTILE,
+        ]
         process = subprocess.Popen(
             [*words, str(where), answer.hex(), str(often), name],
             env={"PATH": os.environ["PATH"], VARIABLE: named or str(where), **more},
@@ -113,7 +131,9 @@ STATUS = Message(Operation.AGENT_STATUS, token=b"t" * 16, text=bytes(29 * 8)).pa
 def test_an_agent_that_is_another_process_is_not_believed(hostile: Hostile, place: Path) -> None:
     named = hostile(name="")
     impostor = hostile(STATUS, name=f"agent-{named.pid}")
-    with pytest.raises(ResidentFailed, match=f"process {impostor.pid} listens there, not process {named.pid}"):
+    with pytest.raises(
+        ResidentFailed, match=f"process {impostor.pid} listens there, not process {named.pid}"
+    ):
         agent_of(named, place).report()
     time.sleep(0.1)
     assert not (place / "heard").exists()
@@ -122,7 +142,9 @@ def test_an_agent_that_is_another_process_is_not_believed(hostile: Hostile, plac
 
 
 @pytest.mark.parametrize("how", ["socket", "directory", "out of its root"])
-def test_no_link_leads_to_a_socket_of_somebody_elses(how: str, hostile: Hostile, place: Path) -> None:
+def test_no_link_leads_to_a_socket_of_somebody_elses(
+    how: str, hostile: Hostile, place: Path
+) -> None:
     """Of root's, say, that takes orders from root."""
     ours = place.parent / "ours"
     ours.mkdir(mode=0o700)
@@ -145,7 +167,9 @@ def test_no_link_leads_to_a_socket_of_somebody_elses(how: str, hostile: Hostile,
     assert not heard
 
 
-def test_nothing_of_a_keepers_is_done_in_a_directory_of_somebody_elses(hostile: Hostile, place: Path) -> None:
+def test_nothing_of_a_keepers_is_done_in_a_directory_of_somebody_elses(
+    hostile: Hostile, place: Path
+) -> None:
     """A keeper is started where none runs: it takes the place of what is called so."""
     process = hostile(STATUS)
     assert agent_of(process, place).report().token == b"t" * 16  # it is who it says
@@ -157,10 +181,14 @@ def test_nothing_of_a_keepers_is_done_in_a_directory_of_somebody_elses(hostile: 
         look(process)
     with pytest.raises(ResidentFailed, match="others could have put there"):
         Keeper(seen_through(process, place)).processes()
-    assert (victim / "keeper").read_text() == "precious" and (place / "keeper").read_text() == "its own"
+    assert (victim / "keeper").read_text() == "precious" and (
+        place / "keeper"
+    ).read_text() == "its own"
 
 
-def test_a_keeper_of_somebody_elses_gets_nothing_from_a_dumper(hostile: Hostile, place: Path) -> None:
+def test_a_keeper_of_somebody_elses_gets_nothing_from_a_dumper(
+    hostile: Hostile, place: Path
+) -> None:
     hostile(STATUS, name="keeper")
     os.chown(place, 0, 0)  # it is root's by now, but who listens is not
     with pytest.raises(ResidentFailed, match=f"a process of user {NOBODY} listens there"):
@@ -168,7 +196,9 @@ def test_a_keeper_of_somebody_elses_gets_nothing_from_a_dumper(hostile: Hostile,
     assert not (place / "heard").exists()
 
 
-def test_a_keeper_of_somebody_elses_gets_no_memory_from_a_job(machine: Machine, hostile: Hostile) -> None:
+def test_a_keeper_of_somebody_elses_gets_no_memory_from_a_job(
+    machine: Machine, hostile: Hostile
+) -> None:
     machine.kill_keeper()
     (machine.directory / "keeper").unlink()
     for folder in (machine.root, machine.directory):
@@ -187,7 +217,9 @@ def test_a_keeper_of_somebody_elses_gets_no_memory_from_a_job(machine: Machine, 
 
 
 @pytest.mark.parametrize("often", [0, -1], ids=["silent", "endless"])
-def test_a_peer_that_never_comes_to_an_end_keeps_nobody(often: int, hostile: Hostile, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_never_comes_to_an_end_keeps_nobody(
+    often: int, hostile: Hostile, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(client, "_ANSWER_SECONDS", 0.5)
     monkeypatch.setattr(client, "_LIST_SECONDS", 0.5)
     process = hostile(Message(Operation.AGENT_LIST, size=MIB).pack(), often)
@@ -205,12 +237,18 @@ def test_a_peer_that_never_comes_to_an_end_keeps_nobody(often: int, hostile: Hos
     assert len(done) == 2
 
 
-def test_threads_of_others_are_not_reached(hostile: Hostile, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_of_others_are_not_reached(
+    hostile: Hostile, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An agent names the threads that block its signal, and a dumper stops them by ptrace(2): only those of its own process."""
     victim = subprocess.Popen(["sleep", "1000"])
     reached: list[int] = []
     reach = signals.reach
-    monkeypatch.setattr(signals, "reach", lambda pid, threads, number: reached.extend(threads) or reach(pid, threads, number))
+    monkeypatch.setattr(
+        signals,
+        "reach",
+        lambda pid, threads, number: reached.extend(threads) or reach(pid, threads, number),
+    )
     try:
         text = f"{victim.pid} {os.getpid()}".encode() + b"\0"
         process = hostile(Message(Operation.AGENT_PARK, result=11, ordinal=9, text=text).pack())
@@ -224,7 +262,9 @@ def test_threads_of_others_are_not_reached(hostile: Hostile, place: Path, monkey
 
 
 @pytest.mark.parametrize("what", ["fifo", "device", "link"])
-def test_a_configuration_file_that_a_job_names_is_no_trap(what: str, hostile: Hostile, place: Path) -> None:
+def test_a_configuration_file_that_a_job_names_is_no_trap(
+    what: str, hostile: Hostile, place: Path
+) -> None:
     """NCCL's settings are looked up where the process's environment says."""
     file, secret = place / ".nccl.conf", place.parent / "secret"
     secret.write_text("NCCL_SECRET = of root")
@@ -236,7 +276,9 @@ def test_a_configuration_file_that_a_job_names_is_no_trap(what: str, hostile: Ho
         file.symlink_to(f"/proc/{os.getpid()}/root{secret}")
     process = hostile(name="", HOME=str(place))
     found: list[dict[str, str]] = []
-    thread = threading.Thread(target=lambda: found.append(nccl.settings_of(process.pid)), daemon=True)
+    thread = threading.Thread(
+        target=lambda: found.append(nccl.settings_of(process.pid)), daemon=True
+    )
     thread.start()
     thread.join(10)
     assert found == [{}]

@@ -33,7 +33,12 @@ def old_agent(machine: Machine) -> Iterator[dict[int, list[int]]]:
             if struct.unpack_from("<I", data)[0] != OLD:
                 return
             wanted = Message.unpack(data)
-            answer = Message(wanted.operation, state=int(State.UNMAPPED), token=bytes(16), text=struct.pack("<20Q", 3, 6 * MIB, *range(18)))
+            answer = Message(
+                wanted.operation,
+                state=int(State.UNMAPPED),
+                token=bytes(16),
+                text=struct.pack("<20Q", 3, 6 * MIB, *range(18)),
+            )
             if wanted.operation == Operation.AGENT_MAP:
                 for _ in range(wanted.count):
                     one, descriptor = receive(client)
@@ -57,12 +62,21 @@ def old_agent(machine: Machine) -> Iterator[dict[int, list[int]]]:
 
 def test_an_older_agent(machine: Machine, old_agent: dict[int, list[int]]) -> None:
     report = Agent(machine.directory, 77).report()
-    assert (report.version, report.state, report.counts.resident, report.counts.captured, report.counts.imported) == (OLD, State.UNMAPPED, 3, 17, 0)
+    assert (
+        report.version,
+        report.state,
+        report.counts.resident,
+        report.counts.captured,
+        report.counts.imported,
+    ) == (OLD, State.UNMAPPED, 3, 17, 0)
     with open("/dev/null") as one, open("/dev/zero") as other:
         agent = Agent(machine.directory, 77)
         agent.map({5: one.fileno(), 6: other.fileno()})
         agent.go()
-        assert old_agent == {5: [os.fstat(one.fileno()).st_ino], 6: [os.fstat(other.fileno()).st_ino]}
+        assert old_agent == {
+            5: [os.fstat(one.fileno()).st_ino],
+            6: [os.fstat(other.fileno()).st_ino],
+        }
 
 
 def test_an_older_client(target: Target) -> None:
@@ -89,7 +103,15 @@ def test_the_keeper_of_an_older_process(machine: Machine) -> None:
             return Message.unpack(data)
 
         assert ask(Message(Operation.KEEPER_HELLO, token=token)).result == 0  # type: ignore[union-attr]
-        about = Message(Operation.KEEPER_HOLD, identity=3, address=2 * MIB, size=2 * MIB, requested=5, device=bytes([0xA0]) * 16, token=token)
+        about = Message(
+            Operation.KEEPER_HOLD,
+            identity=3,
+            address=2 * MIB,
+            size=2 * MIB,
+            requested=5,
+            device=bytes([0xA0]) * 16,
+            token=token,
+        )
         ask(about, held.fileno(), answered=False)
         assert ask(Message(Operation.KEEPER_CONFIRM)).count == 1  # type: ignore[union-attr]
         [(found, descriptor)] = keeper.take(token)

@@ -58,7 +58,10 @@ def test_memory_is_unmapped_in_the_window_and_the_same_after_it(
         report = target.agent.report()
         assert (report.state, report.token) == (State.UNMAPPED, token)
         # No descriptor of the GPU and no connection is left that a checkpoint would meet.
-        links = [os.readlink(f"/proc/{target.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{target.pid}/fd")]
+        links = [
+            os.readlink(f"/proc/{target.pid}/fd/{fd}")
+            for fd in os.listdir(f"/proc/{target.pid}/fd")
+        ]
         assert not [link for link in links if "gpu0" in link]
         assert sum("socket:" in link for link in links) == 1
         assert list(digests(machine, token).values()) == [digest]
@@ -85,7 +88,9 @@ def test_local_memory_is_given_back_for_a_window(loaded: tuple[Target, int, str]
     assert target("[stack_limit(), least_stack()]") == [96, 96]
 
 
-def test_local_memory_comes_back_where_a_window_is_cancelled(loaded: tuple[Target, int, str]) -> None:
+def test_local_memory_comes_back_where_a_window_is_cancelled(
+    loaded: tuple[Target, int, str],
+) -> None:
     target, address, digest = loaded
     take(target, lease=0.5)
     # Nobody says anything: the lease ends, and the parked process answers.
@@ -104,14 +109,20 @@ def scattered(machine: Machine, soft: int, hard: int) -> tuple[Target, list[int]
 
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("hard", [1000, 330])
-def test_more_allocations_than_free_descriptors(new_machine: NewMachine, given: bool, hard: int) -> None:
+def test_more_allocations_than_free_descriptors(
+    new_machine: NewMachine, given: bool, hard: int
+) -> None:
     """Each comes back as a descriptor, beyond the application's own limit; of its own it can have as many as before."""
     machine = new_machine(memory=256 * MIB)
     target, addresses, contents = scattered(machine, 200, hard)
     opened = "(lambda files: [[f.fileno() for f in files], [f.close() for f in files]])([open('/dev/null') for _ in range(50)])[0]"
     for _ in range(2):
         take(target)
-        held = {one.identity: fd for one, fd in machine.keeper.take(target.agent.report().token)} if given else {}
+        held = (
+            {one.identity: fd for one, fd in machine.keeper.take(target.agent.report().token)}
+            if given
+            else {}
+        )
         give_back(target.agent, held)
         for descriptor in held.values():
             os.close(descriptor)
@@ -140,7 +151,9 @@ def test_more_allocations_than_a_process_may_have_descriptors(new_machine: NewMa
     assert target(f"[hashed(at, 4096) for at in {addresses[:60]}]") == contents[:60]
 
 
-def test_where_no_descriptors_are_left_those_that_were_taken_are_closed(new_machine: NewMachine) -> None:
+def test_where_no_descriptors_are_left_those_that_were_taken_are_closed(
+    new_machine: NewMachine,
+) -> None:
     """Whatever the limit was when its memory was taken away; with a better one it comes back."""
     target, addresses, contents = scattered(new_machine(memory=256 * MIB), 200, 1000)
     take(target)
@@ -172,7 +185,8 @@ def blocked(process: Process) -> set[int]:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "windows"), [(2, 6), *(pytest.param(gpus, 200, marks=pytest.mark.torture) for gpus in (1, 2))]
+    ("gpus", "windows"),
+    [(2, 6), *(pytest.param(gpus, 200, marks=pytest.mark.torture) for gpus in (1, 2))],
 )
 def test_many_windows_under_load(new_machine: NewMachine, gpus: int, windows: int) -> None:
     """Threads that are born, die, fork, sleep, block every signal, stand in the driver or wait for its lock."""
@@ -189,7 +203,9 @@ def test_many_windows_under_load(new_machine: NewMachine, gpus: int, windows: in
         assert digests(machine, token) == before
         assert len(before) >= 4 * 2 + 1
         give_back(process.agent)
-    until(lambda: blocked(process) == blocking)  # nobody has another mask than before, once all have left the handler
+    until(
+        lambda: blocked(process) == blocking
+    )  # nobody has another mask than before, once all have left the handler
     process.say("")
     rounds, births, forks = (int(word) for word in process.line().split())
     assert min(rounds, births, forks) > 0
@@ -200,7 +216,9 @@ def test_many_windows_under_load(new_machine: NewMachine, gpus: int, windows: in
 
 
 @pytest.mark.parametrize("windows", [1, pytest.param(10, marks=pytest.mark.torture)])
-def test_a_lock_that_is_never_had_under_load_is_had_of_parked_threads(new_machine: NewMachine, windows: int) -> None:
+def test_a_lock_that_is_never_had_under_load_is_had_of_parked_threads(
+    new_machine: NewMachine, windows: int
+) -> None:
     """There is always somebody in one of the driver's calls, but nobody is always."""
     machine = new_machine(unfair=True)
     target = machine.target(FAKE_CUDA_SLOW="10000")
@@ -252,7 +270,9 @@ def test_a_new_keeper_gets_everything(machine: Machine, loaded: tuple[Target, in
     assert target(f"hashed({address}, 8 * MIB)") == digest
 
 
-def test_without_a_keeper_nothing_is_taken_away(machine: Machine, loaded: tuple[Target, int, str]) -> None:
+def test_without_a_keeper_nothing_is_taken_away(
+    machine: Machine, loaded: tuple[Target, int, str]
+) -> None:
     target, address, digest = loaded
     machine.kill_keeper()
     with pytest.raises(ResidentFailed) as caught:
@@ -280,7 +300,9 @@ def test_the_keeper_dies_in_the_window(machine: Machine, loaded: tuple[Target, i
 
 
 @pytest.mark.parametrize("parked_only", [True, False])
-def test_a_client_that_says_nothing_more_is_not_waited_for(loaded: tuple[Target, int, str], parked_only: bool) -> None:
+def test_a_client_that_says_nothing_more_is_not_waited_for(
+    loaded: tuple[Target, int, str], parked_only: bool
+) -> None:
     target, address, digest = loaded
     if parked_only:
         target.lock()
@@ -318,7 +340,9 @@ def test_what_fails_half_way_is_undone(machine: Machine, target: Target) -> None
     assert [target(f"hashed({at}, 2 * MIB)") for at in addresses] == contents
 
 
-def test_memory_of_a_context_that_ended_unseen(machine: Machine, loaded: tuple[Target, int, str]) -> None:
+def test_memory_of_a_context_that_ended_unseen(
+    machine: Machine, loaded: tuple[Target, int, str]
+) -> None:
     """Its end cannot be waited for: no window, but nothing was taken away either."""
     target, address, digest = loaded
     context = target("start()")
@@ -336,7 +360,9 @@ def test_memory_of_a_context_that_ended_unseen(machine: Machine, loaded: tuple[T
     assert target(f"hashed({address}, 8 * MIB)") == digest
 
 
-def test_a_context_that_cannot_be_made_current_after_the_window(machine: Machine, loaded: tuple[Target, int, str]) -> None:
+def test_a_context_that_cannot_be_made_current_after_the_window(
+    machine: Machine, loaded: tuple[Target, int, str]
+) -> None:
     """Importing and mapping is tried all the same: nothing else brings the process back."""
     target, address, digest = loaded
     take(target)
@@ -364,15 +390,30 @@ def test_a_program_is_parked_whatever_its_name(loaded: tuple[Target, int, str], 
 @pytest.mark.parametrize(
     ("name", "parked"),
     [
-        *((name, True) for name in ("cuda-worker", "cuda-EvtHandl", "cuda0", "cuda0-copies", "cuda0000140000", "cuda0000140000g", "cudaworker")),
+        *(
+            (name, True)
+            for name in (
+                "cuda-worker",
+                "cuda-EvtHandl",
+                "cuda0",
+                "cuda0-copies",
+                "cuda0000140000",
+                "cuda0000140000g",
+                "cudaworker",
+            )
+        ),
         *((name, False) for name in ("cuda-EvtHandlr", "cuda00001400006", "cuda0000e00004a")),
     ],
 )
-def test_a_thread_is_parked_unless_it_has_one_of_the_drivers_names(loaded: tuple[Target, int, str], name: str, parked: bool) -> None:
+def test_a_thread_is_parked_unless_it_has_one_of_the_drivers_names(
+    loaded: tuple[Target, int, str], name: str, parked: bool
+) -> None:
     target, _, _ = loaded
 
     def called_so() -> int:
-        return [(task / "comm").read_text() for task in Path(f"/proc/{target.pid}/task").iterdir()].count(name + "\n")
+        return [
+            (task / "comm").read_text() for task in Path(f"/proc/{target.pid}/task").iterdir()
+        ].count(name + "\n")
 
     before = called_so()
     target(
@@ -393,8 +434,12 @@ def test_while_a_thread_holds_the_loaders_lock_nothing_is_taken_away(
     source.write_text(
         "#include <unistd.h>\n__attribute__((constructor)) static void slow(void) { for (int i = 0; i < 12; i++) usleep(100000); }\n"
     )
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
-    target(f"threading.Thread(target=lambda: ctypes.CDLL(None).dlopen({os.fsencode(library)!r}, 2)).start()")
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60
+    )
+    target(
+        f"threading.Thread(target=lambda: ctypes.CDLL(None).dlopen({os.fsencode(library)!r}, 2)).start()"
+    )
     until(lambda: str(library) in Path(f"/proc/{target.pid}/maps").read_text())
     take(target)
     give_back(target.agent)
@@ -434,14 +479,18 @@ def test_memory_outlives_a_process_only_where_it_was_taken_away(
     assert (machine.used(), machine.keeper.processes()) == (0, [])
 
 
-def test_what_is_freed_can_be_had_again_although_a_child_was_forked(machine: Machine, target: Target) -> None:
+def test_what_is_freed_can_be_had_again_although_a_child_was_forked(
+    machine: Machine, target: Target
+) -> None:
     """After a window the process has descriptors of its memory: a child inherits them, and closes them once it has come to run."""
     source, library = machine.root / "slow.c", machine.root / "slow.so"
     source.write_text(
         "#include <pthread.h>\n#include <unistd.h>\nstatic void slow(void) { usleep(10000); }\n"
         "__attribute__((constructor)) static void load(void) { pthread_atfork(NULL, NULL, slow); }\n"
     )
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60
+    )
     target(f"[ctypes.CDLL({str(library)!r})] and 0")
     address = target("alloc(40 * MIB)")[1]
     take(target)
@@ -454,13 +503,17 @@ def test_what_is_freed_can_be_had_again_although_a_child_was_forked(machine: Mac
         target(f"os.waitpid({child}, 0)[0]")
 
 
-def test_a_running_process_that_dies_frees_its_memory(machine: Machine, loaded: tuple[Target, int, str]) -> None:
+def test_a_running_process_that_dies_frees_its_memory(
+    machine: Machine, loaded: tuple[Target, int, str]
+) -> None:
     loaded[0].end()
     until(lambda: machine.used() == 0)
     assert machine.keeper.processes() == []
 
 
-def test_a_keeper_ends_once_it_is_of_no_use(machine: Machine, loaded: tuple[Target, int, str]) -> None:
+def test_a_keeper_ends_once_it_is_of_no_use(
+    machine: Machine, loaded: tuple[Target, int, str]
+) -> None:
     pid = machine.keeper_pid()
     (machine.directory / "keeper").unlink()
     time.sleep(2.2)  # it looks every two seconds
@@ -472,16 +525,24 @@ def test_a_keeper_ends_once_it_is_of_no_use(machine: Machine, loaded: tuple[Targ
 def test_an_idle_keeper_leaves_another_where_it_was(machine: Machine) -> None:
     """Nobody has come to it for five minutes but one that says nothing, and its path is a newer one's."""
     machine.kill_keeper()
-    source, library, later = machine.root / "clock.c", machine.root / "clock.so", machine.root / "later"
+    source, library, later = (
+        machine.root / "clock.c",
+        machine.root / "clock.so",
+        machine.root / "later",
+    )
     source.write_text(
         "#define _GNU_SOURCE\n#include <stdlib.h>\n#include <sys/syscall.h>\n#include <time.h>\n#include <unistd.h>\n"
         "int clock_gettime(clockid_t id, struct timespec *out) { int result = (int)syscall(SYS_clock_gettime, id, out);"
         ' if (!access(getenv("LATER"), F_OK)) out->tv_sec += 301; return result; }\n'
     )
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60
+    )
     path = machine.directory / "keeper"
     older = subprocess.Popen(
-        [str(keeper_path()), str(path)], env={**os.environ, "LD_PRELOAD": str(library), "LATER": str(later)}, stdout=subprocess.PIPE
+        [str(keeper_path()), str(path)],
+        env={**os.environ, "LD_PRELOAD": str(library), "LATER": str(later)},
+        stdout=subprocess.PIPE,
     )
     try:
         assert older.stdout is not None
@@ -499,7 +560,9 @@ def test_an_idle_keeper_leaves_another_where_it_was(machine: Machine) -> None:
         older.stdout.close()  # type: ignore[union-attr]
 
 
-def test_an_application_that_closes_all_descriptors(machine: Machine, loaded: tuple[Target, int, str]) -> None:
+def test_an_application_that_closes_all_descriptors(
+    machine: Machine, loaded: tuple[Target, int, str]
+) -> None:
     """Ours are among them, and their numbers become the application's."""
     target, address, digest = loaded
     _, hard = resource.prlimit(target.pid, resource.RLIMIT_NOFILE)
@@ -507,7 +570,9 @@ def test_an_application_that_closes_all_descriptors(machine: Machine, loaded: tu
     take(target)
     give_back(target.agent)
     target("os.closerange(3, 4096)")
-    target("globals().update(files=[open('/dev/shm/' + str(os.getpid()), 'w+') for _ in range(700)])")
+    target(
+        "globals().update(files=[open('/dev/shm/' + str(os.getpid()), 'w+') for _ in range(700)])"
+    )
     other = target("alloc(2 * MIB)")
     assert other[0] == 0
     until(lambda: _reported(target.agent))

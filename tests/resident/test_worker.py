@@ -54,7 +54,9 @@ def at(place: HostRegion, offset: int) -> bytes:
     return ctypes.string_at(place.address + offset, CELL)
 
 
-def test_fingerprints_and_copies(worker: Worker, joined: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fingerprints_and_copies(
+    worker: Worker, joined: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(working, "MOST_DESCRIPTORS", 3)  # in several messages
     memory = filled(joined, 8)
     handles = worker.new_handles(8)
@@ -70,13 +72,21 @@ def test_fingerprints_and_copies(worker: Worker, joined: Machine, monkeypatch: p
     assert sorted((places == NOWHERE).tolist()) == [False, False, True, True]
     for row, place in zip(np.flatnonzero(mask).tolist(), places.tolist(), strict=True):
         if place != NOWHERE:
-            assert 4 * CELL <= place < 6 * CELL and at(host, place) == whole[row * CELL : (row + 1) * CELL]
+            assert (
+                4 * CELL <= place < 6 * CELL
+                and at(host, place) == whole[row * CELL : (row + 1) * CELL]
+            )
     worker.finish(worker.fetch(GPU, [(handles[2], CELL), (handles[7], 0)], [0, 2 * CELL]))
-    assert at(host, 0) == whole[5 * CELL : 6 * CELL] and at(host, 2 * CELL) == whole[14 * CELL : 15 * CELL]
+    assert (
+        at(host, 0) == whole[5 * CELL : 6 * CELL]
+        and at(host, 2 * CELL) == whole[14 * CELL : 15 * CELL]
+    )
     [ready] = worker.prepare_digests([GPU])
     worker.finish(ready)
     digests = worker.digests(GPU, [(handles[2], CELL), (handles[7], 0)], b"k" * 32)
-    assert [row.tobytes() for row in digests] == [chunk_id(b"k" * 32, b"\xff" * 32, whole[n * CELL : (n + 1) * CELL]) for n in (5, 14)]
+    assert [row.tobytes() for row in digests] == [
+        chunk_id(b"k" * 32, b"\xff" * 32, whole[n * CELL : (n + 1) * CELL]) for n in (5, 14)
+    ]
     # The other way: what is placed is seen by whoever has the descriptor.
     worker.finish(worker.place(GPU, [(handles[1], 0)], [2 * CELL]))
     assert os.pread(memory[1][0], CELL, 0) == whole[14 * CELL : 15 * CELL]
@@ -104,7 +114,9 @@ def test_copies_on_the_device(new_machine: NewMachine, monkeypatch: pytest.Monke
         assert (places >= ON_DEVICE).all()
         assert machine.used() == 4 * MIB
         os.pwrite(descriptor, bytes(2 * CELL), 0)  # the job goes on
-        worker.finish(worker.fetch(GPU, [(-1, int(place) - ON_DEVICE) for place in places], [0, CELL]))
+        worker.finish(
+            worker.fetch(GPU, [(-1, int(place) - ON_DEVICE) for place in places], [0, CELL])
+        )
         assert at(host, 0) + at(host, CELL) == data
         worker.release(GPU, spare=True)
         assert machine.used() == 2 * MIB

@@ -99,13 +99,17 @@ def await_gone(pids: Sequence[int], seconds: float = 10) -> None:
 
 
 @contextlib.contextmanager
-def dumped(name: str, state_dir: Path, cache: Path, arguments: Sequence[str] | None = None) -> Iterator[Dumped]:
+def dumped(
+    name: str, state_dir: Path, cache: Path, arguments: Sequence[str] | None = None
+) -> Iterator[Dumped]:
     """Run a program, dump it with CRIU alone (which kills it), and import the images."""
     criu = criu_or_skip()
     program = PROGRAMS[name]
     with contextlib.ExitStack() as stack:
         place = stack.enter_context(repository_place())
-        running = driving.start(program, state_dir, cache, program.quick if arguments is None else arguments)
+        running = driving.start(
+            program, state_dir, cache, program.quick if arguments is None else arguments
+        )
         stack.callback(driving.stop, running)
         driving.wait_ready(program, state_dir)
         images = place.root.parent / "images"

@@ -63,7 +63,9 @@ def turn(home: str, shared: str, victim: str) -> None:
         os.unlink(folder)
         os.rename(f"{home}/away", folder)
     elif choice in (2, 3):  # a file changes places with something else
-        name = random.choice(["data.bin", "grown.bin", "linked.bin", "link_remap.7", "root.bin", "sub"])
+        name = random.choice(
+            ["data.bin", "grown.bin", "linked.bin", "link_remap.7", "root.bin", "sub"]
+        )
         other = f"{home}/evil-{random.randrange(10**9)}"
         plant(other, victim, random.randrange(5))
         if os.path.lexists(f"{folder}/{name}"):

@@ -20,7 +20,14 @@ from tests.restorer.places import empty_manifest
 HOSTILE = 12345
 
 
-def recorded(path: Path, *, root: str = "", writable: bool = True, policy: FilePolicy = "content", digest: str = "") -> OpenFile:
+def recorded(
+    path: Path,
+    *,
+    root: str = "",
+    writable: bool = True,
+    policy: FilePolicy = "content",
+    digest: str = "",
+) -> OpenFile:
     """The file as it is now, as a snapshot would record it."""
     about = path.stat()
     return OpenFile(
@@ -39,7 +46,11 @@ def recorded(path: Path, *, root: str = "", writable: bool = True, policy: FileP
 
 
 def manifest_of(*files: OpenFile) -> Manifest:
-    spaces = [Space("file", f.path, f.size, [Region(0, -(-f.size // PAGE) * PAGE, 0)]) for f in files if f.policy == "content"]
+    spaces = [
+        Space("file", f.path, f.size, [Region(0, -(-f.size // PAGE) * PAGE, 0)])
+        for f in files
+        if f.policy == "content"
+    ]
     return msgspec.structs.replace(empty_manifest(), files=list(files), spaces=spaces)
 
 
@@ -69,7 +80,15 @@ def written(actions: list[Action], content: bytes, state: Path, root: str = "") 
     return back
 
 
-def put_back(manifest: Manifest, content: bytes, state: Path, mode: FilesMode = "restore", root: str = "", *, planned: bool = True) -> list[str]:
+def put_back(
+    manifest: Manifest,
+    content: bytes,
+    state: Path,
+    mode: FilesMode = "restore",
+    root: str = "",
+    *,
+    planned: bool = True,
+) -> list[str]:
     """Carry out the whole plan, as a restore does that succeeds; returns the files that had set-ID bits.
 
     Args:
@@ -80,7 +99,9 @@ def put_back(manifest: Manifest, content: bytes, state: Path, mode: FilesMode = 
         assert plan.problems == []
         actions = plan.actions
     else:
-        actions = [Action("replace" if mode == "restore" else "truncate", file) for file in manifest.files]
+        actions = [
+            Action("replace" if mode == "restore" else "truncate", file) for file in manifest.files
+        ]
     back = written(actions, content, state, root)
     try:
         without_bits = back.exchange()
@@ -105,5 +126,11 @@ def look(top: Path, *, inodes: bool = True) -> dict[str, tuple[object, ...]]:
                 content = os.readlink(path)
             elif name in files and os.path.isfile(path):
                 content = (Path(path).read_bytes(), about.st_mtime_ns)
-            found[os.path.relpath(path, top)] = (oct(about.st_mode), about.st_uid, about.st_gid, content, about.st_ino if inodes else 0)
+            found[os.path.relpath(path, top)] = (
+                oct(about.st_mode),
+                about.st_uid,
+                about.st_gid,
+                content,
+                about.st_ino if inodes else 0,
+            )
     return found

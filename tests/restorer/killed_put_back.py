@@ -33,7 +33,19 @@ NEWER = b"newer, and longer than it was\n" * 900
 #: Exit statuses of a child that a call failed in: it undid everything, or left the rest to the next command.
 _UNDONE, _LEFT = 3, 4
 #: Python's audit events of calls that change names or contents, or open what does.
-EVENTS = {"open", "os.rename", "os.link", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.utime", "os.chown", "os.chmod", "shutil.rmtree"}
+EVENTS = {
+    "open",
+    "os.rename",
+    "os.link",
+    "os.mkdir",
+    "os.remove",
+    "os.rmdir",
+    "os.truncate",
+    "os.utime",
+    "os.chown",
+    "os.chmod",
+    "shutil.rmtree",
+}
 
 
 class Steps:
@@ -93,7 +105,9 @@ def lay_out(top: Path) -> list[Action]:
     (home / "gone").unlink()
 
     def at(file: OpenFile, name: str, *links: str) -> OpenFile:
-        return msgspec.structs.replace(file, path=str(home / name), links=[str(home / link) for link in links])
+        return msgspec.structs.replace(
+            file, path=str(home / name), links=[str(home / link) for link in links]
+        )
 
     return [
         Action("replace", made["replaced"]),
@@ -135,7 +149,9 @@ def recovered(top: Path, last: int = 0) -> int:
     def work() -> None:
         Steps(last).install()
         told: list[tuple[object, object]] = []
-        recover(top / "state", lambda event: told.append((event.fields["how"], event.fields["left"])))
+        recover(
+            top / "state", lambda event: told.append((event.fields["how"], event.fields["left"]))
+        )
         assert all(left == [] or how == "kept" for how, left in told), told
 
     return forked(work)
@@ -145,11 +161,17 @@ def names(top: Path) -> dict[str, tuple[object, ...]]:
     return look(top / "home", inodes=True)
 
 
-def outcome(top: Path, before: dict[str, tuple[object, ...]], after: dict[str, tuple[object, ...]]) -> str:
+def outcome(
+    top: Path, before: dict[str, tuple[object, ...]], after: dict[str, tuple[object, ...]]
+) -> str:
     """Whether all files are old, or all are new, or all new with all that they replaced beside them; else what is not."""
     now = names(top)
     if left := list((top / "state" / file_journal.FOLDER).glob("*")):
-        return "kept" if [one.suffix for one in left] == [".kept"] and _is_kept(now, before, after, left[0]) else f"left {left}"
+        return (
+            "kept"
+            if [one.suffix for one in left] == [".kept"] and _is_kept(now, before, after, left[0])
+            else f"left {left}"
+        )
     if now == before:
         return "old"
     if _but_inodes(now) == _but_inodes(after):
@@ -157,7 +179,12 @@ def outcome(top: Path, before: dict[str, tuple[object, ...]], after: dict[str, t
     return f"mixed: {sorted(name for name in now.keys() | before.keys() if now.get(name) != before.get(name))}"
 
 
-def _is_kept(now: dict[str, tuple[object, ...]], before: dict[str, tuple[object, ...]], after: dict[str, tuple[object, ...]], aside: Path) -> bool:
+def _is_kept(
+    now: dict[str, tuple[object, ...]],
+    before: dict[str, tuple[object, ...]],
+    after: dict[str, tuple[object, ...]],
+    aside: Path,
+) -> bool:
     """Whether the files are new, and everything that was there before still exists, and is named."""
     beside = {name: found for name, found in now.items() if ".icecore-" in name}
     new = {name: found for name, found in now.items() if name not in beside}
@@ -168,7 +195,9 @@ def _is_kept(now: dict[str, tuple[object, ...]], before: dict[str, tuple[object,
         _but_inodes(new) == _but_inodes(after)
         and before["replaced"][3] in contents
         and any(NEWER in one for one in saved)
-        and all(f"/{name} was before the restore" in told for name in ("replaced", "grown", "linked"))
+        and all(
+            f"/{name} was before the restore" in told for name in ("replaced", "grown", "linked")
+        )
     )
 
 
@@ -176,7 +205,12 @@ def _but_inodes(found: dict[str, tuple[object, ...]]) -> dict[str, object]:
     """Without what differs between two new states: inodes, and when a file was cut."""
     shown: dict[str, object] = {}
     for name, (mode, user, group, content, _) in found.items():
-        shown[name] = (mode, user, group, content[0] if name == "grown" and isinstance(content, tuple) else content)
+        shown[name] = (
+            mode,
+            user,
+            group,
+            content[0] if name == "grown" and isinstance(content, tuple) else content,
+        )
     return shown
 
 
@@ -194,7 +228,9 @@ def main(folder: Path) -> None:
             actions = lay_out(top)
             before = names(top)
 
-            def work(actions: list[Action] = actions, top: Path = top, last: int = last, then: str = then) -> None:
+            def work(
+                actions: list[Action] = actions, top: Path = top, last: int = last, then: str = then
+            ) -> None:
                 steps = Steps(last, fails=then == "breaks")
                 steps.install()
                 if then != "breaks":
@@ -202,7 +238,10 @@ def main(folder: Path) -> None:
                     return
                 try:
                     back = written(actions, THEN, top / "state")  # abandons what fails there
-                except (IcecoreError, OSError):  # the writer's own errors are named by who called it
+                except (
+                    IcecoreError,
+                    OSError,
+                ):  # the writer's own errors are named by who called it
                     sys.exit(_UNDONE)
                 try:
                     back.exchange()
@@ -215,14 +254,48 @@ def main(folder: Path) -> None:
 
             status = forked(work)
             if os.WIFEXITED(status) and not os.WEXITSTATUS(status):
-                print(json.dumps({"then": then, "step": last, "status": status, "outcome": outcome(top, before, after)}), flush=True)
+                print(
+                    json.dumps(
+                        {
+                            "then": then,
+                            "step": last,
+                            "status": status,
+                            "outcome": outcome(top, before, after),
+                        }
+                    ),
+                    flush=True,
+                )
                 break
-            if os.WIFEXITED(status) and os.WEXITSTATUS(status) == _UNDONE and (found := outcome(top, before, after)) != "old":
-                print(json.dumps({"then": then, "step": last, "status": status, "outcome": f"not undone: {found}"}), flush=True)
+            if (
+                os.WIFEXITED(status)
+                and os.WEXITSTATUS(status) == _UNDONE
+                and (found := outcome(top, before, after)) != "old"
+            ):
+                print(
+                    json.dumps(
+                        {
+                            "then": then,
+                            "step": last,
+                            "status": status,
+                            "outcome": f"not undone: {found}",
+                        }
+                    ),
+                    flush=True,
+                )
             # The recovery is killed, too, at a step that differs from case to case.
             recovered(top, last=1 + last * 7 % 23)
             status = recovered(top)
-            print(json.dumps({"then": then, "step": last, "status": status, "outcome": outcome(top, before, after)}), flush=True)
+            print(
+                json.dumps(
+                    {
+                        "then": then,
+                        "step": last,
+                        "status": status,
+                        "outcome": outcome(top, before, after),
+                    }
+                ),
+                flush=True,
+            )
             shutil.rmtree(top)
 
 

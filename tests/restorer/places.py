@@ -74,7 +74,10 @@ class Place:
 @contextmanager
 def repository_place(folder: str | None = None, *, encrypted: bool = False) -> Iterator[Place]:
     """A fresh repository in a temporary directory (on tmpfs unless told otherwise)."""
-    with tempfile.TemporaryDirectory(dir=folder or "/dev/shm", prefix="icecore-test-") as root, LoopThread() as loop:
+    with (
+        tempfile.TemporaryDirectory(dir=folder or "/dev/shm", prefix="icecore-test-") as root,
+        LoopThread() as loop,
+    ):
         path = Path(root, "repository")
         given = (lambda: b"a passphrase for tests") if encrypted else None
         backend = LocalBackend(path, create=True)
@@ -114,7 +117,9 @@ def store_cells(place: Place, cells: list[tuple[bytes, bytes]]) -> tuple[Snapsho
     records = np.empty(len(cells), CELL)
     with SnapshotWriter(place.repository, session, place.loop.loop) as writer:
         for number, (bitmap, data) in enumerate(cells):
-            records[number] = writer.store_cell(0, number, bitmap, bytes(32), memoryview(data), None)
+            records[number] = writer.store_cell(
+                0, number, bitmap, bytes(32), memoryview(data), None
+            )
         region = Region(0, len(cells) << 20, 0)
         space = writer.put_map("process", "1", 0, [region], [records], None)
         manifest = msgspec.structs.replace(empty_manifest(), spaces=[space])

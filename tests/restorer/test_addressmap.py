@@ -18,7 +18,9 @@ operation = st.one_of(
 )
 
 
-def apply(model: dict[int, int], addresses: AddressMap, step: Operation) -> tuple[dict[int, int], AddressMap]:
+def apply(
+    model: dict[int, int], addresses: AddressMap, step: Operation
+) -> tuple[dict[int, int], AddressMap]:
     kind, start, length, target = step
     if kind == "remove":
         for i in range(start, start + length):
@@ -48,11 +50,14 @@ def test_the_map_agrees_with_a_model(steps: list[Operation]) -> None:
         model, addresses = apply(model, addresses, step)
         for old, parent in before:  # a child's changes are its own
             addresses.remove(0, limit * 4096)
-            assert all(parent.original(i * 4096) == (old[i] * 4096 if i in old else None) for i in range(limit))
+            assert all(
+                parent.original(i * 4096) == (old[i] * 4096 if i in old else None)
+                for i in range(limit)
+            )
             addresses = parent.copy()
         for i in range(limit):
             expected = model[i] * 4096 if i in model else None
-            assert addresses.original(i * 4096 ) == expected
+            assert addresses.original(i * 4096) == expected
             later = [j for j in range(i, limit) if j in model]
             assert addresses.next_mapped(i * 4096) == (later[0] if later else limit) * 4096
         now_at = {original: current for current, original in model.items()}
@@ -61,7 +66,9 @@ def test_the_map_agrees_with_a_model(steps: list[Operation]) -> None:
             for piece in addresses.locate(first * 4096, 11 * 4096):
                 for k in range(0, piece.length, 4096):
                     found[(piece.original + k) // 4096] = (piece.current + k) // 4096
-            expected_pieces = {o: now_at[o] for o in range(first, min(first + 11, limit)) if o in now_at}
+            expected_pieces = {
+                o: now_at[o] for o in range(first, min(first + 11, limit)) if o in now_at
+            }
             assert {o: c for o, c in found.items() if o < limit} == expected_pieces
 
 

@@ -36,7 +36,9 @@ def bitmap(mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Bytes:
 
 
 @given(runs, runs)
-def test_pieces_of_a_cell(data_runs: list[tuple[int, int]], wanted_runs: list[tuple[int, int]]) -> None:
+def test_pieces_of_a_cell(
+    data_runs: list[tuple[int, int]], wanted_runs: list[tuple[int, int]]
+) -> None:
     data = mask_of(data_runs)
     wanted = data & mask_of(wanted_runs)
     positions = {int(page): rank for rank, page in enumerate(np.flatnonzero(data))}
@@ -46,7 +48,9 @@ def test_pieces_of_a_cell(data_runs: list[tuple[int, int]], wanted_runs: list[tu
         for k in range(0, length, PAGE):
             found[(offset + k) // PAGE] = (position + k) // PAGE
     assert found == {int(page): positions[int(page)] for page in np.flatnonzero(wanted)}
-    assert len(pieces) == np.count_nonzero(np.diff(np.concatenate(([0], wanted.astype(np.int8)))) == 1)
+    assert len(pieces) == np.count_nonzero(
+        np.diff(np.concatenate(([0], wanted.astype(np.int8)))) == 1
+    )
 
 
 extents = st.lists(st.tuples(st.integers(0, 700), st.integers(1, 300)), max_size=8)
@@ -65,13 +69,13 @@ def make_extents(drawn: list[tuple[int, int]]) -> Extents:
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(runs, st.integers(0, 800)), min_size=1, max_size=4), extents)
-def test_pages_that_extents_cover(rows: list[tuple[list[tuple[int, int]], int]], drawn: list[tuple[int, int]]) -> None:
+def test_pages_that_extents_cover(
+    rows: list[tuple[list[tuple[int, int]], int]], drawn: list[tuple[int, int]]
+) -> None:
     found = make_extents(drawn)
     bitmaps = np.array([bitmap(mask_of(r)) for r, _ in rows])
     base = np.array([first * PAGE for _, first in rows], np.uint64)
-    inside = {
-        int(e["address"]) // PAGE + k for e in found for k in range(int(e["pages"]))
-    }
+    inside = {int(e["address"]) // PAGE + k for e in found for k in range(int(e["pages"]))}
     result = covered(bitmaps, base, found)
     for (r, first), row in zip(rows, result, strict=True):
         expected = [bool(bit) and first + page in inside for page, bit in enumerate(mask_of(r))]
@@ -80,12 +84,12 @@ def test_pages_that_extents_cover(rows: list[tuple[list[tuple[int, int]], int]],
 
 @settings(deadline=None)
 @given(runs, extents, st.integers(0, 500))
-def test_layout_of_a_page_image(data_runs: list[tuple[int, int]], drawn: list[tuple[int, int]], first: int) -> None:
+def test_layout_of_a_page_image(
+    data_runs: list[tuple[int, int]], drawn: list[tuple[int, int]], first: int
+) -> None:
     """The file offset of a page is the number of the layout's pages before it."""
     layout = FileLayout(make_extents(drawn), offset=8 * PAGE)
-    pages = [
-        int(e["address"]) // PAGE + k for e in layout.extents for k in range(int(e["pages"]))
-    ]
+    pages = [int(e["address"]) // PAGE + k for e in layout.extents for k in range(int(e["pages"]))]
     data = mask_of(data_runs)
     base = np.array([first * PAGE], np.uint64)
     within = covered(bitmap(data)[None], base, layout.extents)[0]
@@ -127,4 +131,7 @@ def test_windows_are_cut_at_the_region() -> None:
     records = np.zeros(2, CELL)
     records["cell"] = [0, 1]
     cells = space_cells([Region(5 * PAGE, CELL_BYTES, 0)], [records])
-    assert cells.low.tolist() == [5 * PAGE, CELL_BYTES] and cells.high.tolist() == [CELL_BYTES, CELL_BYTES + 5 * PAGE]
+    assert cells.low.tolist() == [5 * PAGE, CELL_BYTES] and cells.high.tolist() == [
+        CELL_BYTES,
+        CELL_BYTES + 5 * PAGE,
+    ]

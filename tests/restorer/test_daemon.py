@@ -29,7 +29,9 @@ from icecore.store.format.manifest import Region
 from tests.restorer import lazy_process
 from tests.restorer.lazy_process import word_of
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="userfaultfd over another process needs root")
+pytestmark = pytest.mark.skipif(
+    os.geteuid() != 0, reason="userfaultfd over another process needs root"
+)
 
 START = 0x10_0000_0000
 MIB = 16
@@ -62,7 +64,9 @@ class Rig:
         self.content: list[memoryview] = []
         for cell in range(MIB):
             mask = np.unpackbits(records["data"][cell], bitorder="little").view(np.bool_)
-            self.content.append(memoryview(np.ascontiguousarray(content_of(cell)[mask]).view(np.uint8).reshape(-1)))
+            self.content.append(
+                memoryview(np.ascontiguousarray(content_of(cell)[mask]).view(np.uint8).reshape(-1))
+            )
         self.failures: list[BaseException] = []
         self.guard = Guard(str(folder), str(folder))
         self.family: Family | None = None
@@ -149,7 +153,9 @@ class Rig:
 
 
 @contextmanager
-def rig(script: str, holes: tuple[int, ...] = (), wiped: tuple[int, int] | None = None) -> Iterator[Rig]:
+def rig(
+    script: str, holes: tuple[int, ...] = (), wiped: tuple[int, int] | None = None
+) -> Iterator[Rig]:
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="icecore-test-") as top:
         folder = Path(top, "work")
         folder.mkdir()
@@ -173,7 +179,9 @@ def test_faults_bring_their_cells() -> None:
 
 
 def test_filling_without_faults_completes_and_closes() -> None:
-    with rig("m.wait_for_go(); m.say(m.check(0, m.pages)); m.discard(0, 10); m.say(m.zeros(0, 10))") as it:
+    with rig(
+        "m.wait_for_go(); m.say(m.check(0, m.pages)); m.discard(0, 10); m.say(m.zeros(0, 10))"
+    ) as it:
         it.complete()
         it.go()
         assert it.said(2) == ["0", "0"]
@@ -300,7 +308,9 @@ def test_children_that_have_ended_cost_no_descriptors() -> None:
     m.say(m.check(0, m.pages))
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = max(int(name) for name in os.listdir("/proc/self/fd")) + 150  # other tests' files may still be open
+    limit = (
+        max(int(name) for name in os.listdir("/proc/self/fd")) + 150
+    )  # other tests' files may still be open
     with rig(script) as it:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         resource.prlimit(it.guard.pid, resource.RLIMIT_NOFILE, (200, 200))
@@ -423,7 +433,15 @@ def test_a_restorer_that_is_killed_takes_the_tree_with_it_and_nothing_sees_zeros
         folder = Path(top, "work")
         folder.mkdir()
         restorer = subprocess.Popen(
-            [sys.executable, "-c", RESTORER.format(then=then, root=str(Path(__file__).parents[2])), str(folder), script], stdout=subprocess.PIPE, text=True
+            [
+                sys.executable,
+                "-c",
+                RESTORER.format(then=then, root=str(Path(__file__).parents[2])),
+                str(folder),
+                script,
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         try:
             assert restorer.stdout is not None and restorer.stdout.readline() == "serving\n"
@@ -437,7 +455,11 @@ def test_a_restorer_that_is_killed_takes_the_tree_with_it_and_nothing_sees_zeros
         while any(procfs.exists(pid) for pid in tree) and time.monotonic() < end:
             time.sleep(0.01)
         assert not [pid for pid in tree if procfs.exists(pid)]
-        said = (folder.parent / "said").read_text().split() if (folder.parent / "said").exists() else []
+        said = (
+            (folder.parent / "said").read_text().split()
+            if (folder.parent / "said").exists()
+            else []
+        )
         assert set(said) <= {"0"}, "somebody saw other bytes than the snapshot's"
         assert not folder.exists(), "the working directory was left behind"
 
@@ -453,7 +475,10 @@ def test_memory_where_a_file_was_is_other_memory() -> None:
     assert family.filed_at(filed[0][0]) and not family.filed_at(filed[0][1])
     family.file_unmapped()
     assert not family.filed_at(filed[0][0])
-    assert member.map.original(filed[0][0] - 1) == filed[0][0] - 1 and member.map.original(filed[0][1]) == filed[0][1]
+    assert (
+        member.map.original(filed[0][0] - 1) == filed[0][0] - 1
+        and member.map.original(filed[0][1]) == filed[0][1]
+    )
     assert member.map.original(filed[0][0]) is None and member.map.original(filed[0][1] - 1) is None
 
 
@@ -461,13 +486,26 @@ def test_a_process_all_of_whose_memory_is_filed_keeps_what_is_known_of_it() -> N
     """It has no cell that is placed, and is its family all the same."""
     nothing = np.empty(0, np.uint64)
     filed, wiped = [(START, START + (2 << 20))], [(START + (4 << 20), START + (5 << 20))]
-    family = Family(7, SpaceCells(np.empty(0, CELL), nothing, nothing, nothing), np.empty((0, 32), np.uint8), lambda *_: None, wiped, filed)
+    family = Family(
+        7,
+        SpaceCells(np.empty(0, CELL), nothing, nothing, nothing),
+        np.empty((0, 32), np.uint8),
+        lambda *_: None,
+        wiped,
+        filed,
+    )
     ours, theirs = os.pipe()
-    with open(ours, "rb"), open(theirs, "wb"), tempfile.TemporaryDirectory(dir="/dev/shm", prefix="icecore-test-") as folder:
+    with (
+        open(ours, "rb"),
+        open(theirs, "wb"),
+        tempfile.TemporaryDirectory(dir="/dev/shm", prefix="icecore-test-") as folder,
+    ):
         guard = Guard(folder, folder)
         daemon = Daemon(guard, {7: family}, lambda *_: None, lambda _: None)
         try:
-            daemon._add_task(Message("task", {"say": "task", "process": 7, "keep": 1}, b"", [os.dup(ours)]))
+            daemon._add_task(
+                Message("task", {"say": "task", "process": 7, "keep": 1}, b"", [os.dup(ours)])
+            )
             assert [member.keep for member in family.members] == [1]
             assert family.filed_at(START)
         finally:

@@ -32,7 +32,10 @@ from tests.restorer.places import Place, SlowBackend, repository_place, store_ce
 
 _AT = 0x100000000000
 #: Two mappings with a page between them, in the middle of a cell; they begin and end within cells and huge pages.
-RANGES = [(_AT + 5 * PAGE, _AT + 40 * CELL_BYTES + 9 * PAGE), (_AT + 40 * CELL_BYTES + 10 * PAGE, _AT + 70 * CELL_BYTES - PAGE)]
+RANGES = [
+    (_AT + 5 * PAGE, _AT + 40 * CELL_BYTES + 9 * PAGE),
+    (_AT + 40 * CELL_BYTES + 10 * PAGE, _AT + 70 * CELL_BYTES - PAGE),
+]
 _CELLS = 70
 
 #: Maps a file where it is told, hands over its userfaultfd, and once told to says what it finds, from the lowest address on.
@@ -77,7 +80,9 @@ def filed(place: Place, kind: str) -> Iterator[Held]:
             if bits[page // 8] >> page % 8 & 1:
                 one = draw.randbytes(64) * 64 if number % 2 else draw.randbytes(PAGE)
                 data += one
-                content[number * CELL_BYTES + page * PAGE : number * CELL_BYTES + (page + 1) * PAGE] = one
+                content[
+                    number * CELL_BYTES + page * PAGE : number * CELL_BYTES + (page + 1) * PAGE
+                ] = one
         cells.append((number, bits, bytes(data)))
     reader, records = store_cells(place, [(bits, data) for _, bits, data in cells])
     base = np.array([_AT + number * CELL_BYTES for number, _, _ in cells], np.uint64)
@@ -89,8 +94,14 @@ def filed(place: Place, kind: str) -> Iterator[Held]:
     memory = [FiledMemory(1, space, wanted, position, RANGES)]
     backend = SlowBackend(place.root) if kind == "loop" else LocalBackend(place.root)
     keys = place.repository.keys
-    placers = Placers(2, str(place.root), keys.chunk, room=16 << 20, patience=20, word="test", lock="") if kind == "placers" else None
-    made = DeviceFile(memory, size, backend, reader, Limits(2, 64 << 20, 2, 20.0), place.loop, placers=placers)
+    placers = (
+        Placers(2, str(place.root), keys.chunk, room=16 << 20, patience=20, word="test", lock="")
+        if kind == "placers"
+        else None
+    )
+    made = DeviceFile(
+        memory, size, backend, reader, Limits(2, 64 << 20, 2, 20.0), place.loop, placers=placers
+    )
     try:
         yield Held(bytes(content), made, [(start, end, offsets[start]) for start, end in RANGES])
     finally:
@@ -102,10 +113,16 @@ def reading(held: Held) -> Iterator[tuple[Member, socket.socket, int]]:
     """A process that has the file mapped; its address space, who tells it to read, its pid."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.settimeout(20)
-    words = [str(theirs.fileno()), str(held.file.descriptor), str([list(one) for one in held.mappings])]
+    words = [
+        str(theirs.fileno()),
+        str(held.file.descriptor),
+        str([list(one) for one in held.mappings]),
+    ]
     with ours, theirs:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _READER, *words], pass_fds=[theirs.fileno(), held.file.descriptor], stdin=subprocess.DEVNULL
+            [sys.executable, "-P", "-c", _READER, *words],
+            pass_fds=[theirs.fileno(), held.file.descriptor],
+            stdin=subprocess.DEVNULL,
         )
         try:
             _, descriptors, _, _ = socket.recv_fds(ours, 16, 1)
@@ -117,7 +134,9 @@ def reading(held: Held) -> Iterator[tuple[Member, socket.socket, int]]:
 
 
 def finds_it(held: Held, control: socket.socket) -> bool:
-    wanted = [hashlib.sha256(held.content[start - _AT : end - _AT]).digest() for start, end in RANGES]
+    wanted = [
+        hashlib.sha256(held.content[start - _AT : end - _AT]).digest() for start, end in RANGES
+    ]
     return [control.recv(32) for _ in RANGES] == wanted
 
 
@@ -126,8 +145,13 @@ def unexpected(error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("moment", ["before", "meanwhile", "after"])
-@pytest.mark.parametrize(("kind", "encrypted"), [("threads", False), ("placers", False), ("placers", True), ("loop", False)])
-def test_a_reader_finds_what_was_written(kind: str, encrypted: bool, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "encrypted"),
+    [("threads", False), ("placers", False), ("placers", True), ("loop", False)],
+)
+def test_a_reader_finds_what_was_written(
+    kind: str, encrypted: bool, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It begins before the first cell is there, when some are, or when all are; what it touches too early it waits for."""
     came, go = threading.Event(), threading.Event()
     count = iter(range(_CELLS))
@@ -143,7 +167,9 @@ def test_a_reader_finds_what_was_written(kind: str, encrypted: bool, moment: str
     monkeypatch.setattr(device_file, "_STEP", 8 << 20)
     with repository_place(encrypted=encrypted) as place, filed(place, kind) as held:
         told: list[tuple[int, int]] = []
-        filling = threading.Thread(target=held.file.run, args=(lambda done, total: told.append((done, total)),))
+        filling = threading.Thread(
+            target=held.file.run, args=(lambda done, total: told.append((done, total)),)
+        )
         with reading(held) as (member, control, _):
             if moment != "before":
                 filling.start()
@@ -163,7 +189,11 @@ def test_a_reader_finds_what_was_written(kind: str, encrypted: bool, moment: str
 
 
 def test_a_process_that_ends_meanwhile_is_left_alone() -> None:
-    with repository_place() as place, filed(place, "threads") as held, reading(held) as (member, _, pid):
+    with (
+        repository_place() as place,
+        filed(place, "threads") as held,
+        reading(held) as (member, _, pid),
+    ):
         held.file.attach(lambda image: member, unexpected)
         os.kill(pid, signal.SIGKILL)
         end = time.monotonic() + 20
@@ -175,7 +205,11 @@ def test_a_process_that_ends_meanwhile_is_left_alone() -> None:
 @pytest.mark.parametrize("attached", [False, True])
 def test_a_store_that_fails_is_told_whoever_waits(attached: bool) -> None:
     told: list[BaseException] = []
-    with repository_place() as place, filed(place, "threads") as held, reading(held) as (member, _, _):
+    with (
+        repository_place() as place,
+        filed(place, "threads") as held,
+        reading(held) as (member, _, _),
+    ):
         for shard in place.root.glob("shards/**/*"):
             if shard.is_file():
                 os.truncate(shard, 4096)

@@ -51,9 +51,15 @@ def test_what_comes_out_is_what_went_in_and_plain_criu_restores_it(
         out = it.place.root.parent / "exported"
         told: list[Event] = []
         monkeypatch.setattr("icecore.events._PROGRESS_SECONDS", 0.0)
-        result = export(it.place.repository, it.place.loop, it.result.snapshot, out, emit=told.append)
-        pages = max(event.fields["bytes"] for event in told if event.fields.get("state") == "progress")  # type: ignore[type-var]
-        assert {event.fields["snapshot"] for event in told if event.name == "export.write"} == {it.result.snapshot}
+        result = export(
+            it.place.repository, it.place.loop, it.result.snapshot, out, emit=told.append
+        )
+        pages = max(
+            event.fields["bytes"] for event in told if event.fields.get("state") == "progress"
+        )  # type: ignore[type-var]
+        assert {event.fields["snapshot"] for event in told if event.name == "export.write"} == {
+            it.result.snapshot
+        }
         assert pages == {event.fields["total"] for event in told if "total" in event.fields}.pop()
         for path in image_files(it.images):
             assert (out / path.name).read_bytes() == path.read_bytes(), path.name
@@ -93,7 +99,9 @@ def test_three_successive_dumps_share_what_did_not_change(tmp_path: Path, cache:
             out = it.place.root.parent / f"out-{number}"
             export(it.place.repository, it.place.loop, result.snapshot, out)
             source = it.images if number == 0 else it.place.root.parent / f"images-{number}"
-            assert content_by_address(out, it.running.pid) == content_by_address(source, it.running.pid)
+            assert content_by_address(out, it.running.pid) == content_by_address(
+                source, it.running.pid
+            )
 
 
 def test_importing_the_same_again_stores_nothing(tmp_path: Path, cache: Path) -> None:
@@ -118,18 +126,26 @@ def test_the_manifest_says_what_the_images_say_of_processes(tmp_path: Path, cach
         assert paths[root.executable].policy == "checked" and not paths[root.executable].writable
         assert any(file.writable for file in manifest.files)
         threads = sum(max(1, process.threads) for process in manifest.processes)
-        assert {process.image_id for process in manifest.processes} <= set(manifest.requirements.pids)
+        assert {process.image_id for process in manifest.processes} <= set(
+            manifest.requirements.pids
+        )
         assert len(manifest.requirements.pids) == threads
 
 
-def test_pages_of_private_memory_are_left_out_where_they_are_zero_and_come_back(tmp_path: Path, cache: Path) -> None:
+def test_pages_of_private_memory_are_left_out_where_they_are_zero_and_come_back(
+    tmp_path: Path, cache: Path
+) -> None:
     with dumped("sparse", tmp_path, cache) as it:
-        reader = SnapshotReader(it.place.repository, it.place.run(it.place.repository.manifest(it.result.snapshot)))
+        reader = SnapshotReader(
+            it.place.repository, it.place.run(it.place.repository.manifest(it.result.snapshot))
+        )
         assert it.result.sizes.zero > 0
         for space in reader.manifest.spaces:
             for region, records in zip(space.regions, reader.records(space), strict=True):
                 if not region.lazy:
-                    assert not np.any(records["zero"]), "only private anonymous memory may lose its zero pages"
+                    assert not np.any(records["zero"]), (
+                        "only private anonymous memory may lose its zero pages"
+                    )
 
 
 def test_what_is_no_image_directory_is_refused(tmp_path: Path, cache: Path) -> None:
@@ -195,5 +211,7 @@ def test_a_collection_beside_an_export(tmp_path: Path, cache: Path, register: bo
             assert collected == [0] and (out / "inventory.img").exists()
             return
         with pytest.raises(ObjectMissing):
-            export(place.repository, place.loop, it.result.snapshot, out, register=False, emit=collect)
+            export(
+                place.repository, place.loop, it.result.snapshot, out, register=False, emit=collect
+            )
         assert collected[0] > 0 and list(out.iterdir()) == []

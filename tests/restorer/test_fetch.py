@@ -76,7 +76,9 @@ class Collected:
 @pytest.mark.parametrize("kind", ["direct", "loop"])
 def test_every_cell_comes_out_verified(stored: Stored, kind: str) -> None:
     sink = Collected()
-    fetcher = Fetcher(backend_of(kind, stored), stored.reader, stored.records, sink, LIMITS, stored.place.loop)
+    fetcher = Fetcher(
+        backend_of(kind, stored), stored.reader, stored.records, sink, LIMITS, stored.place.loop
+    )
     fetcher.start(range(CELLS))
     assert fetcher.wait(30)
     fetcher.stop()
@@ -86,9 +88,13 @@ def test_every_cell_comes_out_verified(stored: Stored, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["direct", "loop"])
-def test_a_fault_comes_before_the_plan_and_is_served_while_that_is_closed(stored: Stored, kind: str) -> None:
+def test_a_fault_comes_before_the_plan_and_is_served_while_that_is_closed(
+    stored: Stored, kind: str
+) -> None:
     sink = Collected()
-    fetcher = Fetcher(backend_of(kind, stored), stored.reader, stored.records, sink, LIMITS, stored.place.loop)
+    fetcher = Fetcher(
+        backend_of(kind, stored), stored.reader, stored.records, sink, LIMITS, stored.place.loop
+    )
     fetcher.start(range(CELLS), opened=False)
     for row in (17, 5, 17):
         fetcher.urgent(row)
@@ -106,7 +112,9 @@ def test_a_fault_comes_before_the_plan_and_is_served_while_that_is_closed(stored
 @pytest.mark.parametrize("kind", ["direct", "loop"])
 def test_a_fault_jumps_a_long_queue(stored: Stored, kind: str) -> None:
     sink = Collected(pause=0.05)
-    fetcher = Fetcher(backend_of(kind, stored), stored.reader, stored.records, sink, LIMITS, stored.place.loop)
+    fetcher = Fetcher(
+        backend_of(kind, stored), stored.reader, stored.records, sink, LIMITS, stored.place.loop
+    )
     fetcher.start(range(CELLS))
     time.sleep(0.05)
     fetcher.urgent(CELLS - 1)
@@ -128,14 +136,25 @@ def test_a_failed_read_is_tried_again(stored: Stored) -> None:
 
 
 @pytest.mark.parametrize(
-    "failure", [ObjectMissing("there is no object x"), Damaged("object", "x", "it ends early"), StoreError("no route")]
+    "failure",
+    [
+        ObjectMissing("there is no object x"),
+        Damaged("object", "x", "it ends early"),
+        StoreError("no route"),
+    ],
 )
 def test_a_lasting_failure_ends_everything_once(stored: Stored, failure: IcecoreError) -> None:
     backend = SlowBackend(stored.place.root)
     backend.failures = [failure] * 100
     told: list[BaseException] = []
     fetcher = Fetcher(
-        backend, stored.reader, stored.records, Collected(), LIMITS, stored.place.loop, failed=told.append
+        backend,
+        stored.reader,
+        stored.records,
+        Collected(),
+        LIMITS,
+        stored.place.loop,
+        failed=told.append,
     )
     fetcher.start(range(CELLS))
     with pytest.raises(type(failure)):
@@ -148,14 +167,18 @@ def test_storage_that_gives_no_answer_fails(stored: Stored) -> None:
     backend = SlowBackend(stored.place.root)
     backend.delay = 30
     limits = Limits(threads=1, budget=64 << 20, attempts=2, stall=0.1)
-    fetcher = Fetcher(backend, stored.reader, stored.records, Collected(), limits, stored.place.loop)
+    fetcher = Fetcher(
+        backend, stored.reader, stored.records, Collected(), limits, stored.place.loop
+    )
     fetcher.start(range(CELLS))
     with pytest.raises(StoreError, match="no answer"):
         fetcher.wait(30)
     fetcher.stop()
 
 
-def test_what_fails_last_is_never_taken_for_delivered(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_last_is_never_taken_for_delivered(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not even between its end and the word that it has failed."""
 
     def late(self: Fetcher, error: BaseException) -> None:
@@ -168,7 +191,14 @@ def test_what_fails_last_is_never_taken_for_delivered(stored: Stored, monkeypatc
 
     fail = Fetcher.fail
     monkeypatch.setattr(Fetcher, "fail", late)
-    fetcher = Fetcher(LocalBackend(stored.place.root), stored.reader, stored.records, sink, LIMITS, stored.place.loop)
+    fetcher = Fetcher(
+        LocalBackend(stored.place.root),
+        stored.reader,
+        stored.records,
+        sink,
+        LIMITS,
+        stored.place.loop,
+    )
     fetcher.start(range(CELLS))
     with pytest.raises(IcecoreError, match="no room"):
         fetcher.wait(30)
@@ -191,14 +221,21 @@ def test_a_sink_that_fails_ends_everything(stored: Stored) -> None:
 def test_damage_is_named_and_never_delivered(stored: Stored, kind: str) -> None:
     row = 7
     place = stored.records["place"][row]
-    path = stored.place.root / "shards" / place["shard"].tobytes().hex()[:2] / place["shard"].tobytes().hex()
+    path = (
+        stored.place.root
+        / "shards"
+        / place["shard"].tobytes().hex()[:2]
+        / place["shard"].tobytes().hex()
+    )
     at = int(place["offset"]) + int(place["length"]) // 2
     os.chmod(path, 0o600)
     original = path.read_bytes()
     path.write_bytes(original[:at] + bytes([original[at] ^ 4]) + original[at + 1 :])
     try:
         sink = Collected()
-        fetcher = Fetcher(backend_of(kind, stored), stored.reader, stored.records, sink, LIMITS, stored.place.loop)
+        fetcher = Fetcher(
+            backend_of(kind, stored), stored.reader, stored.records, sink, LIMITS, stored.place.loop
+        )
         fetcher.start(range(CELLS))
         with pytest.raises(Damaged) as caught:
             fetcher.wait(30)
@@ -216,7 +253,9 @@ def test_a_stopped_fetcher_leaves_nothing_waiting_in_the_loop(stored: Stored) ->
     before = stored.place.run(tasks())
     backend = SlowBackend(stored.place.root)
     backend.delay = 30
-    fetcher = Fetcher(backend, stored.reader, stored.records, Collected(), LIMITS, stored.place.loop)
+    fetcher = Fetcher(
+        backend, stored.reader, stored.records, Collected(), LIMITS, stored.place.loop
+    )
     fetcher.start(list(range(CELLS)) * 10, opened=False)
     fetcher.urgent(3)
     time.sleep(0.05)
@@ -245,7 +284,9 @@ def test_ranges_in_flight_are_bounded_by_the_budget(stored: Stored) -> None:
 
 @pytest.mark.parametrize("kind", ["direct", "loop"])
 @pytest.mark.parametrize("harm", ["flipped", "cut", "missing", "away"])
-def test_what_the_nearest_replica_cannot_give_comes_from_the_next(stored: Stored, kind: str, harm: str, tmp_path: Path) -> None:
+def test_what_the_nearest_replica_cannot_give_comes_from_the_next(
+    stored: Stored, kind: str, harm: str, tmp_path: Path
+) -> None:
     """The nearest has damaged or no objects, or goes away while rows are being delivered; no row is lost, and none is wrong."""
     near = tmp_path / "near"
     shutil.copytree(stored.place.root, near)
@@ -253,7 +294,9 @@ def test_what_the_nearest_replica_cannot_give_comes_from_the_next(stored: Stored
     for path in shards:
         if harm == "flipped":
             data = bytearray(path.read_bytes())
-            data[1000 : len(data) - 20000 : 30_000] = bytes(byte ^ 1 for byte in data[1000 : len(data) - 20000 : 30_000])
+            data[1000 : len(data) - 20000 : 30_000] = bytes(
+                byte ^ 1 for byte in data[1000 : len(data) - 20000 : 30_000]
+            )
             path.write_bytes(data)
         elif harm == "cut":
             os.truncate(path, path.stat().st_size // 2)
@@ -293,7 +336,12 @@ def test_damage_everywhere_is_damage(stored: Stored, tmp_path: Path) -> None:
             path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
     own = LocalBackend(near)
     fetcher = Fetcher(
-        ReplicaBackend(own, [own, LocalBackend(near)]), stored.reader, stored.records, Collected(), LIMITS, stored.place.loop
+        ReplicaBackend(own, [own, LocalBackend(near)]),
+        stored.reader,
+        stored.records,
+        Collected(),
+        LIMITS,
+        stored.place.loop,
     )
     fetcher.start(range(CELLS))
     with pytest.raises(Damaged):

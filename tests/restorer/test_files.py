@@ -47,7 +47,11 @@ def test_a_changed_file_gets_its_content_mode_and_time_back(file: Path, state: P
         assert still_open.read() == b"something else", "who has it open keeps what he has"
     assert file.read_bytes() == CONTENT
     now = file.stat()
-    assert (now.st_mode & 0o7777, now.st_mtime_ns, now.st_ino != before) == (0o640, then.mtime_ns, True)
+    assert (now.st_mode & 0o7777, now.st_mtime_ns, now.st_ino != before) == (
+        0o640,
+        then.mtime_ns,
+        True,
+    )
     assert [p.name for p in file.parent.iterdir()] == ["data.bin"]
 
 
@@ -73,7 +77,9 @@ def test_until_the_commit_nothing_has_changed(file: Path, state: Path) -> None:
     assert [p.name for p in file.parent.iterdir()] == ["data.bin"]
 
 
-def test_links_that_only_criu_would_have_removed_go_when_the_restore_fails(file: Path, state: Path) -> None:
+def test_links_that_only_criu_would_have_removed_go_when_the_restore_fails(
+    file: Path, state: Path
+) -> None:
     link = file.with_name("link_remap.7")
     file.rename(link)
     then = recorded(link)
@@ -114,7 +120,12 @@ def test_a_file_that_grew_is_cut(file: Path, state: Path) -> None:
     ],
 )
 def test_what_stands_in_the_way(
-    file: Path, mode: FilesMode, policy: FilePolicy, writable: bool, change: str, problem: str | None
+    file: Path,
+    mode: FilesMode,
+    policy: FilePolicy,
+    writable: bool,
+    change: str,
+    problem: str | None,
 ) -> None:
     then = recorded(file, writable=writable, policy=policy)
     if change == "touch":
@@ -136,7 +147,9 @@ def test_what_stands_in_the_way(
 
 
 def test_the_hash_decides_when_the_time_does_not(file: Path, state: Path) -> None:
-    then = recorded(file, writable=False, policy="checked", digest=blake3.blake3(CONTENT).hexdigest())
+    then = recorded(
+        file, writable=False, policy="checked", digest=blake3.blake3(CONTENT).hexdigest()
+    )
     os.utime(file, ns=(0, 0))
     assert plan_files(manifest_of(then), "restore", verify=True).problems == []
     assert plan_files(manifest_of(then), "restore", verify=False).problems != []
@@ -153,7 +166,11 @@ def test_files_of_the_new_instance_are_left_alone(file: Path, state: Path) -> No
 def test_a_path_that_is_no_path_is_damage(file: Path, state: Path) -> None:
     then = msgspec.structs.replace(recorded(file), path="relative/name")
     with pytest.raises(Damaged, match="relative/name"):
-        PutBack(plan_files(manifest_of(then), "restore").actions, lambda path: space_cells([], []), state)
+        PutBack(
+            plan_files(manifest_of(then), "restore").actions,
+            lambda path: space_cells([], []),
+            state,
+        )
 
 
 def test_a_folder_that_cannot_be_made_is_named(file: Path, state: Path) -> None:
@@ -161,6 +178,8 @@ def test_a_folder_that_cannot_be_made_is_named(file: Path, state: Path) -> None:
     manifest = manifest_of(then)
     plan = plan_files(manifest, "restore")
     assert plan.problems, "a file stands where a folder is needed"
-    actions = plan_files(manifest_of(msgspec.structs.replace(then, path="/proc/nowhere/data.bin")), "restore").actions
+    actions = plan_files(
+        manifest_of(msgspec.structs.replace(then, path="/proc/nowhere/data.bin")), "restore"
+    ).actions
     with pytest.raises(RestoreFailed, match="/proc/nowhere"):
         PutBack(actions, lambda path: space_cells([], []), state).prepare()

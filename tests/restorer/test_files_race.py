@@ -39,12 +39,24 @@ def attackers(home: Path, shared: Path, victim: Path, pause: float = 0.0) -> Ite
     with ExitStack() as stack:
         processes = []
         for user in (HOSTILE, NOBODY):
-            words = [sys.executable, "-I", "-S", str(Path(hostile.__file__)), str(user), str(home), str(shared), str(victim), str(pause)]
+            words = [
+                sys.executable,
+                "-I",
+                "-S",
+                str(Path(hostile.__file__)),
+                str(user),
+                str(home),
+                str(shared),
+                str(victim),
+                str(pause),
+            ]
             processes.append(subprocess.Popen(words, stdin=subprocess.PIPE))
             stack.callback(processes[-1].kill)
         yield
         for process in processes:
-            assert process.stdin is not None and process.poll() is None, "an attacker ended by itself"
+            assert process.stdin is not None and process.poll() is None, (
+                "an attacker ended by itself"
+            )
             process.stdin.close()
             assert process.wait(20) == 0
 
@@ -53,19 +65,30 @@ class Ground:
     """The directories of a race, and what a job had open in them."""
 
     def __init__(self, top: Path) -> None:
-        self.home, self.shared, self.victim, self.state = (top / name for name in ("home", "shared", "victim", "state"))
+        self.home, self.shared, self.victim, self.state = (
+            top / name for name in ("home", "shared", "victim", "state")
+        )
         self.outside = top / "outside"
         (self.home / "dir").mkdir(parents=True)
         self.shared.mkdir()
         self.shared.chmod(0o1777)
         (self.victim / "sub").mkdir(parents=True)
         self.outside.mkdir()
-        names = ("data.bin", "grown.bin", "linked.bin", "link_remap.7", "root.bin", "secret", "sub/new.bin")
+        names = (
+            "data.bin",
+            "grown.bin",
+            "linked.bin",
+            "link_remap.7",
+            "root.bin",
+            "secret",
+            "sub/new.bin",
+        )
         for place in (*(self.victim / name for name in names), self.outside / "data.bin"):
             place.write_bytes(SECRET)
             place.chmod(0o600)
             os.utime(place, ns=(1, 1))
         self.files = self._recorded()
+
     def _recorded(self) -> list[OpenFile]:
         found = []
         for place, user in (
@@ -85,7 +108,10 @@ class Ground:
         secret = (self.victim / "secret").stat()
         folder = self.home / "dir"
         rewritten = msgspec.structs.replace(
-            linked, path=str(folder / "link_remap.7"), links=[str(folder / "linked.bin"), str(folder / "data.bin")], inode=secret.st_ino
+            linked,
+            path=str(folder / "link_remap.7"),
+            links=[str(folder / "linked.bin"), str(folder / "data.bin")],
+            inode=secret.st_ino,
         )
         new = msgspec.structs.replace(data, path=str(folder / "sub" / "new.bin"), mode=0o6755)
         return [data, root, rewritten, grown, shared, new]
@@ -96,8 +122,18 @@ class Ground:
         if random.random() < 0.5:
             mode = random.choice(["restore", "truncate"])
             return plan_files(manifest_of(*chosen), mode).actions  # type: ignore[arg-type]
-        kinds = {"link_remap.7": ["rewrite"], "grown.bin": ["truncate", "replace"], "new.bin": ["create", "replace"]}
-        return [Action(random.choice(kinds.get(Path(file.path).name, ["replace", "create", "truncate"])), file) for file in chosen]  # type: ignore[arg-type]
+        kinds = {
+            "link_remap.7": ["rewrite"],
+            "grown.bin": ["truncate", "replace"],
+            "new.bin": ["create", "replace"],
+        }
+        return [
+            Action(
+                random.choice(kinds.get(Path(file.path).name, ["replace", "create", "truncate"])),
+                file,
+            )
+            for file in chosen
+        ]  # type: ignore[arg-type]
 
     def restore(self) -> str:
         """One restore, with a random end."""
@@ -127,10 +163,18 @@ class Ground:
         for folder in (self.home, self.shared):
             for place in folder.rglob("*"):
                 about = place.lstat()
-                if os.path.isfile(place) and not place.is_symlink() and (about.st_uid != 0 or about.st_mode & 0o077):
-                    assert SECRET[:100] not in place.read_bytes(), f"{place} has root's content, and is {oct(about.st_mode)} of {about.st_uid}"
+                if (
+                    os.path.isfile(place)
+                    and not place.is_symlink()
+                    and (about.st_uid != 0 or about.st_mode & 0o077)
+                ):
+                    assert SECRET[:100] not in place.read_bytes(), (
+                        f"{place} has root's content, and is {oct(about.st_mode)} of {about.st_uid}"
+                    )
                 if not place.is_symlink():
-                    assert not about.st_mode & 0o6000 or (about.st_uid == HOSTILE and place.is_dir()), f"{place} has a set-ID bit"
+                    assert not about.st_mode & 0o6000 or (
+                        about.st_uid == HOSTILE and place.is_dir()
+                    ), f"{place} has a set-ID bit"
 
 
 @pytest.fixture
@@ -146,11 +190,15 @@ def ground() -> Iterator[Ground]:
     [
         pytest.param(6.0, id="short"),
         pytest.param(
-            float(os.environ.get("ICECORE_TORTURE_SECONDS", "300")), id="long", marks=[pytest.mark.torture, pytest.mark.timeout(7200)]
+            float(os.environ.get("ICECORE_TORTURE_SECONDS", "300")),
+            id="long",
+            marks=[pytest.mark.torture, pytest.mark.timeout(7200)],
         ),
     ],
 )
-def test_hostile_users_gain_nothing_while_files_are_put_back(ground: Ground, seconds: float) -> None:
+def test_hostile_users_gain_nothing_while_files_are_put_back(
+    ground: Ground, seconds: float
+) -> None:
     before = look(ground.victim), look(ground.outside)
     outcomes: Counter[str] = Counter()
     with attackers(ground.home, ground.shared, ground.victim):
@@ -163,4 +211,9 @@ def test_hostile_users_gain_nothing_while_files_are_put_back(ground: Ground, sec
     assert (look(ground.victim), look(ground.outside)) == before, outcomes
     ground.assert_nothing_of_roots_is_theirs()
     # The race was one: restores went through, and others met what the attackers had put there.
-    assert outcomes["runs"] and outcomes["fails"] and outcomes["killed"] and sum(outcomes[key] for key in outcomes if ":" in key) > 5, outcomes
+    assert (
+        outcomes["runs"]
+        and outcomes["fails"]
+        and outcomes["killed"]
+        and sum(outcomes[key] for key in outcomes if ":" in key) > 5
+    ), outcomes

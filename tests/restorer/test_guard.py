@@ -32,7 +32,9 @@ def soft_limit() -> Iterator[int]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def run(folder: Path, argv: list[str], descriptors: list[int], *, raised_before: bool = False) -> dict[str, object]:
+def run(
+    folder: Path, argv: list[str], descriptors: list[int], *, raised_before: bool = False
+) -> dict[str, object]:
     """What the guard says when the program has ended."""
     folder.mkdir()
     if raised_before:
@@ -51,7 +53,9 @@ def run(folder: Path, argv: list[str], descriptors: list[int], *, raised_before:
 
 
 @pytest.mark.parametrize("raised_before", [False, True])
-def test_a_descriptor_above_the_shells_limit_is_inherited(tmp_path: Path, soft_limit: int, raised_before: bool) -> None:
+def test_a_descriptor_above_the_shells_limit_is_inherited(
+    tmp_path: Path, soft_limit: int, raised_before: bool
+) -> None:
     raise_descriptor_limit()
     with open(tmp_path / "inherited", "w") as file:
         high = fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, 3000)
@@ -59,7 +63,12 @@ def test_a_descriptor_above_the_shells_limit_is_inherited(tmp_path: Path, soft_l
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft_limit, hard))
     try:
         script = f"readlink /proc/self/fd/{high} > {tmp_path}/said"
-        assert run(tmp_path / "work", ["/bin/sh", "-c", script], [high], raised_before=raised_before)["status"] == 0
+        assert (
+            run(tmp_path / "work", ["/bin/sh", "-c", script], [high], raised_before=raised_before)[
+                "status"
+            ]
+            == 0
+        )
     finally:
         os.close(high)
     assert (tmp_path / "said").read_text().strip() == str(tmp_path / "inherited")
@@ -100,7 +109,10 @@ def test_a_descriptor_that_the_restorer_has_no_room_for_is_an_error_with_a_name(
     with ours, theirs:
         about = {"say": "events", "keep": 1, "children": [2]}
         socket.send_fds(theirs, [json.dumps(about).encode() + b"\0" + bytes(32)], [0])
-        with without_descriptors(), pytest.raises(RestoreFailed, match=r"too many open files.*ulimit"):
+        with (
+            without_descriptors(),
+            pytest.raises(RestoreFailed, match=r"too many open files.*ulimit"),
+        ):
             guard._receive(5)
 
 

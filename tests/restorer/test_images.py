@@ -17,13 +17,23 @@ _MIB = 1 << 20
 
 
 def space(*regions: tuple[int, int, str]) -> Space:
-    made = [Region(start * _MIB, length * _MIB, start * _MIB, kind=kind) for start, length, kind in regions]
+    made = [
+        Region(start * _MIB, length * _MIB, start * _MIB, kind=kind)
+        for start, length, kind in regions
+    ]
     return Space("process", "1", 0, made)
 
 
 def test_device_memory_that_was_cut() -> None:
     found = images.device_ranges(
-        space((0, 4, "anonymous"), (4, 64, "device"), (68, 100, "device"), (168, 2, "anonymous"), (170, 3, "device"), (180, 70, "device"))
+        space(
+            (0, 4, "anonymous"),
+            (4, 64, "device"),
+            (68, 100, "device"),
+            (168, 2, "anonymous"),
+            (170, 3, "device"),
+            (180, 70, "device"),
+        )
     )
     assert found == [(4 * _MIB, 168 * _MIB), (170 * _MIB, 173 * _MIB), (180 * _MIB, 250 * _MIB)]
 
@@ -50,18 +60,34 @@ def test_which_mappings_can_be_of_a_file() -> None:
     ]
     vmas = np.zeros(len(rows), VMA)
     for at, row in enumerate(rows):
-        vmas[at]["start"], vmas[at]["end"], vmas[at]["flags"], vmas[at]["protection"], vmas[at]["madvise"] = row[0] * _MIB, row[1] * _MIB, *row[2:]
-    temporary = [(0, 200 * _MIB), (300 * _MIB, 600 * _MIB), (700 * _MIB, 900 * _MIB), (910 * _MIB, 990 * _MIB), (1100 * _MIB, 1300 * _MIB)]
+        (
+            vmas[at]["start"],
+            vmas[at]["end"],
+            vmas[at]["flags"],
+            vmas[at]["protection"],
+            vmas[at]["madvise"],
+        ) = row[0] * _MIB, row[1] * _MIB, *row[2:]
+    temporary = [
+        (0, 200 * _MIB),
+        (300 * _MIB, 600 * _MIB),
+        (700 * _MIB, 900 * _MIB),
+        (910 * _MIB, 990 * _MIB),
+        (1100 * _MIB, 1300 * _MIB),
+    ]
     pages = entries((0, 100 << 8, PE_LAZY | PE_PRESENT), (850 << 8, 1, PE_PRESENT))
     assert images.mappable(vmas, temporary, pages) == [
-        (start * _MIB, end * _MIB) for start, end in ((0, 64), (64, 164), (910, 990), (1100, 1200), (1200, 1300))
+        (start * _MIB, end * _MIB)
+        for start, end in ((0, 64), (64, 164), (910, 990), (1100, 1200), (1200, 1300))
     ]
 
 
 def test_entries_are_cut_where_a_file_begins_and_ends() -> None:
     pages = entries((0, 10, 1), (10, 5, 2), (20, 10, 2), (40, 1, 2))
     ranges = [(3 * PAGE, 12 * PAGE), (25 * PAGE, 27 * PAGE), (30 * PAGE, 40 * PAGE)]
-    assert images.clipped(pages, ranges).tolist() == entries((3, 7, 1), (10, 2, 2), (25, 2, 2)).tolist()
+    assert (
+        images.clipped(pages, ranges).tolist()
+        == entries((3, 7, 1), (10, 2, 2), (25, 2, 2)).tolist()
+    )
     rest = entries((0, 3, 1), (12, 3, 2), (20, 5, 2), (27, 3, 2), (40, 1, 2))
     assert images.clipped(pages, images.gaps(ranges)).tolist() == rest.tolist()
     assert images.gaps([(0, 5), (5, 7)]) == [(7, 1 << 63)]
@@ -71,18 +97,36 @@ def test_entries_are_cut_where_a_file_begins_and_ends() -> None:
 def test_huge_pages_of_cells() -> None:
     low = np.array([3, 4, 5, 9, 20], np.uint64) * np.uint64(_MIB) + np.uint64(PAGE)
     high = np.array([4, 5, 6, 10, 21], np.uint64) * np.uint64(_MIB)
-    assert images.huge_pages(low, high) == [(2 * _MIB, 6 * _MIB), (8 * _MIB, 10 * _MIB), (20 * _MIB, 22 * _MIB)]
+    assert images.huge_pages(low, high) == [
+        (2 * _MIB, 6 * _MIB),
+        (8 * _MIB, 10 * _MIB),
+        (20 * _MIB, 22 * _MIB),
+    ]
     assert images.huge_pages(low[:0], high[:0]) == []
 
 
 def test_mappings_lie_in_the_file_as_they_are_to_huge_pages() -> None:
     far = 1 << 40
-    ranges = [(3 * _MIB, 70 * _MIB), (70 * _MIB, 200 * _MIB), (201 * _MIB + PAGE, 300 * _MIB), (far + PAGE, far + 64 * _MIB)]
+    ranges = [
+        (3 * _MIB, 70 * _MIB),
+        (70 * _MIB, 200 * _MIB),
+        (201 * _MIB + PAGE, 300 * _MIB),
+        (far + PAGE, far + 64 * _MIB),
+    ]
     found, end = images.lay_out(ranges, 2 * _MIB)
     assert list(found) == [start for start, _ in ranges]
-    assert all((position - start) % (2 * _MIB) == 0 and position >= 2 * _MIB for start, position in found.items())
+    assert all(
+        (position - start) % (2 * _MIB) == 0 and position >= 2 * _MIB
+        for start, position in found.items()
+    )
     first, second, third, fourth = found.values()
-    assert (second - first, third - first) == (67 * _MIB, 198 * _MIB + PAGE)  # no cell is in two places
-    assert third + 99 * _MIB < fourth < third + 110 * _MIB and fourth + 64 * _MIB - PAGE < end < fourth + 70 * _MIB
+    assert (second - first, third - first) == (
+        67 * _MIB,
+        198 * _MIB + PAGE,
+    )  # no cell is in two places
+    assert (
+        third + 99 * _MIB < fourth < third + 110 * _MIB
+        and fourth + 64 * _MIB - PAGE < end < fourth + 70 * _MIB
+    )
     again, _ = images.lay_out(ranges[:1], end)
     assert again[3 * _MIB] >= end

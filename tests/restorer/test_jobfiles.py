@@ -52,7 +52,9 @@ def home(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("mode", ["restore", "truncate"])
 @pytest.mark.parametrize("planned", [True, False], ids=["before the plan", "after it"])
-def test_a_link_in_place_of_the_file_leads_nowhere(home: Path, victim: Path, state: Path, mode: str, planned: bool) -> None:
+def test_a_link_in_place_of_the_file_leads_nowhere(
+    home: Path, victim: Path, state: Path, mode: str, planned: bool
+) -> None:
     file = home / "data.bin"
     then = recorded(file)
     file.unlink()
@@ -69,7 +71,9 @@ def test_a_link_in_place_of_the_file_leads_nowhere(home: Path, victim: Path, sta
 
 
 @pytest.mark.parametrize("mode", ["restore", "truncate"])
-def test_a_link_in_place_of_the_directory_leads_nowhere(home: Path, victim: Path, state: Path, mode: str) -> None:
+def test_a_link_in_place_of_the_directory_leads_nowhere(
+    home: Path, victim: Path, state: Path, mode: str
+) -> None:
     then = recorded(home / "data.bin")
     home.rename(home.with_name("away"))
     home.symlink_to(victim)
@@ -80,7 +84,9 @@ def test_a_link_in_place_of_the_directory_leads_nowhere(home: Path, victim: Path
     assert look(victim) == before
 
 
-def test_a_directory_that_is_swapped_while_content_is_fetched_changes_nothing_elsewhere(home: Path, victim: Path, state: Path) -> None:
+def test_a_directory_that_is_swapped_while_content_is_fetched_changes_nothing_elsewhere(
+    home: Path, victim: Path, state: Path
+) -> None:
     then = recorded(home / "data.bin")
     before = look(victim)
     back = written([Action("replace", then)], CONTENT[::-1], state)
@@ -94,7 +100,9 @@ def test_a_directory_that_is_swapped_while_content_is_fetched_changes_nothing_el
 
 
 @pytest.mark.parametrize("mode", ["restore", "truncate"])
-def test_a_hard_link_to_another_users_file_is_not_written_to(home: Path, victim: Path, state: Path, mode: str) -> None:
+def test_a_hard_link_to_another_users_file_is_not_written_to(
+    home: Path, victim: Path, state: Path, mode: str
+) -> None:
     file = home / "data.bin"
     then = recorded(file)
     file.unlink()
@@ -125,9 +133,13 @@ def test_another_users_file_is_not_given_to_the_job(home: Path, victim: Path, mo
     assert plan_files(manifest_of(then), mode).problems == [], "everybody may read that"  # type: ignore[arg-type]
 
 
-def test_a_file_of_an_imported_snapshot_is_cut_for_its_present_owner(home: Path, victim: Path, state: Path) -> None:
+def test_a_file_of_an_imported_snapshot_is_cut_for_its_present_owner(
+    home: Path, victim: Path, state: Path
+) -> None:
     file = home / "data.bin"
-    then = msgspec.structs.replace(recorded(file), inode=0, device=0, user=0, group=0, mtime_ns=0, policy="checked", size=10)
+    then = msgspec.structs.replace(
+        recorded(file), inode=0, device=0, user=0, group=0, mtime_ns=0, policy="checked", size=10
+    )
     put_back(manifest_of(then), b"", state, "truncate")
     assert file.read_bytes() == CONTENT[:10] and file.stat().st_uid == HOSTILE
     file.unlink()
@@ -138,14 +150,20 @@ def test_a_file_of_an_imported_snapshot_is_cut_for_its_present_owner(home: Path,
     assert look(victim) == before
 
 
-def test_another_name_that_is_another_users_file_is_not_rewritten(home: Path, victim: Path, state: Path) -> None:
+def test_another_name_that_is_another_users_file_is_not_rewritten(
+    home: Path, victim: Path, state: Path
+) -> None:
     """The recorded inode number is that of root's file: only the owner tells them apart."""
     secret = (victim / "secret").stat()
     link = home / "link_remap.1"
     other = home / "other"
     os.link(victim / "secret", other)
     then = msgspec.structs.replace(
-        recorded(home / "data.bin"), path=str(link), links=[str(other)], inode=secret.st_ino, device=secret.st_dev
+        recorded(home / "data.bin"),
+        path=str(link),
+        links=[str(other)],
+        inode=secret.st_ino,
+        device=secret.st_dev,
     )
     before = look(victim)
     with pytest.raises(RestoreFailed, match="belongs to user 0"):
@@ -163,7 +181,10 @@ def test_the_root_of_a_job_is_not_left(tmp_path: Path, victim: Path, state: Path
     before = look(victim)
     (root / "job").rmdir()
     # Whether absolute or relative, the link ends within the root; the directories that it names there are the job's.
-    for target, inside in ((str(victim), root / str(victim).lstrip("/")), ("../../victim", root / "victim")):
+    for target, inside in (
+        (str(victim), root / str(victim).lstrip("/")),
+        ("../../victim", root / "victim"),
+    ):
         (root / "job").symlink_to(target)
         with pytest.raises(RestoreFailed, match="leads nowhere"):
             put_back(manifest_of(then), CONTENT, state, root=str(root))
@@ -175,7 +196,9 @@ def test_the_root_of_a_job_is_not_left(tmp_path: Path, victim: Path, state: Path
 
 
 @pytest.mark.parametrize("what", ["fifo", "device", "socket", "folder"])
-def test_what_is_no_regular_file_neither_blocks_nor_is_written_to(home: Path, state: Path, what: str) -> None:
+def test_what_is_no_regular_file_neither_blocks_nor_is_written_to(
+    home: Path, state: Path, what: str
+) -> None:
     file = home / "data.bin"
     then = recorded(file)
     file.unlink()
@@ -200,11 +223,17 @@ def test_files_are_their_owners_from_the_start(home: Path, state: Path) -> None:
     then = recorded(home / "data.bin")
     back = written([Action("replace", then)], CONTENT, state)
     (made,) = [path for path in home.iterdir() if path.name.startswith(".")]
-    assert (made.stat().st_uid, made.stat().st_gid, made.stat().st_mode & 0o777) == (HOSTILE, HOSTILE, 0o600)
+    assert (made.stat().st_uid, made.stat().st_gid, made.stat().st_mode & 0o777) == (
+        HOSTILE,
+        HOSTILE,
+        0o600,
+    )
     assert back.abandon() == []
 
 
-def test_what_the_owner_may_not_do_root_does_only_where_nobody_else_can(home: Path, tmp_path: Path, state: Path) -> None:
+def test_what_the_owner_may_not_do_root_does_only_where_nobody_else_can(
+    home: Path, tmp_path: Path, state: Path
+) -> None:
     mine = tmp_path / "log"
     mine.mkdir(mode=0o755)
     for folder, allowed in ((mine, True), (home, False)):
@@ -223,7 +252,9 @@ def test_what_the_owner_may_not_do_root_does_only_where_nobody_else_can(home: Pa
         assert look(home) == before
 
 
-def test_directories_that_are_made_belong_to_the_files_owner(tmp_path: Path, home: Path, state: Path) -> None:
+def test_directories_that_are_made_belong_to_the_files_owner(
+    tmp_path: Path, home: Path, state: Path
+) -> None:
     for top in (tmp_path, home):
         nested = top / "a" / "b" / "data.bin"
         then = msgspec.structs.replace(recorded(home / "data.bin"), path=str(nested))
@@ -252,14 +283,30 @@ def test_links_that_root_alone_can_make_are_followed(tmp_path: Path, state: Path
     then = recorded(file)
     for path in ("/home/job/data.bin", "/var/job/data.bin", "/data/home/job/data.bin"):
         file.write_bytes(b"newer")
-        put_back(manifest_of(msgspec.structs.replace(then, path=path)), CONTENT, state, root=str(root))
+        put_back(
+            manifest_of(msgspec.structs.replace(then, path=path)), CONTENT, state, root=str(root)
+        )
         assert file.read_bytes() == CONTENT
     (root / "data" / "home" / "last").symlink_to("job/data.bin")
-    put_back(manifest_of(msgspec.structs.replace(then, path="/home/last")), CONTENT[::-1], state, root=str(root))
+    put_back(
+        manifest_of(msgspec.structs.replace(then, path="/home/last")),
+        CONTENT[::-1],
+        state,
+        root=str(root),
+    )
     assert file.read_bytes() == CONTENT[::-1] and (root / "data" / "home" / "last").is_symlink()
 
 
-@pytest.mark.parametrize("how", ["owner of the link", "owner of its directory", "group may write", "everybody may write", "a directory above"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "owner of the link",
+        "owner of its directory",
+        "group may write",
+        "everybody may write",
+        "a directory above",
+    ],
+)
 def test_links_that_others_can_make_or_move_are_refused(tmp_path: Path, how: str) -> None:
     root = tmp_path / "root"
     folder = root / "above" / "folder"
@@ -297,7 +344,11 @@ def test_a_path_that_the_kernel_never_shows_is_damage(path: str) -> None:
 def test_only_one_thread_acts_as_the_owner_and_only_meanwhile(home: Path) -> None:
     def identity() -> str:
         text = Path("/proc/thread-self/status").read_text()
-        return "\n".join(line for line in text.splitlines() if line.startswith(("Uid", "Gid", "Groups", "CapEff")))
+        return "\n".join(
+            line
+            for line in text.splitlines()
+            if line.startswith(("Uid", "Gid", "Groups", "CapEff"))
+        )
 
     before = identity()
     seen: list[str] = []
@@ -313,7 +364,9 @@ def test_only_one_thread_acts_as_the_owner_and_only_meanwhile(home: Path) -> Non
 
 
 @pytest.mark.parametrize("number", jobfiles.UNSUPPORTED)
-def test_a_file_system_that_cannot_exchange_names_is_served_all_the_same(home: Path, state: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_a_file_system_that_cannot_exchange_names_is_served_all_the_same(
+    home: Path, state: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     def rename(directory: int, old: str, new: str, flags: int = 0) -> None:
         if flags:
             raise OSError(number, os.strerror(number))

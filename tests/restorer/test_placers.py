@@ -71,7 +71,9 @@ def test_every_page_comes_back(tmp_path: Path, cache: Path, options: RestoreOpti
         restored = it.restore(options)
         os.kill(restored.pid, signal.SIGSTOP)
         restored.wait_resident(60)
-        assert differing_pages(it, restored.pid) <= 32  # the program counts on a few pages while it runs
+        assert (
+            differing_pages(it, restored.pid) <= 32
+        )  # the program counts on a few pages while it runs
         os.kill(restored.pid, signal.SIGCONT)
         driving.wait_progress(tmp_path)
         assert it.verdict().errors == ()
@@ -98,7 +100,9 @@ def test_programs_go_on_and_find_their_data_intact(
         assert memory_phase(it)["redone"] == 0
 
 
-def test_a_process_that_forks_moves_unmaps_and_discards_while_it_is_filled(tmp_path: Path, cache: Path) -> None:
+def test_a_process_that_forks_moves_unmaps_and_discards_while_it_is_filled(
+    tmp_path: Path, cache: Path
+) -> None:
     with dumped("mutator", tmp_path, cache, ("--mib", "300", "--burst", "20000")) as it:
         driving.forget(tmp_path)
         driving.go(tmp_path)
@@ -111,10 +115,16 @@ def test_a_process_that_forks_moves_unmaps_and_discards_while_it_is_filled(tmp_p
 
 @both
 @pytest.mark.parametrize(
-    ("harm", "error"), [(flip, Damaged), (truncate, Damaged), (remove, ObjectMissing)], ids=["flip", "truncate", "remove"]
+    ("harm", "error"),
+    [(flip, Damaged), (truncate, Damaged), (remove, ObjectMissing)],
+    ids=["flip", "truncate", "remove"],
 )
 def test_damage_is_named_and_nothing_runs_on(
-    tmp_path: Path, cache: Path, harm: Callable[[Dumped], str], error: type[IcecoreError], options: RestoreOptions
+    tmp_path: Path,
+    cache: Path,
+    harm: Callable[[Dumped], str],
+    error: type[IcecoreError],
+    options: RestoreOptions,
 ) -> None:
     with dumped("memory-pattern", tmp_path, cache, ("--mib", "64")) as it:
         driving.forget(tmp_path)
@@ -128,7 +138,9 @@ def test_damage_is_named_and_nothing_runs_on(
 
 @both
 @pytest.mark.parametrize("who", ["one", "all"])
-def test_placers_that_are_killed(tmp_path: Path, cache: Path, who: str, options: RestoreOptions) -> None:
+def test_placers_that_are_killed(
+    tmp_path: Path, cache: Path, who: str, options: RestoreOptions
+) -> None:
     """What they had is given to the others, or done by threads."""
     with dumped("memory-pattern", tmp_path, cache, ("--mib", "200")) as it:
         driving.forget(tmp_path)
@@ -173,10 +185,15 @@ def test_a_placer_that_hangs_ends_the_restore_and_is_killed(tmp_path: Path, cach
 
 def holding(pid: int) -> bool:
     """Whether a placer holds the shared lock."""
-    return any(f" FLOCK  ADVISORY  READ {pid} " in f"{line} " for line in Path("/proc/locks").read_text().splitlines())
+    return any(
+        f" FLOCK  ADVISORY  READ {pid} " in f"{line} "
+        for line in Path("/proc/locks").read_text().splitlines()
+    )
 
 
-def test_a_placer_that_hangs_while_it_places_does_not_hold_up_the_end(tmp_path: Path, cache: Path) -> None:
+def test_a_placer_that_hangs_while_it_places_does_not_hold_up_the_end(
+    tmp_path: Path, cache: Path
+) -> None:
     """It holds the lock that whoever hears of faults and events waits for."""
     with dumped("memory-pattern", tmp_path, cache, ("--mib", "700")) as it:
         driving.forget(tmp_path)
@@ -233,7 +250,9 @@ with LoopThread() as loop:
     options = RestoreOptions(mode="full", placers=2, workdir={str(it.workdir)!r})
     restore(repository, loop, {it.result.snapshot!r}, options, emit=emit)
 """
-        restorer = subprocess.Popen([sys.executable, "-P", "-c", script], stdout=subprocess.PIPE, text=True)
+        restorer = subprocess.Popen(
+            [sys.executable, "-P", "-c", script], stdout=subprocess.PIPE, text=True
+        )
         try:
             assert restorer.stdout is not None and restorer.stdout.readline() == "placing\n"
             tree = descendants(restorer.pid)
@@ -259,10 +278,22 @@ def test_cells_of_all_kinds(encrypted: bool, tmp_path: Path) -> None:
     folder.mkdir()
     with repository_place(encrypted=encrypted) as place:
         half = bytes([15]) * 32
-        cells = [(_WHOLE, os.urandom(1 << 20)), (_WHOLE, b"icecore!" * (1 << 17)), (half, os.urandom(1 << 19))]
+        cells = [
+            (_WHOLE, os.urandom(1 << 20)),
+            (_WHOLE, b"icecore!" * (1 << 17)),
+            (half, os.urandom(1 << 19)),
+        ]
         _, records = store_cells(place, cells)
         keys = place.repository.keys
-        with Placers(1, str(place.root), keys.chunk, room=16 << 20, patience=20, word="test", lock=str(folder)) as placers:
+        with Placers(
+            1,
+            str(place.root),
+            keys.chunk,
+            room=16 << 20,
+            patience=20,
+            word="test",
+            lock=str(folder),
+        ) as placers:
             (placer,) = placers.all
             (batch,) = plan_batches(records, range(3), gap=0, read_size=8 << 20)
             shared = SharedLock(str(folder), 1)
@@ -270,7 +301,18 @@ def test_cells_of_all_kinds(encrypted: bool, tmp_path: Path) -> None:
                 shared.set_changed(0)  # nothing is placed then
             placers.begin()
             target = Member(os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC), 7, 3)
-            wanted = [Wanted(c.start, c.stop, c.base_start, c.base_stop, c.row << 20, 0, placer.target(target)) for c in batch.cells]
+            wanted = [
+                Wanted(
+                    c.start,
+                    c.stop,
+                    c.base_start,
+                    c.base_stop,
+                    c.row << 20,
+                    0,
+                    placer.target(target),
+                )
+                for c in batch.cells
+            ]
             done = placer.deliver(batch, wanted, records, records["data"].tobytes())
             assert done.why == "" and done.states == [State.HELD] * 3
             (pid,) = descendants(placers._process.pid)
@@ -304,7 +346,9 @@ def test_who_works_while_placers_load() -> None:
     with repository_place() as place:
         reader, records = store_cells(place, [(_WHOLE, os.urandom(1 << 20))] * 24)
         keys = place.repository.keys
-        with Placers(8, str(place.root), keys.chunk, room=16 << 20, patience=0.5, word="test", lock="") as placers:
+        with Placers(
+            8, str(place.root), keys.chunk, room=16 << 20, patience=0.5, word="test", lock=""
+        ) as placers:
             os.kill(placers._process.pid, signal.SIGSTOP)
             themselves, through, enough = set[int](), [], threading.Event()
 
@@ -318,7 +362,14 @@ def test_who_works_while_placers_load() -> None:
                 placer.wait_ready()
                 raise AssertionError("it is stopped")
 
-            fetcher = Fetcher(LocalBackend(place.root), reader, records, sink, Limits(2, 64 << 20, 2, 5.0), place.loop)
+            fetcher = Fetcher(
+                LocalBackend(place.root),
+                reader,
+                records,
+                sink,
+                Limits(2, 64 << 20, 2, 5.0),
+                place.loop,
+            )
             fetcher.hand_out(placers.all, ask, cells=1)
             fetcher.start(range(24))
             end = time.monotonic() + 10
@@ -327,14 +378,24 @@ def test_who_works_while_placers_load() -> None:
                 time.sleep(0.01)
             assert (len(themselves), len(set(through))) == (6, 2)
             enough.set()
-            assert fetcher.wait(20)  # who does not begin is lost, and what it was to do is done here
+            assert fetcher.wait(
+                20
+            )  # who does not begin is lost, and what it was to do is done here
             fetcher.stop()
             assert fetcher.spent.cells == 24 and fetcher.spent.redone >= len(through)
 
 
 def test_placers_that_still_load_are_ended_at_once() -> None:
     with repository_place() as place:
-        placers = Placers(2, str(place.root), place.repository.keys.chunk, room=16 << 20, patience=20, word="test", lock="")
+        placers = Placers(
+            2,
+            str(place.root),
+            place.repository.keys.chunk,
+            room=16 << 20,
+            patience=20,
+            word="test",
+            lock="",
+        )
         os.kill(placers._process.pid, signal.SIGSTOP)
         began = time.monotonic()
         placers.close()

@@ -29,15 +29,22 @@ def table(places: list[tuple[Place, Place | None]]) -> Records:
 def check_bytes(records: Records, batch: Batch) -> None:
     """Executes the reads on shards whose byte at i is a function of shard and i, and looks at every cell's bytes."""
 
-    def content(shard: int, offset: int, length: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
-        return ((np.arange(offset, offset + length, dtype=np.uint64) * 2654435761 + shard) % 251).astype(np.uint32)
+    def content(
+        shard: int, offset: int, length: int
+    ) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+        return (
+            (np.arange(offset, offset + length, dtype=np.uint64) * 2654435761 + shard) % 251
+        ).astype(np.uint32)
 
     buffer = np.full(batch.size, 999, np.uint32)
     for read in batch.reads:
         assert (buffer[read.at : read.at + read.length] == 999).all(), "reads overlap in the buffer"
         buffer[read.at : read.at + read.length] = content(read.shard[0], read.offset, read.length)
     for cell in batch.cells:
-        for name, start, stop in (("place", cell.start, cell.stop), ("base_place", cell.base_start, cell.base_stop)):
+        for name, start, stop in (
+            ("place", cell.start, cell.stop),
+            ("base_place", cell.base_start, cell.base_stop),
+        ):
             own = records[name][cell.row]
             assert stop - start == own["length"]
             expected = content(int(own["shard"][0]), int(own["offset"]), int(own["length"]))
@@ -50,7 +57,9 @@ def check_bytes(records: Records, batch: Batch) -> None:
     st.sampled_from([0, 4096, MIB]),
     st.sampled_from([MIB, 4 * MIB]),
 )
-def test_every_cell_is_read_once_and_whole(places: list[tuple[Place, Place | None]], gap: int, read_size: int) -> None:
+def test_every_cell_is_read_once_and_whole(
+    places: list[tuple[Place, Place | None]], gap: int, read_size: int
+) -> None:
     records = table(places)
     order = list(reversed(range(len(places))))
     found = []

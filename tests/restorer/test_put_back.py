@@ -29,13 +29,20 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="files of several user
 def test_whatever_step_is_the_last_one_files_are_all_old_or_all_new(tmp_path: Path) -> None:
     """By SIGKILL, after which the recovery is killed as well; and by an error of the step, after which nothing but this process is needed."""
     done = subprocess.run(
-        [sys.executable, "-P", str(Path(killed_put_back.__file__)), str(tmp_path)], capture_output=True, text=True, timeout=550
+        [sys.executable, "-P", str(Path(killed_put_back.__file__)), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=550,
     )
     assert done.returncode == 0, done.stderr
     cases = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [case for case in cases if case["status"] or case["outcome"] not in ("old", "new", "kept")] == [], done.stderr
+    assert [
+        case for case in cases if case["status"] or case["outcome"] not in ("old", "new", "kept")
+    ] == [], done.stderr
     seen = Counter((case["then"], case["outcome"]) for case in cases)
-    assert seen["runs", "old"] > 40 and seen["runs", "new"] > 5 and 0 < seen["runs", "kept"] < 5, seen
+    assert seen["runs", "old"] > 40 and seen["runs", "new"] > 5 and 0 < seen["runs", "kept"] < 5, (
+        seen
+    )
     assert seen["fails", "old"] > 60 and seen["breaks", "old"] > 40, seen
     assert seen["fails", "new"] == seen["fails", "kept"] == 0
     assert cases[-1]["outcome"] == "new", "without a step that fails the job runs"
@@ -74,7 +81,11 @@ def test_what_somebody_wrote_meanwhile_is_left_alone_and_told(tmp_path: Path, ho
         (event,) = recovered(tmp_path / "state")
         assert event.name == "restore.recovered" and event.fields["how"] == "undone"
         left = event.fields["left"]  # type: ignore[assignment]
-    assert len(left) == 3 and "somebody replaced" in " ".join(left) and "was written to after it was cut" in " ".join(left), left
+    assert (
+        len(left) == 3
+        and "somebody replaced" in " ".join(left)
+        and "was written to after it was cut" in " ".join(left)
+    ), left
     assert (home / "replaced").read_bytes() == b"somebody else's\n"
     assert (home / "grown").read_bytes() == THEN + b"appended after the cut\n"
     (kept,) = [path for path in home.iterdir() if path.name.startswith(".replaced")]
@@ -90,7 +101,9 @@ def test_an_old_file_that_somebody_removed_meanwhile_is_told(tmp_path: Path) -> 
     (kept,) = [path for path in (tmp_path / "home").iterdir() if path.name.startswith(".replaced")]
     kept.unlink()
     left = back.abandon()
-    assert "somebody removed what" in left[0] and (tmp_path / "home" / "replaced").read_bytes() == THEN
+    assert (
+        "somebody removed what" in left[0] and (tmp_path / "home" / "replaced").read_bytes() == THEN
+    )
 
 
 def test_the_journal_of_a_living_restore_is_left_alone(tmp_path: Path) -> None:
@@ -112,11 +125,16 @@ def test_a_journal_is_not_applied_to_another_directory(tmp_path: Path) -> None:
             (home / path.name).write_bytes(b"another file")
     before = look(tmp_path / "home"), look(tmp_path / "away")
     (event,) = recovered(tmp_path / "state")
-    assert all("another one now" in text or "not there" in text or "what was saved" in text for text in event.fields["left"])  # type: ignore[union-attr]
+    assert all(
+        "another one now" in text or "not there" in text or "what was saved" in text
+        for text in event.fields["left"]
+    )  # type: ignore[union-attr]
     assert (look(tmp_path / "home"), look(tmp_path / "away")) == before
 
 
-def test_after_a_start_of_the_machine_files_are_known_by_their_inodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_start_of_the_machine_files_are_known_by_their_inodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     actions = lay_out(tmp_path)
     before = look(tmp_path / "home")
     back = written(actions, THEN, tmp_path / "state")
@@ -147,7 +165,9 @@ def test_a_file_that_is_replaced_while_content_is_fetched_is_not_lost(tmp_path: 
         back.exchange()
     assert back.abandon() == []
     assert (home / "replaced").read_bytes() == b"rotated in\n"
-    assert (home / "linked").read_bytes() == NEWER and not [name for name in os.listdir(home) if name.startswith(".")]
+    assert (home / "linked").read_bytes() == NEWER and not [
+        name for name in os.listdir(home) if name.startswith(".")
+    ]
     assert before["replaced"] == look(home)["replaced"]
 
 
@@ -162,14 +182,19 @@ def test_who_reads_a_file_keeps_what_he_has(tmp_path: Path) -> None:
         assert reader.seek(0) == 0 and reader.read() == NEWER
 
 
-def test_a_job_that_was_never_let_go_has_its_files_undone_also_after_the_hand_over(tmp_path: Path) -> None:
+def test_a_job_that_was_never_let_go_has_its_files_undone_also_after_the_hand_over(
+    tmp_path: Path,
+) -> None:
     actions = lay_out(tmp_path)
     before = look(tmp_path / "home")
     back = written(actions, THEN, tmp_path / "state")
     back.exchange()
     back.hand_over()
     assert back.abandon() == [] == back.abandon()
-    assert look(tmp_path / "home") == before and list((tmp_path / "state" / "restores").iterdir()) == []
+    assert (
+        look(tmp_path / "home") == before
+        and list((tmp_path / "state" / "restores").iterdir()) == []
+    )
 
 
 def test_of_a_job_that_may_have_run_the_originals_are_left_and_named(tmp_path: Path) -> None:
@@ -178,7 +203,10 @@ def test_of_a_job_that_may_have_run_the_originals_are_left_and_named(tmp_path: P
     left = back.abandon(went=True)
     home = tmp_path / "home"
     (kept,) = [path for path in home.iterdir() if path.name.startswith(".")]
-    assert kept.read_bytes() == NEWER and f"what {home}/replaced was before the restore is {kept}" in left
+    assert (
+        kept.read_bytes() == NEWER
+        and f"what {home}/replaced was before the restore is {kept}" in left
+    )
     (folder,) = (tmp_path / "state" / "restores").iterdir()
     assert left[-1] == f"what was saved is in {folder}"
     for name, file in (("grown", "2.saved"), ("link_remap.7", "3.saved")):

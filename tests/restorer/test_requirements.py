@@ -71,7 +71,10 @@ def test_what_is_missing_is_named(name: str, requirements: Requirements) -> None
 
 
 def test_flags_that_are_no_instructions_do_not_matter() -> None:
-    assert failed(manifest_with(msgspec.structs.replace(HERE, cpu=["some_mitigation", "hypervisor9"]))) == {}
+    assert (
+        failed(manifest_with(msgspec.structs.replace(HERE, cpu=["some_mitigation", "hypervisor9"])))
+        == {}
+    )
 
 
 def test_an_older_kernel_is_a_warning() -> None:
@@ -79,7 +82,11 @@ def test_an_older_kernel_is_a_warning() -> None:
     found = check_requirements(manifest, RestoreOptions(), CRIU, "/dev/shm")
     assert not found.failed and [check.name for check in found.warnings] == ["kernel"]
     assert "older" in found.warnings[0].message
-    [same] = [check for check in check_requirements(manifest_with(), RestoreOptions(), CRIU, "/dev/shm").checks if check.name == "kernel"]
+    [same] = [
+        check
+        for check in check_requirements(manifest_with(), RestoreOptions(), CRIU, "/dev/shm").checks
+        if check.name == "kernel"
+    ]
     assert same.met and "older" not in same.message
 
 
@@ -89,7 +96,9 @@ def test_the_id_of_another_process_s_thread_is_in_use() -> None:
     thread.start()
     try:
         assert thread.native_id is not None
-        assert list(failed(manifest_with(msgspec.structs.replace(HERE, pids=[thread.native_id])))) == ["pid"]
+        assert list(
+            failed(manifest_with(msgspec.structs.replace(HERE, pids=[thread.native_id])))
+        ) == ["pid"]
     finally:
         end.set()
         thread.join()
@@ -110,7 +119,10 @@ def test_pids_do_not_matter_in_a_namespace_of_their_own() -> None:
     assert failed(manifest_with(requirements, namespaces=Namespaces(pid=True))) == {}
 
 
-@pytest.mark.parametrize(("family", "host", "shown"), [(socket.AF_INET, "127.0.0.1", "{}"), (socket.AF_INET6, "::1", "[{}]")])
+@pytest.mark.parametrize(
+    ("family", "host", "shown"),
+    [(socket.AF_INET, "127.0.0.1", "{}"), (socket.AF_INET6, "::1", "[{}]")],
+)
 def test_a_port_on_which_somebody_listens(family: int, host: str, shown: str) -> None:
     with socket.socket(family) as server:
         try:
@@ -141,15 +153,26 @@ def space_with(kind: SpaceKind, pages: int, lazy: bool = False) -> tuple[Space, 
     records["data"][:count], records["zero"][count] = np.packbits(bits, bitorder="little"), 255
     nodes = np.zeros(count // 64 + 1, NODE_REF)
     nodes["group"], nodes["length"] = np.arange(len(nodes)), 100
-    regions = [Region(4 << 20, 1 << 20, 4 << 20, lazy=True), Region(8 << 20, 64 << 30, 8 << 20, lazy=lazy)]
+    regions = [
+        Region(4 << 20, 1 << 20, 4 << 20, lazy=True),
+        Region(8 << 20, 64 << 30, 8 << 20, lazy=lazy),
+    ]
     nodes["region"] = 1
     return Space(kind, "1", 0, regions, nodes.tobytes()), [records[:0], records]
 
 
 @pytest.mark.parametrize(
-    ("kind", "lazy", "there"), [("shared", False, True), ("process", False, True), ("process", True, False), ("file", False, False)]
+    ("kind", "lazy", "there"),
+    [
+        ("shared", False, True),
+        ("process", False, True),
+        ("process", True, False),
+        ("file", False, False),
+    ],
 )
-def test_pages_that_criu_copies_are_there_twice(kind: SpaceKind, lazy: bool, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_that_criu_copies_are_there_twice(
+    kind: SpaceKind, lazy: bool, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They lie in its page images, beside the tree that gets them; what comes later does not."""
     space, records = space_with(kind, 256, lazy)
     manifest = manifest_with(spaces=[space], sizes=Sizes(logical=32 << 30))
@@ -178,7 +201,11 @@ def test_shared_memory_with_few_pages_needs_little_room(monkeypatch: pytest.Monk
         read.append(space.kind)
         return records
 
-    for free, lacking, reads in ((33 << 30, [], 1), (1 << 30, [], 2), ((1 << 30) - 1, ["space"], 3)):
+    for free, lacking, reads in (
+        (33 << 30, [], 1),
+        (1 << 30, [], 2),
+        ((1 << 30) - 1, ["space"], 3),
+    ):
         monkeypatch.setattr(limits, "free_space", lambda _, free=free: free)
         found = check_requirements(manifest, RestoreOptions(), CRIU, "/dev/shm", records=maps)
         assert ([check.name for check in found.failed], len(read)) == (lacking, reads)

@@ -53,7 +53,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def differing_pages(it: Dumped, pid: int) -> int:
     """How many pages of the stopped process differ from the snapshot's."""
-    reader = SnapshotReader(it.place.repository, it.place.run(it.place.repository.manifest(it.result.snapshot)))
+    reader = SnapshotReader(
+        it.place.repository, it.place.run(it.place.repository.manifest(it.result.snapshot))
+    )
     out = memoryview(bytearray(1 << 20))
     differ = 0
     (space,) = [s for s in reader.manifest.spaces if s.kind == "process"]
@@ -68,7 +70,11 @@ def differing_pages(it: Dumped, pid: int) -> int:
                     pages = np.flatnonzero(np.unpackbits(bitmap, bitorder="little"))
                     for rank, page in enumerate(pages.tolist()):
                         found = memory.read(base + page * PAGE, PAGE)
-                        expected = bytes(PAGE) if content is None else content[rank * PAGE : (rank + 1) * PAGE]
+                        expected = (
+                            bytes(PAGE)
+                            if content is None
+                            else content[rank * PAGE : (rank + 1) * PAGE]
+                        )
                         differ += found != expected
     return differ
 
@@ -108,7 +114,9 @@ def test_programs_go_on_and_find_their_data_intact(
         assert "restore.warning" not in [event.name for event in it.events]
 
 
-def test_a_process_that_forks_moves_unmaps_and_discards_while_it_is_filled(tmp_path: Path, cache: Path) -> None:
+def test_a_process_that_forks_moves_unmaps_and_discards_while_it_is_filled(
+    tmp_path: Path, cache: Path
+) -> None:
     with dumped("mutator", tmp_path, cache, ("--mib", "300", "--burst", "20000")) as it:
         driving.forget(tmp_path)
         driving.go(tmp_path)
@@ -167,12 +175,23 @@ def sessions(it: Dumped) -> list[str]:
 
 
 @pytest.mark.parametrize("options", [FULL, LAZY], ids=["full", "lazy"])
-@pytest.mark.parametrize(("name", "state"), [("restore.images", "begin"), ("restore.memory", "begin"), ("restore.memory", "end"), ("restore.running", None)])
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [
+        ("restore.images", "begin"),
+        ("restore.memory", "begin"),
+        ("restore.memory", "end"),
+        ("restore.running", None),
+    ],
+)
 def test_a_sink_that_fails_ends_the_restore_and_leaves_nothing(
     tmp_path: Path, cache: Path, options: RestoreOptions, name: str, state: str | None
 ) -> None:
     with dumped("training", tmp_path, cache) as it:
-        before, beside = sessions(it), set(descendants(os.getpid()))  # beside us: the S3 servers of other tests
+        before, beside = (
+            sessions(it),
+            set(descendants(os.getpid())),
+        )  # beside us: the S3 servers of other tests
         with pytest.raises(BrokenPipeError):
             it.restore(options, emit=broken_from(name, state)).wait_resident(20)
         assert it.remains() == [] and sessions(it) == before
@@ -180,7 +199,9 @@ def test_a_sink_that_fails_ends_the_restore_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("options", [FULL, LAZY], ids=["full", "lazy"])
-def test_a_sink_that_fails_once_the_tree_lives_by_itself_changes_nothing(tmp_path: Path, cache: Path, options: RestoreOptions) -> None:
+def test_a_sink_that_fails_once_the_tree_lives_by_itself_changes_nothing(
+    tmp_path: Path, cache: Path, options: RestoreOptions
+) -> None:
     with dumped("training", tmp_path, cache) as it:
         before = sessions(it)
         driving.forget(tmp_path)
@@ -191,7 +212,9 @@ def test_a_sink_that_fails_once_the_tree_lives_by_itself_changes_nothing(tmp_pat
         assert it.verdict().passed
 
 
-@pytest.mark.parametrize(("where", "detach"), [("guard", True), ("session", True), ("session", False)])
+@pytest.mark.parametrize(
+    ("where", "detach"), [("guard", True), ("session", True), ("session", False)]
+)
 def test_breaking_off_when_the_tree_lives_by_itself_is_no_failure_of_its_restore(
     tmp_path: Path, cache: Path, where: str, detach: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,7 +255,9 @@ def test_one_snapshot_several_times(tmp_path: Path, cache: Path) -> None:
             await_gone([restored.pid])
 
 
-def test_what_a_lazy_restore_touched_first_comes_first_the_next_time(tmp_path: Path, cache: Path) -> None:
+def test_what_a_lazy_restore_touched_first_comes_first_the_next_time(
+    tmp_path: Path, cache: Path
+) -> None:
     with dumped("memory-pattern", tmp_path, cache, ("--mib", "100")) as it:
         for _ in range(2):
             driving.forget(tmp_path)
@@ -243,7 +268,11 @@ def test_what_a_lazy_restore_touched_first_comes_first_the_next_time(tmp_path: P
             restored.wait_resident(60)
             it.kill(restored.pid)
             await_gone([restored.pid])
-        faults = [int(str(e.fields["faults"])) for e in it.events if e.name == "restore.memory" and "faults" in e.fields]
+        faults = [
+            int(str(e.fields["faults"]))
+            for e in it.events
+            if e.name == "restore.memory" and "faults" in e.fields
+        ]
         assert len(faults) == 2 and faults[0] > 0
         listed = it.place.run(names(it, "hints/"))
         assert any("touched-" in name for name in listed)
@@ -256,12 +285,20 @@ async def names(it: Dumped, prefix: str) -> list[str]:
 @pytest.mark.parametrize("name", ["tree", "training"])
 def test_what_criu_copies_is_known_before(tmp_path: Path, cache: Path, name: str) -> None:
     with dumped(name, tmp_path, cache) as it:
-        reader = SnapshotReader(it.place.repository, it.place.run(it.place.repository.manifest(it.result.snapshot)))
+        reader = SnapshotReader(
+            it.place.repository, it.place.run(it.place.repository.manifest(it.result.snapshot))
+        )
         known = sum(requirements._pages(space, reader.records) for space in reader.manifest.spaces)
         most = sum(requirements._most_pages(space) for space in reader.manifest.spaces)
         it.restore(FULL)
-        [written] = [event.fields["page_image_bytes"] for event in it.events if "page_image_bytes" in event.fields]
-        assert 0 < known <= int(str(written)) <= most + (1 << 20)  # few pages are there for a stack pointer's sake; of zeros there is room only
+        [written] = [
+            event.fields["page_image_bytes"]
+            for event in it.events
+            if "page_image_bytes" in event.fields
+        ]
+        assert (
+            0 < known <= int(str(written)) <= most + (1 << 20)
+        )  # few pages are there for a stack pointer's sake; of zeros there is room only
 
 
 # -- what fails -----------------------------------------------------------------------------------------------------------
@@ -269,7 +306,9 @@ def test_what_criu_copies_is_known_before(tmp_path: Path, cache: Path, name: str
 
 def shard_of_memory(it: Dumped, row: int = -1) -> tuple[Path, int, int, str]:
     """File, offset, length and chunk id of a cell of the process's memory."""
-    reader = SnapshotReader(it.place.repository, it.place.run(it.place.repository.manifest(it.result.snapshot)))
+    reader = SnapshotReader(
+        it.place.repository, it.place.run(it.place.repository.manifest(it.result.snapshot))
+    )
     (space,) = [s for s in reader.manifest.spaces if s.kind == "process"]
     regions = zip(space.regions, reader.records(space), strict=True)
     records = np.concatenate([records for region, records in regions if region.lazy])
@@ -277,7 +316,12 @@ def shard_of_memory(it: Dumped, row: int = -1) -> tuple[Path, int, int, str]:
     record = records[row]
     name = record["place"]["shard"].tobytes().hex()
     path = it.place.root / "shards" / name[:2] / name
-    return path, int(record["place"]["offset"]), int(record["place"]["length"]), record["chunk"].tobytes().hex()
+    return (
+        path,
+        int(record["place"]["offset"]),
+        int(record["place"]["length"]),
+        record["chunk"].tobytes().hex(),
+    )
 
 
 def flip(it: Dumped) -> str:
@@ -302,11 +346,17 @@ def remove(it: Dumped) -> str:
 
 
 @pytest.mark.parametrize(
-    ("harm", "error"), [(flip, Damaged), (truncate, Damaged), (remove, ObjectMissing)], ids=["flip", "truncate", "remove"]
+    ("harm", "error"),
+    [(flip, Damaged), (truncate, Damaged), (remove, ObjectMissing)],
+    ids=["flip", "truncate", "remove"],
 )
 @pytest.mark.parametrize("options", [FULL, LAZY], ids=["full", "lazy"])
 def test_a_damaged_shard_is_named_and_nothing_runs_on(
-    tmp_path: Path, cache: Path, harm: Callable[[Dumped], str], error: type[IcecoreError], options: RestoreOptions
+    tmp_path: Path,
+    cache: Path,
+    harm: Callable[[Dumped], str],
+    error: type[IcecoreError],
+    options: RestoreOptions,
 ) -> None:
     with dumped("memory-pattern", tmp_path, cache, ("--mib", "64")) as it:
         driving.forget(tmp_path)
@@ -319,7 +369,9 @@ def test_a_damaged_shard_is_named_and_nothing_runs_on(
 
 
 @pytest.mark.parametrize("options", [FULL, LAZY], ids=["full", "lazy"])
-def test_storage_that_fails_in_the_middle_kills_the_tree(tmp_path: Path, cache: Path, options: RestoreOptions) -> None:
+def test_storage_that_fails_in_the_middle_kills_the_tree(
+    tmp_path: Path, cache: Path, options: RestoreOptions
+) -> None:
     with dumped("memory-pattern", tmp_path, cache, ("--mib", "64")) as it:
         driving.forget(tmp_path)
         backend = SlowBackend(it.place.root)
@@ -340,7 +392,9 @@ def test_storage_that_fails_in_the_middle_kills_the_tree(tmp_path: Path, cache: 
 
 
 @pytest.mark.parametrize("mode", ["lazy", "full"])
-def test_a_restorer_that_is_killed_takes_the_tree_with_it(tmp_path: Path, cache: Path, mode: str) -> None:
+def test_a_restorer_that_is_killed_takes_the_tree_with_it(
+    tmp_path: Path, cache: Path, mode: str
+) -> None:
     """SIGKILL in the middle of a restore; lazily restored, the program looks at its memory all the time."""
     with dumped("memory-pattern", tmp_path, cache, ("--mib", "128")) as it:
         driving.forget(tmp_path)
@@ -365,11 +419,15 @@ with LoopThread() as loop:
     restored = restore(repository, loop, {it.result.snapshot!r}, options, emit=emit)
     restored.wait_resident()
 """
-        restorer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+        restorer = subprocess.Popen(
+            [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
+        )
         try:
             assert restorer.stdout is not None and restorer.stdout.readline() == "building\n"
             # The guard and the program; while CRIU holds the tree also CRIU and its script.
-            assert eventually(lambda: len(descendants(restorer.pid)) == (2 if mode == "lazy" else 4))
+            assert eventually(
+                lambda: len(descendants(restorer.pid)) == (2 if mode == "lazy" else 4)
+            )
             time.sleep(0.2)
             tree = descendants(restorer.pid)
         finally:
@@ -390,7 +448,10 @@ def test_a_criu_that_is_killed_ends_a_restore_that_it_holds(tmp_path: Path, cach
             if event.name == "restore.memory" and event.fields["state"] == "begin":
                 tree = descendants(os.getpid())
                 # Its script is one, too, until it has started the shell.
-                criu = min((pid for pid in tree if procfs.executable(pid).endswith("/criu")), key=tree.index)
+                criu = min(
+                    (pid for pid in tree if procfs.executable(pid).endswith("/criu")),
+                    key=tree.index,
+                )
                 members = [pid for pid in tree if "memory_pattern" in procfs.executable(pid)]
                 assert members
                 os.kill(criu, signal.SIGKILL)
@@ -433,13 +494,19 @@ def test_pids_in_use_are_refused_before_anything_starts(tmp_path: Path, cache: P
         assert procfs.exists(restored.pid)
         it.kill(restored.pid)
         await_gone([restored.pid])
-        assert not check(it.place.repository, it.place.loop, it.result.snapshot, criu=it.criu).failed
+        assert not check(
+            it.place.repository, it.place.loop, it.result.snapshot, criu=it.criu
+        ).failed
 
 
 def test_a_file_that_grew_is_refused_or_cut(tmp_path: Path, cache: Path) -> None:
     with dumped("logger", tmp_path, cache) as it:
         driving.forget(tmp_path)
-        (log,) = tmp_path.glob("*.log*") if not (tmp_path / "job.log").exists() else [tmp_path / "job.log"]
+        (log,) = (
+            tmp_path.glob("*.log*")
+            if not (tmp_path / "job.log").exists()
+            else [tmp_path / "job.log"]
+        )
         with open(log, "ab") as file:
             file.write(b"what was appended after the dump\n")
         with pytest.raises(RestoreRefused, match=log.name):

@@ -47,7 +47,9 @@ class Scene:
 
     def pids(self) -> list[int]:
         """Those of the placers, in their order."""
-        assert eventually(lambda: len(descendants(self.placers._process.pid)) == len(self.placers.all))
+        assert eventually(
+            lambda: len(descendants(self.placers._process.pid)) == len(self.placers.all)
+        )
         return sorted(descendants(self.placers._process.pid))
 
     def is_right(self, left: list[int]) -> None:
@@ -65,9 +67,21 @@ def scene(count: int = 3) -> Iterator[Scene]:
         for row in range(ROWS):
             content.append(content[row // 2] if row % 4 == 3 else os.urandom(CELL_BYTES))
         _, records = store_cells(place, [(_WHOLE, data) for data in content])
-        table = FileTable(records, np.full((ROWS, 32), 255, np.uint8), np.arange(ROWS, dtype=np.int64) * CELL_BYTES)
+        table = FileTable(
+            records,
+            np.full((ROWS, 32), 255, np.uint8),
+            np.arange(ROWS, dtype=np.int64) * CELL_BYTES,
+        )
         file, shared = huge_file.create(ROWS * CELL_BYTES), table.share()
-        with Placers(count, str(place.root), place.repository.keys.chunk, room=20 << 20, patience=20, word="test", lock="") as placers:
+        with Placers(
+            count,
+            str(place.root),
+            place.repository.keys.chunk,
+            room=20 << 20,
+            patience=20,
+            word="test",
+            lock="",
+        ) as placers:
             placers.begin()
             for placer in placers.all:
                 placer.open_file(File(ROWS * CELL_BYTES, ROWS), file, shared)
@@ -85,10 +99,14 @@ def test_all_of_it() -> None:
 def test_what_a_table_shares() -> None:
     with scene(1) as it:
         for rows in (ROWS, 1, 0):
-            part = FileTable(it.table.records[:rows], it.table.wanted[:rows], it.table.position[:rows])
+            part = FileTable(
+                it.table.records[:rows], it.table.wanted[:rows], it.table.position[:rows]
+            )
             found = FileTable.shared(part.share(), rows)
             assert len(found) == rows and found.records.tobytes() == part.records.tobytes()
-            assert np.array_equal(found.wanted, part.wanted) and np.array_equal(found.position, part.position)
+            assert np.array_equal(found.wanted, part.wanted) and np.array_equal(
+                found.position, part.position
+            )
 
 
 def test_one_that_ends_leaves_over_what_it_was_asked_for() -> None:
@@ -128,7 +146,10 @@ def test_who_does_not_begin_is_not_waited_for_as_long_as_others_work() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with scene() as it, ours, theirs:
         began = time.monotonic()
-        assert hand_out([Placer(ours, 60.0), *it.placers.all], ROWS, it.came, lambda: False, 60.0) == []
+        assert (
+            hand_out([Placer(ours, 60.0), *it.placers.all], ROWS, it.came, lambda: False, 60.0)
+            == []
+        )
         assert time.monotonic() - began < 30
         it.is_right([])
 

@@ -15,7 +15,18 @@ OS_CALLS = {
     "mkdir", "makedirs", "rmdir", "removedirs", "mkfifo", "mknod", "setxattr", "removexattr", "chroot", "posix_spawn", "system",
 }  # fmt: skip
 #: Methods of `pathlib.Path` that do.
-PATH_CALLS = {"write_text", "write_bytes", "touch", "mkdir", "unlink", "rmdir", "symlink_to", "hardlink_to", "chmod", "lchmod"}
+PATH_CALLS = {
+    "write_text",
+    "write_bytes",
+    "touch",
+    "mkdir",
+    "unlink",
+    "rmdir",
+    "symlink_to",
+    "hardlink_to",
+    "chmod",
+    "lchmod",
+}
 #: Methods that strings and others have too: `Path`'s take one argument.
 PATH_CALLS_OF_ONE = {"rename", "replace"}
 WRITES = set("wax+")
@@ -32,20 +43,47 @@ ALLOWED: dict[str, tuple[set[str], str]] = {
         "descriptors from jobfiles.py; saved contents in the state directory, where root alone writes",
     ),
     "files/file_journal.py": (
-        {"os.open", "open", "Path.mkdir", "Path.replace", "Path.rename", "Path.unlink", "Path.write_bytes", "shutil.rmtree"},
+        {
+            "os.open",
+            "open",
+            "Path.mkdir",
+            "Path.replace",
+            "Path.rename",
+            "Path.unlink",
+            "Path.write_bytes",
+            "shutil.rmtree",
+        },
         "the state directory, which is checked to be root's alone",
     ),
-    "files/plan.py": ({"os.open"}, "reads what is to be compared, below a checked directory descriptor"),
-    "files/filewriter.py": ({"os.open"}, "image files in icecore's work directory, and logs in the instance's directory; job's files come as descriptors"),
+    "files/plan.py": (
+        {"os.open"},
+        "reads what is to be compared, below a checked directory descriptor",
+    ),
+    "files/filewriter.py": (
+        {"os.open"},
+        "image files in icecore's work directory, and logs in the instance's directory; job's files come as descriptors",
+    ),
     "files/images.py": ({"os.unlink"}, "pagemap images in icecore's work directory"),
-    "files/beside.py": ({"os.open"}, "asks who has a file open, with O_PATH below a checked directory descriptor"),
+    "files/beside.py": (
+        {"os.open"},
+        "asks who has a file open, with O_PATH below a checked directory descriptor",
+    ),
     "files/copies.py": (
         {"os.makedirs", "os.rmdir"},
         "the directory that the user named, which root alone can change, and all directories on the way to it",
     ),
-    "files/exporter.py": ({"Path.mkdir", "Path.unlink", "shutil.rmtree"}, "the directory that the user named; open files in it go through jobfiles.py"),
-    "restore.py": ({"Path.mkdir", "shutil.rmtree"}, "icecore's work directory, made by icecore.host.workdir"),
-    "tree.py": ({"os.open", "os.mkfifo", "Path.write_text", "Path.chmod"}, "the hold script and its FIFO in icecore's work directory"),
+    "files/exporter.py": (
+        {"Path.mkdir", "Path.unlink", "shutil.rmtree"},
+        "the directory that the user named; open files in it go through jobfiles.py",
+    ),
+    "restore.py": (
+        {"Path.mkdir", "shutil.rmtree"},
+        "icecore's work directory, made by icecore.host.workdir",
+    ),
+    "tree.py": (
+        {"os.open", "os.mkfifo", "Path.write_text", "Path.chmod"},
+        "the hold script and its FIFO in icecore's work directory",
+    ),
     "guard/client.py": ({"open"}, "the guard's output in icecore's work directory"),
     "guard/guard_process.py": (
         {"open", "os.open", "os.unlink", "os.posix_spawn", "shutil.rmtree"},
@@ -60,12 +98,21 @@ def writing_calls(source: str) -> set[str]:
     """The calls of a module that could write to a path: ``os.X``, ``Path.X``, ``shutil.X``, ``tempfile.X``, ``open``, ``filesystem.X``."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and node.module in ("os", "shutil", "tempfile", "ctypes"):
+        if isinstance(node, ast.ImportFrom) and node.module in (
+            "os",
+            "shutil",
+            "tempfile",
+            "ctypes",
+        ):
             found |= {f"from {node.module} import {alias.name}" for alias in node.names}
         if isinstance(node, ast.ImportFrom) and node.module == "icecore.host.kernel.filesystem":
             found |= {f"filesystem.{alias.name}" for alias in node.names}
         if isinstance(node, ast.Import):
-            found |= {f"import {alias.name} as {alias.asname}" for alias in node.names if alias.name in ("os", "shutil", "tempfile") and alias.asname}
+            found |= {
+                f"import {alias.name} as {alias.asname}"
+                for alias in node.names
+                if alias.name in ("os", "shutil", "tempfile") and alias.asname
+            }
         if not isinstance(node, ast.Call):
             continue
         function = node.func
@@ -80,9 +127,15 @@ def writing_calls(source: str) -> set[str]:
                 found.add(f"os.{name}")
         elif base in ("shutil", "tempfile"):
             found.add(f"{base}.{name}")
-        elif base in ("msgspec", "files", "self._files"):  # not paths: fields of structs, and jobfiles.py itself
+        elif base in (
+            "msgspec",
+            "files",
+            "self._files",
+        ):  # not paths: fields of structs, and jobfiles.py itself
             continue
-        elif name in PATH_CALLS or (name in PATH_CALLS_OF_ONE and len(node.args) == 1 and not node.keywords):
+        elif name in PATH_CALLS or (
+            name in PATH_CALLS_OF_ONE and len(node.args) == 1 and not node.keywords
+        ):
             found.add(f"Path.{name}")
         elif name == "open" and _is_mode(node.args[:1]) and _writes(node, 0):
             found.add("Path.open")
@@ -97,13 +150,24 @@ def writing_calls(source: str) -> set[str]:
 
 def _writes(call: ast.Call, position: int = 1) -> bool:
     """Whether an ``open`` may write: its mode says so, or cannot be read from the source."""
-    given = [word.value for word in call.keywords if word.arg == "mode"] + call.args[position : position + 1]
-    return any(not isinstance(mode, ast.Constant) or (isinstance(mode.value, str) and bool(WRITES & set(mode.value))) for mode in given)
+    given = [word.value for word in call.keywords if word.arg == "mode"] + call.args[
+        position : position + 1
+    ]
+    return any(
+        not isinstance(mode, ast.Constant)
+        or (isinstance(mode.value, str) and bool(WRITES & set(mode.value)))
+        for mode in given
+    )
 
 
 def _is_mode(arguments: list[ast.expr]) -> bool:
     """Whether the first argument of a method ``open`` is a mode: others than `Path` have such a method."""
-    return bool(arguments) and isinstance(arguments[0], ast.Constant) and isinstance(arguments[0].value, str) and len(arguments[0].value) <= 3
+    return (
+        bool(arguments)
+        and isinstance(arguments[0], ast.Constant)
+        and isinstance(arguments[0].value, str)
+        and len(arguments[0].value) <= 3
+    )
 
 
 MODULES = sorted(str(path.relative_to(RESTORER)) for path in RESTORER.rglob("*.py"))
@@ -112,11 +176,19 @@ MODULES = sorted(str(path.relative_to(RESTORER)) for path in RESTORER.rglob("*.p
 @pytest.mark.parametrize("name", MODULES)
 def test_only_the_module_for_it_writes_to_a_jobs_files(name: str) -> None:
     allowed, reason = ALLOWED.get(name, (set(), ""))
-    primitives = {"filesystem.rename", "filesystem.acting_as", "filesystem.open_confined", "filesystem.RENAME_EXCHANGE", "filesystem.RENAME_NOREPLACE"}
+    primitives = {
+        "filesystem.rename",
+        "filesystem.acting_as",
+        "filesystem.open_confined",
+        "filesystem.RENAME_EXCHANGE",
+        "filesystem.RENAME_NOREPLACE",
+    }
     if name in ("files/jobfiles.py", "files/jobpaths.py"):
         allowed = allowed | primitives
     found = writing_calls((RESTORER / name).read_text())
-    assert found <= allowed, f"{name} writes by path; use JobFiles, or say here why no job's path is meant: {sorted(found - allowed)}"
+    assert found <= allowed, (
+        f"{name} writes by path; use JobFiles, or say here why no job's path is meant: {sorted(found - allowed)}"
+    )
     stale = (allowed - primitives) - found
     assert not stale, f"{name} does not call {sorted(stale)} any more ({reason})"
 
@@ -147,4 +219,7 @@ def test_the_reader_sees_calls_that_write(line: str, call: str) -> None:
 
 
 def test_the_reader_leaves_others_alone() -> None:
-    assert writing_calls("text.replace('a', 'b'); replace(one, a=1); open(path, 'rb'); backend.open()") == set()
+    assert (
+        writing_calls("text.replace('a', 'b'); replace(one, a=1); open(path, 'rb'); backend.open()")
+        == set()
+    )

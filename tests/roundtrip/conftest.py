@@ -39,17 +39,23 @@ class Trip:
     work: Path
     cache: Path
 
-    def start(self, program: Program, *, own_namespaces: bool = False, full: bool = False) -> driving.Running:
+    def start(
+        self, program: Program, *, own_namespaces: bool = False, full: bool = False
+    ) -> driving.Running:
         """Start a program in its quick size (but for ``full``, and those whose point is their size), or skip where this machine cannot."""
         if lacking := missing(program):
             pytest.skip(f"this machine has no {', '.join(lacking)}")
         sockets = program.clients != "none"
         if sockets and not self.criu.dumps_internet_sockets(kernel_version()):
-            pytest.skip(f"CRIU {self.criu.version} cannot dump internet sockets on Linux {platform.release()}")
+            pytest.skip(
+                f"CRIU {self.criu.version} cannot dump internet sockets on Linux {platform.release()}"
+            )
         state = self.work / "state"
         state.mkdir()
         arguments = program.arguments if full or program.name in _IN_FULL else program.quick
-        running = driving.start(program, state, self.cache, arguments, own_namespaces=own_namespaces)
+        running = driving.start(
+            program, state, self.cache, arguments, own_namespaces=own_namespaces
+        )
         driving.wait_ready(program, state)
         return running
 

@@ -83,12 +83,22 @@ def opened_by(pid: int) -> set[str]:
 class World:
     """A job that writes a file, and its snapshot."""
 
-    def __init__(self, trip: Trip, registry: Registry, tmp_path: Path, isolation: Isolation | None = None) -> None:
+    def __init__(
+        self, trip: Trip, registry: Registry, tmp_path: Path, isolation: Isolation | None = None
+    ) -> None:
         self.trip, self.registry = trip, registry
         self.folder = tmp_path / "work"
         self.folder.mkdir()
-        self.out, self.end, self.copies = self.folder / "out.txt", self.folder / "end", tmp_path / "copies"
-        self.job = registry.start([sys.executable, "-c", WRITER, str(self.out), str(self.end)], name="writer", isolation=isolation)
+        self.out, self.end, self.copies = (
+            self.folder / "out.txt",
+            self.folder / "end",
+            tmp_path / "copies",
+        )
+        self.job = registry.start(
+            [sys.executable, "-c", WRITER, str(self.out), str(self.end)],
+            name="writer",
+            isolation=isolation,
+        )
         until = time.monotonic() + 20
         while not self.out.exists():
             assert time.monotonic() < until, self.job.log_path("stderr").read_text()
@@ -98,12 +108,20 @@ class World:
 
     def dump(self, job: Job) -> str:
         target = Target(job.pid, job.name, record=job.record())
-        return dump(self.trip.repository, self.trip.loop, target, DumpOptions(), criu=self.trip.criu).snapshot
+        return dump(
+            self.trip.repository, self.trip.loop, target, DumpOptions(), criu=self.trip.criu
+        ).snapshot
 
     def restore(self, emit: Sink = discard, snapshot: str = "", **options: object) -> Restored:
         chosen = RestoreOptions(**options)  # type: ignore[arg-type]
         restored = restore(
-            self.trip.repository, self.trip.loop, snapshot or self.snapshot, chosen, criu=self.trip.criu, registry=self.registry, emit=emit
+            self.trip.repository,
+            self.trip.loop,
+            snapshot or self.snapshot,
+            chosen,
+            criu=self.trip.criu,
+            registry=self.registry,
+            emit=emit,
         )
         restored.wait_resident(30)
         return restored
@@ -174,7 +192,9 @@ def test_an_instance_with_copies_is_dumped_and_restored_to_them(mode: str, eithe
 
 
 @pytest.mark.parametrize("mode", ["full", "lazy"])
-def test_beside_the_running_original_a_restore_is_refused_and_names_the_choices(mode: str, world: World) -> None:
+def test_beside_the_running_original_a_restore_is_refused_and_names_the_choices(
+    mode: str, world: World
+) -> None:
     """Before, it replaced the file, and what the original wrote from then on was lost."""
     inode, instances = world.out.stat().st_ino, len(world.registry.instances())
     events: list[Event] = []
@@ -182,7 +202,9 @@ def test_beside_the_running_original_a_restore_is_refused_and_names_the_choices(
         world.restore(events.append, mode=mode, instance="other")
     said = str(refused.value)
     choices = ("--files-to DIR", "--files leave", "--files truncate", "--files restore")
-    assert all(word in said for word in (str(world.out), "open for writing", f"({world.name()})", *choices))
+    assert all(
+        word in said for word in (str(world.out), "open for writing", f"({world.name()})", *choices)
+    )
     assert world.out.stat().st_ino == inode and len(world.registry.instances()) == instances
     assert [path.name for path in world.folder.iterdir()] == ["out.txt"]
     assert world.finish(world.job) == ["whole same"]
@@ -193,7 +215,9 @@ def test_a_dry_run_says_it_too(world: World) -> None:
     (holder,) = [one for one in found.checks if one.name == "holder"]
     assert holder.hard and not holder.met and "--files-to" in holder.cure
     asked = RestoreOptions(files="restore")
-    found = check(world.trip.repository, world.trip.loop, world.snapshot, asked, criu=world.trip.criu)
+    found = check(
+        world.trip.repository, world.trip.loop, world.snapshot, asked, criu=world.trip.criu
+    )
     (holder,) = [one for one in found.checks if one.name == "holder"]
     assert not holder.hard and "keeps the old file, which has no name any more" in holder.message
 
@@ -204,7 +228,10 @@ def test_replaced_as_asked_the_original_keeps_the_old_file(world: World) -> None
     events: list[Event] = []
     other = world.restore(events.append, files="restore", instance="other").job
     assert other is not None and world.out.stat().st_ino != inode
-    assert any(event.name == "restore.warning" and "no name any more" in str(event.fields["message"]) for event in events)
+    assert any(
+        event.name == "restore.warning" and "no name any more" in str(event.fields["message"])
+        for event in events
+    )
     wait_steps(world.out, 60)
     assert world.finish(world.job, other) == ["whole other", "whole same"]
     assert whole(steps(world.out)) and whole(os.pread(kept, 1 << 20, 0).decode().split("\n")[:-1])
@@ -218,7 +245,10 @@ def test_left_as_asked_both_write_to_the_file(world: World) -> None:
     assert other is not None and world.out.stat().st_ino == inode
     at = world.out.stat().st_size
     wait_steps(world.out, len(steps(world.out)) + 20)
-    assert os.stat(f"/proc/{other.main_process()}/fd/3").st_ino == inode and world.out.stat().st_size > at
+    assert (
+        os.stat(f"/proc/{other.main_process()}/fd/3").st_ino == inode
+        and world.out.stat().st_size > at
+    )
     world.finish(world.job, other)
 
 
@@ -249,7 +279,10 @@ def test_a_reader_hinders_nothing_and_is_told(world: World) -> None:
             events: list[Event] = []
             other = world.restore(events.append).job
             assert other is not None
-            assert any(f"process {reader.pid} (tail)" in str(event.fields.get("message")) for event in events)
+            assert any(
+                f"process {reader.pid} (tail)" in str(event.fields.get("message"))
+                for event in events
+            )
             assert world.finish(other) == ["whole same"]
         finally:
             reader.kill()
@@ -311,7 +344,10 @@ def test_copies_that_cannot_be(change: str, said: str, world: World) -> None:
     before = sorted(world.folder.parent.iterdir())
     with pytest.raises(RestoreRefused, match=said):
         world.restore(files_to=str(world.copies))
-    assert sorted(world.folder.parent.iterdir()) == before and not world.copies.joinpath("tmp").exists()
+    assert (
+        sorted(world.folder.parent.iterdir()) == before
+        and not world.copies.joinpath("tmp").exists()
+    )
 
 
 @pytest.mark.parametrize("options", [{"files": "truncate"}, {"files": "leave"}, {"root": "/"}])
@@ -327,7 +363,16 @@ def test_what_the_kernel_allows_with_a_copy(world: World) -> None:
     inside = Path(f"/proc/{first.main_process()}/root{world.out}")
     script = f"import os; os.replace({str(world.out)!r}, {str(world.out) + '.1'!r})"
     rotated = subprocess.run(
-        ["nsenter", f"--mount=/proc/{first.main_process()}/ns/mnt", "--", sys.executable, "-c", script], capture_output=True, text=True
+        [
+            "nsenter",
+            f"--mount=/proc/{first.main_process()}/ns/mnt",
+            "--",
+            sys.executable,
+            "-c",
+            script,
+        ],
+        capture_output=True,
+        text=True,
     )
     assert "Device or resource busy" in rotated.stderr
     assert inside.stat().st_ino == world.copy().stat().st_ino
@@ -340,7 +385,9 @@ def test_what_the_kernel_allows_with_a_copy(world: World) -> None:
         world.dump(first)
 
 
-def test_a_job_with_copies_and_a_mount_namespace_within_is_not_dumped(trip: Trip, registry: Registry, tmp_path: Path) -> None:
+def test_a_job_with_copies_and_a_mount_namespace_within_is_not_dumped(
+    trip: Trip, registry: Registry, tmp_path: Path
+) -> None:
     """CRIU would take the inner one for one of its own to restore, which needs a private root."""
     out, go, copies = tmp_path / "out.txt", tmp_path / "go", tmp_path / "copies"
     program = (
@@ -351,26 +398,59 @@ def test_a_job_with_copies_and_a_mount_namespace_within_is_not_dumped(trip: Trip
     assert eventually(lambda: str(out) in opened_by(job.main_process()), 20)
 
     def take(job: Job) -> str:
-        return dump(trip.repository, trip.loop, Target(job.pid, job.name, record=job.record()), DumpOptions(), criu=trip.criu).snapshot
+        return dump(
+            trip.repository,
+            trip.loop,
+            Target(job.pid, job.name, record=job.record()),
+            DumpOptions(),
+            criu=trip.criu,
+        ).snapshot
 
     snapshot = take(job)
-    other = restore(trip.repository, trip.loop, snapshot, RestoreOptions(files_to=str(copies)), criu=trip.criu, registry=registry).job
+    other = restore(
+        trip.repository,
+        trip.loop,
+        snapshot,
+        RestoreOptions(files_to=str(copies)),
+        criu=trip.criu,
+        registry=registry,
+    ).job
     assert other is not None
     go.touch()
-    assert eventually(lambda: any(procfs.command_line(pid) == ["sleep", "1000"] for pid in procfs.tree(other.pid)), 20)
+    assert eventually(
+        lambda: any(
+            procfs.command_line(pid) == ["sleep", "1000"] for pid in procfs.tree(other.pid)
+        ),
+        20,
+    )
     with pytest.raises(PreflightRefused, match="mount namespaces of their own"):
         take(other)
     assert other.alive
 
 
-def test_a_name_that_no_copy_covers_is_refused(trip: Trip, registry: Registry, tmp_path: Path) -> None:
+def test_a_name_that_no_copy_covers_is_refused(
+    trip: Trip, registry: Registry, tmp_path: Path
+) -> None:
     out, alias, copies = tmp_path / "out.txt", tmp_path / "alias.txt", tmp_path / "copies"
     program = f"import os, time; a = open({str(out)!r}, 'w'); os.link({str(out)!r}, {str(alias)!r}); b = open({str(alias)!r}, 'r+'); time.sleep(1000)"
     job = registry.start([sys.executable, "-c", program], name="alias")
     assert eventually(lambda: opened_by(job.main_process()) >= {str(out), str(alias)}, 20)
-    snapshot = dump(trip.repository, trip.loop, Target(job.pid, job.name, record=job.record()), DumpOptions(), criu=trip.criu).snapshot
+    snapshot = dump(
+        trip.repository,
+        trip.loop,
+        Target(job.pid, job.name, record=job.record()),
+        DumpOptions(),
+        criu=trip.criu,
+    ).snapshot
     with pytest.raises(RestoreRefused, match="another name of a file that gets a copy"):
-        restore(trip.repository, trip.loop, snapshot, RestoreOptions(files_to=str(copies)), criu=trip.criu, registry=registry)
+        restore(
+            trip.repository,
+            trip.loop,
+            snapshot,
+            RestoreOptions(files_to=str(copies)),
+            criu=trip.criu,
+            registry=registry,
+        )
     assert out.stat().st_ino == alias.stat().st_ino and not copies.exists()
 
 
@@ -386,22 +466,37 @@ time.sleep(600)
 """
 
 
-def test_an_ordinary_file_in_the_directory_of_copies_is_put_back_as_itself(trip: Trip, registry: Registry, tmp_path: Path) -> None:
+def test_an_ordinary_file_in_the_directory_of_copies_is_put_back_as_itself(
+    trip: Trip, registry: Registry, tmp_path: Path
+) -> None:
     copies, out, more = tmp_path / "copies", tmp_path / "out", tmp_path / "more"
     ordinary = copies / "ordinary"
 
     def taken(job: Job, path: Path, **options: bool) -> str:
-        assert eventually(lambda: path.exists() and path.stat().st_size > 0), job.log_path("stderr").read_text()
+        assert eventually(lambda: path.exists() and path.stat().st_size > 0), job.log_path(
+            "stderr"
+        ).read_text()
         target = Target(job.pid, job.name, record=job.record())
-        return dump(trip.repository, trip.loop, target, DumpOptions(**options), criu=trip.criu).snapshot  # type: ignore[arg-type]
+        return dump(
+            trip.repository, trip.loop, target, DumpOptions(**options), criu=trip.criu
+        ).snapshot  # type: ignore[arg-type]
 
     def restored(snapshot: str, **options: str) -> Job:
-        found = restore(trip.repository, trip.loop, snapshot, RestoreOptions(**options), criu=trip.criu, registry=registry)  # type: ignore[arg-type]
+        found = restore(
+            trip.repository,
+            trip.loop,
+            snapshot,
+            RestoreOptions(**options),
+            criu=trip.criu,
+            registry=registry,
+        )  # type: ignore[arg-type]
         found.wait_resident(30)
         assert found.job is not None
         return found.job
 
-    job = registry.start([sys.executable, "-c", _OPENS_LATER, str(out), str(more), str(ordinary)], name="ordinary")
+    job = registry.start(
+        [sys.executable, "-c", _OPENS_LATER, str(out), str(more), str(ordinary)], name="ordinary"
+    )
     copied = restored(taken(job, out), files_to=str(copies))
     more.touch()
     job.kill(9)

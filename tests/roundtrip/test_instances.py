@@ -31,7 +31,9 @@ from tests.roundtrip.conftest import Trip
 
 pytestmark = pytest.mark.criu
 
-needs_library = pytest.mark.skipif(not RESTORE_LIBRARY.exists(), reason="needs a C compiler when icecore is built")
+needs_library = pytest.mark.skipif(
+    not RESTORE_LIBRARY.exists(), reason="needs a C compiler when icecore is built"
+)
 
 #: Chains a hash over its own memory, one line a step, with a child that does the same; ends with 7 once the file is there.
 CHAIN = """
@@ -109,7 +111,9 @@ def take(trip: Trip, job: Job, *, stop: bool = False) -> str:
     return dump(trip.repository, trip.loop, target, DumpOptions(stop=stop), criu=trip.criu).snapshot
 
 
-def bring_back(trip: Trip, registry: Registry, snapshot: str, emit: Sink = discard, **options: object) -> Restored:
+def bring_back(
+    trip: Trip, registry: Registry, snapshot: str, emit: Sink = discard, **options: object
+) -> Restored:
     return restore(
         trip.repository,
         trip.loop,
@@ -159,7 +163,9 @@ def test_two_instances_of_one_snapshot_beside_the_original(
 
 @needs_library  # the job kills its child, which CRIU may not have let go of
 @pytest.mark.parametrize("mode", ["full", "lazy"])
-def test_a_job_that_ends_before_it_is_noted_down(mode: str, trip: Trip, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_ends_before_it_is_noted_down(
+    mode: str, trip: Trip, registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It ran: what it wrote and how it ended stay."""
     end, started = tmp_path / "end", Restoring.started
     job = registry.start([sys.executable, "-c", CHAIN, str(end)], name="chain")
@@ -193,7 +199,9 @@ def held() -> list[int]:
         for pid in descendants(os.getpid()):
             with suppress(OSError, NotFound):
                 if b"CRTOOLS_SCRIPT_ACTION=pre-resume" in Path(f"/proc/{pid}/environ").read_bytes():
-                    found[:] = [one for one in procfs.children(procfs.status(pid).parent) if one != pid]
+                    found[:] = [
+                        one for one in procfs.children(procfs.status(pid).parent) if one != pid
+                    ]
         return bool(found)
 
     assert eventually(waits, 30)
@@ -208,20 +216,30 @@ def killing_a_member(event: Event) -> None:
         os.kill(held()[-1], signal.SIGKILL)
 
 
-def test_a_process_that_is_killed_before_any_runs_is_a_restore_that_failed(trip: Trip, registry: Registry, tmp_path: Path) -> None:
+def test_a_process_that_is_killed_before_any_runs_is_a_restore_that_failed(
+    trip: Trip, registry: Registry, tmp_path: Path
+) -> None:
     """For want of memory, say: the job would run without it. CRIU then waits for the end of the job's init, which waits for processes that CRIU traces."""
     job = registry.start([sys.executable, "-c", CHAIN, str(tmp_path / "end")], name="chain")
     wait_lines(job, 10)
     snapshot = take(trip, job, stop=True)
-    before, instances, printed = set(descendants(os.getpid())), len(registry.instances()), len(lines(job))
-    with pytest.raises(RestoreFailed, match=r"Unable to detach.*waits for processes that have ended"):
+    before, instances, printed = (
+        set(descendants(os.getpid())),
+        len(registry.instances()),
+        len(lines(job)),
+    )
+    with pytest.raises(
+        RestoreFailed, match=r"Unable to detach.*waits for processes that have ended"
+    ):
         bring_back(trip, registry, snapshot, killing_a_member)
     assert set(descendants(os.getpid())) <= before
     assert len(registry.instances()) == instances and len(lines(job)) == printed
 
 
 @needs_library
-def test_a_job_whose_threads_end_with_it_the_moment_it_runs(trip: Trip, registry: Registry, tmp_path: Path) -> None:
+def test_a_job_whose_threads_end_with_it_the_moment_it_runs(
+    trip: Trip, registry: Registry, tmp_path: Path
+) -> None:
     """CRIU lets go of the first thread first, and finds the others gone."""
     end = tmp_path / "end"
     job = registry.start([sys.executable, "-c", THREADS, str(end)], name="threads")
@@ -234,7 +252,9 @@ def test_a_job_whose_threads_end_with_it_the_moment_it_runs(trip: Trip, registry
         assert restored.job is not None and restored.job.wait(20).exit_code == 7
 
 
-def test_the_exit_status_of_a_stopped_and_restored_job(trip: Trip, registry: Registry, tmp_path: Path) -> None:
+def test_the_exit_status_of_a_stopped_and_restored_job(
+    trip: Trip, registry: Registry, tmp_path: Path
+) -> None:
     end = tmp_path / "end"
     job = registry.start([sys.executable, "-c", CHAIN, str(end)], name="chain")
     wait_lines(job, 10)

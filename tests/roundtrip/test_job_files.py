@@ -59,7 +59,15 @@ class Stopped:
 
     def restore(self, emit: Sink = discard, **options: object) -> Restored:
         chosen = RestoreOptions(**options)  # type: ignore[arg-type]
-        return restore(self.trip.repository, self.trip.loop, self.snapshot, chosen, criu=self.trip.criu, registry=self.registry, emit=emit)
+        return restore(
+            self.trip.repository,
+            self.trip.loop,
+            self.snapshot,
+            chosen,
+            criu=self.trip.criu,
+            registry=self.registry,
+            emit=emit,
+        )
 
     def change(self, mode: str) -> None:
         """Make the files newer, in a way that ``--files`` of this mode puts right."""
@@ -124,14 +132,28 @@ MODES = ["full", "lazy"]
 @pytest.mark.parametrize("files", ["restore", "truncate"])
 def test_a_job_that_runs_has_its_old_files(stopped: Stopped, mode: str, files: str) -> None:
     stopped.change(files)
-    found = check(stopped.trip.repository, stopped.trip.loop, stopped.snapshot, RestoreOptions(files=files), criu=stopped.trip.criu)  # type: ignore[arg-type]
+    found = check(
+        stopped.trip.repository,
+        stopped.trip.loop,
+        stopped.snapshot,
+        RestoreOptions(files=files),
+        criu=stopped.trip.criu,
+    )  # type: ignore[arg-type]
     planned = {Path(action.file.path).name: action.kind for action in found.files.actions}
-    assert planned == ({"data": "replace", "log": "create"} if files == "restore" else {"data": "truncate"})
+    assert planned == (
+        {"data": "replace", "log": "create"} if files == "restore" else {"data": "truncate"}
+    )
     stopped.assert_runs_with_old_files(stopped.restore(mode=mode, files=files))
 
 
 #: Where a restore is broken off: an event and its state, before the job runs.
-STEPS = [("restore.images", "begin"), ("restore.images", "end"), ("restore.criu", "begin"), ("restore.criu", "end"), ("restore.memory", "begin")]
+STEPS = [
+    ("restore.images", "begin"),
+    ("restore.images", "end"),
+    ("restore.criu", "begin"),
+    ("restore.criu", "end"),
+    ("restore.memory", "begin"),
+]
 CASES = [
     *(("full", "restore", step) for step in STEPS),
     *(("lazy", "restore", step) for step in STEPS[1:4]),
@@ -141,7 +163,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("mode", "files", "step"), CASES)
-def test_a_restore_that_fails_leaves_all_files_as_they_were(stopped: Stopped, mode: str, files: str, step: tuple[str, str]) -> None:
+def test_a_restore_that_fails_leaves_all_files_as_they_were(
+    stopped: Stopped, mode: str, files: str, step: tuple[str, str]
+) -> None:
     stopped.change(files)
     before = look(stopped.home)
 
@@ -180,7 +204,9 @@ def test_a_restore_that_fails_after_the_hand_over_and_before_the_job_runs_loses_
         if how == "no fifo":
             (tree._work / "go").unlink()
         else:
-            os.kill(tree.daemon.criu_pid, signal.SIGSTOP)  # so that it is let go, and ends before it can do anything
+            os.kill(
+                tree.daemon.criu_pid, signal.SIGSTOP
+            )  # so that it is let go, and ends before it can do anything
             threading.Timer(0.5, os.kill, (tree.daemon.criu_pid, signal.SIGKILL)).start()
         return resume(tree, seconds)
 
@@ -193,7 +219,11 @@ def test_a_restore_that_fails_after_the_hand_over_and_before_the_job_runs_loses_
         return
     (kept,) = [path for path in stopped.home.iterdir() if path.name.startswith(".data")]
     assert kept.read_bytes() == b"newer than the snapshot\n"
-    assert any(str(kept) in str(event.fields["message"]) for event in events if event.name == "restore.warning")
+    assert any(
+        str(kept) in str(event.fields["message"])
+        for event in events
+        if event.name == "restore.warning"
+    )
 
 
 def test_a_restore_that_fails_once_the_job_runs_leaves_the_job_its_files(stopped: Stopped) -> None:
@@ -209,8 +239,12 @@ def test_a_restore_that_fails_once_the_job_runs_leaves_the_job_its_files(stopped
     assert stopped.journals == [] and sorted(os.listdir(stopped.home)) == ["data", "own"]
 
 
-@pytest.mark.parametrize(("mode", "files"), [("full", "restore"), ("lazy", "restore"), ("lazy", "leave")])
-def test_a_file_that_is_swapped_before_criu_opens_it_is_not_given_to_the_job(stopped: Stopped, mode: str, files: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "files"), [("full", "restore"), ("lazy", "restore"), ("lazy", "leave")]
+)
+def test_a_file_that_is_swapped_before_criu_opens_it_is_not_given_to_the_job(
+    stopped: Stopped, mode: str, files: str
+) -> None:
     """CRIU asks for size and mode only: whoever controls the directory could give the job a file of root's."""
 
     def emit(event: Event) -> None:
@@ -260,7 +294,12 @@ with LoopThread() as loop:
 
 @pytest.mark.parametrize("guard", [True, False], ids=["its guard lives", "its guard is killed too"])
 @pytest.mark.parametrize(
-    ("mode", "files", "step"), [*CASES[1:], ("full", "restore", ("restore.running", None)), ("lazy", "restore", ("restore.running", None))]
+    ("mode", "files", "step"),
+    [
+        *CASES[1:],
+        ("full", "restore", ("restore.running", None)),
+        ("lazy", "restore", ("restore.running", None)),
+    ],
 )
 def test_a_restore_that_is_killed_leaves_files_all_old_or_all_new(
     stopped: Stopped, workdir: str, mode: str, files: str, guard: bool, step: tuple[str, str | None]
@@ -282,7 +321,9 @@ def test_a_restore_that_is_killed_leaves_files_all_old_or_all_new(
     try:
         assert restorer.stdout is not None and restorer.stdout.readline() == "here\n"
         tree = descendants(restorer.pid)
-        guards = [pid for pid in tree if b"guard_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        guards = [
+            pid for pid in tree if b"guard_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
         if not guard:
             for pid in guards:  # first, so that it does not see its restorer die
                 os.kill(pid, signal.SIGSTOP)
@@ -306,6 +347,8 @@ def test_a_restore_that_is_killed_leaves_files_all_old_or_all_new(
         assert stopped.journals == []
     if step[0] == "restore.running":  # the job had its files
         assert (stopped.home / "data").read_bytes() == THEN
-        assert sorted(os.listdir(stopped.home)) == ["data", "own"] and os.listdir(stopped.home / "own") == ["log"]
+        assert sorted(os.listdir(stopped.home)) == ["data", "own"] and os.listdir(
+            stopped.home / "own"
+        ) == ["log"]
     else:
         assert look(stopped.home) == before

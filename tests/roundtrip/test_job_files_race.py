@@ -38,11 +38,16 @@ while True:
     [
         pytest.param(0.0, 6, id="short"),
         pytest.param(
-            float(os.environ.get("ICECORE_TORTURE_SECONDS", "300")), 6, id="long", marks=[pytest.mark.torture, pytest.mark.timeout(7200)]
+            float(os.environ.get("ICECORE_TORTURE_SECONDS", "300")),
+            6,
+            id="long",
+            marks=[pytest.mark.torture, pytest.mark.timeout(7200)],
         ),
     ],
 )
-def test_a_job_is_given_its_own_files_and_nobody_else_loses_any(trip: Trip, tmp_path: Path, seconds: float, least: int) -> None:
+def test_a_job_is_given_its_own_files_and_nobody_else_loses_any(
+    trip: Trip, tmp_path: Path, seconds: float, least: int
+) -> None:
     registry = Registry(tmp_path / "jobs")
     with tempfile.TemporaryDirectory(prefix="icecore-race-") as top:
         os.chmod(top, 0o755)
@@ -50,7 +55,9 @@ def test_a_job_is_given_its_own_files_and_nobody_else_loses_any(trip: Trip, tmp_
         for name in ("data.bin", "root.bin"):  # size and mode are all that CRIU looks at
             (ground.home / "dir" / name).chmod(0o600)
             (ground.victim / name).write_bytes((SECRET * 9)[: len(CONTENT)])
-        job = registry.start([sys.executable, "-c", JOB, str(ground.home / "dir")], name="race", cwd="/")
+        job = registry.start(
+            [sys.executable, "-c", JOB, str(ground.home / "dir")], name="race", cwd="/"
+        )
         until = time.monotonic() + 20
         while "there" not in job.log_path("stdout").read_text():
             assert time.monotonic() < until, job.log_path("stderr").read_text()
@@ -58,20 +65,37 @@ def test_a_job_is_given_its_own_files_and_nobody_else_loses_any(trip: Trip, tmp_
         snapshot = take(trip, job, stop=True)
         job.wait(20)
         before = look(ground.victim), look(ground.outside)
-        victims = {(about.st_dev, about.st_ino) for about in (path.stat() for path in ground.victim.rglob("*"))}
+        victims = {
+            (about.st_dev, about.st_ino)
+            for about in (path.stat() for path in ground.victim.rglob("*"))
+        }
         outcomes: Counter[str] = Counter()
         end = time.monotonic() + seconds
         with attackers(ground.home, ground.shared, ground.victim, 0.5):
             while sum(outcomes.values()) < least or time.monotonic() < end:
                 number = sum(outcomes.values())
-                options = RestoreOptions(mode=["full", "lazy"][number % 2], files=["restore", "restore", "restore", "leave", "truncate"][number % 5])  # type: ignore[arg-type]
+                options = RestoreOptions(
+                    mode=["full", "lazy"][number % 2],
+                    files=["restore", "restore", "restore", "leave", "truncate"][number % 5],
+                )  # type: ignore[arg-type]
                 try:
-                    restored = restore(trip.repository, trip.loop, snapshot, options, criu=trip.criu, registry=registry)
+                    restored = restore(
+                        trip.repository,
+                        trip.loop,
+                        snapshot,
+                        options,
+                        criu=trip.criu,
+                        registry=registry,
+                    )
                 except (RestoreFailed, RestoreRefused) as error:
                     outcomes[type(error).__name__] += 1
                 else:
                     outcomes["runs"] += 1
-                    opened = {(one.device, one.inode) for pid in procfs.tree(restored.pid) for one in procfs.descriptors(pid)}
+                    opened = {
+                        (one.device, one.inode)
+                        for pid in procfs.tree(restored.pid)
+                        for one in procfs.descriptors(pid)
+                    }
                     assert restored.job is not None
                     restored.wait_resident(60)
                     restored.job.kill(9)
@@ -81,4 +105,6 @@ def test_a_job_is_given_its_own_files_and_nobody_else_loses_any(trip: Trip, tmp_
         print(dict(outcomes))
         assert outcomes["runs"] or not seconds, outcomes
         ground.assert_nothing_of_roots_is_theirs()
-        assert not [path for path in (registry.state / "restores").glob("*") if path.suffix != ".kept"]
+        assert not [
+            path for path in (registry.state / "restores").glob("*") if path.suffix != ".kept"
+        ]

@@ -32,7 +32,9 @@ def verdict(program: Program, running: driving.Running) -> None:
         pytest.param(PROGRAMS["many-vmas"], True, id="20 000 vmas", marks=pytest.mark.torture),
     ],
 )
-def test_it_goes_on_from_the_last_of_three_snapshots(program: Program, full: bool, trip: Trip) -> None:
+def test_it_goes_on_from_the_last_of_three_snapshots(
+    program: Program, full: bool, trip: Trip
+) -> None:
     running = trip.start(program, own_namespaces=program.own_ipc, full=full)
     try:
         for _ in range(2):

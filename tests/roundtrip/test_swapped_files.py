@@ -53,13 +53,19 @@ class Ended:
     """A job that was dumped and ended."""
 
     def __init__(self, trip: Trip, tmp_path: Path) -> None:
-        self.trip, self.registry, self.home = trip, Registry(tmp_path / "jobs"), tmp_path / "place" / "home"
+        self.trip, self.registry, self.home = (
+            trip,
+            Registry(tmp_path / "jobs"),
+            tmp_path / "place" / "home",
+        )
         self.home.mkdir(parents=True)
         self.home.chmod(0o777)
         for name, size in (("data", 9), ("empty", 0), ("mapped", 4096), ("private", 4096)):
             (self.home / name).write_bytes(bytes(size))
             (self.home / name).chmod(0o600)
-        self.job = self.registry.start([sys.executable, "-c", JOB, str(self.home)], name="swapped", cwd=tmp_path)
+        self.job = self.registry.start(
+            [sys.executable, "-c", JOB, str(self.home)], name="swapped", cwd=tmp_path
+        )
 
     def dump(self) -> None:
         self._await_output(self.job)
@@ -73,12 +79,24 @@ class Ended:
             assert time.monotonic() < until, job.log_path("stderr").read_text()
             time.sleep(0.01)
 
-    def restore(self, meanwhile: Callable[[], None] | None = None, mode: str = "full", files: str = "leave") -> Restored:
+    def restore(
+        self, meanwhile: Callable[[], None] | None = None, mode: str = "full", files: str = "leave"
+    ) -> Restored:
         def emit(event: Event) -> None:
-            if meanwhile is not None and (event.name, event.fields.get("state")) == ("restore.criu", "begin"):
+            if meanwhile is not None and (event.name, event.fields.get("state")) == (
+                "restore.criu",
+                "begin",
+            ):
                 meanwhile()
 
-        return bring_back(self.trip, self.registry, self.snapshot, emit if meanwhile else discard, mode=mode, files=files)
+        return bring_back(
+            self.trip,
+            self.registry,
+            self.snapshot,
+            emit if meanwhile else discard,
+            mode=mode,
+            files=files,
+        )
 
     def swap(self, name: str, target: str) -> None:
         """What who controls the directory can do."""
@@ -106,13 +124,29 @@ def test_what_criu_makes_itself_is_no_other_file(ended: Ended, mode: str, files:
     restored = ended.restore(mode=mode, files=files)
     restored.wait_resident(30)
     (ended.home.parent / "finish").touch()
-    assert restored.wait(20).exit_code == 7, restored.job and restored.job.log_path("stderr").read_text()
+    assert restored.wait(20).exit_code == 7, (
+        restored.job and restored.job.log_path("stderr").read_text()
+    )
 
 
-@pytest.mark.parametrize("attack", ["memory of a process", "a file without a name", "a memfd", "a mapped file", "a file mapped privately"])
-def test_a_file_that_is_swapped_for_a_link_is_not_given_to_the_job(ended: Ended, tmp_path: Path, attack: str) -> None:
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "memory of a process",
+        "a file without a name",
+        "a memfd",
+        "a mapped file",
+        "a file mapped privately",
+    ],
+)
+def test_a_file_that_is_swapped_for_a_link_is_not_given_to_the_job(
+    ended: Ended, tmp_path: Path, attack: str
+) -> None:
     secret = tmp_path / "secret"
-    name, size = {"a mapped file": ("mapped", 4096), "a file mapped privately": ("private", 4096)}.get(attack, ("data", 9))
+    name, size = {
+        "a mapped file": ("mapped", 4096),
+        "a file mapped privately": ("private", 4096),
+    }.get(attack, ("data", 9))
     secret.write_bytes(b"s" * size)
     secret.chmod(0o600)
     descriptor = os.memfd_create("own") if attack == "a memfd" else os.open(secret, os.O_RDWR)

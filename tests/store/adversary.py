@@ -67,7 +67,10 @@ class Shown(Backend):
 
     def show(self, tip: bytes, keep: int) -> None:
         """Show a whole log, of which all but ``keep`` entries were trimmed."""
-        self.view = {log_name(entry.generation): self.archive.data[entry.digest] for entry in self.archive.chain(tip)[:keep]}
+        self.view = {
+            log_name(entry.generation): self.archive.data[entry.digest]
+            for entry in self.archive.chain(tip)[:keep]
+        }
         self.hidden = set()
 
     def withhold(self, dice: random.Random) -> None:
@@ -86,7 +89,9 @@ class Shown(Backend):
 
     def mix(self, dice: random.Random) -> None:
         """Put entries of any fork under their right names."""
-        for digest in dice.sample(list(self.archive.data), min(len(self.archive.data), dice.randint(1, 8))):
+        for digest in dice.sample(
+            list(self.archive.data), min(len(self.archive.data), dice.randint(1, 8))
+        ):
             self.view[log_name(self.archive.entries[digest].generation)] = self.archive.data[digest]
 
     async def create(self, name: str, parts: Sequence[Buffer]) -> None:
@@ -104,7 +109,9 @@ class Shown(Backend):
         return self.view[name]
 
     async def get(self, name: str, *, limit: int = 1 << 30) -> bytes:
-        return self._entry(name) if name.startswith(LOG) else await self.inner.get(name, limit=limit)
+        return (
+            self._entry(name) if name.startswith(LOG) else await self.inner.get(name, limit=limit)
+        )
 
     async def get_into(self, name: str, offset: int, out: memoryview) -> None:
         self.read_into(name, offset, out)

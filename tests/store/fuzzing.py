@@ -116,13 +116,17 @@ class Target:
     errors: tuple[type[Exception], ...] = (Damaged, FormatTooNew)
 
 
-def _sealed(kind: ObjectKind, good: bytes, body: object, key: bytes, parse: Callable[[bytes], object]) -> Target:
+def _sealed(
+    kind: ObjectKind, good: bytes, body: object, key: bytes, parse: Callable[[bytes], object]
+) -> Target:
     plain = ObjectKind(kind.title, kind.magic, kind.version, kind.limit, None)
     packed = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
     return Target(good, parse, packed, lambda data: seal(plain, data, key).data)
 
 
-def _container(container: Container, good: bytes, parse: Callable[[bytes, bytes, int, bytes], object]) -> Target:
+def _container(
+    container: Container, good: bytes, parse: Callable[[bytes, bytes, int, bytes], object]
+) -> Target:
     def read(data: bytes) -> object:
         where = container.parse_tail(NAME, len(data), data[-TAIL_BYTES:])
         return parse(KEY, NAME, len(data), data[where.offset :])
@@ -156,7 +160,9 @@ def _state() -> State:
 
 
 def _record() -> SnapshotRecord:
-    return SnapshotRecord("ab" * 16, "job", "lineage", "", 9, "snapshots/x", 10, bytes(32), tags=["one"])
+    return SnapshotRecord(
+        "ab" * 16, "job", "lineage", "", 9, "snapshots/x", 10, bytes(32), tags=["one"]
+    )
 
 
 def _segment() -> bytes:
@@ -170,7 +176,9 @@ def _filter() -> Target:
     ids = np.random.default_rng(2).integers(0, 256, (100, 32), np.uint8)
     ref = SegmentRef(NAME, KEY, 1, len(ids))
     good = encode_filter(ids, ref, KEY, "n")
-    return _sealed(FILTER_KIND, good, good[56:], KEY, lambda data: decode_filter("n", data, KEY, ref))
+    return _sealed(
+        FILTER_KIND, good, good[56:], KEY, lambda data: decode_filter("n", data, KEY, ref)
+    )
 
 
 def _reseal_segment(data: bytes) -> bytes:
@@ -192,7 +200,12 @@ def _shard() -> bytes:
 
 def _node() -> bytes:
     cells = np.zeros(5, CELL)
-    cells["cell"], cells["data"][:, 0], cells["place"]["length"], cells["place"]["codec"] = range(5), 1, 4096, codec.RAW
+    cells["cell"], cells["data"][:, 0], cells["place"]["length"], cells["place"]["codec"] = (
+        range(5),
+        1,
+        4096,
+        codec.RAW,
+    )
     cells["chunk"] = 7
     return encode_nodes(KEY, [cells])[0][1]
 
@@ -233,7 +246,9 @@ def _delta(kind: int) -> Target:
     own = np.random.default_rng(6).bytes(2 * 4096)
     number, parts = codec.encode(memoryview(own), Choice(codec.ZSTD, 1), Encoder())
     body = b"".join(bytes(part) for part in parts[:-1]) if number != codec.RAW else own
-    stored = b"".join(bytes(part) for part in delta.parts(number | kind, _BITMAP, b"\5" + bytes(31), body))
+    stored = b"".join(
+        bytes(part) for part in delta.parts(number | kind, _BITMAP, b"\5" + bytes(31), body)
+    )
     out, scratch = memoryview(bytearray(_PAGES * 4096)), memoryview(bytearray(1 << 20))
 
     def parse(data: bytes) -> object:
@@ -268,10 +283,19 @@ def _fingerprints(data: bytes) -> object:
 def targets() -> dict[str, Target]:
     """Every parser of something that lies in a repository."""
     fingerprints = encode_fingerprints(
-        {"process:1": Fingerprints(np.arange(9, dtype=np.uint64), np.zeros(9, "V16"), np.arange(3, dtype=np.uint64))}
+        {
+            "process:1": Fingerprints(
+                np.arange(9, dtype=np.uint64), np.zeros(9, "V16"), np.arange(3, dtype=np.uint64)
+            )
+        }
     )
     working = workingset.encode(workingset.WorkingSet("a" * 32, [(1, 4096), (1, 8192)]))
-    slot, config, state, manifest = new_slot(), Config(1, "c" * 32, 1, Parameters()), _state(), _manifest()
+    slot, config, state, manifest = (
+        new_slot(),
+        Config(1, "c" * 32, 1, Parameters()),
+        _state(),
+        _manifest(),
+    )
     beat = Heartbeat("d" * 32, 1, 2, "h", 3)
     names = encode_names([("shard", NAME)] * 9, KEY).data
     node = _node()
@@ -334,11 +358,27 @@ class Fuzzer:
             assert str(error)
             return False
         except Exception as error:
-            raise AssertionError(f"{title}: {type(error).__name__}: {error}; input {data.hex()}") from error
+            raise AssertionError(
+                f"{title}: {type(error).__name__}: {error}; input {data.hex()}"
+            ) from error
         return True
 
 
-_ODD = [0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, (1 << 63) - 1, (1 << 64) - 1, 1 << 30, 1 << 40]
+_ODD = [
+    0,
+    1,
+    0x7F,
+    0x80,
+    0xFF,
+    0x7FFF,
+    0xFFFF,
+    0x7FFFFFFF,
+    0xFFFFFFFF,
+    (1 << 63) - 1,
+    (1 << 64) - 1,
+    1 << 30,
+    1 << 40,
+]
 
 
 def mutated(data: bytes, dice: np.random.Generator) -> bytes:
@@ -355,7 +395,9 @@ def mutated(data: bytes, dice: np.random.Generator) -> bytes:
             out[at] ^= 1 << int(dice.integers(0, 8))
         elif kind == 2:
             odd, size = _ODD[int(dice.integers(0, len(_ODD)))], int(dice.choice([1, 2, 4, 8]))
-            out[at : at + size] = (odd & (1 << 8 * size) - 1).to_bytes(size, "little" if dice.random() < 0.5 else "big")
+            out[at : at + size] = (odd & (1 << 8 * size) - 1).to_bytes(
+                size, "little" if dice.random() < 0.5 else "big"
+            )
         elif kind == 3:
             del out[at : at + end]
         elif kind == 4:
@@ -385,6 +427,6 @@ def run(inputs: int, seed: int) -> None:
     for number in range(inputs):
         accepted += fuzzer.one(mutated(corpus[number % len(corpus)], dice))
     seconds = time.monotonic() - started
-    print(f"{inputs} inputs for {len(fuzzer.targets)} parsers in {seconds:.0f} s, {accepted} of them accepted, seed {seed}")
-
-
+    print(
+        f"{inputs} inputs for {len(fuzzer.targets)} parsers in {seconds:.0f} s, {accepted} of them accepted, seed {seed}"
+    )

@@ -81,8 +81,21 @@ _RUN = {
     "name": "job", "command": ["run"], "cwd": "/", "isolation": {"pid": True, "ipc": True, "network": False, "root": False}, "binds": [],
     "files": {name: f"/state/job/{name}" for name in ("stdout.log", "stderr.log", "status", "icecore-init")}, "init": "",
 }  # fmt: skip
-_CUDA = {"driver": "580", "processes": {"1": {"gpus": ["GPU-1"], "contexts": {"GPU-1": 5}, "temporary": [[4096, 8192]]}}}
-_RESIDENT = {"directory": "/d", "processes": {"1": {"token": "00", "allocations": [[1, 2, 3, 4, "GPU-1", 0]], "imports": [[1, 1, 1]], "left": {"x": 1}}}}
+_CUDA = {
+    "driver": "580",
+    "processes": {"1": {"gpus": ["GPU-1"], "contexts": {"GPU-1": 5}, "temporary": [[4096, 8192]]}},
+}
+_RESIDENT = {
+    "directory": "/d",
+    "processes": {
+        "1": {
+            "token": "00",
+            "allocations": [[1, 2, 3, 4, "GPU-1", 0]],
+            "imports": [[1, 1, 1]],
+            "left": {"x": 1},
+        }
+    },
+}
 
 
 def _pagemap(pages: int) -> bytes:
@@ -103,7 +116,9 @@ class World:
     def manifest(self) -> dict[str, Any]:
         """The newer snapshot's manifest, as plain values."""
         name = self.state["tail"][-1][5]
-        made: dict[str, Any] = msgspec.msgpack.decode(unseal(MANIFEST_KIND, name, self.objects[name], self.keys.manifest))
+        made: dict[str, Any] = msgspec.msgpack.decode(
+            unseal(MANIFEST_KIND, name, self.objects[name], self.keys.manifest)
+        )
         return made
 
     def put(self, kind: ObjectKind, key: bytes, name: str, body: object) -> bytes:
@@ -130,10 +145,21 @@ class World:
         ref = refs[at]
         pack = self.objects[object_name("nodes", ref["pack"].tobytes())]
         stored = pack[int(ref["offset"]) : int(ref["offset"]) + int(ref["length"])]
-        node = memoryview(change(decode_node(stored, ref["node"].tobytes(), self.keys.node).copy()).tobytes())
-        identity, name, plain = node_ids(self.keys.node, [node])[0], b"\xee" * 16, NodeEncoder().encode(node)
-        self.objects[object_name("nodes", name)] = plain + pack_footer(self.keys.shard, name, [identity], [len(plain)])
-        refs["node"][at], refs["pack"][at] = np.frombuffer(identity, np.uint8), np.frombuffer(name, np.uint8)
+        node = memoryview(
+            change(decode_node(stored, ref["node"].tobytes(), self.keys.node).copy()).tobytes()
+        )
+        identity, name, plain = (
+            node_ids(self.keys.node, [node])[0],
+            b"\xee" * 16,
+            NodeEncoder().encode(node),
+        )
+        self.objects[object_name("nodes", name)] = plain + pack_footer(
+            self.keys.shard, name, [identity], [len(plain)]
+        )
+        refs["node"][at], refs["pack"][at] = (
+            np.frombuffer(identity, np.uint8),
+            np.frombuffer(name, np.uint8),
+        )
         refs["offset"][at], refs["length"][at] = 0, len(plain)
         manifest["spaces"][space]["nodes"] = refs.tobytes()
         self.put_manifest(manifest)
@@ -141,7 +167,9 @@ class World:
     def copy(self) -> World:
         """Another one that may be changed."""
         made = World(dict(self.objects), self.keys, self.generation, self.snapshots)
-        made.state = msgspec.msgpack.decode(unseal(ENTRY_KIND, "", made.objects[log_name(made.generation)], made.keys.log))
+        made.state = msgspec.msgpack.decode(
+            unseal(ENTRY_KIND, "", made.objects[log_name(made.generation)], made.keys.log)
+        )
         return made
 
     def write(self, folder: Path) -> None:
@@ -171,7 +199,9 @@ def make_world(pagemap: bytes = b"") -> World:
             with SnapshotWriter(repository, session, loop.loop) as writer:
 
                 def stored(number: int, cell: int, data: bytes, bits: bytes) -> np.void:
-                    row = writer.store_cell(0, cell, bits, bytes(32), memoryview(data), before.get((number, cell)))
+                    row = writer.store_cell(
+                        0, cell, bits, bytes(32), memoryview(data), before.get((number, cell))
+                    )
                     before[number, cell] = row
                     return row
 
@@ -181,7 +211,10 @@ def make_world(pagemap: bytes = b"") -> World:
                 process = [
                     np.array([stored(0, 0, b"".join(changed), few)], CELL), np.array([stored(1, 0, b"".join(pages[20:40]), few)], CELL),
                 ]  # fmt: skip
-                regions = [Region(0x10000, 20 * PAGE, 0x10000), Region(0x400000, 20 * PAGE, 0x400000)]
+                regions = [
+                    Region(0x10000, 20 * PAGE, 0x10000),
+                    Region(0x400000, 20 * PAGE, 0x400000),
+                ]
                 small = np.zeros(CELL_PAGES, np.bool_)
                 small[: -(-len(map_bytes) // PAGE)] = True
                 one = np.packbits(small, bitorder="little").tobytes()
@@ -193,8 +226,14 @@ def make_world(pagemap: bytes = b"") -> World:
                     writer.put_map("image", "pagemap-1.img", len(map_bytes), [Region(0, size, 0, kind="image")], [image], spaces[1]),
                     writer.put_map("file", "/tmp/file", 20 * PAGE, [Region(0, 20 * PAGE, 0, kind="file")], [content], spaces[2]),
                 ]  # fmt: skip
-                prints = Fingerprints(np.array([0x10000, 0x400000], np.uint64), np.zeros(2, "V16"), np.array([0x10000], np.uint64))
-                hints, digest = writer.put_hints("lineage", encode_fingerprints({"process:1": prints}))
+                prints = Fingerprints(
+                    np.array([0x10000, 0x400000], np.uint64),
+                    np.zeros(2, "V16"),
+                    np.array([0x10000], np.uint64),
+                )
+                hints, digest = writer.put_hints(
+                    "lineage", encode_fingerprints({"process:1": prints})
+                )
                 manifest = Manifest(
                     1, new_snapshot_id(), "job", "lineage", made[-1] if made else "", time.time_ns(), "host", "test", 1,
                     [Process(1, 4711, 0, 1, 1, 1, ["run"], "/bin/run", 0)], [space for space in spaces if space is not None], [],
@@ -241,13 +280,26 @@ def _reading(it: Reading) -> None:
 
 
 def _export(it: Reading) -> None:
-    export(it.repository, it.loop, it.world.snapshots[1], it.folder / "exported", threads=2, register=False)
+    export(
+        it.repository,
+        it.loop,
+        it.world.snapshots[1],
+        it.folder / "exported",
+        threads=2,
+        register=False,
+    )
 
 
 def _restore_plan(it: Reading) -> None:
     _run_record(it.manifest)
     reader = it.reader(it.world.snapshots[1])
-    check_requirements(it.manifest, RestoreOptions(), Criu(Path("/criu"), (4, 2), None), str(it.folder), records=reader.records)
+    check_requirements(
+        it.manifest,
+        RestoreOptions(),
+        Criu(Path("/criu"), (4, 2), None),
+        str(it.folder),
+        records=reader.records,
+    )
 
 
 def _recorded(it: Reading) -> None:
@@ -266,7 +318,14 @@ def _parent(it: Reading) -> None:
 
 def _copy(it: Reading) -> None:
     there = it.loop.run(Repository.create(MemoryBackend()))
-    copy(it.repository, there, it.loop, it.loop.run(it.repository.snapshots()), threads=2, register=False)
+    copy(
+        it.repository,
+        there,
+        it.loop,
+        it.loop.run(it.repository.snapshots()),
+        threads=2,
+        register=False,
+    )
 
 
 def _sync(it: Reading) -> None:
@@ -274,7 +333,9 @@ def _sync(it: Reading) -> None:
     there = it.loop.run(Repository.create(MemoryBackend(), secret=secret))
 
     async def work() -> None:
-        await sync(it.repository, there, await plan_sync(it.repository, there, None), register=False)
+        await sync(
+            it.repository, there, await plan_sync(it.repository, there, None), register=False
+        )
 
     it.loop.run(work())
 
@@ -283,11 +344,15 @@ CONSUMERS: dict[str, Callable[[Reading], object]] = {
     "ls": _listing,
     "read": _reading,
     "diff": lambda it: compare(it.reader(it.world.snapshots[0]), it.reader(it.world.snapshots[1])),
-    "diff back": lambda it: compare(it.reader(it.world.snapshots[1]), it.reader(it.world.snapshots[0])),
+    "diff back": lambda it: compare(
+        it.reader(it.world.snapshots[1]), it.reader(it.world.snapshots[0])
+    ),
     "check": lambda it: it.loop.run(check(it.repository, read_data=1.0, register=False)),
     "stats": lambda it: it.loop.run(stats(it.repository, register=False)),
     "gc --dry-run": lambda it: it.loop.run(Collector(it.repository).plan()),
-    "forget --dry-run": lambda it: it.loop.run(Collector(it.repository).plan_forget([it.world.snapshots[0]])),
+    "forget --dry-run": lambda it: it.loop.run(
+        Collector(it.repository).plan_forget([it.world.snapshots[0]])
+    ),
     "export": _export,
     "restore --dry-run": _restore_plan,
     "recorded": _recorded,
@@ -295,7 +360,13 @@ CONSUMERS: dict[str, Callable[[Reading], object]] = {
     "copy": _copy,
     "sync": _sync,
 }
-COMMANDS = [["ls"], ["--json", "ls"], ["show", "{newer}", "--all"], ["--json", "show", "{newer}"], ["diff", "{older}", "{newer}"]]
+COMMANDS = [
+    ["ls"],
+    ["--json", "ls"],
+    ["show", "{newer}", "--all"],
+    ["--json", "show", "{newer}"],
+    ["diff", "{older}", "{newer}"],
+]
 
 
 def _late(number: int, frame: FrameType | None) -> NoReturn:
@@ -323,7 +394,10 @@ def consume(world: World, what: str = "") -> dict[str, str]:
     """
     said: dict[str, str] = {}
     signal.signal(signal.SIGALRM, _late)
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="icecore-test-") as top, LoopThread() as loop:
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm", prefix="icecore-test-") as top,
+        LoopThread() as loop,
+    ):
         folder = Path(top)
         world.write(folder / "repository")
 
@@ -336,7 +410,9 @@ def consume(world: World, what: str = "") -> dict[str, str]:
                 said[name] = f"{type(error).__name__}: {error}"
                 assert str(error).strip()
             except BaseException as error:
-                raise AssertionError(f"{what}: {name} ended with {type(error).__name__}: {error}") from error
+                raise AssertionError(
+                    f"{what}: {name} ended with {type(error).__name__}: {error}"
+                ) from error
             finally:
                 signal.alarm(0)
                 taken = _peak() - before
@@ -362,7 +438,11 @@ def consume(world: World, what: str = "") -> dict[str, str]:
                 with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
                     main(["-r", str(folder / "repository"), *own])
                 text = out.getvalue()
-                assert "internal error" not in text and "Traceback" not in text and "too little memory" not in text, text[-3000:]
+                assert (
+                    "internal error" not in text
+                    and "Traceback" not in text
+                    and "too little memory" not in text
+                ), text[-3000:]
 
             run(" ".join(words), command)
     return said
@@ -370,7 +450,24 @@ def consume(world: World, what: str = "") -> dict[str, str]:
 
 # -- what is changed --------------------------------------------------------------------------------------------------
 
-_INTS = [0, 1, 2, -1, 255, 4095, 1 << 20, (1 << 31) - 1, 1 << 32, 1 << 40, 1 << 56, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -(1 << 63)]
+_INTS = [
+    0,
+    1,
+    2,
+    -1,
+    255,
+    4095,
+    1 << 20,
+    (1 << 31) - 1,
+    1 << 32,
+    1 << 40,
+    1 << 56,
+    1 << 62,
+    (1 << 63) - 1,
+    1 << 63,
+    (1 << 64) - 1,
+    -(1 << 63),
+]
 _TEXTS = [
     "", "/", "..", "../../etc/shadow", "/../x", "a\0b", "\x1b[31m", "pages-1.img", "x" * 5000, "1e9", "-1", "9" * 20, "\n", "config", "keys/00000000",
 ]  # fmt: skip
@@ -407,11 +504,25 @@ def _odd(value: object, dice: np.random.Generator) -> object:
     if isinstance(value, bytes):
         if value and len(value) % NODE_REF.itemsize == 0 and dice.random() < 0.8:
             return _records(np.frombuffer(value, NODE_REF).copy(), dice).tobytes()
-        return [b"", value[:-1], value + b"\0", value * 2, bytes(len(value)), b"\xff" * len(value), dice.bytes(len(value))][int(dice.integers(0, 7))]
+        return [
+            b"",
+            value[:-1],
+            value + b"\0",
+            value * 2,
+            bytes(len(value)),
+            b"\xff" * len(value),
+            dice.bytes(len(value)),
+        ][int(dice.integers(0, 7))]
     if isinstance(value, list):
-        return [[], value * 2, value * 500, value[::-1], value[1:], [*value, None]][int(dice.integers(0, 6))]
+        return [[], value * 2, value * 500, value[::-1], value[1:], [*value, None]][
+            int(dice.integers(0, 6))
+        ]
     if isinstance(value, dict):
-        return {} if dice.random() < 0.3 else {key: inner for key, inner in value.items() if dice.random() < 0.8}
+        return (
+            {}
+            if dice.random() < 0.3
+            else {key: inner for key, inner in value.items() if dice.random() < 0.8}
+        )
     return None
 
 
@@ -447,10 +558,20 @@ def _records(records: Any, dice: np.random.Generator) -> Any:
             name = names[int(dice.integers(0, len(names)))]
             part, names = part[name], part.dtype[name].names
         if part.ndim > 1:
-            part[at] = [0, 255, np.frombuffer(dice.bytes(part.shape[1]), np.uint8)][int(dice.integers(0, 3))]
+            part[at] = [0, 255, np.frombuffer(dice.bytes(part.shape[1]), np.uint8)][
+                int(dice.integers(0, 3))
+            ]
         else:
             most = np.iinfo(part.dtype).max
-            part[at] = [0, 1, most, most // 2, 1 << 6, int(part[at]) ^ 1, min(most, int(part[at]) + PAGE)][int(dice.integers(0, 7))]
+            part[at] = [
+                0,
+                1,
+                most,
+                most // 2,
+                1 << 6,
+                int(part[at]) ^ 1,
+                min(most, int(part[at]) + PAGE),
+            ][int(dice.integers(0, 7))]
     return records
 
 
@@ -463,7 +584,10 @@ def _page(world: World, dice: np.random.Generator) -> None:
     records = mutated({"records": world.state["tail"]}, dice)["records"]
     name = object_name("page", b"\xdd" * 16)
     digest = world.put(PAGE_KIND, world.keys.log, name, records)
-    world.state["pages"], world.state["tail"] = [[b"\xdd" * 16, digest, len(world.objects[name]), 2, 0, (1 << 48) - 1]], []
+    world.state["pages"], world.state["tail"] = (
+        [[b"\xdd" * 16, digest, len(world.objects[name]), 2, 0, (1 << 48) - 1]],
+        [],
+    )
     world.put_state()
 
 
@@ -474,7 +598,9 @@ def _manifest(world: World, dice: np.random.Generator) -> None:
 def _extra(world: World, dice: np.random.Generator) -> None:
     manifest = world.manifest()
     for name, text in (("cuda", _CUDA), ("resident", _RESIDENT), ("run", _RUN)):
-        manifest["extra"][name] = json.dumps(mutated(json.loads(json.dumps(text)), dice), default=str)
+        manifest["extra"][name] = json.dumps(
+            mutated(json.loads(json.dumps(text)), dice), default=str
+        )
     world.put_manifest(manifest)
 
 
@@ -488,7 +614,9 @@ def _shard(world: World, dice: np.random.Generator) -> None:
     data, identity = world.objects[name], bytes.fromhex(name[-32:])
     offset = SHARD.parse_tail(identity, len(data), data[-TAIL_BYTES:]).offset
     table = _records(np.frombuffer(data[offset:-TAIL_BYTES], SHARD.entry).copy(), dice)
-    world.objects[name] = data[:offset] + SHARD.footer(world.keys.shard, identity, table.tobytes(), offset)
+    world.objects[name] = data[:offset] + SHARD.footer(
+        world.keys.shard, identity, table.tobytes(), offset
+    )
 
 
 def _segment(world: World, dice: np.random.Generator) -> None:
@@ -497,7 +625,11 @@ def _segment(world: World, dice: np.random.Generator) -> None:
     _, entries = parse_segment(name, world.objects[name], world.keys.segment)
     changed = entries.copy()
     places = _records(changed["place"].copy(), dice)
-    changed["place"] = places[: len(changed)] if len(places) >= len(changed) else np.zeros(len(changed), places.dtype)
+    changed["place"] = (
+        places[: len(changed)]
+        if len(places) >= len(changed)
+        else np.zeros(len(changed), places.dtype)
+    )
     parts, digest = encode_segment(changed, world.keys.segment, name=name)
     world.objects[name] = b"".join(bytes(part) for part in parts)
     ref[1], ref[2], ref[3] = digest, len(world.objects[name]), len(changed)
@@ -516,12 +648,20 @@ def _fingerprints(world: World, dice: np.random.Generator) -> None:
 
 def _working_set(world: World, dice: np.random.Generator) -> None:
     name = next(name for name in world.objects if "/touched-" in name)
-    tree = mutated(msgspec.msgpack.decode(unseal(HINTS_KIND, name, world.objects[name], world.keys.hints)), dice)
+    tree = mutated(
+        msgspec.msgpack.decode(unseal(HINTS_KIND, name, world.objects[name], world.keys.hints)),
+        dice,
+    )
     world.put(HINTS_KIND, world.keys.hints, name, tree)
 
 
 def _config(world: World, dice: np.random.Generator) -> None:
-    tree = mutated(msgspec.msgpack.decode(unseal(CONFIG_KIND, "config", world.objects["config"], world.keys.config)), dice)
+    tree = mutated(
+        msgspec.msgpack.decode(
+            unseal(CONFIG_KIND, "config", world.objects["config"], world.keys.config)
+        ),
+        dice,
+    )
     world.put(CONFIG_KIND, world.keys.config, "config", tree)
 
 
@@ -549,4 +689,6 @@ def run(seeds: range) -> None:
         changed = world.copy()
         MUTATIONS[title](changed, dice)
         refused += bool(consume(changed, f"{title}, seed {seed}"))
-    print(f"{len(seeds)} worlds in {time.monotonic() - began:.0f} s, {refused} of them refused by somebody")
+    print(
+        f"{len(seeds)} worlds in {time.monotonic() - began:.0f} s, {refused} of them refused by somebody"
+    )

@@ -53,11 +53,24 @@ def make_data(kind: str, pages: int, seed: int = 0) -> bytes:
     if kind == "float32":
         return (random.standard_normal(length // 4, np.float32) * np.float32(0.02)).tobytes()
     if kind == "bfloat16":
-        wide = (random.standard_normal(length // 2, np.float32) * np.float32(0.02)).view(np.uint32) >> 16
+        wide = (random.standard_normal(length // 2, np.float32) * np.float32(0.02)).view(
+            np.uint32
+        ) >> 16
         return wide.astype(np.uint16).tobytes()
     if kind == "text":
-        words = [b"cell ", b"chunk ", b"shard ", b"map\n", b"window ", b"job ", b"snapshot ", b"lineage\n"]
-        return b"".join(words[i] for i in random.integers(0, len(words), length // 4))[:length].ljust(length, b".")
+        words = [
+            b"cell ",
+            b"chunk ",
+            b"shard ",
+            b"map\n",
+            b"window ",
+            b"job ",
+            b"snapshot ",
+            b"lineage\n",
+        ]
+        return b"".join(words[i] for i in random.integers(0, len(words), length // 4))[
+            :length
+        ].ljust(length, b".")
     if kind == "heap":
         heap = 0x7F0000000000 + random.integers(0, 1 << 20, length // 8) * 16
         heap[random.random(len(heap)) < 0.5] = 0
@@ -74,7 +87,9 @@ Image = Mapping[int, tuple[bytes, bytes]]
 
 def image(cells: int, kind: str = "heap", seed: int = 0) -> dict[int, tuple[bytes, bytes]]:
     """``cells`` full cells of one kind, all different."""
-    return {cell: (FULL, make_data(kind, CELL_PAGES, seed * 10_000 + cell)) for cell in range(cells)}
+    return {
+        cell: (FULL, make_data(kind, CELL_PAGES, seed * 10_000 + cell)) for cell in range(cells)
+    }
 
 
 def touch(before: Image, cells: list[int], pages: int, seed: int) -> dict[int, tuple[bytes, bytes]]:
@@ -109,7 +124,9 @@ class Place:
     repository: Repository
     events: list[Event] = field(default_factory=list)
 
-    def manifest(self, spaces: list[Space], parent: str = "", lineage: str = "lineage", **more: object) -> Manifest:
+    def manifest(
+        self, spaces: list[Space], parent: str = "", lineage: str = "lineage", **more: object
+    ) -> Manifest:
         """A manifest of nothing but ``spaces``."""
         return Manifest(
             format=1,
@@ -134,10 +151,14 @@ class Place:
     def writer(self, base: str | None = None, **options: object) -> Iterator[SnapshotWriter]:
         """A writer in a new session."""
         session = self.loop.run(self.repository.begin(base, "test"))
-        with SnapshotWriter(self.repository, session, self.loop.loop, emit=self.events.append, **options) as writer:  # type: ignore[arg-type]
+        with SnapshotWriter(
+            self.repository, session, self.loop.loop, emit=self.events.append, **options
+        ) as writer:  # type: ignore[arg-type]
             yield writer
 
-    def store(self, writer: SnapshotWriter, content: Image, before: Taken | None = None, threads: int = 1) -> Records:
+    def store(
+        self, writer: SnapshotWriter, content: Image, before: Taken | None = None, threads: int = 1
+    ) -> Records:
         """Store the cells of ``content`` with ``threads`` threads; their records."""
         known = {} if before is None else {int(record["cell"]): record for record in before.records}
         records = np.zeros(len(content), CELL)
@@ -147,7 +168,9 @@ class Place:
         def run(first: int) -> None:
             try:
                 for row, (cell, (bits, data)) in work[first::threads]:
-                    records[row] = writer.store_cell(0, cell, bits, NONE, memoryview(data), known.get(cell))
+                    records[row] = writer.store_cell(
+                        0, cell, bits, NONE, memoryview(data), known.get(cell)
+                    )
             except BaseException as error:  # noqa: BLE001 - handed to the test below
                 failures.append(error)
 
@@ -162,14 +185,27 @@ class Place:
         return records
 
     def take(
-        self, content: Image, before: Taken | None = None, *, threads: int = 1, objective: Objective | None = None, lineage: str = "lineage"
+        self,
+        content: Image,
+        before: Taken | None = None,
+        *,
+        threads: int = 1,
+        objective: Objective | None = None,
+        lineage: str = "lineage",
     ) -> Taken:
         """A committed snapshot of ``content``, with ``before`` as its parent."""
         parent = before.snapshot if before else None
         with self.writer(parent, objective=objective) as writer:
             records = self.store(writer, content, before, threads)
             length = (max(content, default=0) + 1) * CELL_BYTES
-            space = writer.put_map("process", "1", length, [Region(0, length, 0)], [records], before.space if before else None)
+            space = writer.put_map(
+                "process",
+                "1",
+                length,
+                [Region(0, length, 0)],
+                [records],
+                before.space if before else None,
+            )
             snapshot = writer.commit(self.manifest([space], parent or "", lineage))
             return Taken(snapshot, space, records, writer.statistics)
 
@@ -189,12 +225,16 @@ class Place:
 
 
 @contextmanager
-def place(backend: Backend, shard_bytes: int = 64 << 20, *, encrypted: bool = False) -> Iterator[Place]:
+def place(
+    backend: Backend, shard_bytes: int = 64 << 20, *, encrypted: bool = False
+) -> Iterator[Place]:
     """A new repository in ``backend``."""
     passphrase = (lambda: PASSPHRASE) if encrypted else None
     with LoopThread() as loop:
         repository = loop.run(
-            Repository.create(backend, Parameters(shard_bytes=shard_bytes), passphrase=passphrase, cost=CHEAP)
+            Repository.create(
+                backend, Parameters(shard_bytes=shard_bytes), passphrase=passphrase, cost=CHEAP
+            )
         )
         try:
             yield Place(loop, repository)

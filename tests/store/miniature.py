@@ -66,7 +66,10 @@ async def put(
     """Store everything of a snapshot but its commit; ``content`` not found through the index or the base goes into one new shard."""
     size = PAGE + overhead(repository.keys.chunk)
     builder = ShardBuilder(random_id(), memoryview(bytearray(max(1, len(content)) * size)))
-    ids = {cell: chunk_id(repository.keys.chunk, _BITMAP, page(value)) for cell, value in content.items()}
+    ids = {
+        cell: chunk_id(repository.keys.chunk, _BITMAP, page(value))
+        for cell, value in content.items()
+    }
     held: dict[bytes, Place] = {}
     base = await repository.manifest(session.base) if session.base else None
     parent = base.spaces[0] if base else None
@@ -81,11 +84,18 @@ async def put(
                 if session.usable(place.shard):
                     held[record["chunk"].tobytes()] = place
     if ids:
-        found, places = session.index.lookup(np.frombuffer(b"".join(ids.values()), np.uint8).reshape(-1, 32))
+        found, places = session.index.lookup(
+            np.frombuffer(b"".join(ids.values()), np.uint8).reshape(-1, 32)
+        )
         for chunk, hit, place_ in zip(ids.values(), found, places, strict=True):
             shard = place_["shard"].tobytes()
             if hit and session.usable(shard):
-                held.setdefault(chunk, Place(shard, int(place_["offset"]), int(place_["length"]), int(place_["codec"])))
+                held.setdefault(
+                    chunk,
+                    Place(
+                        shard, int(place_["offset"]), int(place_["length"]), int(place_["codec"])
+                    ),
+                )
     rows = []
     for cell, value in sorted(content.items()):
         chunk = ids[cell]
@@ -137,7 +147,9 @@ async def put(
     return record, entries
 
 
-async def take(repository: Repository, content: Content, base: str | None = None, **more: object) -> str:
+async def take(
+    repository: Repository, content: Content, base: str | None = None, **more: object
+) -> str:
     """A whole snapshot; its id."""
     async with await repository.begin(base, "test", beat_seconds=None, prove=False) as session:
         record, entries = await put(repository, session, content, **more)  # type: ignore[arg-type]
@@ -206,7 +218,10 @@ async def state_of(repository: Repository) -> Entry:
 async def listed(repository: Repository) -> list[str]:
     """Ids of all snapshots."""
     return [
-        record.snapshot for record in await catalog.everything((await state_of(repository)).state, repository.log.pages)
+        record.snapshot
+        for record in await catalog.everything(
+            (await state_of(repository)).state, repository.log.pages
+        )
     ]
 
 

@@ -69,7 +69,9 @@ class Scene:
         """Make it."""
         backend = MemoryBackend(self.objects)
         given = (lambda: PASSPHRASE) if encrypted else None
-        repository = await Repository.create(backend, Parameters(shard_bytes=1 << 18), passphrase=given, cost=CHEAP)
+        repository = await Repository.create(
+            backend, Parameters(shard_bytes=1 << 18), passphrase=given, cost=CHEAP
+        )
         old = await take(repository, A)
         self.contents[await take(repository, B, old)] = dict(B)
         self.contents[await take(repository, C)] = dict(C)
@@ -111,8 +113,15 @@ async def harm(scene: Scene) -> None:
     repository = await scene.replica()
     records = {record.snapshot: record for record in await repository.snapshots()}
     last = records[list(scene.contents)[-1]]
-    shards = sorted((name for name in scene.objects if name.startswith("shards/")), key=lambda name: len(scene.objects[name]))
-    for name in (shards[-1], last.manifest, next(name for name in scene.objects if name.startswith("index/"))):
+    shards = sorted(
+        (name for name in scene.objects if name.startswith("shards/")),
+        key=lambda name: len(scene.objects[name]),
+    )
+    for name in (
+        shards[-1],
+        last.manifest,
+        next(name for name in scene.objects if name.startswith("index/")),
+    ):
         data = bytearray(scene.objects[name])
         data[min(5000, len(data) // 2)] ^= 1
         scene.objects[name] = bytes(data)
@@ -187,10 +196,15 @@ async def synced(repository: Repository, scene: Scene) -> None:
     """The next sync does the rest, once."""
     await sync_from_replica(repository, scene)
     there = await listed(await unlocked(MemoryBackend(scene.far)))
-    assert set(there) <= set(await listed(repository)) and scene.followed not in await listed(repository)
+    assert set(there) <= set(await listed(repository)) and scene.followed not in await listed(
+        repository
+    )
     record = await repository.find(scene.parent)
     assert record.pinned and record.tags == TAGS
-    assert await reconcile.plan(await unlocked(MemoryBackend(scene.far)), repository, forget=True) == reconcile.Plan()
+    assert (
+        await reconcile.plan(await unlocked(MemoryBackend(scene.far)), repository, forget=True)
+        == reconcile.Plan()
+    )
 
 
 async def copy_from_stranger(repository: Repository, scene: Scene) -> object:
@@ -200,7 +214,9 @@ async def copy_from_stranger(repository: Repository, scene: Scene) -> object:
         with LoopThread() as loop:
             source = loop.run(Repository.open(MemoryBackend(scene.strange)))
             log = Log(repository.backend, repository.keys.log)
-            target = Repository(repository.backend, repository.config, repository.keys, log, repository.emit)
+            target = Repository(
+                repository.backend, repository.config, repository.keys, log, repository.emit
+            )
             return copy(source, target, loop, loop.run(source.snapshots()), threads=1)
 
     return await asyncio.to_thread(body)
@@ -223,7 +239,9 @@ async def change_keys(repository: Repository, scene: Scene) -> object:
 async def keys_changed(repository: Repository, scene: Scene) -> None:
     """One of the two passphrases opens it, and so it stays when the next change comes and tidies up."""
     keys, works = repository.keys, []
-    edit = partial(slots.add, secret=keys.secret, passphrase=b"the third of them", label="third", cost=CHEAP)
+    edit = partial(
+        slots.add, secret=keys.secret, passphrase=b"the third of them", label="third", cost=CHEAP
+    )
     for again in (False, True):
         if again:
             await keychain.change(repository.backend, keys, edit)
@@ -261,9 +279,13 @@ OPERATIONS: dict[str, Operation] = {
     "pin": Operation(lambda repository, scene: repository.update(scene.parent, pinned=True)),
     "gc": Operation(lambda repository, scene: collect(repository)),
     "gc with filters": Operation(with_filters(lambda repository, scene: collect(repository))),
-    "gc without compaction": Operation(lambda repository, scene: collect(repository, compact_below=0)),
+    "gc without compaction": Operation(
+        lambda repository, scene: collect(repository, compact_below=0)
+    ),
     "repair": Operation(repair, harm=harm, finish=repair),
-    "repair from a replica": Operation(repair_from_replica, harm=harm, finish=repair_from_replica, heals=True),
+    "repair from a replica": Operation(
+        repair_from_replica, harm=harm, finish=repair_from_replica, heals=True
+    ),
     "sync": Operation(sync_from_replica, before=make_replica, finish=synced),
     "copy": Operation(copy_from_stranger, before=make_stranger, finish=copied),
     "key change": Operation(change_keys, encrypted=True, finish=keys_changed),
@@ -272,7 +294,11 @@ OPERATIONS: dict[str, Operation] = {
 
 async def quarantined(backend: MemoryBackend) -> set[str]:
     """Snapshots that are said to have lost data."""
-    return {record.snapshot for record in await (await unlocked(backend)).snapshots() if record.quarantined}
+    return {
+        record.snapshot
+        for record in await (await unlocked(backend)).snapshots()
+        if record.quarantined
+    }
 
 
 async def prepared(name: str) -> Scene:
@@ -294,7 +320,9 @@ async def prepared_for_all() -> Scene:
     return scene
 
 
-async def aftermath(backend: MemoryBackend, scene: Scene, operation: Operation, before: set[str]) -> None:
+async def aftermath(
+    backend: MemoryBackend, scene: Scene, operation: Operation, before: set[str]
+) -> None:
     """Another process comes and cleans up; all that was committed reads back, and nothing is left over.
 
     Args:
@@ -319,6 +347,10 @@ async def aftermath(backend: MemoryBackend, scene: Scene, operation: Operation, 
         assert content == (scene.contents | scene.arriving).get(snapshot, content)
     assert not [name for name in backend.objects if name.startswith(("hints/", "sessions/"))]
     filters = {filtered_segment(name) for name in backend.objects if name.startswith("filters/")}
-    assert filters <= {named[1] for named in map(parse_name, backend.objects) if named is not None and named[0] == "segment"}
+    assert filters <= {
+        named[1]
+        for named in map(parse_name, backend.objects)
+        if named is not None and named[0] == "segment"
+    }
     # And it can be worked with.
     await take(repository, {1: 1}, next(iter(good), None))

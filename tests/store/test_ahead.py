@@ -66,7 +66,11 @@ def test_scattered_reads_are_left_alone(loop: LoopThread, data: bytes) -> None:
     there, draw = store(data), random.Random(5)
     ahead = ReadAhead(there, loop.loop)
     wanted = [(draw.randrange(2) * 30 * MIB + draw.randrange(MIB), 1000) for _ in range(80)]
-    wanted = [one for one, before in zip(wanted[1:], wanted, strict=False) if abs(one[0] - before[0]) > 20 * MIB]
+    wanted = [
+        one
+        for one, before in zip(wanted[1:], wanted, strict=False)
+        if abs(one[0] - before[0]) > 20 * MIB
+    ]
     for at, length in wanted:
         assert read(ahead, at, length) == data[at : at + length]
     assert [call.bytes for call in there.calls] == [1000] * len(wanted)

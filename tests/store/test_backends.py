@@ -97,7 +97,11 @@ WRAPPERS: dict[str, Callable[[Backend], Backend]] = {
     "limited": lambda inner: Limited(inner, requests=3, budget=1 << 20),
     "metered": Metered,
     "all": lambda inner: Retrying(
-        Limited(Metered(FaultyBackend(inner, at_random(2, fail=0.1, lose=0.1))), requests=8, budget=4 << 20),
+        Limited(
+            Metered(FaultyBackend(inner, at_random(2, fail=0.1, lose=0.1))),
+            requests=8,
+            budget=4 << 20,
+        ),
         Patience(30, 1e-6, 1e-6),
     ),
 }
@@ -151,7 +155,9 @@ def test_a_failed_create_leaves_nothing(
     def fail(*_: object, **__: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(local.os, {"write": "writev", "sync": "fsync", "link": "link"}[broken], fail)
+    monkeypatch.setattr(
+        local.os, {"write": "writev", "sync": "fsync", "link": "link"}[broken], fail
+    )
     backend = LocalBackend(tmp_path)
     backend._made.add(tmp_path / "a")
     (tmp_path / "a").mkdir()
@@ -165,7 +171,9 @@ def test_a_failed_create_leaves_nothing(
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM])
-def test_what_is_forbidden_is_certain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_what_is_forbidden_is_certain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     """A transaction says so at once; its outcome is not unknown."""
 
     async def body() -> None:
@@ -185,7 +193,9 @@ def test_what_is_forbidden_is_certain(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
-def test_what_has_its_name_is_not_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_what_has_its_name_is_not_denied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     """The object is there, only its folder could not be synced: neither full nor forbidden, as both would say that it is not there."""
     backend = LocalBackend(tmp_path)
     asyncio.run(backend.create("a/first", [b"data"]))
@@ -207,7 +217,9 @@ def test_a_full_file_system_is_store_full(tmp_path: Path) -> None:
     place = tmp_path / "small"
     place.mkdir()
     if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], capture_output=True, timeout=20
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)],
+        capture_output=True,
+        timeout=20,
     ).returncode:
         pytest.skip("no right to mount a tmpfs")
     try:
@@ -327,7 +339,9 @@ def test_the_probe_refuses_a_store_that_lies(store: type[MemoryBackend]) -> None
 def test_injected_faults() -> None:
     async def body() -> None:
         inner = MemoryBackend()
-        backend = FaultyBackend(inner, lambda call: {1: Outcome.FAIL, 2: Outcome.LOSE}.get(call.number, Outcome.PASS))
+        backend = FaultyBackend(
+            inner, lambda call: {1: Outcome.FAIL, 2: Outcome.LOSE}.get(call.number, Outcome.PASS)
+        )
         with pytest.raises(StoreError):
             await backend.create("x", [b"1"])
         assert inner.objects == {}

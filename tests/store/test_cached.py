@@ -36,21 +36,32 @@ async def read(backend: Backend, name: str, offset: int, length: int) -> bytes:
 
 @pytest.fixture
 def shard() -> tuple[FaultyBackend, str, bytes]:
-    name, data = object_name("shard", secrets.token_bytes(16)), random.Random(1).randbytes(5 * MIB + 12345)
+    name, data = (
+        object_name("shard", secrets.token_bytes(16)),
+        random.Random(1).randbytes(5 * MIB + 12345),
+    )
     return FaultyBackend(MemoryBackend({name: data})), name, data
 
 
-def test_what_was_read_is_not_read_again(tmp_path: Path, shard: tuple[FaultyBackend, str, bytes]) -> None:
+def test_what_was_read_is_not_read_again(
+    tmp_path: Path, shard: tuple[FaultyBackend, str, bytes]
+) -> None:
     store, name, data = shard
 
     async def body() -> None:
         cached = Cached(store, Blocks(tmp_path, 64 * MIB))
         assert await read(cached, name, 100, 2 * MIB) == data[100 : 100 + 2 * MIB]
-        assert [(call.operation, call.bytes) for call in store.calls] == [("size", 0), ("get_into", 3 * MIB)]
+        assert [(call.operation, call.bytes) for call in store.calls] == [
+            ("size", 0),
+            ("get_into", 3 * MIB),
+        ]
         assert await read(cached, name, MIB - 1, 4 * MIB) == data[MIB - 1 :][: 4 * MIB]
         assert [(call.operation, call.bytes) for call in store.calls[2:]] == [("get_into", 2 * MIB)]
         assert (cached.hits, cached.misses) == (2 * MIB + 1, 5 * MIB)
-        assert await read(Cached(store, Blocks(tmp_path, 64 * MIB)), name, 5, 4 * MIB) == data[5 : 5 + 4 * MIB]
+        assert (
+            await read(Cached(store, Blocks(tmp_path, 64 * MIB)), name, 5, 4 * MIB)
+            == data[5 : 5 + 4 * MIB]
+        )
         assert len(store.calls) == 3, "another process finds it, and the object's size with it"
         whole = await cached.get(name)
         assert whole == data and await cached.get(name) == data
@@ -72,7 +83,8 @@ def test_readers_of_the_same_block_wait_for_one_request(
         reads[0].cancel()  # it may be the one that the others wait for
         done = await asyncio.gather(*reads, return_exceptions=True)
         assert all(
-            isinstance(one, asyncio.CancelledError) or one == data[n * 1000 :][:MIB] for n, one in enumerate(done)
+            isinstance(one, asyncio.CancelledError) or one == data[n * 1000 :][:MIB]
+            for n, one in enumerate(done)
         )
         assert sum(call.operation == "get_into" for call in store.calls) <= 5
         assert not cached._arriving
@@ -81,7 +93,9 @@ def test_readers_of_the_same_block_wait_for_one_request(
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "grow", "swap", "empty", "header"])
-def test_harmed_blocks_are_read_anew(tmp_path: Path, shard: tuple[FaultyBackend, str, bytes], harm: str) -> None:
+def test_harmed_blocks_are_read_anew(
+    tmp_path: Path, shard: tuple[FaultyBackend, str, bytes], harm: str
+) -> None:
     store, name, data = shard
 
     async def body() -> None:
@@ -109,7 +123,9 @@ def test_harmed_blocks_are_read_anew(tmp_path: Path, shard: tuple[FaultyBackend,
 
 def test_what_changes_is_never_kept(tmp_path: Path) -> None:
     async def body() -> None:
-        inner = MemoryBackend({"config": b"1", log_name(1): b"1", "keys/00000000": b"1", "sessions/a/1": b"1"})
+        inner = MemoryBackend(
+            {"config": b"1", log_name(1): b"1", "keys/00000000": b"1", "sessions/a/1": b"1"}
+        )
         cached = Cached(inner, Blocks(tmp_path, MIB))
         for name in inner.objects:
             assert await cached.get(name) == await read(cached, name, 0, 1) == b"1"
@@ -175,7 +191,9 @@ print(hits)
 def test_processes_share_it_and_some_are_killed(tmp_path: Path) -> None:
     words = [sys.executable, "-P", "-c", WORKER, str(tmp_path)]
     workers = [
-        subprocess.Popen([*words, str(seed)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*words, str(seed)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         for seed in range(5)
     ]
     time.sleep(0.6)

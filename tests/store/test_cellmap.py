@@ -39,11 +39,18 @@ def records_of(cells: list[int], seed: int = 0) -> Records:
     records["zero"] = 0x10
     records["chunk"] = random.integers(0, 256, (len(cells), 32))
     place = records["place"]
-    place["shard"], place["offset"], place["length"], place["codec"] = 7, np.arange(len(cells)) * 1000, 900, codec.ZSTD
+    place["shard"], place["offset"], place["length"], place["codec"] = (
+        7,
+        np.arange(len(cells)) * 1000,
+        900,
+        codec.ZSTD,
+    )
     return records
 
 
-def refs_of(nodes: list[tuple[bytes, bytes]], records: list[Records]) -> np.ndarray[tuple[int], np.dtype[np.void]]:
+def refs_of(
+    nodes: list[tuple[bytes, bytes]], records: list[Records]
+) -> np.ndarray[tuple[int], np.dtype[np.void]]:
     groups = group(records)
     refs = np.zeros(len(nodes), NODE_REF)
     refs["region"], refs["group"] = groups.region, groups.group
@@ -59,7 +66,9 @@ def test_records_come_back(regions: list[list[int]]) -> None:
     records = [records_of(cells, seed) for seed, cells in enumerate(regions)]
     nodes = encode_nodes(KEY, records)
     assert len(nodes) == sum(len({cell // NODE_CELLS for cell in cells}) for cells in regions)
-    back, counts = NodeDecoder(KEY).decode([memoryview(stored) for _, stored in nodes], refs_of(nodes, records))
+    back, counts = NodeDecoder(KEY).decode(
+        [memoryview(stored) for _, stored in nodes], refs_of(nodes, records)
+    )
     assert counts.sum() == len(back)
     expected = np.concatenate(records) if records else np.empty(0, CELL)
     assert back.tobytes() == expected.tobytes()
@@ -162,7 +171,11 @@ def test_references_that_cannot_be() -> None:
     refs = np.zeros(2, NODE_REF)
     refs["group"], refs["length"] = [0, 1], 50
     assert len(parse_refs(refs.tobytes(), 1)) == 2
-    for nodes, regions in ((refs.tobytes()[:-1], 1), (refs[::-1].tobytes(), 1), (refs.tobytes(), 0)):
+    for nodes, regions in (
+        (refs.tobytes()[:-1], 1),
+        (refs[::-1].tobytes(), 1),
+        (refs.tobytes(), 0),
+    ):
         with pytest.raises(ValueError, match="node references"):
             parse_refs(nodes, regions)
     for length in (0, 1, MAX_STORED_NODE_BYTES + 1, 1 << 31):
@@ -191,7 +204,9 @@ def test_packs() -> None:
         damaged = bytearray(pack)
         damaged[at] ^= 0x10
         with pytest.raises(Damaged) as caught:
-            cellmap.parse_pack_footer(KEYS.shard, maps.name, len(pack), bytes(damaged[where.offset :]))
+            cellmap.parse_pack_footer(
+                KEYS.shard, maps.name, len(pack), bytes(damaged[where.offset :])
+            )
         assert (caught.value.kind, caught.value.name) == ("nodes", f"nodes/{maps.name.hex()}")
 
 
@@ -209,7 +224,9 @@ def test_equal_nodes_of_the_parent_are_reused_and_packs_stay_few() -> None:
         packs = {pack.tobytes() for pack in refs["pack"]}
         assert len(refs) == groups
         assert len(packs) <= MAX_PACKS
-        assert refs["node"].tobytes() == b"".join(cellmap.node_ids(KEYS.node, group([records]).node_bytes()))
+        assert refs["node"].tobytes() == b"".join(
+            cellmap.node_ids(KEYS.node, group([records]).node_bytes())
+        )
         sizes.append(refs["pack"].tobytes().count(maps.name))
         parent = now
     assert sizes[0] == groups
@@ -232,7 +249,10 @@ def test_many_small_regions_are_quick() -> None:
     stored = maps.finish()
     assert stored is not None
     nodes = memoryview(bytes(stored[0]))
-    pieces = [nodes[o : o + n] for o, n in zip(refs["offset"].tolist(), refs["length"].tolist(), strict=True)]
+    pieces = [
+        nodes[o : o + n]
+        for o, n in zip(refs["offset"].tolist(), refs["length"].tolist(), strict=True)
+    ]
     back, _ = NodeDecoder(KEYS.node).decode(pieces, refs)
     assert time.process_time() - started < 5
     assert back.tobytes() == np.concatenate(records).tobytes()

@@ -49,7 +49,9 @@ def swap(objects: dict[str, bytes], name: str) -> None:
     """Put another object of the same kind in its place; for shards and the like, a sound one."""
     folder = name.split("/")[0]
     objects[name] = next(
-        data for other, data in sorted(objects.items()) if other.split("/")[0] == folder and other != name
+        data
+        for other, data in sorted(objects.items())
+        if other.split("/")[0] == folder and other != name
     )
 
 
@@ -58,13 +60,17 @@ async def build(backend: MemoryBackend) -> tuple[str, str, str]:
     first = await take(repository, A)
     second = await take(repository, B, first)
     third = await take(repository, {1: 200, 2: 201})
-    filler = [await take(repository, {number: 210 + number}) for number in range(40)]  # enough for a page
+    filler = [
+        await take(repository, {number: 210 + number}) for number in range(40)
+    ]  # enough for a page
     await repository.forget(filler)
     await collect(repository)
     await repository.log.trim(20)
     report = await sound(repository, unreached=0)
     log = [len(data) for name, data in backend.objects.items() if name.startswith("log/")]
-    assert 0 < report.bytes["log"] <= sum(log) and report.objects["log"] == len(log) - 1  # the check ended its own session
+    assert (
+        0 < report.bytes["log"] <= sum(log) and report.objects["log"] == len(log) - 1
+    )  # the check ended its own session
     return first, second, third
 
 
@@ -92,7 +98,9 @@ def test_a_trim_that_broke_off_is_no_damage(effect: bool, monkeypatch: pytest.Mo
                 assert await (await Repository.open(inner)).log.trim(6)
                 continue
             break
-        assert number > 6 and len(left) < 15  # it also broke off among those that are deleted at once
+        assert (
+            number > 6 and len(left) < 15
+        )  # it also broke off among those that are deleted at once
         # One that is kept, or whose anchor is there, is missed.
         for generation in ((await repository.log.newest()).generation - 3, 3):
             backend.objects = dict(written)
@@ -109,7 +117,11 @@ def test_every_object_is_looked_at(harm: Harm) -> None:
         backend = MemoryBackend()
         await build(backend)
         kinds = {
-            "shards": {"shard", "chunk", "index segment"},  # the index names a shard that is missing
+            "shards": {
+                "shard",
+                "chunk",
+                "index segment",
+            },  # the index names a shard that is missing
             "nodes": {"nodes", "node"},
             "snapshots": {"manifest"},
             "index": {"index segment"},
@@ -134,7 +146,9 @@ def test_every_object_is_looked_at(harm: Harm) -> None:
                 assert name in {damage.name for damage in report.damages}
                 continue
             tried.add(folder)
-            named = [damage for damage in report.damages if damage.name == name or name in damage.why]
+            named = [
+                damage for damage in report.damages if damage.name == name or name in damage.why
+            ]
             assert named, [str(damage) for damage in report.damages]
             assert {damage.kind for damage in named} <= kinds[folder]
             # A snapshot is said to suffer exactly if it cannot be read.
@@ -146,7 +160,11 @@ def test_every_object_is_looked_at(harm: Harm) -> None:
                     assert snapshot in suffering, (name, [str(damage) for damage in report.damages])
             if folder in ("index", "pages"):
                 assert not suffering
-        assert tried == ({"shards", "nodes", "snapshots", "index", "pages"} if harm is not swap else tried) and tried
+        assert (
+            tried
+            == ({"shards", "nodes", "snapshots", "index", "pages"} if harm is not swap else tried)
+            and tried
+        )
 
     asyncio.run(body())
 
@@ -175,7 +193,9 @@ def test_log_entries_that_are_missing() -> None:
         names = sorted(name for name in backend.objects if name.startswith("log/"))
         del backend.objects[names[5]]
         report = await check(await Repository.open(backend))
-        assert [(damage.kind, damage.name) for damage in report.damages] == [("log entry", names[5])]
+        assert [(damage.kind, damage.name) for damage in report.damages] == [
+            ("log entry", names[5])
+        ]
         # Without its newest entries it is an older state: to a client that has seen more, that is a rollback; the check finds what it can.
         for name in names[:5]:
             del backend.objects[name]
@@ -193,13 +213,17 @@ def test_everything_at_once_is_reported_not_raised() -> None:
                 random.Random(name).choice([flip, truncate, empty, remove])(backend.objects, name)
         repository = await Repository.open(backend)
         report = await check(repository, read_data=1.0)
-        assert {first, second, third} == {snapshot for damage in report.damages for snapshot in damage.snapshots}
+        assert {first, second, third} == {
+            snapshot for damage in report.damages for snapshot in damage.snapshots
+        }
         assert {"manifest"} <= {damage.kind for damage in report.damages}
         # Nothing is collected while it is unknown what the snapshots reach.
         before = {name for name in backend.objects if not name.startswith(("log/", "pages/"))}
         with pytest.raises((Damaged, ObjectMissing)):
             await collect(repository)
-        assert {name for name in backend.objects if not name.startswith(("log/", "pages/"))} == before
+        assert {
+            name for name in backend.objects if not name.startswith(("log/", "pages/"))
+        } == before
 
     asyncio.run(body())
 
@@ -219,7 +243,9 @@ def test_a_damaged_index_costs_space_only() -> None:
         assert await read(repository, second) == A
         report = await check(repository)
         assert [damage.kind for damage in report.damages] == ["index segment"]
-        index = Index(backend, (await repository.log.newest()).state.segments, repository.keys.segment)
+        index = Index(
+            backend, (await repository.log.newest()).state.segments, repository.keys.segment
+        )
         await index.load()
         assert len(index.damaged) == 1
 

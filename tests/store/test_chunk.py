@@ -14,7 +14,9 @@ from icecore.store.format.codec import Choice
 from tests.store.images import FULL, bitmap, make_data
 
 KEY = bytes(range(32))
-page_sets = st.lists(st.integers(0, CELL_PAGES - 1), min_size=1, max_size=20, unique=True).map(sorted)
+page_sets = st.lists(st.integers(0, CELL_PAGES - 1), min_size=1, max_size=20, unique=True).map(
+    sorted
+)
 
 
 def room(pages: int = CELL_PAGES) -> memoryview:
@@ -45,7 +47,9 @@ def test_align_refuses_bytes_that_are_not_the_bitmaps() -> None:
         align(bitmap([1]), bytes(2 * PAGE), bitmap([1]), room(1))
 
 
-def encode_delta(kind: int, choice: Choice, ours: bytes, data: bytes, theirs: bytes, base: bytes) -> tuple[int, bytes]:
+def encode_delta(
+    kind: int, choice: Choice, ours: bytes, data: bytes, theirs: bytes, base: bytes
+) -> tuple[int, bytes]:
     aligned = align(theirs, base, ours, room(pages_of(ours)))
     found = delta.difference(memoryview(data), aligned, room(), room())
     number, (body, *_) = codec.encode(found.xor if kind == codec.XOR else found.own, choice)
@@ -57,10 +61,20 @@ def encode_delta(kind: int, choice: Choice, ours: bytes, data: bytes, theirs: by
     ours=page_sets,
     theirs=page_sets,
     kind=st.sampled_from([codec.XOR, codec.PATCH]),
-    choice=st.sampled_from([Choice(codec.RAW), Choice(codec.LZ4), Choice(codec.ZSTD, 1), Choice(codec.SHUFFLE4_ZSTD, 1), Choice(codec.BITSHUFFLE8_LZ4, 1)]),
+    choice=st.sampled_from(
+        [
+            Choice(codec.RAW),
+            Choice(codec.LZ4),
+            Choice(codec.ZSTD, 1),
+            Choice(codec.SHUFFLE4_ZSTD, 1),
+            Choice(codec.BITSHUFFLE8_LZ4, 1),
+        ]
+    ),
     data=st.data(),
 )
-def test_delta_with_any_page_sets(ours: list[int], theirs: list[int], kind: int, choice: Choice, data: st.DataObject) -> None:
+def test_delta_with_any_page_sets(
+    ours: list[int], theirs: list[int], kind: int, choice: Choice, data: st.DataObject
+) -> None:
     whole = np.frombuffer(make_data("heap", CELL_PAGES), np.uint8).reshape(-1, PAGE)
     base = whole[theirs].tobytes()
     mine = whole[ours].copy()
@@ -86,7 +100,9 @@ def test_delta_decodes_in_place_where_the_pages_are_the_same(kind: int) -> None:
 
 def test_an_unchanged_chunk_is_a_header() -> None:
     data = make_data("heap", 3)
-    _, stored = encode_delta(codec.XOR, Choice(codec.RAW), bitmap([1, 2, 3]), data, bitmap([1, 2, 3]), data)
+    _, stored = encode_delta(
+        codec.XOR, Choice(codec.RAW), bitmap([1, 2, 3]), data, bitmap([1, 2, 3]), data
+    )
     assert len(stored) == delta.HEADER_BYTES + codec.DIGEST_BYTES
 
 

@@ -88,7 +88,9 @@ def test_any_flipped_bit_and_any_other_length_is_seen(choice: Choice) -> None:
             decoded(number, stored, wrong)
 
 
-@pytest.mark.parametrize("number", [10, 0x3F, codec.XOR | codec.PATCH | codec.RAW, codec.XOR | codec.ZERO, 255])
+@pytest.mark.parametrize(
+    "number", [10, 0x3F, codec.XOR | codec.PATCH | codec.RAW, codec.XOR | codec.ZERO, 255]
+)
 def test_unknown_numbers(number: int) -> None:
     assert not codec.known(number)
     assert "unknown" in codec.name(number) or number & codec.DELTA
@@ -123,8 +125,14 @@ def test_bombs_are_refused_by_their_headers() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(number=st.sampled_from([codec.LZ4, codec.ZSTD, *codec.BLOSC]), kind=st.sampled_from(("heap", "text")), data=st.data())
-def test_damage_under_a_right_digest_never_writes_past_the_buffer(number: int, kind: str, data: st.DataObject) -> None:
+@given(
+    number=st.sampled_from([codec.LZ4, codec.ZSTD, *codec.BLOSC]),
+    kind=st.sampled_from(("heap", "text")),
+    data=st.data(),
+)
+def test_damage_under_a_right_digest_never_writes_past_the_buffer(
+    number: int, kind: str, data: st.DataObject
+) -> None:
     """The decompressors themselves, fed with garbage that starts like the real thing."""
     whole = make_data(kind, 2)
     _, stored = stored_form(whole, Choice(number, 1))

@@ -40,7 +40,11 @@ def test_deltas_survive_their_shards(here: Place, tmp_path: Path) -> None:
     contents = [first]
     for step in range(3):
         content = touch(contents[-1], [step, step + 1, 8], 20, step)
-        content |= {cell: value for cell, value in image(12, "heap", seed=2 + step).items() if cell in (9, 10, 11)}
+        content |= {
+            cell: value
+            for cell, value in image(12, "heap", seed=2 + step).items()
+            if cell in (9, 10, 11)
+        }
         taken.append(here.take(content, taken[-1], objective=THRIFTY))
         contents.append(content)
     records = taken[-1].records
@@ -126,7 +130,10 @@ def test_a_compaction_that_cannot_write_leaves_nothing(here: Place, tmp_path: Pa
         writes: list[Call] = []
 
         def plan(call: Call, writes: list[Call] = writes, passed: int = failed) -> Outcome:
-            if call.operation == "append" or (call.operation, call.name[:7]) == ("create", "shards/"):
+            if call.operation == "append" or (call.operation, call.name[:7]) == (
+                "create",
+                "shards/",
+            ):
                 writes.append(call)
                 if len(writes) > passed:
                     return Outcome.FAIL
@@ -163,7 +170,9 @@ def test_deltas_whose_base_has_gone_are_stored_anew(here: Place, tmp_path: Path)
         contents.append(touch(contents[-1], cells, 12, 20 + step))
         taken.append(here.take(contents[-1], taken[-1], objective=THRIFTY))
     first = taken[0].records
-    assert (taken[3].records["base"][:3] == first["chunk"][:3]).all(), "this test needs deltas on the first snapshot's chunks"
+    assert (taken[3].records["base"][:3] == first["chunk"][:3]).all(), (
+        "this test needs deltas on the first snapshot's chunks"
+    )
     loop, repository = here.loop, here.repository
     loop.run(repository.forget([taken[0].snapshot]))
     before = size(tmp_path / "repository", "shards")
@@ -178,8 +187,16 @@ def test_deltas_whose_base_has_gone_are_stored_anew(here: Place, tmp_path: Path)
         records.append(reader.records(reader.manifest.spaces[0])[0])
     assert not (records[-1]["place"]["codec"] & codec.DELTA).any()
     for cell, deltas in ((0, 0), (1, 1), (2, 2)):
-        based = {one["base"][cell].tobytes() for one in records if one["place"]["codec"][cell] & codec.DELTA}
-        forms = {one["place"]["offset"][cell] for one in records if one["place"]["codec"][cell] & codec.DELTA}
+        based = {
+            one["base"][cell].tobytes()
+            for one in records
+            if one["place"]["codec"][cell] & codec.DELTA
+        }
+        forms = {
+            one["place"]["offset"][cell]
+            for one in records
+            if one["place"]["codec"][cell] & codec.DELTA
+        }
         assert len(forms) == deltas and based <= {records[-1]["chunk"][cell].tobytes()}
     report = loop.run(check(repository, read_data=1.0))
     assert report.sound and report.unreached == 0

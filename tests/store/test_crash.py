@@ -61,7 +61,9 @@ def test_every_call_fails_once(name: str, outcome: Outcome, stride: int) -> None
             offset = len(faulty.calls)
             failed: list[Call] = []
 
-            def plan(call: Call, bad: int = offset + number, failed: list[Call] = failed) -> Outcome:
+            def plan(
+                call: Call, bad: int = offset + number, failed: list[Call] = failed
+            ) -> Outcome:
                 if call.number == bad:
                     failed.append(call)
                     return outcome
@@ -114,7 +116,9 @@ def test_crash_at_every_call_of_init() -> None:
 def test_of_two_creators_one_makes_the_repository() -> None:
     async def body() -> None:
         backend = MemoryBackend()
-        results = await asyncio.gather(*(Repository.create(backend) for _ in range(5)), return_exceptions=True)
+        results = await asyncio.gather(
+            *(Repository.create(backend) for _ in range(5)), return_exceptions=True
+        )
         made = [result for result in results if isinstance(result, Repository)]
         assert len(made) == 1
         assert (await Repository.open(backend)).config == made[0].config
@@ -149,7 +153,9 @@ def test_the_disk_is_full_from_some_call_on(name: str) -> None:
                 await operation.run(opened, scene)
             except StoreFull:
                 left = {made for made in backend.objects if made not in scene.objects}
-                if name.startswith("commit"):  # what the writer stored is gone at once; the room is needed
+                if name.startswith(
+                    "commit"
+                ):  # what the writer stored is gone at once; the room is needed
                     assert {made.split("/")[0] for made in left} <= {"log"}
                 await aftermath(backend, scene, operation, readable)
                 continue
@@ -176,7 +182,9 @@ def test_crash_after_crash() -> None:
             tried = []
             for _ in range(dice.randint(2, 6)):
                 name, last = dice.choice(names), dice.randint(1, 60)
-                outcome = dice.choice([Outcome.STOP_BEFORE, Outcome.STOP_AFTER, Outcome.LOSE, Outcome.FAIL])
+                outcome = dice.choice(
+                    [Outcome.STOP_BEFORE, Outcome.STOP_AFTER, Outcome.LOSE, Outcome.FAIL]
+                )
                 faulty = FaultyBackend(backend)
                 opened = await unlocked(faulty)
                 last += len(faulty.calls)

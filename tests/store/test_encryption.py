@@ -94,14 +94,24 @@ def test_a_whole_life_and_nothing_in_the_clear() -> None:
             "secret": repository.keys.secret,
             **{f"page {value}": page(value)[100:116] for value in {*B.values(), 77}},
         }
-        assert {name.split("/")[0] for name in backend.objects} >= {"config", "keys", "log", "shards", "nodes", "index"}
+        assert {name.split("/")[0] for name in backend.objects} >= {
+            "config",
+            "keys",
+            "log",
+            "shards",
+            "nodes",
+            "index",
+        }
         for name, data in backend.objects.items():
             for what, secret in secrets.items():
                 assert secret not in data, f"{name} tells the {what}"
             if not name.removeprefix("copies/").startswith("keys/"):
                 # Beyond headers and tails, which hold magics and counts, bytes are as random ones.
                 body = np.frombuffer(data[56:-72] if len(data) > 400 else data[56:], np.uint8)
-                assert len(body) < 200 or np.bincount(body, minlength=256).max() < len(body) / 256 * 4 + 16, name
+                assert (
+                    len(body) < 200
+                    or np.bincount(body, minlength=256).max() < len(body) / 256 * 4 + 16
+                ), name
 
     asyncio.run(body())
 
@@ -173,7 +183,11 @@ def test_no_harmed_object_is_believed(harm: str) -> None:
                     continue
                 data = objects[others[0]]
             elif harm == "flipped":
-                data = data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :]
+                data = (
+                    data[: len(data) // 2]
+                    + bytes([data[len(data) // 2] ^ 1])
+                    + data[len(data) // 2 + 1 :]
+                )
             else:
                 data = data[:-1] if harm == "cut" else data[: len(data) // 2]
             copy = MemoryBackend({**objects, name: data})
@@ -231,8 +245,15 @@ def test_pieces_and_wholes_open_only_where_they_belong() -> None:
         with pytest.raises(ValueError, match="encrypted"):
             open_piece(*wrong, out)  # type: ignore[arg-type]
     whole = seal_whole(key, "log/1", b"head", b"body")
-    assert open_whole(key, "log/1", b"head", whole) == b"body" and seal_whole(key, "log/1", b"head", b"body") != whole
-    for name, header, payload in (("log/2", b"head", whole), ("log/1", b"heat", whole), ("log/1", b"head", whole[:20])):
+    assert (
+        open_whole(key, "log/1", b"head", whole) == b"body"
+        and seal_whole(key, "log/1", b"head", b"body") != whole
+    )
+    for name, header, payload in (
+        ("log/2", b"head", whole),
+        ("log/1", b"heat", whole),
+        ("log/1", b"head", whole[:20]),
+    ):
         with pytest.raises(ValueError, match="encrypted"):
             open_whole(key, name, header, payload)
 
@@ -260,7 +281,10 @@ def test_a_replicas_log_is_not_anothers() -> None:
         here, there = MemoryBackend(), MemoryBackend()
         repository = await made(here)
         replica = await made(there, secret=repository.keys.secret)
-        assert replica.keys.chunk == repository.keys.chunk and replica.config.id != repository.config.id
+        assert (
+            replica.keys.chunk == repository.keys.chunk
+            and replica.config.id != repository.config.id
+        )
         await take(repository, A)
         newest = min(name for name in here.objects if name.startswith("log/"))
         there.objects[newest] = here.objects[newest]
@@ -276,7 +300,9 @@ def test_a_replicas_log_is_not_anothers() -> None:
 def test_rollback_is_noticed_by_who_saw_more() -> None:
     async def body() -> None:
         backend, watermark = MemoryBackend(), Watermark()
-        repository = await Repository.create(backend, passphrase=giving(), cost=CHEAP, watermark=watermark)
+        repository = await Repository.create(
+            backend, passphrase=giving(), cost=CHEAP, watermark=watermark
+        )
         first = await take(repository, A)
         before = dict(backend.objects)
         await take(repository, B)
@@ -288,7 +314,9 @@ def test_rollback_is_noticed_by_who_saw_more() -> None:
             await seen.snapshots()
         # A client that never saw more can only believe what it is shown; the newest entry alone, put back, is noticed by its predecessor's digest.
         assert await listed(await Repository.open(backend, passphrase=giving())) == [first]
-        last = max(name for name in before if name.startswith("log/"))  # the oldest: names are inverted
+        last = max(
+            name for name in before if name.startswith("log/")
+        )  # the oldest: names are inverted
         fork = min(name for name in newer if name.startswith("log/"))
         backend.objects.clear()
         backend.objects.update({**newer, fork: newer[last]})
@@ -311,7 +339,12 @@ def test_slots_are_added_removed_and_rotated() -> None:
 
         async def opens(passphrase: bytes) -> bool:
             try:
-                return await read(await Repository.open(backend, passphrase=giving(passphrase)), snapshot) == A
+                return (
+                    await read(
+                        await Repository.open(backend, passphrase=giving(passphrase)), snapshot
+                    )
+                    == A
+                )
             except WrongPassphrase:
                 return False
 
@@ -324,7 +357,9 @@ def test_slots_are_added_removed_and_rotated() -> None:
         assert await opens(PASSPHRASE) and not await opens(b"something else")
         await change(lambda now: slots.add(now, secret, b"of the second person", "second", CHEAP))
         assert await opens(PASSPHRASE) and await opens(b"of the second person")
-        await change(lambda now: slots.rotate(now, secret, "first", b"another for the first", CHEAP))
+        await change(
+            lambda now: slots.rotate(now, secret, "first", b"another for the first", CHEAP)
+        )
         assert not await opens(PASSPHRASE) and await opens(b"another for the first")
         await change(lambda now: slots.remove(now, secret, "first"))
         assert not await opens(b"another for the first") and await opens(b"of the second person")
@@ -339,7 +374,9 @@ def test_slots_are_added_removed_and_rotated() -> None:
         with pytest.raises(UsageError, match="already"):
             await change(lambda now: slots.add(now, secret, b"long enough", "second", CHEAP))
         with pytest.raises(Damaged, match="without the master secret"):
-            await keychain.change(backend, Keys.derive(bytes(32), repository.config.id), lambda now: now)
+            await keychain.change(
+                backend, Keys.derive(bytes(32), repository.config.id), lambda now: now
+            )
         await sound(repository)
 
     asyncio.run(body())
@@ -358,7 +395,11 @@ def test_crash_at_every_call_of_a_key_change(effect: bool) -> None:
             backend = MemoryBackend(dict(whole.objects))
             faulty = FaultyBackend(backend, stop_at(number, effect=effect))
             try:
-                await keychain.change(faulty, keys, lambda now: slots.rotate(now, keys.secret, "first", b"new and long", CHEAP))
+                await keychain.change(
+                    faulty,
+                    keys,
+                    lambda now: slots.rotate(now, keys.secret, "first", b"new and long", CHEAP),
+                )
             except Crashed:
                 works = []
                 for passphrase in (PASSPHRASE, b"new and long"):
@@ -368,7 +409,11 @@ def test_crash_at_every_call_of_a_key_change(effect: bool) -> None:
                     except WrongPassphrase:
                         pass
                 assert len(works) == 1
-                await keychain.change(backend, keys, lambda now: slots.add(now, keys.secret, b"the third of them", "x", CHEAP))
+                await keychain.change(
+                    backend,
+                    keys,
+                    lambda now: slots.add(now, keys.secret, b"the third of them", "x", CHEAP),
+                )
                 await Repository.open(backend, passphrase=giving(works[0]))
                 assert len([name for name in backend.objects if name.startswith("keys/")]) == 1
                 continue
@@ -391,18 +436,30 @@ def test_lost_replies_and_races_of_key_changes() -> None:
             return Outcome.PASS
 
         losing = FaultyBackend(backend, lose)
-        await keychain.change(losing, keys, lambda now: slots.add(now, keys.secret, b"although unheard", "lost", CHEAP))
+        await keychain.change(
+            losing,
+            keys,
+            lambda now: slots.add(now, keys.secret, b"although unheard", "lost", CHEAP),
+        )
         await asyncio.gather(
             *(
                 keychain.change(
-                    backend, keys, lambda now, n=n: slots.add(now, keys.secret, b"passphrase %d" % n, f"racer {n}", CHEAP)  # type: ignore[misc]
+                    backend,
+                    keys,
+                    lambda now, n=n: slots.add(
+                        now, keys.secret, b"passphrase %d" % n, f"racer {n}", CHEAP
+                    ),  # type: ignore[misc]
                 )
                 for n in range(4)
             )
         )
         found = (await keychain.newest(backend)).slots
         assert found is not None
-        assert {slot.label for slot in found.slots} == {"first", "lost", *(f"racer {n}" for n in range(4))}
+        assert {slot.label for slot in found.slots} == {
+            "first",
+            "lost",
+            *(f"racer {n}" for n in range(4)),
+        }
         for n in range(4):
             await Repository.open(backend, passphrase=giving(b"passphrase %d" % n))
 
@@ -414,13 +471,21 @@ def test_lost_replies_and_races_of_key_changes() -> None:
             if not slept:
                 slept = True
                 for label in ("meanwhile", "and after"):
-                    edit = partial(slots.add, secret=keys.secret, passphrase=b"long enough", label=label, cost=CHEAP)
+                    edit = partial(
+                        slots.add,
+                        secret=keys.secret,
+                        passphrase=b"long enough",
+                        label=label,
+                        cost=CHEAP,
+                    )
                     asyncio.run(keychain.change(backend, keys, edit))
             return slots.add(now, keys.secret, b"who slept long", "sleeper", CHEAP)
 
         await keychain.change(backend, keys, sleepily)
         found = (await keychain.newest(backend)).slots
-        assert found is not None and {"meanwhile", "and after", "sleeper"} <= {slot.label for slot in found.slots}
+        assert found is not None and {"meanwhile", "and after", "sleeper"} <= {
+            slot.label for slot in found.slots
+        }
 
     asyncio.run(body())
 
@@ -435,11 +500,15 @@ def test_key_objects_of_others_and_of_later_versions() -> None:
             open_slot(name, data)
         real = slots.decode_slots(name, data)
         assert real is not None
-        planted = slots.new_slots(repository.config.id, repository.keys.secret, b"known to a thief", "planted", CHEAP)
+        planted = slots.new_slots(
+            repository.config.id, repository.keys.secret, b"known to a thief", "planted", CHEAP
+        )
         both = msgspec.structs.replace(real, slots=[*real.slots, *planted.slots])
         greedy = [msgspec.structs.replace(real.slots[0], memory_kib=1 << 30)]
         for insane in (greedy, []):
-            backend.objects[key_name(1)] = encode_slot(msgspec.structs.replace(real, slots=insane)).data
+            backend.objects[key_name(1)] = encode_slot(
+                msgspec.structs.replace(real, slots=insane)
+            ).data
             assert (await Repository.open(backend, passphrase=giving())).config == repository.config
         whole = dict(backend.objects)
         for harmed, error in (
@@ -459,8 +528,15 @@ def test_key_objects_of_others_and_of_later_versions() -> None:
 
 
 _VALUES = st.recursive(
-    st.none() | st.integers(-(2**40), 2**64 - 1) | st.text(max_size=40) | st.binary(max_size=60) | st.booleans(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(slots.Slot.__struct_fields__), inner),
+    st.none()
+    | st.integers(-(2**40), 2**64 - 1)
+    | st.text(max_size=40)
+    | st.binary(max_size=60)
+    | st.booleans(),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(slots.Slot.__struct_fields__), inner)
+    ),
     max_leaves=12,
 )
 
@@ -471,17 +547,25 @@ _VALUES = st.recursive(
     st.sampled_from(["argon2id", "plain", "x"]),
     st.binary(max_size=4),
 )
-def test_whatever_stands_in_a_key_object_is_a_named_error(fields: dict[str, object], method: str, tail: bytes) -> None:
+def test_whatever_stands_in_a_key_object_is_a_named_error(
+    fields: dict[str, object], method: str, tail: bytes
+) -> None:
     """Its digest guards against accidents only: anybody who can write to the store writes what he likes there."""
-    real = msgspec.to_builtins(slots.new_slots("0" * 32, bytes(32), PASSPHRASE, "label", CHEAP), builtin_types=[bytes])
+    real = msgspec.to_builtins(
+        slots.new_slots("0" * 32, bytes(32), PASSPHRASE, "label", CHEAP), builtin_types=[bytes]
+    )
     for body in ({**real, **fields}, {**fields, "format": 2, "method": method}):
         data = seal(KEY_KIND, msgspec.msgpack.encode(body) + tail, PUBLIC).data
         try:
             found = slots.decode_slots("keys/x", data)
-            if found is not None and (found.slots[0].memory_kib > 1 << 14 or found.slots[0].passes > 4):
+            if found is not None and (
+                found.slots[0].memory_kib > 1 << 14 or found.slots[0].passes > 4
+            ):
                 continue  # within bounds, but long
             if found is not None:
-                slots.unlock("keys/x", msgspec.structs.replace(found, slots=found.slots[:1]), b"not this one")
+                slots.unlock(
+                    "keys/x", msgspec.structs.replace(found, slots=found.slots[:1]), b"not this one"
+                )
             else:
                 open_slot("keys/x", data)
         except (Damaged, FormatTooNew, WrongPassphrase):
@@ -511,10 +595,14 @@ def test_an_init_that_broke_off_is_not_finished_as_another() -> None:
         await made(whole)
         begun = {key_name(0): whole.objects[key_name(0)]}
         with pytest.raises(WrongPassphrase):
-            await Repository.create(MemoryBackend(dict(begun)), passphrase=giving(b"not the same"), cost=CHEAP)
+            await Repository.create(
+                MemoryBackend(dict(begun)), passphrase=giving(b"not the same"), cost=CHEAP
+            )
         with pytest.raises((UsageError, WrongPassphrase)):
             await Repository.create(MemoryBackend(dict(begun)))
-        finished = await Repository.create(MemoryBackend(dict(begun)), passphrase=giving(), cost=CHEAP)
+        finished = await Repository.create(
+            MemoryBackend(dict(begun)), passphrase=giving(), cost=CHEAP
+        )
         assert finished.keys.encrypted
 
     asyncio.run(body())

@@ -69,8 +69,13 @@ def test_what_is_in_is_let_through_and_nearly_nothing_else(key: bytes) -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 7), st.integers(1, 400)), max_size=12), st.integers(0, 1 << 32))
-def test_sets_of_filters_are_the_filters_by_themselves(spans: list[tuple[int, int, int]], seed: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 7), st.integers(1, 400)), max_size=12),
+    st.integers(0, 1 << 32),
+)
+def test_sets_of_filters_are_the_filters_by_themselves(
+    spans: list[tuple[int, int, int]], seed: int
+) -> None:
     """Whatever the ranges, and whichever fit the budget: each id's candidates are in order, and no segment that has it is missing."""
     refs, held = [], []
     for number, (bits, prefix, count) in enumerate(spans):
@@ -101,7 +106,10 @@ def test_foreign_and_damaged_filters_are_refused() -> None:
     ids = drawn(100, 3)
     ref = SegmentRef(random_id(), KEY, 1, 100)
     data = encode_filter(ids, ref, KEY, "n")
-    for other, why in ((ref_of(100), "another segment"), (msgspec.structs.replace(ref, count=2000), "does not fit")):
+    for other, why in (
+        (ref_of(100), "another segment"),
+        (msgspec.structs.replace(ref, count=2000), "does not fit"),
+    ):
         with pytest.raises(Damaged, match=why):
             decode_filter("n", data, KEY, other)
     with pytest.raises(Damaged):
@@ -114,7 +122,13 @@ def test_foreign_and_damaged_filters_are_refused() -> None:
 def test_names() -> None:
     identity = random_id()
     assert filtered_segment(filter_name(identity)) == identity
-    for name in ("filters/x", "filters/" + "0" * 31, identity.hex(), f"index/00/{identity.hex()}", f"filters/{'0' * 32}\n"):
+    for name in (
+        "filters/x",
+        "filters/" + "0" * 31,
+        identity.hex(),
+        f"index/00/{identity.hex()}",
+        f"filters/{'0' * 32}\n",
+    ):
         assert filtered_segment(name) is None
 
 
@@ -137,12 +151,18 @@ def test_a_miss_costs_no_read(direct: bool) -> None:
         ids = drawn(60_000, 4)
         places = np.zeros(len(ids), PLACE)
         places["offset"] = np.arange(len(ids))
-        refs = [ref for part in (slice(0, 40_000), slice(40_000, 60_000)) for ref in await stored(faulty, make_entries(ids[part], places[part]))]
+        refs = [
+            ref
+            for part in (slice(0, 40_000), slice(40_000, 60_000))
+            for ref in await stored(faulty, make_entries(ids[part], places[part]))
+        ]
         index = Index(faulty, refs, KEY, budget=0)
         await index.load()
         faulty.calls.clear()
         found, _ = await asyncio.to_thread(index.lookup, drawn(1, 5))
-        assert not found.any() and [call.name for call in faulty.calls][:2] == [filter_name(ref.id) for ref in reversed(refs)]
+        assert not found.any() and [call.name for call in faulty.calls][:2] == [
+            filter_name(ref.id) for ref in reversed(refs)
+        ]
         faulty.calls.clear()
         found, _ = await asyncio.to_thread(index.lookup, drawn(1000, 6))
         assert not found.any() and len(faulty.calls) < 50
@@ -157,25 +177,33 @@ def test_without_a_sound_filter_everything_is_found_all_the_same(harm: str) -> N
     async def body() -> None:
         backend = MemoryBackend()
         ids = drawn(20_000, 7)
-        (ref,) = await stored(backend, make_entries(ids, np.zeros(len(ids), PLACE)), filtered=harm != "missing")
+        (ref,) = await stored(
+            backend, make_entries(ids, np.zeros(len(ids), PLACE)), filtered=harm != "missing"
+        )
         (other,) = await stored(backend, make_entries(drawn(20_000, 8), np.zeros(len(ids), PLACE)))
         name = filter_name(ref.id)
         if harm == "damaged":
-            backend.objects[name] = backend.objects[name][:100] + b"\1\2\3" + backend.objects[name][103:]
+            backend.objects[name] = (
+                backend.objects[name][:100] + b"\1\2\3" + backend.objects[name][103:]
+            )
         elif harm == "foreign":
             backend.objects[name] = backend.objects[filter_name(other.id)]
         elif harm == "short":
             backend.objects[name] = backend.objects[name][:50]
         index = Index(backend, [ref], KEY, budget=0)
         await index.load()
-        found, _ = await asyncio.to_thread(index.lookup, np.concatenate([ids[:3000], drawn(3000, 9)]))
+        found, _ = await asyncio.to_thread(
+            index.lookup, np.concatenate([ids[:3000], drawn(3000, 9)])
+        )
         assert found[:3000].all() and not found[3000:].any()
         assert not index.damaged  # the segment itself is sound
 
     asyncio.run(body())
 
 
-async def with_shards(backend: Backend, shards: int, chunks: int) -> tuple[list[SegmentRef], Bytes, Records]:
+async def with_shards(
+    backend: Backend, shards: int, chunks: int
+) -> tuple[list[SegmentRef], Bytes, Records]:
     """Shards of which only the footers count, and one segment that names their chunks."""
     ids, places = drawn(shards * chunks, 10), np.zeros(shards * chunks, PLACE)
     for number in range(shards):
@@ -184,7 +212,9 @@ async def with_shards(backend: Backend, shards: int, chunks: int) -> tuple[list[
             places["offset"][at] = table.add(ids[at].tobytes(), _BITMAP, bytes(32), RAW, 4096)
             places["shard"][at] = np.frombuffer(table.name, np.uint8)
         places["length"], places["codec"] = 4096, RAW
-        await backend.create(object_name("shard", table.name), [bytes(table.used), table.footer(KEY)])
+        await backend.create(
+            object_name("shard", table.name), [bytes(table.used), table.footer(KEY)]
+        )
     return await stored(backend, make_entries(ids, places)), ids, places
 
 
@@ -199,7 +229,11 @@ def test_what_lies_together_is_found_together(direct: bool) -> None:
         faulty.calls.clear()
         asked = np.concatenate([ids[3000:5000], drawn(2000, 11)])
         found, got = await asyncio.to_thread(index.lookup, asked)
-        assert found[:2000].all() and not found[2000:].any() and (got[:2000] == places[3000:5000]).all()
+        assert (
+            found[:2000].all()
+            and not found[2000:].any()
+            and (got[:2000] == places[3000:5000]).all()
+        )
         # One filter, one head, 20 shards with their size and footer, some blocks: not the 2000 that were asked for.
         assert len(faulty.calls) < 120
         faulty.calls.clear()
@@ -260,7 +294,9 @@ def test_tables_of_long_footers_are_read_in_two() -> None:
     asyncio.run(body())
 
 
-def test_the_collector_gives_filters_and_takes_those_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_collector_gives_filters_and_takes_those_of_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def body() -> None:
         backend = MemoryBackend()
         repository = await Repository.create(backend)
@@ -272,12 +308,17 @@ def test_the_collector_gives_filters_and_takes_those_of_nobody(monkeypatch: pyte
         assert filter_name(ref.id) in backend.objects
         await take(repository, {cell: 100 + cell for cell in range(20)}, first)
         refs = (await state_of(repository)).state.segments
-        assert {name for name in backend.objects if name.startswith("filters/")} == {filter_name(ref.id) for ref in refs}
+        assert {name for name in backend.objects if name.startswith("filters/")} == {
+            filter_name(ref.id) for ref in refs
+        }
         before = dict(backend.objects)
         stray = filter_name(random_id())
         await backend.create(stray, [b"left by nobody"])
         plan = await Collector(repository).plan()
-        assert [item.name for item in plan.trim] == [stray] and set(backend.objects) == {*before, stray}
+        assert [item.name for item in plan.trim] == [stray] and set(backend.objects) == {
+            *before,
+            stray,
+        }
         for index in (Index(backend, refs, repository.keys.segment, budget=0),):
             await index.load()
             entries = np.concatenate([await index.entries_of(ref) for ref in refs])
@@ -285,12 +326,16 @@ def test_the_collector_gives_filters_and_takes_those_of_nobody(monkeypatch: pyte
             assert found.all() and len(entries) == 40
         # One that is damaged, or denies what is there, is found and removed; the collector makes it anew.
         good = backend.objects[filter_name(refs[0].id)]
-        empty = encode_filter(np.zeros((refs[0].count, 32), np.uint8), refs[0], repository.keys.segment, "")
+        empty = encode_filter(
+            np.zeros((refs[0].count, 32), np.uint8), refs[0], repository.keys.segment, ""
+        )
         for bad in (good[:-1] + b"\xff", empty):
             backend.objects[filter_name(refs[0].id)] = bad
             report = await check(repository)
             assert [damage.name for damage in report.damages] == [filter_name(refs[0].id)]
-            assert [fix.kind for fix in (await Repairer(repository).apply()).fixes] == ["index filter"]
+            assert [fix.kind for fix in (await Repairer(repository).apply()).fixes] == [
+                "index filter"
+            ]
             assert filter_name(refs[0].id) not in backend.objects
             await collect(repository)
             assert backend.objects[filter_name(refs[0].id)] == good
@@ -299,7 +344,9 @@ def test_the_collector_gives_filters_and_takes_those_of_nobody(monkeypatch: pyte
         await collect(repository)
         await sound(repository, unreached=0)
         refs = (await state_of(repository)).state.segments
-        assert {name for name in backend.objects if name.startswith("filters/")} == {filter_name(ref.id) for ref in refs}
+        assert {name for name in backend.objects if name.startswith("filters/")} == {
+            filter_name(ref.id) for ref in refs
+        }
         assert page(1) != page(2)
 
     asyncio.run(body())

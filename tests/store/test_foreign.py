@@ -155,13 +155,17 @@ def test_odd_names_are_skipped_and_told_of(tmp_path: Path, encrypted: bool) -> N
         from tests.store.miniature import CHEAP, PASSPHRASE
 
         given = (lambda: PASSPHRASE) if encrypted else None
-        repository = await Repository.create(LocalBackend(tmp_path / "r", create=True), passphrase=given, cost=CHEAP)
+        repository = await Repository.create(
+            LocalBackend(tmp_path / "r", create=True), passphrase=given, cost=CHEAP
+        )
         snapshot = await take(repository, {0: 1})
         odd = [name for name in ODD if ".." not in name]
         for name in odd:
             sparse(os.fsencode(tmp_path / "r") + b"/" + os.fsencode(name))
         heard: list[Event] = []
-        again = await Repository.open(LocalBackend(tmp_path / "r"), passphrase=given, emit=heard.append)
+        again = await Repository.open(
+            LocalBackend(tmp_path / "r"), passphrase=given, emit=heard.append
+        )
         assert await read(again, snapshot) == {0: 1}
         await take(again, {0: 2}, snapshot)
         await gc.Collector(again, gc.Options()).collect()
@@ -169,9 +173,13 @@ def test_odd_names_are_skipped_and_told_of(tmp_path: Path, encrypted: bool) -> N
         assert report.sound, report.damages
         left = still_there(tmp_path / "r", odd)
         assert {one.name for one in report.foreign} == left
-        assert len(left) >= len(odd) - 3  # signs of sessions and hints of nobody are the collector's to delete
+        assert (
+            len(left) >= len(odd) - 3
+        )  # signs of sessions and hints of nobody are the collector's to delete
         told = [event.fields["object"] for event in heard if event.name == "check.foreign"]
-        assert len(told) == len(left) and all(str(name).isascii() and str(name).isprintable() for name in told)
+        assert len(told) == len(left) and all(
+            str(name).isascii() and str(name).isprintable() for name in told
+        )
         await again.close()
 
     asyncio.run(body())
@@ -181,7 +189,15 @@ def test_a_huge_object_is_not_read(tmp_path: Path) -> None:
     async def body() -> None:
         repository = await Repository.create(LocalBackend(tmp_path, create=True))
         await take(repository, {0: 1})
-        for name in ("keys/00000001", f"shards/ab/{HEX}", f"nodes/{HEX}", f"snapshots/{HEX}", f"pages/{HEX}", f"hints/job/{HEX}", f"index/ab/{HEX}"):
+        for name in (
+            "keys/00000001",
+            f"shards/ab/{HEX}",
+            f"nodes/{HEX}",
+            f"snapshots/{HEX}",
+            f"pages/{HEX}",
+            f"hints/job/{HEX}",
+            f"index/ab/{HEX}",
+        ):
             sparse(os.fsencode(tmp_path / name))
         again = await Repository.open(LocalBackend(tmp_path))
         report = await patiently(check(again))
@@ -192,7 +208,9 @@ def test_a_huge_object_is_not_read(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-@pytest.mark.parametrize("where", ["shards", "shards/ab", "keys", "log", "snapshots", "nodes", "hints", ".reserve"])
+@pytest.mark.parametrize(
+    "where", ["shards", "shards/ab", "keys", "log", "snapshots", "nodes", "hints", ".reserve"]
+)
 def test_a_folder_that_is_a_link_leads_nowhere(tmp_path: Path, where: str) -> None:
     """Nothing outside of the repository is read, made or removed through it."""
     outside, inside = tmp_path / "outside", tmp_path / "repository"
@@ -210,7 +228,9 @@ def test_a_folder_that_is_a_link_leads_nowhere(tmp_path: Path, where: str) -> No
         link.symlink_to(outside)
         backend = LocalBackend(inside)
         if where != ".reserve":
-            with pytest.raises(StoreDenied, match="a link or a file is in the place of that folder"):
+            with pytest.raises(
+                StoreDenied, match="a link or a file is in the place of that folder"
+            ):
                 await backend.create(f"{where}/{'cd' * 16}", [b"ours"])
             with pytest.raises(StoreDenied):
                 backend.draft(f"{where}/{'cd' * 16}")
@@ -230,7 +250,8 @@ def test_a_folder_that_is_a_link_leads_nowhere(tmp_path: Path, where: str) -> No
 
 def _listing(keys: list[str]) -> bytes:
     rows = "".join(
-        f"<Contents><Key>{key}</Key><LastModified>2026-11-21T00:00:00.000Z</LastModified><ETag>0</ETag><Size>5</Size></Contents>" for key in keys
+        f"<Contents><Key>{key}</Key><LastModified>2026-11-21T00:00:00.000Z</LastModified><ETag>0</ETag><Size>5</Size></Contents>"
+        for key in keys
     )
     return f"<ListBucketResult><Name>bucket</Name><KeyCount>{len(keys)}</KeyCount><IsTruncated>false</IsTruncated>{rows}</ListBucketResult>".encode()
 
@@ -246,13 +267,26 @@ def test_odd_keys_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
         await backend.close()
         return names, found
 
-    good, odd = "repo/keys/00000000", ["repo/keys/a b", "repo/keys/UPPER", "repo/keys/%00", "repo/keys/", "elsewhere"]
-    with canned(lambda method, path: Reply(body=_listing([good, *odd]), headers={"Content-Type": "application/xml"})) as url:
+    good, odd = (
+        "repo/keys/00000000",
+        ["repo/keys/a b", "repo/keys/UPPER", "repo/keys/%00", "repo/keys/", "elsewhere"],
+    )
+    with canned(
+        lambda method, path: Reply(
+            body=_listing([good, *odd]), headers={"Content-Type": "application/xml"}
+        )
+    ) as url:
         names, found = asyncio.run(listed(url))
         assert names == ["keys/00000000"] and len(found) == len(odd)
     # obstore cannot name some keys at all; then the error says what is the matter.
     for key in ("repo/keys//x", "repo/keys/../x", "repo/keys/a&#10;b"):
-        with canned(lambda method, path, key=key: Reply(body=_listing([good, key]), headers={"Content-Type": "application/xml"})) as url:  # type: ignore[misc]
-            with pytest.raises(StoreError, match="a key there has a name that no object has") as caught:
+        with canned(
+            lambda method, path, key=key: Reply(
+                body=_listing([good, key]), headers={"Content-Type": "application/xml"}
+            )
+        ) as url:  # type: ignore[misc]
+            with pytest.raises(
+                StoreError, match="a key there has a name that no object has"
+            ) as caught:
                 asyncio.run(listed(url))
             assert str(caught.value).isprintable() and "delete that key" in caught.value.cure

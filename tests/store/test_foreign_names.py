@@ -48,7 +48,9 @@ _NAMES = (
 
 def manifest(name: str) -> Manifest:
     """A manifest with a name in all places that the kernel fills."""
-    file = OpenFile(f"/{name}", 3, 4, 5, 6, 0o644, 0, 0, True, "content", links=[f"/linked {name}", "/plain"])
+    file = OpenFile(
+        f"/{name}", 3, 4, 5, 6, 0o644, 0, 0, True, "content", links=[f"/linked {name}", "/plain"]
+    )
     process = Process(1, 2, 0, 1, 1, 1, ["/bin/x", name, ""], f"/bin/{name}", 0)
     return Manifest(
         format=1, snapshot="0" * 32, job="job", lineage="1" * 32, parent="", created_ns=1, host="host", writer="test", root_pid=1,
@@ -58,7 +60,9 @@ def manifest(name: str) -> Manifest:
 
 
 def body(sealed: bytes) -> dict[str, object]:
-    found: dict[str, object] = msgspec.msgpack.decode(unseal(MANIFEST_KIND, "snapshots/x", sealed, KEY, None))
+    found: dict[str, object] = msgspec.msgpack.decode(
+        unseal(MANIFEST_KIND, "snapshots/x", sealed, KEY, None)
+    )
     return found
 
 
@@ -74,13 +78,17 @@ def test_a_manifest_comes_back_as_it_was(name: str) -> None:
 def test_utf8_names_are_written_as_ever() -> None:
     """Byte for byte: a repository of an earlier version is continued by either version."""
     given_ = manifest("n\x1b[31mä\\xff\n語")
-    assert body(encode_manifest(given_, KEY).data) == msgspec.msgpack.decode(msgspec.msgpack.encode(given_))
+    assert body(encode_manifest(given_, KEY).data) == msgspec.msgpack.decode(
+        msgspec.msgpack.encode(given_)
+    )
     assert body(encode_manifest(given_, KEY).data)["format"] == 1
 
 
 def test_an_older_reader_refuses_it_by_its_version() -> None:
     """It decodes the structure first: that has to succeed, or it would call the object damaged."""
-    data = unseal(MANIFEST_KIND, "snapshots/x", encode_manifest(manifest("n\udcff"), KEY).data, KEY, None)
+    data = unseal(
+        MANIFEST_KIND, "snapshots/x", encode_manifest(manifest("n\udcff"), KEY).data, KEY, None
+    )
     assert msgspec.msgpack.decode(data, type=Manifest).format == 2
 
 
@@ -88,7 +96,10 @@ def test_an_escape_means_nothing_in_the_plain_format() -> None:
     """Whoever writes an escaped name into a manifest of format 1 gets the name that he wrote, and no other path."""
     hostile = "\0/etc/\\xff"
     plain = msgspec.structs.replace(manifest("x"), extra={"imported": hostile})
-    assert decode_manifest(encode_manifest(plain, KEY).data, KEY, name="snapshots/x").extra["imported"] == hostile
+    assert (
+        decode_manifest(encode_manifest(plain, KEY).data, KEY, name="snapshots/x").extra["imported"]
+        == hostile
+    )
 
 
 @pytest.mark.parametrize("written", ["\0/plain", "\0/\\xc3\\xa4\\xff", "\0/\\x41\\xff", "\0/\\"])
@@ -102,7 +113,9 @@ def test_a_text_that_is_not_in_its_only_form_is_damage(written: str) -> None:
 
 @pytest.mark.parametrize("where", ["path", "links"])
 def test_a_path_with_a_nul_is_damage(where: str) -> None:
-    file = msgspec.structs.replace(manifest("x").files[0], **{where: "/a\0b" if where == "path" else ["/a\0b"]})
+    file = msgspec.structs.replace(
+        manifest("x").files[0], **{where: "/a\0b" if where == "path" else ["/a\0b"]}
+    )
     hostile = msgspec.structs.replace(manifest("x"), files=[file])
     with pytest.raises(StoreError, match="an open file named"):
         encode_manifest(hostile, KEY)
@@ -118,9 +131,14 @@ def test_unknown_fields_are_passed_over_in_both_formats() -> None:
     assert decode_manifest(forged, KEY, name="snapshots/x").files[0].path == "/n\udcff"
 
 
-@given(st.dictionaries(_NAMES.map(lambda name: f"file:/{name}"), st.integers(0, 2**64 - 1), max_size=4))
+@given(
+    st.dictionaries(_NAMES.map(lambda name: f"file:/{name}"), st.integers(0, 2**64 - 1), max_size=4)
+)
 def test_fingerprints_are_kept_by_any_name(spaces: dict[str, int]) -> None:
-    given_ = {key: Fingerprints(np.array([value], np.uint64), np.zeros(1, FINGERPRINT)) for key, value in spaces.items()}
+    given_ = {
+        key: Fingerprints(np.array([value], np.uint64), np.zeros(1, FINGERPRINT))
+        for key, value in spaces.items()
+    }
     found = decode_fingerprints(encode_fingerprints(given_))
     assert {key: int(known.key[0]) for key, known in found.items()} == spaces
 

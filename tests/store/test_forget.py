@@ -17,9 +17,20 @@ HOUR = 3600 * 10**9
 START = int(datetime.datetime(2025, 1, 31, 12, tzinfo=datetime.UTC).timestamp()) * 10**9
 
 
-def record(number: int, at: int, job: str = "job", tags: tuple[str, ...] = (), pinned: bool = False) -> SnapshotRecord:
+def record(
+    number: int, at: int, job: str = "job", tags: tuple[str, ...] = (), pinned: bool = False
+) -> SnapshotRecord:
     return SnapshotRecord(
-        f"{number:032x}", job, "l", "", at, "snapshots/x", 1, bytes(32), tags=list(tags), pinned=pinned
+        f"{number:032x}",
+        job,
+        "l",
+        "",
+        at,
+        "snapshots/x",
+        1,
+        bytes(32),
+        tags=list(tags),
+        pinned=pinned,
     )
 
 
@@ -28,7 +39,9 @@ def kept(decisions: list[Decision]) -> list[int]:
 
 
 def test_last_counts_from_the_newest_in_each_group() -> None:
-    records = [record(number, START + number * HOUR, job=f"job{number % 2}") for number in range(10)]
+    records = [
+        record(number, START + number * HOUR, job=f"job{number % 2}") for number in range(10)
+    ]
     assert kept(plan(records, Policy(last=2))) == [6, 8, 7, 9]
     assert kept(plan(records, Policy(last=2), by=lambda record: "")) == [8, 9]
     assert kept(plan(records, Policy(last=ALL))) == [0, 2, 4, 6, 8, 1, 3, 5, 7, 9]
@@ -39,7 +52,11 @@ def test_periods_keep_the_newest_of_each() -> None:
         record(number, START - number * 6 * HOUR) for number in range(40)
     ]  # 4 a day for 10 days, the newest is 0
     decisions = plan(records, Policy(daily=3))
-    assert kept(decisions) == [7, 3, 0]  # 30 January 18:00, 29 January 18:00 … counted back from 31 January 12:00
+    assert kept(decisions) == [
+        7,
+        3,
+        0,
+    ]  # 30 January 18:00, 29 January 18:00 … counted back from 31 January 12:00
     assert {reason for decision in decisions for reason in decision.reasons} == {"daily"}
     assert kept(plan(records, Policy(monthly=ALL))) == [0]
     assert kept(plan(records, Policy(weekly=2))) == [19, 0]
@@ -89,7 +106,9 @@ def test_properties(times: list[tuple[int, bool]], policy: Policy) -> None:
     if policy.empty:
         return
     decisions = plan(records, policy)
-    assert sorted(decision.record.snapshot for decision in decisions) == sorted(record.snapshot for record in records)
+    assert sorted(decision.record.snapshot for decision in decisions) == sorted(
+        record.snapshot for record in records
+    )
     if records:
         assert decisions[-1].keep  # any rule keeps the newest
     assert all(decision.keep for decision in decisions if decision.record.pinned)
@@ -99,7 +118,8 @@ def test_properties(times: list[tuple[int, bool]], policy: Policy) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("90min", 5400), ("36h", 129_600), ("2w3d", 17 * 86_400), ("1y6mo", 545 * 86_400), ("5s", 5)]
+    ("text", "seconds"),
+    [("90min", 5400), ("36h", 129_600), ("2w3d", 17 * 86_400), ("1y6mo", 545 * 86_400), ("5s", 5)],
 )
 def test_durations(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds

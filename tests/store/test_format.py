@@ -48,14 +48,28 @@ from icecore.store.log import chain as log
 from icecore.store.log.session import BEAT_KIND
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
-ENVELOPES = [CONFIG_KIND, KEY_KIND, ENTRY_KIND, PAGE_KIND, NAMES_KIND, MANIFEST_KIND, FILTER_KIND, HINTS_KIND, BEAT_KIND]
+ENVELOPES = [
+    CONFIG_KIND,
+    KEY_KIND,
+    ENTRY_KIND,
+    PAGE_KIND,
+    NAMES_KIND,
+    MANIFEST_KIND,
+    FILTER_KIND,
+    HINTS_KIND,
+    BEAT_KIND,
+]
 
 
 @pytest.mark.parametrize("kind", ENVELOPES, ids=lambda kind: kind.title)
 def test_magics_and_bounds(kind: ObjectKind) -> None:
     magic = kind.magic.decode().replace("\0", "\\0")
     assert f"`{magic}`" in DOCUMENT and len(kind.magic) == 7 and kind.version == 1
-    rows = [row.split("|")[1:3] for row in DOCUMENT.splitlines() if re.match(r"\| .* \| \d+ (K|M|G)iB \|", row)]
+    rows = [
+        row.split("|")[1:3]
+        for row in DOCUMENT.splitlines()
+        if re.match(r"\| .* \| \d+ (K|M|G)iB \|", row)
+    ]
     bounds = {
         title.strip(): int(bound.split()[0]) << {"KiB": 10, "MiB": 20, "GiB": 30}[bound.split()[1]]
         for titles, bound in rows
@@ -81,13 +95,34 @@ def test_names_are_as_documented() -> None:
 
 def test_numbers_are_as_documented() -> None:
     assert f"array of {NODE_REF.itemsize}-byte records" in DOCUMENT
-    assert f"| | {segment.ENTRY.itemsize}·n |" in DOCUMENT and f"{segment.FENCE.itemsize}·⌈n/1024⌉" in DOCUMENT
-    assert segment.BLOCK_ENTRIES == 1024 and segment.MAX_ENTRIES == 1 << 26 and index.SPLIT_ENTRIES == 1 << 20
-    assert f"of {index.FILTER_ENTRIES} entries or more ({index.FILTER_ENTRIES // 8} where" in DOCUMENT and f"⌈{BITS}·n/256⌉ blocks of" in DOCUMENT
-    assert f"(⌈{LARGE_BITS}·n/256⌉ where `bits` is 8 and they are {LARGE_ENTRIES} or more)" in DOCUMENT
-    counts = [block_count(SegmentRef(bytes(16), bytes(32), 1, count, bits)) for bits in (6, 8) for count in (1000, 131071, 131072, 1 << 20)]
+    assert (
+        f"| | {segment.ENTRY.itemsize}·n |" in DOCUMENT
+        and f"{segment.FENCE.itemsize}·⌈n/1024⌉" in DOCUMENT
+    )
+    assert (
+        segment.BLOCK_ENTRIES == 1024
+        and segment.MAX_ENTRIES == 1 << 26
+        and index.SPLIT_ENTRIES == 1 << 20
+    )
+    assert (
+        f"of {index.FILTER_ENTRIES} entries or more ({index.FILTER_ENTRIES // 8} where" in DOCUMENT
+        and f"⌈{BITS}·n/256⌉ blocks of" in DOCUMENT
+    )
+    assert (
+        f"(⌈{LARGE_BITS}·n/256⌉ where `bits` is 8 and they are {LARGE_ENTRIES} or more)" in DOCUMENT
+    )
+    counts = [
+        block_count(SegmentRef(bytes(16), bytes(32), 1, count, bits))
+        for bits in (6, 8)
+        for count in (1000, 131071, 131072, 1 << 20)
+    ]
     assert counts == [63, 8192, 8192, 65536, 63, 8192, 6656, 53248]
-    assert index.FAN_IN == 8 and catalog.TAIL_RECORDS == 32 and catalog.FAN_IN == 8 and catalog.PAGE_RECORDS == 2048
+    assert (
+        index.FAN_IN == 8
+        and catalog.TAIL_RECORDS == 32
+        and catalog.FAN_IN == 8
+        and catalog.PAGE_RECORDS == 2048
+    )
     assert (
         f"The newest {log.KEPT_ENTRIES} entries are kept" in DOCUMENT
         and f"the last {REMEMBERED} generations" in DOCUMENT
@@ -134,7 +169,9 @@ def test_bytes_of_the_first_filters_are_read() -> None:
 
 
 def test_bytes_of_version_1_are_read() -> None:
-    record = SnapshotRecord("01" * 16, "job", "l", "", 7, "snapshots/x", 9, bytes(32), 1, 2, 3, 0.5, ["t"], True)
+    record = SnapshotRecord(
+        "01" * 16, "job", "l", "", 7, "snapshots/x", 9, bytes(32), 1, 2, 3, 0.5, ["t"], True
+    )
     state = State(3, b"\2" * 32, 5, ["change"], tail=[record])
     key = bytes(range(32))
     assert decode_entry("log/x", 3, bytes.fromhex(ENTRY), key) == state

@@ -31,7 +31,9 @@ def place(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs of 24 MiB."""
     place = tmp_path / "small"
     place.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", place], capture_output=True, timeout=20).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", place], capture_output=True, timeout=20
+    ).returncode:
         pytest.skip("no right to mount a tmpfs")
     try:
         yield place
@@ -70,7 +72,10 @@ def forget_and_collect(root: Path, several: list[list[str]]) -> list[subprocess.
         asyncio.run(body())
     """
     ours = str(Path(__file__).parents[2])
-    return [subprocess.Popen([sys.executable, "-P", "-c", script, ours, str(root), *mine]) for mine in several]
+    return [
+        subprocess.Popen([sys.executable, "-P", "-c", script, ours, str(root), *mine])
+        for mine in several
+    ]
 
 
 def reserve(place: Path) -> list[str]:
@@ -93,7 +98,12 @@ def test_it_is_no_object(place: Path) -> None:
     async def body() -> None:
         async with made(place) as repository:
             assert reserve(place) == RESERVE
-            assert {info.name.split("/")[0] async for info in repository.backend.list("")} == {"config", "copies", "keys", "log"}
+            assert {info.name.split("/")[0] async for info in repository.backend.list("")} == {
+                "config",
+                "copies",
+                "keys",
+                "log",
+            }
             await take(repository, A)
             await collect(repository, sweep_seconds=0)
             assert reserve(place) == RESERVE
@@ -114,7 +124,9 @@ def test_readers_are_registered_where_nothing_else_can_be_written(place: Path) -
             assert reserve(place) == RESERVE
             session = await repository.read_session(snapshot)
             assert len(reserve(place)) == RESERVE_PIECES - 1
-            assert [record.id for record in (await repository.log.newest()).state.sessions] == [session.id]
+            assert [record.id for record in (await repository.log.newest()).state.sessions] == [
+                session.id
+            ]
             # Others forget it and collect: it stays while it is read.
             await repository.forget([snapshot])
             await collect(repository)
@@ -160,9 +172,14 @@ def test_what_is_forgotten_is_freed(place: Path) -> None:
         async with made(place, told) as repository:
             doomed = await take(repository, {cell: cell for cell in range(64)})
             kept = await take(repository, {0: 0, 5: 5})
-            more = [await take(repository, dict.fromkeys(range(3), 100 + step)) for step in range(5)]
+            more = [
+                await take(repository, dict.fromkeys(range(3), 100 + step)) for step in range(5)
+            ]
             fill(place)
-            assert [record.snapshot for record in await repository.forget([doomed, *more])] == [doomed, *more]
+            assert [record.snapshot for record in await repository.forget([doomed, *more])] == [
+                doomed,
+                *more,
+            ]
             fill(place)
             assert (await collect(repository)).deleted
             assert await listed(repository) == [kept]
@@ -192,7 +209,9 @@ def test_rewriting_waits_for_room(place: Path) -> None:
             fill(place)
             result = await collect(repository)
             assert result.deleted and not result.compacted.shards
-            assert [event.fields["what"] for event in told if event.name == "gc.no_room"][:1] == ["shards"]
+            assert [event.fields["what"] for event in told if event.name == "gc.no_room"][:1] == [
+                "shards"
+            ]
             assert await read(repository, kept) == {cell: cell for cell in range(12)}
             (place / "filler").unlink()
             assert (await collect(repository)).compacted.shards == 1
@@ -230,7 +249,13 @@ def test_many_free_at_once(place: Path) -> None:
 
     async def body() -> None:
         async with made(place) as repository:
-            several = [[await take(repository, {cell: 10 * who + cell for cell in range(3)}) for _ in range(2)] for who in range(3)]
+            several = [
+                [
+                    await take(repository, {cell: 10 * who + cell for cell in range(3)})
+                    for _ in range(2)
+                ]
+                for who in range(3)
+            ]
             fill(place)
             running = forget_and_collect(place / "repository", several)
             assert [await asyncio.to_thread(process.wait, 60) for process in running] == [0, 0, 0]

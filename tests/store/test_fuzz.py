@@ -39,20 +39,32 @@ def run(script: str, seconds: float, folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("inputs", "seed"), [(100_000, 1), pytest.param(1_000_000, 2, marks=[pytest.mark.torture, pytest.mark.timeout(3600)])]
+    ("inputs", "seed"),
+    [
+        (100_000, 1),
+        pytest.param(1_000_000, 2, marks=[pytest.mark.torture, pytest.mark.timeout(3600)]),
+    ],
 )
 def test_mutated_objects(inputs: int, seed: int, tmp_path: Path) -> None:
-    said = run(_MUTATE.format(root=str(ROOT), inputs=inputs, seed=seed), 110 * inputs / 100_000, tmp_path)
+    said = run(
+        _MUTATE.format(root=str(ROOT), inputs=inputs, seed=seed), 110 * inputs / 100_000, tmp_path
+    )
     print(said)
     assert f"{inputs} inputs" in said
 
 
 @pytest.mark.torture
 @pytest.mark.timeout(3600)
-@pytest.mark.skipif(find_spec("atheris") is None, reason="atheris is not installed ('make torture' tries)")
+@pytest.mark.skipif(
+    find_spec("atheris") is None, reason="atheris is not installed ('make torture' tries)"
+)
 def test_inputs_that_follow_the_code(tmp_path: Path) -> None:
     folder = tmp_path / "corpus"
     folder.mkdir()
-    said = run(_ATHERIS.format(root=str(ROOT), folder=str(folder), inputs=1_000_000, seed=3), 3500, tmp_path)
+    said = run(
+        _ATHERIS.format(root=str(ROOT), folder=str(folder), inputs=1_000_000, seed=3),
+        3500,
+        tmp_path,
+    )
     print(said[-1500:])
     assert "stat::number_of_executed_units: 1000000" in said

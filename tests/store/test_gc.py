@@ -36,11 +36,18 @@ def test_forgotten_snapshots_are_deleted_and_the_others_stay() -> None:
         with pytest.raises(NotFound):
             await repository.manifest(first)
         await sound(repository, unreached=0)
-        assert {item.name for item in plan.delete} == {name for name in before if name not in backend.objects}
+        assert {item.name for item in plan.delete} == {
+            name for name in before if name not in backend.objects
+        }
         await repository.forget([second, other])
         await collect(repository)
         await sound(repository, unreached=0)
-        assert {name.split("/")[0] for name in backend.objects} == {"config", "copies", "keys", "log"}
+        assert {name.split("/")[0] for name in backend.objects} == {
+            "config",
+            "copies",
+            "keys",
+            "log",
+        }
         assert (await state_of(repository)).state.condemned == []
 
     asyncio.run(body())
@@ -78,7 +85,9 @@ def test_what_snapshots_have_in_common_is_read_once() -> None:
         faulty.plan = always
         await failing.add(records)
         assert failing.names == reach.names
-        assert {shard: live.bytes for shard, live in failing.shards()} == {shard: live.bytes for shard, live in reach.shards()}
+        assert {shard: live.bytes for shard, live in failing.shards()} == {
+            shard: live.bytes for shard, live in reach.shards()
+        }
 
     asyncio.run(body())
 
@@ -96,7 +105,9 @@ def test_sparse_shards_are_rewritten_under_the_same_ids() -> None:
         old = {record.snapshot: record.manifest for record in await repository.snapshots()}
         result = await collect(repository)
         assert result.compacted.shards == 1 and result.compacted.snapshots == 2
-        assert result.compacted.copied_bytes == 3 * 4096  # cells 18 and 19, and 7 which is cell 7's content
+        assert (
+            result.compacted.copied_bytes == 3 * 4096
+        )  # cells 18 and 19, and 7 which is cell 7's content
         new = {record.snapshot: record.manifest for record in await repository.snapshots()}
         assert list(new) == [second, third] and not set(new.values()) & set(old.values())
         assert await read(repository, second) == B and await read(repository, third) == {**B, 40: 7}
@@ -295,11 +306,19 @@ def test_many_names_are_condemned_in_an_object_of_their_own() -> None:
         await repository.forget(await listed(repository))
         await collect(repository)
         state = (await state_of(repository)).state
-        assert state.condemned[0].ref is not None and state.condemned[0].ref.count > catalog.INLINE_NAMES
+        assert (
+            state.condemned[0].ref is not None
+            and state.condemned[0].ref.count > catalog.INLINE_NAMES
+        )
         await early.abort()
         await collect(repository)
         await sound(repository, unreached=0)
-        assert {name.split("/")[0] for name in backend.objects} == {"config", "copies", "keys", "log"}
+        assert {name.split("/")[0] for name in backend.objects} == {
+            "config",
+            "copies",
+            "keys",
+            "log",
+        }
 
     asyncio.run(body())
 
@@ -323,7 +342,12 @@ def test_what_forgetting_would_free() -> None:
             copy = await Repository.open(MemoryBackend(dict(backend.objects)))
             base = await Repository.open(MemoryBackend(dict(backend.objects)))
             await copy.forget(ids)
-            return sum([-(await collect(base, compact_below=0)).deleted_bytes, (await collect(copy, compact_below=0)).deleted_bytes])
+            return sum(
+                [
+                    -(await collect(base, compact_below=0)).deleted_bytes,
+                    (await collect(copy, compact_below=0)).deleted_bytes,
+                ]
+            )
 
         for ids in ([], [third], [second], [first, second], [first, second, third]):
             whole, more = await freed(ids)
@@ -340,7 +364,10 @@ def test_working_sets_live_as_long_as_their_lineage() -> None:
     async def body() -> None:
         backend = MemoryBackend()
         repository = await Repository.create(backend)
-        ids = {job: [await take(repository, A, job=job), await take(repository, B, job=job)] for job in ("one", "two")}
+        ids = {
+            job: [await take(repository, A, job=job), await take(repository, B, job=job)]
+            for job in ("one", "two")
+        }
         kept = {job: f"hints/{job}/touched-0123-ab" for job in ids}
         for name in (*kept.values(), "hints/one/00ff", "hints/gone/touched-0123-ab"):
             await backend.create(name, [b"advice"])

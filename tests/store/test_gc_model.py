@@ -26,7 +26,9 @@ class State(NamedTuple):
 
     @property
     def reached(self) -> frozenset[Shard]:
-        return frozenset(shard for _, shard in self.snapshots) | {pin for *_, pin in self.sessions if pin}
+        return frozenset(shard for _, shard in self.snapshots) | {
+            pin for *_, pin in self.sessions if pin
+        }
 
     @property
     def marked(self) -> dict[Shard, int]:
@@ -46,16 +48,26 @@ class World(NamedTuple):
 
 
 #: Ways to break the rules.
-RULES = ("wait for sessions", "avoid the marked", "list first", "index before marks", "ours by session")
+RULES = (
+    "wait for sessions",
+    "avoid the marked",
+    "list first",
+    "index before marks",
+    "ours by session",
+)
 
 
-def writer(name: str, state: State, memory: tuple[object, ...], broken: str) -> Iterator[tuple[State, tuple[object, ...]]]:
+def writer(
+    name: str, state: State, memory: tuple[object, ...], broken: str
+) -> Iterator[tuple[State, tuple[object, ...]]]:
     """BEGIN, then reuse what the index finds or put a new shard; COMMIT, or end and delete what it put."""
     step, shard = memory
     generation = state.generation + 1
     session = state.session(name)
     if step == "begin":
-        begun = state._replace(generation=generation, sessions=state.sessions | {(name, generation, "")})
+        begun = state._replace(
+            generation=generation, sessions=state.sessions | {(name, generation, "")}
+        )
         yield begun, ("put", f"new-{name}")
         usable = state.index if broken == "avoid the marked" else state.index - state.marked.keys()
         for found in sorted(usable):
@@ -83,19 +95,31 @@ def writer(name: str, state: State, memory: tuple[object, ...], broken: str) -> 
         yield state._replace(store=state.store - {str(shard)}), ("over", "")
 
 
-def reader(name: str, state: State, memory: tuple[object, ...], broken: str) -> Iterator[tuple[State, tuple[object, ...]]]:
+def reader(
+    name: str, state: State, memory: tuple[object, ...], broken: str
+) -> Iterator[tuple[State, tuple[object, ...]]]:
     """BEGIN pins a snapshot that is listed; END."""
     generation = state.generation + 1
     if memory[0] == "begin":
         for _, shard in sorted(state.snapshots):
-            yield state._replace(generation=generation, sessions=state.sessions | {(name, generation, shard)}), ("read",)
+            yield (
+                state._replace(
+                    generation=generation, sessions=state.sessions | {(name, generation, shard)}
+                ),
+                ("read",),
+            )
     elif memory[0] == "read":
         session = state.session(name)
         if session is not None:
-            yield state._replace(generation=generation, sessions=state.sessions - {session}), ("over",)
+            yield (
+                state._replace(generation=generation, sessions=state.sessions - {session}),
+                ("over",),
+            )
 
 
-def collector(name: str, state: State, memory: tuple[object, ...], broken: str) -> Iterator[tuple[State, tuple[object, ...]]]:
+def collector(
+    name: str, state: State, memory: tuple[object, ...], broken: str
+) -> Iterator[tuple[State, tuple[object, ...]]]:
     """LIST, CONDEMN, DELETE one after the other by the state that condemned, then clear the marks of what is gone."""
     step, *held = memory
     generation = state.generation + 1
@@ -103,7 +127,11 @@ def collector(name: str, state: State, memory: tuple[object, ...], broken: str) 
         yield state, ("condemn", state.generation, state.store, state.reached)
     elif step == "condemn":
         before, listed, seen = held
-        assert isinstance(before, int) and isinstance(listed, frozenset) and isinstance(seen, frozenset)
+        assert (
+            isinstance(before, int)
+            and isinstance(listed, frozenset)
+            and isinstance(seen, frozenset)
+        )
         # Broken: what is reached is looked up first, what there is is listed afterwards.
         reached = seen if broken == "list first" else state.reached
         listed = state.store if broken == "list first" else listed
@@ -113,7 +141,11 @@ def collector(name: str, state: State, memory: tuple[object, ...], broken: str) 
         oldest = min((began for _, began, _ in state.sessions), default=generation + 1)
         if broken == "wait for sessions":
             oldest = generation + 1
-        gone = sorted(shard for shard, at in marks.items() if shard in listed and shard not in reached and at < oldest)
+        gone = sorted(
+            shard
+            for shard, at in marks.items()
+            if shard in listed and shard not in reached and at < oldest
+        )
         absent = {shard for shard, at in marks.items() if at <= before and shard not in listed}
         yield changed, ("delete", tuple(gone), tuple(sorted(absent.union(gone))))
     elif step == "delete":
@@ -122,12 +154,23 @@ def collector(name: str, state: State, memory: tuple[object, ...], broken: str) 
         if broken == "index before marks" and len(memory) == 3 and gone:
             # The mark goes first, and the index is left for later.
             marks = frozenset(mark for mark in state.marks if mark[0] not in cleared)
-            yield state._replace(generation=generation, marks=marks), ("delete", gone, cleared, True)
+            yield (
+                state._replace(generation=generation, marks=marks),
+                ("delete", gone, cleared, True),
+            )
         elif gone:
-            yield state._replace(store=state.store - {gone[0]}), ("delete", gone[1:], cleared, *memory[3:])
+            yield (
+                state._replace(store=state.store - {gone[0]}),
+                ("delete", gone[1:], cleared, *memory[3:]),
+            )
         elif cleared:
             marks = frozenset(mark for mark in state.marks if mark[0] not in cleared)
-            yield state._replace(generation=generation, marks=marks, index=state.index - set(cleared)), ("over",)
+            yield (
+                state._replace(
+                    generation=generation, marks=marks, index=state.index - set(cleared)
+                ),
+                ("over",),
+            )
 
 
 ACTORS = (
@@ -137,7 +180,14 @@ ACTORS = (
     ("gc-1", collector, ("list",)),
     ("gc-2", collector, ("list",)),
 )
-FIRST = State(1, frozenset({("first", "old")}), frozenset(), frozenset(), frozenset({"old"}), frozenset({"old"}))
+FIRST = State(
+    1,
+    frozenset({("first", "old")}),
+    frozenset(),
+    frozenset(),
+    frozenset({"old"}),
+    frozenset({"old"}),
+)
 EVERYBODY = ("one", "two", "reader", "gc-1", "gc-2")
 
 
@@ -150,19 +200,31 @@ def following(world: World, forgets: int, fences: int, broken: str) -> Iterator[
             yield World(changed, actors, world.forgets, world.fences)
     if world.forgets < forgets:
         for snapshot in state.snapshots:
-            left = state._replace(generation=state.generation + 1, snapshots=state.snapshots - {snapshot})
+            left = state._replace(
+                generation=state.generation + 1, snapshots=state.snapshots - {snapshot}
+            )
             yield world._replace(state=left, forgets=world.forgets + 1)
     if world.fences < fences:
         for session in state.sessions:
-            left = state._replace(generation=state.generation + 1, sessions=state.sessions - {session})
+            left = state._replace(
+                generation=state.generation + 1, sessions=state.sessions - {session}
+            )
             yield world._replace(state=left, fences=world.fences + 1)
 
 
 def normal(world: World) -> World:
     """Generations count only by their order: worlds that differ in nothing else are one."""
     state = world.state
-    numbers = {began for _, began, _ in state.sessions} | {at for _, at in state.marks} | {state.generation}
-    numbers |= {memory[1] for memory in world.actors if memory[0] == "condemn" and isinstance(memory[1], int)}
+    numbers = (
+        {began for _, began, _ in state.sessions}
+        | {at for _, at in state.marks}
+        | {state.generation}
+    )
+    numbers |= {
+        memory[1]
+        for memory in world.actors
+        if memory[0] == "condemn" and isinstance(memory[1], int)
+    }
     rank = {number: at for at, number in enumerate(sorted(numbers), 1)}
     state = state._replace(
         generation=rank[state.generation],
@@ -177,7 +239,9 @@ def normal(world: World) -> World:
     return world._replace(state=state, actors=(*actors[:3], *sorted(actors[3:], key=repr)))
 
 
-def explore(present: Sequence[str], forgets: int, fences: int, broken: str = "") -> tuple[int, World | None]:
+def explore(
+    present: Sequence[str], forgets: int, fences: int, broken: str = ""
+) -> tuple[int, World | None]:
     """How many worlds there are with these actors, and the first in which something that is reached is gone."""
     memories = tuple(memory if name in present else ("over", "") for name, _, memory in ACTORS)
     start = World(FIRST, memories, 0, 0)
@@ -207,10 +271,14 @@ _LONG = [pytest.mark.torture, pytest.mark.timeout(3600)]
         pytest.param(EVERYBODY, 1, 2, marks=_LONG),
     ],
 )
-def test_nothing_that_is_reached_is_ever_gone(present: Sequence[str], forgets: int, fences: int) -> None:
+def test_nothing_that_is_reached_is_ever_gone(
+    present: Sequence[str], forgets: int, fences: int
+) -> None:
     worlds, lost = explore(present, forgets, fences)
     assert lost is None, lost
-    print(f"{worlds} worlds of {', '.join(present)} with {forgets} snapshots forgotten and {fences} sessions fenced")
+    print(
+        f"{worlds} worlds of {', '.join(present)} with {forgets} snapshots forgotten and {fences} sessions fenced"
+    )
     assert worlds > 1000
 
 

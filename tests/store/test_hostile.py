@@ -49,7 +49,13 @@ def apart(work: str, seconds: float) -> str:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(1000, 6000), marks=[pytest.mark.torture, pytest.mark.timeout(7200)])])
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        range(60),
+        pytest.param(range(1000, 6000), marks=[pytest.mark.torture, pytest.mark.timeout(7200)]),
+    ],
+)
 def test_sealed_mutations_of_every_object(seeds: range) -> None:
     assert "worlds in" in apart(f"hostile.run({seeds!r})", 500 if len(seeds) < 100 else 7100)
 
@@ -79,7 +85,14 @@ def _spliced(world: World, field: str, value: bytes) -> None:
 def _many_regions(world: World) -> None:
     """60 million regions, in spaces of a million each."""
     region = msgspec.msgpack.encode([0, 4096, 0])
-    space = b"\x84" + b"".join(map(msgspec.msgpack.encode, ["kind", "process", "key", "1", "size", 0, "regions"])) + _header(1 << 20) + region * (1 << 20)
+    space = (
+        b"\x84"
+        + b"".join(
+            map(msgspec.msgpack.encode, ["kind", "process", "key", "1", "size", 0, "regions"])
+        )
+        + _header(1 << 20)
+        + region * (1 << 20)
+    )
     _spliced(world, "spaces", _header(30) + space * 30)
 
 
@@ -92,11 +105,15 @@ def _nodes(count: int) -> bytes:
 def _fingerprint_bomb(world: World) -> None:
     manifest = world.manifest()
     body = zstandard.ZstdCompressor().compress(bytes(1 << 29))
-    manifest["hints_digest"] = world.put(HINTS_KIND, world.keys.hints, manifest["hints"], body).hex()
+    manifest["hints_digest"] = world.put(
+        HINTS_KIND, world.keys.hints, manifest["hints"], body
+    ).hex()
     world.put_manifest(manifest)
 
 
-def _cells(change: Callable[[Records], None], space: int = 0, at: int = 0) -> Callable[[World], None]:
+def _cells(
+    change: Callable[[Records], None], space: int = 0, at: int = 0
+) -> Callable[[World], None]:
     def made(world: World) -> None:
         def work(records: Records) -> Records:
             change(records)
@@ -140,7 +157,10 @@ def _image(**more: object) -> Callable[[World], None]:
 
 
 def _overlap(spaces: list[dict[str, object]]) -> None:
-    spaces[0]["regions"] = [[0x10000, 20 * PAGE, 0x10000], [0x10000 + PAGE, 20 * PAGE, 0x10000 + PAGE]]
+    spaces[0]["regions"] = [
+        [0x10000, 20 * PAGE, 0x10000],
+        [0x10000 + PAGE, 20 * PAGE, 0x10000 + PAGE],
+    ]
 
 
 def _twice(world: World) -> None:
@@ -265,8 +285,13 @@ def test_what_no_reader_takes_is_not_written() -> None:
     with pytest.raises(StoreError, match=r"cannot be kept: .*overlap"):
         twice = msgspec.structs.replace(sound.spaces[0], regions=[sound.spaces[0].regions[0]] * 2)
         encode_manifest(msgspec.structs.replace(sound, spaces=[twice]), world.keys.manifest)
-    one = SnapshotRecord("ab" * 16, "job", "lineage", "", 9, "snapshots/x", 10, bytes(32), tags=["x"] * 5000)
-    for work in (lambda: encode_page([one], world.keys.log), lambda: encode_entry(State(1, b"", 7, tail=[one]), world.keys.log)):
+    one = SnapshotRecord(
+        "ab" * 16, "job", "lineage", "", 9, "snapshots/x", 10, bytes(32), tags=["x"] * 5000
+    )
+    for work in (
+        lambda: encode_page([one], world.keys.log),
+        lambda: encode_entry(State(1, b"", 7, tail=[one]), world.keys.log),
+    ):
         with pytest.raises(StoreError, match="cannot be written"):
             work()
 
@@ -285,19 +310,35 @@ def test_pages_of_a_space_are_in_one_cell() -> None:
 
 def test_a_configuration_is_bounded() -> None:
     keys = Keys.derive(bytes(32))
-    for config in (Config(1, "../../x", 1, Parameters()), Config(1, "c" * 32, 1, Parameters(1 << 50)), Config(1, "c" * 32, -1, Parameters())):
+    for config in (
+        Config(1, "../../x", 1, Parameters()),
+        Config(1, "c" * 32, 1, Parameters(1 << 50)),
+        Config(1, "c" * 32, -1, Parameters()),
+    ):
         with pytest.raises(Damaged):
             decode_config("config", encode_config(config, keys).data, keys)
 
 
 @pytest.mark.parametrize(
-    ("count", "cost"), [(1, Cost(4 << 20, 1, 4)), (1, Cost(64 << 10, 64, 4)), (1, Cost(64 << 10, 3, 64)), (64, Cost(1 << 20, 16, 4)), (65, Cost())]
+    ("count", "cost"),
+    [
+        (1, Cost(4 << 20, 1, 4)),
+        (1, Cost(64 << 10, 64, 4)),
+        (1, Cost(64 << 10, 3, 64)),
+        (64, Cost(1 << 20, 16, 4)),
+        (65, Cost()),
+    ],
 )
 def test_key_slots_ask_for_little(count: int, cost: Cost) -> None:
     """Whoever can write to the place can plant them: they are decided on before any is tried."""
-    slot = Slot("a" * 16, "label", 1, bytes(16), cost.memory_kib, cost.passes, cost.lanes, bytes(48))
+    slot = Slot(
+        "a" * 16, "label", 1, bytes(16), cost.memory_kib, cost.passes, cost.lanes, bytes(48)
+    )
     with pytest.raises(Damaged, match="keys/00000000"):
-        decode_slots("keys/00000000", encode_slots(Slots(2, "argon2id", "a" * 32, [slot] * count, [], bytes(32))).data)
+        decode_slots(
+            "keys/00000000",
+            encode_slots(Slots(2, "argon2id", "a" * 32, [slot] * count, [], bytes(32))).data,
+        )
 
 
 def test_an_image_that_is_made_from_cells_is_not_stored(tmp_path: Path) -> None:
@@ -340,15 +381,25 @@ def test_an_index_that_lies(tmp_path: Path, title: str) -> None:
         with SnapshotWriter(repository, session, loop.loop) as writer:
             few, one = b"\xff\xff\x0f" + bytes(29), b"\1" + bytes(31)
             rows = [
-                writer.store_cell(0, 0, few, bytes(32), memoryview(old[20 * PAGE : 40 * PAGE]), None),
+                writer.store_cell(
+                    0, 0, few, bytes(32), memoryview(old[20 * PAGE : 40 * PAGE]), None
+                ),
                 writer.store_cell(0, 1, one, bytes(32), memoryview(os.urandom(PAGE)), None),
             ]
-            space = writer.put_map("process", "1", 0, [Region(0, 2 * CELL_BYTES, 0)], [np.array(rows, CELL)], None)
-            made = decode_manifest(world.objects[world.state["tail"][-1][5]], world.keys.manifest, name="n")
-            fresh = msgspec.structs.replace(made, snapshot="ab" * 16, spaces=[space], hints="", hints_digest="", parent="")
+            space = writer.put_map(
+                "process", "1", 0, [Region(0, 2 * CELL_BYTES, 0)], [np.array(rows, CELL)], None
+            )
+            made = decode_manifest(
+                world.objects[world.state["tail"][-1][5]], world.keys.manifest, name="n"
+            )
+            fresh = msgspec.structs.replace(
+                made, snapshot="ab" * 16, spaces=[space], hints="", hints_digest="", parent=""
+            )
             writer.commit(fresh)
         reader = SnapshotReader.open(repository, "ab" * 16, loop.loop)
-        first, second = reader.records(reader.manifest.spaces[0])[0]  # the map itself is never refused
+        first, second = reader.records(reader.manifest.spaces[0])[
+            0
+        ]  # the map itself is never refused
         assert len(reader.read_cell(second, room)) == PAGE
         report = loop.run(check(repository, read_data=1.0))
         believed = title in ("nowhere", "elsewhere")

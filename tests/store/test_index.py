@@ -53,7 +53,9 @@ def drawn(count: int, seed: int) -> tuple[Bytes, Records]:
     ids = dice.integers(0, 256, (count, 32), np.uint8)
     places = np.zeros(count, PLACE)
     places["shard"] = (
-        dice.integers(0, 4, (count, 16), np.uint8) if count < 100 else dice.integers(0, 256, (count, 16), np.uint8)
+        dice.integers(0, 4, (count, 16), np.uint8)
+        if count < 100
+        else dice.integers(0, 256, (count, 16), np.uint8)
     )
     places["offset"] = np.arange(count)
     places["length"] = seed + 1
@@ -93,7 +95,9 @@ def test_lookups_through_many_segments(budget: int) -> None:
         await index.load()
         assert index.entries == len(all_ids)
         asked = np.concatenate([all_ids, drawn(3000, 99)[0]])
-        order = np.random.default_rng(7).permutation(len(asked))[:: 1 if budget > 1 << 20 else 4]  # with little room each reads a block
+        order = np.random.default_rng(7).permutation(len(asked))[
+            :: 1 if budget > 1 << 20 else 4
+        ]  # with little room each reads a block
         found, got = await asyncio.to_thread(looked_up, index, asked[order])
         assert (found == (order < len(all_ids))).all()
         assert (got[found] == all_places[order[found]]).all()
@@ -110,17 +114,29 @@ def test_condemned_shards_are_not_found_and_the_newest_place_wins() -> None:
         ids, old = drawn(50, 1)
         _, new = drawn(50, 2)
         old["shard"], new["shard"] = 1, 2
-        refs = await store(backend, make_entries(ids, old)) + await store(backend, make_entries(ids[:20], new[:20]))
+        refs = await store(backend, make_entries(ids, old)) + await store(
+            backend, make_entries(ids[:20], new[:20])
+        )
         for budget in (1 << 30, 0):
             index = Index(backend, refs, KEY, budget=budget)
             await index.load()
             found, places = looked_up(index, ids)
-            assert found.all() and (places["shard"][:20] == 2).all() and (places["shard"][20:] == 1).all()
+            assert (
+                found.all()
+                and (places["shard"][:20] == 2).all()
+                and (places["shard"][20:] == 1).all()
+            )
             index = Index(backend, refs, KEY, budget=budget, avoid=frozenset({bytes([2] * 16)}))
             await index.load()
             found, places = looked_up(index, ids)
             assert found.all() and (places["shard"] == 1).all()
-            index = Index(backend, refs, KEY, budget=budget, avoid=frozenset({bytes([1] * 16), bytes([2] * 16)}))
+            index = Index(
+                backend,
+                refs,
+                KEY,
+                budget=budget,
+                avoid=frozenset({bytes([1] * 16), bytes([2] * 16)}),
+            )
             await index.load()
             assert not looked_up(index, ids)[0].any()
 
@@ -164,7 +180,9 @@ def test_merging_is_a_dictionary(runs: list[list[tuple[int, int]]], dead: set[in
                 expected.setdefault(ids[row].tobytes(), shard)
         sources.append(make_entries(ids, places))
     merged = merge(sources, frozenset(bytes([shard] * 16) for shard in dead))
-    assert {entry["chunk"].tobytes(): int(entry["place"]["shard"][0]) for entry in merged} == expected
+    assert {
+        entry["chunk"].tobytes(): int(entry["place"]["shard"][0]) for entry in merged
+    } == expected
     assert [entry["chunk"].tobytes() for entry in merged] == sorted(expected)
 
 
@@ -203,18 +221,25 @@ def test_large_segments_are_cut_by_prefix(monkeypatch: pytest.MonkeyPatch) -> No
                 lambda ref: read_segment(backend, ref, KEY), Merge((ref,)), KEY, random_id
             )
         ]
-        assert [(s.ref.bits, s.ref.prefix, s.ref.count) for s in merged] == [(r.bits, r.prefix, r.count) for r in refs]
+        assert [(s.ref.bits, s.ref.prefix, s.ref.count) for s in merged] == [
+            (r.bits, r.prefix, r.count) for r in refs
+        ]
 
     asyncio.run(body())
 
 
 @pytest.mark.parametrize("key", [KEY, Key(KEY, b"e" * 32)], ids=["plain", "encrypted"])
 @pytest.mark.parametrize("bits", [0, 3, 7, 8])
-def test_long_segments_are_merged_range_by_range(key: bytes, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_segments_are_merged_range_by_range(
+    key: bytes, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What comes of it is what merging all at once gives, and no read is as long as an input."""
 
     async def body() -> None:
-        faulty, prefix = FaultyBackend(MemoryBackend()), 0b1010110 >> (7 - bits) if bits < 8 else 0b10101101
+        faulty, prefix = (
+            FaultyBackend(MemoryBackend()),
+            0b1010110 >> (7 - bits) if bits < 8 else 0b10101101,
+        )
         dice = np.random.default_rng(bits)
         refs, runs = [], []
         ids, _ = drawn(5000, 3)
@@ -226,16 +251,26 @@ def test_long_segments_are_merged_range_by_range(key: bytes, bits: int, monkeypa
             await faulty.create(object_name("segment", segment.ref.id), segment.parts)
             refs.append(segment.ref)
             runs.append(entries)
-        dead = frozenset([runs[0]["place"]["shard"][0].tobytes(), runs[3]["place"]["shard"][7].tobytes()])
+        dead = frozenset(
+            [runs[0]["place"]["shard"][0].tobytes(), runs[3]["place"]["shard"][7].tobytes()]
+        )
         monkeypatch.setattr(index_module, "SPLIT_ENTRIES", 1000)
         faulty.calls.clear()
-        made = [segment async for segment in merge_long(faulty, Merge(tuple(refs)), key, random_id, dead)]
+        made = [
+            segment
+            async for segment in merge_long(faulty, Merge(tuple(refs)), key, random_id, dead)
+        ]
         expected = merge(runs[::-1], dead)
         assert sum(segment.ref.count for segment in made) == len(expected) < 5000
-        got = [parse_segment(object_name("segment", s.ref.id), b"".join(s.parts), key, s.ref.digest)[1] for s in made]
+        got = [
+            parse_segment(object_name("segment", s.ref.id), b"".join(s.parts), key, s.ref.digest)[1]
+            for s in made
+        ]
         assert (sort_entries(np.concatenate(got)) == expected).all()
         for segment, entries in zip(made, got, strict=True):
-            assert (entries["chunk"][:, 0] >> (8 - segment.ref.bits) == segment.ref.prefix).all() or not segment.ref.bits
+            assert (
+                entries["chunk"][:, 0] >> (8 - segment.ref.bits) == segment.ref.prefix
+            ).all() or not segment.ref.bits
         if bits < 7:
             assert max(call.bytes for call in faulty.calls) < refs[0].length and len(made) > 1
 
@@ -245,7 +280,9 @@ def test_long_segments_are_merged_range_by_range(key: bytes, bits: int, monkeypa
 def test_damage_to_an_input_stops_a_merge() -> None:
     async def body() -> None:
         backend = MemoryBackend()
-        refs = [ref for seed in (1, 2) for ref in await store(backend, make_entries(*drawn(3000, seed)))]
+        refs = [
+            ref for seed in (1, 2) for ref in await store(backend, make_entries(*drawn(3000, seed)))
+        ]
         name = object_name("segment", refs[1].id)
         backend.objects[name] = backend.objects[name][:-1] + bytes([backend.objects[name][-1] ^ 1])
         with mock.patch.object(index_module, "SPLIT_ENTRIES", 1000), pytest.raises(Damaged):
@@ -278,7 +315,9 @@ def test_the_number_of_segments_stays_small() -> None:
             live = joined
         assert len(live) <= FAN_IN * (size_class(250 * (number + 1)) + 1)
     assert sum(ref.count for ref in live) == sum(200 + number % 100 for number in range(3000))
-    assert written <= 5 * sum(ref.count for ref in live)  # each entry is rewritten a few times at most
+    assert written <= 5 * sum(
+        ref.count for ref in live
+    )  # each entry is rewritten a few times at most
     assert replaced(live, [SegmentRef(random_id(), bytes(32), 1, 1)], []) is None
 
 
@@ -296,7 +335,9 @@ def test_damage_to_any_block_is_seen() -> None:
         await index.load()
         order = np.argsort(leading(ids))
         found, _ = index.lookup(ids[order])
-        assert found[: 2 * BLOCK_ENTRIES].all() and not found[2 * BLOCK_ENTRIES :].any()  # the sound blocks still serve
+        assert (
+            found[: 2 * BLOCK_ENTRIES].all() and not found[2 * BLOCK_ENTRIES :].any()
+        )  # the sound blocks still serve
         assert [damaged.id for damaged, _ in index.damaged] == [ref.id]
 
     asyncio.run(body())

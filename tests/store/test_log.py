@@ -112,7 +112,9 @@ def write_here(root: str, ids: list[str]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["threads", "processes"])
-def test_contention_on_a_real_directory(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contention_on_a_real_directory(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # What is spawned finds this module by its name; last on the path, so that the installed package comes first.
     monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2])])
     backend = LocalBackend(tmp_path)
@@ -152,7 +154,9 @@ def test_lost_replies_and_failures_are_settled(seed: int) -> None:
         def plan(call: Call) -> Outcome:
             if call.operation != "create":
                 return Outcome.PASS
-            return dice.choice([Outcome.PASS, Outcome.PASS, Outcome.PASS, Outcome.PASS, Outcome.FAIL, Outcome.LOSE])
+            return dice.choice(
+                [Outcome.PASS, Outcome.PASS, Outcome.PASS, Outcome.PASS, Outcome.FAIL, Outcome.LOSE]
+            )
 
         ids = [drawn(8) for _ in range(4)]
         await asyncio.gather(*(write(Log(FaultyBackend(inner, plan), KEY), mine) for mine in ids))
@@ -169,7 +173,9 @@ def test_an_unknown_outcome_is_said_to_be_unknown() -> None:
         for outcome in (Outcome.FAIL, Outcome.LOSE):
             backend = FaultyBackend(
                 inner,
-                lambda call, outcome=outcome: outcome if call.operation == "create" else Outcome.PASS,  # type: ignore[misc]
+                lambda call, outcome=outcome: (
+                    outcome if call.operation == "create" else Outcome.PASS
+                ),  # type: ignore[misc]
             )
             log = Log(backend, KEY)
             if outcome is Outcome.FAIL:
@@ -201,7 +207,9 @@ class Sleeper(MemoryBackend):
 
 @pytest.mark.parametrize("others", [3, 60])
 @pytest.mark.parametrize("trimmed", [False, True])
-def test_a_writer_that_slept_does_not_believe_that_it_won(others: int, trimmed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_that_slept_does_not_believe_that_it_won(
+    others: int, trimmed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its generation was taken, and perhaps trimmed away again, while it slept: then its create succeeds, and must not count."""
     monkeypatch.setattr("icecore.store.log.chain.KEPT_ENTRIES", 2)
 
@@ -253,7 +261,9 @@ class SlowlyTrimmed(MemoryBackend):
 
 @pytest.mark.parametrize("prove", [True, False], ids=["at once", "with the next"])
 @pytest.mark.parametrize("slept_at", [2, 3, 4, 5, 6, 7, 8, 9])
-def test_trimming_in_any_order_misleads_no_sleeper(slept_at: int, prove: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trimming_in_any_order_misleads_no_sleeper(
+    slept_at: int, prove: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A writer wakes after each single deletion of a trim: what it then believes to have done is in the log."""
     monkeypatch.setattr("icecore.store.log.chain.KEPT_ENTRIES", 2)
     monkeypatch.setattr("icecore.store.log.chain.ANCHOR_EVERY", 4)
@@ -279,7 +289,9 @@ def test_trimming_in_any_order_misleads_no_sleeper(slept_at: int, prove: bool, m
             if state.session(mine) is None:
                 raise NotFound("it never began")
             left = [record for record in state.sessions if record.id != mine]
-            return msgspec.structs.replace(state, sessions=left, changes=[], segments=[SegmentRef(bytes(16), bytes(32), 1, 1)])
+            return msgspec.structs.replace(
+                state, sessions=left, changes=[], segments=[SegmentRef(bytes(16), bytes(32), 1, 1)]
+            )
 
         async def begin_and_commit() -> None:
             nonlocal done
@@ -303,7 +315,9 @@ def test_trimming_in_any_order_misleads_no_sleeper(slept_at: int, prove: bool, m
         state = (await Log(backend, KEY).newest()).state
         assert bool(state.segments) == done and state.session(mine) is None
         assert set(theirs) <= {record.id for record in state.sessions}
-        assert (await Log(backend, KEY).newest()).generation == slept_at - 1 + 16 + (2 if done else 0)
+        assert (await Log(backend, KEY).newest()).generation == slept_at - 1 + 16 + (
+            2 if done else 0
+        )
         await Log(backend, KEY).trim(keep=2)
         assert len([name for name in backend.objects if name.startswith("log/")]) == 2
         return deleted >= woken_after
@@ -317,7 +331,9 @@ def test_trimming_in_any_order_misleads_no_sleeper(slept_at: int, prove: bool, m
     asyncio.run(body())
 
 
-def test_what_an_older_writer_left_without_anchors_is_trimmed_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_older_writer_left_without_anchors_is_trimmed_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("icecore.store.log.chain.ANCHOR_EVERY", 4)
 
     async def body() -> None:
@@ -333,14 +349,23 @@ def test_what_an_older_writer_left_without_anchors_is_trimmed_in_order(monkeypat
                 log = Log(backend, KEY)
         backend.calls.clear()
         assert await log.trim(keep=5) == 26
-        deleted = [(call.operation, log_generation(call.name)) for call in backend.calls if call.operation.startswith("delete")]
+        deleted = [
+            (call.operation, log_generation(call.name))
+            for call in backend.calls
+            if call.operation.startswith("delete")
+        ]
         # Entry 13 is the first anchor that a writer of today names: by itself, like what is older, and those after it; the rest at once.
-        assert deleted == [*(("delete", generation) for generation in [*range(1, 14), 17, 21, 25]), ("delete_many", 14)]
+        assert deleted == [
+            *(("delete", generation) for generation in [*range(1, 14), 17, 21, 25]),
+            ("delete_many", 14),
+        ]
 
     asyncio.run(body())
 
 
-def test_a_log_that_moved_on_is_looked_at_before_anything_is_built_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_moved_on_is_looked_at_before_anything_is_built_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """By far more than entries repeat: nothing could tell afterwards whether what was created then is part of the log."""
     monkeypatch.setattr("icecore.store.log.chain.KEPT_ENTRIES", 2)
 
@@ -470,7 +495,9 @@ def test_an_older_state_is_noticed(tmp_path: Path) -> None:
                 await Log(rolled, KEY, watermark=FileWatermark(tmp_path / "seen")).newest()
             with pytest.raises(RollbackDetected):
                 await write(Log(rolled, KEY, watermark=FileWatermark(tmp_path / "seen")), drawn(1))
-            await Log(rolled, KEY, watermark=Watermark()).newest()  # who has not seen more cannot know
+            await Log(
+                rolled, KEY, watermark=Watermark()
+            ).newest()  # who has not seen more cannot know
         await Log(backend, KEY, watermark=FileWatermark(tmp_path / "seen")).newest()
         with pytest.raises(RollbackDetected):
             await Log(MemoryBackend(), KEY, watermark=FileWatermark(tmp_path / "seen")).newest()
@@ -478,12 +505,16 @@ def test_an_older_state_is_noticed(tmp_path: Path) -> None:
         for more in (1, 40, 100):
             known = FileWatermark(tmp_path / "seen").load()
             await write(Log(backend, KEY), drawn(more))
-            assert (await Log(backend, KEY, watermark=FileWatermark(tmp_path / "seen")).newest()).generation > known.generation
+            assert (
+                await Log(backend, KEY, watermark=FileWatermark(tmp_path / "seen")).newest()
+            ).generation > known.generation
 
     asyncio.run(body())
 
 
-async def forked(at: int, mine: int, theirs: int) -> tuple[MemoryBackend, MemoryBackend, FileWatermark | Watermark]:
+async def forked(
+    at: int, mine: int, theirs: int
+) -> tuple[MemoryBackend, MemoryBackend, FileWatermark | Watermark]:
     """A log that a client has seen whole, another that left it after generation ``at``, and what the client remembers."""
     backend, watermark = MemoryBackend(), Watermark()
     log = Log(backend, KEY, watermark=watermark)
@@ -496,7 +527,10 @@ async def forked(at: int, mine: int, theirs: int) -> tuple[MemoryBackend, Memory
 
 
 @pytest.mark.parametrize("theirs", [4, 30, 31, 32, 33, 100, 600])
-@pytest.mark.parametrize("withheld", ["the one that was seen", "the next", "all but the newest", "each thirty-first", "anchors"])
+@pytest.mark.parametrize(
+    "withheld",
+    ["the one that was seen", "the next", "all but the newest", "each thirty-first", "anchors"],
+)
 def test_a_fork_is_noticed_whatever_entries_are_withheld(theirs: int, withheld: str) -> None:
     async def body() -> None:
         _, other, watermark = await forked(3, 2, theirs)
@@ -529,7 +563,10 @@ def test_entries_of_two_forks_do_not_pass_for_one_log() -> None:
             backend, other, watermark = await forked(3, 2, theirs)
             for shown in (range(1, 6), range(4, 6), range(5, 6)):
                 mixed = MemoryBackend(dict(other.objects))
-                mixed.objects |= {log_name(generation): backend.objects[log_name(generation)] for generation in shown}
+                mixed.objects |= {
+                    log_name(generation): backend.objects[log_name(generation)]
+                    for generation in shown
+                }
                 with pytest.raises((RollbackDetected, Damaged)):
                     await Log(mixed, KEY, watermark=watermark).newest()
 
@@ -552,7 +589,9 @@ def test_two_first_entries_do_not_pass_for_one() -> None:
     asyncio.run(body())
 
 
-def test_an_attempt_that_lost_shares_no_transaction_ids_with_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attempt_that_lost_shares_no_transaction_ids_with_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Else two entries of one generation could carry the same ids, and an entry that follows one would seem to follow the other."""
 
     async def body() -> None:
@@ -575,7 +614,10 @@ def test_an_attempt_that_lost_shares_no_transaction_ids_with_the_next(monkeypatc
                 await super().get_into(name, offset, out)
 
         await write(Log(Lost(backend.objects), KEY), drawn(1))
-        carried = [decode_entry(log_name(3), 3, data, KEY).transactions[-1].ids for data in [*attempts, backend.objects[log_name(3)]]]
+        carried = [
+            decode_entry(log_name(3), 3, data, KEY).transactions[-1].ids
+            for data in [*attempts, backend.objects[log_name(3)]]
+        ]
         assert len(carried) == 4 and len(set(carried)) == 4
 
     asyncio.run(body())
@@ -608,7 +650,9 @@ def test_what_may_have_been_trimmed_may_be_absent(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("lag", [0, 30])
-def test_a_trim_while_the_log_is_read_is_no_attack(lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trim_while_the_log_is_read_is_no_attack(
+    lag: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between any two requests of a reader others commit and trim, and its listings may be old."""
     monkeypatch.setattr("icecore.store.log.chain.KEPT_ENTRIES", 40)
 
@@ -641,7 +685,9 @@ def test_a_trim_while_the_log_is_read_is_no_attack(lag: int, monkeypatch: pytest
                 found = await Log(busy, KEY, watermark=watermark).newest()
                 interfered += busy.at <= 0
                 # More than is kept, lag and trim together: an older entry is found, but none that is not of this log.
-                assert found.generation in (42, 42 + more) or (lag + more > 40 and found.generation >= 3)
+                assert found.generation in (42, 42 + more) or (
+                    lag + more > 40 and found.generation >= 3
+                )
         assert interfered > 8
 
     asyncio.run(body())
@@ -677,17 +723,32 @@ def test_a_repair_may_move_the_log_back_and_nobody_else(tmp_path: Path) -> None:
             await again.newest()
         before = await again.read(4)
         with pytest.raises(RollbackDetected):
-            again.accept(before, instead_of=Seen(4, before.digest.hex()))  # it knew something else than this client
+            again.accept(
+                before, instead_of=Seen(4, before.digest.hex())
+            )  # it knew something else than this client
         again.accept(before, instead_of=seen)
         assert (await again.newest()).digest == before.digest
         await write(again, drawn(1))
-        assert (await Log(backend, KEY, watermark=FileWatermark(tmp_path / "seen")).newest()).generation == 5
+        assert (
+            await Log(backend, KEY, watermark=FileWatermark(tmp_path / "seen")).newest()
+        ).generation == 5
         assert FileWatermark(tmp_path / "seen").load() != seen
 
     asyncio.run(body())
 
 
-@pytest.mark.parametrize("torn", [b"", b"{", b"{}", b'{"generation":3}', b'{"generation":0,"digest":""}', b"\xff", b'{"generation":3,"digest":"no"}'])
+@pytest.mark.parametrize(
+    "torn",
+    [
+        b"",
+        b"{",
+        b"{}",
+        b'{"generation":3}',
+        b'{"generation":0,"digest":""}',
+        b"\xff",
+        b'{"generation":3,"digest":"no"}',
+    ],
+)
 def test_a_memory_that_is_torn_is_not_taken_for_none(tmp_path: Path, torn: bytes) -> None:
     async def body() -> None:
         backend = MemoryBackend()
@@ -714,13 +775,19 @@ def remember(path: str, generations: list[int]) -> None:
 def test_clients_that_remember_at_once_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "seen" / "one"
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(remember, [str(path)] * 4, [list(range(1 + start, 81, 4)) for start in range(4)]))
+        list(
+            pool.map(
+                remember, [str(path)] * 4, [list(range(1 + start, 81, 4)) for start in range(4)]
+            )
+        )
     assert FileWatermark(path).load().generation == 80
     assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
     assert sorted(one.name for one in path.parent.iterdir()) == [".lock", "one"]
     FileWatermark(path).save(Seen(7, "0" * 64))  # an older one says nothing
     with pytest.raises(RollbackDetected):
-        FileWatermark(path).save(Seen(80, "0" * 64))  # another process of this client was shown another log
+        FileWatermark(path).save(
+            Seen(80, "0" * 64)
+        )  # another process of this client was shown another log
     assert FileWatermark(path).load() == Seen(80, f"{80:064x}")
 
 

@@ -46,13 +46,23 @@ def test_opening_takes_few_requests(encrypted: bool, others: int, tmp_path: Path
         for known in (False, True):
             faulty = FaultyBackend(backend)
             faulty.direct = False
-            opened = await Repository.open(faulty, passphrase=lambda: PASSPHRASE, recollection=Recollection(tmp_path / "config"))
+            opened = await Repository.open(
+                faulty,
+                passphrase=lambda: PASSPHRASE,
+                recollection=Recollection(tmp_path / "config"),
+            )
             manifest = await opened.manifest(snapshot)
             reader = SnapshotReader(opened, manifest, asyncio.get_running_loop())
             await asyncio.to_thread(reader.records, manifest.spaces[0])
             expected = [] if known else ["get config"]
             expected += ["list keys", "get keys"] if encrypted else ["get keys"]
-            expected += ["list log", "get log", *(["get pages"] if others else []), "get snapshots", "get_into nodes"]
+            expected += [
+                "list log",
+                "get log",
+                *(["get pages"] if others else []),
+                "get snapshots",
+                "get_into nodes",
+            ]
             assert requests(faulty) == expected
 
     asyncio.run(body())
@@ -68,7 +78,11 @@ def test_the_newest_of_a_job_is_proven_and_found_without_the_whole_list() -> Non
         faulty.calls.clear()
         newest = await opened.newest_of("training-job")
         assert newest is not None and newest.snapshot == (await repository.snapshots())[-1].snapshot
-        assert requests(faulty).count("get pages") <= 1 and requests(faulty)[:3] == ["list log", "get log", "get log"]
+        assert requests(faulty).count("get pages") <= 1 and requests(faulty)[:3] == [
+            "list log",
+            "get log",
+            "get log",
+        ]
         first = await opened.newest_of("job")
         assert first is not None and first.snapshot == snapshot
         assert await opened.newest_of("nobody") is None
@@ -102,7 +116,11 @@ def test_an_older_entry_serves_until_it_does_not() -> None:
             await opened.find("f" * 32)
         # Whoever writes finds out by the entry that he cannot create.
         third = await take(await Repository.open(lagging), {4: 4})
-        assert {record.snapshot for record in await repository.snapshots()} == {first, second, third}
+        assert {record.snapshot for record in await repository.snapshots()} == {
+            first,
+            second,
+            third,
+        }
 
     asyncio.run(body())
 
@@ -116,7 +134,9 @@ def test_another_repository_in_the_same_place_is_not_taken_for_the_old_one(tmp_p
         assert memory.load() == backend.objects["config"]
         for encrypted in (False, True):
             other, snapshot = await made(encrypted)
-            opened = await Repository.open(other, passphrase=lambda: PASSPHRASE, recollection=memory)
+            opened = await Repository.open(
+                other, passphrase=lambda: PASSPHRASE, recollection=memory
+            )
             assert opened.config.id != first.config.id and memory.load() == other.objects["config"]
             assert await read(opened, snapshot) == {1: 1, 2: 2}
         (tmp_path / "folder" / "config").write_bytes(b"torn")
@@ -133,13 +153,19 @@ def test_key_objects_that_are_not_the_first() -> None:
     async def body() -> None:
         backend, snapshot = await made(encrypted=True)
         repository = await Repository.open(backend, passphrase=lambda: PASSPHRASE)
-        await change(backend, repository.keys, lambda slots: add(slots, repository.keys.secret, b"another one", "two", CHEAP))
+        await change(
+            backend,
+            repository.keys,
+            lambda slots: add(slots, repository.keys.secret, b"another one", "two", CHEAP),
+        )
         assert "keys/00000000" not in backend.objects
         opened = await Repository.open(backend, passphrase=lambda: b"another one")
         assert await read(opened, snapshot) == {1: 1, 2: 2}
         plain, _ = await made()
         backend.objects["keys/00000000"] = plain.objects["keys/00000000"]
-        assert await read(await Repository.open(backend, passphrase=lambda: PASSPHRASE), snapshot) == {1: 1, 2: 2}
+        assert await read(
+            await Repository.open(backend, passphrase=lambda: PASSPHRASE), snapshot
+        ) == {1: 1, 2: 2}
         # Of a plain repository the first is the only one.
         assert new_slot().method == "plain"
         for name in ("keys/00000000", "copies/keys/00000000"):
@@ -152,7 +178,14 @@ def test_key_objects_that_are_not_the_first() -> None:
 
 
 NEW = b"the passphrase of today"
-PLANTS = ["plain slot", "slot of another repository", "forged slot", "later version", "garbage", "garbage, and the copy"]
+PLANTS = [
+    "plain slot",
+    "slot of another repository",
+    "forged slot",
+    "later version",
+    "garbage",
+    "garbage, and the copy",
+]
 #: A client that knows nothing takes the pair for a repository.
 PAIR = "plain slot and configuration"
 OLDER = "older one"
@@ -163,7 +196,11 @@ async def planted_at(how: str) -> tuple[MemoryBackend, str, str, bytes]:
     backend, _ = await made(encrypted=True)
     repository = await Repository.open(backend, passphrase=lambda: PASSPHRASE)
     older = backend.objects["keys/00000000"]
-    await change(backend, repository.keys, lambda slots: rotate(slots, repository.keys.secret, "first", NEW, CHEAP))
+    await change(
+        backend,
+        repository.keys,
+        lambda slots: rotate(slots, repository.keys.secret, "first", NEW, CHEAP),
+    )
     plain, _ = await made()
     other, _ = await made(encrypted=True)
     name = "keys/ffffffff" if how.startswith("garbage") else "keys/00000009"
@@ -185,7 +222,10 @@ async def planted_at(how: str) -> tuple[MemoryBackend, str, str, bytes]:
     return backend, repository.config.id, name, older
 
 
-@pytest.mark.parametrize(("how", "known"), [*((how, known) for how in [*PLANTS, OLDER] for known in (False, True)), (PAIR, True)])
+@pytest.mark.parametrize(
+    ("how", "known"),
+    [*((how, known) for how in [*PLANTS, OLDER] for known in (False, True)), (PAIR, True)],
+)
 def test_one_planted_key_object_locks_nobody_out(how: str, known: bool, tmp_path: Path) -> None:
     async def body() -> None:
         backend, identity, name, _ = await planted_at(how)
@@ -198,26 +238,39 @@ def test_one_planted_key_object_locks_nobody_out(how: str, known: bool, tmp_path
 
         async def opened() -> Repository:
             return await Repository.open(
-                backend, passphrase=lambda: NEW, admit=admit if known else None, recollection=Recollection(tmp_path / "config"), emit=told.append
+                backend,
+                passphrase=lambda: NEW,
+                admit=admit if known else None,
+                recollection=Recollection(tmp_path / "config"),
+                emit=told.append,
             )
 
         for _ in range(2):
             repository = await opened()
             assert repository.config.id == identity and repository.keys.encrypted
-            assert any(event.name == "store.copy_read" and "keys/00000001" in str(event.fields["object"]) for event in told)
+            assert any(
+                event.name == "store.copy_read" and "keys/00000001" in str(event.fields["object"])
+                for event in told
+            )
             told.clear()
         # The cure: repair removes what opens nothing. Then slots can be changed, under names that count.
         done = await Repairer(repository).apply()
         if how == OLDER:
             return
         if how == "later version":
-            assert [damage.name for damage in done.beyond] == [name]  # a person has to say that it is none
+            assert [damage.name for damage in done.beyond] == [
+                name
+            ]  # a person has to say that it is none
             del backend.objects[name]
         assert name not in backend.objects and f"copies/{name}" not in backend.objects
         told.clear()
         repository = await opened()
         assert not told
-        await change(backend, repository.keys, lambda slots: add(slots, repository.keys.secret, b"one more of them", "more", CHEAP))
+        await change(
+            backend,
+            repository.keys,
+            lambda slots: add(slots, repository.keys.secret, b"one more of them", "more", CHEAP),
+        )
         assert [key for key in backend.objects if key.startswith("keys/")] == ["keys/00000002"]
 
     asyncio.run(asyncio.wait_for(body(), 60))
@@ -229,14 +282,28 @@ def test_a_key_change_beside_garbage_takes_a_name_that_counts(how: str) -> None:
         backend, _, _, _ = await planted_at(how)
         backend.objects["keys/00000002"] = b"garbage"
         repository = await Repository.open(backend, passphrase=lambda: NEW)
-        await change(backend, repository.keys, lambda slots: add(slots, repository.keys.secret, b"one more of them", "more", CHEAP))
+        await change(
+            backend,
+            repository.keys,
+            lambda slots: add(slots, repository.keys.secret, b"one more of them", "more", CHEAP),
+        )
         assert (await newest(backend)).name == "keys/00000003"
-        assert all(len(key) == len("keys/00000000") for key in backend.objects if key.startswith("keys/"))
-        assert (await Repository.open(backend, passphrase=lambda: b"one more of them")).config == repository.config
-        backend.objects = {key: data for key, data in backend.objects.items() if "keys/" not in key} | {"keys/ffffffff": backend.objects["keys/00000003"]}
+        assert all(
+            len(key) == len("keys/00000000") for key in backend.objects if key.startswith("keys/")
+        )
+        assert (
+            await Repository.open(backend, passphrase=lambda: b"one more of them")
+        ).config == repository.config
+        backend.objects = {
+            key: data for key, data in backend.objects.items() if "keys/" not in key
+        } | {"keys/ffffffff": backend.objects["keys/00000003"]}
         before = dict(backend.objects)
         with pytest.raises(Damaged, match="the last one"):
-            await change(backend, repository.keys, lambda slots: rotate(slots, repository.keys.secret, "more", NEW, CHEAP))
+            await change(
+                backend,
+                repository.keys,
+                lambda slots: rotate(slots, repository.keys.secret, "more", NEW, CHEAP),
+            )
         assert backend.objects == before
 
     asyncio.run(asyncio.wait_for(body(), 60))

@@ -52,7 +52,9 @@ def test_nothing_goes_on_after_a_failure(leave: bool) -> None:
                     got.append(result)
                     if leave and result == 1:
                         raise ValueError("two")
-        assert got == [0, 1] and len(asyncio.all_tasks()) == 2  # this one and the one that waits for it
+        assert (
+            got == [0, 1] and len(asyncio.all_tasks()) == 2
+        )  # this one and the one that waits for it
         assert {0, 1} <= set(ended) <= set(range(7))
 
     asyncio.run(asyncio.wait_for(body(), 30))

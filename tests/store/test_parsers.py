@@ -83,7 +83,9 @@ records = st.builds(
     st.floats(0, 1e6), st.lists(texts, max_size=3), st.booleans(),
 )  # fmt: skip
 names = st.tuples(st.sampled_from(KINDS), ids)
-name_bytes = st.lists(names, max_size=5).map(lambda items: b"".join(bytes([KINDS.index(k)]) + i for k, i in items))
+name_bytes = st.lists(names, max_size=5).map(
+    lambda items: b"".join(bytes([KINDS.index(k)]) + i for k, i in items)
+)
 states = st.builds(
     State,
     generation=st.just(5),
@@ -91,7 +93,11 @@ states = st.builds(
     created_ns=st.integers(0, 2**62),
     changes=st.lists(texts, max_size=3),
     transactions=st.lists(st.builds(Written, st.integers(1, 5), ids), max_size=3),
-    pages=st.lists(st.builds(PageRef, ids, digests, counts, st.integers(0, 2**18), counts, counts), max_size=3, unique_by=lambda ref: ref.id),
+    pages=st.lists(
+        st.builds(PageRef, ids, digests, counts, st.integers(0, 2**18), counts, counts),
+        max_size=3,
+        unique_by=lambda ref: ref.id,
+    ),
     tail=st.lists(records, max_size=4),
     sessions=st.lists(
         st.builds(
@@ -107,13 +113,18 @@ states = st.builds(
     ),
     condemned=st.lists(
         st.builds(
-            Condemned, st.integers(0, 5), name_bytes, st.none() | st.builds(NameListRef, ids, digests, counts, counts)
+            Condemned,
+            st.integers(0, 5),
+            name_bytes,
+            st.none() | st.builds(NameListRef, ids, digests, counts, counts),
         ),
         max_size=3,
         unique_by=lambda batch: batch.ref.id if batch.ref else id(batch),
     ),
     segments=st.lists(
-        st.builds(SegmentRef, ids, digests, counts, counts, st.just(8), st.integers(0, 255)), max_size=3, unique_by=lambda ref: ref.id
+        st.builds(SegmentRef, ids, digests, counts, counts, st.just(8), st.integers(0, 255)),
+        max_size=3,
+        unique_by=lambda ref: ref.id,
     ),
 )
 
@@ -133,7 +144,14 @@ def a_manifest() -> Manifest:
     )  # fmt: skip
 
 
-STATE = State(5, bytes(32), 7, ["change"], [Written(5, bytes(16))], condemned=[Condemned(3, bytes([1]) + bytes(16))])
+STATE = State(
+    5,
+    bytes(32),
+    7,
+    ["change"],
+    [Written(5, bytes(16))],
+    condemned=[Condemned(3, bytes([1]) + bytes(16))],
+)
 RECORD = SnapshotRecord("ab" * 16, "job", "lineage", "", 9, "snapshots/x", 10, bytes(32))
 SEGMENT = b"".join(encode_segment(entries_of(2100), KEY)[0])
 
@@ -158,7 +176,11 @@ OBJECTS: dict[str, tuple[bytes, Callable[[bytes], object]]] = {
 def test_every_flipped_bit_and_every_cut_is_named(title: str) -> None:
     good, parse = OBJECTS[title]
     parse(good)
-    positions = range(len(good)) if len(good) < 3000 else [*range(300), *range(300, len(good), 331), len(good) - 1]
+    positions = (
+        range(len(good))
+        if len(good) < 3000
+        else [*range(300), *range(300, len(good), 331), len(good) - 1]
+    )
     for at in positions:
         for bit in range(8):
             bad = good[:at] + bytes([good[at] ^ 1 << bit]) + good[at + 1 :]
@@ -195,7 +217,9 @@ def test_sealed_nonsense_is_named(title: str) -> None:
     kinds = {"key slot": b"ICEKEYS", "configuration": b"ICECONF", "heartbeat": b"ICEBEAT"}
     magic = kinds.get(title, good[:7])
     key = {
-        "key slot": blake3.blake3(b"", derive_key_context="icecore format 1 public integrity").digest(),
+        "key slot": blake3.blake3(
+            b"", derive_key_context="icecore format 1 public integrity"
+        ).digest(),
         "configuration": KEYS.config,
     }.get(title, KEY)
     kind = ObjectKind(title, magic, 1, 1 << 20)
@@ -209,7 +233,9 @@ def test_sealed_nonsense_is_named(title: str) -> None:
         lambda inner: (
             st.lists(inner, max_size=4)
             | st.dictionaries(
-                st.sampled_from([*State.__struct_fields__, *Manifest.__struct_fields__, "x"]), inner, max_size=4
+                st.sampled_from([*State.__struct_fields__, *Manifest.__struct_fields__, "x"]),
+                inner,
+                max_size=4,
             )
         ),
         max_leaves=12,
@@ -222,7 +248,9 @@ def test_sealed_nonsense_is_named(title: str) -> None:
             parse(seal(kind, body, key).data)
         except (Damaged, FormatTooNew):
             return
-        assert (title == "snapshot page" and body == b"\x90") or (title == "name list" and len(body) % 17 == 0)
+        assert (title == "snapshot page" and body == b"\x90") or (
+            title == "name list" and len(body) % 17 == 0
+        )
 
     check()
     deep = b"\x81\xa1x" + b"\x91" * 100_000 + b"\xc0"
@@ -236,10 +264,16 @@ def test_the_next_version_is_told_apart_from_damage(title: str) -> None:
     good, parse = OBJECTS[title]
     header = good[:7] + b"\2" + good[8:24]
     key = {
-        "key slot": blake3.blake3(b"", derive_key_context="icecore format 1 public integrity").digest(),
+        "key slot": blake3.blake3(
+            b"", derive_key_context="icecore format 1 public integrity"
+        ).digest(),
         "configuration": KEYS.config,
     }.get(title, KEY)
-    covered = good[HEADER_BYTES : HEADER_BYTES + 3 * 40] if title == "index segment" else good[HEADER_BYTES:]
+    covered = (
+        good[HEADER_BYTES : HEADER_BYTES + 3 * 40]
+        if title == "index segment"
+        else good[HEADER_BYTES:]
+    )
     digest = blake3.blake3(header + covered, key=key).digest()
     with pytest.raises(FormatTooNew):
         parse(header + digest + good[HEADER_BYTES:])
@@ -288,14 +322,21 @@ def test_a_frame_that_lies_about_its_size_allocates_nothing() -> None:
 def test_a_head_that_claims_much_allocates_nothing() -> None:
     for count in (1 << 26, (1 << 26) + 1, 1 << 63):
         with pytest.raises(Damaged):
-            parse_head("n", struct.pack("<7sBBB6sQ", b"ICESEGM", 1, 0, 0, bytes(6), count) + bytes(100), KEY)
+            parse_head(
+                "n",
+                struct.pack("<7sBBB6sQ", b"ICESEGM", 1, 0, 0, bytes(6), count) + bytes(100),
+                KEY,
+            )
 
 
 def test_keys_differ_and_are_fixed() -> None:
     derived = [getattr(KEYS, use) for use in USES]
     assert len(set(derived)) == len(derived) and all(len(key) == 32 for key in derived)
     # Known answers: what is stored today must open for ever.
-    assert KEYS.chunk.hex() == blake3.blake3(KEY, derive_key_context="icecore format 1 chunk").hexdigest()
+    assert (
+        KEYS.chunk.hex()
+        == blake3.blake3(KEY, derive_key_context="icecore format 1 chunk").hexdigest()
+    )
     assert KEYS.log.hex() == "d07bc76addc925f59e4f13695b9ce8432feb51f68e408db2d99bc9624d08e608"
     assert "…" in repr(KEYS) and KEYS.chunk.hex() not in repr(KEYS)
 

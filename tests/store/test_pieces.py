@@ -18,11 +18,17 @@ def test_pieces_are_what_was_added(budget: int) -> None:
         offsets = dice.integers(0, 50, count).astype(np.uint64) << np.uint64(33)
         lengths = (offsets >> np.uint64(30)).astype(np.uint32) + 7
         pieces.add(shards, offsets, lengths)
-        for shard, offset, length in zip(shards.tolist(), offsets.tolist(), lengths.tolist(), strict=True):
+        for shard, offset, length in zip(
+            shards.tolist(), offsets.tolist(), lengths.tolist(), strict=True
+        ):
             model.setdefault(shard, {})[offset] = length
         if round_ % 13 == 0 or round_ == 39:  # what was asked for may go on growing
-            found = {shard: (length, offsets.tolist()) for shard, length, offsets in pieces.shards()}
-            assert found == {shard: (sum(here.values()), sorted(here)) for shard, here in model.items()}
+            found = {
+                shard: (length, offsets.tolist()) for shard, length, offsets in pieces.shards()
+            }
+            assert found == {
+                shard: (sum(here.values()), sorted(here)) for shard, here in model.items()
+            }
 
 
 def test_nothing_has_no_shards() -> None:
@@ -41,7 +47,9 @@ def test_seen_ids() -> None:
         expected = [at for at in range(len(ids)) if ids[at].tobytes() not in model]
         # One with the leading half of another may be taken for new again; never one that is new for seen.
         assert set(expected) <= set(missing.tolist())
-        assert all((ids[at, :8] == pool[0, :8]).all() for at in set(missing.tolist()) - set(expected))
+        assert all(
+            (ids[at, :8] == pool[0, :8]).all() for at in set(missing.tolist()) - set(expected)
+        )
         seen.add(ids[missing])
         model |= {ids[at].tobytes() for at in expected}
     assert len(seen) >= len(model) > 2500

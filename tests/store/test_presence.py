@@ -40,7 +40,9 @@ def write_and_wait(root: str, told: Connection) -> None:
 
 
 @pytest.mark.parametrize("reaped", [True, False])
-def test_a_killed_writers_session_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reaped: bool) -> None:
+def test_a_killed_writers_session_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reaped: bool
+) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2])])
     root = tmp_path / "repository"
     context = multiprocessing.get_context("spawn")
@@ -69,7 +71,9 @@ def test_a_killed_writers_session_ends_at_once(tmp_path: Path, monkeypatch: pyte
                 process.kill()
                 process.join(30)
         result = await collect(repository)
-        assert result.fenced == 1 and result.deleted == 0  # our own session began before its objects were condemned
+        assert (
+            result.fenced == 1 and result.deleted == 0
+        )  # our own session began before its objects were condemned
         state = (await state_of(repository)).state
         assert state.session(theirs) is None and state.session(ours.id) is not None
         await ours.abort()
@@ -102,7 +106,9 @@ def test_sessions_from_elsewhere_live_until_they_are_silent(process: Process | N
         session = await repository.begin(None, "test", beat_seconds=None)
 
         async def change(state: State, pages: Pages) -> State:
-            sessions = [msgspec.structs.replace(record, process=process) for record in state.sessions]
+            sessions = [
+                msgspec.structs.replace(record, process=process) for record in state.sessions
+            ]
             return msgspec.structs.replace(state, sessions=sessions)
 
         await repository.log.transact(change, "move it")
@@ -128,7 +134,10 @@ def test_a_dead_collector_is_waited_for(ended: bool) -> None:
             heard = time.time_ns() - hours * 3600 * 10**9
 
             async def change(state: State, pages: Pages, heard: int = heard) -> State:
-                sessions = [msgspec.structs.replace(one, process=process, created_ns=heard) for one in state.sessions]
+                sessions = [
+                    msgspec.structs.replace(one, process=process, created_ns=heard)
+                    for one in state.sessions
+                ]
                 return msgspec.structs.replace(state, sessions=sessions)
 
             await repository.log.transact(change, "let time pass")

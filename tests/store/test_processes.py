@@ -154,7 +154,11 @@ class Crew:
         self._processes: list[BaseProcess] = [self._start(number) for number in range(len(ROLES))]
 
     def _start(self, number: int) -> BaseProcess:
-        arguments = (self._location, self._dice.randrange(1 << 30), str(self._folder / f"notes-{number}"))
+        arguments = (
+            self._location,
+            self._dice.randrange(1 << 30),
+            str(self._folder / f"notes-{number}"),
+        )
         process = self._context.Process(target=ROLES[number], args=arguments, daemon=True)
         process.start()
         return process
@@ -171,7 +175,11 @@ class Crew:
         end = time.monotonic() + seconds
         while time.monotonic() < end or len(self.killed) < 2:
             time.sleep(self._dice.uniform(*pause))
-            failed = [ROLES[number].__name__ for number, one in enumerate(self._processes) if not one.is_alive()]
+            failed = [
+                ROLES[number].__name__
+                for number, one in enumerate(self._processes)
+                if not one.is_alive()
+            ]
             assert not failed, f"failed by itself: {failed}"
             number = self._dice.randrange(len(ROLES))
             pid = self._processes[number].pid
@@ -188,7 +196,9 @@ class Crew:
             process.join(30)
 
 
-def notes(folder: Path) -> tuple[dict[str, dict[int, int]], set[str], list[tuple[str, dict[int, int]]]]:
+def notes(
+    folder: Path,
+) -> tuple[dict[str, dict[int, int]], set[str], list[tuple[str, dict[int, int]]]]:
     """What was committed, what was perhaps forgotten, and what was read."""
     known: dict[str, dict[int, int]] = {}
     forgotten, restored = set(), []
@@ -226,7 +236,12 @@ async def look(location: Location, folder: Path) -> tuple[int, int]:
     assert not [name for name in left if name.startswith("sessions/") or "/." in name]
     await repository.forget(sorted(there))
     await collect(repository)
-    assert {info.name.split("/")[0] async for info in here.list("")} == {"config", "copies", "keys", "log"}
+    assert {info.name.split("/")[0] async for info in here.list("")} == {
+        "config",
+        "copies",
+        "keys",
+        "log",
+    }
     await here.close()
     return len(known), len(restored)
 
@@ -263,4 +278,6 @@ def test_processes_are_killed_at_random(
         finally:
             crew.end()
         committed, read_ = asyncio.run(asyncio.wait_for(look(location, tmp_path), 240))
-        print(f"{place}, {seconds:.0f} s: {committed} snapshots committed, {read_} restored, killed {dict(crew.killed)}")
+        print(
+            f"{place}, {seconds:.0f} s: {committed} snapshots committed, {read_} restored, killed {dict(crew.killed)}"
+        )

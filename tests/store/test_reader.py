@@ -46,7 +46,9 @@ def only(backend: MemoryBackend, prefix: str) -> str:
 def stored_at(backend: MemoryBackend, place: np.void) -> memoryview:
     shard = place["shard"].tobytes().hex()
     start = int(place["offset"])
-    return memoryview(backend.objects[f"shards/{shard[:2]}/{shard}"])[start : start + int(place["length"])]
+    return memoryview(backend.objects[f"shards/{shard[:2]}/{shard}"])[
+        start : start + int(place["length"])
+    ]
 
 
 def flip(backend: MemoryBackend, name: str, at: int, bit: int = 1) -> None:
@@ -108,13 +110,19 @@ def test_through_the_event_loop_where_there_are_no_direct_reads(backend: MemoryB
 
 
 @pytest.mark.parametrize("kind", ["random", "text", "heap", "float32"])
-def test_any_flipped_bit_of_a_stored_chunk_is_named(here: Place, backend: MemoryBackend, kind: str) -> None:
+def test_any_flipped_bit_of_a_stored_chunk_is_named(
+    here: Place, backend: MemoryBackend, kind: str
+) -> None:
     record = here.take({0: (bitmap([1, 5, 9]), make_data(kind, 3))}).records[0]
     reader_of, out = here.reader, room()
     snapshot = here.loop.run(here.repository.snapshots())[0].snapshot
     reader = reader_of(snapshot)
     name = only(backend, "shards/")
-    for at in [*random.Random(0).sample(range(int(record["place"]["length"])), 300), 0, int(record["place"]["length"]) - 1]:
+    for at in [
+        *random.Random(0).sample(range(int(record["place"]["length"])), 300),
+        0,
+        int(record["place"]["length"]) - 1,
+    ]:
         flip(backend, name, at, 1 << at % 8)
         with pytest.raises(Damaged) as caught:
             reader.read_cell(record, out)
@@ -124,7 +132,9 @@ def test_any_flipped_bit_of_a_stored_chunk_is_named(here: Place, backend: Memory
     assert reader.read_cell(record, out) == make_data(kind, 3)
 
 
-def test_a_damaged_delta_and_a_damaged_base_are_told_apart(here: Place, backend: MemoryBackend) -> None:
+def test_a_damaged_delta_and_a_damaged_base_are_told_apart(
+    here: Place, backend: MemoryBackend
+) -> None:
     _, taken = take_delta(here)
     record, reader = taken.records[0], here.reader(taken.snapshot)
     for which, chunk in (("place", "chunk"), ("base_place", "base")):
@@ -156,22 +166,33 @@ def test_raw_base_exchanged_is_named(here: Place) -> None:
     assert isinstance(backend, MemoryBackend)
     own = stored_at(backend, record["place"])
     with pytest.raises(Damaged) as caught:
-        ChunkDecoder(here.repository.keys.chunk).decode(record, own, memoryview(make_data("random", CELL_PAGES, 5)), room(), Scratch())
+        ChunkDecoder(here.repository.keys.chunk).decode(
+            record, own, memoryview(make_data("random", CELL_PAGES, 5)), room(), Scratch()
+        )
     assert caught.value.name == record["base"].tobytes().hex()
 
 
 @pytest.mark.parametrize("prefix", ["nodes/", "snapshots/"])
-def test_any_flipped_bit_of_maps_and_manifest_is_named(here: Place, backend: MemoryBackend, prefix: str) -> None:
+def test_any_flipped_bit_of_maps_and_manifest_is_named(
+    here: Place, backend: MemoryBackend, prefix: str
+) -> None:
     taken = here.take({cell: (bitmap([cell]), make_data("random", 1, cell)) for cell in range(30)})
     name = only(backend, prefix)
     # A pack's footer is not read by a restore.
-    end = len(backend.objects[name]) if prefix == "snapshots/" else sum(np.frombuffer(taken.space.nodes, NODE_REF)["length"].tolist())
+    end = (
+        len(backend.objects[name])
+        if prefix == "snapshots/"
+        else sum(np.frombuffer(taken.space.nodes, NODE_REF)["length"].tolist())
+    )
     for at in range(end):
         flip(backend, name, at, 1 << at % 8)
         with pytest.raises(Damaged) as caught:
             here.reader(taken.snapshot).records(taken.space)
         if prefix == "nodes/":
-            assert (caught.value.kind, caught.value.name) == ("node", np.frombuffer(taken.space.nodes, NODE_REF)["node"][0].tobytes().hex())
+            assert (caught.value.kind, caught.value.name) == (
+                "node",
+                np.frombuffer(taken.space.nodes, NODE_REF)["node"][0].tobytes().hex(),
+            )
         else:
             assert caught.value.name == name
         flip(backend, name, at, 1 << at % 8)
@@ -204,8 +225,15 @@ def test_many_regions_and_few_reads() -> None:
             records = []
             for region in range(300):
                 cells = list(range(region % 3)) + ([100] if region % 5 == 0 else [])
-                rows = [writer.store_cell(0, cell, bitmap([cell]), NONE, memoryview(data), None, region=region) for cell in cells]
-                records.append(np.array(rows, rows[0].dtype) if rows else np.empty(0, [("cell", "<u4")]))
+                rows = [
+                    writer.store_cell(
+                        0, cell, bitmap([cell]), NONE, memoryview(data), None, region=region
+                    )
+                    for cell in cells
+                ]
+                records.append(
+                    np.array(rows, rows[0].dtype) if rows else np.empty(0, [("cell", "<u4")])
+                )
             dtype = next(r.dtype for r in records if len(r))
             records = [r if len(r) else np.empty(0, dtype) for r in records]
             regions = [Region(i << 30, 1 << 30, i << 30) for i in range(300)]
@@ -224,7 +252,9 @@ def test_many_regions_and_few_reads() -> None:
     st.integers(0, 50),
     st.integers(1, 200),
 )
-def test_planned_reads_cover_all_nodes(nodes: list[tuple[int, int, int]], gap: int, read_size: int) -> None:
+def test_planned_reads_cover_all_nodes(
+    nodes: list[tuple[int, int, int]], gap: int, read_size: int
+) -> None:
     """Nodes lie at multiples of 30 and are at most that long, as distinct nodes of a pack never overlap."""
     refs = np.zeros(len(nodes), NODE_REF)
     lengths = {(pack, slot): length for pack, slot, length in nodes}
@@ -236,8 +266,13 @@ def test_planned_reads_cover_all_nodes(nodes: list[tuple[int, int, int]], gap: i
     for read in reads:
         for at in read.refs:
             assert refs["pack"][at].tobytes() == read.pack
-            assert read.offset <= refs["offset"][at] and refs["offset"][at] + refs["length"][at] <= read.offset + read.length
-        assert read.length <= read_size or len({refs["offset"][at] for at in read.refs.tolist()}) == 1
+            assert (
+                read.offset <= refs["offset"][at]
+                and refs["offset"][at] + refs["length"][at] <= read.offset + read.length
+            )
+        assert (
+            read.length <= read_size or len({refs["offset"][at] for at in read.refs.tolist()}) == 1
+        )
 
 
 def test_eight_threads_read_the_same_snapshot(here: Place) -> None:

@@ -20,22 +20,35 @@ from icecore.store.replication.replicas import Synced
 from tests.store.miniature import collect, listed, read, sound, take
 
 A = {cell: cell for cell in range(6)}
-RECORD = SnapshotRecord("ab" * 16, "job", "lineage", "", 9, "snapshots/x", 10, bytes(32), tags=["born"])
+RECORD = SnapshotRecord(
+    "ab" * 16, "job", "lineage", "", 9, "snapshots/x", 10, bytes(32), tags=["born"]
+)
 
 
 async def regions(count: int = 2) -> list[Repository]:
     """Replicas of each other, all empty."""
     first = await Repository.create(MemoryBackend())
-    return [first, *[await Repository.create(MemoryBackend(), secret=first.keys.secret) for _ in range(count - 1)]]
+    return [
+        first,
+        *[
+            await Repository.create(MemoryBackend(), secret=first.keys.secret)
+            for _ in range(count - 1)
+        ],
+    ]
 
 
-async def sync(source: Repository, target: Repository, *, forget: bool = False, job: str = "") -> Synced:
+async def sync(
+    source: Repository, target: Repository, *, forget: bool = False, job: str = ""
+) -> Synced:
     todo = await reconcile.plan(source, target, forget=forget, job=job)
     return await replication.sync(source, target, todo, patience=0.2)
 
 
 async def marks(repository: Repository) -> dict[str, tuple[bool, tuple[str, ...]]]:
-    return {record.snapshot: (record.pinned, tuple(record.tags)) for record in await repository.snapshots()}
+    return {
+        record.snapshot: (record.pinned, tuple(record.tags))
+        for record in await repository.snapshots()
+    }
 
 
 # -- marks ------------------------------------------------------------------------------------------------------------
@@ -54,7 +67,11 @@ def test_marks_that_were_made_apart_are_joined_alike_on_both_sides() -> None:
     both = joined(one, other)
     assert (both.pinned, both.tags) == (True, ["born", "x", "y"])
     mirrored = joined(other, one)
-    assert (mirrored.pinned, mirrored.tags, mirrored.marks[-1]) == (both.pinned, both.tags, both.marks[-1])
+    assert (mirrored.pinned, mirrored.tags, mirrored.marks[-1]) == (
+        both.pinned,
+        both.tags,
+        both.marks[-1],
+    )
     # Each side's own past is known to be past, and what is made on top of the joined marks is newer than either.
     for before in (one, other, RECORD):
         assert joined(both, before) is both
@@ -74,7 +91,18 @@ def test_marks_that_are_too_far_apart_are_joined() -> None:
 
 def test_differences_of_which_nothing_is_on_record_are_joined() -> None:
     """An earlier version pinned without noting the change."""
-    old = SnapshotRecord("ab" * 16, "job", "lineage", "", 9, "snapshots/x", 10, bytes(32), tags=["other"], pinned=True)
+    old = SnapshotRecord(
+        "ab" * 16,
+        "job",
+        "lineage",
+        "",
+        9,
+        "snapshots/x",
+        10,
+        bytes(32),
+        tags=["other"],
+        pinned=True,
+    )
     one, other = joined(RECORD, old), joined(old, RECORD)
     assert (one.pinned, one.tags) == (other.pinned, other.tags) == (True, ["born", "other"])
     assert joined(one, other) is one and joined(RECORD, RECORD) is RECORD
@@ -83,7 +111,9 @@ def test_differences_of_which_nothing_is_on_record_are_joined() -> None:
 def test_records_of_earlier_versions_are_read() -> None:
     import msgspec
 
-    short = msgspec.msgpack.encode(list(msgspec.msgpack.decode(msgspec.msgpack.encode(RECORD)))[:-2])
+    short = msgspec.msgpack.encode(
+        list(msgspec.msgpack.decode(msgspec.msgpack.encode(RECORD)))[:-2]
+    )
     assert msgspec.msgpack.decode(short, type=SnapshotRecord) == RECORD
 
 
@@ -125,7 +155,9 @@ def test_regions_settle_on_the_same_marks() -> None:
 def test_marks_are_carried_in_one_transaction_and_before_everything_else() -> None:
     async def body() -> None:
         here, there = await regions()
-        ids = [await take(here, {cell: 10 * number + cell for cell in range(3)}) for number in range(3)]
+        ids = [
+            await take(here, {cell: 10 * number + cell for cell in range(3)}) for number in range(3)
+        ]
         await sync(here, there)
         for one in ids[:2]:
             await here.update(one, pinned=True, tags=["keep"])
@@ -133,18 +165,28 @@ def test_marks_are_carried_in_one_transaction_and_before_everything_else() -> No
         before = (await there.log.newest()).generation
 
         def plan(call: Call) -> Outcome:
-            return Outcome.FAIL if call.operation == "create" and call.name.startswith("shards/") else Outcome.PASS
+            return (
+                Outcome.FAIL
+                if call.operation == "create" and call.name.startswith("shards/")
+                else Outcome.PASS
+            )
 
         failing = await Repository.open(FaultyBackend(there.backend, plan))
         with pytest.raises(Exception, match="injected"):
             await sync(here, failing)
-        entries = [(await there.log.read(at)).state.changes for at in range(before + 1, (await there.log.newest()).generation + 1)]
+        entries = [
+            (await there.log.read(at)).state.changes
+            for at in range(before + 1, (await there.log.newest()).generation + 1)
+        ]
         assert entries[0] == ["marks of 2 snapshots"]
         done = await sync(here, there)
         assert done.snapshots == [new] and not done.marked
         assert await marks(there) == await marks(here)
         generation = (await there.log.newest()).generation
-        assert not (await sync(here, there)).marked and (await there.log.newest()).generation == generation
+        assert (
+            not (await sync(here, there)).marked
+            and (await there.log.newest()).generation == generation
+        )
 
     asyncio.run(body())
 
@@ -163,7 +205,11 @@ def test_forgets_follow_only_when_asked_and_only_what_came_from_there() -> None:
         (theirs,) = await taken(there, [60])
         await sync(here, there)
         await sync(there, here)
-        assert set(await listed(here)) == set(await listed(there)) == {kept, gone, other_job, pinned, theirs}
+        assert (
+            set(await listed(here))
+            == set(await listed(there))
+            == {kept, gone, other_job, pinned, theirs}
+        )
         await there.update(pinned, pinned=True)
         await here.forget([gone, pinned, theirs])
         await sync(here, there)
@@ -175,7 +221,9 @@ def test_forgets_follow_only_when_asked_and_only_what_came_from_there() -> None:
         assert not (await sync(here, there, forget=True, job="another")).forgotten
         done = await sync(here, there, forget=True)
         assert (done.forgotten, done.kept, done.snapshots) == ([gone], [pinned], [])
-        assert set(await listed(there)) == {kept, other_job, pinned, theirs}, "what was taken there stays, whoever forgot his copy of it"
+        assert set(await listed(there)) == {kept, other_job, pinned, theirs}, (
+            "what was taken there stays, whoever forgot his copy of it"
+        )
         await collect(there)
         await sound(there, unreached=0)
         assert await read(there, theirs) == {1: 60, 2: 61}

@@ -72,7 +72,9 @@ class Place:
         await (await self.open(self.watermark)).snapshots()
         return self
 
-    async def open(self, watermark: Watermark | None = None, *, told: list[Event] | None = None) -> Repository:
+    async def open(
+        self, watermark: Watermark | None = None, *, told: list[Event] | None = None
+    ) -> Repository:
         emit = (lambda event: told.append(event)) if told is not None else (lambda event: None)
         given = (lambda: PASSPHRASE) if self.encrypted else None
         return await Repository.open(self.backend, passphrase=given, watermark=watermark, emit=emit)
@@ -88,7 +90,9 @@ class Place:
         return {snapshot: await read(repository, snapshot) for snapshot in await listed(repository)}
 
 
-async def repaired(place: Place, *, accept: bool = False, watermark: Watermark | None = None) -> Repository:
+async def repaired(
+    place: Place, *, accept: bool = False, watermark: Watermark | None = None
+) -> Repository:
     """Check, plan and repair; then everything is sound, and the collector takes nothing that is needed."""
     repository = await place.open(watermark)
     assert not (await check(repository, read_data=1.0)).sound
@@ -96,7 +100,9 @@ async def repaired(place: Place, *, accept: bool = False, watermark: Watermark |
     plan = await Repairer(repository, accept_rollback=accept).plan()
     assert {name: data for name, data in place.backend.objects.items() if name in before} == before
     done = await Repairer(repository, accept_rollback=accept).apply()
-    assert done.fixes and done.recovered == plan.recovered and not done.quarantine and not done.beyond
+    assert (
+        done.fixes and done.recovered == plan.recovered and not done.quarantine and not done.beyond
+    )
     await sound(await place.open())
     held = await place.readable()
     for _ in range(2):
@@ -118,14 +124,18 @@ def test_the_newest_entries_are_damaged(harm: Harm, lost: int, encrypted: bool) 
         damaged = place.entries[:lost]
         for name in damaged:
             if harm is swap:
-                place.backend.objects[name] = whole[place.entries[-1] if name != place.entries[-1] else place.entries[0]]
+                place.backend.objects[name] = whole[
+                    place.entries[-1] if name != place.entries[-1] else place.entries[0]
+                ]
             else:
                 harm(place.backend.objects, name)
         with pytest.raises(Damaged) as raised:
             await (await place.open()).snapshots()
         assert raised.value.name == damaged[0]
         report = await check(await place.open())
-        assert {damage.name for damage in report.damages if damage.kind == "log entry"} >= set(damaged)
+        assert {damage.name for damage in report.damages if damage.kind == "log entry"} >= set(
+            damaged
+        )
         await repaired(place)
         held = await place.readable()
         assert place.contents.items() <= held.items()
@@ -161,7 +171,10 @@ def test_the_newest_entries_are_missing(lost: int) -> None:
         assert "icecore repair --accept-rollback" in raised.value.cure
         report = await check(await place.open(place.watermark))
         assert missing[0] in {damage.name for damage in report.damages}
-        for work in (Repairer(await place.open(place.watermark)).plan, Repairer(await place.open(place.watermark)).apply):
+        for work in (
+            Repairer(await place.open(place.watermark)).plan,
+            Repairer(await place.open(place.watermark)).apply,
+        ):
             with pytest.raises(RollbackDetected):
                 await work()
         other = another_client(place.watermark)
@@ -213,17 +226,28 @@ def test_older_entries_are_lost(which: str, harm: Harm, monkeypatch: pytest.Monk
             await take(repository, {1: number})
             await (await place.open(place.watermark)).snapshots()
         newest = (await repository.log.newest()).generation
-        chosen = {"second newest": [newest - 1], "anchor": [newest // 8 * 8 - 7], "first": [1], "run": list(range(20, 70))}[which]
+        chosen = {
+            "second newest": [newest - 1],
+            "anchor": [newest // 8 * 8 - 7],
+            "first": [1],
+            "run": list(range(20, 70)),
+        }[which]
         names = [log_name(generation) for generation in chosen]
         for name in names:
             harm(place.backend.objects, name)
         report = await check(await place.open())
-        assert {damage.name for damage in report.damages} == set(names) or (which == "first" and harm is remove and report.sound)
+        assert {damage.name for damage in report.damages} == set(names) or (
+            which == "first" and harm is remove and report.sound
+        )
         held = await place.readable()
         for watermark in watermarks if which != "run" and harm is flip else []:
             # One that is damaged keeps nobody from following the log: its neighbours tell.
             assert set(await listed(await place.open(another_client(watermark)))) == held.keys()
-        blind = [watermark for watermark in watermarks if which == "run" and harm is flip and watermark.load().generation < 60]
+        blind = [
+            watermark
+            for watermark in watermarks
+            if which == "run" and harm is flip and watermark.load().generation < 60
+        ]
         if blind:
             with pytest.raises(RollbackDetected, match="too many log entries are damaged"):
                 await Repairer(await place.open(another_client(blind[0]))).apply()
@@ -236,7 +260,9 @@ def test_older_entries_are_lost(which: str, harm: Harm, monkeypatch: pytest.Monk
         for watermark in watermarks:
             seen, told = watermark.load().generation, list[Event]()
             assert set(await listed(await place.open(watermark, told=told))) == held.keys()
-            assert bool(told) == (seen in chosen and seen + 1 in chosen)  # the successor of the last one still names it
+            assert bool(told) == (
+                seen in chosen and seen + 1 in chosen
+            )  # the successor of the last one still names it
         await take(await place.open(), {1: 1})
         await (await place.open()).log.trim(20)
         await sound(await place.open())
@@ -308,7 +334,9 @@ def test_what_had_been_forgotten_stays_so_and_what_was_not_committed_is_marked()
         await repaired(place)
         records = {record.snapshot: record for record in await (await place.open()).snapshots()}
         assert records.keys() == place.contents.keys() | {orphan.snapshot}
-        assert {snapshot for snapshot, record in records.items() if RECOVERED in record.tags} == {orphan.snapshot}
+        assert {snapshot for snapshot, record in records.items() if RECOVERED in record.tags} == {
+            orphan.snapshot
+        }
         assert await read(await place.open(), orphan.snapshot) == {8: 180}
 
     asyncio.run(asyncio.wait_for(body(), 60))
@@ -321,7 +349,9 @@ def test_an_orphan_with_missing_parts_is_not_listed() -> None:
         session = await repository.begin(None, "dump", beat_seconds=None)
         before = set(place.backend.objects)
         orphan, _ = await put(repository, session, {8: 180})
-        shard = next(name for name in place.backend.objects.keys() - before if name.startswith("shards/"))
+        shard = next(
+            name for name in place.backend.objects.keys() - before if name.startswith("shards/")
+        )
         del place.backend.objects[shard]
         flip(place.backend.objects, place.entries[0])
         done = await Repairer(await place.open()).apply()
@@ -376,7 +406,9 @@ def test_a_writer_that_slept_does_not_win_a_lost_generation(harm: Harm) -> None:
 
         entry = await sleeper.transact(change, "late", prove=False)
         newest = await (await place.open()).log.newest()
-        assert newest.digest == entry.digest, "its entry is the newest, or it would have been lost without a word"
+        assert newest.digest == entry.digest, (
+            "its entry is the newest, or it would have been lost without a word"
+        )
         await sound(await place.open())
 
     asyncio.run(asyncio.wait_for(body(), 60))
@@ -386,7 +418,9 @@ def test_two_repairs_at_once() -> None:
     async def body() -> None:
         place = await Place().build()
         flip(place.backend.objects, place.entries[0])
-        results = await asyncio.gather(*(Repairer(repository).apply() for repository in [await place.open() for _ in range(3)]))
+        results = await asyncio.gather(
+            *(Repairer(repository).apply() for repository in [await place.open() for _ in range(3)])
+        )
         assert sum(bool(result.recovered) for result in results) == 1
         await sound(await place.open())
         assert place.contents.items() == (await place.readable()).items()
@@ -420,8 +454,14 @@ def test_a_repair_that_stops_anywhere_can_be_done_again() -> None:
 
 @pytest.mark.parametrize("known", [False, True], ids=["new client", "known"])
 @pytest.mark.parametrize("lost", [0, 1, 100])
-@pytest.mark.parametrize("planted", [["log/" + "0" * 16], ["log/" + "0" * 15 + "1"], [log_name(1 << 50), "log/" + "0" * 16]], ids=["last", "one below", "two"])
-def test_a_name_planted_far_beyond_the_log_bricks_nothing(planted: list[str], lost: int, known: bool) -> None:
+@pytest.mark.parametrize(
+    "planted",
+    [["log/" + "0" * 16], ["log/" + "0" * 15 + "1"], [log_name(1 << 50), "log/" + "0" * 16]],
+    ids=["last", "one below", "two"],
+)
+def test_a_name_planted_far_beyond_the_log_bricks_nothing(
+    planted: list[str], lost: int, known: bool
+) -> None:
     async def body() -> None:
         place = await Place().build()
         newest = place.watermark.load().generation
@@ -436,7 +476,9 @@ def test_a_name_planted_far_beyond_the_log_bricks_nothing(planted: list[str], lo
             told: list[Event] = []
             opened = await place.open(watermark, told=told)
             assert set(await listed(opened)) == set(place.contents)
-            assert [event.fields["object"] for event in told if event.name == "log.planted"] == sorted(planted, reverse=True)
+            assert [
+                event.fields["object"] for event in told if event.name == "log.planted"
+            ] == sorted(planted, reverse=True)
             snapshot = await take(opened, {7: 7}, place.last)
             assert (await opened.log.newest()).generation > newest
             place.contents[snapshot] = {7: 7}
@@ -462,7 +504,9 @@ def test_a_name_planted_within_reach_takes_the_log_there_and_no_further() -> Non
         with pytest.raises(RollbackDetected, match="4999 log entries"):
             await Repairer(await place.open()).apply()
         await repaired(place, accept=True)
-        assert (await (await place.open()).log.newest()).generation > place.watermark.load().generation + 5000
+        assert (
+            await (await place.open()).log.newest()
+        ).generation > place.watermark.load().generation + 5000
         assert place.contents.items() == (await place.readable()).items()
 
     asyncio.run(asyncio.wait_for(body(), 100))
@@ -481,11 +525,16 @@ def test_absent_entries_below_a_damaged_one_are_not_passed_over(whole: int, know
         place.backend.objects[names[0]] = b"x"
         before = dict(place.backend.objects)
         watermark = another_client(place.watermark) if known else Watermark()
-        for work in (Repairer(await place.open(watermark)).plan, Repairer(await place.open(watermark)).apply):
+        for work in (
+            Repairer(await place.open(watermark)).plan,
+            Repairer(await place.open(watermark)).apply,
+        ):
             with pytest.raises(RollbackDetected, match="are absent") as raised:
                 await work()
             assert "icecore repair --accept-rollback" in raised.value.cure
-        assert {name for name in place.backend.objects if name.startswith("log/")} == {name for name in before if name.startswith("log/")}
+        assert {name for name in place.backend.objects if name.startswith("log/")} == {
+            name for name in before if name.startswith("log/")
+        }
         await repaired(place, accept=True, watermark=watermark)
         assert place.contents.items() <= (await place.readable()).items()
 
@@ -503,7 +552,9 @@ def test_nothing_is_written_where_no_generation_is_left(monkeypatch: pytest.Monk
             await Repairer(await place.open()).apply()
         assert place.backend.objects == before
         place = await Place().build()
-        monkeypatch.setattr("icecore.store.log.chain.LAST_GENERATION", place.watermark.load().generation)
+        monkeypatch.setattr(
+            "icecore.store.log.chain.LAST_GENERATION", place.watermark.load().generation
+        )
         assert set(await listed(await place.open())) == set(place.contents)
         with pytest.raises(StoreError, match="last generation"):
             await (await place.open()).update(place.last, pinned=True)
@@ -529,5 +580,7 @@ def test_stepping_over_gaps(noted: list[Gap], start: int, wanted: int, found: in
 def test_gaps_are_joined_and_cut() -> None:
     made = gaps.joined([Gap(7, 9, b"c"), Gap(2, 3, b"a"), Gap(4, 4, b"b"), Gap(8, 8)])
     assert made == [Gap(2, 4, b"a"), Gap(7, 9, b"c")]
-    assert gaps.between(made, 1, 12) == [(10, 12), (5, 6), (1, 1)] and gaps.between(made, 2, 3) == []
+    assert (
+        gaps.between(made, 1, 12) == [(10, 12), (5, 6), (1, 1)] and gaps.between(made, 2, 3) == []
+    )
     assert gaps.kept(made, 4) == [Gap(7, 9, b"c")] and gaps.ranges([3, 1, 2, 9]) == [(1, 3), (9, 9)]

@@ -41,12 +41,18 @@ def test_any_one_object_is_damaged(harm: Harm, replica: bool) -> None:
     async def body() -> None:
         backend = MemoryBackend()
         contents = dict(zip(await build(backend), CONTENTS, strict=True))
-        names = [name for name in sorted(backend.objects) if name.split("/")[0] not in ("config", "keys", "copies")]
+        names = [
+            name
+            for name in sorted(backend.objects)
+            if name.split("/")[0] not in ("config", "keys", "copies")
+        ]
         newest = min(name for name in names if name.startswith("log/"))
         tried = set()
         for name in names:
             folder = name.split("/")[0]
-            if name == newest or (harm is swap and sum(other.startswith(folder) for other in names) < 2):
+            if name == newest or (
+                harm is swap and sum(other.startswith(folder) for other in names) < 2
+            ):
                 continue
             if folder == "log" and random.Random(name).random() > 0.1:
                 continue  # they are all alike
@@ -54,12 +60,20 @@ def test_any_one_object_is_damaged(harm: Harm, replica: bool) -> None:
             harmed = MemoryBackend(dict(backend.objects))
             harm(harmed.objects, name)
             repository = await Repository.open(harmed)
-            source = await Repository.open(MemoryBackend(dict(backend.objects))) if replica else None
+            source = (
+                await Repository.open(MemoryBackend(dict(backend.objects))) if replica else None
+            )
             before = await readable(repository, contents)
             objects = dict(harmed.objects)
             plan = await Repairer(repository, source).plan()
-            kept = {other: data for other, data in harmed.objects.items() if not other.startswith("log/")}
-            assert kept == {other: data for other, data in objects.items() if not other.startswith("log/")}
+            kept = {
+                other: data
+                for other, data in harmed.objects.items()
+                if not other.startswith("log/")
+            }
+            assert kept == {
+                other: data for other, data in objects.items() if not other.startswith("log/")
+            }
             done = await Repairer(repository, source).apply()
             assert (done.quarantine.keys(), done.beyond) == (plan.quarantine.keys(), [])
 
@@ -68,7 +82,9 @@ def test_any_one_object_is_damaged(harm: Harm, replica: bool) -> None:
             after = await readable(fresh, contents)
             assert before <= after and (not replica or after == set(contents)), name
             quarantined = {
-                record.snapshot: record.quarantined for record in await fresh.snapshots() if record.quarantined
+                record.snapshot: record.quarantined
+                for record in await fresh.snapshots()
+                if record.quarantined
             }
             assert quarantined.keys() == contents.keys() - after == done.quarantine.keys()
             report = await sound(fresh)
@@ -83,7 +99,9 @@ def test_any_one_object_is_damaged(harm: Harm, replica: bool) -> None:
             await fresh.forget(list(quarantined))
             await collect(fresh)
             assert not (await sound(fresh, unreached=0)).quarantined
-        assert tried >= {"shards", "nodes", "snapshots", "log"} and ("index" in tried or harm is swap)
+        assert tried >= {"shards", "nodes", "snapshots", "log"} and (
+            "index" in tried or harm is swap
+        )
 
     asyncio.run(asyncio.wait_for(body(), 110))
 
@@ -95,7 +113,11 @@ def test_much_is_damaged_at_once(seed: int) -> None:
         contents = dict(zip(await build(backend), CONTENTS, strict=True))
         harmed = MemoryBackend(dict(backend.objects))
         dice = random.Random(seed)
-        names = [name for name in sorted(backend.objects) if name.split("/")[0] not in ("config", "keys", "copies", "log")]
+        names = [
+            name
+            for name in sorted(backend.objects)
+            if name.split("/")[0] not in ("config", "keys", "copies", "log")
+        ]
         for name in dice.sample(names, len(names) // 2):
             dice.choice([flip, truncate, empty, remove])(harmed.objects, name)
         repository = await Repository.open(harmed)
@@ -105,7 +127,9 @@ def test_much_is_damaged_at_once(seed: int) -> None:
         assert before <= after
         there = set(await listed(repository))
         assert there >= after and there == after | done.quarantine.keys()
-        assert there == set(contents) or done.beyond  # a page's snapshots whose manifests are gone as well
+        assert (
+            there == set(contents) or done.beyond
+        )  # a page's snapshots whose manifests are gone as well
         await sound(repository)
         await collect(repository)
         # What is in quarantine comes back when a replica turns up.
@@ -127,7 +151,9 @@ def test_deltas_and_bases(tmp_path: Path) -> None:
             contents.append(touch(contents[-1], [step, 3], 20, step))
             taken.append(here.take(contents[-1], taken[-1], objective=thrifty))
         loop = here.loop
-        assert (taken[2].records["place"]["codec"] & codec.DELTA != 0).any(), "this test needs deltas"
+        assert (taken[2].records["place"]["codec"] & codec.DELTA != 0).any(), (
+            "this test needs deltas"
+        )
         rows = {(record["place"]["shard"].tobytes().hex(), int(record["place"]["offset"]), int(record["place"]["length"]))
                 for one in taken for record in one.records}  # fmt: skip
         healed, lost = 0, 0
@@ -191,7 +217,11 @@ def test_what_others_do_meanwhile_stays() -> None:
         one, other = await Repository.open(backend), await Repository.open(backend)
         content = {5: 120, 6: 121}
         results = await asyncio.gather(
-            Repairer(one).apply(), take(other, content), collect(other), Repairer(other).apply(), return_exceptions=True
+            Repairer(one).apply(),
+            take(other, content),
+            collect(other),
+            Repairer(other).apply(),
+            return_exceptions=True,
         )
         assert not [result for result in results if isinstance(result, BaseException)], results
         contents[results[1]] = content  # type: ignore[index]

@@ -55,7 +55,9 @@ class World:
         given = (lambda: PASSPHRASE) if self.encrypted else None
         parameters = Parameters(shard_bytes=1 << 18)
         first = await Repository.create(self.here, parameters, passphrase=given, cost=CHEAP)
-        await Repository.create(self.there, parameters, passphrase=given, cost=CHEAP, secret=first.keys.secret)
+        await Repository.create(
+            self.there, parameters, passphrase=given, cost=CHEAP, secret=first.keys.secret
+        )
         old = await take(first, A)
         self.contents[old] = A
         self.contents[await take(first, B, old)] = B
@@ -69,7 +71,9 @@ class World:
         self, here: Backend | None = None, there: Backend | None = None, patience: float = 0.2
     ) -> replication.Synced:
         source, target = await self.open(here or self.here), await self.open(there or self.there)
-        return await replication.sync(source, target, await reconcile.plan(source, target), patience=patience)
+        return await replication.sync(
+            source, target, await reconcile.plan(source, target), patience=patience
+        )
 
     async def complete(self, there: Backend | None = None) -> None:
         """The replica has everything, and nothing else."""
@@ -106,7 +110,9 @@ def test_only_what_is_missing_travels(encrypted: bool) -> None:
         target = await world.open(world.there)
         before = common(world.there)
         world.contents[await take(target, {**new, 40: 40})] = {**new, 40: 40}
-        assert len([name for name in common(world.there) - before if name.startswith("shards/")]) == 1
+        assert (
+            len([name for name in common(world.there) - before if name.startswith("shards/")]) == 1
+        )
         source = await world.open(world.here)
         back = await replication.sync(target, source, await reconcile.plan(target, source))
         assert back.objects == 3
@@ -126,9 +132,14 @@ def test_crash_at_every_call_of_a_sync(side: str, effect: bool) -> None:
         while True:
             number += 1
             world = World(True)
-            world.here, world.there = MemoryBackend(dict(whole.here.objects)), MemoryBackend(dict(whole.there.objects))
+            world.here, world.there = (
+                MemoryBackend(dict(whole.here.objects)),
+                MemoryBackend(dict(whole.there.objects)),
+            )
             world.contents = whole.contents
-            broken = FaultyBackend(world.here if side == "source" else world.there, stop_at(number, effect=effect))
+            broken = FaultyBackend(
+                world.here if side == "source" else world.there, stop_at(number, effect=effect)
+            )
             try:
                 await (world.sync(here=broken) if side == "source" else world.sync(there=broken))
             except Crashed:
@@ -155,7 +166,10 @@ def test_single_failures_of_a_sync(outcome: Outcome) -> None:
         while True:
             number += 1
             world = World(False)
-            world.here, world.there = MemoryBackend(dict(whole.here.objects)), MemoryBackend(dict(whole.there.objects))
+            world.here, world.there = (
+                MemoryBackend(dict(whole.here.objects)),
+                MemoryBackend(dict(whole.there.objects)),
+            )
             world.contents = whole.contents
             failed: list[Call] = []
 
@@ -237,7 +251,9 @@ def test_a_sleeping_collector_does_not_delete_what_comes_again() -> None:
         await asyncio.wait_for(asleep.wait(), 10)
         # Another collector does the same work to its end: the names are free again.
         await collect(await world.open(world.there))
-        assert [name for name in common(world.here) - common(world.there) if name.startswith("shards/")]
+        assert [
+            name for name in common(world.here) - common(world.there) if name.startswith("shards/")
+        ]
         with pytest.raises(StoreError, match="collector is at work"):
             await world.sync()
         awake.set()
@@ -253,7 +269,11 @@ def test_two_syncs_at_once_and_one_that_gives_up() -> None:
         world = await World(True).build()
 
         def plan(call: Call) -> Outcome:
-            return Outcome.FAIL if call.operation == "create" and call.name.startswith("snapshots/") else Outcome.PASS
+            return (
+                Outcome.FAIL
+                if call.operation == "create" and call.name.startswith("snapshots/")
+                else Outcome.PASS
+            )
 
         failing = world.sync(there=FaultyBackend(world.there, plan))
         results = await asyncio.gather(world.sync(), world.sync(), failing, return_exceptions=True)
@@ -274,7 +294,9 @@ def test_damage_does_not_travel() -> None:
         data = world.here.objects[shard]
         world.here.objects[shard] = data[:100] + bytes([data[100] ^ 1]) + data[101:]
         done = await world.sync()
-        assert [lost.snapshot for lost in done.lost] == [last] and isinstance(done.lost[0].error, Damaged)
+        assert [lost.snapshot for lost in done.lost] == [last] and isinstance(
+            done.lost[0].error, Damaged
+        )
         assert await listed(await world.open(world.there)) == list(world.contents)[:-1]
         assert shard not in world.there.objects
         await sound(await world.open(world.there))
@@ -302,17 +324,24 @@ def test_repair_brings_back_what_a_replica_has(harm: Harm, encrypted: bool) -> N
             quarantined = (await Repairer(alone).apply()).quarantine.keys()
             lost += len(quarantined)
             fresh = await Repository.create(
-                MemoryBackend(), passphrase=(lambda: PASSPHRASE) if encrypted else None, cost=CHEAP, secret=alone.keys.secret
+                MemoryBackend(),
+                passphrase=(lambda: PASSPHRASE) if encrypted else None,
+                cost=CHEAP,
+                secret=alone.keys.secret,
             )
             done = await replication.sync(alone, fresh, await reconcile.plan(alone, fresh))
             assert {one.snapshot for one in done.lost} == quarantined
             assert set(await listed(fresh)) == world.contents.keys() - quarantined
             await sound(fresh, unreached=0)
 
-            repaired = await Repairer(await world.open(harmed), await world.open(world.there)).apply()
+            repaired = await Repairer(
+                await world.open(harmed), await world.open(world.there)
+            ).apply()
             assert repaired.fixes and not repaired.quarantine and not repaired.beyond
             await world.complete(harmed)
-        assert lost >= len(world.contents)  # of a manifest nothing can be done without; of a shard and a pack, the footer
+        assert lost >= len(
+            world.contents
+        )  # of a manifest nothing can be done without; of a shard and a pack, the footer
 
     asyncio.run(asyncio.wait_for(body(), 60))
 
@@ -370,10 +399,16 @@ def test_a_restore_reads_from_wherever_the_objects_are() -> None:
             else:
                 break
             # What has arrived is gone at home; the rest is only there.
-            home = {name: data for name, data in world.here.objects.items() if name not in common(world.there)}
+            home = {
+                name: data
+                for name, data in world.here.objects.items()
+                if name not in common(world.there)
+            }
             events: list[Event] = []
             own = MemoryBackend(home)
-            repository = await world.open(ReplicaBackend(own, [world.there, own], emit=events.append))
+            repository = await world.open(
+                ReplicaBackend(own, [world.there, own], emit=events.append)
+            )
             for snapshot, content in world.contents.items():
                 assert await read(repository, snapshot) == content
             assert {event.name for event in events} <= {"store.failover"}
@@ -381,12 +416,18 @@ def test_a_restore_reads_from_wherever_the_objects_are() -> None:
     asyncio.run(asyncio.wait_for(body(), 60))
 
 
-def places(*plans: Plan, direct: bool = False, delays: tuple[float, ...] = ()) -> tuple[list[FaultyBackend], ReplicaBackend, list[Event]]:
+def places(
+    *plans: Plan, direct: bool = False, delays: tuple[float, ...] = ()
+) -> tuple[list[FaultyBackend], ReplicaBackend, list[Event]]:
     """Places that all hold one shard, the repository itself the last; as remote storage unless ``direct``."""
     made, events = [], []
     for number, plan in enumerate(plans):
         wait = delays[number] if delays else 0.0
-        place = FaultyBackend(MemoryBackend({"shards/aa/x": bytes(range(200)), "config": b"%d" % number}), plan, delay=lambda call, wait=wait: wait)  # type: ignore[misc]
+        place = FaultyBackend(
+            MemoryBackend({"shards/aa/x": bytes(range(200)), "config": b"%d" % number}),
+            plan,
+            delay=lambda call, wait=wait: wait,
+        )  # type: ignore[misc]
         place.direct = direct
         place.where = f"place {number}"
         made.append(place)
@@ -467,7 +508,11 @@ def test_what_is_damaged_in_one_place_is_read_from_another(harm: str) -> None:
                 del objects[name]
             else:
                 half = len(data) // 2
-                objects[name] = data[:half] if harm == "cut" else data[:half] + bytes([data[half] ^ 1]) + data[half + 1 :]
+                objects[name] = (
+                    data[:half]
+                    if harm == "cut"
+                    else data[:half] + bytes([data[half] ^ 1]) + data[half + 1 :]
+                )
             near = MemoryBackend(objects)
             repository = await world.open(ReplicaBackend(world.here, [near, world.here]))
             for snapshot, content in world.contents.items():

@@ -50,7 +50,9 @@ CALLS: dict[str, Callable[[Backend], Awaitable[object]]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_wrong_credentials_and_missing_buckets(s3_place: S3Place, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_wrong_credentials_and_missing_buckets(
+    s3_place: S3Place, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     with pytest.raises(NotFound, match="no bucket") as caught:
         run(CALLS[call], replace(s3_place, bucket="there-is-none"))
     assert "make the bucket" in caught.value.cure
@@ -123,7 +125,11 @@ def test_profiles_regions_and_endpoints_are_boto3s(
     ],
 )  # fmt: skip
 def test_replies(
-    call: str, reply: Reply, error: type[IcecoreError] | None, words: str, monkeypatch: pytest.MonkeyPatch
+    call: str,
+    reply: Reply,
+    error: type[IcecoreError] | None,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "y")
@@ -140,8 +146,13 @@ def test_replies(
     )
 
 
-@pytest.mark.parametrize("refusal", [Reply(501, "NotImplemented"), Reply(400, "MalformedXML"), Reply(405, "MethodNotAllowed")])
-def test_many_are_deleted_one_by_one_where_they_cannot_be_at_once(refusal: Reply, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "refusal",
+    [Reply(501, "NotImplemented"), Reply(400, "MalformedXML"), Reply(405, "MethodNotAllowed")],
+)
+def test_many_are_deleted_one_by_one_where_they_cannot_be_at_once(
+    refusal: Reply, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "y")
     deleted = []
@@ -153,8 +164,14 @@ def test_many_are_deleted_one_by_one_where_they_cannot_be_at_once(refusal: Reply
         return Reply(204)
 
     with canned(answer) as endpoint:
-        run(lambda backend: backend.delete_many(["a/1", "a/2"]), S3Place("bucket", endpoint=endpoint))
-    assert sorted(deleted) == [("DELETE", "/bucket/a/1"), ("DELETE", "/bucket/a/2")]  # they go side by side
+        run(
+            lambda backend: backend.delete_many(["a/1", "a/2"]),
+            S3Place("bucket", endpoint=endpoint),
+        )
+    assert sorted(deleted) == [
+        ("DELETE", "/bucket/a/1"),
+        ("DELETE", "/bucket/a/2"),
+    ]  # they go side by side
 
 
 def test_nobody_there_and_nobody_answering(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +192,9 @@ def test_nobody_there_and_nobody_answering(monkeypatch: pytest.MonkeyPatch) -> N
         forever.set()
 
 
-def test_the_probe_refuses_a_server_that_ignores_the_condition(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_refuses_a_server_that_ignores_the_condition(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "y")
     answer = lambda method, path: Reply(200 if method == "PUT" else 204)  # noqa: E731
@@ -189,13 +208,30 @@ def test_refuses_what_is_no_bucket(bucket: str) -> None:
         S3Place(bucket)
 
 
-@pytest.mark.parametrize("prefix", ["/", "a/", "/a", "a//b", "..", "a/../b", ".a", "a b", "ä", "x" * 500])
+@pytest.mark.parametrize(
+    "prefix", ["/", "a/", "/a", "a//b", "..", "a/../b", ".a", "a b", "ä", "x" * 500]
+)
 def test_refuses_what_is_no_prefix(prefix: str) -> None:
     with pytest.raises(UsageError, match="prefix"):
         S3Place("bucket", prefix)
 
 
-NAMES = ["a", "a-1", "a-1/x", "a.b/c/d", "a/b", "a/b-1", "a/b/c", "a/b0", "a0", "a0/b", "b-1/a", "b-2", "b/z", "c"]
+NAMES = [
+    "a",
+    "a-1",
+    "a-1/x",
+    "a.b/c/d",
+    "a/b",
+    "a/b-1",
+    "a/b/c",
+    "a/b0",
+    "a0",
+    "a0/b",
+    "b-1/a",
+    "b-2",
+    "b/z",
+    "c",
+]
 
 
 @pytest.mark.parametrize("order", ["bytes", "folders"])

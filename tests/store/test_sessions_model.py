@@ -259,7 +259,9 @@ class World:
 
     def collect(self, *, compact_below: float, fence_seconds: float) -> None:
         async def body(repository: Repository, actor: Actor) -> object:
-            return await collect(repository, compact_below=compact_below, fence_seconds=fence_seconds)
+            return await collect(
+                repository, compact_below=compact_below, fence_seconds=fence_seconds
+            )
 
         if fence_seconds == 0:
             self.fences += 1
@@ -296,10 +298,21 @@ class World:
 
         async def body() -> None:
             state = (await self.repository.log.newest()).state
-            listed = {record.snapshot: record for record in await catalog.everything(state, self.repository.log.pages)}
+            listed = {
+                record.snapshot: record
+                for record in await catalog.everything(state, self.repository.log.pages)
+            }
             # A writer that has not been told yet may have committed.
-            pending = {actor.record.snapshot: actor.content for actor in self.actors if actor.record is not None}
-            assert set(self.snapshots) <= set(listed) <= set(self.snapshots) | set(pending) | self.orphaned
+            pending = {
+                actor.record.snapshot: actor.content
+                for actor in self.actors
+                if actor.record is not None
+            }
+            assert (
+                set(self.snapshots)
+                <= set(listed)
+                <= set(self.snapshots) | set(pending) | self.orphaned
+            )
             for snapshot, record in listed.items():
                 content = await read(self.repository, record)
                 assert content == self.snapshots.get(snapshot, pending.get(snapshot, content))
@@ -423,7 +436,10 @@ TestSessions.settings = settings(
 @pytest.mark.timeout(3600)
 class TestSessionsLong(Sessions.TestCase):  # type: ignore[name-defined, misc]
     settings = settings(
-        max_examples=1500, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=1500,
+        stateful_step_count=60,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
     )
 
 
@@ -460,7 +476,10 @@ class Client:
             return
         archive = self._world.archive
         entry = archive.entries[digest]
-        listed = {record.snapshot for record in await catalog.everything(entry.state, self.repository.log.pages)}
+        listed = {
+            record.snapshot
+            for record in await catalog.everything(entry.state, self.repository.log.pages)
+        }
         if self.believed:
             before = archive.entries[self.believed]
             assert seen.generation > before.generation
@@ -521,7 +540,11 @@ class Deceit:
 
     def continuation(self, client: Client, number: int) -> bytes:
         """An entry that continues what a client believes."""
-        tips = [digest for digest in self.archive.data if not client.believed or self.archive.continues(digest, client.believed)]
+        tips = [
+            digest
+            for digest in self.archive.data
+            if not client.believed or self.archive.continues(digest, client.believed)
+        ]
         return tips[number % len(tips)]
 
 
@@ -531,7 +554,12 @@ class Deceits(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        for name, value in {"KEPT_ENTRIES": KEPT, "_TRIM_EVERY": 8, "ANCHOR_EVERY": 8, "REMEMBERED": 4}.items():
+        for name, value in {
+            "KEPT_ENTRIES": KEPT,
+            "_TRIM_EVERY": 8,
+            "ANCHOR_EVERY": 8,
+            "REMEMBERED": 4,
+        }.items():
             self.patch.setattr(f"icecore.store.log.chain.{name}", value)
         self.world = Deceit()
 
@@ -554,17 +582,30 @@ class Deceits(RuleBasedStateMachine):
     def restart(self, number: int) -> None:
         self._client(number).restart()
 
-    @rule(number=st.integers(0, 2), seed=st.integers(0, 1000), how=st.sampled_from(["withhold", "withhold_newest", "hide", "mix"]))
+    @rule(
+        number=st.integers(0, 2),
+        seed=st.integers(0, 1000),
+        how=st.sampled_from(["withhold", "withhold_newest", "hide", "mix"]),
+    )
     def lie(self, number: int, seed: int, how: str) -> None:
         getattr(self._client(number).shown, how)(random.Random(seed))
 
-    @rule(number=st.integers(0, 2), tip=st.integers(0, 10_000), keep=st.sampled_from([1, 5, KEPT, 1000]))
+    @rule(
+        number=st.integers(0, 2),
+        tip=st.integers(0, 10_000),
+        keep=st.sampled_from([1, 5, KEPT, 1000]),
+    )
     def show_any(self, number: int, tip: int, keep: int) -> None:
         """Show another fork, or an older state, trimmed more or less than a client may."""
         known = list(self.world.archive.data)
         self._client(number).shown.show(known[tip % len(known)], keep)
 
-    @rule(number=st.integers(0, 2), tip=st.integers(0, 10_000), more=st.integers(0, 20), prove=st.booleans())
+    @rule(
+        number=st.integers(0, 2),
+        tip=st.integers(0, 10_000),
+        more=st.integers(0, 20),
+        prove=st.booleans(),
+    )
     def show_the_truth(self, number: int, tip: int, more: int, prove: bool) -> None:
         """A log that continues what a client believes, of which no more was trimmed than may be, is believed."""
         client = self._client(number)
@@ -583,7 +624,9 @@ class Deceits(RuleBasedStateMachine):
             return
         seen = archive.entries[client.believed].generation
         others = [
-            digest for digest, entry in archive.entries.items() if entry.generation < seen + KEPT and not archive.continues(digest, client.believed)
+            digest
+            for digest, entry in archive.entries.items()
+            if entry.generation < seen + KEPT and not archive.continues(digest, client.believed)
         ]
         if others:
             client.restart()
@@ -598,10 +641,17 @@ class Deceits(RuleBasedStateMachine):
 
 
 TestDeceits = Deceits.TestCase
-TestDeceits.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+TestDeceits.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
 
 
 @pytest.mark.torture
 @pytest.mark.timeout(3600)
 class TestDeceitsLong(Deceits.TestCase):  # type: ignore[name-defined, misc]
-    settings = settings(max_examples=2000, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck))
+    settings = settings(
+        max_examples=2000,
+        stateful_step_count=80,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )

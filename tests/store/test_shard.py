@@ -27,7 +27,9 @@ def build(chunks: int = 5, name: bytes = NAME) -> tuple[bytes, list[tuple[bytes,
     for seed in range(chunks):
         data, bits = make_data("heap", 1 + seed, seed), bitmap(list(range(1 + seed)))
         number, parts = codec.encode(data, Choice(codec.ZSTD if seed % 2 else codec.RAW, 1))
-        _, room = builder.reserve(chunk_id(KEY, bits, data), bits, NO_CHUNK, number, sum(len(p) for p in parts))
+        _, room = builder.reserve(
+            chunk_id(KEY, bits, data), bits, NO_CHUNK, number, sum(len(p) for p in parts)
+        )
         fill(room, parts)
         contents.append((bits, data))
     return b"".join(builder.finish(KEY)), contents
@@ -43,7 +45,9 @@ def test_is_readable_without_any_index() -> None:
     entries = parse_footer(KEY, NAME, len(whole), footer_of(whole))
     assert len(entries) == len(contents)
     for entry, (bits, data) in zip(entries, contents, strict=True):
-        stored = memoryview(whole)[int(entry["offset"]) : int(entry["offset"]) + int(entry["length"])]
+        stored = memoryview(whole)[
+            int(entry["offset"]) : int(entry["offset"]) + int(entry["length"])
+        ]
         out = bytearray(len(data))
         codec.decode(int(entry["codec"]), stored, memoryview(out))
         assert out == data
@@ -66,7 +70,12 @@ def test_every_flipped_bit_of_the_footer_is_seen() -> None:
 def test_other_lengths_names_and_keys() -> None:
     whole, _ = build()
     footer = footer_of(whole)
-    for size, bad in ((len(whole) + 1, footer), (len(whole), footer[1:]), (len(whole), footer[:-1]), (len(whole), b"")):
+    for size, bad in (
+        (len(whole) + 1, footer),
+        (len(whole), footer[1:]),
+        (len(whole), footer[:-1]),
+        (len(whole), b""),
+    ):
         with pytest.raises(Damaged):
             parse_footer(KEY, NAME, size, bad)
     with pytest.raises(Damaged, match="says that it is"):
@@ -138,7 +147,11 @@ def test_rooms_may_be_filled_at_the_same_time() -> None:
     pages = [make_data("random", 1, seed) for seed in range(64)]
     rooms = [builder.reserve(bytes(32), bitmap([0]), NO_CHUNK, codec.RAW, PAGE)[1] for _ in pages]
     threads = [
-        threading.Thread(target=lambda first=first: [fill(rooms[i], (pages[i][:7], pages[i][7:])) for i in range(first, 64, 4)])  # type: ignore[misc]
+        threading.Thread(
+            target=lambda first=first: [
+                fill(rooms[i], (pages[i][:7], pages[i][7:])) for i in range(first, 64, 4)
+            ]
+        )  # type: ignore[misc]
         for first in range(4)
     ]
     for thread in threads:

@@ -37,7 +37,11 @@ def every_segment_has_a_filter() -> Iterator[None]:
         yield
 
 
-def opening(backend: MemoryBackend, watermark: Watermark | None = None, emit: Callable[[Event], None] = lambda event: None):  # type: ignore[no-untyped-def]
+def opening(
+    backend: MemoryBackend,
+    watermark: Watermark | None = None,
+    emit: Callable[[Event], None] = lambda event: None,
+):  # type: ignore[no-untyped-def]
     return Repository.open(backend, passphrase=lambda: PASSPHRASE, watermark=watermark, emit=emit)
 
 
@@ -55,10 +59,14 @@ def flip_at(share: float) -> Harm:
 async def build(encrypted: bool) -> tuple[MemoryBackend, dict[str, dict[int, int]], Watermark]:
     """A repository that has an object of every kind, and what a client has seen of it."""
     backend, watermark = MemoryBackend(), Watermark()
-    repository = await Repository.create(backend, passphrase=(lambda: PASSPHRASE) if encrypted else None, cost=CHEAP)
+    repository = await Repository.create(
+        backend, passphrase=(lambda: PASSPHRASE) if encrypted else None, cost=CHEAP
+    )
     first = await take(repository, CONTENTS[0])
     taken = [first, await take(repository, CONTENTS[1], first), await take(repository, CONTENTS[2])]
-    filler = [await take(repository, {number: 210 + number}) for number in range(40)]  # enough for a page
+    filler = [
+        await take(repository, {number: 210 + number}) for number in range(40)
+    ]  # enough for a page
     await repository.forget(filler)
     await collect(repository)
     await repository.log.trim(12)
@@ -68,7 +76,11 @@ async def build(encrypted: bool) -> tuple[MemoryBackend, dict[str, dict[int, int
     await session.heartbeat()
     await sound(repository)
     await (await opening(backend, watermark)).snapshots()
-    assert {one.split("/")[0] for one in backend.objects} == REPLACEABLE | {"shards", "nodes", "snapshots"}
+    assert {one.split("/")[0] for one in backend.objects} == REPLACEABLE | {
+        "shards",
+        "nodes",
+        "snapshots",
+    }
     return backend, dict(zip(taken, CONTENTS, strict=True)), watermark
 
 
@@ -118,7 +130,11 @@ def test_any_one_object(harm: Harm | str, encrypted: bool) -> None:
             backend = MemoryBackend(dict(whole.objects))
             if harm == "another's":
                 # A whole object of the same kind, of another repository.
-                backend.objects[name] = next(data for other, data in sorted(strange.objects.items()) if kind(other) == kind(name))
+                backend.objects[name] = next(
+                    data
+                    for other, data in sorted(strange.objects.items())
+                    if kind(other) == kind(name)
+                )
             else:
                 assert callable(harm)
                 harm(backend.objects, name)
@@ -126,18 +142,32 @@ def test_any_one_object(harm: Harm | str, encrypted: bool) -> None:
             await one(backend, name, folder, contents, watermark)
         assert tried == REPLACEABLE | {"shards", "nodes", "snapshots"}
 
-    async def one(backend: MemoryBackend, name: str, folder: str, contents: dict[str, dict[int, int]], watermark: Watermark) -> None:
+    async def one(
+        backend: MemoryBackend,
+        name: str,
+        folder: str,
+        contents: dict[str, dict[int, int]],
+        watermark: Watermark,
+    ) -> None:
         mine, other = Watermark(), Watermark()
         mine.save(watermark.load())
         other.save(watermark.load())
         repository = await opening(backend, mine)
         report = await check(repository, read_data=1.0)
         missing = name not in backend.objects
-        if missing and (folder in ("filters", "hints", "sessions") or name == max(n for n in [*backend.objects, name] if n.startswith("log/"))):
-            assert report.sound, (name, [str(damage) for damage in report.damages])  # advice may be missing, and old entries are trimmed
+        if missing and (
+            folder in ("filters", "hints", "sessions")
+            or name == max(n for n in [*backend.objects, name] if n.startswith("log/"))
+        ):
+            assert report.sound, (
+                name,
+                [str(damage) for damage in report.damages],
+            )  # advice may be missing, and old entries are trimmed
         else:
             assert not report.sound, name
-            named = [damage for damage in report.damages if damage.name == name or name in damage.why]
+            named = [
+                damage for damage in report.damages if damage.name == name or name in damage.why
+            ]
             assert named, (name, [str(damage) for damage in report.damages])
         newest = name == min(n for n in [*backend.objects, name] if n.startswith("log/"))
         before = await readable(repository, contents)
@@ -150,7 +180,10 @@ def test_any_one_object(harm: Harm | str, encrypted: bool) -> None:
             # It stops neither a dump nor a restore.
             copy = MemoryBackend(dict(backend.objects))
             opened = await opening(copy)
-            assert await read(opened, await take(opened, {4: 44, **A}, next(iter(contents)))) == {4: 44, **A}
+            assert await read(opened, await take(opened, {4: 44, **A}, next(iter(contents)))) == {
+                4: 44,
+                **A,
+            }
         done = await Repairer(repository, accept_rollback=newest and missing).apply()
         assert not done.beyond, (name, done.beyond)
         fresh = await opening(backend)
@@ -174,7 +207,9 @@ def test_any_one_object(harm: Harm | str, encrypted: bool) -> None:
 
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
 @pytest.mark.parametrize("harm", [flip, truncate, empty, remove])
-def test_a_repository_of_an_earlier_version_gets_its_second_copies(harm: Harm, encrypted: bool) -> None:
+def test_a_repository_of_an_earlier_version_gets_its_second_copies(
+    harm: Harm, encrypted: bool
+) -> None:
     async def body() -> None:
         whole, contents, _ = await build(encrypted)
         for name in [name for name in whole.objects if name.startswith("copies/")]:
@@ -182,13 +217,17 @@ def test_a_repository_of_an_earlier_version_gets_its_second_copies(harm: Harm, e
         report = await sound(await opening(whole))
         done = await Repairer(await opening(whole)).apply()
         assert {fix.name for fix in done.fixes} == {"copies/config", "copies/keys/00000000"}
-        assert (await Repairer(await opening(whole)).plan()).empty and (await sound(await opening(whole))).snapshots == report.snapshots
+        assert (await Repairer(await opening(whole)).plan()).empty and (
+            await sound(await opening(whole))
+        ).snapshots == report.snapshots
         for name in ("config", "keys/00000000"):
             assert whole.objects[f"copies/{name}"] == whole.objects[name]
             backend = MemoryBackend(dict(whole.objects))
             harm(backend.objects, name)
             told: list[Event] = []
-            assert await readable(await opening(backend, emit=told.append), contents) == set(contents)
+            assert await readable(await opening(backend, emit=told.append), contents) == set(
+                contents
+            )
             assert [event.name for event in told] == ["store.copy_read"]
             await Repairer(await opening(backend)).apply()
             assert backend.objects[name] == whole.objects[name]
@@ -209,7 +248,10 @@ def test_a_configuration_that_is_lost_with_its_copy_is_made_anew(encrypted: bool
         repository = await Repository.open(backend, passphrase=lambda: PASSPHRASE, rebuild=True)
         await Repairer(repository).apply()
         fresh = await opening(backend, watermark)
-        assert await readable(fresh, contents) == set(contents) and (fresh.config.id == config.id) == encrypted
+        assert (
+            await readable(fresh, contents) == set(contents)
+            and (fresh.config.id == config.id) == encrypted
+        )
         await sound(fresh)
 
     asyncio.run(asyncio.wait_for(body(), 60))

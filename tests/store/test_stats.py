@@ -35,7 +35,9 @@ def test_shared_and_own_bytes(encrypted: bool) -> None:
         assert [(one.name, one.snapshots, one.reached, one.own) for one in found.jobs] == [
             ("one", 2, 9 * stored, 7 * stored), ("two", 1, 5 * stored, 3 * stored)
         ]  # fmt: skip
-        assert found.jobs == found.lineages and [(form.codec, form.chunks) for form in found.forms] == [("raw", 12)]
+        assert found.jobs == found.lineages and [
+            (form.codec, form.chunks) for form in found.forms
+        ] == [("raw", 12)]
         footers = found.object_bytes["shard"] - 12 * stored
         assert found.dead == footers > 0
         await repository.forget([first])
@@ -64,12 +66,21 @@ def test_deltas_count_their_bases(tmp_path: Path) -> None:
         # The bases of the two deltas are live, but no cell's.
         assert after.live == before.live and after.chunk_bytes == 4 << 20
         deltas = [form for form in after.forms if form.codec.startswith(("xor/", "patch/"))]
-        assert sum(form.chunks for form in deltas) == 2 and sum(form.logical for form in deltas) == 2 << 20
+        assert (
+            sum(form.chunks for form in deltas) == 2
+            and sum(form.logical for form in deltas) == 2 << 20
+        )
 
 
 def test_nothing_is_there() -> None:
     async def body() -> None:
         found = await stats(await Repository.create(MemoryBackend()))
-        assert (found.snapshots, found.live, found.dead, found.dedup_ratio, found.jobs) == (0, 0, 0, 1.0, [])
+        assert (found.snapshots, found.live, found.dead, found.dedup_ratio, found.jobs) == (
+            0,
+            0,
+            0,
+            1.0,
+            [],
+        )
 
     asyncio.run(body())

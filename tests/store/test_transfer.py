@@ -32,11 +32,15 @@ B = {**A, **{cell: 100 + cell for cell in range(3)}}
 
 
 @contextmanager
-def two(here: LocalBackend | MemoryBackend, there: LocalBackend | MemoryBackend, encrypted: bool) -> Iterator[tuple[Place, Place]]:
+def two(
+    here: LocalBackend | MemoryBackend, there: LocalBackend | MemoryBackend, encrypted: bool
+) -> Iterator[tuple[Place, Place]]:
     """A source and an empty target, which is encrypted if the source is not, in one event loop."""
     with place(here, encrypted=not encrypted) as source:
         passphrase = (lambda: PASSPHRASE) if encrypted else None
-        target = source.loop.run(Repository.create(there, Parameters(1 << 20), passphrase=passphrase, cost=CHEAP))
+        target = source.loop.run(
+            Repository.create(there, Parameters(1 << 20), passphrase=passphrase, cost=CHEAP)
+        )
         yield source, Place(source.loop, target)
         source.loop.run(target.close())
 
@@ -47,7 +51,9 @@ def test_a_lineage_is_copied_with_its_deltas(encrypted: bool, remote: bool, tmp_
     there = MemoryBackend() if remote else LocalBackend(tmp_path / "there", create=True)
     there.direct = not remote
     with two(LocalBackend(tmp_path / "here", create=True), there, encrypted) as (source, target):
-        contents: list[Image] = [image(8, "heap", 1) | {20: image(1, "zero")[0], 21: image(1, "float32", 3)[0]}]
+        contents: list[Image] = [
+            image(8, "heap", 1) | {20: image(1, "zero")[0], 21: image(1, "float32", 3)[0]}
+        ]
         taken = [source.take(contents[0], objective=THRIFTY)]
         for step in range(3):
             contents.append(touch(contents[-1], [step, step + 1], 9, step))
@@ -60,12 +66,18 @@ def test_a_lineage_is_copied_with_its_deltas(encrypted: bool, remote: bool, tmp_
         # The first is read whole; of the others only what differs from the parent, and that is stored as deltas.
         whole = sum(len(data) for _, data in contents[0].values())
         assert done.read == whole + 3 * 2 * (1 << 20)
-        (copied,) = target.reader(taken[-1].snapshot).records(target.reader(taken[-1].snapshot).manifest.spaces[0])
+        (copied,) = target.reader(taken[-1].snapshot).records(
+            target.reader(taken[-1].snapshot).manifest.spaces[0]
+        )
         assert (copied["place"]["codec"] & codec.DELTA != 0).any()
-        assert not np.isin(copied["chunk"][:, :8].view("u8"), taken[-1].records["chunk"][:, :8].view("u8")).any()
+        assert not np.isin(
+            copied["chunk"][:, :8].view("u8"), taken[-1].records["chunk"][:, :8].view("u8")
+        ).any()
         assert source.loop.run(check(target.repository, read_data=1.0)).sound
         manifest = target.loop.run(target.repository.manifest(taken[-1].snapshot))
-        assert manifest.parent == taken[-2].snapshot and manifest.job == "job" and not manifest.hints
+        assert (
+            manifest.parent == taken[-2].snapshot and manifest.job == "job" and not manifest.hints
+        )
         again = copy(source.repository, target.repository, source.loop, records)
         assert not again.snapshots and not again.read
         # It goes on there, and the source's sessions are over.
@@ -86,10 +98,14 @@ def test_a_thinned_lineage_is_copied_with_its_deltas(side: str) -> None:
         copy(source.repository, target.repository, source.loop, records[:2], objective=THRIFTY)
         one = {"source": source, "target": target}[side]
         one.loop.run(one.repository.forget([taken[1].snapshot]))
-        done = copy(source.repository, target.repository, source.loop, records[2:], objective=THRIFTY)
+        done = copy(
+            source.repository, target.repository, source.loop, records[2:], objective=THRIFTY
+        )
         assert done.read == (2 + 1) << 20  # what differs from the first
         assert target.content(taken[2].snapshot) == third
-        (cells,) = target.reader(taken[2].snapshot).records(target.reader(taken[2].snapshot).manifest.spaces[0])
+        (cells,) = target.reader(taken[2].snapshot).records(
+            target.reader(taken[2].snapshot).manifest.spaces[0]
+        )
         assert (cells["place"]["codec"] & codec.DELTA != 0).sum() == 3
         assert source.loop.run(check(target.repository, read_data=1.0)).sound
 
@@ -106,7 +122,9 @@ def test_what_is_damaged_is_left_out_and_said(tmp_path: Path) -> None:
         records = source.loop.run(source.repository.snapshots())
         done = copy(source.repository, target.repository, source.loop, records)
         assert done.snapshots == [good.snapshot]
-        assert [lost.snapshot for lost in done.lost] == [bad.snapshot] and isinstance(done.lost[0].error, Damaged)
+        assert [lost.snapshot for lost in done.lost] == [bad.snapshot] and isinstance(
+            done.lost[0].error, Damaged
+        )
         source.loop.run(Collector(target.repository, Options(fence_seconds=0)).collect())
         report = source.loop.run(check(target.repository, read_data=1.0))
         assert report.sound and report.unreached == 0 and report.snapshots == 1
@@ -127,7 +145,9 @@ def test_nothing_is_built_on_what_lost_data() -> None:
         assert copied() == [parent.snapshot]
         for name in [name for name in there.objects if name.startswith("shards/")]:
             there.objects[name] = b""
-        assert source.loop.run(Repairer(target.repository).apply()).quarantine.keys() == {parent.snapshot}
+        assert source.loop.run(Repairer(target.repository).apply()).quarantine.keys() == {
+            parent.snapshot
+        }
         content = touch(first, [0], 9, 5)
         child = source.take(content, parent)
         assert copied() == [child.snapshot]
@@ -144,7 +164,9 @@ def test_crash_at_every_call_of_a_copy(side: str, effect: bool) -> None:
     async def build() -> tuple[MemoryBackend, MemoryBackend]:
         here, there = MemoryBackend(), MemoryBackend()
         source = await Repository.create(here, Parameters(shard_bytes=1 << 18))
-        await Repository.create(there, Parameters(shard_bytes=1 << 18), passphrase=lambda: PASSPHRASE, cost=CHEAP)
+        await Repository.create(
+            there, Parameters(shard_bytes=1 << 18), passphrase=lambda: PASSPHRASE, cost=CHEAP
+        )
         old = await take(source, A)
         contents.update({old: A, await take(source, B, old): B})
         return here, there
@@ -171,7 +193,9 @@ def test_crash_at_every_call_of_a_copy(side: str, effect: bool) -> None:
         while True:
             number += 1
             here, there = (MemoryBackend(dict(one.objects)) for one in whole)
-            faulty = FaultyBackend(here if side == "source" else there, stop_at(number, effect=effect))
+            faulty = FaultyBackend(
+                here if side == "source" else there, stop_at(number, effect=effect)
+            )
             try:
                 run(*((faulty, there) if side == "source" else (here, faulty)))
             except Crashed:
@@ -196,9 +220,15 @@ def test_a_store_that_fails_ends_the_copy_and_loses_nothing() -> None:
 
         def plan(call: Call) -> Outcome:
             calls.append(call)
-            return Outcome.FAIL if call.operation == "create" and call.name.startswith("shards/") else Outcome.PASS
+            return (
+                Outcome.FAIL
+                if call.operation == "create" and call.name.startswith("shards/")
+                else Outcome.PASS
+            )
 
-        failing = source.loop.run(Repository.open(FaultyBackend(there, plan), passphrase=lambda: PASSPHRASE))
+        failing = source.loop.run(
+            Repository.open(FaultyBackend(there, plan), passphrase=lambda: PASSPHRASE)
+        )
         records = source.loop.run(source.repository.snapshots())
         with pytest.raises(StoreError, match="injected"):
             copy(source.repository, failing, source.loop, records)

@@ -21,7 +21,9 @@ def test_incompressible_bytes_stay_raw(link: float) -> None:
 
 
 def test_a_slow_link_wants_fewer_bytes() -> None:
-    slow, fast = (trial(sample(view("float32")), Scratch(), Objective(link, 2)) for link in (0.005e9, 20e9))
+    slow, fast = (
+        trial(sample(view("float32")), Scratch(), Objective(link, 2)) for link in (0.005e9, 20e9)
+    )
     assert slow.ratio < 0.95
     assert fast.choice.codec == codec.RAW
 

@@ -145,7 +145,10 @@ class Watching(Wrapper):
     async def create(self, name: str, parts: Sequence[Buffer]) -> None:
         size = sum(len(part) for part in parts)
         self.requests, self.bytes = self.requests + 1, self.bytes + size
-        self.most_requests, self.most_bytes = max(self.most_requests, self.requests), max(self.most_bytes, self.bytes)
+        self.most_requests, self.most_bytes = (
+            max(self.most_requests, self.requests),
+            max(self.most_bytes, self.bytes),
+        )
         try:
             await asyncio.sleep(0.001)
             await self.inner.create(name, parts)
@@ -159,7 +162,10 @@ def test_limits_hold_and_are_used() -> None:
         limited = Limited(store, requests=5, budget=1000)
         draw = random.Random(2)
         sizes = [draw.choice([1, 10, 150, 400, 3000]) for _ in range(200)]
-        tasks = [asyncio.create_task(limited.create(f"o/{n}", [bytes(size)])) for n, size in enumerate(sizes)]
+        tasks = [
+            asyncio.create_task(limited.create(f"o/{n}", [bytes(size)]))
+            for n, size in enumerate(sizes)
+        ]
         await asyncio.sleep(0.01)
         for task in draw.sample(tasks, 60):  # those that wait and those that run
             task.cancel()
@@ -180,7 +186,9 @@ def test_counts() -> None:
 
     async def body() -> None:
         inner = MemoryBackend()
-        metered = Metered(FaultyBackend(inner, lambda call: FAIL if call.name == "bad" else PASS), events.append)
+        metered = Metered(
+            FaultyBackend(inner, lambda call: FAIL if call.name == "bad" else PASS), events.append
+        )
         await asyncio.gather(*(metered.create(f"a/{n}", [bytes(100)]) for n in range(3)))
         with pytest.raises(ObjectExists):
             await metered.create("a/0", [bytes(100)])

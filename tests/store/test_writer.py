@@ -56,7 +56,11 @@ def is_delta(records: Records) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_round_trip(here: Place, kind: str) -> None:
-    content = image(3, kind) | {7: (bitmap([0, 9, 255]), make_data(kind, 3, 77)), 64: (bitmap([3]), make_data(kind, 1, 78)), 65: (NONE, b"")}
+    content = image(3, kind) | {
+        7: (bitmap([0, 9, 255]), make_data(kind, 3, 77)),
+        64: (bitmap([3]), make_data(kind, 1, 78)),
+        65: (NONE, b""),
+    }
     taken = here.take(content)
     assert here.content(taken.snapshot) == content
     assert taken.statistics.logical == sum(len(data) for _, data in content.values())
@@ -85,7 +89,9 @@ def test_what_the_parent_has_is_not_stored_again(here: Place) -> None:
 
 def test_what_another_lineage_has_is_found_in_the_index(here: Place) -> None:
     here.take(image(6), lineage="one")
-    other = {cell + 100: content for cell, content in image(6).items()} | {0: (FULL, make_data("heap", CELL_PAGES, 999))}
+    other = {cell + 100: content for cell, content in image(6).items()} | {
+        0: (FULL, make_data("heap", CELL_PAGES, 999))
+    }
     taken = here.take(other, lineage="two")
     assert taken.statistics.reused_from == {"index": 6}
     assert taken.statistics.chunks == 1
@@ -96,12 +102,17 @@ def test_many_can_be_looked_up_at_once(here: Place) -> None:
     content = image(4)
     here.take(content)
     key = here.repository.keys.chunk
-    ids = [chunk_id(key, bits, data) for bits, data in (*content.values(), (FULL, bytes(CELL_BYTES - 1) + b"x"))]
+    ids = [
+        chunk_id(key, bits, data)
+        for bits, data in (*content.values(), (FULL, bytes(CELL_BYTES - 1) + b"x"))
+    ]
     with here.writer() as writer:
         found = writer.lookup_many(np.frombuffer(b"".join(ids), np.uint8).reshape(-1, 32))
         assert found.tolist() == [True] * 4 + [False]
         here.store(writer, content)
-        record = writer.store_cell(0, 9, FULL, NONE, memoryview(content[0][1]), None, identity=ids[0])
+        record = writer.store_cell(
+            0, 9, FULL, NONE, memoryview(content[0][1]), None, identity=ids[0]
+        )
         assert record["chunk"].tobytes() == ids[0]
         assert writer.statistics.reused == 5 * CELL_BYTES
 
@@ -169,7 +180,13 @@ def test_deltas_between_different_page_sets(direct: bool) -> None:
             return {0: (bitmap(pages), whole[pages].tobytes())}
 
         taken = here.take(cell(list(range(200))))
-        for pages in (list(range(10, 210)), list(range(150)), list(range(0, 200, 1)), list(range(5, 256, 2)), [199]):
+        for pages in (
+            list(range(10, 210)),
+            list(range(150)),
+            list(range(0, 200, 1)),
+            list(range(5, 256, 2)),
+            [199],
+        ):
             before, taken = taken, here.take(cell(pages), taken)
             assert here.content(taken.snapshot) == cell(pages), before
         assert taken.statistics.stored < PAGE
@@ -198,7 +215,9 @@ def test_a_damaged_base_is_not_built_upon(here: Place, tmp_path: Path) -> None:
     second = here.take(content, first)
     assert not is_delta(second.records).any()
     assert here.content(second.snapshot) == content
-    assert [event.fields["chunk"] for event in here.events if event.name == "store.base_damaged"] == [first.records[0]["chunk"].tobytes().hex()]
+    assert [
+        event.fields["chunk"] for event in here.events if event.name == "store.base_damaged"
+    ] == [first.records[0]["chunk"].tobytes().hex()]
 
 
 def test_condemned_shards_are_neither_reused_nor_built_upon(here: Place) -> None:
@@ -227,7 +246,9 @@ def test_a_chunk_of_the_same_session_can_be_a_base_once_it_is_stored(here: Place
         for cell, (bits, data) in later.items():
             records[cell] = writer.store_cell(0, cell, bits, NONE, memoryview(data), known[cell])
         assert is_delta(records).all()
-        space = writer.put_map("process", "1", 12 * CELL_BYTES, [Region(0, 12 * CELL_BYTES, 0)], [records], None)
+        space = writer.put_map(
+            "process", "1", 12 * CELL_BYTES, [Region(0, 12 * CELL_BYTES, 0)], [records], None
+        )
         snapshot = writer.commit(here.manifest([space]))
     assert here.content(snapshot) == later
 
@@ -253,7 +274,9 @@ def test_eight_threads_and_many_shards(tmp_path: Path, drafts: bool) -> None:
     with place(backend, shard_bytes=4 << 20) as here:
         with here.writer() as writer:
             records = here.store(writer, content, threads=8)
-            space = writer.put_map("process", "1", 140 * CELL_BYTES, [Region(0, 140 * CELL_BYTES, 0)], [records], None)
+            space = writer.put_map(
+                "process", "1", 140 * CELL_BYTES, [Region(0, 140 * CELL_BYTES, 0)], [records], None
+            )
             snapshot = writer.commit(here.manifest([space]))
             assert writer.statistics.chunks == 24
             assert writer.statistics.logical == len(content) * CELL_BYTES
@@ -265,7 +288,9 @@ def test_eight_threads_and_many_shards(tmp_path: Path, drafts: bool) -> None:
             whole, identity = here.loop.run(backend.get(name)), bytes.fromhex(name[-32:])
             where = SHARD.parse_tail(identity, len(whole), whole[-TAIL_BYTES:])
             assert where.offset <= 4 << 20
-            for entry in parse_footer(here.repository.keys.shard, identity, len(whole), whole[where.offset :]):
+            for entry in parse_footer(
+                here.repository.keys.shard, identity, len(whole), whole[where.offset :]
+            ):
                 stored = whole[int(entry["offset"]) : int(entry["offset"]) + int(entry["length"])]
                 chunks.append(chunk_id(here.repository.keys.chunk, entry["data"].tobytes(), stored))
                 assert chunks[-1] == entry["chunk"].tobytes()
@@ -276,7 +301,14 @@ def test_eight_threads_and_many_shards(tmp_path: Path, drafts: bool) -> None:
 def test_streams_have_their_own_shards(here: Place) -> None:
     with here.writer(streams=3) as writer:
         places = [
-            writer.store_cell(stream, cell, FULL, NONE, memoryview(make_data("random", CELL_PAGES, 10 * stream + cell)), None)["place"]["shard"].tobytes()
+            writer.store_cell(
+                stream,
+                cell,
+                FULL,
+                NONE,
+                memoryview(make_data("random", CELL_PAGES, 10 * stream + cell)),
+                None,
+            )["place"]["shard"].tobytes()
             for cell in range(2)
             for stream in range(3)
         ]
@@ -288,7 +320,8 @@ def test_streams_have_their_own_shards(here: Place) -> None:
 def test_memory_is_bounded(tmp_path: Path, drafts: bool) -> None:
     """96 MiB of incompressible cells: what stays is a few buffers at most, however slow the storage is."""
     backend = FaultyBackend(
-        LocalBackend(tmp_path, create=True), delay=lambda call: 0.02 if call.name.startswith("shards") else 0.0
+        LocalBackend(tmp_path, create=True),
+        delay=lambda call: 0.02 if call.name.startswith("shards") else 0.0,
     )
     backend.drafts = drafts
     with place(backend, shard_bytes=4 << 20) as here, here.writer() as writer:
@@ -307,7 +340,11 @@ def test_memory_is_bounded(tmp_path: Path, drafts: bool) -> None:
 
 
 def objects(backend: MemoryBackend) -> set[str]:
-    return {name for name in backend.objects if name.split("/")[0] in ("shards", "nodes", "snapshots", "index", "hints")}
+    return {
+        name
+        for name in backend.objects
+        if name.split("/")[0] in ("shards", "nodes", "snapshots", "index", "hints")
+    }
 
 
 def test_an_aborted_snapshot_leaves_nothing() -> None:
@@ -315,7 +352,9 @@ def test_an_aborted_snapshot_leaves_nothing() -> None:
     with place(backend) as here:
         with pytest.raises(KeyboardInterrupt), here.writer(memory=1) as writer:
             records = here.store(writer, image(9, "random"))
-            writer.put_map("process", "1", 9 * CELL_BYTES, [Region(0, 9 * CELL_BYTES, 0)], [records], None)
+            writer.put_map(
+                "process", "1", 9 * CELL_BYTES, [Region(0, 9 * CELL_BYTES, 0)], [records], None
+            )
             writer.put_hints("lineage", b"fingerprints")
             writer._uploads.settle()
             assert objects(backend)
@@ -342,11 +381,15 @@ def test_a_full_store_is_told_of_at_the_next_cell_and_at_commit() -> None:
             here.store(writer, image(40, "random"), threads=2)
         with pytest.raises(StoreFull), here.writer() as writer:
             records = here.store(writer, image(2, "random"))
-            space = writer.put_map("process", "1", 2 * CELL_BYTES, [Region(0, 2 * CELL_BYTES, 0)], [records], None)
+            space = writer.put_map(
+                "process", "1", 2 * CELL_BYTES, [Region(0, 2 * CELL_BYTES, 0)], [records], None
+            )
             writer.commit(here.manifest([space]))
         assert not here.loop.run(here.repository.log.newest()).state.sessions
         full.clear()
-        assert [record.snapshot for record in here.loop.run(here.repository.snapshots())] == [kept.snapshot]
+        assert [record.snapshot for record in here.loop.run(here.repository.snapshots())] == [
+            kept.snapshot
+        ]
         assert here.content(kept.snapshot) == image(2, "random", seed=5)
         assert len({name for name in objects(inner) if name.startswith("shards")}) == 1
 
@@ -377,7 +420,11 @@ def test_lost_replies_do_not_lose_a_snapshot() -> None:
     seen: set[str] = set()
 
     def plan(call: Call) -> Outcome:
-        if call.operation == "create" and call.name.startswith(("shards", "nodes", "snapshots")) and call.name not in seen:
+        if (
+            call.operation == "create"
+            and call.name.startswith(("shards", "nodes", "snapshots"))
+            and call.name not in seen
+        ):
             seen.add(call.name)
             return Outcome.LOSE
         return Outcome.PASS
@@ -394,7 +441,11 @@ def test_an_unreachable_store_at_commit(kind: str) -> None:
     inner = MemoryBackend()
     backend = FaultyBackend(inner)
     with place(backend) as here:
-        backend.plan = lambda call: Outcome.FAIL if call.operation == "create" and call.name.startswith(kind) else Outcome.PASS
+        backend.plan = lambda call: (
+            Outcome.FAIL
+            if call.operation == "create" and call.name.startswith(kind)
+            else Outcome.PASS
+        )
         with pytest.raises(StoreError):
             here.take(image(2))
         assert here.loop.run(here.repository.snapshots()) == []
@@ -428,7 +479,10 @@ def test_hints(here: Place) -> None:
 
 
 def test_thrifty_objective_stores_less(here: Place) -> None:
-    quick, small = here.take(image(2, "float32", 1)), here.take(image(2, "float32", 2), objective=THRIFTY)
+    quick, small = (
+        here.take(image(2, "float32", 1)),
+        here.take(image(2, "float32", 2), objective=THRIFTY),
+    )
     assert small.statistics.stored < 0.95 * quick.statistics.logical
 
 
@@ -455,7 +509,14 @@ def test_what_pre_copy_made_a_delta_of_can_change_again(here: Place) -> None:
         early = here.store(writer, once, first)
         record = writer.store_cell(0, 0, FULL, NONE, memoryview(twice[0][1]), early[0])
         assert record["base"].tobytes() == first.records[0]["chunk"].tobytes()
-        space = writer.put_map("process", "1", CELL_BYTES, [Region(0, CELL_BYTES, 0)], [np.array([record])], first.space)
+        space = writer.put_map(
+            "process",
+            "1",
+            CELL_BYTES,
+            [Region(0, CELL_BYTES, 0)],
+            [np.array([record])],
+            first.space,
+        )
         snapshot = writer.commit(here.manifest([space], first.snapshot))
     assert here.content(snapshot) == twice
 
@@ -466,5 +527,7 @@ def test_the_first_shard_of_a_far_store_is_sent_before_it_is_full() -> None:
     with place(backend, 16 << 20) as here:
         taken = here.take(image(40, "random", 1))
         assert len(here.content(taken.snapshot)) == 40
-    sizes = sorted(len(data) >> 20 for name, data in backend.objects.items() if name.startswith("shards/"))
+    sizes = sorted(
+        len(data) >> 20 for name, data in backend.objects.items() if name.startswith("shards/")
+    )
     assert sizes == [4, 4, 16, 16]  # the first, what was left, and two full ones

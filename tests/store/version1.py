@@ -47,11 +47,17 @@ def content(snapshot: int, cell: int) -> tuple[npt.NDArray[np.bool_], npt.NDArra
     if cell == 0:
         pages = rng.integers(0, 256, size, np.uint8)
     elif cell == 1:
-        pages = np.frombuffer((b"the same words again and again, " * (size // 32 + 1))[:size], np.uint8).copy()
+        pages = np.frombuffer(
+            (b"the same words again and again, " * (size // 32 + 1))[:size], np.uint8
+        ).copy()
     elif cell == 2:
         pages = (rng.standard_normal(size // 4) * 0.02).astype("<f4").view(np.uint8)
     elif cell == 3:
-        pages = ((rng.standard_normal(size // 2) * 0.02).astype("<f4").view("<u4") >> 16).astype("<u2").view(np.uint8)
+        pages = (
+            ((rng.standard_normal(size // 2) * 0.02).astype("<f4").view("<u4") >> 16)
+            .astype("<u2")
+            .view(np.uint8)
+        )
     elif cell == 4:
         pages = np.arange(size // 8, dtype="<u8").view(np.uint8).copy()
     else:
@@ -91,9 +97,15 @@ def make(directory: Path, passphrase: bytes | None = None) -> None:
                 rows = []
                 for cell in range(CELLS):
                     data, zero, pages = content(number, cell)
-                    bitmaps = [np.packbits(mask, bitorder="little").tobytes() for mask in (data, zero)]
+                    bitmaps = [
+                        np.packbits(mask, bitorder="little").tobytes() for mask in (data, zero)
+                    ]
                     before = records[cell] if number else None
-                    rows.append(writer.store_cell(0, cell, bitmaps[0], bitmaps[1], memoryview(pages), before))
+                    rows.append(
+                        writer.store_cell(
+                            0, cell, bitmaps[0], bitmaps[1], memoryview(pages), before
+                        )
+                    )
                 records = np.array(rows, CELL)
                 parent = writer.put_map("process", "1", 0, [region], [records], parent)
                 hints, digest = writer.put_hints("a" * 32, b"advice")
@@ -108,14 +120,20 @@ def make(directory: Path, passphrase: bytes | None = None) -> None:
                         host="host",
                         writer="tests.store.version1",
                         root_pid=1,
-                        processes=[Process(1, 4711, 0, 1, 1, 2, ["program", "argument"], "/usr/bin/program", 0)],
+                        processes=[
+                            Process(
+                                1, 4711, 0, 1, 1, 2, ["program", "argument"], "/usr/bin/program", 0
+                            )
+                        ],
                         spaces=[parent],
                         files=[OpenFile("/tmp/file", 12, 34, 56, 78, 0o644, 0, 0, True, "checked")],
                         requirements=Requirements("x86_64", "6.18", "4.2.1", pids=[1]),
                         namespaces=Namespaces(pid=True),
                         criu_options=[],
                         tags=["kept"],
-                        sizes=Sizes(logical=(CELLS - 1) * PAGES * PAGE, stored=writer.statistics.stored),
+                        sizes=Sizes(
+                            logical=(CELLS - 1) * PAGES * PAGE, stored=writer.statistics.stored
+                        ),
                         window_seconds=0.25,
                         hints=hints,
                         hints_digest=digest.hex(),

@@ -48,7 +48,10 @@ class Claim:
                 return
             except BlockingIOError:
                 if time.monotonic() > end:
-                    raise DumpFailed(f"process {pid} is being dumped by somebody else", cure="try again when that is done") from None
+                    raise DumpFailed(
+                        f"process {pid} is being dumped by somebody else",
+                        cure="try again when that is done",
+                    ) from None
                 time.sleep(_POLL_SECONDS)
 
     def release(self) -> None:

@@ -66,7 +66,16 @@ class Guard:
         self._socket = ours
         self._life, life = os.pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "icecore.dumper.freeze.guard", str(theirs.fileno()), str(life), str(lock), workdir],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "icecore.dumper.freeze.guard",
+                str(theirs.fileno()),
+                str(life),
+                str(lock),
+                workdir,
+            ],
             pass_fds=[theirs.fileno(), life, *([lock] if lock >= 0 else [])],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -155,7 +164,9 @@ class Guard:
             return None
         self.hang_up()
         if "error" in reply:
-            raise DumpFailed(f"CRIU cannot be started: {reply['error']}", cure="run tools/install-criu")
+            raise DumpFailed(
+                f"CRIU cannot be started: {reply['error']}", cure="run tools/install-criu"
+            )
         return int(str(reply.get("status", -1)))
 
     def go(self, limit: float | None) -> None:
@@ -217,7 +228,9 @@ class Guard:
         if self._pages is None:
             self.ended(_START_SECONDS)  # until then the guard would not answer
         try:
-            socket.send_fds(self._socket, [json.dumps({"start": list(command)}).encode()], [control.fileno()])
+            socket.send_fds(
+                self._socket, [json.dumps({"start": list(command)}).encode()], [control.fileno()]
+            )
         except OSError as error:
             raise GuardLost(f"the dump's guard process ended unexpectedly: {error}") from error
         self.end_seconds = _GPU_END_SECONDS
@@ -334,7 +347,11 @@ class _Server:
             if request.get("release"):
                 released = True
             elif "prepare" in request:
-                self.prepare(request["prepare"], request["hidden"], [socket.socket(fileno=number) for number in descriptors])
+                self.prepare(
+                    request["prepare"],
+                    request["hidden"],
+                    [socket.socket(fileno=number) for number in descriptors],
+                )
             elif "go" in request:
                 self.go(request["limit"])
             elif "start" in request:
@@ -361,7 +378,9 @@ class _Server:
 
     def prepare(self, command: list[str], hidden: str | None, ends: list[socket.socket]) -> None:
         try:
-            self.prepared = Prepared(command, ends[0], ends[1] if len(ends) > 1 else None, self.life, hidden, self.lock)
+            self.prepared = Prepared(
+                command, ends[0], ends[1] if len(ends) > 1 else None, self.life, hidden, self.lock
+            )
         except OSError as error:
             self.say(event="ended", status=-1, error=f"{command[0]}: {error.strerror}")
             return

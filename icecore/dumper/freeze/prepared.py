@@ -49,7 +49,13 @@ class Prepared:
     """
 
     def __init__(
-        self, command: Sequence[str], pages: socket.socket, devices: socket.socket | None, life: int, hidden: str | None, lock: int = -1
+        self,
+        command: Sequence[str],
+        pages: socket.socket,
+        devices: socket.socket | None,
+        life: int,
+        hidden: str | None,
+        lock: int = -1,
     ) -> None:
         self.pages = pages
         self._open: set[int] = set()
@@ -58,9 +64,15 @@ class Prepared:
             go, self._go = self._pipe()
             #: One zero byte comes through it once the tree stands still and CRIU serves; it ends with CRIU.
             self.status, status = self._pipe()
-            script = _executable(_SCRIPT.format(life=_path(life), arrived=_path(arrived), go=_path(go)))
+            script = _executable(
+                _SCRIPT.format(life=_path(life), arrived=_path(arrived), go=_path(go))
+            )
             self._open.add(script)
-            numbers = {"{pages}": str(pages.fileno()), "{status}": str(status), "{hold}": _path(script)}
+            numbers = {
+                "{pages}": str(pages.fileno()),
+                "{status}": str(status),
+                "{hold}": _path(script),
+            }
             environment = dump_environment(hidden)
             given = [] if lock < 0 else [lock]
             if devices is not None:

@@ -52,7 +52,9 @@ def receive(pages: socket.socket, version: tuple[int, ...], images: Path, second
         for extent in connection.extents(answer=False):
             key = (extent.kind, extent.number)
             if extent.kind not in (PROCESS, SHARED):
-                raise DumpFailed(f"CRIU's page stream names an unknown kind of memory, {extent.kind}")
+                raise DumpFailed(
+                    f"CRIU's page stream names an unknown kind of memory, {extent.kind}"
+                )
             found = maps.setdefault(key, _Map(len(maps) + 1))
             lazy = extent.kind == PROCESS and bool(extent.flags & PE_LAZY)
             found.entries.append((extent.address, extent.pages, PE_LAZY if lazy else PE_PRESENT))

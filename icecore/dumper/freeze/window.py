@@ -66,7 +66,10 @@ class Window:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if not self._frozen:
             self._end_watch()
@@ -86,7 +89,9 @@ class Window:
         if self._exceeded is not None and error is not None and error is not self._exceeded:
             raise self._exceeded from error
 
-    def prepare(self, command: Sequence[str], hidden: Path | None, devices: socket.socket | None = None) -> None:
+    def prepare(
+        self, command: Sequence[str], hidden: Path | None, devices: socket.socket | None = None
+    ) -> None:
         """Start CRIU as far as it gets without looking at the tree. `begin`, `go` and `freeze` come later, if at all.
 
         Args:
@@ -111,7 +116,9 @@ class Window:
     @property
     def left(self) -> float | None:
         """Seconds until the limit; None: there is none."""
-        return None if self._limit is None else max(0.0, self.started + self._limit - time.monotonic())
+        return (
+            None if self._limit is None else max(0.0, self.started + self._limit - time.monotonic())
+        )
 
     def go(self) -> None:
         """Have the CRIU that was prepared freeze the tree. `prepare` and `begin` came before.
@@ -270,7 +277,9 @@ def wait_untraced(pids: Sequence[int], timeout: float) -> list[int]:
     return _wait_for_none(pids, timeout, _has_tracer, _LET_GO_SECONDS)
 
 
-def _wait_for_none(pids: Sequence[int], timeout: float, holds: Callable[[int], bool], pause: float) -> list[int]:
+def _wait_for_none(
+    pids: Sequence[int], timeout: float, holds: Callable[[int], bool], pause: float
+) -> list[int]:
     """Wait until something holds of none of the processes; those of which it still does."""
     deadline = time.monotonic() + timeout
     left = list(pids)

@@ -102,7 +102,12 @@ class Devices:
             self._resident.close()
 
     def require(
-        self, staging_bytes: int, machinery: Machinery, parent: Parent | None, *, pre_copy: int | None = None
+        self,
+        staging_bytes: int,
+        machinery: Machinery,
+        parent: Parent | None,
+        *,
+        pre_copy: int | None = None,
     ) -> None:
         """Wait until CUDA is initialised in the helper, and ask for the processes' states.
 
@@ -116,7 +121,9 @@ class Devices:
             PreflightRefused: A process is in a state in which it cannot be dumped; nothing was stopped.
         """
         self._helper.wait_ready()
-        states = {p.pid: self._helper.state(p.pid) for p in (*self._look.processes, *self._look.orphans)}
+        states = {
+            p.pid: self._helper.state(p.pid) for p in (*self._look.processes, *self._look.orphans)
+        }
         reasons = [(r.name, r.message, r.cure) for r in misjudged(self._look, states)]
         for pid, state in states.items():
             if state not in (State.NOT_CUDA, State.RUNNING):
@@ -125,7 +132,9 @@ class Devices:
                     if state is not State.FAILED
                     else "end it: the driver has lost its state"
                 )
-                reasons.append(("gpu-state", f"the driver says that process {pid} is {state.value}", cure))
+                reasons.append(
+                    ("gpu-state", f"the driver says that process {pid} is {state.value}", cure)
+                )
         if reasons:
             raise PreflightRefused(reasons)
         self.pids = [pid for pid, state in states.items() if state is not State.NOT_CUDA]
@@ -134,7 +143,9 @@ class Devices:
         self._look = replace(self._look, processes=cuda, orphans=[*self._look.orphans, *others])
         if self._resident is not None:
             with phase(self._emit, "dump.resident.prepare") as running:
-                running.fields |= self._resident.prepare(staging_bytes, machinery, parent, moved=self._look.most_bytes)
+                running.fields |= self._resident.prepare(
+                    staging_bytes, machinery, parent, moved=self._look.most_bytes
+                )
             if pre_copy is not None:
                 self._resident.pre_copy(machinery, parent, least=pre_copy)
 
@@ -178,7 +189,8 @@ class Devices:
         for pid in self.pids:
             if has_mapped(pid):
                 raise DumpFailed(
-                    f"process {pid} has resident memory now that it did not have when the dump began", cure="dump it again"
+                    f"process {pid} has resident memory now that it did not have when the dump began",
+                    cure="dump it again",
                 )
 
     def checkpoint(self, seconds: float) -> bool:
@@ -206,15 +218,22 @@ class Devices:
                 self._nvml = left_open(after, self._look.backend)
                 if {one.placement for one in done.values()} - {Placement.PROCESS}:
                     raise DumpFailed(
-                        "the driver put device memory where this icecore does not look", cure="use a newer icecore"
+                        "the driver put device memory where this icecore does not look",
+                        cure="use a newer icecore",
                     )
                 self.ranges = {pid: procfs.appeared(before[pid], after[pid]) for pid in self.pids}
                 # Where the driver had mapped pinned memory, it does so again.
-                self.temporary = {pid: _free_of(ranges, before[pid]) for pid, ranges in self.ranges.items()}
-                running.bytes = sum(end - start for ranges in self.ranges.values() for start, end in ranges)
+                self.temporary = {
+                    pid: _free_of(ranges, before[pid]) for pid, ranges in self.ranges.items()
+                }
+                running.bytes = sum(
+                    end - start for ranges in self.ranges.values() for start, end in ranges
+                )
                 running.fields["populated"] = sum(one.populated for one in done.values())
                 running.fields["huge"] = sum(one.huge for one in done.values())
-                reasons = dict.fromkeys(one.not_populated for one in done.values() if one.not_populated)
+                reasons = dict.fromkeys(
+                    one.not_populated for one in done.values() if one.not_populated
+                )
                 if reasons:
                     running.fields["not_populated"] = "; ".join(reasons)
             self._helper.go_on()
@@ -231,10 +250,14 @@ class Devices:
                 failed = self._helper.lock(self.pids, self._lock_seconds * share)
                 if not failed:
                     return
-                timeouts = {pid: error for pid, error in failed.items() if isinstance(error, LockTimeout)}
+                timeouts = {
+                    pid: error for pid, error in failed.items() if isinstance(error, LockTimeout)
+                }
                 if len(timeouts) < len(failed) or attempt == len(shares):
                     self._raise(failed, "locked")
-                self._raise(self._helper.unlock(pid for pid in self.pids if pid not in failed), "unlocked")
+                self._raise(
+                    self._helper.unlock(pid for pid in self.pids if pid not in failed), "unlocked"
+                )
                 time.sleep(random.uniform(0.1, 1.0) * _PAUSE_SECONDS)
 
     def _lock_for(self, pids: Collection[int], seconds: float) -> None:
@@ -242,7 +265,9 @@ class Devices:
         failed = self._helper.lock(pids, min(seconds, self._lock_seconds))
         if failed:
             self._helper.unlock([pid for pid in pids if pid not in failed])
-            raise next(iter(sorted(failed.values(), key=lambda error: isinstance(error, LockTimeout))))
+            raise next(
+                iter(sorted(failed.values(), key=lambda error: isinstance(error, LockTimeout)))
+            )
 
     def _unlock(self, pids: Collection[int]) -> None:
         for error in self._helper.unlock(pids).values():
@@ -274,7 +299,9 @@ class Devices:
             self._helper.deadline(_GO_SECONDS + size / _SLOWEST_RATE)
             held = self._helper.hold(self.pids, _HELD_SECONDS)
         except DeviceError as error:
-            raise DumpFailed(f"GPU processes cannot be brought back: {error.message}", cure=error.cure) from error
+            raise DumpFailed(
+                f"GPU processes cannot be brought back: {error.message}", cure=error.cure
+            ) from error
         if not held:
             raise DumpFailed("CRIU let go of GPU processes before the driver had brought them back")
         with phase(self._emit, "dump.gpu.restore") as running:
@@ -290,7 +317,9 @@ class Devices:
         try:
             self._helper.go_on()
         except DeviceError as error:
-            raise DumpFailed(f"CRIU does not let go of GPU processes: {error.message}", cure=error.cure) from error
+            raise DumpFailed(
+                f"CRIU does not let go of GPU processes: {error.message}", cure=error.cure
+            ) from error
 
     def _note_temporary(self) -> None:
         """While nothing else runs in them."""
@@ -309,7 +338,10 @@ class Devices:
                 self._resident.give_back()
             except IcecoreError as error:
                 self._undo()
-                raise DumpFailed(f"resident memory was not mapped at the first attempt: {error.message}", cure=error.cure) from error
+                raise DumpFailed(
+                    f"resident memory was not mapped at the first attempt: {error.message}",
+                    cure=error.cure,
+                ) from error
             self._helper.resident([])
         self._helper.deadline(None)
         self._touched = False
@@ -330,7 +362,16 @@ class Devices:
             self._resident.gone(keep=keep_resident)
         except IcecoreError as error:  # the snapshot is there, and the job has ended
             message = f"device memory of the ended job may not be free yet: {error.message}"
-            self._emit(Event("dump.warning", {"name": "resident", "message": message, "cure": "icecore rm of the job lets go of it"}))
+            self._emit(
+                Event(
+                    "dump.warning",
+                    {
+                        "name": "resident",
+                        "message": message,
+                        "cure": "icecore rm of the job lets go of it",
+                    },
+                )
+            )
 
     def outlive(self, init: int, status: Path) -> None:
         """There is the snapshot: see `icecore.dumper.gpu.resident.Resident.outlive`."""
@@ -341,13 +382,24 @@ class Devices:
         except (IcecoreError, OSError) as error:
             message = f"device memory does not outlive a crash of this job: {getattr(error, 'message', error)}"
             cure = "the next dump tries again; a keeper that an older icecore started lasts as long as its job"
-            self._emit(Event("dump.warning", {"name": "keep-resident", "message": message, "cure": cure}))
+            self._emit(
+                Event("dump.warning", {"name": "keep-resident", "message": message, "cure": cure})
+            )
 
     def warn(self) -> None:
         """Warn of what a restore will take from processes that run on. The window is over."""
         for pid in self._nvml:
             message = f"process {pid} uses NVML and CUDA: after a restore, its NVML calls fail until it calls nvmlShutdown and nvmlInit again"
-            self._emit(Event("dump.warning", {"name": "nvml", "message": message, "cure": "have it initialise NVML for each reading"}))
+            self._emit(
+                Event(
+                    "dump.warning",
+                    {
+                        "name": "nvml",
+                        "message": message,
+                        "cure": "have it initialise NVML for each reading",
+                    },
+                )
+            )
 
     def describe(self, images: Mapping[int, int]) -> dict[str, str]:
         """What a restore needs to know, for the manifest's ``extra``; nothing where no process has CUDA state.
@@ -368,7 +420,12 @@ class Devices:
             for pid in self.pids
         }
         resident = {} if self._resident is None else self._resident.describe(images)
-        return {"cuda": json.dumps({"driver": inventory.driver if inventory else "", "processes": processes}), **resident}
+        return {
+            "cuda": json.dumps(
+                {"driver": inventory.driver if inventory else "", "processes": processes}
+            ),
+            **resident,
+        }
 
     def requirements(self) -> list[dict[str, str]]:
         """The GPUs that the processes had, for the manifest's requirements."""
@@ -394,7 +451,10 @@ class Devices:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             if self._touched:
@@ -447,10 +507,16 @@ class Devices:
             raise DumpFailed(f"GPU processes could not be {what}: {words}", cure="; ".join(cures))
 
 
-def _free_of(ranges: Sequence[tuple[int, int]], mappings: Iterable[procfs.Mapping]) -> list[tuple[int, int]]:
+def _free_of(
+    ranges: Sequence[tuple[int, int]], mappings: Iterable[procfs.Mapping]
+) -> list[tuple[int, int]]:
     """The ranges in which none of the mappings has a part, but for addresses that are only reserved."""
     taken = [(m.start, m.end) for m in mappings if m.protection & procfs.PROT_READ]
-    return [(start, end) for start, end in ranges if not any(first < end and start < last for first, last in taken)]
+    return [
+        (start, end)
+        for start, end in ranges
+        if not any(first < end and start < last for first, last in taken)
+    ]
 
 
 def _uncapturable(error: IcecoreError) -> DumpFailed:

@@ -84,7 +84,9 @@ class Resident:
         outlives: Once there is the snapshot the job's memory outlives it, unless it ends well (`outlive`).
     """
 
-    def __init__(self, look: ResidentLook, word: str, emit: Sink, *, outlives: bool = False) -> None:
+    def __init__(
+        self, look: ResidentLook, word: str, emit: Sink, *, outlives: bool = False
+    ) -> None:
         limits.raise_descriptor_limit()  # one for each allocation, twice
         self.look = look
         self._outlives = outlives
@@ -92,7 +94,9 @@ class Resident:
         seen = look.seen_from(next(iter(look.pids)))
         self._directory = open_directory(seen)
         try:
-            require_private(self._directory, seen)  # else somebody may have put there what a keeper would replace
+            require_private(
+                self._directory, seen
+            )  # else somebody may have put there what a keeper would replace
         except BaseException:
             os.close(self._directory)
             raise
@@ -151,7 +155,9 @@ class Resident:
         self._have_keeper()
         self._tree = ResidentTree(self._place, self.look.pids)
         sizes: Counter[str] = Counter()
-        for one in (one for agent in agents.values() for one in agent.allocations() if not one.imported):
+        for one in (
+            one for agent in agents.values() for one in agent.allocations() if not one.imported
+        ):
             sizes[one.device] += one.size
         del sizes[_NO_DEVICE]
         if not sizes:
@@ -161,8 +167,13 @@ class Resident:
         changed: Mapping[str, int]
         try:
             tokens = {pid: report.token for pid, report in self._tree.reports.items()}
-            found = look_for_changes(self._worker, self._place, agents, tokens, parent, machinery.seed)
-            said: dict[str, Value] = {"looked": found.looked, "changed": sum(found.changed.values())}
+            found = look_for_changes(
+                self._worker, self._place, agents, tokens, parent, machinery.seed
+            )
+            said: dict[str, Value] = {
+                "looked": found.looked,
+                "changed": sum(found.changed.values()),
+            }
             changed = found.changed
         except IcecoreError as error:  # a worker that is gone is met before the window
             said = {"not_looked": error.message}
@@ -171,18 +182,33 @@ class Resident:
         # parent nobody knows on which GPU it is: it may be on each, but not on all.
         if parent is not None:
             before = parent.manifest.sizes.changed
-            wanted = {device: min(size, max(before, changed.get(device, 0))) for device, size in sizes.items()}
+            wanted = {
+                device: min(size, max(before, changed.get(device, 0)))
+                for device, size in sizes.items()
+            }
             likely = max(before, sum(changed.values()))
         else:
-            wanted = {device: min(size, changed.get(device, 0) + _LIKELY_ZEROS) for device, size in sizes.items()}
+            wanted = {
+                device: min(size, changed.get(device, 0) + _LIKELY_ZEROS)
+                for device, size in sizes.items()
+            }
             likely = sum(wanted.values())
         available = max(0, limits.memory_available() - 2 * moved)
-        most = pinned_bytes(sizes, self._spare, wanted=wanted, likely=likely, staging=staging_bytes, available=available)
+        most = pinned_bytes(
+            sizes,
+            self._spare,
+            wanted=wanted,
+            likely=likely,
+            staging=staging_bytes,
+            available=available,
+        )
         self._region = HostRegion((RING + most // CELL_BYTES) * CELL_BYTES)
         self._region.prefault()
         self._worker.take_host(self._region, min(sizes))
         self.foreseen = foresee(wanted, self._spare, most)
-        self._short = {device: max(0, size - self._spare.get(device, 0)) for device, size in wanted.items()}
+        self._short = {
+            device: max(0, size - self._spare.get(device, 0)) for device, size in wanted.items()
+        }
         return {**said, "pinned": self._region.size}
 
     def pre_copy(self, machinery: Machinery, parent: Parent | None, *, least: int) -> None:
@@ -203,7 +229,15 @@ class Resident:
             tokens = {pid: report.token for pid, report in self._tree.reports.items()}
             try:
                 self._pre_copied = pre_copy_resident(
-                    self._worker, self._region, self._place, agents, tokens, parent, machinery, self._short, self._spare
+                    self._worker,
+                    self._region,
+                    self._place,
+                    agents,
+                    tokens,
+                    parent,
+                    machinery,
+                    self._short,
+                    self._spare,
                 )
             except IcecoreError as error:  # a worker that is gone is met before the window, and so is a store that fails
                 machinery.pipeline.drain()
@@ -217,9 +251,13 @@ class Resident:
 
     def _have_keeper(self) -> None:
         """A keeper that has died is replaced; the processes hand everything over within about a second."""
-        start_keeper(Path(f"/proc/{os.getpid()}/fd/{self._directory}"))  # the directory that was looked at, whatever its path leads to by now
+        start_keeper(
+            Path(f"/proc/{os.getpid()}/fd/{self._directory}")
+        )  # the directory that was looked at, whatever its path leads to by now
         end = time.monotonic() + _KEEPER_SECONDS
-        while any(agent.report().counts.unheld for agent in self._agents) and time.monotonic() < end:
+        while (
+            any(agent.report().counts.unheld for agent in self._agents) and time.monotonic() < end
+        ):
             time.sleep(0.02)
 
     # -- in the window
@@ -232,15 +270,22 @@ class Resident:
         """
         assert self._tree is not None
         if self._worker.gone:  # nothing could be copied: the window would be in vain
-            raise DumpFailed("the GPU worker ended before the window", cure="look why it was killed (out of memory?), and try again")
+            raise DumpFailed(
+                "the GPU worker ended before the window",
+                cure="look why it was killed (out of memory?), and try again",
+            )
         with phase(self._emit, "dump.resident.unmap", processes=len(self._tree.pids)) as running:
             lease = _UNLIMITED_LEASE if limit is None else limit + _LEASE_GRACE
-            running.bytes = self._tree.take_away(lock, unlock, seconds=min(60.0, limit or 60.0), lease=lease)
+            running.bytes = self._tree.take_away(
+                lock, unlock, seconds=min(60.0, limit or 60.0), lease=lease
+            )
         self._sharing = find_shares(self._tree.taken)
 
     def begin_copy(self, machinery: Machinery, parent: Parent | None) -> None:
         """Begin to copy what changed; `wait_copied` waits for it."""
-        self._copying = threading.Thread(target=self._copy, args=(machinery, parent), name="resident", daemon=True)
+        self._copying = threading.Thread(
+            target=self._copy, args=(machinery, parent), name="resident", daemon=True
+        )
         self._copying.start()
 
     def wait_copied(self, check: Callable[[], None]) -> None:
@@ -259,7 +304,8 @@ class Resident:
         if self._failure is not None:
             message = getattr(self._failure, "message", str(self._failure))
             raise DumpFailed(
-                f"resident device memory cannot be captured: {message}", cure=getattr(self._failure, "cure", "")
+                f"resident device memory cannot be captured: {message}",
+                cure=getattr(self._failure, "cure", ""),
             ) from self._failure
 
     def give_back(self) -> None:
@@ -295,7 +341,8 @@ class Resident:
             assert self._tree is not None
             pairs = self._sharing.owned  # what several have is stored once
             self._processes = [
-                self._plan(pid, number, pairs[pid], machinery, parent) for number, pid in enumerate(sorted(pairs))
+                self._plan(pid, number, pairs[pid], machinery, parent)
+                for number, pid in enumerate(sorted(pairs))
             ]
             devices = by_device([process.cells for process in self._processes])
             if not devices:
@@ -311,7 +358,10 @@ class Resident:
                     process.cells.compare()
                 with phase(self._emit, "dump.resident.copy") as running:
                     shares = self._shares(devices)
-                    futures = [pool.submit(self._stage, device, pieces, shares[device]) for device, pieces in devices.items()]
+                    futures = [
+                        pool.submit(self._stage, device, pieces, shares[device])
+                        for device, pieces in devices.items()
+                    ]
                     counts = [future.result() for future in futures]
                     running.bytes = sum(changed for changed, _ in counts)
                     running.fields["in_window"] = sum(left for _, left in counts)
@@ -321,23 +371,43 @@ class Resident:
             self._failure = error
 
     def _plan(
-        self, pid: int, number: int, pairs: Sequence[Taken], machinery: Machinery, parent: Parent | None
+        self,
+        pid: int,
+        number: int,
+        pairs: Sequence[Taken],
+        machinery: Machinery,
+        parent: Parent | None,
     ) -> _Process:
         stream = number % machinery.streams
-        cells = plan_process(pid, str(self.look.pids[pid]), pairs, self._worker, parent, machinery.seed, stream=stream)
+        cells = plan_process(
+            pid,
+            str(self.look.pids[pid]),
+            pairs,
+            self._worker,
+            parent,
+            machinery.seed,
+            stream=stream,
+        )
         if (ahead := self._pre_copied.get(pid)) is not None:
             cells.capture.known, cells.capture.seen = ahead.known, ahead.seen
-        sink = machinery.pipeline.space(stream, cells.plan, cells.capture.regions, cells.capture.known)
+        sink = machinery.pipeline.space(
+            stream, cells.plan, cells.capture.regions, cells.capture.known
+        )
         devices = [piece.allocation.device for piece in cells.pieces for _ in range(piece.cells)]
         return _Process(cells, sink, np.full(len(cells.plan), NOWHERE, np.int64), devices)
 
-    def _shares(self, devices: Mapping[str, Sequence[tuple[ProcessCells, Piece]]]) -> dict[str, tuple[int, int]]:
+    def _shares(
+        self, devices: Mapping[str, Sequence[tuple[ProcessCells, Piece]]]
+    ) -> dict[str, tuple[int, int]]:
         """Each GPU's part of the host region: where, and how large.
 
         What was not free before the window is not to be had on the device, either: the driver has let go of it, and wants it back.
         """
         if self._region is None:
-            raise DumpFailed("the job has resident memory now that it did not have when the dump began", cure="dump it again")
+            raise DumpFailed(
+                "the job has resident memory now that it did not have when the dump began",
+                cure="dump it again",
+            )
         free = self._worker.begin(list(devices))
         short = {}
         for device, pieces in devices.items():
@@ -350,12 +420,16 @@ class Resident:
             at += cells
         return shares
 
-    def _stage(self, device: str, pieces: Sequence[tuple[ProcessCells, Piece]], share: tuple[int, int]) -> tuple[int, int]:
+    def _stage(
+        self, device: str, pieces: Sequence[tuple[ProcessCells, Piece]], share: tuple[int, int]
+    ) -> tuple[int, int]:
         masks = [process.changed(piece) for process, piece in pieces]
         mask = np.concatenate(masks)
         if not mask.any():
             return 0, 0
-        places = self._worker.stage(device, [piece.handle for _, piece in pieces], mask, *share, spare=self._spare[device])
+        places = self._worker.stage(
+            device, [piece.handle for _, piece in pieces], mask, *share, spare=self._spare[device]
+        )
         by_pid = {process.cells.pid: process for process in self._processes}
         at = 0
         for (cells, piece), own in zip(pieces, masks, strict=True):
@@ -381,13 +455,18 @@ class Resident:
             rows_there = [row for row in through.tolist() if process.device[row] == device]
             if in_window:
                 owners = [pieces[bisect_right(firsts, row) - 1] for row in rows_there]
-                cells = [(own.handle, (row - own.first) * CELL_BYTES) for own, row in zip(owners, rows_there, strict=True)]
+                cells = [
+                    (own.handle, (row - own.first) * CELL_BYTES)
+                    for own, row in zip(owners, rows_there, strict=True)
+                ]
             else:
                 cells = [(SPARE, int(process.place[row]) - ON_DEVICE) for row in rows_there]
             hand_on = partial(self._hand_on_of, process, rows_there, machinery)
             fetch_through(self._worker, self._region, device, cells, hand_on)
 
-    def _hand_on_of(self, process: _Process, rows: Sequence[int], machinery: Machinery, number: int, place: int) -> None:
+    def _hand_on_of(
+        self, process: _Process, rows: Sequence[int], machinery: Machinery, number: int, place: int
+    ) -> None:
         self._hand_on(process, rows[number], place, machinery)
 
     def _hand_on(self, process: _Process, row: int, place: int, machinery: Machinery) -> None:
@@ -412,13 +491,20 @@ class Resident:
                 self._announce()
             with ThreadPoolExecutor(len(devices), "gpu") as pool:
                 futures = [
-                    pool.submit(self._worker.release, device, [piece.handle for _, piece in pieces], seconds=_LET_GO_SECONDS)
+                    pool.submit(
+                        self._worker.release,
+                        device,
+                        [piece.handle for _, piece in pieces],
+                        seconds=_LET_GO_SECONDS,
+                    )
                     for device, pieces in devices.items()
                 ]
             failed = [error for future in futures if (error := future.exception()) is not None]
             if failed and not self._worker.gone:  # one that is gone has let go
                 self._worker.kill()
-                raise DumpFailed(f"the GPU worker does not let go of the job's memory: {failed[0]}") from failed[0]
+                raise DumpFailed(
+                    f"the GPU worker does not let go of the job's memory: {failed[0]}"
+                ) from failed[0]
         for agent in self._told:
             with suppress(IcecoreError):  # it has ended
                 agent.look(0.0)
@@ -443,7 +529,9 @@ class Resident:
             process.sink.unchanged(cells.row)
             process.sink.zeros(cells.row)
             fingerprints = np.ascontiguousarray(cells.words).view(FINGERPRINT).reshape(-1)
-            cells.capture.add(Scanned(cells.plan, process.sink, ScanResult(fingerprints, cells.row)))
+            cells.capture.add(
+                Scanned(cells.plan, process.sink, ScanResult(fingerprints, cells.row))
+            )
         return [process.cells.capture for process in self._processes]
 
     def describe(self, images: Mapping[int, int]) -> dict[str, str]:
@@ -452,10 +540,12 @@ class Resident:
             str(images[pid]): {
                 "token": self.look.reports[pid].token.hex(),
                 "allocations": [
-                    [one.identity, one.address, one.size, one.requested, one.device, one.ordinal] for one, _ in pairs
+                    [one.identity, one.address, one.size, one.requested, one.device, one.ordinal]
+                    for one, _ in pairs
                 ],
                 "imports": [
-                    [one.allocation.identity, images[one.owner[0]], one.owner[1]] for one in self._sharing.imports[pid]
+                    [one.allocation.identity, images[one.owner[0]], one.owner[1]]
+                    for one in self._sharing.imports[pid]
                 ],
                 "left": self.look.reports[pid].counts.left,
             }

@@ -52,7 +52,12 @@ class Found:
 
 
 def look_for_changes(
-    worker: Worker, place: Path, agents: Mapping[int, Agent], tokens: Mapping[int, bytes], parent: Parent | None, seed: int
+    worker: Worker,
+    place: Path,
+    agents: Mapping[int, Agent],
+    tokens: Mapping[int, bytes],
+    parent: Parent | None,
+    seed: int,
 ) -> Found:
     """Fingerprint device memory while the processes run: what differs from the parent, or, where there is none, from zeros.
 
@@ -69,17 +74,25 @@ def look_for_changes(
     until = time.monotonic() + _SECONDS
     with announced(agents.values()):
         pairs = owned(keeper, tokens)
-        processes = [plan_process(pid, str(agents[pid].pid), pairs[pid], worker, parent, seed) for pid in sorted(pairs)]
+        processes = [
+            plan_process(pid, str(agents[pid].pid), pairs[pid], worker, parent, seed)
+            for pid in sorted(pairs)
+        ]
         devices = by_device(processes)
         if not devices:
             return Found(0, {})
         with ThreadPoolExecutor(len(devices), "look") as pool:
             futures = {
-                device: pool.submit(_look_at, Eyes(worker, keeper, tokens, seed, device), pieces, until)
+                device: pool.submit(
+                    _look_at, Eyes(worker, keeper, tokens, seed, device), pieces, until
+                )
                 for device, pieces in devices.items()
             }
     found = {device: future.result() for device, future in futures.items()}
-    return Found(sum(looked for looked, _ in found.values()), {device: changed for device, (_, changed) in found.items()})
+    return Found(
+        sum(looked for looked, _ in found.values()),
+        {device: changed for device, (_, changed) in found.items()},
+    )
 
 
 @contextmanager
@@ -124,7 +137,9 @@ class Eyes(NamedTuple):
     device: str
 
 
-def _look_at(eyes: Eyes, pieces: Sequence[tuple[ProcessCells, Piece]], until: float) -> tuple[int, int]:
+def _look_at(
+    eyes: Eyes, pieces: Sequence[tuple[ProcessCells, Piece]], until: float
+) -> tuple[int, int]:
     """Return one GPU's part: bytes looked at, and changed. New memory that was not reached counts as changed, the parent's as unchanged."""
     new = {id(piece): piece.cells for process, piece in pieces if not process.known(piece)}
     looked = changed = 0
@@ -144,7 +159,10 @@ def look_at(
     while left and time.monotonic() < until:
         some: list[tuple[ProcessCells, Piece]] = []
         size = 0
-        while left and (not some or (size + left[-1][1].allocation.size <= portion and len(some) < MOST_DESCRIPTORS)):
+        while left and (
+            not some
+            or (size + left[-1][1].allocation.size <= portion and len(some) < MOST_DESCRIPTORS)
+        ):
             some.append(left.pop())
             size += some[-1][1].allocation.size
         began = time.monotonic()
@@ -156,7 +174,9 @@ def look_at(
 
 
 @contextmanager
-def mapped(eyes: Eyes, pieces: Sequence[tuple[ProcessCells, Piece]]) -> Iterator[list[tuple[ProcessCells, Piece]]]:
+def mapped(
+    eyes: Eyes, pieces: Sequence[tuple[ProcessCells, Piece]]
+) -> Iterator[list[tuple[ProcessCells, Piece]]]:
     """Those of them that are still there, fingerprinted, and mapped meanwhile."""
     worker, keeper, tokens, seed, device = eyes
     with ExitStack() as stack:

@@ -78,7 +78,14 @@ class ProcessCells:
 
 
 def plan_process(
-    pid: int, key: str, pairs: Sequence[Taken], worker: Worker, parent: Parent | None, seed: int, *, stream: int = 0
+    pid: int,
+    key: str,
+    pairs: Sequence[Taken],
+    worker: Worker,
+    parent: Parent | None,
+    seed: int,
+    *,
+    stream: int = 0,
 ) -> ProcessCells:
     """Nothing is known yet: all cells count as changed.
 
@@ -89,7 +96,10 @@ def plan_process(
         stream: The shard stream that its space goes to.
     """
     before = parent.space("device", key) if parent else None
-    regions = [Region(one.address, one.size, one.address, 3, 0, kind="device", name=one.device) for one, _ in pairs]
+    regions = [
+        Region(one.address, one.size, one.address, 3, 0, kind="device", name=one.device)
+        for one, _ in pairs
+    ]
     capture = SpaceCapture.make("device", key, 0, regions, before, stream=stream)
     extents = np.array([(one.address, one.size // PAGE) for one, _ in pairs], EXTENT)
     plan = plan_cells(capture.regions, extents)
@@ -113,7 +123,11 @@ def by_device(processes: Sequence[ProcessCells]) -> Mapping[str, list[tuple[Proc
 
 
 def fingerprint(
-    worker: Worker, device: str, pieces: Sequence[tuple[ProcessCells, Piece]], seed: int, seconds: float = 300.0
+    worker: Worker,
+    device: str,
+    pieces: Sequence[tuple[ProcessCells, Piece]],
+    seed: int,
+    seconds: float = 300.0,
 ) -> int:
     """Map memory of one GPU, which stays mapped, and fill in its cells' ``words``; bytes. Each of the worker's calls may take so long.
 
@@ -122,7 +136,13 @@ def fingerprint(
     """
     own = [piece for _, piece in pieces]
     handles = [one.handle for one in own]
-    worker.map(device, handles, [one.allocation.size for one in own], [one.descriptor for one in own], seconds)
+    worker.map(
+        device,
+        handles,
+        [one.allocation.size for one in own],
+        [one.descriptor for one in own],
+        seconds,
+    )
     words = worker.fingerprints(device, handles, seed, seconds)
     at = 0
     for process, piece in pieces:

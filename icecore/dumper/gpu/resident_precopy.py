@@ -81,12 +81,16 @@ class _Process:
     def result(self) -> PreCopied:
         """Once the pipeline is drained."""
         cells, plan, rows = self.cells, self.cells.plan, np.flatnonzero(self.stored)
-        known = cells.capture.known.updated(plan.key[rows], _packed(self.words[rows]), self.sink.records[rows])
+        known = cells.capture.known.updated(
+            plan.key[rows], _packed(self.words[rows]), self.sink.records[rows]
+        )
         # What was not reached again is as restless as it was: it differs from zeros.
         cells.words[~self.seen] = 0
         looked = np.flatnonzero(self.seen | self.restless)
         looked = looked[np.argsort(plan.key[looked], kind="stable")]
-        seen = KnownCells(plan.key[looked], _packed(cells.words[looked]), np.zeros(len(looked), CELL))
+        seen = KnownCells(
+            plan.key[looked], _packed(cells.words[looked]), np.zeros(len(looked), CELL)
+        )
         return PreCopied(known, seen, len(rows) * CELL_BYTES)
 
 
@@ -118,11 +122,25 @@ def pre_copy_resident(
         processes = []
         for number, pid in enumerate(sorted(pairs)):  # as in the window
             stream = number % machinery.streams
-            cells = plan_process(pid, str(agents[pid].pid), pairs[pid], worker, parent, seed, stream=stream)
-            sink = machinery.pipeline.space(stream, cells.plan, cells.capture.regions, cells.capture.known)
+            cells = plan_process(
+                pid, str(agents[pid].pid), pairs[pid], worker, parent, seed, stream=stream
+            )
+            sink = machinery.pipeline.space(
+                stream, cells.plan, cells.capture.regions, cells.capture.known
+            )
             before, none = cells.capture.parent, np.zeros(len(cells.plan), np.bool_)
             restless = np.isin(cells.plan.key, before.restless) if before else none
-            processes.append(_Process(cells, sink, restless, none.copy(), none.copy(), none.copy(), np.zeros_like(cells.words)))
+            processes.append(
+                _Process(
+                    cells,
+                    sink,
+                    restless,
+                    none.copy(),
+                    none.copy(),
+                    none.copy(),
+                    np.zeros_like(cells.words),
+                )
+            )
         own = {id(process.cells): process for process in processes}
         devices = {
             device: [(own[id(cells)], piece) for cells, piece in pieces]
@@ -135,17 +153,26 @@ def pre_copy_resident(
         began = time.monotonic()
         with ThreadPoolExecutor(len(devices), "look") as pool:
             for future in [
-                pool.submit(_first_look, Eyes(worker, keeper, tokens, seed, device), pieces, began + _LOOK_SECONDS)
+                pool.submit(
+                    _first_look,
+                    Eyes(worker, keeper, tokens, seed, device),
+                    pieces,
+                    began + _LOOK_SECONDS,
+                )
                 for device, pieces in devices.items()
             ]:
                 future.result()
     for process in processes:
         # Zero words: it was not reached.
-        process.wanted = ~process.restless & (process.cells.row == UNKNOWN) & process.words.any(axis=1)
+        process.wanted = (
+            ~process.restless & (process.cells.row == UNKNOWN) & process.words.any(axis=1)
+        )
     machinery.stop.wait(max(0.0, began + _REST_SECONDS - time.monotonic()))
     for device, pieces in devices.items():
         eyes = Eyes(worker, keeper, tokens, seed, device)
-        copying = _Copying(eyes, region, list(agents.values()), machinery, min(spare[device], _ROOM) // CELL_BYTES)
+        copying = _Copying(
+            eyes, region, list(agents.values()), machinery, min(spare[device], _ROOM) // CELL_BYTES
+        )
         try:
             copying.copy(pieces, wanted[device] // CELL_BYTES)
         finally:
@@ -173,13 +200,21 @@ class _Copying:
 
     def copy(self, pieces: Sequence[tuple[_Process, Piece]], most: int) -> None:
         """At most so many cells."""
-        left = [(process, piece) for process, piece in pieces if (process.wanted | process.restless)[piece.rows].any()]
+        left = [
+            (process, piece)
+            for process, piece in pieces
+            if (process.wanted | process.restless)[piece.rows].any()
+        ]
         while left and most > 0:
             if self.machinery.stop.is_set():
                 raise DumpFailed("the dump was abandoned")
             some, size = [left.pop()], 0
             size += some[0][1].allocation.size
-            while left and size + left[-1][1].allocation.size <= _PORTION and len(some) < MOST_DESCRIPTORS:
+            while (
+                left
+                and size + left[-1][1].allocation.size <= _PORTION
+                and len(some) < MOST_DESCRIPTORS
+            ):
                 some.append(left.pop())
                 size += some[-1][1].allocation.size
             stored = self._portion(some, min(self.room, most))
@@ -187,13 +222,18 @@ class _Copying:
                 return
             most -= stored
             # What found no room this time.
-            left += [(process, piece) for process, piece in some if process.wanted[piece.rows].any()]
+            left += [
+                (process, piece) for process, piece in some if process.wanted[piece.rows].any()
+            ]
 
     def _portion(self, pieces: Sequence[tuple[_Process, Piece]], most: int) -> int | None:
         """How many cells were stored; None: there is no room on the GPU."""
         worker, device = self.eyes.worker, self.eyes.device
         rows: list[tuple[_Process, int]] = []
-        with announced(self.agents), mapped(self.eyes, [(process.cells, piece) for process, piece in pieces]) as there:
+        with (
+            announced(self.agents),
+            mapped(self.eyes, [(process.cells, piece) for process, piece in pieces]) as there,
+        ):
             present = {id(piece) for _, piece in there}
             masks = []
             for process, piece in pieces:
@@ -202,7 +242,9 @@ class _Copying:
                     process.wanted[own] = False
                     continue
                 process.seen[own] = True
-                calm = process.wanted[own] & (process.cells.words[own] == process.words[own]).all(axis=1)
+                calm = process.wanted[own] & (process.cells.words[own] == process.words[own]).all(
+                    axis=1
+                )
                 process.wanted[own] = calm
                 chosen = np.flatnonzero(calm)[: most - len(rows)]
                 rows += [(process, piece.first + int(at)) for at in chosen]
@@ -213,16 +255,34 @@ class _Copying:
                 return 0
             announce(self.agents)  # of three calls' time; mapping and fingerprinting took as much
             places = worker.stage(
-                device, [piece.handle for _, piece in there], np.concatenate(masks), 0, 0, spare=len(rows) * CELL_BYTES, seconds=CALL_SECONDS
+                device,
+                [piece.handle for _, piece in there],
+                np.concatenate(masks),
+                0,
+                0,
+                spare=len(rows) * CELL_BYTES,
+                seconds=CALL_SECONDS,
             )
             aside = worker.spare_fingerprints(device, self.eyes.seed, seconds=CALL_SECONDS)
         if (places == NOWHERE).all():
             return None
-        found = [(row, int(at) - ON_DEVICE) for row, at in zip(rows, places, strict=True) if at != NOWHERE]
-        fetch_through(worker, self.region, device, [(SPARE, at) for _, at in found], self._keeper(found, aside))
+        found = [
+            (row, int(at) - ON_DEVICE)
+            for row, at in zip(rows, places, strict=True)
+            if at != NOWHERE
+        ]
+        fetch_through(
+            worker,
+            self.region,
+            device,
+            [(SPARE, at) for _, at in found],
+            self._keeper(found, aside),
+        )
         return len(found)
 
-    def _keeper(self, found: Sequence[tuple[tuple[_Process, int], int]], aside: Words) -> Callable[[int, int], None]:
+    def _keeper(
+        self, found: Sequence[tuple[tuple[_Process, int], int]], aside: Words
+    ) -> Callable[[int, int], None]:
         def keep(number: int, place: int) -> None:
             (process, row), at = found[number]
             slot = self.machinery.staging.acquire()

@@ -45,7 +45,11 @@ def allocations(reader: Reader, regions: Sequence[Region]) -> list[int]:
     Raises:
         NotFound: The process is gone.
     """
-    wanted = [r for r in regions if r.lazy and r.protection & PROT_READ and r.kind in ("anonymous", "heap")]
+    wanted = [
+        r
+        for r in regions
+        if r.lazy and r.protection & PROT_READ and r.kind in ("anonymous", "heap")
+    ]
     starts = np.array([r.start for r in wanted], np.uint64)
     ends = np.array([r.start + r.length for r in wanted], np.uint64)
     found: set[int] = set()
@@ -53,7 +57,10 @@ def allocations(reader: Reader, regions: Sequence[Region]) -> list[int]:
     left: list[int] = []
     for region in wanted:
         if region.length >= CELL_BYTES:
-            left += (region.start, region.start - PAGE)  # where MADV_HUGEPAGE split the header off, it is before
+            left += (
+                region.start,
+                region.start - PAGE,
+            )  # where MADV_HUGEPAGE split the header off, it is before
     while left and len(seen) < _MOST_READS:
         address = left.pop()
         row = int(np.searchsorted(ends, address, side="right"))
@@ -75,7 +82,11 @@ def _chunk_size(reader: Reader, address: int) -> int:
     except DumpFailed:
         return 0  # unmapped meanwhile: only before the window
     size, flags = size & ~_FLAGS, size & _FLAGS
-    return size if before == 0 and flags == _IS_MMAPPED and size % PAGE == 0 and _LEAST <= size < _MOST else 0
+    return (
+        size
+        if before == 0 and flags == _IS_MMAPPED and size % PAGE == 0 and _LEAST <= size < _MOST
+        else 0
+    )
 
 
 def cut(regions: Sequence[Region], addresses: Sequence[int]) -> list[Region]:
@@ -92,10 +103,23 @@ def cut(regions: Sequence[Region], addresses: Sequence[int]) -> list[Region]:
             continue
         out += regions[done:number]
         done = number + 1
-        bounds = [region.start, *points[first[number] : after[number]].tolist(), region.start + region.length]
+        bounds = [
+            region.start,
+            *points[first[number] : after[number]].tolist(),
+            region.start + region.length,
+        ]
         for low, high in pairwise(bounds):
             origin = region.origin if low == region.start else low
             out.append(
-                Region(low, high - low, origin, region.protection, region.flags, region.kind, region.name, region.lazy)
+                Region(
+                    low,
+                    high - low,
+                    origin,
+                    region.protection,
+                    region.flags,
+                    region.kind,
+                    region.name,
+                    region.lazy,
+                )
             )
     return [*out, *regions[done:]]

@@ -57,7 +57,9 @@ class CellPlan:
         """The plan of some of its cells; ``rows`` i8[k], ascending."""
         if len(rows) == len(self):
             return self
-        source, ordinal = _split(self.first_run[1:].astype(np.int64)[rows] - self.first_run[:-1][rows])
+        source, ordinal = _split(
+            self.first_run[1:].astype(np.int64)[rows] - self.first_run[:-1][rows]
+        )
         first = np.searchsorted(source, np.arange(len(rows) + 1)).astype(np.uint32)
         return CellPlan(
             self.region[rows],
@@ -75,7 +77,10 @@ class CellPlan:
         if not len(self) or not len(other):
             return nothing, nothing
         there = np.minimum(np.searchsorted(other.key, self.key), len(other) - 1)
-        start, start_there = self.runs["address"][self.first_run[:-1]], other.runs["address"][other.first_run[:-1]]
+        start, start_there = (
+            self.runs["address"][self.first_run[:-1]],
+            other.runs["address"][other.first_run[:-1]],
+        )
         # The same first page and the same bitmap: the same window.
         equal = (other.key[there] == self.key) & (start_there[there] == start)
         equal &= (other.bitmap[there] == self.bitmap).all(axis=1)
@@ -174,7 +179,9 @@ def _mixed(
         np.add.at(edges, (index[a:b] - start, low[a:b]), 1)
         np.subtract.at(edges, (index[a:b] - start, high[a:b]), 1)
         out[start:stop] = np.packbits(
-            np.cumsum(edges[:, :CELL_PAGES], axis=1, dtype=np.int16).view(np.uint16).astype(np.bool_),
+            np.cumsum(edges[:, :CELL_PAGES], axis=1, dtype=np.int16)
+            .view(np.uint16)
+            .astype(np.bool_),
             axis=1,
             bitorder="little",
         )

@@ -106,7 +106,10 @@ class EarlyScan:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._over.set()
         if error is not None:
@@ -157,16 +160,27 @@ class EarlyScan:
                 mappings = procfs.read_maps(pid)
                 if any(mapping.path.startswith(_RING) for mapping in mappings):
                     continue
-                regions = [region for region in private_regions(mappings) if not region.protection & procfs.PROT_EXEC]
+                regions = [
+                    region
+                    for region in private_regions(mappings)
+                    if not region.protection & procfs.PROT_EXEC
+                ]
                 extents = present_extents(pid, ranges_of(regions), self._machinery.threads)
                 present[image] = regions, extents
                 if int(extents["pages"].sum()) * PAGE >= _LEAST_BYTES:
-                    found[image] = self._process(pid, image, regions, extents, order[image] % self._machinery.streams)
+                    found[image] = self._process(
+                        pid, image, regions, extents, order[image] % self._machinery.streams
+                    )
                     running.bytes += found[image].plan.bytes
         return Early(held, present, found)
 
     def _process(
-        self, pid: int, image: int, regions: list[Region], extents: npt.NDArray[np.void], stream: int
+        self,
+        pid: int,
+        image: int,
+        regions: list[Region],
+        extents: npt.NDArray[np.void],
+        stream: int,
     ) -> Scanned:
         parent = self._parent.space("process", str(image)) if self._parent else None
         copied = self._copied.get(image)

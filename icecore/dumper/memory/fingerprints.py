@@ -42,21 +42,30 @@ class KnownCells:
         row = np.minimum(row, len(self.key) - 1)
         return np.where(self.key[row] == key, row, -1)
 
-    def differ(self, key: npt.NDArray[np.uint64], fingerprint: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    def differ(
+        self, key: npt.NDArray[np.uint64], fingerprint: npt.NDArray[np.void]
+    ) -> npt.NDArray[np.bool_]:
         """For each address whether its fingerprint is another one than is known, or none is."""
         row = self.find(key)
         if not len(self.key):
             return row < 0
         there = self.fingerprint[np.maximum(row, 0)].view(np.uint64).reshape(-1, 2)
-        other: npt.NDArray[np.bool_] = (there != fingerprint.view(np.uint64).reshape(-1, 2)).any(axis=1)
+        other: npt.NDArray[np.bool_] = (there != fingerprint.view(np.uint64).reshape(-1, 2)).any(
+            axis=1
+        )
         return (row < 0) | other
 
     def updated(
-        self, key: npt.NDArray[np.uint64], fingerprint: npt.NDArray[np.void], record: npt.NDArray[np.void]
+        self,
+        key: npt.NDArray[np.uint64],
+        fingerprint: npt.NDArray[np.void],
+        record: npt.NDArray[np.void],
     ) -> KnownCells:
         """These rows laid over the present ones."""
         all_key = np.concatenate([key, self.key])
         unique, first = np.unique(all_key, return_index=True)
         return KnownCells(
-            unique, np.concatenate([fingerprint, self.fingerprint])[first], np.concatenate([record, self.record])[first]
+            unique,
+            np.concatenate([fingerprint, self.fingerprint])[first],
+            np.concatenate([record, self.record])[first],
         )

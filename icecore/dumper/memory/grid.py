@@ -45,7 +45,8 @@ def device_regions(regions: list[Region], device: Sequence[tuple[int, int]]) -> 
     parts = cut(regions, sorted({point for bounds in device for point in bounds}))
     return [
         msgspec.structs.replace(part, kind="device")
-        if part.lazy and any(start <= part.start and part.start + part.length <= end for start, end in device)
+        if part.lazy
+        and any(start <= part.start and part.start + part.length <= end for start, end in device)
         else part
         for part in parts
     ]

@@ -46,7 +46,9 @@ def find_hidden(
     wrong = np.flatnonzero((flags & _ANONYMOUS) != _ANONYMOUS)
     if len(wrong):
         at = int(hidden["start"][wrong[0]])
-        raise DumpFailed(f"CRIU was kept from memory at {at:#x} of process {pid} that is not private, or of a file")
+        raise DumpFailed(
+            f"CRIU was kept from memory at {at:#x} of process {pid} that is not private, or of a file"
+        )
     if known is None:
         return _look(pid, hidden, threads)
     there = _regions_of(hidden, known[0]) >= 0
@@ -65,7 +67,9 @@ def complete(directory: Path, pagemaps: list[Pagemap], version: tuple[int, ...])
         own = np.empty(len(pagemap.hidden), ENTRY)
         own["address"], own["pages"] = pagemap.hidden["address"], pagemap.hidden["pages"]
         starts = np.array([region.start for region in pagemap.regions], np.uint64)
-        own["flags"] = np.where(lazy[np.searchsorted(starts, own["address"], side="right") - 1], PE_LAZY, PE_PRESENT)
+        own["flags"] = np.where(
+            lazy[np.searchsorted(starts, own["address"], side="right") - 1], PE_LAZY, PE_PRESENT
+        )
         entries = np.concatenate([written, own])
         write_pagemap(path, number, entries[np.argsort(entries["address"], kind="stable")], version)
 

@@ -92,24 +92,35 @@ def read_images(directory: Path) -> ImageSet:
     """
     processes, shared = pagemaps(directory)
     return ImageSet(
-        [_pagemap(directory / f"pagemap-{n}.img", n, read_regions(directory, n)) for n in processes],
+        [
+            _pagemap(directory / f"pagemap-{n}.img", n, read_regions(directory, n))
+            for n in processes
+        ],
         [_pagemap(directory / f"pagemap-shmem-{n}.img", n, None) for n in shared],
     )
 
 
 def image_files(directory: Path) -> list[Path]:
     """The image files that are stored as files: all but the pages and what only tells of the dump."""
-    return sorted(path for path in directory.iterdir() if path.is_file() and not _LEFT_OUT.match(path.name))
+    return sorted(
+        path for path in directory.iterdir() if path.is_file() and not _LEFT_OUT.match(path.name)
+    )
 
 
 def _pagemap(path: Path, number: int, regions: list[Region] | None) -> Pagemap:
     pages, entries = load_pagemap(path)
     if (entries["flags"] & PE_PARENT).any():
-        raise Damaged("image", path.name, "it refers to a parent image; give a dump that stands alone")
+        raise Damaged(
+            "image", path.name, "it refers to a parent image; give a dump that stands alone"
+        )
     written = entries[(entries["flags"] & PE_PRESENT) != 0]
     everything = entries[np.argsort(entries["address"], kind="stable")]
     if regions is None:
-        end = int((everything["address"] + everything["pages"] * np.uint64(PAGE)).max()) if len(everything) else 0
+        end = (
+            int((everything["address"] + everything["pages"] * np.uint64(PAGE)).max())
+            if len(everything)
+            else 0
+        )
         regions = [Region(0, end, 0, kind="shared", name=str(number))] if end else []
     return Pagemap(number, pages, regions, _merged(everything), _extents(written))
 
@@ -146,10 +157,14 @@ def read_regions(directory: Path, number: int) -> list[Region]:
     kept = (vmas["status"] & (VMA_VSYSCALL | VMA_GUARD)) == 0
     vmas, lazy = vmas[kept], lazy[kept]
     order = np.argsort(vmas["start"], kind="stable")
-    columns = (vmas[name][order].tolist() for name in ("start", "end", "protection", "flags", "status"))
+    columns = (
+        vmas[name][order].tolist() for name in ("start", "end", "protection", "flags", "status")
+    )
     return [
         Region(start, end - start, start, protection, flags, _kind(flags, status), "", can_be_lazy)
-        for start, end, protection, flags, status, can_be_lazy in zip(*columns, lazy[order].tolist(), strict=True)
+        for start, end, protection, flags, status, can_be_lazy in zip(
+            *columns, lazy[order].tolist(), strict=True
+        )
     ]
 
 

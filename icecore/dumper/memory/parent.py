@@ -46,7 +46,11 @@ class Parent:
         try:
             records = self._reader.records(space)
         except (Damaged, ObjectMissing) as error:
-            self._emit(Event("dump.parent_damaged", {"snapshot": self.manifest.snapshot, "error": str(error)}))
+            self._emit(
+                Event(
+                    "dump.parent_damaged", {"snapshot": self.manifest.snapshot, "error": str(error)}
+                )
+            )
             return None
         fingerprints = self._fingerprints.get(f"{space.kind}:{space.key}", NO_FINGERPRINTS)
         known = known_from(space.regions, records, fingerprints)
@@ -66,7 +70,9 @@ class Parent:
         return self._files.get(path)
 
 
-def load_parent(repository: Repository, loop: LoopThread, record: SnapshotRecord, emit: Sink) -> Parent | None:
+def load_parent(
+    repository: Repository, loop: LoopThread, record: SnapshotRecord, emit: Sink
+) -> Parent | None:
     """Read the manifest and the fingerprints of a parent; a damaged parent is reported and done without."""
     try:
         manifest = loop.run(repository.manifest(record))
@@ -79,7 +85,13 @@ def load_parent(repository: Repository, loop: LoopThread, record: SnapshotRecord
             limit = fingerprint_bytes(cells_of(manifest), len(manifest.spaces))
             kind = limited(limit)
             data = loop.run(repository.backend.get(manifest.hints, limit=kind.object_limit))
-            body = decode_hints(manifest.hints, data, repository.keys.hints, bytes.fromhex(manifest.hints_digest), kind=kind)
+            body = decode_hints(
+                manifest.hints,
+                data,
+                repository.keys.hints,
+                bytes.fromhex(manifest.hints_digest),
+                kind=kind,
+            )
             fingerprints = decode_fingerprints(body, limit)
         except (Damaged, FormatTooNew, StoreError) as error:
             # Without them every cell counts as changed, and is found to be stored by its id: slower, not wrong.
@@ -104,5 +116,9 @@ async def choose_parent(repository: Repository, job: str, wanted: str) -> Snapsh
     newest = await repository.newest_of(job)  # a page of the list, or none
     if newest is None or not newest.quarantined:
         return newest
-    own = [record for record in await repository.snapshots() if record.job == job and not record.quarantined]
+    own = [
+        record
+        for record in await repository.snapshots()
+        if record.job == job and not record.quarantined
+    ]
     return own[-1] if own else None

@@ -47,7 +47,12 @@ class SpaceSink:
     """
 
     def __init__(
-        self, pipeline: Pipeline, stream: int, plan: CellPlan, regions: list[Region], known: KnownCells
+        self,
+        pipeline: Pipeline,
+        stream: int,
+        plan: CellPlan,
+        regions: list[Region],
+        known: KnownCells,
     ) -> None:
         self.records = np.zeros(len(plan), CELL)
         self._pipeline = pipeline
@@ -57,7 +62,11 @@ class SpaceSink:
         self._candidates = known.find(plan.key)
         # Device memory that stayed where it is gets its zeros back as such: a restore clears it first.
         self._sparse = np.array(
-            [(r.kind in ("anonymous", "heap") and r.lazy) or (r.kind == "device" and not r.lazy) for r in regions], np.bool_
+            [
+                (r.kind in ("anonymous", "heap") and r.lazy) or (r.kind == "device" and not r.lazy)
+                for r in regions
+            ],
+            np.bool_,
         )
 
     def keep(self, row: int, slot: Slot) -> None:
@@ -68,7 +77,9 @@ class SpaceSink:
         """Bytes of the cell of ``row``."""
         return int(self._plan.length[row])
 
-    def store(self, row: int, slot: Slot, scratch: npt.NDArray[np.uint8], writer: CellStore) -> None:
+    def store(
+        self, row: int, slot: Slot, scratch: npt.NDArray[np.uint8], writer: CellStore
+    ) -> None:
         """Encode and store one cell; called by the pipeline's threads."""
         plan = self._plan
         size = int(plan.length[row])
@@ -159,7 +170,9 @@ class Pipeline:
     def __init__(self, writer: CellStore, staging: Staging, threads: int) -> None:
         self._writer = writer
         self._staging = staging
-        self._queue: queue.SimpleQueue[tuple[SpaceSink, int, Slot] | _Mark | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[SpaceSink, int, Slot] | _Mark | None] = (
+            queue.SimpleQueue()
+        )
         self._gate = threading.Event()
         self._gate.set()
         # The scan outruns the store many times over: a wider margin would only open the gate where staging would have sufficed.
@@ -169,11 +182,16 @@ class Pipeline:
         self._failure: BaseException | None = None
         self._advance: Advance = unwatched
         self.spilled = False
-        self._threads = [threading.Thread(target=self._run, name=f"encode-{i}", daemon=True) for i in range(threads)]
+        self._threads = [
+            threading.Thread(target=self._run, name=f"encode-{i}", daemon=True)
+            for i in range(threads)
+        ]
         for thread in self._threads:
             thread.start()
 
-    def space(self, stream: int, plan: CellPlan, regions: list[Region], known: KnownCells) -> SpaceSink:
+    def space(
+        self, stream: int, plan: CellPlan, regions: list[Region], known: KnownCells
+    ) -> SpaceSink:
         """A sink for the cells of one space; ``stream`` names the shard stream they go to."""
         return SpaceSink(self, stream, plan, regions, known)
 
@@ -247,7 +265,10 @@ class Pipeline:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if error is not None:
             self._failure = self._failure or error

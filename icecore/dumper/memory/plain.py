@@ -43,7 +43,9 @@ class CompactPages:
         size = os.fstat(self._descriptor).st_size
         if size != int(length.sum()):
             os.close(self._descriptor)
-            raise Damaged("image", path.name, f"it has {size} bytes, its pagemap {int(length.sum())}")
+            raise Damaged(
+                "image", path.name, f"it has {size} bytes, its pagemap {int(length.sum())}"
+            )
 
     def close(self) -> None:
         """Close the file."""
@@ -54,7 +56,9 @@ class CompactPages:
         entry = bisect_right(self._start, address) - 1
         if entry < 0 or length <= 0 or address + length > self._start[entry] + self._length[entry]:
             return b""
-        return os.pread(self._descriptor, length, self._offset[entry] + address - self._start[entry])
+        return os.pread(
+            self._descriptor, length, self._offset[entry] + address - self._start[entry]
+        )
 
     def read_into(self, iovecs: int, count: int, buffer: Slot, size: int) -> None:
         """See `icecore.dumper.memory.scan.Source`."""

@@ -68,7 +68,11 @@ class _Look:
     stop: threading.Event
 
     def scan(
-        self, plan: CellPlan, known: KnownCells, keep: Callable[[int, Slot], None], advance: Advance = unwatched
+        self,
+        plan: CellPlan,
+        known: KnownCells,
+        keep: Callable[[int, Slot], None],
+        advance: Advance = unwatched,
     ) -> ScanResult:
         """Read the cells of a plan."""
         return scan(
@@ -112,17 +116,26 @@ def pre_copy(
     try:
         with RemoteReader(pid) as reader:
             regions = private_regions(procfs.read_maps(pid))
-            regions = inherit_origins(cut(regions, allocations(reader, regions)), before.space.regions if before else [])
+            regions = inherit_origins(
+                cut(regions, allocations(reader, regions)), before.space.regions if before else []
+            )
             plan = plan_cells(regions, present_extents(pid, ranges_of(regions), machinery.threads))
             m = machinery
-            look = _Look(stream, regions, Vanishing(reader), m.pipeline, m.staging, m.seed, m.threads, m.stop)
-            restless = np.isin(plan.key, before.restless) if before else np.zeros(len(plan), np.bool_)
+            look = _Look(
+                stream, regions, Vanishing(reader), m.pipeline, m.staging, m.seed, m.threads, m.stop
+            )
+            restless = (
+                np.isin(plan.key, before.restless) if before else np.zeros(len(plan), np.bool_)
+            )
             if int(plan.length[restless].sum()) < _LEAST_RESTLESS:
                 restless[:] = False
             sink = look.sink(plan, known)
             began = time.monotonic()
             result = look.scan(
-                plan, known, lambda row, slot: look.drop(row, slot) if restless[row] else sink.keep(row, slot), advance
+                plan,
+                known,
+                lambda row, slot: look.drop(row, slot) if restless[row] else sink.keep(row, slot),
+                advance,
             )
             machinery.pipeline.drain()
             changed = result.changed
@@ -133,7 +146,9 @@ def pre_copy(
             if len(doubtful):
                 machinery.stop.wait(max(0.0, began + _REST_SECONDS - time.monotonic()))
                 again = plan.take(doubtful)
-                same = KnownCells(again.key, result.fingerprint[doubtful], np.zeros(len(again), CELL))
+                same = KnownCells(
+                    again.key, result.fingerprint[doubtful], np.zeros(len(again), CELL)
+                )
                 rested = again.take(np.flatnonzero(look.scan(again, same, look.drop).row >= 0))
                 last = look.sink(rested, known)
                 found = look.scan(rested, known, last.keep)

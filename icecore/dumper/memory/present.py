@@ -24,7 +24,16 @@ def private_regions(mappings: Iterable[procfs.Mapping]) -> list[Region]:
         if mapping.anonymous:
             kind = "heap" if mapping.path == "[heap]" else "anonymous"
             out.append(
-                Region(mapping.start, mapping.length, mapping.start, mapping.protection, mapping.flags, kind, "", True)
+                Region(
+                    mapping.start,
+                    mapping.length,
+                    mapping.start,
+                    mapping.protection,
+                    mapping.flags,
+                    kind,
+                    "",
+                    True,
+                )
             )
     return out
 
@@ -34,7 +43,9 @@ def ranges_of(regions: Sequence[Region]) -> list[tuple[int, int]]:
     return [(region.start, region.start + region.length) for region in regions]
 
 
-def present_extents(pid: int, ranges: Sequence[tuple[int, int]], threads: int) -> npt.NDArray[np.void]:
+def present_extents(
+    pid: int, ranges: Sequence[tuple[int, int]], threads: int
+) -> npt.NDArray[np.void]:
     """Pages in and between ``ranges`` that hold something (`icecore.host.kernel.pagemap.contents_of`), as EXTENT records."""
     runs = contents_of(pid, ranges, threads)
     out = np.empty(len(runs), EXTENT)

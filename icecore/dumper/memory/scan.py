@@ -133,14 +133,39 @@ def scan(
     Raises:
         DumpFailed: A page could not be read, or ``stop`` was set.
     """
-    candidates, fingerprint, row = known.find(plan.key), np.empty(len(plan), FINGERPRINT), np.full(len(plan), -1, np.int64)
+    candidates, fingerprint, row = (
+        known.find(plan.key),
+        np.empty(len(plan), FINGERPRINT),
+        np.full(len(plan), -1, np.int64),
+    )
     native = None
     if source.process is not None and not native_scan_lacks():
         columns = Columns(
-            plan.runs, plan.first_run, plan.length, np.ascontiguousarray(plan.bitmap), candidates, known.fingerprint, fingerprint, row
+            plan.runs,
+            plan.first_run,
+            plan.length,
+            np.ascontiguousarray(plan.bitmap),
+            candidates,
+            known.fingerprint,
+            fingerprint,
+            row,
         )
         native = NativeScan(source.process, columns, seed)
-    shared = _Shared(plan, known, candidates, fingerprint, row, source, seed, staging, keep, stop, [], advance, native)
+    shared = _Shared(
+        plan,
+        known,
+        candidates,
+        fingerprint,
+        row,
+        source,
+        seed,
+        staging,
+        keep,
+        stop,
+        [],
+        advance,
+        native,
+    )
     cursor = _Cursor(_batches(plan.length, threads, native is not None) if len(plan) else [])
     workers = [
         threading.Thread(target=_work, args=(shared, cursor), name=f"scan-{i}")
@@ -189,7 +214,9 @@ def _scan_batch(shared: _Shared, batch: range, slot: Slot, packer: Packer) -> Sl
     candidates = shared.candidates[low:high]
     rows = candidates.tolist()
     expected = (
-        known.fingerprint[np.maximum(candidates, 0)].tobytes() if len(known.fingerprint) else bytes(16 * len(batch))
+        known.fingerprint[np.maximum(candidates, 0)].tobytes()
+        if len(known.fingerprint)
+        else bytes(16 * len(batch))
     )
     bitmaps = np.ascontiguousarray(plan.bitmap[low:high]).data.cast("B")
     runs = plan.runs.ctypes.data

@@ -115,5 +115,7 @@ def read_fully(descriptor: int, out: memoryview, offset: int, name: str) -> None
     while done < len(out):
         got = os.preadv(descriptor, [out[done : done + CELL_BYTES]], offset + done)
         if got == 0:
-            raise DumpFailed(f"{name} ended at {offset + done} while it was read up to {offset + len(out)}")
+            raise DumpFailed(
+                f"{name} ended at {offset + done} while it was read up to {offset + len(out)}"
+            )
         done += got

@@ -100,7 +100,14 @@ class SpaceCapture:
 
     @classmethod
     def make(
-        cls, kind: SpaceKind, key: str, size: int, regions: list[Region], parent: ParentSpace | None, *, stream: int = 0
+        cls,
+        kind: SpaceKind,
+        key: str,
+        size: int,
+        regions: list[Region],
+        parent: ParentSpace | None,
+        *,
+        stream: int = 0,
     ) -> SpaceCapture:
         """A capture whose regions take over the parent's grids."""
         known = parent.known if parent else KnownCells.none()
@@ -163,7 +170,12 @@ class SpaceCapture:
         """Bytes of cells that the parent does not have as they are, and that have to be read: not those found to be `ZERO` where they are."""
         before = self.parent.known if self.parent else KnownCells.none()
         return sum(
-            int(p.plan.length[before.differ(p.plan.key, p.result.fingerprint) & (p.result.row != ZERO)].sum()) for p in self._parts
+            int(
+                p.plan.length[
+                    before.differ(p.plan.key, p.result.fingerprint) & (p.result.row != ZERO)
+                ].sum()
+            )
+            for p in self._parts
         )
 
     @property
@@ -193,8 +205,12 @@ class SpaceCapture:
         rows = np.concatenate([part.records() for part in self._parts])
         order = np.lexsort((rows["cell"], region))
         region, rows = region[order], rows[order]
-        if ((np.diff(region.astype(np.int64)) == 0) & (np.diff(rows["cell"].astype(np.int64)) == 0)).any():
-            raise DumpFailed(f"CRIU split a cell of {self.kind} {self.key} between lazy and written pages")
+        if (
+            (np.diff(region.astype(np.int64)) == 0) & (np.diff(rows["cell"].astype(np.int64)) == 0)
+        ).any():
+            raise DumpFailed(
+                f"CRIU split a cell of {self.kind} {self.key} between lazy and written pages"
+            )
         return (
             np.split(rows, np.searchsorted(region, np.arange(1, len(self.regions))))
             if len(self.regions) > 1
@@ -209,12 +225,19 @@ class SpaceCapture:
         """
         records = self.records()
         space = writer.put_map(
-            self.kind, self.key, self.size, self.regions, records, self.parent.space if self.parent else None
+            self.kind,
+            self.key,
+            self.size,
+            self.regions,
+            records,
+            self.parent.space if self.parent else None,
         )
         data = sum(int(data_pages(r).sum()) for r in records) * PAGE
         zero = sum(int(np.bitwise_count(r["zero"]).sum()) for r in records) * PAGE
         device = sum(
-            int(data_pages(r).sum()) for region, r in zip(self.regions, records, strict=True) if region.kind == "device"
+            int(data_pages(r).sum())
+            for region, r in zip(self.regions, records, strict=True)
+            if region.kind == "device"
         )
         return space, data, zero, device * PAGE
 
@@ -222,7 +245,9 @@ class SpaceCapture:
 def cell_keys(regions: list[Region], records: list[Records]) -> npt.NDArray[np.uint64]:
     """Keys (`CellPlan.key`) of stored records, region by region."""
     keys = [
-        np.maximum(np.int64(region.origin) + rows["cell"].astype(np.int64) * CELL_BYTES, region.start).astype(np.uint64)
+        np.maximum(
+            np.int64(region.origin) + rows["cell"].astype(np.int64) * CELL_BYTES, region.start
+        ).astype(np.uint64)
         for region, rows in zip(regions, records, strict=True)
     ]
     return np.concatenate(keys) if keys else np.empty(0, np.uint64)

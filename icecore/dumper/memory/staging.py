@@ -156,7 +156,11 @@ class Staging:
         over = threading.Event()
 
         def grow() -> None:
-            while not over.is_set() and len(self._free) < min(slots, self.capacity) and self._made < self.capacity:
+            while (
+                not over.is_set()
+                and len(self._free) < min(slots, self.capacity)
+                and self._made < self.capacity
+            ):
                 with self._change:
                     self._grow()
 
@@ -173,7 +177,10 @@ class Staging:
         arena = HugeBuffer(count * SLOT_BYTES)
         self._made += count
         starts = range(0, count * SLOT_BYTES, SLOT_BYTES)
-        self._free.extend(Slot(arena.view(at, at + SLOT_BYTES), arena.address + at + PAGE, CELL_BYTES) for at in starts)
+        self._free.extend(
+            Slot(arena.view(at, at + SLOT_BYTES), arena.address + at + PAGE, CELL_BYTES)
+            for at in starts
+        )
         self._change.notify_all()
 
     def acquire(self) -> Slot:
@@ -212,7 +219,10 @@ class Staging:
     @contextmanager
     def limited(self, limit: int) -> Iterator[None]:
         """Take no more than ``limit`` bytes of memory meanwhile: while the job runs, waiting costs nobody anything."""
-        whole, self.capacity = self.capacity, min(self.capacity, max(self._least, limit // SLOT_BYTES))
+        whole, self.capacity = (
+            self.capacity,
+            min(self.capacity, max(self._least, limit // SLOT_BYTES)),
+        )
         try:
             yield
         finally:
@@ -228,6 +238,9 @@ class Staging:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._free.clear()

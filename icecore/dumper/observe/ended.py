@@ -45,9 +45,15 @@ class Lives:
             if not ended or isinstance(error, _OTHERS):
                 raise
             if self._root in ended:
-                what, cure = f"job {self._job} (process {self._root}) ended during the dump", "'icecore ps -a' shows how it ended"
+                what, cure = (
+                    f"job {self._job} (process {self._root}) ended during the dump",
+                    "'icecore ps -a' shows how it ended",
+                )
             else:
-                what, cure = f"process {ended[0]} of job {self._job} ended during the dump", "dump it again"
+                what, cure = (
+                    f"process {ended[0]} of job {self._job} ended during the dump",
+                    "dump it again",
+                )
             raise DumpFailed(what, cure=cure) from error
 
 

@@ -63,7 +63,11 @@ def listening_ports(pids: Iterable[int]) -> list[str]:
     owners: dict[int, tuple[int, set[int]]] = {}
     for pid in pids:
         try:
-            inodes = {s.inode for s in sockets_of(pid, procfs.descriptors(pid)) if s.protocol in ("TCP", "TCPv6")}
+            inodes = {
+                s.inode
+                for s in sockets_of(pid, procfs.descriptors(pid))
+                if s.protocol in ("TCP", "TCPv6")
+            }
             network = procfs.namespaces(pid).get("net", 0) if inodes else 0
         except NotFound:
             continue

@@ -54,11 +54,20 @@ def find_files(pids: Iterable[int], options: DumpOptions) -> list[FoundFile]:
             if not stat.S_ISREG(descriptor.mode) or not descriptor.target.startswith("/"):
                 continue
             writable = (descriptor.flags & os.O_ACCMODE) != os.O_RDONLY
-            _add(found, f"/proc/{pid}/fd/{descriptor.number}", descriptor.target, writable, False, options)
+            _add(
+                found,
+                f"/proc/{pid}/fd/{descriptor.number}",
+                descriptor.target,
+                writable,
+                False,
+                options,
+            )
         for mapping in mappings:
             if mapping.inode == 0 or not mapping.path.startswith("/"):
                 continue
-            shared_writable = bool(mapping.flags & procfs.MAP_SHARED) and bool(mapping.protection & procfs.PROT_WRITE)
+            shared_writable = bool(mapping.flags & procfs.MAP_SHARED) and bool(
+                mapping.protection & procfs.PROT_WRITE
+            )
             key = (os.makedev(*mapping.device), mapping.inode)
             if key in found and not shared_writable:
                 continue
@@ -74,7 +83,12 @@ def find_files(pids: Iterable[int], options: DumpOptions) -> list[FoundFile]:
 
 
 def _add(
-    found: dict[tuple[int, int], FoundFile], reach: str, target: str, writable: bool, mapped: bool, options: DumpOptions
+    found: dict[tuple[int, int], FoundFile],
+    reach: str,
+    target: str,
+    writable: bool,
+    mapped: bool,
+    options: DumpOptions,
 ) -> None:
     try:
         about = os.stat(reach)

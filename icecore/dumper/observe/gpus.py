@@ -93,7 +93,9 @@ class GpuLook:
 
 def look_at_gpus(
     backend: Backend,
-    processes: Sequence[tuple[int, Sequence[procfs.Mapping], Sequence[procfs.Descriptor], Sequence[Socket]]],
+    processes: Sequence[
+        tuple[int, Sequence[procfs.Mapping], Sequence[procfs.Descriptor], Sequence[Socket]]
+    ],
 ) -> GpuLook | None:
     """Find the processes that have device files of the driver; None when there are none.
 
@@ -119,7 +121,9 @@ def look_at_gpus(
             continue
         own = {s.inode for s in sockets if s.protocol in ("TCP", "TCPv6")}
         communicates = bool(own) and any(nccl.is_library(m.path) for m in mappings)
-        minors = sorted({minor for path in nodes[pid] if (minor := backend.minor(path)) is not None})
+        minors = sorted(
+            {minor for path in nodes[pid] if (minor := backend.minor(path)) is not None}
+        )
         gpus = [inventory.by_minor(minor) for minor in minors] if inventory else []
         settings: dict[str, str] = {}
         with suppress(NotFound):
@@ -132,7 +136,9 @@ def look_at_gpus(
                 settings=settings,
                 communicates=communicates,
                 outside=communicates and connected_outside(pid, own, inodes),
-                passes_descriptors=nccl.passes_descriptors(pid, {s.inode for s in sockets if s.unix}),
+                passes_descriptors=nccl.passes_descriptors(
+                    pid, {s.inode for s in sockets if s.unix}
+                ),
                 managed=sum(m.length for m in mappings if _is_managed(m, backend)),
                 ipc=any(m.path.startswith(_IPC) for m in mappings)
                 or any(d.target.startswith(_IPC) for d in descriptors),
@@ -143,8 +149,12 @@ def look_at_gpus(
         )
     # A driver that calls its threads otherwise has none in any process: then all may have CUDA state, until it is asked.
     known = any(one.threads for one in found)
-    orphans = [one for one in found if not one.contexts and (one.nvml or (known and not one.threads))]
-    return GpuLook(backend, [one for one in found if one not in orphans], inventory, problem, orphans)
+    orphans = [
+        one for one in found if not one.contexts and (one.nvml or (known and not one.threads))
+    ]
+    return GpuLook(
+        backend, [one for one in found if one not in orphans], inventory, problem, orphans
+    )
 
 
 def _has_threads(pid: int) -> bool:
@@ -159,4 +169,6 @@ def _maps(mappings: Sequence[procfs.Mapping], library: str) -> bool:
 
 def _is_managed(mapping: procfs.Mapping, backend: Backend) -> bool:
     """nvidia-uvm maps managed memory at an offset that is its address; the driver does so too, but for its own, low addresses."""
-    return mapping.path == f"{backend.devices}-uvm" and mapping.offset == mapping.start >= _DRIVERS_OWN
+    return (
+        mapping.path == f"{backend.devices}-uvm" and mapping.offset == mapping.start >= _DRIVERS_OWN
+    )

@@ -100,7 +100,9 @@ def look(pid: int, criu: Criu, workdir: str, options: DumpOptions) -> Look:
             if member == pid:
                 raise NotFound(f"there is no process {pid}") from None
             continue  # it ended meanwhile
-    gpus = look_at_gpus(find_backend(), [(p.pid, p.mappings, p.descriptors, p.sockets) for p in processes])
+    gpus = look_at_gpus(
+        find_backend(), [(p.pid, p.mappings, p.descriptors, p.sockets) for p in processes]
+    )
     resident = None
     if gpus is not None:
         gpus, resident = look_at_resident(gpus, options.staging_bytes)
@@ -124,7 +126,11 @@ def _process(pid: int) -> ProcessLook:
     if status.zombie:
         return ProcessLook(pid, status, [], [])
     descriptors = procfs.descriptors(pid)
-    sizes = {name: int(words[0]) * 1024 for name, words in procfs.status_fields(pid).items() if name in _SIZES}
+    sizes = {
+        name: int(words[0]) * 1024
+        for name, words in procfs.status_fields(pid).items()
+        if name in _SIZES
+    }
     return ProcessLook(
         pid,
         status,
@@ -139,7 +145,9 @@ def _process(pid: int) -> ProcessLook:
     )
 
 
-def _devices(pid: int, descriptors: Sequence[procfs.Descriptor]) -> Iterable[tuple[int, tuple[int, int]]]:
+def _devices(
+    pid: int, descriptors: Sequence[procfs.Descriptor]
+) -> Iterable[tuple[int, tuple[int, int]]]:
     for descriptor in descriptors:
         if stat.S_ISCHR(descriptor.mode) or stat.S_ISBLK(descriptor.mode):
             try:
@@ -176,10 +184,15 @@ def _shared_bytes(processes: Sequence[ProcessLook]) -> int:
         for mapping in process.mappings:
             if mapping.path.startswith(SHARED_MEMORY):
                 key = (os.makedev(*mapping.device), mapping.inode)
-                reach.setdefault(key, f"/proc/{process.pid}/map_files/{mapping.start:x}-{mapping.end:x}")
+                reach.setdefault(
+                    key, f"/proc/{process.pid}/map_files/{mapping.start:x}-{mapping.end:x}"
+                )
         for descriptor in process.descriptors:
             if descriptor.target.startswith("/memfd:"):
-                reach.setdefault((descriptor.device, descriptor.inode), f"/proc/{process.pid}/fd/{descriptor.number}")
+                reach.setdefault(
+                    (descriptor.device, descriptor.inode),
+                    f"/proc/{process.pid}/fd/{descriptor.number}",
+                )
     total = 0
     for path in reach.values():
         try:

@@ -68,7 +68,10 @@ class ResidentLook:
     def most_window_seconds(self) -> float:
         """How much longer a window will take if all of it has changed: GPUs copy at the same time, and what has no room is stored."""
         device, host, left = self.copies
-        aside = (device.get(one, 0) / DEVICE_RATE + host.get(one, 0) / HOST_RATE for one in {*device, *host})
+        aside = (
+            device.get(one, 0) / DEVICE_RATE + host.get(one, 0) / HOST_RATE
+            for one in {*device, *host}
+        )
         return max(0.0, max(aside, default=0.0) + left / STORE_RATE - BESIDE_SECONDS)
 
     def seen_from(self, pid: int) -> Path:
@@ -99,17 +102,31 @@ def look_at_resident(gpus: GpuLook, staging_bytes: int) -> tuple[GpuLook, Reside
             continue  # the process has ended
         except ResidentFailed as error:
             # Through the driver it would be lost: that restores into other memory than the keeper holds.
-            refused.append(("gpu-resident", f"process {process.pid} does not tell of its resident device memory: {error.message}", "try again"))
+            refused.append(
+                (
+                    "gpu-resident",
+                    f"process {process.pid} does not tell of its resident device memory: {error.message}",
+                    "try again",
+                )
+            )
             continue
         if agent is None or report is None:
             continue
         if not _is_private(agent.directory):
             what = f"process {process.pid} names {named} for its device memory, which others can write to"
-            refused.append(("gpu-resident", what, f"start the job with 'icecore run --gpu', or: chown root {named} && chmod 0700 {named}"))
+            refused.append(
+                (
+                    "gpu-resident",
+                    what,
+                    f"start the job with 'icecore run --gpu', or: chown root {named} && chmod 0700 {named}",
+                )
+            )
             continue
         if directory and named != directory:
             what = f"the device memory of the tree's processes stays with two keepers: {directory} and {named}"
-            refused.append(("gpu-resident", what, "start all processes of a job by one icecore run"))
+            refused.append(
+                ("gpu-resident", what, "start all processes of a job by one icecore run")
+            )
             continue
         directory, pids[process.pid], reports[process.pid] = named, agent.pid, report
         sizes += _sizes(agent, report)
@@ -119,7 +136,9 @@ def look_at_resident(gpus: GpuLook, staging_bytes: int) -> tuple[GpuLook, Reside
         return gpus, None
     limits.raise_descriptor_limit()  # one for each allocation, to compare with others'
     less = [
-        replace(process, resident=reports[process.pid].counts.resident_bytes) if process.pid in reports else process
+        replace(process, resident=reports[process.pid].counts.resident_bytes)
+        if process.pid in reports
+        else process
         for process in gpus.processes
     ]
     without = replace(gpus, processes=less)
@@ -156,9 +175,20 @@ def _sizes(agent: Agent, report: Report) -> Counter[str]:
 def _foreseen(gpus: GpuLook, sizes: Mapping[str, int], staging_bytes: int) -> Foreseen:
     """By the rule of `icecore.dumper.gpu.resident.Resident.prepare` for a first snapshot, with what NVML says is free."""
     known = {gpu.uuid: gpu for gpu in gpus.inventory.gpus} if gpus.inventory is not None else {}
-    spare = {one: spare_room(known[one].memory - known[one].used - _WORKER_BYTES) for one in sizes if one in known}
+    spare = {
+        one: spare_room(known[one].memory - known[one].used - _WORKER_BYTES)
+        for one in sizes
+        if one in known
+    }
     available = max(0, limits.memory_available() - 2 * gpus.most_bytes)
-    host = pinned_bytes(sizes, spare, wanted=sizes, likely=sum(sizes.values()), staging=staging_bytes, available=available)
+    host = pinned_bytes(
+        sizes,
+        spare,
+        wanted=sizes,
+        likely=sum(sizes.values()),
+        staging=staging_bytes,
+        available=available,
+    )
     return foresee(sizes, spare, host)
 
 
@@ -170,7 +200,10 @@ def _outsiders(directory: str, reports: Mapping[int, Report]) -> list[int]:
     """
     tokens = {report.token for report in reports.values()}
     keeper, found = Keeper(Path(f"/proc/{next(iter(reports))}/root{directory}")), []
-    with suppress(NotFound), ExitStack() as stack:  # a keeper that has died is replaced, and given everything
+    with (
+        suppress(NotFound),
+        ExitStack() as stack,
+    ):  # a keeper that has died is replaced, and given everything
 
         def take(token: bytes) -> list[Taken]:
             pairs = keeper.take(token)
@@ -179,7 +212,11 @@ def _outsiders(directory: str, reports: Mapping[int, Report]) -> list[int]:
             return pairs
 
         try:
-            others = [one for one in keeper.processes() if one.alive and one.allocations and one.token not in tokens]
+            others = [
+                one
+                for one in keeper.processes()
+                if one.alive and one.allocations and one.token not in tokens
+            ]
             own = [pair for token in tokens for pair in take(token)] if others else []
             found = [one.pid for one in others if share_any(own, take(one.token))]
         except ResidentFailed as error:
@@ -205,7 +242,10 @@ def has_mapped(pid: int) -> bool:
 def _kept(pid: int, directory: Path) -> bool:
     """Whether a keeper has memory of a process that is not heard."""
     try:
-        return any(one.alive and one.allocations and one.pid == pid for one in Keeper(directory).processes())
+        return any(
+            one.alive and one.allocations and one.pid == pid
+            for one in Keeper(directory).processes()
+        )
     except NotFound:
         return False
 

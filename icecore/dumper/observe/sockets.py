@@ -61,7 +61,9 @@ def sockets_of(pid: int, descriptors: list[procfs.Descriptor]) -> list[Socket]:
             name = os.getxattr(f"/proc/{pid}/fd/{descriptor.number}", "system.sockprotoname")
         except OSError:
             name = b""  # closed meanwhile
-        found.append(Socket(descriptor.number, descriptor.inode, name.rstrip(b"\0").decode(errors="replace")))
+        found.append(
+            Socket(descriptor.number, descriptor.inode, name.rstrip(b"\0").decode(errors="replace"))
+        )
     return found
 
 
@@ -73,7 +75,9 @@ def unix_sockets() -> dict[int, UnixSocket]:
     """
     found: dict[int, UnixSocket] = {}
     body = _REQUEST.pack(socket.AF_UNIX, 0, 0, _ALL_STATES, 0, _SHOW_NAME | _SHOW_PEER, 0, 0)
-    head = _HEADER.pack(_HEADER.size + len(body), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST | _NLM_F_DUMP, 1, 0)
+    head = _HEADER.pack(
+        _HEADER.size + len(body), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST | _NLM_F_DUMP, 1, 0
+    )
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 4) as kernel:  # NETLINK_SOCK_DIAG
         kernel.settimeout(10)
         kernel.send(head + body)
@@ -120,7 +124,8 @@ def connected_outside(pid: int, own: Collection[int], tree: Collection[int]) -> 
                 if words[3] == _ESTABLISHED:
                     ends[_end(words[1]), _end(words[2])] = int(words[9])
     return any(
-        inode in own and (there, here) in ends and ends[there, here] not in tree for (here, there), inode in ends.items()
+        inode in own and (there, here) in ends and ends[there, here] not in tree
+        for (here, there), inode in ends.items()
     )
 
 

@@ -74,11 +74,15 @@ def namespaces(found: Look) -> list[Refusal]:
     for process in found.living:
         theirs = process.namespaces or {}
         nested = sorted(
-            kind for kind in theirs if theirs[kind] != root.get(kind) and not kind.endswith("_for_children")
+            kind
+            for kind in theirs
+            if theirs[kind] != root.get(kind) and not kind.endswith("_for_children")
         )
         nested += ["time"] if theirs.get("time_for_children") != theirs.get("time") else []
         if root.get("mnt") != found.namespaces["mnt"]:
-            nested = [kind for kind in nested if kind not in ("mnt", "net")]  # within an own root CRIU restores those
+            nested = [
+                kind for kind in nested if kind not in ("mnt", "net")
+            ]  # within an own root CRIU restores those
         if nested:
             out.append(
                 Refusal(
@@ -122,7 +126,12 @@ def _held_in_pipes(found: Look) -> int:
         # Device memory is in the processes by then.
         return found.private_bytes + (found.gpus.most_bytes if found.gpus else 0)
     seen = (
-        sum(m.length for m in p.mappings if m.private and not (m.anonymous and m.length >= LEAST_BYTES)) for p in found.living
+        sum(
+            m.length
+            for m in p.mappings
+            if m.private and not (m.anonymous and m.length >= LEAST_BYTES)
+        )
+        for p in found.living
     )
     return sum(min(p.private_bytes, size) for p, size in zip(found.living, seen, strict=True))
 
@@ -187,7 +196,9 @@ def file_budget(found: Look) -> list[Refusal]:
     total = sum(f.about.size for f in found.files if f.about.policy == "content")
     if total <= found.options.file_budget:
         return []
-    largest = max((f for f in found.files if f.about.policy == "content"), key=lambda f: f.about.size)
+    largest = max(
+        (f for f in found.files if f.about.policy == "content"), key=lambda f: f.about.size
+    )
     return [
         Refusal(
             "file-budget",

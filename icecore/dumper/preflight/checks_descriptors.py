@@ -20,7 +20,16 @@ _NVIDIA_MAJOR = 195
 _NVIDIA = re.compile(r"/dev/nvidia")
 _OTHER_GPU = re.compile(r"/dev/(kfd|dri/)")
 #: What anon_inode descriptors CRIU 4 can dump (bpf-map: where it was built with libbpf).
-_KNOWN_ANON = {"[eventfd]", "[eventpoll]", "[signalfd]", "[timerfd]", "inotify", "[fanotify]", "[pidfd]", "bpf-map"}
+_KNOWN_ANON = {
+    "[eventfd]",
+    "[eventpoll]",
+    "[signalfd]",
+    "[timerfd]",
+    "inotify",
+    "[fanotify]",
+    "[pidfd]",
+    "bpf-map",
+}
 #: Character devices that it can: memory (null, zero, random, …), terminals, serial lines, pseudo-terminals.
 _KNOWN_MAJORS = {1, 4, 5, *range(136, 144), 188, 204}
 _TUN, _AUTOFS = (10, 200), (10, 235)
@@ -48,7 +57,8 @@ def io_uring(found: Look) -> list[Refusal]:
     users = [
         p.pid
         for p in found.processes
-        if any("[io_uring]" in m.path for m in p.mappings) or any("[io_uring]" in d.target for d in p.descriptors)
+        if any("[io_uring]" in m.path for m in p.mappings)
+        or any("[io_uring]" in d.target for d in p.descriptors)
     ]
     if not users:
         return []
@@ -65,7 +75,11 @@ def gpus(found: Look) -> list[Refusal]:
     """GPUs that only a plugin of CRIU's can dump."""
     out = []
     for process in found.processes:
-        names = {d.target for d in process.descriptors if stat.S_ISCHR(d.mode) and _OTHER_GPU.match(d.target)}
+        names = {
+            d.target
+            for d in process.descriptors
+            if stat.S_ISCHR(d.mode) and _OTHER_GPU.match(d.target)
+        }
         names |= {m.path for m in process.mappings if _OTHER_GPU.match(m.path)}
         if names and not has_plugin(found.options.criu_plugins, "amdgpu"):
             out.append(
@@ -81,10 +95,18 @@ def gpus(found: Look) -> list[Refusal]:
 def devices(found: Look) -> list[Refusal]:
     out = []
     drivers = found.gpus
-    cuda = {process.pid for process in (*drivers.processes, *drivers.orphans)} if drivers is not None else set()
+    cuda = (
+        {process.pid for process in (*drivers.processes, *drivers.orphans)}
+        if drivers is not None
+        else set()
+    )
     for process, descriptor in _all_descriptors(found):
         device = (process.devices or {}).get(descriptor.number)
-        if device is None or _NVIDIA.match(descriptor.target) or _OTHER_GPU.match(descriptor.target):
+        if (
+            device is None
+            or _NVIDIA.match(descriptor.target)
+            or _OTHER_GPU.match(descriptor.target)
+        ):
             continue  # judged by checks of their own
         if drivers is not None and drivers.backend.is_device(descriptor.target):
             continue
@@ -106,7 +128,11 @@ def devices(found: Look) -> list[Refusal]:
 def descriptors(found: Look) -> list[Refusal]:
     out = []
     for process, descriptor in _all_descriptors(found):
-        kind = descriptor.target.removeprefix("anon_inode:") if descriptor.target.startswith("anon_inode:") else ""
+        kind = (
+            descriptor.target.removeprefix("anon_inode:")
+            if descriptor.target.startswith("anon_inode:")
+            else ""
+        )
         if kind and kind not in _KNOWN_ANON and "[io_uring]" not in kind:
             out.append(
                 Refusal(
@@ -119,7 +145,9 @@ def descriptors(found: Look) -> list[Refusal]:
 
 
 def _all_descriptors(found: Look) -> Iterator[tuple[ProcessLook, procfs.Descriptor]]:
-    return ((process, descriptor) for process in found.processes for descriptor in process.descriptors)
+    return (
+        (process, descriptor) for process in found.processes for descriptor in process.descriptors
+    )
 
 
 def pidfds(found: Look) -> list[Refusal]:
@@ -156,14 +184,20 @@ def mounts(found: Look) -> list[Refusal]:
     for process in found.living:
         namespace = (process.namespaces or {}).get("mnt", 0)
         if namespace not in seen:
-            seen[namespace] = mount_ids(os.getpid()) if namespace == found.namespaces["mnt"] else set()
+            seen[namespace] = (
+                mount_ids(os.getpid()) if namespace == found.namespaces["mnt"] else set()
+            )
         try:
             # One that was chrooted sees only part of its namespace.
             seen[namespace] |= mount_ids(process.pid)
         except OSError:
             continue  # it ended meanwhile (one that is just ending has no namespaces: EINVAL)
         # Memory that came from another process (resident memory, after a restore) was opened where that one was; it is let go of before CRIU looks.
-        passing = "descriptor " if found.resident is not None and process.pid in found.resident.pids else "\0"
+        passing = (
+            "descriptor "
+            if found.resident is not None and process.pid in found.resident.pids
+            else "\0"
+        )
         hidden = [
             what
             for what, mount in (process.mounts or {}).items()
@@ -220,7 +254,9 @@ def internet(found: Look) -> list[Refusal]:
 
 def unix_peers(found: Look) -> list[Refusal]:
     """Connections to unix sockets outside the tree, which CRIU cannot dump: all but datagrams to a socket with a name."""
-    ours = {one.inode: (p.pid, one.descriptor) for p in found.processes for one in p.sockets if one.unix}
+    ours = {
+        one.inode: (p.pid, one.descriptor) for p in found.processes for one in p.sockets if one.unix
+    }
     if not ours or not in_hosts(found, "net"):
         return []
     try:
@@ -259,13 +295,19 @@ def loose_pipes(found: Look) -> list[Refusal]:
     for process, descriptor in _all_descriptors(found):
         if descriptor.target.startswith("pipe:["):
             access = descriptor.flags & os.O_ACCMODE
-            ends.setdefault(descriptor.target, set()).update((0, 1) if access == os.O_RDWR else (access,))
+            ends.setdefault(descriptor.target, set()).update(
+                (0, 1) if access == os.O_RDWR else (access,)
+            )
             users.setdefault(descriptor.target, (process.pid, descriptor.number))
     out = []
     for pipe, kinds in ends.items():
         if len(kinds) == 1:
             pid, number = users[pipe]
-            after = "reading it will give end of file" if kinds == {os.O_RDONLY} else "writing to it will raise SIGPIPE"
+            after = (
+                "reading it will give end of file"
+                if kinds == {os.O_RDONLY}
+                else "writing to it will raise SIGPIPE"
+            )
             out.append(
                 Refusal(
                     "pipe",

@@ -29,7 +29,13 @@ def driver(found: Look) -> list[Refusal]:
         return []
     inventory, (problem, cure) = found.gpus.inventory, found.gpus.problem
     if inventory is None:
-        return [Refusal("gpu-driver", f"the tree uses a GPU, of which nothing can be learnt: {problem}", cure)]
+        return [
+            Refusal(
+                "gpu-driver",
+                f"the tree uses a GPU, of which nothing can be learnt: {problem}",
+                cure,
+            )
+        ]
     if inventory.branch < LEAST_DRIVER:
         return [
             Refusal(
@@ -39,13 +45,23 @@ def driver(found: Look) -> list[Refusal]:
             )
         ]
     if found.gpus.backend.world is None and not has_bindings():
-        return [Refusal("gpu-driver", "cuda.bindings, which makes the driver's calls, is not installed", EXTRA_CURE)]
+        return [
+            Refusal(
+                "gpu-driver",
+                "cuda.bindings, which makes the driver's calls, is not installed",
+                EXTRA_CURE,
+            )
+        ]
     return []
 
 
 def plugin(found: Look) -> list[Refusal]:
     """What lets CRIU hold the tree while the driver works."""
-    return [] if found.gpus is None or holder.PLUGIN.exists() else [Refusal("gpu-plugin", *holder.LACK)]
+    return (
+        []
+        if found.gpus is None or holder.PLUGIN.exists()
+        else [Refusal("gpu-plugin", *holder.LACK)]
+    )
 
 
 def _each(
@@ -57,7 +73,11 @@ def _each(
         gpus = found.gpus
         if gpus is None or gpus.inventory is None:
             return []
-        return [Refusal(name, message.format(pid=p.pid), cure) for p in gpus.processes if applies(p, gpus.inventory)]
+        return [
+            Refusal(name, message.format(pid=p.pid), cure)
+            for p in gpus.processes
+            if applies(p, gpus.inventory)
+        ]
 
     return check
 
@@ -80,7 +100,12 @@ def shared(found: Look) -> list[Refusal]:
     """Processes may have memory of each other's through CUDA IPC, on one GPU or from one to another. The importer shows no sign of that, and is lost. Of
     those under the preload it is known that none exported or opened any that the driver has; what else they share by it, windows take away."""
     gpus = found.gpus
-    if gpus is None or gpus.inventory is None or gpus.inventory.branch >= _IPC_DRIVER or found.options.gpu_shared:
+    if (
+        gpus is None
+        or gpus.inventory is None
+        or gpus.inventory.branch >= _IPC_DRIVER
+        or found.options.gpu_shared
+    ):
         return []
     reports = found.resident.reports if found.resident is not None else {}
     pids = [p.pid for p in gpus.processes]
@@ -130,7 +155,10 @@ def transports(found: Look) -> list[Refusal]:
             "start the job with 'icecore run --gpu', or with NCCL_P2P_DISABLE=1 in its environment",
         )
         for p in ranks
-        if parked and p.passes_descriptors and not nccl.without_peers(p.settings) and not known[p.pid].counts.handles
+        if parked
+        and p.passes_descriptors
+        and not nccl.without_peers(p.settings)
+        and not known[p.pid].counts.handles
     ]
 
 
@@ -201,7 +229,9 @@ def predicted_window(found: Look) -> float:
     """Seconds of a window, at the least, in which memory is moved or copied, if all of it changed; the rest: `icecore.dumper.preflight.prediction`."""
     if found.gpus is None:
         return 0.0
-    return _least_window(found.gpus, helped=found.options.populate) + (found.resident.most_window_seconds if found.resident is not None else 0.0)
+    return _least_window(found.gpus, helped=found.options.populate) + (
+        found.resident.most_window_seconds if found.resident is not None else 0.0
+    )
 
 
 def window(found: Look) -> list[Refusal]:

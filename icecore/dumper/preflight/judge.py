@@ -17,7 +17,9 @@ from icecore.errors import NotFound, PreflightRefused
 from icecore.host.kernel import limits, procfs
 
 #: Modules and programs of icecore's that hold jobs, or work for who does.
-_MACHINERY = frozenset({"icecore.dumper.freeze.guard", "icecore.host.gpu.helper", "icecore.host.gpu.worker"})
+_MACHINERY = frozenset(
+    {"icecore.dumper.freeze.guard", "icecore.host.gpu.helper", "icecore.host.gpu.worker"}
+)
 _PROGRAMS = frozenset({"icecore-keeper"})
 _RESTORE_GUARD = str(Path(checks.__file__).parents[2] / "restorer" / "guard" / "guard_process.py")
 _CAP_CURE = "run as root with CAP_SYS_ADMIN and CAP_SYS_PTRACE"
@@ -55,7 +57,11 @@ CHECKS: tuple[Check, ...] = (
     checks_gpu.window,
 )
 
-WARNINGS: tuple[Check, ...] = (checks_descriptors.loose_pipes, checks.message_queues, checks_gpu.nvml)
+WARNINGS: tuple[Check, ...] = (
+    checks_descriptors.loose_pipes,
+    checks.message_queues,
+    checks_gpu.nvml,
+)
 
 
 def check_target(pid: int) -> list[Refusal]:
@@ -65,7 +71,9 @@ def check_target(pid: int) -> list[Refusal]:
         NotFound: There is no such process.
     """
     if pid <= 0 or not procfs.exists(pid):
-        raise NotFound(f"there is no process {pid}", cure="'icecore ps' lists the jobs of this node")
+        raise NotFound(
+            f"there is no process {pid}", cure="'icecore ps' lists the jobs of this node"
+        )
     missing = _missing_capabilities()
     if missing:
         return [Refusal("capabilities", f"{', '.join(sorted(missing))} missing", _CAP_CURE)]
@@ -73,14 +81,26 @@ def check_target(pid: int) -> list[Refusal]:
         return [Refusal("kernel-thread", f"{pid} is a thread of the kernel", "name a process")]
     if procfs.is_zombie(pid):
         return [
-            Refusal("zombie", f"process {pid} has ended and waits to be reaped", "there is nothing left to snapshot")
+            Refusal(
+                "zombie",
+                f"process {pid} has ended and waits to be reaped",
+                "there is nothing left to snapshot",
+            )
         ]
     leader = _thread_group(pid)
     if leader != pid:
-        return [Refusal("thread", f"{pid} is a thread of process {leader}", f"name process {leader}")]
+        return [
+            Refusal("thread", f"{pid} is a thread of process {leader}", f"name process {leader}")
+        ]
     if pid == 1:
         message = "process 1 is the init of this machine, or of the container that icecore runs in"
-        return [Refusal("init", message, "start the job with 'icecore run', or name the descendant process to snapshot")]
+        return [
+            Refusal(
+                "init",
+                message,
+                "start the job with 'icecore run', or name the descendant process to snapshot",
+            )
+        ]
     if _contains(pid, os.getpid()):
         return [
             Refusal(
@@ -105,7 +125,13 @@ def _check_member(pid: int) -> list[Refusal]:
             return []
         if is_own_machinery(procfs.command_line(pid)):
             message = f"process {pid} is a part of icecore itself: another dump or restore, or a job's device memory, would wait for it"
-            return [Refusal("icecore", message, "name the job itself, or try again once that dump or restore is done ('icecore ps' lists the jobs)")]
+            return [
+                Refusal(
+                    "icecore",
+                    message,
+                    "name the job itself, or try again once that dump or restore is done ('icecore ps' lists the jobs)",
+                )
+            ]
     return []
 
 
@@ -114,7 +140,11 @@ def is_own_machinery(command: Sequence[str]) -> bool:
     if not command:
         return False
     named = command[command.index("-m") + 1] if "-m" in command[:-1] else ""
-    return named in _MACHINERY or os.path.basename(command[0]) in _PROGRAMS or _RESTORE_GUARD in command[:7]
+    return (
+        named in _MACHINERY
+        or os.path.basename(command[0]) in _PROGRAMS
+        or _RESTORE_GUARD in command[:7]
+    )
 
 
 def _missing_capabilities() -> set[str]:

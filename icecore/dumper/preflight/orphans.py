@@ -46,7 +46,10 @@ def misjudged(look: GpuLook, states: Mapping[int, State]) -> list[Refusal]:
             f"{_AGAIN}; if that does not help, report it with the driver's version",
         )
         for one in look.processes
-        if one.threads and states[one.pid] is State.NOT_CUDA and procfs.exists(one.pid) and not procfs.is_zombie(one.pid)
+        if one.threads
+        and states[one.pid] is State.NOT_CUDA
+        and procfs.exists(one.pid)
+        and not procfs.is_zombie(one.pid)
     ]
 
 
@@ -68,8 +71,12 @@ def require_no_others(root: int, look: GpuLook, cuda: Collection[int]) -> None:
             continue
         with suppress(NotFound):
             # If the driver's threads have other names, they do not describe a process about which the driver was not asked.
-            if has_drivers_threads(pid) or (not named and pid not in asked and _has_device_files(pid, look.backend)):
-                raise DumpFailed(f"process {pid} has begun to use CUDA since the dump began", cure=_AGAIN)
+            if has_drivers_threads(pid) or (
+                not named and pid not in asked and _has_device_files(pid, look.backend)
+            ):
+                raise DumpFailed(
+                    f"process {pid} has begun to use CUDA since the dump began", cure=_AGAIN
+                )
 
 
 def left_open(cuda: Mapping[int, Sequence[procfs.Mapping]], backend: Backend) -> list[int]:
@@ -83,7 +90,10 @@ def left_open(cuda: Mapping[int, Sequence[procfs.Mapping]], backend: Backend) ->
     """
     kinds, found = backend.kinds(), []
     for pid, mappings in cuda.items() if kinds else ():
-        names = {*_open_devices(pid, kinds), *(m.path for m in mappings if backend.is_device(m.path))}
+        names = {
+            *_open_devices(pid, kinds),
+            *(m.path for m in mappings if backend.is_device(m.path)),
+        }
         if not names:
             continue
         if not any(NVML_LIBRARY in m.path for m in mappings):
@@ -96,7 +106,9 @@ def left_open(cuda: Mapping[int, Sequence[procfs.Mapping]], backend: Backend) ->
 
 
 def _has_device_files(pid: int, backend: Backend) -> bool:
-    return any(_open_devices(pid, backend.kinds())) or any(backend.is_device(m.path) for m in procfs.read_maps(pid))
+    return any(_open_devices(pid, backend.kinds())) or any(
+        backend.is_device(m.path) for m in procfs.read_maps(pid)
+    )
 
 
 def _open_devices(pid: int, kinds: Collection[str]) -> Iterator[str]:
@@ -105,6 +117,8 @@ def _open_devices(pid: int, kinds: Collection[str]) -> Iterator[str]:
     for name in os.listdir(folder):
         with suppress(FileNotFoundError):
             about = os.stat(folder / name)
-            kind = "c" if stat.S_ISCHR(about.st_mode) else "b" if stat.S_ISBLK(about.st_mode) else ""
+            kind = (
+                "c" if stat.S_ISCHR(about.st_mode) else "b" if stat.S_ISBLK(about.st_mode) else ""
+            )
             if kind and f"{kind}{os.major(about.st_rdev)}" in kinds:
                 yield os.readlink(folder / name)

@@ -52,7 +52,11 @@ def predict(found: Look) -> dict[str, Value]:
         "window_most": seconds.most,
     }
     if resident is not None:
-        fields |= {"resident_bytes": resident.bytes, "no_room": resident.copies.left, "left": dict(resident.left)}
+        fields |= {
+            "resident_bytes": resident.bytes,
+            "no_room": resident.copies.left,
+            "left": dict(resident.left),
+        }
     return fields
 
 
@@ -63,7 +67,9 @@ def window_of(found: Look) -> Seen:
     some, helped = len(found.gpus.processes), found.options.populate
     slowest = SLOWEST_HELPED if helped else SLOWEST_ALONE if some == 1 else SLOWEST_OF_SEVERAL
     copies = found.resident.most_window_seconds if found.resident is not None else 0.0
-    least, usual, most = (first + (some - 1) * further for first, further in zip(FIRST, FURTHER, strict=True))
+    least, usual, most = (
+        first + (some - 1) * further for first, further in zip(FIRST, FURTHER, strict=True)
+    )
     return Seen(
         least + predicted_window(found),
         usual + _driver_seconds(found.gpus, USUAL_HELPED if helped else USUAL_ALONE) + copies,

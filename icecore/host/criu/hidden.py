@@ -40,7 +40,10 @@ def read_hidden(path: Path) -> dict[int, Ranges]:
     if len(data) % _ENTRY.itemsize:
         raise Damaged("image", path.name, "it is cut off")
     entries = np.frombuffer(data, _ENTRY)
-    return {pid: _ascending(entries["range"][entries["pid"] == pid]) for pid in set(entries["pid"].tolist())}
+    return {
+        pid: _ascending(entries["range"][entries["pid"] == pid])
+        for pid in set(entries["pid"].tolist())
+    }
 
 
 def _ascending(ranges: Ranges) -> Ranges:

@@ -34,11 +34,14 @@ def add_external_mounts(folder: Path, names: Mapping[str, str]) -> None:
     images = sorted(folder.glob("mountpoints-*.img"))
     if len(images) != 1:
         raise RestoreRefused(
-            f"the job has {len(images)} mount namespaces: only its first process could get copies of files", cure="choose --files restore or leave"
+            f"the job has {len(images)} mount namespaces: only its first process could get copies of files",
+            cure="choose --files restore or leave",
         )
     mounts = read_image(images[0], MOUNTS)
     number = max(mount.integer(_ID) for mount in mounts)
-    points = {_point(mount): mount for mount in reversed(mounts)}  # newest first: of those at one point the newest is on top
+    points = {
+        _point(mount): mount for mount in reversed(mounts)
+    }  # newest first: of those at one point the newest is on top
     for path, name in names.items():
         number += 1
         parent = points[max((point for point in points if _is_below(path, point)), key=len)]
@@ -79,7 +82,10 @@ def forget_sizes(folder: Path, paths: Set[str]) -> None:
         return
     entries = read_image(folder / "files.img", FILES)
     for entry in entries:
-        if entry.integer(_ENTRY_TYPE) == REGULAR_FILE and (file := entry.message(_ENTRY_FILE)).text(_FILE_NAME) in paths:
+        if (
+            entry.integer(_ENTRY_TYPE) == REGULAR_FILE
+            and (file := entry.message(_ENTRY_FILE)).text(_FILE_NAME) in paths
+        ):
             entry.set(_ENTRY_FILE, Message([one for one in file.fields if one[0] != _FILE_SIZE]))
     (folder / "files.img").unlink()  # it may be shared with the repository
     write_image(folder / "files.img", entries, FILES)

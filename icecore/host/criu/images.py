@@ -22,13 +22,31 @@ from icecore.host.criu.program import Criu
 from icecore.host.criu.protobuf import Message, WireError, decode_columns, read_varint
 
 COMMON, SERVICE = 0x54564319, 0x55105940
-INVENTORY, PSTREE, CORE, MM, FILES, FDINFO = 0x58313116, 0x50273030, 0x55053847, 0x57492820, 0x56303138, 0x56213732
+INVENTORY, PSTREE, CORE, MM, FILES, FDINFO = (
+    0x58313116,
+    0x50273030,
+    0x55053847,
+    0x57492820,
+    0x56303138,
+    0x56213732,
+)
 REMAP_FPATH, GHOST_FILE, MEMFD_INODE, STATS = 0x59133954, 0x52583605, 0x48453499, 0x57093306
 
 #: VmaEntry.status bits (criu/include/image.h).
 VMA_REGULAR, VMA_STACK, VMA_VSYSCALL, VMA_VDSO, VMA_HEAP = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 5
-VMA_FILE_PRIVATE, VMA_FILE_SHARED, VMA_ANON_SHARED, VMA_ANON_PRIVATE = 1 << 6, 1 << 7, 1 << 8, 1 << 9
-VMA_SYSVIPC, VMA_SOCKET, VMA_VVAR, VMA_AIORING, VMA_MEMFD = 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14
+VMA_FILE_PRIVATE, VMA_FILE_SHARED, VMA_ANON_SHARED, VMA_ANON_PRIVATE = (
+    1 << 6,
+    1 << 7,
+    1 << 8,
+    1 << 9,
+)
+VMA_SYSVIPC, VMA_SOCKET, VMA_VVAR, VMA_AIORING, VMA_MEMFD = (
+    1 << 10,
+    1 << 11,
+    1 << 12,
+    1 << 13,
+    1 << 14,
+)
 #: No mapping: guard pages (MADV_GUARD_INSTALL) within one. They come after all others.
 VMA_GUARD = 1 << 16
 
@@ -56,7 +74,16 @@ _MM_HEAD, _MM_VMA = 12, 14
 _VMA_START, _VMA_END, _VMA_OFFSET, _VMA_FILE, _VMA_FLAGS, _VMA_STATUS = 1, 2, 3, 4, 6, 7
 
 #: file_entry.type (images/fdinfo.proto).
-REGULAR_FILE, PIPE, FIFO, INET_SOCKET, UNIX_SOCKET, TERMINAL, EXTERNAL, MEMFD = 1, 2, 3, 4, 5, 11, 16, 18
+REGULAR_FILE, PIPE, FIFO, INET_SOCKET, UNIX_SOCKET, TERMINAL, EXTERNAL, MEMFD = (
+    1,
+    2,
+    3,
+    4,
+    5,
+    11,
+    16,
+    18,
+)
 
 LINKED, GHOST, PROCFS = 0, 1, 2
 
@@ -247,7 +274,9 @@ def load_mm(folder: Path, pid: int) -> AddressSpace:
             else:
                 raise WireError("an unknown kind of field")
             rest += data[begin:at]
-        columns = decode_columns(data, np.array(start, np.int64), np.array(end, np.int64), (1, 2, 3, 4, 5, 6, 7, 9))
+        columns = decode_columns(
+            data, np.array(start, np.int64), np.array(end, np.int64), (1, 2, 3, 4, 5, 6, 7, 9)
+        )
         mm = Message.decode(bytes(rest))
     except (WireError, struct.error) as error:
         raise Damaged("image", path.name, str(error)) from error
@@ -273,7 +302,9 @@ def load_mm(folder: Path, pid: int) -> AddressSpace:
     )
 
 
-def map_file(folder: Path, pid: int, vmas: Vmas, pieces: Sequence[tuple[int, int, int]], file: int) -> None:
+def map_file(
+    folder: Path, pid: int, vmas: Vmas, pieces: Sequence[tuple[int, int, int]], file: int
+) -> None:
     """Have CRIU map a file, privately, where a process had private anonymous memory.
 
     Args:
@@ -290,14 +321,19 @@ def map_file(folder: Path, pid: int, vmas: Vmas, pieces: Sequence[tuple[int, int
     path = folder / f"mm-{pid}.img"
     data = read_whole(path)
     mm = Message.decode(memoryview(data)[_MM_HEAD:])
-    begins = tuple(Message([(1, 0, start)]).encode() for start in within)  # not each VMA of many is taken apart
+    begins = tuple(
+        Message([(1, 0, start)]).encode() for start in within
+    )  # not each VMA of many is taken apart
     fields: list[tuple[int, int, int | bytes]] = []
     for field in mm.fields:
         number, kind, value = field
         if number == _MM_VMA and isinstance(value, bytes) and value.startswith(begins):
             vma = Message.decode(value)
             if not vma.integer(_VMA_STATUS) & VMA_GUARD:
-                fields += [(number, kind, part) for part in _cut(vma, within[vma.integer(_VMA_START)], file)]
+                fields += [
+                    (number, kind, part)
+                    for part in _cut(vma, within[vma.integer(_VMA_START)], file)
+                ]
                 continue
         fields.append(field)
     body = Message(fields).encode()
@@ -339,9 +375,21 @@ def add_file(folder: Path, name: str) -> int:
     entries = read_image(folder / "files.img", FILES)
     free = 1 + max((entry.integer(2) for entry in entries), default=0)
     owner = Message([(number, 0, 0) for number in range(1, 6)])
-    file = Message([(1, 0, free), (2, 0, os.O_RDWR), (3, 0, 0), (5, 2, owner.encode()), (6, 2, f"/{name}".encode())])
+    file = Message(
+        [
+            (1, 0, free),
+            (2, 0, os.O_RDWR),
+            (3, 0, 0),
+            (5, 2, owner.encode()),
+            (6, 2, f"/{name}".encode()),
+        ]
+    )
     (folder / "files.img").unlink()
-    write_image(folder / "files.img", [*entries, Message([(1, 0, REGULAR_FILE), (2, 0, free), (3, 2, file.encode())])], FILES)
+    write_image(
+        folder / "files.img",
+        [*entries, Message([(1, 0, REGULAR_FILE), (2, 0, free), (3, 2, file.encode())])],
+        FILES,
+    )
     return free
 
 
@@ -380,7 +428,10 @@ def load_memfds(folder: Path) -> list[Memfd]:
     path = folder / "memfd.img"
     if not path.exists():
         return []
-    return [Memfd(m.text(1), m.integer(4), m.integer(5), m.integer(7)) for m in read_image(path, MEMFD_INODE)]
+    return [
+        Memfd(m.text(1), m.integer(4), m.integer(5), m.integer(7))
+        for m in read_image(path, MEMFD_INODE)
+    ]
 
 
 def pagemaps(folder: Path) -> tuple[list[int], list[int]]:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 _ERROR_LINE = re.compile(r"^(?:\(\d+\.\d+\)\s*)?(?:pie: )?(?:\s*\d+:\s*)?Error \(([^)]*)\): (.*)$")
 #: Logged as errors by dumps and restores that succeed.
-_HARMLESS = re.compile(r"rlimit: Can't setup RLIMIT_NOFILE for self|Can't open (?:dir )?cgroup|Unable to set TCP_CORK")
+_HARMLESS = re.compile(
+    r"rlimit: Can't setup RLIMIT_NOFILE for self|Can't open (?:dir )?cgroup|Unable to set TCP_CORK"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,9 @@ class Diagnosis:
         return f"{what} failed: {self.cause.message}; CRIU said: {first}", self.cause.cure
 
 
-_PIPES_CURE = "run 'sysctl -w fs.pipe-max-size=4194304' or raise the limit on open files (ulimit -n)"
+_PIPES_CURE = (
+    "run 'sysctl -w fs.pipe-max-size=4194304' or raise the limit on open files (ulimit -n)"
+)
 
 #: Pattern in an error line, and what it means. The first match of the earliest line counts.
 KNOWN: list[tuple[re.Pattern[str], Cause]] = [
@@ -55,9 +59,19 @@ KNOWN: list[tuple[re.Pattern[str], Cause]] = [
             "a process has an internet socket, which CRIU before 4.2 cannot dump on Linux 6.16 and newer",
             "install a newer CRIU: tools/install-criu --suite sid",
         ),
-        (r"Can't make pipe for page-pipe", "descriptors", "CRIU ran out of descriptors for page pipes", _PIPES_CURE),
+        (
+            r"Can't make pipe for page-pipe",
+            "descriptors",
+            "CRIU ran out of descriptors for page pipes",
+            _PIPES_CURE,
+        ),
         (r"Too many open files", "descriptors", "CRIU ran out of descriptors", _PIPES_CURE),
-        (r"No space left on device", "space", "no room for the image files", "free space where the images are written"),
+        (
+            r"No space left on device",
+            "space",
+            "no room for the image files",
+            "free space where the images are written",
+        ),
         (
             r"[Cc]an't dump ghost file .* (?:increase limit|size)",
             "ghost-limit",
@@ -166,7 +180,12 @@ KNOWN: list[tuple[re.Pattern[str], Cause]] = [
             "the working directory of its root (of jobs: /) cannot be written to, or holds a 'proc.crtools' already, which CRIU makes there for a moment",
             "remove it if nothing is dumped just now, or install icecore where there is a C compiler: then none is needed",
         ),
-        (r"Can't create cgroup|cgroup", "cgroups", "the job's cgroups could not be handled", "leave cgroups alone"),
+        (
+            r"Can't create cgroup|cgroup",
+            "cgroups",
+            "the job's cgroups could not be handled",
+            "leave cgroups alone",
+        ),
         (r"Cannot allocate memory|Out of memory", "memory", "not enough memory", "free memory"),
         (
             r"Operation not permitted|Permission denied",

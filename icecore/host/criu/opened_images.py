@@ -61,9 +61,15 @@ class OpenedImages:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        ghosts = {remap.original: remap.target for remap in load_remaps(folder) if remap.kind == GHOST}
+        ghosts = {
+            remap.original: remap.target for remap in load_remaps(folder) if remap.kind == GHOST
+        }
         users = {number: _ghost_user(folder, number) for number in set(ghosts.values())}
-        self._files = {file.id: OpenedFile(file, users[ghosts[file.id]] if file.id in ghosts else None) for file in load_files(folder) if not file.external}
+        self._files = {
+            file.id: OpenedFile(file, users[ghosts[file.id]] if file.id in ghosts else None)
+            for file in load_files(folder)
+            if not file.external
+        }
 
     def descriptors(self, pid: int) -> dict[int, OpenedFile]:
         """The descriptors of a process, by number; ``pid`` as in the images. A process that had ended has none."""
@@ -74,7 +80,9 @@ class OpenedImages:
         entries = read_image(self._folder / f"fdinfo-{ids.integer(_FILES_ID)}.img", FDINFO)
         regular = (entry for entry in entries if entry.integer(_FILE_TYPE) == REGULAR_FILE)
         return {
-            entry.integer(_FILE_DESCRIPTOR): self._files[entry.integer(_FILE_ID)] for entry in regular if entry.integer(_FILE_ID) in self._files
+            entry.integer(_FILE_DESCRIPTOR): self._files[entry.integer(_FILE_ID)]
+            for entry in regular
+            if entry.integer(_FILE_ID) in self._files
         }
 
     def mappings(self, pid: int) -> Iterator[tuple[int, int, OpenedFile]]:

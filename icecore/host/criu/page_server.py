@@ -133,8 +133,16 @@ class Connection:
                 self.socket.sendall(_STATUS.pack(0))
             elif command in (ADD, ADD_FLAGS):
                 if pages > _MOST_PAGES:
-                    raise DumpFailed(f"CRIU's page stream announces {pages} pages: the record layout is another one")
-                yield Extent(image & 0xFF, image >> 8, address, pages, flags if command == ADD_FLAGS else PE_PRESENT)
+                    raise DumpFailed(
+                        f"CRIU's page stream announces {pages} pages: the record layout is another one"
+                    )
+                yield Extent(
+                    image & 0xFF,
+                    image >> 8,
+                    address,
+                    pages,
+                    flags if command == ADD_FLAGS else PE_PRESENT,
+                )
             elif command != OPEN:
                 raise DumpFailed(
                     f"CRIU's page stream holds an unknown command {command:#x}: its record layout is another one"

@@ -60,7 +60,10 @@ def decode_pagemap(data: bytes, name: str = "pagemap") -> tuple[int, Entries]:
             raise WireError("an entry has an impossible length")
         start = where + 4
         columns = decode_columns(
-            data, start, start + source[where] if len(where) else start, (_ADDRESS, _PAGES, _IN_PARENT, _FLAGS, _WIDE_PAGES)
+            data,
+            start,
+            start + source[where] if len(where) else start,
+            (_ADDRESS, _PAGES, _IN_PARENT, _FLAGS, _WIDE_PAGES),
         )
     except (WireError, struct.error, IndexError) as error:
         raise Damaged("image", name, str(error)) from error
@@ -93,7 +96,9 @@ def merge_entries(entries: Entries) -> Entries:
         return entries
     starts = np.ones(len(entries), np.bool_)
     following = entries["address"][:-1] + entries["pages"][:-1] * np.uint64(PAGE)
-    starts[1:] = (entries["address"][1:] != following) | (entries["flags"][1:] != entries["flags"][:-1])
+    starts[1:] = (entries["address"][1:] != following) | (
+        entries["flags"][1:] != entries["flags"][:-1]
+    )
     heads = np.flatnonzero(starts)
     merged = entries[heads].copy()
     merged["pages"] = np.add.reduceat(entries["pages"], heads)

@@ -60,7 +60,13 @@ class Criu:
             MissingTool: It found something lacking.
         """
         done = subprocess.run(
-            [self.path, "check"], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="surrogateescape", timeout=seconds, cwd="/"
+            [self.path, "check"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="surrogateescape",
+            timeout=seconds,
+            cwd="/",
         )
         if done.returncode:
             said = " ".join((done.stdout + done.stderr).split())[-500:]
@@ -70,7 +76,13 @@ class Criu:
 def _version(path: Path) -> Version | None:
     try:
         done = subprocess.run(
-            [path, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="surrogateescape", timeout=20, cwd="/"
+            [path, "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="surrogateescape",
+            timeout=20,
+            cwd="/",
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -86,7 +98,11 @@ def _from_prefix(prefix: Path) -> tuple[Path, Path | None, Version | None] | Non
         if not path.is_file():
             return None
         numbers = [int(number) for number in str(record.get("version", "")).split(".") if number]
-        version = (numbers[0], numbers[1], numbers[2] if len(numbers) > 2 else 0) if len(numbers) > 1 else None
+        version = (
+            (numbers[0], numbers[1], numbers[2] if len(numbers) > 2 else 0)
+            if len(numbers) > 1
+            else None
+        )
         return path, Path(record["pycriu_path"]), version
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -120,8 +136,12 @@ def find_criu(explicit: str | Path | None = None) -> Criu:
         candidates.append(same or (path, None, None))
     else:
         prefix = Path(os.environ.get("ICECORE_CRIU_PREFIX") or PREFIX)
-        candidates += [found for found in (_from_prefix(prefix), _from_prefix(newer_prefix(prefix))) if found]
-        system = shutil.which("criu", path=os.environ.get("PATH", "") + ":/usr/local/sbin:/usr/sbin:/sbin")
+        candidates += [
+            found for found in (_from_prefix(prefix), _from_prefix(newer_prefix(prefix))) if found
+        ]
+        system = shutil.which(
+            "criu", path=os.environ.get("PATH", "") + ":/usr/local/sbin:/usr/sbin:/sbin"
+        )
         if system:
             candidates.append((Path(system), None, None))
     reasons = []
@@ -183,7 +203,11 @@ class DumpArguments:
         return [
             f"-v{self.verbosity}",
             *(word for name in self.external for word in ("--external", name)),
-            *({"refuse": [], "keep": ["--tcp-established"], "close": ["--tcp-close"]}[self.connections]),
+            *(
+                {"refuse": [], "keep": ["--tcp-established"], "close": ["--tcp-close"]}[
+                    self.connections
+                ]
+            ),
             *(["--network-lock", self.network_lock] if self.network_lock else []),
             *(["--file-locks"] if self.file_locks else []),
             *(["--shell-job"] if self.shell_job else []),
@@ -234,7 +258,11 @@ class RestoreArguments:
             *(["--action-script", str(self.action_script)] if self.action_script else []),
             *(["--restore-sibling"] if self.sibling else []),
             *(["--leave-stopped"] if self.stopped else []),
-            *({"refuse": [], "keep": ["--tcp-established"], "close": ["--tcp-close"]}[self.connections]),
+            *(
+                {"refuse": [], "keep": ["--tcp-established"], "close": ["--tcp-close"]}[
+                    self.connections
+                ]
+            ),
             *(["--network-lock", self.network_lock] if self.network_lock else []),
             *(["--file-locks"] if self.file_locks else []),
             *(["--shell-job"] if self.shell_job else []),
@@ -268,11 +296,21 @@ def restore_environment() -> dict[str, str]:
 
 
 def _preloading(library: Path) -> dict[str, str]:
-    return {"LD_PRELOAD": " ".join(filter(None, (str(library), os.environ.get("LD_PRELOAD"))))} if library.exists() else {}
+    return (
+        {"LD_PRELOAD": " ".join(filter(None, (str(library), os.environ.get("LD_PRELOAD"))))}
+        if library.exists()
+        else {}
+    )
 
 
 def lazy_dump_command(
-    criu: Criu, pid: int, images: Path, arguments: DumpArguments, *, pages: int | str, status: int | str
+    criu: Criu,
+    pid: int,
+    images: Path,
+    arguments: DumpArguments,
+    *,
+    pages: int | str,
+    status: int | str,
 ) -> list[str]:
     """The command line of a lazy dump, for who starts CRIU by himself.
 
@@ -302,17 +340,36 @@ def lazy_dump_command(
 def plain_dump_command(criu: Criu, pid: int, images: Path, arguments: DumpArguments) -> list[str]:
     """The command line of a dump that writes the memory into the images folder too."""
     return [
-        *(str(criu.path), "dump", "-t", str(pid), "-D", str(images), "-o", "dump.log", "--leave-running"),
+        *(
+            str(criu.path),
+            "dump",
+            "-t",
+            str(pid),
+            "-D",
+            str(images),
+            "-o",
+            "dump.log",
+            "--leave-running",
+        ),
         *arguments.arguments(),
     ]
 
 
-def stream_dump_command(criu: Criu, pid: int, images: Path, arguments: DumpArguments, *, pages: int | str) -> list[str]:
+def stream_dump_command(
+    criu: Criu, pid: int, images: Path, arguments: DumpArguments, *, pages: int | str
+) -> list[str]:
     """The command line of a dump that sends the memory through an inherited descriptor, in the page-server protocol."""
-    return [*plain_dump_command(criu, pid, images, arguments), "--page-server", "--ps-socket", str(pages)]
+    return [
+        *plain_dump_command(criu, pid, images, arguments),
+        "--page-server",
+        "--ps-socket",
+        str(pages),
+    ]
 
 
-def restore_command(criu: Criu, images: Path, work: Path, arguments: RestoreArguments, *, pid_file: Path) -> list[str]:
+def restore_command(
+    criu: Criu, images: Path, work: Path, arguments: RestoreArguments, *, pid_file: Path
+) -> list[str]:
     """The command line of a restore; CRIU creates ``pid_file``, which must not exist."""
     return [
         *(str(criu.path), "restore", "-D", str(images), "-W", str(work), "-o", "restore.log", "-d"),

@@ -90,7 +90,9 @@ class DeviceError(IcecoreError):
         code: The CUresult.
     """
 
-    cures: ClassVar[str] = "look into the kernel's log for what the driver says (dmesg | grep -i nvrm)"
+    cures: ClassVar[str] = (
+        "look into the kernel's log for what the driver says (dmesg | grep -i nvrm)"
+    )
 
     def __init__(self, call: str, pid: int, code: int, name: str) -> None:
         super().__init__(f"{call} of process {pid}: {name} ({code})", cure=self.cures)

@@ -34,11 +34,15 @@ class Driver:
             code = int(self._cuda.cuInit(0)[0])
         except Exception as error:
             # cuda.bindings has an error of its own for a missing libcuda in every version.
-            raise DriverMissing(f"the NVIDIA driver cannot be used: {error}", cure=EXTRA_CURE) from error
+            raise DriverMissing(
+                f"the NVIDIA driver cannot be used: {error}", cure=EXTRA_CURE
+            ) from error
         if code:
             name = self._cuda.CUresult(code).name
             cure = (
-                "CUDA needs a /proc of its own pid namespace: run icecore outside of it" if code == 304 else EXTRA_CURE
+                "CUDA needs a /proc of its own pid namespace: run icecore outside of it"
+                if code == 304
+                else EXTRA_CURE
             )
             raise DriverMissing(f"CUDA cannot be initialised: {name} ({code})", cure=cure)
 
@@ -83,7 +87,11 @@ class Driver:
 
     def restore_thread(self, pid: int) -> int:
         """See `DeviceCheckpoint`."""
-        return int(self._check("restore-thread", pid, self._cuda.cuCheckpointProcessGetRestoreThreadId(pid)))
+        return int(
+            self._check(
+                "restore-thread", pid, self._cuda.cuCheckpointProcessGetRestoreThreadId(pid)
+            )
+        )
 
     def _check(self, call: str, pid: int, result: tuple[Any, ...]) -> Any:
         code = int(result[0])
@@ -115,8 +123,12 @@ def _bindings() -> ModuleType:
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        raise DriverMissing(f"cuda.bindings cannot be imported: {error}", cure=EXTRA_CURE) from error
+        raise DriverMissing(
+            f"cuda.bindings cannot be imported: {error}", cure=EXTRA_CURE
+        ) from error
     module: ModuleType = driver
     if not hasattr(module, "CUcheckpointGpuPair"):
-        raise DriverMissing("this cuda.bindings is too old", cure="pip install -U 'cuda-bindings>=13'")
+        raise DriverMissing(
+            "this cuda.bindings is too old", cure="pip install -U 'cuda-bindings>=13'"
+        )
     return module

@@ -87,7 +87,9 @@ class FakeDriver:
             raise device_error("restore-thread", pid, 1, _NAMES[1])
         return int(header[6])
 
-    def _call(self, call: str, pid: int, seconds: float = 0.0, gpus: Mapping[str, str] | None = None) -> None:
+    def _call(
+        self, call: str, pid: int, seconds: float = 0.0, gpus: Mapping[str, str] | None = None
+    ) -> None:
         fault = self._fault(call, pid)
         if fault is not None:
             time.sleep(fault.seconds)
@@ -151,7 +153,11 @@ def _ask(pid: int, operation: int, seconds: float, gpus: Mapping[str, str]) -> i
     pairs = b"".join(uuid_bytes(old) + uuid_bytes(new) for old, new in gpus.items())
     with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
         os.pwrite(memory.fileno(), pairs, CONTROL + PAIRS_AT)
-        os.pwrite(memory.fileno(), struct.pack("<II", int(seconds * 1000), len(gpus)), CONTROL + MILLISECONDS_AT)
+        os.pwrite(
+            memory.fileno(),
+            struct.pack("<II", int(seconds * 1000), len(gpus)),
+            CONTROL + MILLISECONDS_AT,
+        )
         os.pwrite(memory.fileno(), struct.pack("<I", operation), CONTROL + OPERATION_AT)
         os.pwrite(memory.fileno(), struct.pack("<Q", number), CONTROL + REQUEST_AT)
     end = time.monotonic() + _ANSWER_SECONDS
@@ -178,4 +184,6 @@ def fake_inventory(world: Path, pids: Collection[int]) -> Inventory:
         for gpu in gpus:
             if header is not None and uuid_bytes(gpu.uuid) == header[10]:
                 contexts[pid] = {gpu.uuid: header[9]}
-    return Inventory(known["driver"], gpus, contexts, frozenset(known.get("mps", ())) & frozenset(pids))
+    return Inventory(
+        known["driver"], gpus, contexts, frozenset(known.get("mps", ())) & frozenset(pids)
+    )

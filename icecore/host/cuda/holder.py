@@ -61,11 +61,16 @@ def plugin_folder(folder: Path, others: str) -> Path:
         NotFound: There is no such directory.
     """
     if others and not Path(others).is_dir():
-        raise NotFound(f"there is no directory {others}", cure="name the one that has CRIU's plugins (--criu-plugins)")
+        raise NotFound(
+            f"there is no directory {others}",
+            cure="name the one that has CRIU's plugins (--criu-plugins)",
+        )
     if not PLUGIN.exists():
         raise MissingTool(LACK[0], cure=LACK[1])
     folder.mkdir(exist_ok=True)
-    plugins = {plugin.name: plugin for plugin in (*(Path(others).glob("*.so") if others else ()), PLUGIN)}
+    plugins = {
+        plugin.name: plugin for plugin in (*(Path(others).glob("*.so") if others else ()), PLUGIN)
+    }
     for name, plugin in plugins.items():
         (folder / name).symlink_to(plugin.absolute())
     return folder
@@ -88,7 +93,10 @@ def restore_environment(holder: int | None, criu: tuple[int, int, int]) -> dict[
         holder: The descriptor of its end of the socket; None: the snapshot has no device memory for the driver.
         criu: The version of CRIU.
     """
-    return {**({} if holder is None else {VARIABLE: str(holder)}), **({_RETRIES: "1"} if criu >= _RETRIES_SINCE else {})}
+    return {
+        **({} if holder is None else {VARIABLE: str(holder)}),
+        **({_RETRIES: "1"} if criu >= _RETRIES_SINCE else {}),
+    }
 
 
 class NotHeld(IcecoreError):
@@ -189,12 +197,18 @@ class Holder:
             self._answer = None
         self._send(words)
         with self._change:
-            in_time = self._change.wait_for(lambda: self._answer is not None or self._lost, _ANSWER_SECONDS)
+            in_time = self._change.wait_for(
+                lambda: self._answer is not None or self._lost, _ANSWER_SECONDS
+            )
             answer = self._answer
         if not in_time:
             self._end()  # a late answer would be taken for the next one's
         if answer != "0":
-            raise NotHeld(f"CRIU could not: {words} (error {answer})" if answer else "CRIU ended while it held the tree")
+            raise NotHeld(
+                f"CRIU could not: {words} (error {answer})"
+                if answer
+                else "CRIU ended while it held the tree"
+            )
 
     def _release(self, words: str) -> None:
         with self._change:

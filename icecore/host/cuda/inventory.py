@@ -88,9 +88,13 @@ def read_inventory(pids: Collection[int] = ()) -> Inventory:
             if pids:
                 for entry in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
                     if entry.pid in pids:
-                        contexts.setdefault(int(entry.pid), {})[uuid] = int(entry.usedGpuMemory or 0)
+                        contexts.setdefault(int(entry.pid), {})[uuid] = int(
+                            entry.usedGpuMemory or 0
+                        )
                 mps.update(pid for pid in _mps(nvml, handle) if pid in pids)
-        return Inventory(_text(nvml.nvmlSystemGetDriverVersion()), tuple(gpus), contexts, frozenset(mps))
+        return Inventory(
+            _text(nvml.nvmlSystemGetDriverVersion()), tuple(gpus), contexts, frozenset(mps)
+        )
 
 
 @contextmanager

@@ -38,7 +38,9 @@ PARKED_SINCE = 2
 PARKED_COST = "NCCL keeps peer access (NVLink), but not multicast (NVLS), with which large collectives are faster on machines that have it"
 _LIBRARY = "libnccl.so"
 #: The abstract socket of a communicator through which descriptors of cuMem memory pass.
-_SOCKET = re.compile(rb"[0-9a-f]+: (?:[0-9A-F]{8} ){3}[0-9A-F]{4} [0-9A-F]{2} +([0-9]+) @/tmp/nccl-socket-")
+_SOCKET = re.compile(
+    rb"[0-9a-f]+: (?:[0-9A-F]{8} ){3}[0-9A-F]{4} [0-9A-F]{2} +([0-9]+) @/tmp/nccl-socket-"
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,10 @@ class Requirement:
 
 def without_peers(own: Mapping[str, str]) -> bool:
     """Whether settings keep ranks from each other's device memory."""
-    return own.get("NCCL_P2P_DISABLE") == "1" or own.get("NCCL_P2P_LEVEL", "").upper() in ("LOC", "0")
+    return own.get("NCCL_P2P_DISABLE") == "1" or own.get("NCCL_P2P_LEVEL", "").upper() in (
+        "LOC",
+        "0",
+    )
 
 
 _NO_PEERS = Requirement("P2P transport", "NCCL_P2P_DISABLE=1", without_peers)
@@ -67,14 +72,26 @@ REQUIREMENTS = (
         "NCCL_CUMEM_HOST_ENABLE=0 (SHM over /dev/shm) or NCCL_SHM_DISABLE=1 (sockets)",
         lambda own: own.get("NCCL_CUMEM_HOST_ENABLE") == "0" or own.get("NCCL_SHM_DISABLE") == "1",
     ),
-    Requirement("NVLink multicast (NVLS)", "NCCL_NVLS_ENABLE=0", lambda own: own.get("NCCL_NVLS_ENABLE") == "0"),
-    Requirement("RAS listener, which ranks share", "NCCL_RAS_ENABLE=0", lambda own: own.get("NCCL_RAS_ENABLE") == "0"),
+    Requirement(
+        "NVLink multicast (NVLS)",
+        "NCCL_NVLS_ENABLE=0",
+        lambda own: own.get("NCCL_NVLS_ENABLE") == "0",
+    ),
+    Requirement(
+        "RAS listener, which ranks share",
+        "NCCL_RAS_ENABLE=0",
+        lambda own: own.get("NCCL_RAS_ENABLE") == "0",
+    ),
 )
 
 
 def lacking(settings: Mapping[str, str], *, parked: bool = False) -> list[Requirement]:
     """What is not met by a process's settings. ``parked``: windows take away what all ranks share through cuMem."""
-    return [one for one in (_PEERS_BY_CUMEM if parked else _NO_PEERS, *REQUIREMENTS) if not one.met(settings)]
+    return [
+        one
+        for one in (_PEERS_BY_CUMEM if parked else _NO_PEERS, *REQUIREMENTS)
+        if not one.met(settings)
+    ]
 
 
 def passes_descriptors(pid: int, sockets: Collection[int]) -> bool:
@@ -116,7 +133,9 @@ def settings_of(pid: int) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in files:
         try:
-            with open(open_file(pid, name), encoding="utf-8", errors="replace") as file:  # the process may have named anything
+            with open(
+                open_file(pid, name), encoding="utf-8", errors="replace"
+            ) as file:  # the process may have named anything
                 text = file.read(_LONGEST_FILE)
         except OSError:
             continue

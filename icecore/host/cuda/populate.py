@@ -62,7 +62,9 @@ def touch(pid: int, start: int, length: int, page: int) -> int:
         own = array("Q", [ctypes.addressof(zeros), count])
         theirs = array("Q", [1]) * (2 * count)
         theirs[::2] = array("Q", range(start + page * first, start + page * (first + count), page))
-        done = int(libc.process_vm_writev(pid, own.buffer_info()[0], 1, theirs.buffer_info()[0], count, 0))
+        done = int(
+            libc.process_vm_writev(pid, own.buffer_info()[0], 1, theirs.buffer_info()[0], count, 0)
+        )
         if done < count:
             enough.set()
         return max(0, done)
@@ -102,7 +104,10 @@ class Populating:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._over.set()
         if self._thread.ident is not None:
@@ -145,7 +150,11 @@ class Populating:
             if stop.trap and self._over.is_set():
                 return
             passed_on = 0 if stop.trap or stop.at_call else stop.signal
-            if stop.at_call and (call := ptrace.system_call(self._tracee)) is not None and _wanted(call):
+            if (
+                stop.at_call
+                and (call := ptrace.system_call(self._tracee)) is not None
+                and _wanted(call)
+            ):
                 self._made(call)
                 return
 
@@ -201,7 +210,9 @@ class Populating:
         if not page:
             return 0
         until = min(end, start + limits.free_huge_bytes() // CELL * CELL)
-        if until - start < SMALLEST - page or (limits.huge_pages() == "madvise" and self._advise(start, until - start) < 0):
+        if until - start < SMALLEST - page or (
+            limits.huge_pages() == "madvise" and self._advise(start, until - start) < 0
+        ):
             return 0
         return until
 
@@ -215,10 +226,14 @@ class Populating:
         if mask is None or not ptrace.set_mask(self._tracee, _ALL_SIGNALS):
             raise ProcessLookupError(self._tracee)
         self._changed = True
-        self._set({_RIP: words[_RIP] - 2, _RAX: _MADVISE, _RDI: start, _RSI: length, _RDX: _MADV_HUGEPAGE})
+        self._set(
+            {_RIP: words[_RIP] - 2, _RAX: _MADVISE, _RDI: start, _RSI: length, _RDX: _MADV_HUGEPAGE}
+        )
         self._to_call(_MADVISE)
         answer = self._to_call().result
-        if not ptrace.set_registers(self._tracee, before) or not ptrace.set_mask(self._tracee, mask):
+        if not ptrace.set_registers(self._tracee, before) or not ptrace.set_mask(
+            self._tracee, mask
+        ):
             raise ProcessLookupError(self._tracee)
         self._changed = False
         return answer

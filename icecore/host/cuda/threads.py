@@ -22,11 +22,16 @@ def has_drivers_threads(pid: int) -> bool:
     """
     leader = _name(pid, pid)
     return any(
-        _NAMES.fullmatch(name) and name != leader for name in (_name(pid, thread) for thread in procfs.threads(pid) if thread != pid)
+        _NAMES.fullmatch(name) and name != leader
+        for name in (_name(pid, thread) for thread in procfs.threads(pid) if thread != pid)
     )
 
 
 def _name(pid: int, thread: int) -> str:
     with suppress(OSError):  # it has ended
-        return Path(f"/proc/{pid}/task/{thread}/comm").read_text(encoding="utf-8", errors="replace").rstrip("\n")
+        return (
+            Path(f"/proc/{pid}/task/{thread}/comm")
+            .read_text(encoding="utf-8", errors="replace")
+            .rstrip("\n")
+        )
     return ""

@@ -82,11 +82,19 @@ class Backend:
         """Kind (c: character device, b: block device) and major number of the driver's device files, such as "c195"."""
         if self.world is not None:
             found = (os.stat(node) for node in (self.world / "dev").iterdir())
-            nodes = {("c" if stat.S_ISCHR(one.st_mode) else "b", os.major(one.st_rdev)) for one in found if one.st_rdev}
+            nodes = {
+                ("c" if stat.S_ISCHR(one.st_mode) else "b", os.major(one.st_rdev))
+                for one in found
+                if one.st_rdev
+            }
             return tuple(f"{kind}{major}" for kind, major in sorted(nodes))
         with open("/proc/devices", encoding="ascii") as file:
             characters = file.read().partition("Block devices:")[0]
-        return tuple(sorted({f"c{major}" for major in re.findall(r"^ *(\d+) nvidia", characters, re.MULTILINE)}))
+        return tuple(
+            sorted(
+                {f"c{major}" for major in re.findall(r"^ *(\d+) nvidia", characters, re.MULTILINE)}
+            )
+        )
 
     def is_device(self, path: str) -> bool:
         """Whether a path is a device file of the driver's."""

@@ -94,7 +94,8 @@ class Helper:
             return int(self._ready.result(_START_SECONDS))
         except FutureTimeout:
             raise DriverMissing(
-                f"CUDA was not initialised within {_START_SECONDS:.0f} s", cure="look what 'nvidia-smi' says"
+                f"CUDA was not initialised within {_START_SECONDS:.0f} s",
+                cure="look what 'nvidia-smi' says",
             ) from None
 
     def state(self, pid: int) -> State:
@@ -103,7 +104,9 @@ class Helper:
 
     def restore_thread(self, pid: int) -> int:
         """The thread in which the driver restores a process."""
-        return int(self._result(self._send("restore-thread", pid), "restore-thread", pid, _STATE_SECONDS))
+        return int(
+            self._result(self._send("restore-thread", pid), "restore-thread", pid, _STATE_SECONDS)
+        )
 
     def holder(self) -> socket.socket:
         """The end of a socket for the plugin in the CRIU that will hold the processes; to be closed. Does not wait until the helper is ready."""
@@ -121,7 +124,12 @@ class Helper:
         Raises:
             DeviceError: They do not run.
         """
-        found = self._result(self._send("hold", 0, pids=list(pids), seconds=seconds), "hold", 0, seconds + _STATE_SECONDS)
+        found = self._result(
+            self._send("hold", 0, pids=list(pids), seconds=seconds),
+            "hold",
+            0,
+            seconds + _STATE_SECONDS,
+        )
         return bool(found)
 
     def bind(self, pids: Collection[int]) -> None:
@@ -132,7 +140,12 @@ class Helper:
         """
         every = list(pids)
         for at in range(0, len(every), _BOUND_AT_ONCE):  # a message has room for so many
-            self._result(self._send("bind", 0, pids=every[at : at + _BOUND_AT_ONCE]), "bind", 0, _STATE_SECONDS)
+            self._result(
+                self._send("bind", 0, pids=every[at : at + _BOUND_AT_ONCE]),
+                "bind",
+                0,
+                _STATE_SECONDS,
+            )
 
     def go_on(self) -> None:
         """The driver's threads stand again, and CRIU goes on.
@@ -155,7 +168,10 @@ class Helper:
     ) -> tuple[dict[int, Checkpointed], dict[int, DeviceError]]:
         """Checkpoint all, at once; where their memory is now, and those that could not be. ``populate``: make the driver's mappings for it."""
         done, failed = self._each("checkpoint", {pid: {"populate": populate} for pid in pids})
-        return {pid: Checkpointed(Placement(placement), *made) for pid, (placement, *made) in done.items()}, failed
+        return {
+            pid: Checkpointed(Placement(placement), *made)
+            for pid, (placement, *made) in done.items()
+        }, failed
 
     def restore(self, gpus: Mapping[int, Mapping[str, str]]) -> dict[int, DeviceError]:
         """Restore all, at once (pid → its pairs of GPUs); those that could not be."""
@@ -179,7 +195,12 @@ class Helper:
 
     def resident(self, agents: Sequence[tuple[str, int, int]]) -> None:
         """Whose resident memory is given back, too, when all is undone: directory, pid as the process sees itself, pid here. None any more: empty."""
-        self._result(self._send("resident", 0, agents=[list(one) for one in agents]), "resident", 0, _STATE_SECONDS)
+        self._result(
+            self._send("resident", 0, agents=[list(one) for one in agents]),
+            "resident",
+            0,
+            _STATE_SECONDS,
+        )
 
     def undo(self) -> dict[int, str]:
         """Bring back to running all that was locked here; those that could not be, and why."""
@@ -194,14 +215,19 @@ class Helper:
             self._thread.join()
         self._socket.close()
         if self._process is not None:
-            with suppress(subprocess.TimeoutExpired):  # it undoes what it can; nothing more can be done from here
+            with suppress(
+                subprocess.TimeoutExpired
+            ):  # it undoes what it can; nothing more can be done from here
                 self._process.wait(CALL_SECONDS)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -210,7 +236,9 @@ class Helper:
     def _send(self, call: str, pid: int, **more: object) -> Future[Any]:
         return self._pass(call, pid, [], more)
 
-    def _pass(self, call: str, pid: int, descriptors: Sequence[int], more: Mapping[str, object]) -> Future[Any]:
+    def _pass(
+        self, call: str, pid: int, descriptors: Sequence[int], more: Mapping[str, object]
+    ) -> Future[Any]:
         future: Future[Any] = Future()
         with self._lock:
             number, self._next = self._next, self._next + 1
@@ -264,7 +292,9 @@ class Helper:
             elif call == "start":
                 future.set_exception(DriverMissing(error["message"], cure=error["cure"]))
             else:
-                future.set_exception(device_error(error["call"], error["pid"], error["code"], error["name"]))
+                future.set_exception(
+                    device_error(error["call"], error["pid"], error["code"], error["name"])
+                )
 
     def _end(self) -> None:
         """The helper is gone: nobody will answer."""
@@ -274,7 +304,10 @@ class Helper:
         for call, pid, future in waiting.values():
             if call == "start":
                 future.set_exception(
-                    DriverMissing("the helper that initialises CUDA ended", cure="look into the kernel's log: dmesg")
+                    DriverMissing(
+                        "the helper that initialises CUDA ended",
+                        cure="look into the kernel's log: dmesg",
+                    )
                 )
             else:
                 future.set_exception(helper_lost(call, pid))

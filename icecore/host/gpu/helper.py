@@ -155,7 +155,6 @@ class Undo:
         in_parallel(partial(give_back, agent) for agent in agents)
         return failed
 
-
     def _reach(self, holder: Holder, touched: Mapping[int, int]) -> frozenset[int]:
         """Wait until CRIU holds them, if it does or will; those in which the driver can work then."""
         end = time.monotonic() + _TRACED_SECONDS
@@ -296,7 +295,9 @@ class _Server:
         self.say({"id": 0, "value": os.getpid()})
         while True:
             try:
-                data, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
+                data, descriptors, _, _ = socket.recv_fds(
+                    self._control, MESSAGE, 1, socket.MSG_CMSG_CLOEXEC
+                )
             except OSError:
                 break
             if not data:
@@ -342,14 +343,20 @@ class _Server:
             about = {"call": error.call, "pid": error.pid, "code": error.code, "name": error.name}
             self.say({"id": number, "error": about})
         except Exception as error:  # noqa: BLE001 - most often the process is gone; whatever it is, somebody waits for an answer
-            name = str(error) if isinstance(error, IcecoreError) else f"{type(error).__name__}: {error}"
+            name = (
+                str(error)
+                if isinstance(error, IcecoreError)
+                else f"{type(error).__name__}: {error}"
+            )
             about = {"call": request["call"], "pid": request.get("pid", 0), "code": 1, "name": name}
             self.say({"id": number, "error": about})
 
     def _make(self, request: dict[str, Any]) -> object:
         api, pid = self._api, int(request.get("pid", 0))
         if self._undo.over and request["call"] in _ACTING:
-            raise device_error(request["call"], pid, 600, "it took too long, or failed, and is being undone")
+            raise device_error(
+                request["call"], pid, 600, "it took too long, or failed, and is being undone"
+            )
         match request["call"]:
             case "state":
                 return api.state(pid).value
@@ -378,7 +385,9 @@ class _Server:
             case "leave":
                 self._undo.leave()
             case "resident":
-                self._undo.standing([Agent(Path(place), own, tracee=seen) for place, own, seen in request["agents"]])
+                self._undo.standing(
+                    [Agent(Path(place), own, tracee=seen) for place, own, seen in request["agents"]]
+                )
             case "adopt":
                 # Processes that another helper had locked when it died.
                 for one in request["pids"]:
@@ -399,12 +408,18 @@ def main() -> None:
     for descriptor in (control.fileno(), int(sys.argv[2])):
         os.set_inheritable(descriptor, False)
     oom.protect()
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # its processes may use any GPU, whatever its starter sees
+    os.environ.pop(
+        "CUDA_VISIBLE_DEVICES", None
+    )  # its processes may use any GPU, whatever its starter sees
     try:
         api = find_backend().connect()
     except IcecoreError as error:
         with suppress(OSError):
-            control.send(json.dumps({"id": 0, "error": {"message": error.message, "cure": error.cure}}).encode())
+            control.send(
+                json.dumps(
+                    {"id": 0, "error": {"message": error.message, "cure": error.cure}}
+                ).encode()
+            )
         return
     _Server(api, control).serve()
 

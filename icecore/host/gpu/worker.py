@@ -99,7 +99,9 @@ class _Server:
             calls = GpuThread(gpu, partial(_answer, gpu), _done)
             digests: queue.SimpleQueue[Item] = queue.SimpleQueue()
             calls.start()
-            threading.Thread(target=_answer_all, args=(gpu, digests), name="digests", daemon=True).start()
+            threading.Thread(
+                target=_answer_all, args=(gpu, digests), name="digests", daemon=True
+            ).start()
             self._threads[device] = (calls, digests)
         return self._threads[device]
 
@@ -129,7 +131,9 @@ def _answer(gpu: Gpu, item: Item) -> None:
 
 def _done(item: Item, error: str = "") -> None:
     """Answer a request that has no value."""
-    _say(item.control, {"id": item.request["id"], **({"error": error} if error else {"value": None})})
+    _say(
+        item.control, {"id": item.request["id"], **({"error": error} if error else {"value": None})}
+    )
 
 
 def _make(gpu: Gpu, request: dict[str, Any], descriptors: list[int], given: list[int]) -> object:
@@ -147,7 +151,17 @@ def _make(gpu: Gpu, request: dict[str, Any], descriptors: list[int], given: list
             given.append(as_memory(gpu.fingerprints(request["handles"], request["seed"])))
         case "stage":
             mask = from_memory(descriptors[0], np.dtype(np.bool_))
-            given.append(as_memory(gpu.stage(request["handles"], mask, request["host_at"], request["host_size"], request["spare"])))
+            given.append(
+                as_memory(
+                    gpu.stage(
+                        request["handles"],
+                        mask,
+                        request["host_at"],
+                        request["host_size"],
+                        request["spare"],
+                    )
+                )
+            )
         case "fetch":
             gpu.fetch(request["cells"], request["places"])
         case "release":
@@ -190,7 +204,9 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(control.fileno(), False)
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # its client may use any GPU, whatever its starter sees
+    os.environ.pop(
+        "CUDA_VISIBLE_DEVICES", None
+    )  # its client may use any GPU, whatever its starter sees
     # It is not to be the one that keeps a job from its memory.
     with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("500")

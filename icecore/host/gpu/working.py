@@ -67,7 +67,9 @@ class HostRegion:
 
         def some(at: int) -> None:
             libc.madvise(
-                ctypes.c_void_p(self.address + at), ctypes.c_size_t(min(_PREFAULT, self.size - at)), _POPULATE_WRITE
+                ctypes.c_void_p(self.address + at),
+                ctypes.c_size_t(min(_PREFAULT, self.size - at)),
+                _POPULATE_WRITE,
             )
 
         with ThreadPoolExecutor(min(_PREFAULT_THREADS, os.cpu_count() or 1), "prefault") as pool:
@@ -130,7 +132,9 @@ class Worker:
 
     def begin(self, devices: Sequence[str], *, fingerprints: bool = True) -> dict[str, int]:
         """Have everything ready on these GPUs, `fingerprints` too if they will be wanted; their free bytes."""
-        futures = {device: self._send("begin", device, fingerprints=fingerprints) for device in devices}
+        futures = {
+            device: self._send("begin", device, fingerprints=fingerprints) for device in devices
+        }
         return {device: int(self._result(future, "begin")[0]) for device, future in futures.items()}
 
     def take_host(self, region: HostRegion, device: str) -> None:
@@ -156,7 +160,13 @@ class Worker:
     ) -> None:
         """Map what descriptors hold."""
         futures = [
-            self._send("map", device, descriptors[at:end], handles=list(handles[at:end]), sizes=list(sizes[at:end]))
+            self._send(
+                "map",
+                device,
+                descriptors[at:end],
+                handles=list(handles[at:end]),
+                sizes=list(sizes[at:end]),
+            )
             for at, end in _parts(len(handles))
         ]
         for future in futures:
@@ -181,9 +191,15 @@ class Worker:
             raise failed
         return found
 
-    def fingerprints(self, device: str, handles: Sequence[int], seed: int, seconds: float = _CALL_SECONDS) -> Words:
+    def fingerprints(
+        self, device: str, handles: Sequence[int], seed: int, seconds: float = _CALL_SECONDS
+    ) -> Words:
         """Of all cells of these, one after the other."""
-        _, descriptors = self._result(self._send("fingerprints", device, handles=list(handles), seed=seed), "fingerprints", seconds)
+        _, descriptors = self._result(
+            self._send("fingerprints", device, handles=list(handles), seed=seed),
+            "fingerprints",
+            seconds,
+        )
         return _array(descriptors, np.dtype(np.uint64)).reshape(-1, 2)
 
     def spare_fingerprints(self, device: str, seed: int, seconds: float = _CALL_SECONDS) -> Words:
@@ -198,16 +214,28 @@ class Worker:
         (`icecore.host.resident.gpu.NOWHERE`, ``ON_DEVICE``)."""
         given = as_memory(mask)
         try:
-            future = self._send("stage", device, [given], handles=list(handles), host_at=host_at, host_size=host_size, spare=spare)
+            future = self._send(
+                "stage",
+                device,
+                [given],
+                handles=list(handles),
+                host_at=host_at,
+                host_size=host_size,
+                spare=spare,
+            )
         finally:
             os.close(given)
         return _array(self._result(future, "stage", seconds)[1], np.dtype(np.int64))
 
-    def fetch(self, device: str, cells: Sequence[tuple[int, int]], places: Sequence[int]) -> Future[Any]:
+    def fetch(
+        self, device: str, cells: Sequence[tuple[int, int]], places: Sequence[int]
+    ) -> Future[Any]:
         """Begin to copy cells, (number or `SPARE`, offset) each, to places of the host region; `finish` it."""
         return self._send("fetch", device, cells=list(cells), places=list(places))
 
-    def place(self, device: str, cells: Sequence[tuple[int, int]], places: Sequence[int]) -> Future[Any]:
+    def place(
+        self, device: str, cells: Sequence[tuple[int, int]], places: Sequence[int]
+    ) -> Future[Any]:
         """Begin the reverse of `fetch`."""
         return self._send("place", device, cells=list(cells), places=list(places))
 
@@ -217,7 +245,9 @@ class Worker:
 
     def digests(self, device: str, cells: Sequence[tuple[int, int]], key: bytes) -> Digests:
         """Of cells, (number, offset) each: `icecore.host.resident.digest`. At most 1024; while other cells go to their places."""
-        value, _ = self._result(self._send("digests", device, cells=list(cells), key=key.hex()), "digests")
+        value, _ = self._result(
+            self._send("digests", device, cells=list(cells), key=key.hex()), "digests"
+        )
         return np.frombuffer(bytes.fromhex(value), np.uint8).reshape(-1, BYTES)
 
     def finish(self, future: Future[Any]) -> None:
@@ -225,10 +255,17 @@ class Worker:
         self._result(future, "copy")
 
     def release(
-        self, device: str, handles: Sequence[int] = (), *, spare: bool = False, seconds: float = _CALL_SECONDS
+        self,
+        device: str,
+        handles: Sequence[int] = (),
+        *,
+        spare: bool = False,
+        seconds: float = _CALL_SECONDS,
     ) -> None:
         """Let go of what was mapped or allocated, and of the spare memory."""
-        self._result(self._send("release", device, handles=list(handles), spare=spare), "release", seconds)
+        self._result(
+            self._send("release", device, handles=list(handles), spare=spare), "release", seconds
+        )
 
     @property
     def gone(self) -> bool:
@@ -267,13 +304,18 @@ class Worker:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
     # -- within
 
-    def _send(self, call: str, device: str, descriptors: Sequence[int] = (), **more: object) -> Future[Any]:
+    def _send(
+        self, call: str, device: str, descriptors: Sequence[int] = (), **more: object
+    ) -> Future[Any]:
         future: Future[Any] = Future()
         with self._lock:
             number, self._next = self._next, self._next + 1
@@ -281,7 +323,10 @@ class Worker:
                 future.set_exception(_lost())
                 return future
             self._waiting[number] = future
-        message, given = json.dumps({"id": number, "call": call, "device": device, **more}).encode(), list(descriptors)
+        message, given = (
+            json.dumps({"id": number, "call": call, "device": device, **more}).encode(),
+            list(descriptors),
+        )
         body = -1
         if len(message) > MESSAGE:
             body = as_memory(np.frombuffer(message, np.uint8))
@@ -296,13 +341,17 @@ class Worker:
         return future
 
     @staticmethod
-    def _result(future: Future[Any], call: str, seconds: float = _CALL_SECONDS) -> tuple[Any, list[int]]:
+    def _result(
+        future: Future[Any], call: str, seconds: float = _CALL_SECONDS
+    ) -> tuple[Any, list[int]]:
         try:
             found: tuple[Any, list[int]] = future.result(seconds)
             return found
         except FutureTimeout:
             future.add_done_callback(_close_unheard)
-            raise WorkerFailed(f"the GPU worker did not answer {call} within {seconds:.0f} s") from None
+            raise WorkerFailed(
+                f"the GPU worker did not answer {call} within {seconds:.0f} s"
+            ) from None
 
     def _receive(self) -> None:
         while True:
@@ -320,7 +369,12 @@ class Worker:
                 for descriptor in descriptors:
                     os.close(descriptor)
             elif "error" in answer:
-                future.set_exception(WorkerFailed(f"the GPU worker failed: {answer['error']}", cure="look into the kernel's log for what the driver says"))
+                future.set_exception(
+                    WorkerFailed(
+                        f"the GPU worker failed: {answer['error']}",
+                        cure="look into the kernel's log for what the driver says",
+                    )
+                )
             else:
                 future.set_result((answer["value"], list(descriptors)))
 
@@ -340,7 +394,9 @@ def _close_unheard(future: Future[Any]) -> None:
 
 
 def _lost() -> WorkerFailed:
-    return WorkerFailed("the GPU worker ended", cure="look why it was killed (out of memory?), and try again")
+    return WorkerFailed(
+        "the GPU worker ended", cure="look why it was killed (out of memory?), and try again"
+    )
 
 
 def _parts(some: int) -> list[tuple[int, int]]:
@@ -356,7 +412,11 @@ def _array(descriptors: Sequence[int], dtype: np.dtype[Any]) -> npt.NDArray[Any]
 
 
 def fetch_through(
-    worker: Worker, region: HostRegion, device: str, cells: Sequence[tuple[int, int]], take: Callable[[int, int], None]
+    worker: Worker,
+    region: HostRegion,
+    device: str,
+    cells: Sequence[tuple[int, int]],
+    take: Callable[[int, int], None],
 ) -> None:
     """Fetch cells, (number or `SPARE`, offset) each, through the region's first `RING` cells.
 

@@ -71,11 +71,18 @@ def gpu_run(
     elif root == "private":
         raise UsageError(f"a private root cannot be had: {lack}", cure="leave out --root private")
     else:
-        isolation, why = replace(wanted, pid=False, root=False), f"because a private root cannot be had ({lack})"
+        isolation, why = (
+            replace(wanted, pid=False, root=False),
+            f"because a private root cannot be had ({lack})",
+        )
     if why:
-        notes.append(f"it runs in the host's pid namespace, {why}: a snapshot of it can run once at a time on one host")
+        notes.append(
+            f"it runs in the host's pid namespace, {why}: a snapshot of it can run once at a time on one host"
+        )
     if not isolation.network:
-        notes.append("jobs whose ranks talk over TCP can be restored right after they were killed only with --network private")
+        notes.append(
+            "jobs whose ranks talk over TCP can be restored right after they were killed only with --network private"
+        )
     settings, cost = (nccl.PARKED, nccl.PARKED_COST) if resident else (nccl.SNAPSHOTABLE, nccl.COST)
     asked = {**settings, **(nccl.LOOPBACK if isolation.network else {})}
     kept = {
@@ -84,7 +91,13 @@ def gpu_run(
         for one in settings
         if one in requirement.cure and one in environment
     }
-    return GpuRun(isolation, {key: value for key, value in asked.items() if key not in environment}, kept, notes, cost)
+    return GpuRun(
+        isolation,
+        {key: value for key, value in asked.items() if key not in environment},
+        kept,
+        notes,
+        cost,
+    )
 
 
 def private_root_lack() -> str:
@@ -103,4 +116,8 @@ def private_root_lack() -> str:
         )
     except subprocess.TimeoutExpired:
         return "making one takes too long"
-    return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["unshare(1) fails"])[-1]
+    return (
+        ""
+        if done.returncode == 0
+        else (done.stderr.strip().splitlines() or ["unshare(1) fails"])[-1]
+    )

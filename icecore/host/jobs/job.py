@@ -173,14 +173,18 @@ class Job:
         Raises:
             NotFound: There is no such process.
         """
-        known = replace(self.description, pid=pid, start_time=procfs.start_time(pid), boot=boot_id())
+        known = replace(
+            self.description, pid=pid, start_time=procfs.start_time(pid), boot=boot_id()
+        )
         job = Job(self.directory, known)
         job.save()
         return job
 
     def with_lost(self, pid: int) -> Job:
         """The same with its init that ran and ended before anybody could look at it, written down: that pid, whoever has it by now, is not its own."""
-        job = Job(self.directory, replace(self.description, pid=pid, start_time=_UNKNOWN, boot=boot_id()))
+        job = Job(
+            self.directory, replace(self.description, pid=pid, start_time=_UNKNOWN, boot=boot_id())
+        )
         job.save()
         return job
 
@@ -192,7 +196,9 @@ class Job:
 
     def with_resident(self, place: Path, *, keep: bool) -> Job:
         """The same, written down with where its keeper is, and whether its device memory outlives it."""
-        job = Job(self.directory, replace(self.description, resident=str(place), keep_resident=keep))
+        job = Job(
+            self.directory, replace(self.description, resident=str(place), keep_resident=keep)
+        )
         job.save()
         return job
 
@@ -246,7 +252,9 @@ class Job:
         if known.pid == 0 or known.boot != boot_id():
             return False
         try:
-            return procfs.start_time(known.pid) == known.start_time and not procfs.is_zombie(known.pid)
+            return procfs.start_time(known.pid) == known.start_time and not procfs.is_zombie(
+                known.pid
+            )
         except NotFound:
             return False
 
@@ -380,7 +388,9 @@ class Job:
         else:
             fd = self._open()
         if fd is None:
-            raise NotFound(f"job {self.name} does not run", cure="'icecore ps' lists the jobs of this node")
+            raise NotFound(
+                f"job {self.name} does not run", cure="'icecore ps' lists the jobs of this node"
+            )
         try:
             signal.pidfd_send_signal(fd, number)
         except ProcessLookupError as error:

@@ -22,13 +22,33 @@ import sys
 import time
 from typing import Any, NoReturn
 
-CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID, CLONE_NEWNET = 0x00020000, 0x08000000, 0x20000000, 0x40000000
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE, MS_SLAVE = 1, 2, 4, 8, 4096, 16384, 1 << 18, 1 << 19
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWPID, CLONE_NEWNET = (
+    0x00020000,
+    0x08000000,
+    0x20000000,
+    0x40000000,
+)
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE, MS_SLAVE = (
+    1,
+    2,
+    4,
+    8,
+    4096,
+    16384,
+    1 << 18,
+    1 << 19,
+)
 MNT_DETACH = 2
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
+_libc.mount.argtypes = [
+    ctypes.c_char_p,
+    ctypes.c_char_p,
+    ctypes.c_char_p,
+    ctypes.c_ulong,
+    ctypes.c_char_p,
+]
 
 
 class StepFailed(Exception):
@@ -56,7 +76,9 @@ def enter(namespace: int, kind: int) -> None:
     _checked(_libc.setns(namespace, kind), "entering the namespace")
 
 
-def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+def mount(
+    source: str, target: str, kind: str | None, flags: int, options: str | None = None
+) -> None:
     """mount(2)."""
     _checked(
         _libc.mount(
@@ -93,7 +115,11 @@ def _enter_root(root: str, binds: list[list[str]], private: list[list[str]]) -> 
     for source, point in binds:
         mount(source, root + point, None, MS_BIND)
     for point, kind, options in private:
-        flags = MS_NOSUID | (0 if kind == "devpts" else MS_NODEV) | (0 if kind == "tmpfs" else MS_NOEXEC)
+        flags = (
+            MS_NOSUID
+            | (0 if kind == "devpts" else MS_NODEV)
+            | (0 if kind == "tmpfs" else MS_NOEXEC)
+        )
         mount(kind, root + point, kind, flags, options)
     os.chdir(root)
     _checked(_libc.pivot_root(b".", b"."), "changing to the private root")
@@ -101,17 +127,23 @@ def _enter_root(root: str, binds: list[list[str]], private: list[list[str]]) -> 
 
 
 def _open_log(path: str) -> int:
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    return os.open(
+        path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+    )
 
 
 def _default_signals() -> None:
     """Default handling of every signal, also of 32 and 33, which the C library keeps from its callers but which may be inherited ignored."""
     call = 13 if os.uname().machine == "x86_64" else 134  # rt_sigaction
-    default = ctypes.create_string_buffer(32)  # struct sigaction as the kernel has it: SIG_DFL, no flags, no mask
+    default = ctypes.create_string_buffer(
+        32
+    )  # struct sigaction as the kernel has it: SIG_DFL, no flags, no mask
     for number in range(1, 65):
         if number not in (signal.SIGKILL, signal.SIGSTOP):
             _checked(
-                _libc.syscall(ctypes.c_long(call), ctypes.c_int(number), default, None, ctypes.c_size_t(8)),
+                _libc.syscall(
+                    ctypes.c_long(call), ctypes.c_int(number), default, None, ctypes.c_size_t(8)
+                ),
                 f"default handling of signal {number}",
             )
 
@@ -130,12 +162,16 @@ def _become_init(launch: dict[str, Any], report: int) -> NoReturn:
         os._exit(0)  # the starter is gone
     # Raised first above where they go, so that no dup2 overwrites one that is still needed. The init marks 3 and 4
     # close-on-exec.
-    for target, source in enumerate([fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (*opened, report)]):
+    for target, source in enumerate(
+        [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (*opened, report)]
+    ):
         os.dup2(source, target)
     os.closerange(5, os.sysconf("SC_OPEN_MAX"))
     _default_signals()
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    environment = {os.fsencode(name): os.fsencode(value) for name, value in launch["environment"].items()}
+    environment = {
+        os.fsencode(name): os.fsencode(value) for name, value in launch["environment"].items()
+    }
     arguments = [b"icecore-init", b"3", b"4", *map(os.fsencode, launch["command"])]
     for _ in range(100):
         try:
@@ -153,7 +189,9 @@ def _say(fd: int, **answer: object) -> None:
 
 
 def _say_error(fd: int, error: OSError | StepFailed) -> None:
-    step, cause = (error.step, error.error) if isinstance(error, StepFailed) else ("starting the init", error)
+    step, cause = (
+        (error.step, error.error) if isinstance(error, StepFailed) else ("starting the init", error)
+    )
     text = os.strerror(cause.errno or 0) + (f": {cause.filename}" if cause.filename else "")
     _say(fd, step=step, errno=cause.errno, error=text)
 
@@ -173,7 +211,12 @@ def main() -> int:
     """Read the launch, make the namespaces, fork the init into them, say its pid, leave it."""
     launch = json.loads(_read_line(0))
     report = 1
-    flags = {"pid": CLONE_NEWPID, "ipc": CLONE_NEWIPC, "network": CLONE_NEWNET, "mount": CLONE_NEWNS}
+    flags = {
+        "pid": CLONE_NEWPID,
+        "ipc": CLONE_NEWIPC,
+        "network": CLONE_NEWNET,
+        "mount": CLONE_NEWNS,
+    }
     try:
         unshare(sum(flags[name] for name in launch["namespaces"]))
         if "network" in launch["namespaces"]:

@@ -79,7 +79,12 @@ def bind(namespace: int, directory: str, paths: Iterable[str]) -> None:
         for path in paths:
             source = _open_file(directory + path)
             stack.callback(os.close, source)
-            tree = _checked(libc.syscall(_OPEN_TREE, source, b"", _OPEN_TREE_CLONE | os.O_CLOEXEC | _AT_EMPTY_PATH), f"open_tree({directory + path})")
+            tree = _checked(
+                libc.syscall(
+                    _OPEN_TREE, source, b"", _OPEN_TREE_CLONE | os.O_CLOEXEC | _AT_EMPTY_PATH
+                ),
+                f"open_tree({directory + path})",
+            )
             stack.callback(os.close, tree)
             trees.append((path, tree))
 
@@ -90,7 +95,10 @@ def bind(namespace: int, directory: str, paths: Iterable[str]) -> None:
                 target = _open_file(path)
                 try:
                     flags = _MOVE_MOUNT_FROM_EMPTY | _MOVE_MOUNT_TO_EMPTY
-                    _checked(libc.syscall(_MOVE_MOUNT, tree, b"", target, b"", flags), f"move_mount({path})")
+                    _checked(
+                        libc.syscall(_MOVE_MOUNT, tree, b"", target, b"", flags),
+                        f"move_mount({path})",
+                    )
                 finally:
                     os.close(target)
 

@@ -97,11 +97,18 @@ class Isolation:
 
     def __post_init__(self) -> None:
         if self.root and not self.pid:
-            raise UsageError("a private root needs its own pid namespace", cure="leave the pid namespace on")
+            raise UsageError(
+                "a private root needs its own pid namespace", cure="leave the pid namespace on"
+            )
 
     def names(self) -> list[str]:
         """The namespaces in launch.py's words."""
-        pairs = (("pid", self.pid), ("ipc", self.ipc), ("network", self.network), ("mount", self.root))
+        pairs = (
+            ("pid", self.pid),
+            ("ipc", self.ipc),
+            ("network", self.network),
+            ("mount", self.root),
+        )
         return [name for name, own in pairs if own]
 
 
@@ -158,16 +165,31 @@ class RunRecord:
         try:
             fields = json.loads(text)
             record = msgspec.convert(fields, type=cls)
-            if not set(fields) <= set(asdict(record)) or not set(fields["isolation"]) <= set(asdict(record.isolation)):
+            if not set(fields) <= set(asdict(record)) or not set(fields["isolation"]) <= set(
+                asdict(record.isolation)
+            ):
                 raise ValueError("it has fields that are not known")
-            texts = [record.name, record.cwd, *record.command, *record.files, *record.files.values(), *record.binds, record.files_to, *record.copies]
+            texts = [
+                record.name,
+                record.cwd,
+                *record.command,
+                *record.files,
+                *record.files.values(),
+                *record.binds,
+                record.files_to,
+                *record.copies,
+            ]
             if any(b"\0" in os.fsencode(text) for text in texts):
                 raise ValueError("a text holds a NUL")
         except (msgspec.MsgspecError, ValueError, RecursionError, UsageError) as error:
             raise ValueError(f"not the record of a run: {error}") from error
-        if len(record.init) > _MOST_INIT or not _sound([record.cwd, *record.binds, *record.files.values()]):
+        if len(record.init) > _MOST_INIT or not _sound(
+            [record.cwd, *record.binds, *record.files.values()]
+        ):
             raise ValueError("not the record of a run: its init is too long, or a path is none")
-        if set(record.files) != set(OWN_FILES) or not all(path.startswith("/") for path in record.files.values()):
+        if set(record.files) != set(OWN_FILES) or not all(
+            path.startswith("/") for path in record.files.values()
+        ):
             raise ValueError("not the record of a run: its files are not an instance's")
         if not all(map(_is_plain, (record.files_to or "/", *record.copies))):
             raise ValueError("not the record of a run: the paths of its copies are not absolute")
@@ -176,7 +198,9 @@ class RunRecord:
 
 def _sound(paths: Iterable[str]) -> bool:
     """Whether all are absolute paths that go nowhere up."""
-    return all(path.startswith("/") and "\0" not in path and ".." not in path.split("/") for path in paths)
+    return all(
+        path.startswith("/") and "\0" not in path and ".." not in path.split("/") for path in paths
+    )
 
 
 def can_cover(path: str, isolation: Isolation) -> bool:
@@ -219,7 +243,13 @@ def bindable_mounts() -> list[str]:
     for mount in procfs.mounts():
         point = mount.point
         own = any(point == own or point.startswith(f"{own}/") for own in _OWN_MOUNTS)
-        if point == "/" or own or point in found or mount.kind in _NOT_BOUND or _UNSPEAKABLE.search(point):
+        if (
+            point == "/"
+            or own
+            or point in found
+            or mount.kind in _NOT_BOUND
+            or _UNSPEAKABLE.search(point)
+        ):
             continue
         if os.path.lexists(point):  # else hidden under a later mount
             found.append(point)
@@ -252,7 +282,13 @@ def dump_options(pid: int, record: RunRecord) -> list[str]:
     options = ["--ext-unix-sk", "--file-locks"]
     if record.isolation.network:
         inode = os.stat(f"/proc/{pid}/ns/net").st_ino
-        options += ["--external", f"net[{inode}]:{_NETWORK_NAME}", "--tcp-established", "--network-lock", "skip"]
+        options += [
+            "--external",
+            f"net[{inode}]:{_NETWORK_NAME}",
+            "--tcp-established",
+            "--network-lock",
+            "skip",
+        ]
     if record.isolation.root:
         for point in record.binds:
             options += ["--external", f"mnt[{point}]:{point}"]
@@ -313,10 +349,17 @@ class RestoreNamespaces:
             if record.isolation.root:
                 self._private_root(record, directory, dumped)
             else:
-                own = in_thread(lambda: self._in_view(directory)) if record.copies else _open_own(directory)
+                own = (
+                    in_thread(lambda: self._in_view(directory))
+                    if record.copies
+                    else _open_own(directory)
+                )
                 for name, fd in own.items():
                     # CRIU's key is the path without its first slash.
-                    self.options += ["--inherit-fd", f"fd[{self._keep(fd)}]:{record.files[name][1:]}"]
+                    self.options += [
+                        "--inherit-fd",
+                        f"fd[{self._keep(fd)}]:{record.files[name][1:]}",
+                    ]
         except BaseException:
             self.close()
             raise
@@ -368,7 +411,10 @@ class RestoreNamespaces:
         for number, path in enumerate([*dumped, *added]):
             name = _COPY_NAME.format(number)
             # What is no copy any more is covered by the file itself.
-            self.options += ["--external", f"mnt[{name}]:{record.files_to + path if path in record.copies else path}"]
+            self.options += [
+                "--external",
+                f"mnt[{name}]:{record.files_to + path if path in record.copies else path}",
+            ]
             if path in added:
                 self._added[path] = name
 
@@ -386,14 +432,20 @@ class RestoreNamespaces:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
 
 def _open_own(directory: Path) -> dict[str, int]:
     """`OWN_FILES` of an instance, as its processes have them open."""
-    return {name: os.open(directory / name, flags | os.O_CLOEXEC | os.O_NOFOLLOW) for name, flags in OWN_FILES.items()}
+    return {
+        name: os.open(directory / name, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
+        for name, flags in OWN_FILES.items()
+    }
 
 
 def _new_network() -> int:

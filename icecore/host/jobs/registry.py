@@ -62,7 +62,9 @@ def require_name(name: str) -> None:
         UsageError: None may.
     """
     if not _NAME.fullmatch(name):
-        raise UsageError(f"{name!r} is no name for a job", cure="letters, digits, '.', '_', '-'; at most 63")
+        raise UsageError(
+            f"{name!r} is no name for a job", cure="letters, digits, '.', '_', '-'; at most 63"
+        )
 
 
 class Registry:
@@ -174,7 +176,10 @@ class Registry:
         if not command or not command[0]:
             raise UsageError("no command was given")
         if keep_resident and not resident:
-            raise UsageError("only resident memory can be kept", cure="leave out --keep-resident, or --no-resident")
+            raise UsageError(
+                "only resident memory can be kept",
+                cure="leave out --keep-resident, or --no-resident",
+            )
         isolation = isolation or Isolation()
         own = dict(job_environment(os.environ)[0] if environment is None else environment)
         added = {key: value for key, value in RESTORABLE_ENVIRONMENT.items() if key not in own}
@@ -186,14 +191,21 @@ class Registry:
         if path is None:
             path = os.path.join(directory, command[0])
             if "/" not in command[0] or not os.path.exists(path):
-                raise NotFound(f"there is no program {command[0]}", cure="give its path, or add its directory to PATH")
+                raise NotFound(
+                    f"there is no program {command[0]}",
+                    cure="give its path, or add its directory to PATH",
+                )
         path = os.path.abspath(os.path.join(directory, path))
         binds = bindable_mounts() if isolation.root else []
         described = _describe(name or os.path.basename(path), command, directory, isolation, binds)
         job = self._note_down(described, exact=bool(name), init=init_program().read_bytes())
         try:
             if resident:
-                seen = Path(INSTANCE_MOUNT) / "resident" if isolation.root else _RESIDENT / job.instance
+                seen = (
+                    Path(INSTANCE_MOUNT) / "resident"
+                    if isolation.root
+                    else _RESIDENT / job.instance
+                )
                 job = job.with_resident(_keeper_place(job), keep=keep_resident)
                 own.update(_with_keeper(_keeper_place(job), seen, own))
         except BaseException:
@@ -227,11 +239,27 @@ class Registry:
                 )
             )
         emit(
-            Event("run.started", {"job": job.name, "instance": job.instance, "pid": job.pid, "command": list(command)})
+            Event(
+                "run.started",
+                {
+                    "job": job.name,
+                    "instance": job.instance,
+                    "pid": job.pid,
+                    "command": list(command),
+                },
+            )
         )
         return job
 
-    def restoring(self, record: RunRecord, *, snapshot: str, lineage: str = "", name: str = "", dumped: Sequence[str] = ()) -> Restoring:
+    def restoring(
+        self,
+        record: RunRecord,
+        *,
+        snapshot: str,
+        lineage: str = "",
+        name: str = "",
+        dumped: Sequence[str] = (),
+    ) -> Restoring:
         """Make the place for a new instance of a run from a snapshot: see `Restoring`.
 
         Args:
@@ -258,7 +286,9 @@ class Registry:
         job = self._note_down(described, exact=bool(name), init=record.init)
         try:
             for own in ("stdout.log", "stderr.log", "status"):
-                os.close(os.open(job.directory / own, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+                os.close(
+                    os.open(job.directory / own, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                )
             return Restoring(job, record, RestoreNamespaces(record, job.directory, dumped))
         except BaseException:
             shutil.rmtree(job.directory, ignore_errors=True)
@@ -286,11 +316,20 @@ class Registry:
         """Bytes of device memory that are kept of an instance although it has ended: for ``restore --from-resident``, until `remove`."""
         with suppress(IcecoreError, OSError):
             place = _keeper_place(job)
-            if job.state in ("running", "starting") or not (place / "keeper").is_socket() or not self._has_last(job):
+            if (
+                job.state in ("running", "starting")
+                or not (place / "keeper").is_socket()
+                or not self._has_last(job)
+            ):
                 return 0
             keeper = Keeper(place)
             tokens = [process.token for process in keeper.processes() if not process.alive]
-            return sum(one.size for token in tokens for one in keeper.allocations(token) if not one.imported)
+            return sum(
+                one.size
+                for token in tokens
+                for one in keeper.allocations(token)
+                if not one.imported
+            )
         return 0
 
     def _has_last(self, job: Job) -> bool:
@@ -309,7 +348,9 @@ class Registry:
         """
         with self._lock():
             if Job.load(job.directory).state in ("running", "starting"):
-                raise UsageError(f"job {job.name} ({job.instance}) runs", cure=f"'icecore kill {job.name}' first")
+                raise UsageError(
+                    f"job {job.name} ({job.instance}) runs", cure=f"'icecore kill {job.name}' first"
+                )
             place = _keeper_place(job)
             if place.exists() and self._has_last(job):
                 _let_go_claimed(place, f"job {job.name} ({job.instance})")
@@ -327,7 +368,9 @@ class Registry:
                 raise NotFound(f"there is no damaged job {instance}")
             directory = self._jobs / instance
             if pid := init_of(directory):
-                raise UsageError(f"job {instance} runs, as process {pid}", cure=f"'kill -KILL {pid}' first")
+                raise UsageError(
+                    f"job {instance} runs, as process {pid}", cure=f"'kill -KILL {pid}' first"
+                )
             for place in (directory / "resident", _RESIDENT / instance):
                 if place.exists():
                     _let_go_claimed(place, f"job {instance}")
@@ -335,14 +378,21 @@ class Registry:
 
     def ended(self, older_than: float = 0.0) -> list[Job]:
         """The instances that have ended and were created more than ``older_than`` seconds ago."""
-        return [job for job in self.instances() if job.state in ("ended", "failed") and time.time() - job.description.created >= older_than]
+        return [
+            job
+            for job in self.instances()
+            if job.state in ("ended", "failed")
+            and time.time() - job.description.created >= older_than
+        ]
 
     # -- within
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
         private_state(self.state, "jobs", emit=self._emit)
-        fd = os.open(self.state / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fd = os.open(
+            self.state / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+        )
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             yield
@@ -359,7 +409,9 @@ class Registry:
         with self._lock():
             taken = {job.name for job in self.instances() if job.state in ("running", "starting")}
             if exact and name in taken:
-                raise UsageError(f"a job named {name} runs", cure="choose another name, or end that one first")
+                raise UsageError(
+                    f"a job named {name} runs", cure="choose another name, or end that one first"
+                )
             base, number = name, 2
             while name in taken:
                 name, number = f"{base}-{number}", number + 1
@@ -368,7 +420,9 @@ class Registry:
             job = Job(directory, replace(wanted, name=name))
             try:
                 program = os.open(
-                    directory / "icecore-init", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o700
+                    directory / "icecore-init",
+                    os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC,
+                    0o700,
                 )
                 with open(program, "wb") as file:
                     file.write(init)
@@ -417,14 +471,19 @@ def _let_go_claimed(place: Path, whose: str) -> None:
     """
     with claimed(place) as ours:
         if not ours:
-            raise UsageError(f"{whose} is being restored from", cure="wait until that restore is done")
+            raise UsageError(
+                f"{whose} is being restored from", cure="wait until that restore is done"
+            )
         _let_go(place)
 
 
 def _keeper_place(job: Job) -> Path:
     """Where an instance's keeper is, if it has one. Where it has no root of its own, all see one short path, which a restore finds again."""
     known = job.description
-    return Path(known.resident or (job.directory / "resident" if known.isolation.root else _RESIDENT / job.instance))
+    return Path(
+        known.resident
+        or (job.directory / "resident" if known.isolation.root else _RESIDENT / job.instance)
+    )
 
 
 def _with_keeper(place: Path, seen: Path, environment: Mapping[str, str]) -> dict[str, str]:
@@ -510,7 +569,8 @@ class Restoring:
             self._namespaces.bind_copies(images)
         except OSError as error:
             raise RestoreRefused(
-                f"cannot bind a copy of a file: {error.strerror}", cure="check the file and the directory of --files-to, or use --files instead"
+                f"cannot bind a copy of a file: {error.strerror}",
+                cure="check the file and the directory of --files-to, or use --files instead",
             ) from error
 
     def has_keeper(self, place: Path, *, keep: bool) -> None:
@@ -534,7 +594,10 @@ class Restoring:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._namespaces.close()
         if not self._started:

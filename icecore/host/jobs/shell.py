@@ -32,7 +32,14 @@ def run_shell(command: str, environment: Mapping[str, str], *, seconds: float, o
     words = ["/bin/sh", "-c", _WHEN_TOLD, "sh", command]
     told, tell = os.pipe()
     try:
-        process = subprocess.Popen(words, env=dict(environment), stdin=told, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(
+            words,
+            env=dict(environment),
+            stdin=told,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
         try:
             os.write(tell, b"\n")
             return process.wait(seconds)

@@ -149,7 +149,8 @@ class Starting:
             left = self._until - time.monotonic()
             if left <= 0 or not poll.poll(left * 1000):
                 raise StartFailed(
-                    "starting the job took too long", cure="a mount of this machine may hang: see 'mount'"
+                    "starting the job took too long",
+                    cure="a mount of this machine may hang: see 'mount'",
                 )
             piece = os.read(fd, 65536)
             if not piece:
@@ -179,7 +180,10 @@ class Starting:
                     cure="a script needs a first line '#!…' and chmod +x",
                 )
             return StartFailed(f"cannot run {program}: {os.strerror(number)}")
-        step, number = answer.get("step", "starting the init"), answer.get("errno", answer.get("fork_errno", 0))
+        step, number = (
+            answer.get("step", "starting the init"),
+            answer.get("errno", answer.get("fork_errno", 0)),
+        )
         text = answer.get("error", os.strerror(number))
         cure = ""
         if number == errno.EPERM:
@@ -202,7 +206,10 @@ class Starting:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if error is not None and self.pid:
             try:

@@ -29,7 +29,13 @@ _TRIES = 100
 _NO_CHANGE = 0xFFFFFFFF
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.renameat2.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+_libc.renameat2.argtypes = [
+    ctypes.c_int,
+    ctypes.c_char_p,
+    ctypes.c_int,
+    ctypes.c_char_p,
+    ctypes.c_uint,
+]
 _libc.renameat2.restype = ctypes.c_int
 for _name in ("setfsuid", "setfsgid"):
     getattr(_libc, _name).argtypes = [ctypes.c_uint32]
@@ -53,7 +59,9 @@ def open_confined(directory: int, path: str, flags: int) -> int:
     how = _OpenHow(flags | os.O_CLOEXEC, 0, _CONFINED)
     name = os.fsencode(path)
     for _ in range(_TRIES):
-        descriptor: int = libc.syscall(_OPENAT2, directory, ctypes.c_char_p(name), ctypes.byref(how), ctypes.sizeof(how))
+        descriptor: int = libc.syscall(
+            _OPENAT2, directory, ctypes.c_char_p(name), ctypes.byref(how), ctypes.sizeof(how)
+        )
         if descriptor >= 0:
             return descriptor
         if ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR):
@@ -89,9 +97,16 @@ def acting_as(user: int, group: int, groups: Sequence[int]) -> Iterator[None]:
     try:
         _set_groups(groups)
         _libc.setfsgid(group)
-        _libc.setfsuid(user)  # also gives up CAP_DAC_OVERRIDE, CAP_CHOWN and their like, until it is root again
-        if (_libc.setfsuid(_NO_CHANGE) & _NO_CHANGE, _libc.setfsgid(_NO_CHANGE) & _NO_CHANGE) != (user, group):
-            raise PermissionError(errno.EPERM, f"this process may not access files as user {user}, group {group}")
+        _libc.setfsuid(
+            user
+        )  # also gives up CAP_DAC_OVERRIDE, CAP_CHOWN and their like, until it is root again
+        if (_libc.setfsuid(_NO_CHANGE) & _NO_CHANGE, _libc.setfsgid(_NO_CHANGE) & _NO_CHANGE) != (
+            user,
+            group,
+        ):
+            raise PermissionError(
+                errno.EPERM, f"this process may not access files as user {user}, group {group}"
+            )
         yield
     finally:
         _libc.setfsuid(os.geteuid())
@@ -103,7 +118,9 @@ def _set_groups(groups: Sequence[int]) -> None:
     """Set the groups of this thread; the C library's setgroups would set them for all threads."""
     number = _SETGROUPS.get(platform.machine())
     if number is None:
-        raise OSError(errno.ENOSYS, f"the number of setgroups(2) is unknown on {platform.machine()}")
+        raise OSError(
+            errno.ENOSYS, f"the number of setgroups(2) is unknown on {platform.machine()}"
+        )
     array = (ctypes.c_uint32 * len(groups))(*groups)
     if libc.syscall(number, len(groups), array):
         raise libc.last_error("setgroups")

@@ -27,7 +27,9 @@ from icecore.host.kernel import procfs
 _ENDING_SECONDS = 5.0
 _POLL_SECONDS = 0.02
 #: What fcntl(2) says where there are no leases, or none for this user.
-_NO_LEASE = frozenset((errno.EINVAL, errno.EACCES, errno.EPERM, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS))
+_NO_LEASE = frozenset(
+    (errno.EINVAL, errno.EACCES, errno.EPERM, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+)
 _SHARED = re.compile(rb"^[0-9a-f]+-[0-9a-f]+ ...s ")
 _SIGKILL_BIT = 1 << (signal.SIGKILL - 1)
 
@@ -50,10 +52,16 @@ class Holder:
     writes: bool
 
     def __str__(self) -> str:
-        return f"process {self.pid} ({self.name})" if self.pid else "a process that is not visible here"
+        return (
+            f"process {self.pid} ({self.name})"
+            if self.pid
+            else "a process that is not visible here"
+        )
 
 
-def find_holders(files: Mapping[str, int], patience: float = _ENDING_SECONDS) -> dict[str, list[Holder]]:
+def find_holders(
+    files: Mapping[str, int], patience: float = _ENDING_SECONDS
+) -> dict[str, list[Holder]]:
     """Return the processes that have regular files open and will go on running.
 
     Args:
@@ -73,7 +81,11 @@ def find_holders(files: Mapping[str, int], patience: float = _ENDING_SECONDS) ->
         found = _search(ids, held)
         ending = any(_is_ending(holder) for holders in found.values() for holder in holders)
         if not ending or time.monotonic() > until:
-            return {name: sorted(holders, key=lambda one: (not one.writes, one.pid)) for name, holders in found.items() if holders}
+            return {
+                name: sorted(holders, key=lambda one: (not one.writes, one.pid))
+                for name, holders in found.items()
+                if holders
+            }
         time.sleep(_POLL_SECONDS)
 
 
@@ -130,7 +142,10 @@ def _search(ids: Mapping[str, FileId], states: Mapping[str, str]) -> dict[str, s
     for key, names in wanted.items():
         state = states[names[0]]
         # A shared mapping counts as one for writing, unless the kernel knows better.
-        holders = {Holder(pid, _name(pid), writes and state != "read") for pid, writes in writers[key].items()}
+        holders = {
+            Holder(pid, _name(pid), writes and state != "read")
+            for pid, writes in writers[key].items()
+        }
         if state == "written" and not any(one.writes for one in holders):
             holders.add(Holder(0, "", True))
         elif state == "read" and not holders:
@@ -173,7 +188,9 @@ def _flags(pid: int, number: str) -> int:
     return int(found[1], 8) if found else os.O_RDWR
 
 
-def _look_at_mappings(pid: int, writers: dict[FileId, dict[int, bool]], wanted: set[FileId]) -> None:
+def _look_at_mappings(
+    pid: int, writers: dict[FileId, dict[int, bool]], wanted: set[FileId]
+) -> None:
     """Lines are chosen by inode, and what is mapped there is asked then: some file systems show other device numbers in ``maps`` than in stat(2)."""
     with suppress(OSError):
         with open(f"/proc/{pid}/maps", "rb") as file:

@@ -27,9 +27,25 @@ def create(size: int) -> int:
     context = _call("fsopen", _FSOPEN, ctypes.c_char_p(b"tmpfs"), _CLOEXEC)
     try:
         # No limit: what bounds other memory bounds this.
-        _call("fsconfig", _FSCONFIG, context, _SET_STRING, ctypes.c_char_p(b"size"), ctypes.c_char_p(b"0"), 0)
+        _call(
+            "fsconfig",
+            _FSCONFIG,
+            context,
+            _SET_STRING,
+            ctypes.c_char_p(b"size"),
+            ctypes.c_char_p(b"0"),
+            0,
+        )
         try:
-            _call("fsconfig", _FSCONFIG, context, _SET_STRING, ctypes.c_char_p(b"huge"), ctypes.c_char_p(b"always"), 0)
+            _call(
+                "fsconfig",
+                _FSCONFIG,
+                context,
+                _SET_STRING,
+                ctypes.c_char_p(b"huge"),
+                ctypes.c_char_p(b"always"),
+                0,
+            )
         except OSError as error:
             if error.errno != errno.EINVAL:  # a kernel without huge pages
                 raise

@@ -165,14 +165,23 @@ def free_huge_bytes() -> int:
 
 def memory_available() -> int:
     """Bytes that can be taken without swapping (MemAvailable), or that the cgroup leaves, whichever is less."""
-    found = re.search(r"^MemAvailable:\s*(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    found = re.search(
+        r"^MemAvailable:\s*(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE
+    )
     available = int(found[1]) * 1024 if found else 0
     try:
-        group = os.fsdecode(Path("/proc/self/cgroup").read_bytes()).rsplit("::", 1)[1].removesuffix("\n").lstrip("/")
+        group = (
+            os.fsdecode(Path("/proc/self/cgroup").read_bytes())
+            .rsplit("::", 1)[1]
+            .removesuffix("\n")
+            .lstrip("/")
+        )
         folder = Path("/sys/fs/cgroup", group)
         most = (folder / "memory.max").read_text().strip()
         if most != "max":
-            available = min(available, max(0, int(most) - int((folder / "memory.current").read_text())))
+            available = min(
+                available, max(0, int(most) - int((folder / "memory.current").read_text()))
+            )
     except (OSError, IndexError):
         pass  # no cgroup of version 2, or none with a memory limit
     return available
@@ -185,7 +194,9 @@ def require_directory(path: str, option: str) -> None:
         UsageError: There is none; ``option`` names who asked for it.
     """
     if not os.path.isdir(path):
-        raise UsageError(f"{option} {path}: there is no such directory", cure="make it, or name another one")
+        raise UsageError(
+            f"{option} {path}: there is no such directory", cure="make it, or name another one"
+        )
 
 
 def free_space(path: str | Path) -> int:

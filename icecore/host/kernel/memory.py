@@ -73,7 +73,10 @@ class CellTable:
             return np.empty((0, CELL_PAGES // 8), np.uint8)
         low, high = int(self.first[start]), int(self.first[stop - 1] + self.count[stop - 1])
         cells = np.repeat(np.arange(stop - start), self.count[start:stop])
-        page = (self.iovecs["base"][low:high] - np.repeat(self.origin[start:stop], self.count[start:stop])) // PAGE
+        page = (
+            self.iovecs["base"][low:high]
+            - np.repeat(self.origin[start:stop], self.count[start:stop])
+        ) // PAGE
         position = cells * CELL_PAGES + page.astype(np.int64) % CELL_PAGES
         pages = self.iovecs["length"][low:high].astype(np.int64) // PAGE
         edges = np.zeros((stop - start) * CELL_PAGES + 1, np.int8)
@@ -100,7 +103,9 @@ def cell_table(start: Addresses, length: Addresses, origin: Addresses) -> CellTa
     start, length, origin = start[kept], length[kept], origin[kept]
     if len(start) == 0:
         nothing = np.empty(0, np.int64)
-        return CellTable(np.empty(0, IOVEC), np.empty(0, np.uint64), nothing, nothing, nothing, nothing)
+        return CellTable(
+            np.empty(0, IOVEC), np.empty(0, np.uint64), nothing, nothing, nothing, nothing
+        )
     merged = np.ones(len(start), np.bool_)
     merged[1:] = (start[1:] != start[:-1] + length[:-1]) | (origin[1:] != origin[:-1])
     heads = np.flatnonzero(merged)
@@ -124,7 +129,12 @@ def cell_table(start: Addresses, length: Addresses, origin: Addresses) -> CellTa
     first = np.flatnonzero(changes)
     count = np.diff(first, append=len(owner))
     return CellTable(
-        iovecs, origin[owner][first], cell[first], first, count, np.add.reduceat(end - begin, first).astype(np.int64)
+        iovecs,
+        origin[owner][first],
+        cell[first],
+        first,
+        count,
+        np.add.reduceat(end - begin, first).astype(np.int64),
     )
 
 
@@ -161,7 +171,9 @@ class HugeBuffer:
         try:
             libc.madvise(self.address, whole, MADV_HUGEPAGE)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # a kernel without transparent huge pages: small ones serve
+            if (
+                error.errno != errno.EINVAL
+            ):  # a kernel without transparent huge pages: small ones serve
                 raise
         if prefault:
             self.prefault()
@@ -216,7 +228,9 @@ class BufferPool:
             ValueError: The pool is closed.
         """
         with self._change:
-            if not self._change.wait_for(lambda: self._closed or self._free or self._made < self.count, seconds):
+            if not self._change.wait_for(
+                lambda: self._closed or self._free or self._made < self.count, seconds
+            ):
                 raise TimeoutError(f"none of {self.count} buffers came free within {seconds} s")
             if self._closed:
                 raise ValueError("the buffer pool is closed")
@@ -291,7 +305,10 @@ class RemoteReader:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -326,7 +343,12 @@ class RemoteReader:
         here = (ctypes.c_char * length).from_buffer(data)
         local = (ctypes.c_uint64 * 2)(ctypes.addressof(here), length)
         remote = (ctypes.c_uint64 * 2)(start, length)
-        if libc.process_vm_readv(self.pid, ctypes.addressof(local), 1, ctypes.addressof(remote), 1, 0) != length:
+        if (
+            libc.process_vm_readv(
+                self.pid, ctypes.addressof(local), 1, ctypes.addressof(remote), 1, 0
+            )
+            != length
+        ):
             self._check_failure()
             self._read_file(memoryview(data), start)
         return data
@@ -375,7 +397,9 @@ class RemoteReader:
                 done += got
         except OSError as error:
             where = f"{len(out)} bytes at {start:#x} of process {self.pid}"
-            raise DumpFailed(f"{where} cannot be read: {error.strerror} at {start + done:#x}") from error
+            raise DumpFailed(
+                f"{where} cannot be read: {error.strerror} at {start + done:#x}"
+            ) from error
 
     def _file(self) -> int:
         with self._opening:
@@ -395,8 +419,11 @@ def write(pid: int, start: int, data: bytes | bytearray | memoryview) -> None:
     remote = (ctypes.c_uint64 * 2)(start, len(source))
     done = libc.process_vm_writev(pid, ctypes.addressof(local), 1, ctypes.addressof(remote), 1, 0)
     if done < 0:
-        raise libc.last_error(f"process_vm_writev of {len(source)} bytes at {start:#x} of process {pid}")
+        raise libc.last_error(
+            f"process_vm_writev of {len(source)} bytes at {start:#x} of process {pid}"
+        )
     if done != len(source):
         raise OSError(
-            errno.EFAULT, f"only {done} of {len(source)} bytes could be written at {start:#x} of process {pid}"
+            errno.EFAULT,
+            f"only {done} of {len(source)} bytes could be written at {start:#x} of process {pid}",
         )

@@ -79,7 +79,10 @@ class Pagemap:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -133,7 +136,18 @@ class Pagemap:
         out = np.empty(4096, PAGE_RUN)
         while start < end:
             argument = _ScanArgument(
-                ctypes.sizeof(_ScanArgument), 0, start, end, 0, out.ctypes.data, len(out), 0, 0, 0, any_of, wanted
+                ctypes.sizeof(_ScanArgument),
+                0,
+                start,
+                end,
+                0,
+                out.ctypes.data,
+                len(out),
+                0,
+                0,
+                0,
+                any_of,
+                wanted,
             )
             count = libc.ioctl(self._file, _PAGEMAP_SCAN, ctypes.addressof(argument))
             if count < 0:
@@ -161,7 +175,9 @@ class Pagemap:
             return self._entry_runs(start, end)
         guard = SCAN_GUARD if guards_told() else 0
         runs = self.runs(start, end, wanted=SCAN_FILE | SCAN_ZERO_FRAME | guard)
-        full: npt.NDArray[np.void] = runs[(runs["categories"] & np.uint64(SCAN_ZERO_FRAME | guard)) == 0]
+        full: npt.NDArray[np.void] = runs[
+            (runs["categories"] & np.uint64(SCAN_ZERO_FRAME | guard)) == 0
+        ]
         return full
 
     def _entry_runs(self, start: int, end: int) -> npt.NDArray[np.void]:
@@ -169,7 +185,9 @@ class Pagemap:
         found = [np.empty(0, PAGE_RUN)]
         step = _BATCH * PAGE
         for first in range(start, end, step):
-            there = (self.entries(first, min(end, first + step)) & (PRESENT | SWAPPED)).astype(np.bool_)
+            there = (self.entries(first, min(end, first + step)) & (PRESENT | SWAPPED)).astype(
+                np.bool_
+            )
             edges = np.flatnonzero(np.diff(there, prepend=False, append=False))
             runs = np.zeros(len(edges) // 2, PAGE_RUN)
             runs["start"], runs["end"] = first + edges[::2] * PAGE, first + edges[1::2] * PAGE
@@ -178,7 +196,11 @@ class Pagemap:
 
     def guards(self, start: int, end: int) -> npt.NDArray[np.void]:
         """The runs of guard pages (madvise(2), MADV_GUARD_INSTALL), as PAGE_RUN records; none where the kernel does not tell (`guards_told`)."""
-        return self.runs(start, end, any_of=SCAN_GUARD, wanted=SCAN_GUARD) if guards_told() else np.empty(0, PAGE_RUN)
+        return (
+            self.runs(start, end, any_of=SCAN_GUARD, wanted=SCAN_GUARD)
+            if guards_told()
+            else np.empty(0, PAGE_RUN)
+        )
 
     def present(self, start: int, end: int) -> npt.NDArray[np.bool_]:
         """For each page from ``start`` to ``end``, whether it has content: in memory or swapped out."""
@@ -187,7 +209,9 @@ class Pagemap:
         except OSError as error:
             if error.errno not in (errno.ENOTTY, errno.EINVAL):
                 raise
-            here: npt.NDArray[np.bool_] = (self.entries(start, end) & (PRESENT | SWAPPED)).astype(np.bool_)
+            here: npt.NDArray[np.bool_] = (self.entries(start, end) & (PRESENT | SWAPPED)).astype(
+                np.bool_
+            )
             return here
         edges = np.zeros((end - start) // PAGE + 1, np.int8)
         np.add.at(edges, ((runs["start"] - start) // PAGE).astype(np.int64), 1)
@@ -245,7 +269,9 @@ def _pieces(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 def _joined(runs: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
     if not len(runs):
         return runs
-    alike = (runs["start"][1:] == runs["end"][:-1]) & (runs["categories"][1:] == runs["categories"][:-1])
+    alike = (runs["start"][1:] == runs["end"][:-1]) & (
+        runs["categories"][1:] == runs["categories"][:-1]
+    )
     first = np.flatnonzero(np.concatenate(([True], ~alike)))
     out = runs[first].copy()
     out["end"] = runs["end"][np.append(first[1:], len(runs)) - 1]

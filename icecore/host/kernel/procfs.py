@@ -50,7 +50,11 @@ class Mapping:
     @property
     def anonymous(self) -> bool:
         """Whether it is private memory of no file, but for stacks and what the kernel put there: heaps, arenas, threads' stacks."""
-        return self.private and self.inode == 0 and (self.path in ("", "[heap]") or self.path.startswith("[anon:"))
+        return (
+            self.private
+            and self.inode == 0
+            and (self.path in ("", "[heap]") or self.path.startswith("[anon:"))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +180,11 @@ def status_fields(pid: int | str, thread: int | str = "") -> dict[str, list[str]
     path = f"/proc/{pid}/task/{thread}/status" if thread else f"/proc/{pid}/status"
     with _process(pid), open(path, "rb") as file:
         lines = file.read().split(b"\n")
-    pairs = (line.decode("ascii", "replace").split(":", 1) for line in lines if b":" in line and not line.startswith(b"Name:"))
+    pairs = (
+        line.decode("ascii", "replace").split(":", 1)
+        for line in lines
+        if b":" in line and not line.startswith(b"Name:")
+    )
     return {key: value.split() for key, value in pairs}
 
 
@@ -186,7 +194,9 @@ def status(pid: int) -> Status:
     fields = status_fields(pid)
 
     def kilobytes(key: str) -> int:
-        return int(fields[key][0]) * 1024 if key in fields else 0  # absent in kernel threads and zombies
+        return (
+            int(fields[key][0]) * 1024 if key in fields else 0
+        )  # absent in kernel threads and zombies
 
     return Status(
         pid=pid,
@@ -252,7 +262,8 @@ def tree(pid: int, *, attempts: int = 50) -> list[int]:
             return found
         before = found
     raise IcecoreError(
-        f"the process tree of {pid} kept changing while it was read", cure="stop or slow down what forks, and try again"
+        f"the process tree of {pid} kept changing while it was read",
+        cure="stop or slow down what forks, and try again",
     )
 
 
@@ -272,7 +283,9 @@ def _exact(pid: int, mapping: Mapping) -> Mapping:
     if "\n" not in mapping.path:
         return mapping
     try:
-        return replace(mapping, path=os.readlink(f"/proc/{pid}/map_files/{mapping.start:x}-{mapping.end:x}"))
+        return replace(
+            mapping, path=os.readlink(f"/proc/{pid}/map_files/{mapping.start:x}-{mapping.end:x}")
+        )
     except OSError:  # it was unmapped meanwhile, or this process may not look
         return mapping
 
@@ -368,7 +381,9 @@ def descriptors(pid: int) -> list[Descriptor]:
             target = os.readlink(link)
             about = os.stat(link)
             with open(f"/proc/{pid}/fdinfo/{number}", "rb") as file:
-                info = dict(line.split(b":", 1) for line in file.read().splitlines() if b":" in line)
+                info = dict(
+                    line.split(b":", 1) for line in file.read().splitlines() if b":" in line
+                )
         except (FileNotFoundError, ProcessLookupError):
             continue
         found.append(
@@ -428,7 +443,9 @@ def mounts(pid: int | str = "self") -> list[Mount]:
             if separator:  # blanks, newlines and backslashes within a name are escaped
                 words = before.split(b" ")
                 point = re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), words[4])
-                found.append(Mount(int(words[0]), os.fsdecode(point), os.fsdecode(after.split(b" ", 1)[0])))
+                found.append(
+                    Mount(int(words[0]), os.fsdecode(point), os.fsdecode(after.split(b" ", 1)[0]))
+                )
     return found
 
 

@@ -154,7 +154,9 @@ def system_call(thread: int) -> SystemCall | None:
     kind, *words = _CALL.unpack(buffer.raw)
     if kind == _ENTRY:
         return SystemCall(entered=True, number=words[0], arguments=tuple(words[1:]))
-    return SystemCall(entered=False, result=ctypes.c_int64(words[0]).value) if kind == _EXIT else None
+    return (
+        SystemCall(entered=False, result=ctypes.c_int64(words[0]).value) if kind == _EXIT else None
+    )
 
 
 def mask_of(thread: int) -> int | None:
@@ -173,7 +175,11 @@ def registers(thread: int) -> bytes:
     """All general registers of a thread that stands, as the kernel lays them out (struct user_regs_struct); empty: it has ended."""
     buffer = ctypes.create_string_buffer(_REGISTERS_BYTES)
     vector = _Vector(ctypes.addressof(buffer), len(buffer))
-    return buffer.raw[: vector.length] if request(_GETREGSET, thread, _NT_PRSTATUS, ctypes.addressof(vector)) else b""
+    return (
+        buffer.raw[: vector.length]
+        if request(_GETREGSET, thread, _NT_PRSTATUS, ctypes.addressof(vector))
+        else b""
+    )
 
 
 def set_registers(thread: int, values: bytes) -> bool:

@@ -58,8 +58,14 @@ class Columns(NamedTuple):
         for name, kind, size in zip(self._fields, kinds, sizes, strict=True):
             array: npt.NDArray[Any] = getattr(self, name)
             fits = array.flags.c_contiguous and f"{array.dtype.kind}{array.dtype.itemsize}" == kind
-            if not fits or size not in (None, array.size) or (name in ("fingerprint", "row") and not array.flags.writeable):
-                raise ValueError(f"{name}: {array.size} of {array.dtype} are not what the scan takes")
+            if (
+                not fits
+                or size not in (None, array.size)
+                or (name in ("fingerprint", "row") and not array.flags.writeable)
+            ):
+                raise ValueError(
+                    f"{name}: {array.size} of {array.dtype} are not what the scan takes"
+                )
 
 
 class _Cells(ctypes.Structure):
@@ -84,7 +90,12 @@ class NativeScan:
             raise RuntimeError(lacks)
         columns.check()
         self._columns = columns
-        self._cells = _Cells(*(getattr(columns, name).ctypes.data for name in Columns._fields), _hash_address(), seed, pid)
+        self._cells = _Cells(
+            *(getattr(columns, name).ctypes.data for name in Columns._fields),
+            _hash_address(),
+            seed,
+            pid,
+        )
         self._address = ctypes.addressof(self._cells)
         self._call = _library().scan_cells
 
@@ -112,13 +123,23 @@ def native_scan_lacks() -> str:
         return f"{LIBRARY.name} cannot be used: {error}"
     if size != ctypes.sizeof(_Cells):
         return f"{LIBRARY.name} is another version's"
-    return "" if _hash_address() else "no XXH3 to be called from C: neither in the Python package xxhash nor in libxxhash.so.0"
+    return (
+        ""
+        if _hash_address()
+        else "no XXH3 to be called from C: neither in the Python package xxhash nor in libxxhash.so.0"
+    )
 
 
 @functools.cache
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(LIBRARY))
-    library.scan_cells.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
+    library.scan_cells.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+    ]
     library.scan_cells.restype = ctypes.c_int64
     return library
 
@@ -140,8 +161,13 @@ def _hash(library: ctypes.CDLL) -> int:
     for name in _NAMES:
         with suppress(AttributeError):
             function = getattr(library, name)
-            function.restype, function.argtypes = _Hash, [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint64]
+            function.restype, function.argtypes = (
+                _Hash,
+                [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint64],
+            )
             found: Any = function(_PROBE, len(_PROBE), 7)
-            if found.high.to_bytes(8, "big") + found.low.to_bytes(8, "big") == xxhash.xxh3_128_digest(_PROBE, 7):
+            if found.high.to_bytes(8, "big") + found.low.to_bytes(
+                8, "big"
+            ) == xxhash.xxh3_128_digest(_PROBE, 7):
                 return ctypes.cast(function, ctypes.c_void_p).value or 0
     return 0

@@ -95,20 +95,31 @@ def connect(connection: socket.socket, path: Path, *, pid: int | None) -> None:
         connection.connect(f"/proc/self/fd/{found}")
     finally:
         os.close(found)
-    listener, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    listener, user, _ = _CREDENTIALS.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
     if pid is not None and listener != pid:
-        raise PermissionError(errno.EPERM, f"process {listener} listens there, not process {pid}", str(path))
+        raise PermissionError(
+            errno.EPERM, f"process {listener} listens there, not process {pid}", str(path)
+        )
     if pid is None and user not in (0, os.geteuid()):
         raise PermissionError(errno.EPERM, f"a process of user {user} listens there", str(path))
 
 
 def _open_below(root: int, path: str, flags: int, resolve: int = 0) -> int:
-    how = ctypes.create_string_buffer(_HOW.pack(flags | os.O_CLOEXEC, 0, _NO_MAGICLINKS | _IN_ROOT | resolve))
+    how = ctypes.create_string_buffer(
+        _HOW.pack(flags | os.O_CLOEXEC, 0, _NO_MAGICLINKS | _IN_ROOT | resolve)
+    )
     name = os.fsencode(path)
     for _ in range(_TRIES):
-        descriptor = int(libc.syscall(_OPENAT2, root, ctypes.c_char_p(name), how, ctypes.c_size_t(_HOW.size)))
+        descriptor = int(
+            libc.syscall(_OPENAT2, root, ctypes.c_char_p(name), how, ctypes.c_size_t(_HOW.size))
+        )
         if descriptor >= 0:
             return descriptor
-        if ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR):  # a rename meanwhile makes the kernel ask for another try
+        if ctypes.get_errno() not in (
+            errno.EAGAIN,
+            errno.EINTR,
+        ):  # a rename meanwhile makes the kernel ask for another try
             break
     raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)

@@ -23,7 +23,9 @@ FEATURE_EVENT_REMOVE = 1 << 3
 FEATURE_EVENT_UNMAP = 1 << 6
 FEATURE_THREAD_ID = 1 << 8
 #: Everything that a daemon needs to keep its picture of the address space true.
-EVENT_FEATURES = FEATURE_EVENT_FORK | FEATURE_EVENT_REMAP | FEATURE_EVENT_REMOVE | FEATURE_EVENT_UNMAP
+EVENT_FEATURES = (
+    FEATURE_EVENT_FORK | FEATURE_EVENT_REMAP | FEATURE_EVENT_REMOVE | FEATURE_EVENT_UNMAP
+)
 
 REGISTER_MISSING = 1 << 0
 REGISTER_WRITE_PROTECT = 1 << 1
@@ -55,7 +57,11 @@ _SYSCALL = {"x86_64": 323, "aarch64": 282}
 
 
 class _ApiArgument(ctypes.Structure):
-    _fields_ = [("api", ctypes.c_uint64), ("features", ctypes.c_uint64), ("ioctls", ctypes.c_uint64)]
+    _fields_ = [
+        ("api", ctypes.c_uint64),
+        ("features", ctypes.c_uint64),
+        ("ioctls", ctypes.c_uint64),
+    ]
 
 
 class _RangeArgument(ctypes.Structure):
@@ -307,7 +313,9 @@ def _settle(uffd: int, destination: int, source: int | None, length: int) -> Pla
         elif error == errno.ESRCH:
             return Placed(Stop.DEAD, advanced, filled, present, unmapped)
         else:
-            raise OSError(error, f"placing {size} bytes at {destination + advanced:#x}: {os.strerror(error)}")
+            raise OSError(
+                error, f"placing {size} bytes at {destination + advanced:#x}: {os.strerror(error)}"
+            )
     return Placed(Stop.DONE, length, filled, present, unmapped)
 
 

@@ -149,7 +149,9 @@ class Agent(_Speaker):
 
         return sorted(self._spoken(ask), key=lambda one: one.address)
 
-    def park(self, seconds: float = 10.0, lease: float = _LEASE_SECONDS, patience: float = 0.0) -> int:
+    def park(
+        self, seconds: float = 10.0, lease: float = _LEASE_SECONDS, patience: float = 0.0
+    ) -> int:
         """Make every thread but the agent's and the driver's stand still; their number.
 
         A thread that is inside one of the preload's own calls is parked as it leaves it, which `unmap` waits for.
@@ -163,7 +165,10 @@ class Agent(_Speaker):
         while True:
             left = max(0.0, until - time.monotonic())
             message = Message(
-                Operation.AGENT_PARK, nanoseconds=_ns(left), lease=_ns(lease), requested=_ns(min(patience, left))
+                Operation.AGENT_PARK,
+                nanoseconds=_ns(left),
+                lease=_ns(lease),
+                requested=_ns(min(patience, left)),
             )
             answer = self._ask(message, seconds)
             if answer.result == 0:
@@ -171,7 +176,9 @@ class Agent(_Speaker):
             threads = [int(word) for word in answer.text.partition(b"\0")[0].split()]
             if answer.result != EAGAIN:
                 which = f"threads {threads}" if threads else "the threads"
-                raise ResidentFailed(f"{which} of process {self.pid} could not be parked", answer.result)
+                raise ResidentFailed(
+                    f"{which} of process {self.pid} could not be parked", answer.result
+                )
             unreached = signals.reach(self._tracee, self._as_seen_here(threads), answer.ordinal)
             if unreached or time.monotonic() > until:
                 self.go()
@@ -197,7 +204,9 @@ class Agent(_Speaker):
                 cure="raise the hard limit of descriptors that the job is started with: ulimit -Hn 1048576",
             )
         if answer.result:
-            raise ResidentFailed(f"the device memory of process {self.pid} could not be unmapped", answer.result)
+            raise ResidentFailed(
+                f"the device memory of process {self.pid} could not be unmapped", answer.result
+            )
         return answer.size
 
     def map(self, descriptors: Mapping[int, int] | None = None, seconds: float = 60.0) -> None:
@@ -213,22 +222,35 @@ class Agent(_Speaker):
 
         def ask() -> Message:
             with _connected(self._path, seconds, self._peer) as connection:
-                send(connection, Message(Operation.AGENT_MAP, count=len(given)), version=self.version)
+                send(
+                    connection, Message(Operation.AGENT_MAP, count=len(given)), version=self.version
+                )
                 for identity, descriptor in given.items():
-                    send(connection, Message(Operation.AGENT_MAP, identity=identity), descriptor, self.version)
+                    send(
+                        connection,
+                        Message(Operation.AGENT_MAP, identity=identity),
+                        descriptor,
+                        self.version,
+                    )
                 return _last_answer(connection, self._path)
 
         answer = self._spoken(ask)
         if answer.result:
-            raise ResidentFailed(f"the device memory of process {self.pid} could not be mapped", answer.result)
+            raise ResidentFailed(
+                f"the device memory of process {self.pid} could not be mapped", answer.result
+            )
         if given and State(answer.state) is State.RUNNING:
-            raise ResidentFailed(f"process {self.pid} runs already, with other device memory", EALREADY)
+            raise ResidentFailed(
+                f"process {self.pid} runs already, with other device memory", EALREADY
+            )
 
     def go(self) -> None:
         """Let the threads run on."""
         answer = self._ask(Message(Operation.AGENT_GO))
         if answer.result:
-            raise ResidentFailed(f"process {self.pid} cannot run on: its memory is not mapped", answer.result)
+            raise ResidentFailed(
+                f"process {self.pid} cannot run on: its memory is not mapped", answer.result
+            )
 
     def hold(self, lease: float) -> None:
         """Begin the lease anew, with this length in seconds."""
@@ -239,7 +261,9 @@ class Agent(_Speaker):
         because it restores into other memory."""
         answer = self._ask(Message(Operation.AGENT_REFRESH), 60.0)
         if answer.result:
-            raise ResidentFailed(f"the keeper of process {self.pid} does not have its memory", answer.result)
+            raise ResidentFailed(
+                f"the keeper of process {self.pid} does not have its memory", answer.result
+            )
 
     def look(self, seconds: float) -> None:
         """For so long, 10 s at most, somebody will have parts of its memory mapped although it runs: what it frees meanwhile may not be free at once,
@@ -250,7 +274,9 @@ class Agent(_Speaker):
         """
         answer = self._ask(Message(Operation.AGENT_LOOK, nanoseconds=_ns(seconds)))
         if answer.result:
-            raise ResidentFailed(f"the memory of process {self.pid} cannot be looked at while it runs", answer.result)
+            raise ResidentFailed(
+                f"the memory of process {self.pid} cannot be looked at while it runs", answer.result
+            )
 
     @property
     def _path(self) -> Path:
@@ -318,7 +344,14 @@ class Keeper(_Speaker):
             with _connected(self._path, _ANSWER_SECONDS) as connection:
                 send(connection, Message(Operation.KEEPER_PROCESSES), version=self.version)
                 return [
-                    HeldProcess(one.token, one.pid, bool(one.flags & 1), bool(one.flags & 2), one.count, one.size)
+                    HeldProcess(
+                        one.token,
+                        one.pid,
+                        bool(one.flags & 1),
+                        bool(one.flags & 2),
+                        one.count,
+                        one.size,
+                    )
                     for one, _ in _until(connection, Operation.KEEPER_END)
                 ]
 
@@ -341,11 +374,17 @@ class Keeper(_Speaker):
             found: list[tuple[Allocation, int]] = []
             try:
                 with _connected(self._path, _ANSWER_SECONDS) as connection:
-                    send(connection, Message(Operation.KEEPER_TAKE, token=token), version=self.version)
+                    send(
+                        connection,
+                        Message(Operation.KEEPER_TAKE, token=token),
+                        version=self.version,
+                    )
                     for one, descriptor in _until(connection, Operation.KEEPER_END):
                         if descriptor < 0:  # the kernel had none left for this process
                             cure = "raise the hard limit of descriptors: ulimit -Hn 1048576"
-                            raise ResidentFailed("a descriptor of resident memory cannot be had", EMFILE, cure=cure)
+                            raise ResidentFailed(
+                                "a descriptor of resident memory cannot be had", EMFILE, cure=cure
+                            )
                         found.append((Allocation.of(one), descriptor))
             except BaseException:
                 for _, descriptor in found:
@@ -369,7 +408,9 @@ class Keeper(_Speaker):
                         if descriptor >= 0:
                             found[identity] = descriptor
                         elif answer.result != ENOENT:
-                            raise ResidentFailed(f"the keeper {self._path} refused", answer.result or EPROTO)
+                            raise ResidentFailed(
+                                f"the keeper {self._path} refused", answer.result or EPROTO
+                            )
             except BaseException:
                 for descriptor in found.values():
                     os.close(descriptor)
@@ -428,7 +469,9 @@ class Keeper(_Speaker):
     def drop(self, token: bytes, identities: Sequence[int]) -> None:
         """Let go of some of what it holds of a process that has ended; no error where it does not hold them."""
         for identity in identities:
-            self._ask(Message(Operation.KEEPER_DROP, token=token, identity=identity), good=(0, ENOENT))
+            self._ask(
+                Message(Operation.KEEPER_DROP, token=token, identity=identity), good=(0, ENOENT)
+            )
 
     def _ask(self, message: Message, descriptor: int = -1, good: tuple[int, ...] = (0,)) -> None:
         def ask() -> Message:
@@ -458,7 +501,9 @@ def _connected(path: Path, seconds: float, pid: int | None = None) -> Iterator[s
         except EOFError as error:
             raise ResidentFailed(f"{path} hung up", EPROTO) from error
         except (ValueError, OSError) as error:
-            raise ResidentFailed(f"{path} did not answer ({error})", getattr(error, "errno", None) or EIO) from error
+            raise ResidentFailed(
+                f"{path} did not answer ({error})", getattr(error, "errno", None) or EIO
+            ) from error
 
 
 def _until(connection: socket.socket, end: Operation) -> Iterator[tuple[Message, int]]:

@@ -58,7 +58,9 @@ class CopyPlan:
 def runs(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
     """``(first cell, cells)`` of every run of set entries."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8)))
-    return [(int(first), int(end - first)) for first, end in zip(edges[::2], edges[1::2], strict=True)]
+    return [
+        (int(first), int(end - first)) for first, end in zip(edges[::2], edges[1::2], strict=True)
+    ]
 
 
 def divide(cells: int, short: Mapping[str, int]) -> dict[str, int]:
@@ -69,13 +71,21 @@ def divide(cells: int, short: Mapping[str, int]) -> dict[str, int]:
         short: By device, how many of its changed cells have no room on it.
     """
     total = sum(short.values())
-    parts = {device: some if total <= cells else some * cells // total for device, some in short.items()}
+    parts = {
+        device: some if total <= cells else some * cells // total for device, some in short.items()
+    }
     left = cells - sum(parts.values())
     return {device: part + left // len(parts) for device, part in parts.items()}
 
 
 def pinned_bytes(
-    sizes: Mapping[str, int], spare: Mapping[str, int], *, wanted: Mapping[str, int], likely: int, staging: int, available: int
+    sizes: Mapping[str, int],
+    spare: Mapping[str, int],
+    *,
+    wanted: Mapping[str, int],
+    likely: int,
+    staging: int,
+    available: int,
 ) -> int:
     """How many bytes of host memory are pinned for copies.
 

@@ -31,7 +31,9 @@ class Cuda:
         try:
             from cuda.bindings import driver
         except ImportError as error:
-            raise DriverMissing(f"cuda.bindings cannot be imported: {error}", cure=EXTRA_CURE) from error
+            raise DriverMissing(
+                f"cuda.bindings cannot be imported: {error}", cure=EXTRA_CURE
+            ) from error
         self.cu: Any = driver
         self.call("cuInit", 0)
 
@@ -43,14 +45,23 @@ class Cuda:
         """
         result = getattr(self.cu, name)(*arguments)
         if int(result[0]):
-            raise MemoryFailed(f"{name}: {self.cu.CUresult(int(result[0])).name} ({int(result[0])})")
+            raise MemoryFailed(
+                f"{name}: {self.cu.CUresult(int(result[0])).name} ({int(result[0])})"
+            )
         return None if len(result) == 1 else result[1] if len(result) == 2 else result[1:]
 
     def device(self, uuid: str) -> Any:
         """The device with a UUID."""
         for number in range(self.call("cuDeviceGetCount")):
             device = self.call("cuDeviceGet", number)
-            if bytes(self.call("cuDeviceGetUuid_v2" if hasattr(self.cu, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid", device).bytes) == uuid_bytes(uuid):
+            if bytes(
+                self.call(
+                    "cuDeviceGetUuid_v2"
+                    if hasattr(self.cu, "cuDeviceGetUuid_v2")
+                    else "cuDeviceGetUuid",
+                    device,
+                ).bytes
+            ) == uuid_bytes(uuid):
                 return device
         raise MemoryFailed(f"there is no GPU {uuid}")
 
@@ -73,22 +84,32 @@ class CudaMemory:
         self._fingerprint: CellKernel | None = None
         self._digest: CellKernel | None = None
         non_blocking = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
-        self._lanes = [[call("cuStreamCreate", non_blocking) for _ in range(STREAMS)] for _ in range(2)]
+        self._lanes = [
+            [call("cuStreamCreate", non_blocking) for _ in range(STREAMS)] for _ in range(2)
+        ]
         self._mapped: dict[int, tuple[int, Any]] = {}
         properties = cu.CUmemAllocationProp()
         properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        properties.requestedHandleTypes = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        properties.requestedHandleTypes = (
+            cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        )
         properties.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         properties.location.id = int(self._number)
         # As the preload asks for it: memory of one kind is restored as that kind.
         rdma = attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
-        properties.allocFlags.gpuDirectRDMACapable = int(bool(call("cuDeviceGetAttribute", rdma, self._number)))
+        properties.allocFlags.gpuDirectRDMACapable = int(
+            bool(call("cuDeviceGetAttribute", rdma, self._number))
+        )
         self._properties = properties
-        self._descriptor_type = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        self._descriptor_type = (
+            cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        )
 
     def map(self, descriptor: int, size: int) -> int:
         """See `DeviceMemory`, as the next ones."""
-        handle = self._cuda.call("cuMemImportFromShareableHandle", descriptor, self._descriptor_type)
+        handle = self._cuda.call(
+            "cuMemImportFromShareableHandle", descriptor, self._descriptor_type
+        )
         return self._map(handle, size)
 
     def _map(self, handle: Any, size: int) -> int:
@@ -117,7 +138,9 @@ class CudaMemory:
         """See `DeviceMemory`."""
         handle = self._cuda.call("cuMemCreate", size, self._properties, 0)
         address = self._map(handle, size)
-        descriptor = int(self._cuda.call("cuMemExportToShareableHandle", handle, self._descriptor_type, 0))
+        descriptor = int(
+            self._cuda.call("cuMemExportToShareableHandle", handle, self._descriptor_type, 0)
+        )
         self._cuda.call("cuMemsetD8Async", address, 0, size, self._lanes[0][0])
         self._cuda.call("cuStreamSynchronize", self._lanes[0][0])
         return address, descriptor
@@ -152,7 +175,14 @@ class CudaMemory:
     def prepare(self) -> None:
         """See `DeviceMemory`."""
         if self._fingerprint is None:
-            self._fingerprint = CellKernel(self._cuda, self._number, fingerprint.KERNEL_SOURCE, "fingerprint", fingerprint.THREADS, 16)
+            self._fingerprint = CellKernel(
+                self._cuda,
+                self._number,
+                fingerprint.KERNEL_SOURCE,
+                "fingerprint",
+                fingerprint.THREADS,
+                16,
+            )
 
     def fingerprints(self, cells: Addresses, seed: int) -> Words:
         """See `DeviceMemory`."""
@@ -164,7 +194,14 @@ class CudaMemory:
         """See `DeviceMemory`."""
         if self._digest is None:
             self._cuda.call("cuCtxSetCurrent", self._context)
-            self._digest = CellKernel(self._cuda, self._number, digest.KERNEL_SOURCE, "digest", digest.THREADS, digest.BYTES)
+            self._digest = CellKernel(
+                self._cuda,
+                self._number,
+                digest.KERNEL_SOURCE,
+                "digest",
+                digest.THREADS,
+                digest.BYTES,
+            )
             self._digest.reserve(_DIGESTS_AT_ONCE, digest.BYTES)
 
     def digests(self, cells: Addresses, key: bytes) -> Digests:
@@ -182,7 +219,9 @@ class CudaMemory:
         """See `DeviceMemory`."""
         call, streams = self._cuda.call, self._lanes[lane]
         for piece in pieces:
-            call("cuMemcpyAsync", piece.to, piece.source, piece.size, streams[piece.stream % STREAMS])
+            call(
+                "cuMemcpyAsync", piece.to, piece.source, piece.size, streams[piece.stream % STREAMS]
+            )
 
     def wait(self, lane: int) -> None:
         """See `DeviceMemory`."""

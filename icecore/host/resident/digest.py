@@ -170,5 +170,8 @@ def reference(data: memoryview | bytes | npt.NDArray[np.uint8], key: bytes) -> D
     from blake3 import blake3
 
     cells = memoryview(data).cast("B")  # type: ignore[arg-type]
-    found = [blake3(BITMAP, key=key).update(cells[at : at + CELL]).digest() for at in range(0, len(cells), CELL)]
+    found = [
+        blake3(BITMAP, key=key).update(cells[at : at + CELL]).digest()
+        for at in range(0, len(cells), CELL)
+    ]
     return np.frombuffer(b"".join(found), np.uint8).reshape(-1, BYTES)

@@ -100,7 +100,8 @@ def reference(data: memoryview | bytes | npt.NDArray[np.uint8], seed: int) -> Wo
         thread = np.arange(THREADS, dtype=np.uint64)
         golden = np.uint64(0x9E3779B97F4A7C15)
         a = np.broadcast_to(
-            _finish(np.uint64(seed & _MASK) + golden * (np.uint64(2) * thread + np.uint64(1))), (len(words), THREADS)
+            _finish(np.uint64(seed & _MASK) + golden * (np.uint64(2) * thread + np.uint64(1))),
+            (len(words), THREADS),
         )
         b = _finish(a + golden)
         for i in range(words.shape[1]):
@@ -109,7 +110,9 @@ def reference(data: memoryview | bytes | npt.NDArray[np.uint8], seed: int) -> Wo
             a, b = x ^ (x >> np.uint64(32)), y ^ (y >> np.uint64(29))
         first = _finish(a)
         second = _finish(b + (first << np.uint64(23) | first >> np.uint64(41)))
-        return np.stack([first.sum(axis=1, dtype=np.uint64), second.sum(axis=1, dtype=np.uint64)], axis=1)
+        return np.stack(
+            [first.sum(axis=1, dtype=np.uint64), second.sum(axis=1, dtype=np.uint64)], axis=1
+        )
 
 
 @cache

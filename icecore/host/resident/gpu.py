@@ -83,7 +83,12 @@ class Gpu:
         return self.memory.fingerprints(addresses, seed)
 
     def stage(
-        self, handles: Sequence[int], mask: npt.NDArray[np.bool_], host_at: int, host_size: int, spare_size: int
+        self,
+        handles: Sequence[int],
+        mask: npt.NDArray[np.bool_],
+        host_at: int,
+        host_size: int,
+        spare_size: int,
     ) -> npt.NDArray[np.int64]:
         """Copy the masked cells of these to where there is room, with so much spare device memory at most; for each such cell its place."""
         counts = [self._held[handle][1] // CELL for handle in handles]
@@ -97,8 +102,17 @@ class Gpu:
         first = dict(zip(handles, bounds.tolist(), strict=False))
         pieces = []
         for copy in plan.copies:
-            base, code = (spare[0], ON_DEVICE) if copy.to is To.DEVICE else (self._host() + host_at, host_at)
-            pieces.append(Piece(base + copy.place, self._held[copy.allocation][0] + copy.offset, copy.size, copy.stream))
+            base, code = (
+                (spare[0], ON_DEVICE) if copy.to is To.DEVICE else (self._host() + host_at, host_at)
+            )
+            pieces.append(
+                Piece(
+                    base + copy.place,
+                    self._held[copy.allocation][0] + copy.offset,
+                    copy.size,
+                    copy.stream,
+                )
+            )
             row = first[copy.allocation] + copy.offset // CELL
             cells = copy.size // CELL
             place[row : row + cells] = code + copy.place + CELL * np.arange(cells)
@@ -124,17 +138,29 @@ class Gpu:
     def fetch(self, cells: Sequence[tuple[int, int]], places: Sequence[int]) -> None:
         """Copy cells to places of the host region: (number or `SPARE`, offset) each."""
         host = self._host()
-        self.memory.copy(_joined([(host + place, self._area(handle)[0] + offset) for (handle, offset), place in zip(cells, places, strict=True)]))
+        self.memory.copy(
+            _joined(
+                [
+                    (host + place, self._area(handle)[0] + offset)
+                    for (handle, offset), place in zip(cells, places, strict=True)
+                ]
+            )
+        )
 
     def place(self, cells: Sequence[tuple[int, int]], places: Sequence[int], lane: int) -> None:
         """Begin the reverse of `fetch`."""
         host = self._host()
-        moves = [(self._area(handle)[0] + offset, host + place) for (handle, offset), place in zip(cells, places, strict=True)]
+        moves = [
+            (self._area(handle)[0] + offset, host + place)
+            for (handle, offset), place in zip(cells, places, strict=True)
+        ]
         self.memory.start(_joined(moves), lane)
 
     def digests(self, cells: Sequence[tuple[int, int]], key: bytes) -> str:
         """Of cells, (number, offset) each, in hexadecimal digits. Called by a thread of its own."""
-        addresses = np.array([self._held[handle][0] + offset for handle, offset in cells], np.uint64)
+        addresses = np.array(
+            [self._held[handle][0] + offset for handle, offset in cells], np.uint64
+        )
         return self.memory.digests(addresses, key).tobytes().hex()
 
     def _area(self, handle: int) -> tuple[int, int]:

@@ -57,7 +57,9 @@ class GpuThread(threading.Thread):
         say: Answers one: the item, an error's text or none.
     """
 
-    def __init__(self, gpu: Gpu, answer: Callable[[Item], None], say: Callable[[Item, str], None]) -> None:
+    def __init__(
+        self, gpu: Gpu, answer: Callable[[Item], None], say: Callable[[Item, str], None]
+    ) -> None:
         super().__init__(name="gpu", daemon=True)
         self._gpu, self._answer, self._say = gpu, answer, say
         self._inbox: queue.SimpleQueue[Item] = queue.SimpleQueue()
@@ -83,10 +85,21 @@ class GpuThread(threading.Thread):
 
     def _turn(self) -> None:
         ready = [number for number, _ in self._poll.poll(None if self._going is None else 0)]
-        orders = [order for number in ready if number != self._wake if (order := self._order(number)) is not None]
-        for item in [self._inbox.get() for _ in range(os.eventfd_read(self._wake))] if self._wake in ready else ():
+        orders = [
+            order
+            for number in ready
+            if number != self._wake
+            if (order := self._order(number)) is not None
+        ]
+        for item in (
+            [self._inbox.get() for _ in range(os.eventfd_read(self._wake))]
+            if self._wake in ready
+            else ()
+        ):
             if item.request["call"] == "place":
-                orders.append(_Order(item.request["cells"], item.request["places"], partial(self._say, item)))
+                orders.append(
+                    _Order(item.request["cells"], item.request["places"], partial(self._say, item))
+                )
                 continue
             self._send_off(orders)
             orders = []
@@ -137,7 +150,9 @@ class GpuThread(threading.Thread):
         if not failure:
             self._going = _Going(lane, orders)
             return
-        with suppress(Exception):  # some may have begun: nobody writes to their sources before these have ended
+        with suppress(
+            Exception
+        ):  # some may have begun: nobody writes to their sources before these have ended
             self._gpu.memory.wait(lane)
         for order in orders:
             order.tell(failure)

@@ -18,9 +18,7 @@ from icecore.private import make_parents, tighten
 _START_SECONDS = 10.0
 _FOLDER = Path(__file__).parent
 #: What a job does without where the preload was not built.
-COST = (
-    "device memory goes through the driver in every window (about 2 GB/s out, 5 GB/s in) instead of staying where it is"
-)
+COST = "device memory goes through the driver in every window (about 2 GB/s out, 5 GB/s in) instead of staying where it is"
 
 
 def preload_path() -> Path:
@@ -106,5 +104,6 @@ def start_keeper(directory: Path) -> Keeper:
         except NotFound:
             time.sleep(0.01)
     raise MissingTool(
-        f"the keeper in {directory} does not answer: {done.stderr.strip()}", cure=f"see what {program} says"
+        f"the keeper in {directory} does not answer: {done.stderr.strip()}",
+        cure=f"see what {program} says",
     )

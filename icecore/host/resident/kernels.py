@@ -46,7 +46,9 @@ def _compiled(source: str, architecture: str) -> bytes:
     try:
         program = check(nvrtc.nvrtcCreateProgram(source.encode(), b"cells.cu", 0, [], []))
     except RuntimeError as error:  # the bindings' own, where there is no library
-        raise DriverMissing(f"NVRTC cannot be loaded: {error}", cure="pip install 'nvidia-cuda-nvrtc>=13,<14'") from error
+        raise DriverMissing(
+            f"NVRTC cannot be loaded: {error}", cure="pip install 'nvidia-cuda-nvrtc>=13,<14'"
+        ) from error
     result = nvrtc.nvrtcCompileProgram(program, 1, [f"--gpu-architecture={architecture}".encode()])
     if int(result[0]):
         text = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
@@ -67,15 +69,25 @@ class CellKernel:
         out_bytes: What it writes for each cell; zeroed before.
     """
 
-    def __init__(self, cuda: Cuda, device: Any, source: str, name: str, threads: int, out_bytes: int) -> None:
+    def __init__(
+        self, cuda: Cuda, device: Any, source: str, name: str, threads: int, out_bytes: int
+    ) -> None:
         self._cuda, self._threads, self._out_bytes = cuda, threads, out_bytes
         call, attribute = cuda.call, cuda.cu.CUdevice_attribute
         major, minor = (
-            call("cuDeviceGetAttribute", getattr(attribute, f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{part}"), device)
+            call(
+                "cuDeviceGetAttribute",
+                getattr(attribute, f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{part}"),
+                device,
+            )
             for part in ("MAJOR", "MINOR")
         )
-        self._cubin = np.frombuffer(compiled(source, f"sm_{major}{minor}"), np.uint8)  # one for all GPUs of a kind
-        self._function = call("cuModuleGetFunction", call("cuModuleLoadData", self._cubin.ctypes.data), name.encode())
+        self._cubin = np.frombuffer(
+            compiled(source, f"sm_{major}{minor}"), np.uint8
+        )  # one for all GPUs of a kind
+        self._function = call(
+            "cuModuleGetFunction", call("cuModuleLoadData", self._cubin.ctypes.data), name.encode()
+        )
         self._stream = call("cuStreamCreate", cuda.cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
         #: Device memory for arguments and results; it grows, because freeing some would wait for all copies that are under way.
         self._room = (0, 0)
@@ -93,7 +105,9 @@ class CellKernel:
         """
         call, stream = self._cuda.call, self._stream
         found = np.zeros((len(cells), self._out_bytes), np.uint8)
-        head = np.frombuffer(value, np.uint64) if isinstance(value, bytes) else np.empty(0, np.uint64)
+        head = (
+            np.frombuffer(value, np.uint64) if isinstance(value, bytes) else np.empty(0, np.uint64)
+        )
         for first in range(0, len(cells), _LARGEST_LAUNCH):
             given = np.concatenate([head, cells[first : first + _LARGEST_LAUNCH]])
             some = len(given) - len(head)
@@ -103,8 +117,23 @@ class CellKernel:
             numbers = (places + head.nbytes, places if isinstance(value, bytes) else value, out)
             values = [ctypes.c_uint64(number) for number in numbers]
             pointers = (ctypes.c_void_p * 3)(*map(ctypes.addressof, values))
-            call("cuLaunchKernel", self._function, some, 1, 1, self._threads, 1, 1, 0, stream, ctypes.addressof(pointers), 0)
-            call("cuMemcpyDtoHAsync", found[first:].ctypes.data, out, self._out_bytes * some, stream)
+            call(
+                "cuLaunchKernel",
+                self._function,
+                some,
+                1,
+                1,
+                self._threads,
+                1,
+                1,
+                0,
+                stream,
+                ctypes.addressof(pointers),
+                0,
+            )
+            call(
+                "cuMemcpyDtoHAsync", found[first:].ctypes.data, out, self._out_bytes * some, stream
+            )
             call("cuStreamSynchronize", stream)
         return found
 

@@ -104,7 +104,11 @@ class Message:
 
 def send(to: socket.socket, message: Message, descriptor: int = -1, version: int = VERSION) -> None:
     """Send one, with a descriptor where it is not negative."""
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))] if descriptor >= 0 else []
+    rights = (
+        [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
+        if descriptor >= 0
+        else []
+    )
     to.sendmsg([message.pack(version)], rights)
 
 
@@ -116,7 +120,9 @@ def receive(source: socket.socket) -> tuple[Message, int]:
         ValueError: It sent something else.
         TimeoutError: Nothing came in time.
     """
-    data, ancillary, _, _ = source.recvmsg(_LAYOUT.size + 1, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
+    data, ancillary, _, _ = source.recvmsg(
+        _LAYOUT.size + 1, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC
+    )
     descriptors = array.array("i")
     for level, kind, found in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

@@ -72,7 +72,9 @@ def find_shares(taken: Mapping[int, Sequence[Taken]]) -> Shares:
             else:
                 owned[key].append(pair)
     for group in _groups(shared):
-        owner, (first, descriptor) = min(group, key=lambda one: (one[1][0].imported, -one[1][0].size, one[0]))
+        owner, (first, descriptor) = min(
+            group, key=lambda one: (one[1][0].imported, -one[1][0].size, one[0])
+        )
         if not first.size:
             raise SharingUnclear(
                 "a process has imported device memory whose creator is gone, and has not mapped it: its size cannot be told",
@@ -93,8 +95,12 @@ def repeated(taken: Sequence[Taken]) -> list[int]:
     Raises:
         SharingUnclear: The kernel does not tell.
     """
-    marked = [(number, one) for number, one in enumerate(taken) if one[0].imported or one[0].exported]
-    return sorted(number for group in _groups(marked) for number in sorted(number for number, _ in group)[1:])
+    marked = [
+        (number, one) for number, one in enumerate(taken) if one[0].imported or one[0].exported
+    ]
+    return sorted(
+        number for group in _groups(marked) for number in sorted(number for number, _ in group)[1:]
+    )
 
 
 def share_any(some: Sequence[Taken], others: Sequence[Taken]) -> bool:
@@ -122,7 +128,16 @@ def _groups(shared: Sequence[tuple[int, Taken]]) -> Iterator[list[tuple[int, Tak
 def _compare(one: int, other: int) -> int:
     """By open file (kcmp(2)): 0 is the same."""
     pid = os.getpid()
-    result = int(_libc.syscall(_KCMP[os.uname().machine], pid, pid, _KCMP_FILE, ctypes.c_ulong(one), ctypes.c_ulong(other)))
+    result = int(
+        _libc.syscall(
+            _KCMP[os.uname().machine],
+            pid,
+            pid,
+            _KCMP_FILE,
+            ctypes.c_ulong(one),
+            ctypes.c_ulong(other),
+        )
+    )
     if result < 0:
         raise SharingUnclear(
             f"which processes share device memory cannot be told: kcmp: {os.strerror(ctypes.get_errno())}",

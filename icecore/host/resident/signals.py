@@ -47,13 +47,18 @@ def _reach(pid: int, thread: int, number: int) -> bool:
         if stands and _is_pending(thread, number):
             return True
         mask = ptrace.mask_of(thread) if stands else None
-        if mask is not None and _send(pid, thread, number, mask) and ptrace.set_mask(thread, _ALL & ~(1 << (number - 1))):
+        if (
+            mask is not None
+            and _send(pid, thread, number, mask)
+            and ptrace.set_mask(thread, _ALL & ~(1 << (number - 1)))
+        ):
             return True
     return not os.path.exists(f"/proc/{pid}/task/{thread}")
 
 
 def _send(pid: int, thread: int, number: int, mask: int) -> bool:
     info = ctypes.create_string_buffer(
-        struct.pack("iiiiiiQ", number, _PARK_VALUE, _SI_QUEUE, 0, os.getpid(), os.getuid(), mask), 128
+        struct.pack("iiiiiiQ", number, _PARK_VALUE, _SI_QUEUE, 0, os.getpid(), os.getuid(), mask),
+        128,
     )
     return int(libc.syscall(_TGSIGQUEUEINFO[os.uname().machine], pid, thread, number, info)) == 0

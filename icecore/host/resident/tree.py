@@ -66,7 +66,9 @@ class ResidentTree:
         """What it leaves for the driver, of these processes and through these calls: contexts, code and NCCL's own buffers are not seen here."""
         return sum(report.counts.driver_bytes for report in self.reports.values())
 
-    def take_away(self, lock: LockAll, unlock: UnlockAll, *, seconds: float = 20.0, lease: float = 30.0) -> int:
+    def take_away(
+        self, lock: LockAll, unlock: UnlockAll, *, seconds: float = 20.0, lease: float = 30.0
+    ) -> int:
         """Park all and take their memory away; bytes. The driver's lock is off before and after.
 
         Args:
@@ -127,7 +129,10 @@ class ResidentTree:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._undo()
 
@@ -146,12 +151,16 @@ class ResidentTree:
             self.taken[pid] = self._keeper.take(report.token)
         return total
 
-    def _park(self, pid: int, agent: Agent, seconds: float, lease: float, patience: float = 0.0) -> None:
+    def _park(
+        self, pid: int, agent: Agent, seconds: float, lease: float, patience: float = 0.0
+    ) -> None:
         self._standing.add(pid)  # also where there is no answer
         try:
             agent.park(seconds, lease, patience)
         except ResidentFailed as error:
-            if error.code == EALREADY:  # its memory is taken away: by somebody else, who gives it back
+            if (
+                error.code == EALREADY
+            ):  # its memory is taken away: by somebody else, who gives it back
                 self._standing.discard(pid)
             raise
 
@@ -159,7 +168,9 @@ class ResidentTree:
         """Whatever state each is in that was to stand: with its memory, and running."""
         for pid in list(self._standing):
             with suppress(IcecoreError):  # it has ended, or its lease brings it back
-                self._map(pid, self._agents[pid], 60.0)  # nothing to be done where it runs, or is parked only
+                self._map(
+                    pid, self._agents[pid], 60.0
+                )  # nothing to be done where it runs, or is parked only
                 self._agents[pid].go()
                 self._standing.discard(pid)
         self._close_duplicates()

@@ -56,7 +56,9 @@ def tries(seconds: float) -> Iterator[Try]:
 
 def may_be_tried_again(error: BaseException) -> bool:
     """Whether another moment may be better: a thread held the allocator's lock, or the driver up, or a stream is being captured."""
-    return isinstance(error, LockTimeout) or (isinstance(error, ResidentFailed) and error.code == EAGAIN)
+    return isinstance(error, LockTimeout) or (
+        isinstance(error, ResidentFailed) and error.code == EAGAIN
+    )
 
 
 def take_away(
@@ -100,7 +102,9 @@ def take_away(
     raise last
 
 
-def give_back(agent: Agent, descriptors: Mapping[int, int] | None = None, *, seconds: float = 60.0) -> None:
+def give_back(
+    agent: Agent, descriptors: Mapping[int, int] | None = None, *, seconds: float = 60.0
+) -> None:
     """Map the memory of a process again and let it run; the driver's lock is off.
 
     Args:

@@ -60,7 +60,12 @@ class Decoder(Protocol):
     """What the store's reader does with stored bytes."""
 
     def decode(
-        self, record: np.void, stored: memoryview, base_stored: memoryview | None, out: memoryview, scratch: Scratch
+        self,
+        record: np.void,
+        stored: memoryview,
+        base_stored: memoryview | None,
+        out: memoryview,
+        scratch: Scratch,
     ) -> memoryview:
         """The chunk's verified bytes: in ``out``, or ``stored`` itself where it was stored raw."""
 
@@ -189,7 +194,14 @@ class Fetcher:
         self._bytes = int(data_pages(records).sum()) * PAGE
         self._delivered = 0
 
-    def hand_out(self, placers: Sequence[Placer], through: Through, *, cells: int = ROOM_CELLS, batches: int = 1) -> None:
+    def hand_out(
+        self,
+        placers: Sequence[Placer],
+        through: Through,
+        *,
+        cells: int = ROOM_CELLS,
+        batches: int = 1,
+    ) -> None:
         """Have processes do what the workers would, one for each worker; for storage with direct reads, before `start`.
 
         While its placer loads, a worker does its work itself, as far as more threads help.
@@ -198,7 +210,12 @@ class Fetcher:
             cells: Of a batch at most.
             batches: That a placer gets at once.
         """
-        self._placers, self._through, self._batch_cells, self._batches = placers, through, cells, batches
+        self._placers, self._through, self._batch_cells, self._batches = (
+            placers,
+            through,
+            cells,
+            batches,
+        )
 
     def start(self, order: Sequence[int], *, opened: bool = True, faulting: int = 1) -> None:
         """Begin. Until `open` only urgent rows are delivered (and ranges fetched ahead, as far as the budget goes).
@@ -207,17 +224,27 @@ class Fetcher:
             faulting: Processes that wait for urgent rows.
         """
         gap = gap_for(self._read_size)
-        read_size, cells = (PLACER_BYTES, self._batch_cells) if self._placers else (self._read_size, MAX_CELLS)
-        self._planned = plan_batches(self._records, order, gap=gap, read_size=read_size, cells=cells)
+        read_size, cells = (
+            (PLACER_BYTES, self._batch_cells) if self._placers else (self._read_size, MAX_CELLS)
+        )
+        self._planned = plan_batches(
+            self._records, order, gap=gap, read_size=read_size, cells=cells
+        )
         self._open = opened
         if not self._backend.direct:
             self._submit(self._fetch_planned(len(order)))
         count = min(len(self._placers) or self._limits.threads, max(1, len(order)))
         placers = self._placers[:count] if self._placers else [None] * count
-        workers = [(f"place-{number}", False, placer, number < PLACE_THREADS) for number, placer in enumerate(placers)]
+        workers = [
+            (f"place-{number}", False, placer, number < PLACE_THREADS)
+            for number, placer in enumerate(placers)
+        ]
         if not opened:
             # A fault need not wait until a worker has placed what it is at, nor for another process's.
-            workers += [(f"faults-{number}", True, None, True) for number in range(min(faulting, _FAULT_THREADS))]
+            workers += [
+                (f"faults-{number}", True, None, True)
+                for number in range(min(faulting, _FAULT_THREADS))
+            ]
         for name, *arguments in workers:
             thread = threading.Thread(target=self._work, args=arguments, name=name, daemon=True)
             with self._change:  # who stops it joins those that have begun, and no others begin
@@ -261,7 +288,11 @@ class Fetcher:
 
     def _settled(self) -> bool:
         return self._failure is not None or (
-            self._exhausted and not self._running and not self._ready and not self._urgent and not self._asked
+            self._exhausted
+            and not self._running
+            and not self._ready
+            and not self._urgent
+            and not self._asked
         )
 
     def fail(self, error: BaseException) -> None:
@@ -297,7 +328,9 @@ class Fetcher:
         spent = Spent()
         shelf = self._limits.shelf
         try:
-            scratch = shelf.take(room_for(self._read_size) if self._backend.direct else 2 * STORED_LIMIT)
+            scratch = shelf.take(
+                room_for(self._read_size) if self._backend.direct else 2 * STORED_LIMIT
+            )
             while (item := self._take(only_urgent)) is not None:
                 batches, buffer, urgent = item
                 before = spent.produced
@@ -306,10 +339,17 @@ class Fetcher:
                         self._deliver(batches[0], buffer, scratch, spent)
                     else:
                         loading = placer is not None and meanwhile and not placer.ready
-                        if not self._deliver_through(None if loading else placer, batches, scratch, spent) and not loading:
+                        if (
+                            not self._deliver_through(
+                                None if loading else placer, batches, scratch, spent
+                            )
+                            and not loading
+                        ):
                             placer = None
                 except BaseException as error:
-                    self.fail(_named(error))  # before it counts as done: who waits is not to find all of it delivered
+                    self.fail(
+                        _named(error)
+                    )  # before it counts as done: who waits is not to find all of it delivered
                     raise
                 finally:
                     self._finished(batches[0], buffer, urgent, spent.produced - before)
@@ -320,7 +360,9 @@ class Fetcher:
             with self._change:
                 self.spent.add(spent)
 
-    def _take(self, only_urgent: bool) -> tuple[Sequence[Batch], HugeBuffer | memoryview | None, bool] | None:
+    def _take(
+        self, only_urgent: bool
+    ) -> tuple[Sequence[Batch], HugeBuffer | memoryview | None, bool] | None:
         """The next work: urgent rows first; None: no more. Several batches only for placers."""
         with self._change:
             while True:
@@ -386,14 +428,21 @@ class Fetcher:
             spent.produced += len(data)
             spent.cells += 1
 
-    def _deliver_through(self, placer: Placer | None, batches: Sequence[Batch], scratch: _Buffers, spent: Spent) -> bool:
+    def _deliver_through(
+        self, placer: Placer | None, batches: Sequence[Batch], scratch: _Buffers, spent: Spent
+    ) -> bool:
         """Have a placer deliver batches. What it cannot have is delivered from here, where there are other replicas, and errors with a name.
 
         Returns:
             Whether the placer lives.
         """
         assert self._through is not None
-        wanted = [b._replace(cells=tuple(c for c in b.cells if self._needed is None or self._needed(c.row))) for b in batches]
+        wanted = [
+            b._replace(
+                cells=tuple(c for c in b.cells if self._needed is None or self._needed(c.row))
+            )
+            for b in batches
+        ]
         wanted = [batch for batch in wanted if batch.cells]
         if not wanted or self._stopped:
             return placer is not None
@@ -429,7 +478,12 @@ class Fetcher:
             for replica in self._backend.replicas:
                 try:
                     for read in batch.reads:
-                        self._read_from(replica, object_name("shard", read.shard), read.offset, room[read.at : read.at + read.length])
+                        self._read_from(
+                            replica,
+                            object_name("shard", read.shard),
+                            read.offset,
+                            room[read.at : read.at + read.length],
+                        )
                     return self._decode(batch.cells[0], room, scratch)
                 except (Damaged, StoreError):
                     continue
@@ -444,12 +498,18 @@ class Fetcher:
                 reading.result(self._limits.stall)
             except TimeoutError as error:
                 reading.cancel()
-                raise StoreError(f"no answer for {self._limits.stall:.0f} s while reading {name} from {replica.where}") from error
+                raise StoreError(
+                    f"no answer for {self._limits.stall:.0f} s while reading {name} from {replica.where}"
+                ) from error
 
     def _decode(self, cell: Cell, stored: memoryview, scratch: _Buffers) -> memoryview:
-        base = stored[cell.base_start : cell.base_stop] if cell.base_stop > cell.base_start else None
+        base = (
+            stored[cell.base_start : cell.base_stop] if cell.base_stop > cell.base_start else None
+        )
         own = stored[cell.start : cell.stop]
-        return self._decoder.decode(self._records[cell.row], own, base, scratch.out.view(), scratch.scratch)
+        return self._decoder.decode(
+            self._records[cell.row], own, base, scratch.out.view(), scratch.scratch
+        )
 
     def _read_directly(self, batch: Batch, out: memoryview) -> None:
         for read in batch.reads:
@@ -512,7 +572,12 @@ class Fetcher:
             self.fail(_named(error))
 
     async def _fetch(self, batch: Batch, out: memoryview) -> None:
-        await asyncio.gather(*(self._fetch_range(read.shard, read.offset, out[read.at : read.at + read.length]) for read in batch.reads))
+        await asyncio.gather(
+            *(
+                self._fetch_range(read.shard, read.offset, out[read.at : read.at + read.length])
+                for read in batch.reads
+            )
+        )
 
     async def _fetch_range(self, shard: bytes, offset: int, out: memoryview) -> None:
         name = object_name("shard", shard)

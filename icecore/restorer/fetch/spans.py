@@ -74,7 +74,9 @@ class _Asked:
             raise RestoreFailed(f"a placer process gave no answer for {patience:.0f} s")
 
 
-def hand_out(placers: Sequence[Placer], rows: int, came: Came, stopped: Callable[[], bool], patience: float) -> list[int]:
+def hand_out(
+    placers: Sequence[Placer], rows: int, came: Came, stopped: Callable[[], bool], patience: float
+) -> list[int]:
     """Have rows 0 to ``rows`` of a file's table brought, in that order.
 
     Args:
@@ -90,7 +92,10 @@ def hand_out(placers: Sequence[Placer], rows: int, came: Came, stopped: Callable
     """
     planned = deque(range(at, min(at + ROOM_CELLS, rows)) for at in range(0, rows, ROOM_CELLS))
     left: list[int] = []
-    poll, living = select.poll(), {placer.fileno(): _Asked(placer, time.monotonic(), placer.ready) for placer in placers}
+    poll, living = (
+        select.poll(),
+        {placer.fileno(): _Asked(placer, time.monotonic(), placer.ready) for placer in placers},
+    )
     for number in living:
         poll.register(number, select.POLLIN)
     while living and (planned or any(asked.spans for asked in living.values())) and not stopped():
@@ -107,4 +112,9 @@ def hand_out(placers: Sequence[Placer], rows: int, came: Came, stopped: Callable
                 poll.unregister(number)
                 del living[number]
                 left += [row for span in asked.spans for row in span]
-    return left + [row for spans in (planned, *(asked.spans for asked in living.values())) for span in spans for row in span]
+    return left + [
+        row
+        for spans in (planned, *(asked.spans for asked in living.values()))
+        for span in spans
+        for row in span
+    ]

@@ -40,7 +40,14 @@ class Conflict:
 
 
 def find_conflicts(
-    manifest: Manifest, actions: Sequence[Action], mode: FilesMode, *, root: str, skip: Set[str], directory: str, copies: bool
+    manifest: Manifest,
+    actions: Sequence[Action],
+    mode: FilesMode,
+    *,
+    root: str,
+    skip: Set[str],
+    directory: str,
+    copies: bool,
 ) -> list[Conflict]:
     """Look for running processes that have the files open.
 
@@ -54,7 +61,11 @@ def find_conflicts(
         copies: Whether it could have copies.
     """
     kinds = {path: (action.file.path, action.kind) for action in actions for path in _names(action)}
-    untouched = {file.path: (file.path, "") for file in manifest.files if file.writable and file.policy != "absent" and file.path not in skip}
+    untouched = {
+        file.path: (file.path, "")
+        for file in manifest.files
+        if file.writable and file.policy != "absent" and file.path not in skip
+    }
     files = {**untouched, **kinds}
     with ExitStack() as stack:
         descriptors = dict(_opened(files, root, stack))
@@ -62,13 +73,37 @@ def find_conflicts(
     out: list[Conflict] = []
     for path, holders in found.items():
         file, kind = files[path]
-        writers, readers = [one for one in holders if one.writes], [one for one in holders if not one.writes]
+        writers, readers = (
+            [one for one in holders if one.writes],
+            [one for one in holders if not one.writes],
+        )
         if writers and mode == "auto":
-            out.append(Conflict(file, root + path, f"{_who(writers)} it open for writing", _choices(path, directory, copies), hard=True))
+            out.append(
+                Conflict(
+                    file,
+                    root + path,
+                    f"{_who(writers)} it open for writing",
+                    _choices(path, directory, copies),
+                    hard=True,
+                )
+            )
         elif writers:
-            out.append(Conflict(file, root + path, f"{_who(writers)} it open for writing, and {_OUTCOMES[kind]}", shared=kind in ("", "truncate")))
+            out.append(
+                Conflict(
+                    file,
+                    root + path,
+                    f"{_who(writers)} it open for writing, and {_OUTCOMES[kind]}",
+                    shared=kind in ("", "truncate"),
+                )
+            )
         if readers and kind == "replace":
-            out.append(Conflict(file, root + path, f"{_who(readers)} it open for reading, and will go on reading the old file"))
+            out.append(
+                Conflict(
+                    file,
+                    root + path,
+                    f"{_who(readers)} it open for reading, and will go on reading the old file",
+                )
+            )
     return out
 
 
@@ -90,9 +125,15 @@ def _opened(names: Iterable[str], root: str, stack: ExitStack) -> Iterator[tuple
     """Open the files to check, where the restore would write them."""
     paths = stack.enter_context(JobPaths(root))
     for name in names:
-        with suppress(OSError, PathRefused):  # it does not exist, so no process holds it by this name; or the plan reports the fault
+        with suppress(
+            OSError, PathRefused
+        ):  # it does not exist, so no process holds it by this name; or the plan reports the fault
             place = paths.locate(name)
-            descriptor = os.open(place.name, os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=place.directory.descriptor)
+            descriptor = os.open(
+                place.name,
+                os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW,
+                dir_fd=place.directory.descriptor,
+            )
             stack.callback(os.close, descriptor)
             yield name, descriptor
 

@@ -53,11 +53,17 @@ def require_copies_possible(options: RestoreOptions, record: RunRecord | None) -
         UsageError: It cannot.
     """
     if options.root and (options.files_to or (record is not None and record.copies)):
-        raise UsageError("a job with its own copies (--files-to) cannot have another root (--root)", cure="leave out --root")
+        raise UsageError(
+            "a job with its own copies (--files-to) cannot have another root (--root)",
+            cure="leave out --root",
+        )
     if not options.files_to:
         return
     if options.files in ("truncate", "leave"):
-        raise UsageError(f"--files {options.files} and --files-to exclude each other: copies are made from the snapshot", cure="leave one of them out")
+        raise UsageError(
+            f"--files {options.files} and --files-to exclude each other: copies are made from the snapshot",
+            cure="leave one of them out",
+        )
     if record is None:
         raise UsageError(
             "--files-to gives copies to jobs of 'icecore run'; the snapshot is of processes that it did not start",
@@ -65,7 +71,9 @@ def require_copies_possible(options: RestoreOptions, record: RunRecord | None) -
         )
 
 
-def plan_copies(manifest: Manifest, options: RestoreOptions, record: RunRecord | None, own: Set[str]) -> Copies:
+def plan_copies(
+    manifest: Manifest, options: RestoreOptions, record: RunRecord | None, own: Set[str]
+) -> Copies:
     """Decide which files are copies, and compare what is there with the snapshot.
 
     An instance that has copies keeps them in their directory at every restore of its own snapshots, unless the options name another.
@@ -84,21 +92,39 @@ def plan_copies(manifest: Manifest, options: RestoreOptions, record: RunRecord |
     if options.files_to:
         directory = os.path.realpath(options.files_to)
         stored = {space.key for space in manifest.spaces if space.kind == "file"}
-        chosen = [file for file in files if file.writable or file.path in before or (file.path in stored and not _unchanged(file))]
+        chosen = [
+            file
+            for file in files
+            if file.writable
+            or file.path in before
+            or (file.path in stored and not _unchanged(file))
+        ]
         extra: list[str] = []
     elif before:
         directory, stored = record.files_to, None
         chosen = [file for file in files if file.path in before]
         # What it has closed it would open again.
-        extra = sorted(path for path in before - {file.path for file in files} if os.path.isfile(directory + path))
+        extra = sorted(
+            path
+            for path in before - {file.path for file in files}
+            if os.path.isfile(directory + path)
+        )
     else:
         return none
     problems = _problems_of_directory(directory)
     for file in chosen:
         problems += _problems_of(file, stored)
         if not can_cover(file.path, record.isolation):
-            problems.append(Problem(file.path, "CRIU cannot name it as a mount of a private root", _IN_PLACE_OR_LEAVE))
-    plan = plan_files(_moved(manifest, chosen, directory), options.files, verify=options.verify_files)
+            problems.append(
+                Problem(
+                    file.path,
+                    "CRIU cannot name it as a mount of a private root",
+                    _IN_PLACE_OR_LEAVE,
+                )
+            )
+    plan = plan_files(
+        _moved(manifest, chosen, directory), options.files, verify=options.verify_files
+    )
     refused = {directory + problem.path for problem in problems}
     problems += [problem for problem in plan.problems if problem.path not in refused]
     # Exposed: before the tree runs, it is seen to have the copies open and not what they cover.
@@ -106,7 +132,9 @@ def plan_copies(manifest: Manifest, options: RestoreOptions, record: RunRecord |
     return Copies(directory, sorted({file.path for file in chosen} | set(extra)), plan)
 
 
-def require_all_covered(images: Path, copies: Copies, manifest: Manifest, record: RunRecord) -> None:
+def require_all_covered(
+    images: Path, copies: Copies, manifest: Manifest, record: RunRecord
+) -> None:
     """Refuse copies where the job has a file open for writing under a second name as well, which no copy covers.
 
     Args:
@@ -118,11 +146,22 @@ def require_all_covered(images: Path, copies: Copies, manifest: Manifest, record
     """
     if not copies.directory:
         return
-    remapped = {number for remap in load_remaps(images) for number in (remap.original, remap.target)}
+    remapped = {
+        number for remap in load_remaps(images) for number in (remap.original, remap.target)
+    }
     known = {file.path for file in manifest.files}
     for file in load_files(images):
-        writable = file.flags & os.O_ACCMODE != os.O_RDONLY and stat.S_ISREG(file.mode) and not file.external
-        if writable and file.id not in remapped and file.path not in known and not record.is_own(file.path):
+        writable = (
+            file.flags & os.O_ACCMODE != os.O_RDONLY
+            and stat.S_ISREG(file.mode)
+            and not file.external
+        )
+        if (
+            writable
+            and file.id not in remapped
+            and file.path not in known
+            and not record.is_own(file.path)
+        ):
             raise RestoreRefused(
                 f"the job has {file.path} open for writing, which is another name of a file that gets a copy: the copy would not be seen there",
                 cure="choose --files restore, truncate or leave",
@@ -132,7 +171,11 @@ def require_all_covered(images: Path, copies: Copies, manifest: Manifest, record
 def _moved(manifest: Manifest, files: list[OpenFile], directory: str) -> Manifest:
     """Return the snapshot with these files, as if they had been in the directory."""
     there = [msgspec.structs.replace(file, path=directory + file.path) for file in files]
-    spaces = [msgspec.structs.replace(space, key=directory + space.key) for space in manifest.spaces if space.kind == "file"]
+    spaces = [
+        msgspec.structs.replace(space, key=directory + space.key)
+        for space in manifest.spaces
+        if space.kind == "file"
+    ]
     return msgspec.structs.replace(manifest, files=there, spaces=spaces)
 
 
@@ -149,8 +192,12 @@ def make_directory(directory: str) -> bool:
     except FileExistsError:
         made = False
     except OSError as error:
-        raise RestoreRefused(f"cannot make the directory {directory} for copies: {error.strerror}", cure=_ANOTHER) from error
-    _require_safe(directory)  # in /tmp another user may meanwhile have made it, or a directory on the way to it
+        raise RestoreRefused(
+            f"cannot make the directory {directory} for copies: {error.strerror}", cure=_ANOTHER
+        ) from error
+    _require_safe(
+        directory
+    )  # in /tmp another user may meanwhile have made it, or a directory on the way to it
     return made
 
 
@@ -183,27 +230,63 @@ def _problems_of_directory(directory: str) -> list[Problem]:
         # In a sticky directory users cannot move files of others; the last directory holds the copies.
         moves = now.st_mode & 0o022 and not (now.st_mode & stat.S_ISVTX and path != directory)
         if now.st_uid not in (0, os.geteuid()) or moves:
-            return [Problem(path, "others than root can change what is in it", f"{_ANOTHER}, in directories that only root may write to")]
+            return [
+                Problem(
+                    path,
+                    "others than root can change what is in it",
+                    f"{_ANOTHER}, in directories that only root may write to",
+                )
+            ]
     return []
 
 
 def _problems_of(file: OpenFile, stored: Set[str] | None) -> list[Problem]:
     """Return why a file cannot have a copy. ``stored``: the files whose content is needed and there; None: the copies exist."""
     if file.links:
-        return [Problem(file.path, "it lost the name under which it was opened, so it cannot have a copy", _IN_PLACE_OR_LEAVE)]
+        return [
+            Problem(
+                file.path,
+                "it lost the name under which it was opened, so it cannot have a copy",
+                _IN_PLACE_OR_LEAVE,
+            )
+        ]
     if stored is not None and (file.policy != "content" or file.path not in stored):
         message = "its content is not in the snapshot, so there is nothing to copy"
-        return [Problem(file.path, message, "choose --files leave or truncate; a dump with --files content keeps it")]
+        return [
+            Problem(
+                file.path,
+                message,
+                "choose --files leave or truncate; a dump with --files content keeps it",
+            )
+        ]
     folder = os.path.dirname(file.path)
     if os.path.realpath(folder) != folder:
-        return [Problem(file.path, "its path leads through a symbolic link, so a copy cannot cover it", _IN_PLACE_OR_LEAVE)]
+        return [
+            Problem(
+                file.path,
+                "its path leads through a symbolic link, so a copy cannot cover it",
+                _IN_PLACE_OR_LEAVE,
+            )
+        ]
     try:
         now = os.lstat(file.path)
     except OSError as error:
         message = f"a copy covers the file at this path, and there is none: {error.strerror}"
-        return [Problem(file.path, message, f"make an empty one: install -D /dev/null {shlex.quote(file.path)}")]
+        return [
+            Problem(
+                file.path,
+                message,
+                f"make an empty one: install -D /dev/null {shlex.quote(file.path)}",
+            )
+        ]
     if not stat.S_ISREG(now.st_mode):
-        return [Problem(file.path, "a copy covers a regular file, and there is something else", "move away what is there now")]
+        return [
+            Problem(
+                file.path,
+                "a copy covers a regular file, and there is something else",
+                "move away what is there now",
+            )
+        ]
     return []
 
 

@@ -86,7 +86,9 @@ def export(
         limits = Limits(threads or threads_for(PLACE_THREADS), _BUDGET, 4, 60.0)
         try:
             with phase(emit, "export.write", snapshot=snapshot) as running:
-                result = _Export(repository, loop, reader, folder, limits).run(began, running.progress)
+                result = _Export(repository, loop, reader, folder, limits).run(
+                    began, running.progress
+                )
                 running.bytes = result.bytes
         except BaseException:
             _empty(folder)
@@ -111,7 +113,12 @@ def _empty(folder: Path) -> None:
 
 class _Export:
     def __init__(
-        self, repository: Repository, loop: LoopThread, reader: SnapshotReader, folder: Path, limits: Limits
+        self,
+        repository: Repository,
+        loop: LoopThread,
+        reader: SnapshotReader,
+        folder: Path,
+        limits: Limits,
     ) -> None:
         self.backend = repository.backend
         self.loop = loop
@@ -133,9 +140,13 @@ class _Export:
         targets = image_targets(self.folder, images, cells[: len(images)])
         self._require_space(targets)
         self._write(targets)
-        version = tuple(int(number) for number in re.findall(r"\d+", manifest.requirements.criu)[:3])
+        version = tuple(
+            int(number) for number in re.findall(r"\d+", manifest.requirements.criu)[:3]
+        )
         own = cells[len(images) : len(images) + len(memory)]
-        pages = plan_memory(self.folder, list(zip(memory, own, strict=True)), version, lazily=False).page_images
+        pages = plan_memory(
+            self.folder, list(zip(memory, own, strict=True)), version, lazily=False
+        ).page_images
         with ExitStack() as stack:
             own_files = stack.enter_context(JobFiles(str(self.folder)))
             open_files = [
@@ -153,7 +164,9 @@ class _Export:
             time.perf_counter() - began,
         )
 
-    def _open_file(self, stack: ExitStack, files: JobFiles, space: Space, cells: SpaceCells) -> FileTarget:
+    def _open_file(
+        self, stack: ExitStack, files: JobFiles, space: Space, cells: SpaceCells
+    ) -> FileTarget:
         """Make the file that the content of an open file goes into, with its directories."""
         components(space.key)
         path, owner = f"/{OPEN_FILES}{space.key}", Owner(os.geteuid(), os.getegid())
@@ -167,7 +180,10 @@ class _Export:
 
     def _require_space(self, targets: Sequence[FileTarget]) -> None:
         if short := shortage(self.folder, targets):
-            raise StoreError(f"there is no room for the export: {short}", cure="name a directory on a larger file system")
+            raise StoreError(
+                f"there is no room for the export: {short}",
+                cure="name a directory on a larger file system",
+            )
 
     def _write(self, targets: Sequence[FileTarget], progress: Progress | None = None) -> None:
         try:

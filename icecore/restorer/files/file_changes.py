@@ -83,7 +83,10 @@ def apply(files: JobFiles, journal: FileJournal, located: Located) -> None:
         else:
             _change_in_place(files, journal, located)
     except FileExistsError as error:
-        raise RestoreFailed(f"cannot put {located.path} back: another file appeared there meanwhile", cure="restore again") from error
+        raise RestoreFailed(
+            f"cannot put {located.path} back: another file appeared there meanwhile",
+            cure="restore again",
+        ) from error
     except OSError as error:
         raise RestoreFailed(f"cannot put {located.path} back: {error.strerror}") from error
 
@@ -101,7 +104,9 @@ def _put(files: JobFiles, located: Located) -> None:
             raise
         _put_in_steps(files, located)
     if has(temporary) != change.old:
-        raise RestoreFailed(f"{located.path} was replaced while it was being restored", cure="restore again")
+        raise RestoreFailed(
+            f"{located.path} was replaced while it was being restored", cure="restore again"
+        )
 
 
 def _put_in_steps(files: JobFiles, located: Located) -> None:
@@ -125,7 +130,9 @@ def _change_in_place(files: JobFiles, journal: FileJournal, located: Located) ->
     try:
         about = os.fstat(descriptor)
         if change.kind == "truncate" and about.st_size < change.size:
-            raise RestoreFailed(f"{located.path} became shorter while it was being restored", cure="restore again")
+            raise RestoreFailed(
+                f"{located.path} became shorter while it was being restored", cure="restore again"
+            )
         _save(journal, change, descriptor, about)
         if change.kind == "truncate":
             os.ftruncate(descriptor, change.size)
@@ -170,7 +177,12 @@ def _copy(source: int, start: int, target: int, position: int) -> None:
 # -- undoing ----------------------------------------------------------------------------------------------------------
 
 
-def undo(files: JobFiles, journal: FileJournal, changes: Sequence[Located], made: Sequence[tuple[Made, Place]]) -> list[str]:
+def undo(
+    files: JobFiles,
+    journal: FileJournal,
+    changes: Sequence[Located],
+    made: Sequence[tuple[Made, Place]],
+) -> list[str]:
     """Undo the changes that were made, the last first, and remove temporary files.
 
     Returns:
@@ -195,7 +207,13 @@ def undo(files: JobFiles, journal: FileJournal, changes: Sequence[Located], made
 
 
 def _take_back(files: JobFiles, located: Located, left: list[str]) -> None:
-    change, place, temporary, aside, owner = located.change, located.place, located.temporary, located.aside, located.owner
+    change, place, temporary, aside, owner = (
+        located.change,
+        located.place,
+        located.temporary,
+        located.aside,
+        located.owner,
+    )
     if change.old is not None and has(aside) == change.old:  # it ended between two steps
         if has(temporary) is None:
             files.rename(place.directory, aside.name, temporary.name, owner)
@@ -205,7 +223,10 @@ def _take_back(files: JobFiles, located: Located, left: list[str]) -> None:
     if change.old is None:
         if now is not None and now == change.new:
             files.unlink(place, change.new, owner)
-    elif change.new is not None and replaced not in (None, change.new):  # also if it is not the file that was expected there
+    elif change.new is not None and replaced not in (
+        None,
+        change.new,
+    ):  # also if it is not the file that was expected there
         if now == change.new:
             try:
                 files.exchange(place.directory, temporary.name, place.name, owner)
@@ -219,7 +240,9 @@ def _take_back(files: JobFiles, located: Located, left: list[str]) -> None:
             files.place_new(place.directory, temporary.name, place.name, owner)
         if has(place) != replaced:
             kept = os.path.join(place.directory.path, temporary.name)
-            left.append(f"somebody replaced {located.path} during the restore; the earlier file is {kept}")
+            left.append(
+                f"somebody replaced {located.path} during the restore; the earlier file is {kept}"
+            )
             return
     elif now is not None and now == change.new:
         left.append(f"somebody removed what {located.path} was before the restore")
@@ -241,7 +264,9 @@ def _write_back(files: JobFiles, journal: FileJournal, located: Located, left: l
         try:
             about = os.fstat(source)
             if change.kind == "truncate" and not _begins_alike(descriptor, change.size, source):
-                left.append(f"{located.path} was written to after it was cut; the part that was cut off is in the file {saved.name}")
+                left.append(
+                    f"{located.path} was written to after it was cut; the part that was cut off is in the file {saved.name}"
+                )
                 return
             _copy(source, 0, descriptor, change.size)
             os.ftruncate(descriptor, change.size + about.st_size)
@@ -273,7 +298,9 @@ def finish(files: JobFiles, journal: FileJournal, changes: Sequence[Located]) ->
         journal.note_ran()
         journal.settle()
     except OSError as error:  # otherwise a crash of the machine could bring back the journal without the files that it needs
-        return [f"replaced files stay beside the new ones: cannot write {journal.folder}: {error.strerror}"]
+        return [
+            f"replaced files stay beside the new ones: cannot write {journal.folder}: {error.strerror}"
+        ]
     for located in changes:
         change = located.change
         with _told(left, located.path):
@@ -294,12 +321,20 @@ def leave_originals(files: JobFiles, journal: FileJournal, changes: Sequence[Loc
             if change.kind == "put" and change.old is not None:
                 for place in (located.temporary, located.aside):
                     if has(place) == change.old:
-                        left.append(f"what {located.path} was before the restore is {os.path.join(place.directory.path, place.name)}")
+                        left.append(
+                            f"what {located.path} was before the restore is {os.path.join(place.directory.path, place.name)}"
+                        )
             elif change.kind == "rewrite":
                 files.unlink(located.temporary, change.new, located.owner)
             if change.saved and journal.saved(change.saved).exists():
-                whole = "what" if change.kind == "rewrite" else f"what followed byte {change.size} of what"
-                left.append(f"{whole} {located.path} was before the restore is in the file {change.saved}")
+                whole = (
+                    "what"
+                    if change.kind == "rewrite"
+                    else f"what followed byte {change.size} of what"
+                )
+                left.append(
+                    f"{whole} {located.path} was before the restore is in the file {change.saved}"
+                )
     return left
 
 

@@ -145,7 +145,11 @@ class FileJournal:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise Damaged("journal", str(self.folder), str(error)) from error
         if record.format != _FORMAT:
-            raise Damaged("journal", str(self.folder), f"it has format {record.format}, this icecore reads {_FORMAT}")
+            raise Damaged(
+                "journal",
+                str(self.folder),
+                f"it has format {record.format}, this icecore reads {_FORMAT}",
+            )
         return record
 
     def keep(self) -> None:
@@ -184,7 +188,9 @@ class FileJournal:
     def remove(self) -> None:
         """Forget the restore: nothing is left to undo or to finish. If that fails, the next command tries again."""
         with suppress(OSError):
-            (self.folder / _JOURNAL).unlink(missing_ok=True)  # first: the other files mean nothing without it
+            (self.folder / _JOURNAL).unlink(
+                missing_ok=True
+            )  # first: the other files mean nothing without it
             shutil.rmtree(self.folder, ignore_errors=True)
         self.close()
 
@@ -197,7 +203,9 @@ class FileJournal:
         place = self.folder.with_name(self.folder.name + _KEPT)
         try:
             with suppress(OSError):
-                (self.folder / _LEFT).write_bytes(os.fsencode("".join(f"{sentence}\n" for sentence in left)))
+                (self.folder / _LEFT).write_bytes(
+                    os.fsencode("".join(f"{sentence}\n" for sentence in left))
+                )
             (self.folder / _JOURNAL).unlink(missing_ok=True)
             self.folder.rename(place)
         except OSError:
@@ -250,7 +258,10 @@ def _listing(above: Path) -> Iterator[None]:
     try:
         about = os.fstat(descriptor)
         if about.st_uid != os.geteuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise RestoreFailed(f"others than user {os.geteuid()} may write to {above}", cure=f"'rm -r {above}', after you have checked who made it")
+            raise RestoreFailed(
+                f"others than user {os.geteuid()} may write to {above}",
+                cure=f"'rm -r {above}', after you have checked who made it",
+            )
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:

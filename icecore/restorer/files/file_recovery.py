@@ -62,7 +62,11 @@ def _recover(journal: FileJournal, emit: Sink) -> None:
             if how == "undone":
                 left += undo(files, journal, located, made)
             else:
-                left += finish(files, journal, located) if how == "finished" else leave_originals(files, journal, located)
+                left += (
+                    finish(files, journal, located)
+                    if how == "finished"
+                    else leave_originals(files, journal, located)
+                )
     except IcecoreError as error:
         left.append(error.message)
     except OSError as error:
@@ -89,7 +93,9 @@ def _locate(files: JobFiles, record: Record) -> tuple[list[Located], list[str]]:
                 left.append(f"the directory of {path} is not there any more")
             continue
         except (OSError, RestoreFailed) as error:
-            left.append(f"{path}: {getattr(error, 'message', '') or getattr(error, 'strerror', '')}")
+            left.append(
+                f"{path}: {getattr(error, 'message', '') or getattr(error, 'strerror', '')}"
+            )
             continue
         if change.directory is not None:
             now = Inode(place.directory.device, place.directory.inode)

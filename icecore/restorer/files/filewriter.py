@@ -108,18 +108,25 @@ class FileWriter:
         bitmap = target.cells.records["data"][cell]
         if target.layout is None:
             whole = bitmap.tobytes()
-            runs = [(position, base + offset, length) for offset, position, length in page_pieces(whole, whole)]
+            runs = [
+                (position, base + offset, length)
+                for offset, position, length in page_pieces(whole, whole)
+            ]
         else:
             assert target.within is not None
             runs = target.layout.runs(base, bitmap, target.within[cell])
         own = target.descriptor
-        descriptor = os.open(target.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW) if own is None else own
+        descriptor = (
+            os.open(target.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW) if own is None else own
+        )
         try:
             for position, offset, length in runs:
                 length = min(length, target.size - offset)  # the last page of a file is padded
                 done = 0
                 while done < length:
-                    done += os.pwrite(descriptor, data[position + done : position + length], offset + done)
+                    done += os.pwrite(
+                        descriptor, data[position + done : position + length], offset + done
+                    )
         except OSError as error:
             raise OSError(error.errno, error.strerror, target.path) from error
         finally:
@@ -128,7 +135,12 @@ class FileWriter:
 
 
 def write_files(
-    backend: Backend, decoder: Decoder, targets: Sequence[FileTarget], limits: Limits, loop: LoopThread, progress: Progress | None = None
+    backend: Backend,
+    decoder: Decoder,
+    targets: Sequence[FileTarget],
+    limits: Limits,
+    loop: LoopThread,
+    progress: Progress | None = None,
 ) -> int:
     """Write all targets from the store.
 

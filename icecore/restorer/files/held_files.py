@@ -27,7 +27,13 @@ _SHARED_MEMORY = "/dev/shm/"
 _DELETED = " (deleted)"
 
 
-def require_files(root: int, images: Path, expected: Set[Inode], own: tuple[str, ...] = (), given: Set[str] = frozenset()) -> None:
+def require_files(
+    root: int,
+    images: Path,
+    expected: Set[Inode],
+    own: tuple[str, ...] = (),
+    given: Set[str] = frozenset(),
+) -> None:
     """Return if every regular file that CRIU opened for the processes is one of ``expected``.
 
     Files without a name must be those that CRIU made from its images.
@@ -48,16 +54,22 @@ def require_files(root: int, images: Path, expected: Set[Inode], own: tuple[str,
             _require_of_process(pid, opened, expected, own, given)
 
 
-def _require_of_process(pid: int, opened: OpenedImages, expected: Set[Inode], own: tuple[str, ...], given: Set[str]) -> None:
+def _require_of_process(
+    pid: int, opened: OpenedImages, expected: Set[Inode], own: tuple[str, ...], given: Set[str]
+) -> None:
     recorded = procfs.status(pid).own_pid
-    links = [(f"/proc/{pid}/fd/{number}", file) for number, file in opened.descriptors(recorded).items()]
+    links = [
+        (f"/proc/{pid}/fd/{number}", file) for number, file in opened.descriptors(recorded).items()
+    ]
     mapped = list(opened.mappings(recorded))
     if mapped:
         starts = [start for start, _, _ in mapped]
         for mapping in procfs.read_maps(pid):
             at = bisect.bisect_right(starts, mapping.start) - 1
             if mapping.inode and at >= 0 and mapping.start < mapped[at][1]:
-                links.append((f"/proc/{pid}/map_files/{mapping.start:x}-{mapping.end:x}", mapped[at][2]))
+                links.append(
+                    (f"/proc/{pid}/map_files/{mapping.start:x}-{mapping.end:x}", mapped[at][2])
+                )
     for link, file in links:
         if file.file.path in given:
             continue
@@ -72,11 +84,19 @@ def _require_of_process(pid: int, opened: OpenedImages, expected: Set[Inode], ow
             )
 
 
-def _is_right(opened: OpenedFile, target: str, about: os.stat_result, expected: Set[Inode], own: tuple[str, ...]) -> bool:
+def _is_right(
+    opened: OpenedFile,
+    target: str,
+    about: os.stat_result,
+    expected: Set[Inode],
+    own: tuple[str, ...],
+) -> bool:
     """Whether what CRIU opened is what the images mean."""
     path, mode = opened.file.path, opened.file.mode
     if not stat.S_ISREG(about.st_mode):
-        return not mode or not stat.S_ISREG(mode)  # directories and devices are no part of a snapshot
+        return not mode or not stat.S_ISREG(
+            mode
+        )  # directories and devices are no part of a snapshot
     if inode_of(about) in expected:
         return True
     if any(path.startswith(beginning) and target.startswith(beginning) for beginning in own):

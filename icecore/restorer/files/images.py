@@ -121,7 +121,9 @@ class Memory:
     size: int
 
 
-def read_spaces(reader: SnapshotReader, spaces: Sequence[Space], *, parallel: bool) -> list[SpaceCells]:
+def read_spaces(
+    reader: SnapshotReader, spaces: Sequence[Space], *, parallel: bool
+) -> list[SpaceCells]:
     """The cells of many spaces.
 
     Args:
@@ -137,7 +139,9 @@ def read_spaces(reader: SnapshotReader, spaces: Sequence[Space], *, parallel: bo
         return list(pool.map(read, spaces))
 
 
-def image_targets(folder: Path, spaces: Sequence[Space], cells: Sequence[SpaceCells]) -> list[FileTarget]:
+def image_targets(
+    folder: Path, spaces: Sequence[Space], cells: Sequence[SpaceCells]
+) -> list[FileTarget]:
     """The image files of a snapshot, to be written into ``folder``.
 
     Raises:
@@ -146,7 +150,9 @@ def image_targets(folder: Path, spaces: Sequence[Space], cells: Sequence[SpaceCe
     targets = []
     for space, own in zip(spaces, cells, strict=True):
         if not _NAME.match(space.key) or space.key.startswith(".") or _MADE_HERE.match(space.key):
-            raise Damaged("manifest", "of the snapshot", f"it has an image file named {space.key!r}")
+            raise Damaged(
+                "manifest", "of the snapshot", f"it has an image file named {space.key!r}"
+            )
         targets.append(FileTarget(str(folder / space.key), space.size, own))
     return targets
 
@@ -156,7 +162,9 @@ def _extents(entries: Entries) -> Extents:
     if not len(entries):
         return np.empty(0, EXTENT)
     head = np.ones(len(entries), np.bool_)
-    head[1:] = entries["address"][1:] != entries["address"][:-1] + entries["pages"][:-1] * np.uint64(PAGE)
+    head[1:] = entries["address"][1:] != entries["address"][:-1] + entries["pages"][
+        :-1
+    ] * np.uint64(PAGE)
     first = np.flatnonzero(head)
     out = np.empty(len(first), EXTENT)
     out["address"] = entries["address"][first]
@@ -177,7 +185,9 @@ def _check_order(entries: Entries, name: str) -> None:
 def _kept(cells: SpaceCells, pages: Bytes) -> tuple[SpaceCells, Bytes]:
     """The rows that have any of ``pages``."""
     rows = np.flatnonzero(pages.any(axis=1)) if len(pages) else np.empty(0, np.int64)
-    return SpaceCells(cells.records[rows], cells.base[rows], cells.low[rows], cells.high[rows]), pages[rows]
+    return SpaceCells(
+        cells.records[rows], cells.base[rows], cells.low[rows], cells.high[rows]
+    ), pages[rows]
 
 
 def plan_memory(
@@ -208,7 +218,11 @@ def plan_memory(
     taken: set[int] = set()
     position = HUGE_PAGE
     for space, cells in memory:
-        name = f"pagemap-{space.key}.img" if space.kind == "process" else f"pagemap-shmem-{space.key}.img"
+        name = (
+            f"pagemap-{space.key}.img"
+            if space.kind == "process"
+            else f"pagemap-shmem-{space.key}.img"
+        )
         path = folder / name
         try:
             pages_id, entries = load_pagemap(path)
@@ -223,7 +237,9 @@ def plan_memory(
             ranges = [bounds for bounds in mappable(vmas, given, entries) if _dense(cells, bounds)]
         if ranges and vmas is not None:
             offsets, position = lay_out(ranges, position)
-            filed.append(_filed(int(space.key), cells, offsets, ranges, _extents(clipped(entries, ranges))))
+            filed.append(
+                _filed(int(space.key), cells, offsets, ranges, _extents(clipped(entries, ranges)))
+            )
             mapped.append((vmas, [(start, end, offsets[start]) for start, end in ranges]))
             entries = clipped(entries, gaps(ranges))
         can_wait = (entries["flags"] & PE_LAZY) != 0
@@ -245,15 +261,23 @@ def plan_memory(
             taken.add(pages_id)
             layout = FileLayout(_extents(written))
             own, pages = _kept(cells, covered(cells.records["data"], cells.base, layout.extents))
-            images.append(FileTarget(str(folder / f"pages-{pages_id}.img"), layout.end, own, layout, pages))
+            images.append(
+                FileTarget(str(folder / f"pages-{pages_id}.img"), layout.end, own, layout, pages)
+            )
         elif not (folder / f"pages-{pages_id}.img").exists() and pages_id not in taken:
             # CRIU opens it all the same.
             taken.add(pages_id)
             images.append(FileTarget(str(folder / f"pages-{pages_id}.img"), 0, *_nothing(cells)))
         if can_wait.any() or ranges:
-            own, pages = _kept(cells, covered(cells.records["data"], cells.base, _extents(entries[can_wait])))
+            own, pages = _kept(
+                cells, covered(cells.records["data"], cells.base, _extents(entries[can_wait]))
+            )
             wiped = wiped_ranges(_vmas(folder, int(space.key)) if vmas is None else vmas)
-            lazy.append(LazyMemory(int(space.key), own, pages, wiped, within(own, device_ranges(space)), ranges))
+            lazy.append(
+                LazyMemory(
+                    int(space.key), own, pages, wiped, within(own, device_ranges(space)), ranges
+                )
+            )
     for part, (vmas, pieces) in zip(filed, mapped, strict=True):
         # A file for each: of two processes with a mapping of one file at the same place CRIU lets the younger inherit the other's, whatever part of it that is.
         map_file(folder, part.process, vmas, pieces, add_file(folder, FILE_NAME))
@@ -302,7 +326,11 @@ def lay_out(ranges: Sequence[tuple[int, int]], position: int) -> tuple[dict[int,
 
 
 def _filed(
-    process: int, cells: SpaceCells, offsets: Mapping[int, int], ranges: list[tuple[int, int]], extents: Extents
+    process: int,
+    cells: SpaceCells,
+    offsets: Mapping[int, int],
+    ranges: list[tuple[int, int]],
+    extents: Extents,
 ) -> FiledMemory:
     """What of a process's cells goes into the file."""
     own, pages = _kept(cells, covered(cells.records["data"], cells.base, extents))
@@ -315,7 +343,10 @@ def _filed(
 def huge_pages(low: npt.NDArray[np.uint64], high: npt.NDArray[np.uint64]) -> list[tuple[int, int]]:
     """The ranges (start, end) in address order, of whole huge pages, of which cells (u8[n], u8[n], ascending) have a part."""
     found: list[tuple[int, int]] = []
-    starts, ends = low // np.uint64(HUGE_PAGE) * np.uint64(HUGE_PAGE), -(-high.astype(np.int64) // HUGE_PAGE) * HUGE_PAGE
+    starts, ends = (
+        low // np.uint64(HUGE_PAGE) * np.uint64(HUGE_PAGE),
+        -(-high.astype(np.int64) // HUGE_PAGE) * HUGE_PAGE,
+    )
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
         if found and start <= found[-1][1]:
             found[-1] = (found[-1][0], end)
@@ -329,7 +360,10 @@ def _dense(cells: SpaceCells, bounds: tuple[int, int]) -> bool:
     extent = np.array([(bounds[0], (bounds[1] - bounds[0]) // PAGE)], EXTENT)
     own, pages = _kept(cells, covered(cells.records["data"], cells.base, extent))
     taken = sum(end - start for start, end in huge_pages(own.low, own.high))
-    return taken <= int(np.bitwise_count(pages).sum(dtype=np.int64)) * PAGE * (1 + SPARE) + 2 * HUGE_PAGE
+    return (
+        taken
+        <= int(np.bitwise_count(pages).sum(dtype=np.int64)) * PAGE * (1 + SPARE) + 2 * HUGE_PAGE
+    )
 
 
 def clipped(entries: Entries, ranges: Sequence[tuple[int, int]]) -> Entries:
@@ -337,7 +371,10 @@ def clipped(entries: Entries, ranges: Sequence[tuple[int, int]]) -> Entries:
     found = []
     ends = entries["address"] + entries["pages"] * np.uint64(PAGE)
     for start, end in np.array(ranges, np.uint64).reshape(-1, 2):
-        first, last = np.searchsorted(ends, start, side="right"), np.searchsorted(entries["address"], end, side="left")
+        first, last = (
+            np.searchsorted(ends, start, side="right"),
+            np.searchsorted(entries["address"], end, side="left"),
+        )
         part = entries[first:last].copy()
         part["address"] = np.maximum(part["address"], start)
         part["pages"] = (np.minimum(ends[first:last], end) - part["address"]) // np.uint64(PAGE)
@@ -348,7 +385,9 @@ def clipped(entries: Entries, ranges: Sequence[tuple[int, int]]) -> Entries:
 def gaps(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """What lies between ranges (start, end) in address order, before the first, and after the last."""
     bounds = [0, *(bound for both in ranges for bound in both), 1 << 63]
-    return [(start, end) for start, end in zip(bounds[::2], bounds[1::2], strict=True) if start < end]
+    return [
+        (start, end) for start, end in zip(bounds[::2], bounds[1::2], strict=True) if start < end
+    ]
 
 
 def _vmas(folder: Path, process: int) -> Vmas:
@@ -369,13 +408,17 @@ def wiped_ranges(vmas: Vmas) -> list[tuple[int, int]]:
     return list(zip(wiped["start"].tolist(), wiped["end"].tolist(), strict=True))
 
 
-def mappable(vmas: Vmas, temporary: Sequence[tuple[int, int]], entries: Entries) -> list[tuple[int, int]]:
+def mappable(
+    vmas: Vmas, temporary: Sequence[tuple[int, int]], entries: Entries
+) -> list[tuple[int, int]]:
     """What of ``temporary``, (start, end) in address order, could as well be private mappings of a file, in pieces of `SMALLEST` bytes at least.
 
     A piece ends where its VMA does, but need not be all of one: the kernel makes one VMA of the driver's mapping and what it happens to lie beside.
     """
     kind = MAP_PRIVATE | MAP_ANONYMOUS
-    fit = (vmas["flags"] & (kind | MAP_SHARED | MAP_LOCKED | MAP_HUGETLB) == kind) & (vmas["protection"] & mmap.PROT_WRITE != 0)
+    fit = (vmas["flags"] & (kind | MAP_SHARED | MAP_LOCKED | MAP_HUGETLB) == kind) & (
+        vmas["protection"] & mmap.PROT_WRITE != 0
+    )
     fit &= vmas["status"] & (VMA_STACK | VMA_HEAP | VMA_GUARD) == 0
     fit &= (vmas["madvise"] >> np.uint64(_MADV_WIPEONFORK) & np.uint64(1)) == 0
     fit &= vmas["end"] - vmas["start"] >= np.uint64(SMALLEST)

@@ -86,7 +86,12 @@ class JobFiles:
     def __enter__(self) -> JobFiles:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     # -- places -------------------------------------------------------------------------------------------------------
@@ -118,19 +123,29 @@ class JobFiles:
         place = Place(self._paths.directory(parent), name)
         descriptor = place.directory.descriptor
         try:
-            self._as_allowed(place.directory, owner, lambda: os.mkdir(name, mode, dir_fd=descriptor))
+            self._as_allowed(
+                place.directory, owner, lambda: os.mkdir(name, mode, dir_fd=descriptor)
+            )
         except FileExistsError:
             try:
                 self._paths.directory(path)  # made meanwhile
             except FileNotFoundError:
-                raise PathRefused(f"{path} is a symbolic link that leads nowhere", cure="remove it, or make the directory that it names") from None
+                raise PathRefused(
+                    f"{path} is a symbolic link that leads nowhere",
+                    cure="remove it, or make the directory that it names",
+                ) from None
             return made
         if place.directory.root_only:
-            os.chown(name, *owner, dir_fd=descriptor, follow_symlinks=False)  # no other user can have replaced it there
+            os.chown(
+                name, *owner, dir_fd=descriptor, follow_symlinks=False
+            )  # no other user can have replaced it there
         found = self._paths.directory(path)
         about = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
         if inode_of(about) != (found.device, found.inode) or about.st_uid != owner.user:
-            raise PathRefused(f"another user replaced the directory {path} during its creation", cure="keep others from writing to its parent directory")
+            raise PathRefused(
+                f"another user replaced the directory {path} during its creation",
+                cure="keep others from writing to its parent directory",
+            )
         return [*made, MadeDirectory(place, inode_of(about))]
 
     # -- files --------------------------------------------------------------------------------------------------------
@@ -146,7 +161,9 @@ class JobFiles:
     def _create(self, place: Place, owner: Owner) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         directory = place.directory
-        descriptor = self._as_allowed(directory, owner, lambda: os.open(place.name, flags, 0o600, dir_fd=directory.descriptor))
+        descriptor = self._as_allowed(
+            directory, owner, lambda: os.open(place.name, flags, 0o600, dir_fd=directory.descriptor)
+        )
         try:
             _give(descriptor, owner)
         except BaseException:
@@ -193,7 +210,9 @@ class JobFiles:
         try:
             with acting_as(*owner, [owner.group]):
                 rest()
-        except PermissionError:  # it is the very file that was created: as root nothing else can be meant
+        except (
+            PermissionError
+        ):  # it is the very file that was created: as root nothing else can be meant
             rest()
         return bool(file.mode & ~_MODES)
 
@@ -215,7 +234,13 @@ class JobFiles:
         """
 
         def without_flag() -> None:
-            os.link(old, new, src_dir_fd=directory.descriptor, dst_dir_fd=directory.descriptor, follow_symlinks=False)
+            os.link(
+                old,
+                new,
+                src_dir_fd=directory.descriptor,
+                dst_dir_fd=directory.descriptor,
+                follow_symlinks=False,
+            )
             os.unlink(old, dir_fd=directory.descriptor)
 
         try:
@@ -225,7 +250,9 @@ class JobFiles:
                 raise
             self._do(lambda: self._as_allowed(directory, owner, without_flag))
 
-    def rename(self, directory: Directory, old: str, new: str, owner: Owner, flags: int = 0) -> None:
+    def rename(
+        self, directory: Directory, old: str, new: str, owner: Owner, flags: int = 0
+    ) -> None:
         """Rename within a directory, with the flags of renameat2(2)."""
         work = partial(rename, directory.descriptor, old, new, flags)
         self._do(lambda: self._as_allowed(directory, owner, work))
@@ -234,7 +261,12 @@ class JobFiles:
         """Give the file that is open as ``descriptor`` another name, which must not exist."""
 
         def work() -> None:
-            os.link(f"/proc/self/fd/{descriptor}", place.name, dst_dir_fd=place.directory.descriptor, follow_symlinks=True)
+            os.link(
+                f"/proc/self/fd/{descriptor}",
+                place.name,
+                dst_dir_fd=place.directory.descriptor,
+                follow_symlinks=True,
+            )
 
         self._do(lambda: self._as_allowed(place.directory, owner, work))
 
@@ -244,11 +276,19 @@ class JobFiles:
 
     def _unlink(self, place: Place, known: Inode | None, owner: Owner) -> bool:
         about = place.stat()
-        if about is None or stat.S_ISDIR(about.st_mode) or (known is not None and inode_of(about) != known):
+        if (
+            about is None
+            or stat.S_ISDIR(about.st_mode)
+            or (known is not None and inode_of(about) != known)
+        ):
             return False
         try:
             # A user who replaces the name now only gets a name in the user's own directory removed.
-            self._as_allowed(place.directory, owner, lambda: os.unlink(place.name, dir_fd=place.directory.descriptor))
+            self._as_allowed(
+                place.directory,
+                owner,
+                lambda: os.unlink(place.name, dir_fd=place.directory.descriptor),
+            )
         except FileNotFoundError:
             return False
         return True
@@ -262,7 +302,9 @@ class JobFiles:
                 return False
             try:
                 self._as_allowed(
-                    made.place.directory, owner, lambda: os.rmdir(made.place.name, dir_fd=made.place.directory.descriptor)
+                    made.place.directory,
+                    owner,
+                    lambda: os.rmdir(made.place.name, dir_fd=made.place.directory.descriptor),
                 )
             except OSError:
                 return False
@@ -289,7 +331,9 @@ class JobFiles:
                     return work()
             except PermissionError:
                 raise PermissionError(
-                    error.errno, f"user {owner.user}, who owns the file, may not change {directory.path}", directory.path
+                    error.errno,
+                    f"user {owner.user}, who owns the file, may not change {directory.path}",
+                    directory.path,
                 ) from error
 
 
@@ -309,7 +353,9 @@ def _give(descriptor: int, owner: Owner) -> None:
 
 
 def _open_path(place: Place, known: Inode) -> int:
-    found = os.open(place.name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=place.directory.descriptor)
+    found = os.open(
+        place.name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=place.directory.descriptor
+    )
     if inode_of(os.fstat(found)) != known:
         os.close(found)
         path = os.path.join(place.directory.path, place.name)
@@ -325,7 +371,10 @@ def _open_inode(place: Place, known: Inode, owner: int, flags: int) -> int:
         if not stat.S_ISREG(about.st_mode):
             raise PathRefused(f"{path} is no regular file", cure="move away what is there")
         if about.st_uid != owner:
-            raise PathRefused(f"{path} belongs to user {about.st_uid}, not to user {owner}", cure="give the file back to its owner, or move it away")
+            raise PathRefused(
+                f"{path} belongs to user {about.st_uid}, not to user {owner}",
+                cure="give the file back to its owner, or move it away",
+            )
         # The descriptor's own link names this inode and no other.
         return os.open(f"/proc/self/fd/{found}", flags | os.O_CLOEXEC)
     finally:

@@ -115,7 +115,12 @@ class JobPaths:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def directory(self, path: str) -> Directory:
@@ -129,7 +134,9 @@ class JobPaths:
         if known is not None:
             return known
         try:
-            descriptor = open_confined(self._root, path.lstrip("/") or ".", os.O_PATH | os.O_DIRECTORY)
+            descriptor = open_confined(
+                self._root, path.lstrip("/") or ".", os.O_PATH | os.O_DIRECTORY
+            )
         except OSError as error:
             if error.errno not in (errno.ELOOP, errno.ENOTDIR):
                 raise
@@ -146,7 +153,9 @@ class JobPaths:
             except OSError:
                 return False
             above = folder == "/" or self.guarded(os.path.dirname(folder))
-            known = self._guarded[folder] = above and stat.S_ISDIR(about.st_mode) and root_only(about)
+            known = self._guarded[folder] = (
+                above and stat.S_ISDIR(about.st_mode) and root_only(about)
+            )
         return known
 
     def locate(self, path: str) -> Place:
@@ -167,7 +176,9 @@ class JobPaths:
 
     def _keep(self, key: str, descriptor: int, path: str | None = None) -> Directory:
         about = os.fstat(descriptor)
-        directory = Directory(descriptor, key if path is None else path, about.st_dev, about.st_ino, root_only(about))
+        directory = Directory(
+            descriptor, key if path is None else path, about.st_dev, about.st_ino, root_only(about)
+        )
         self._directories[key] = directory
         return directory
 
@@ -222,7 +233,9 @@ class JobPaths:
                 os.close(level.descriptor)
 
     @staticmethod
-    def _target(path: str, part: str, link: int, about: os.stat_result, here: _Level, links: int) -> str:
+    def _target(
+        path: str, part: str, link: int, about: os.stat_result, here: _Level, links: int
+    ) -> str:
         """Return where a link leads, if root alone could make it."""
         if links > _MOST_LINKS:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)

@@ -64,12 +64,20 @@ class FilePlan:
     def joined(self, other: FilePlan) -> FilePlan:
         """Return one plan of both."""
         return FilePlan(
-            [*self.actions, *other.actions], [*self.problems, *other.problems], self.untouched | other.untouched, self.exposed or other.exposed
+            [*self.actions, *other.actions],
+            [*self.problems, *other.problems],
+            self.untouched | other.untouched,
+            self.exposed or other.exposed,
         )
 
 
 def plan_files(
-    manifest: Manifest, mode: FilesMode, *, root: str = "", skip: Set[str] = frozenset(), verify: bool = False
+    manifest: Manifest,
+    mode: FilesMode,
+    *,
+    root: str = "",
+    skip: Set[str] = frozenset(),
+    verify: bool = False,
 ) -> FilePlan:
     """Compare the files on this machine with what the snapshot recorded.
 
@@ -92,7 +100,9 @@ def plan_files(
             if file.policy == "absent" or file.path in skip:
                 continue
             has_content = file.policy == "content" and file.path in stored
-            outcome = _plan_one(paths, file, has_content, "restore" if mode == "auto" else mode, verify)
+            outcome = _plan_one(
+                paths, file, has_content, "restore" if mode == "auto" else mode, verify
+            )
             if isinstance(outcome, Action):
                 actions.append(outcome)
             elif isinstance(outcome, Problem):
@@ -103,7 +113,9 @@ def plan_files(
     return FilePlan(actions, problems, frozenset(untouched), exposed)
 
 
-def _plan_one(paths: JobPaths, file: OpenFile, has_content: bool, mode: FilesMode, verify: bool) -> Action | Problem | Inode:
+def _plan_one(
+    paths: JobPaths, file: OpenFile, has_content: bool, mode: FilesMode, verify: bool
+) -> Action | Problem | Inode:
     """What happens to a file, or why nothing can; or which one it is, if it stays."""
     try:
         place = paths.locate(file.path)
@@ -113,7 +125,9 @@ def _plan_one(paths: JobPaths, file: OpenFile, has_content: bool, mode: FilesMod
     except PathRefused as error:
         return Problem(file.path, error.message, error.cure)
     except OSError as error:
-        return Problem(file.path, f"it cannot be looked at: {error.strerror}", "run as a user who may")
+        return Problem(
+            file.path, f"it cannot be looked at: {error.strerror}", "run as a user who may"
+        )
     if now is None:
         if has_content and mode == "restore":
             return Action("rewrite" if same_inode(paths.locate, file) else "create", file)
@@ -133,12 +147,23 @@ def _plan_one(paths: JobPaths, file: OpenFile, has_content: bool, mode: FilesMod
         return Problem(file.path, message, _cure_for_content(file, has_content, mode))
     if _of_another(paths, file, now):
         message = f"it belongs to user {now.st_uid}, but belonged to user {file.user} when the snapshot was taken; the job would get access to it"
-        return Problem(file.path, message, f"'chown {file.user} {file.path}' if it is the job's, else move it away")
+        return Problem(
+            file.path,
+            message,
+            f"'chown {file.user} {file.path}' if it is the job's, else move it away",
+        )
     # The same size is all that CRIU asks for.
-    if same or file.writable or mode == "leave" or (verify and file.digest and _digest_at(place) == file.digest):
+    if (
+        same
+        or file.writable
+        or mode == "leave"
+        or (verify and file.digest and _digest_at(place) == file.digest)
+    ):
         return inode_of(now)
     message = "it was modified since the snapshot was taken (same size, other time)"
-    return Problem(file.path, message, "bring the old file back, or take the risk with --files leave")
+    return Problem(
+        file.path, message, "bring the old file back, or take the risk with --files leave"
+    )
 
 
 def _of_another(paths: JobPaths, file: OpenFile, now: os.stat_result) -> bool:
@@ -154,7 +179,11 @@ def same_inode(locate: Callable[[str], Place], file: OpenFile) -> str:
     for name in file.links:
         with suppress(OSError, PathRefused):
             about = locate(name).stat()
-            if about is not None and stat.S_ISREG(about.st_mode) and inode_of(about) == (file.device, file.inode):
+            if (
+                about is not None
+                and stat.S_ISREG(about.st_mode)
+                and inode_of(about) == (file.device, file.inode)
+            ):
                 return name
     return ""
 
@@ -171,7 +200,9 @@ def _digest_at(place: Place) -> str:
     """BLAKE3 of a file's content in hexadecimal, as manifests record it."""
     state = blake3.blake3()
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with open(os.open(place.name, flags, dir_fd=place.directory.descriptor), "rb", buffering=0) as file:
+    with open(
+        os.open(place.name, flags, dir_fd=place.directory.descriptor), "rb", buffering=0
+    ) as file:
         while piece := file.read(_HASH_PIECE):
             state.update(piece)
     return state.hexdigest()

@@ -57,7 +57,14 @@ class PutBack:
         snapshot: Its id, for the journal.
     """
 
-    def __init__(self, actions: Sequence[Action], cells: Callable[[str], SpaceCells], state: Path, root: str = "", snapshot: str = "") -> None:
+    def __init__(
+        self,
+        actions: Sequence[Action],
+        cells: Callable[[str], SpaceCells],
+        state: Path,
+        root: str = "",
+        snapshot: str = "",
+    ) -> None:
         self._actions = list(actions)
         self._cells = cells
         self._state = state
@@ -94,12 +101,19 @@ class PutBack:
         missing = self._missing_directories(files)
         planned = [self._planned(number, action) for number, action in enumerate(self._actions)]
         with _failing(f"write {self.journal.folder}", "free space there"):
-            self.journal.write(record_of(self._snapshot, self._root, planned, missing), durable=False)
+            self.journal.write(
+                record_of(self._snapshot, self._root, planned, missing), durable=False
+            )
         self._make_directories(files, missing)
         for action, change in zip(self._actions, planned, strict=True):
             self._prepare_one(files, action, change)
         with _failing("read this machine's boot id"):
-            record = record_of(self._snapshot, self._root, [one.change for one in self._located], [made for made, _ in self._made])
+            record = record_of(
+                self._snapshot,
+                self._root,
+                [one.change for one in self._located],
+                [made for made, _ in self._made],
+            )
         pool = ThreadPoolExecutor(1, "file-journal")  # the disk works while content is fetched
         self._sealing = pool.submit(self.journal.write, record, durable=True)
         pool.shutdown(wait=False)
@@ -121,7 +135,9 @@ class PutBack:
                     above.append(Made(os.fsencode(folder), action.file.user, action.file.group))
                     folder = os.path.dirname(folder)
                 except OSError as error:
-                    raise RestoreFailed(f"cannot use {folder} for {action.file.path}: {error.strerror}") from error
+                    raise RestoreFailed(
+                        f"cannot use {folder} for {action.file.path}: {error.strerror}"
+                    ) from error
             missing |= {os.fsdecode(made.path): made for made in reversed(above)}
         return list(missing.values())
 
@@ -137,7 +153,9 @@ class PutBack:
         file = action.file
         temporary = f".{os.path.basename(file.path)[:100]}.icecore-{secrets.token_hex(6)}"
         return Change(
-            kind={"create": "put", "replace": "put", "rewrite": "rewrite", "truncate": "truncate"}[action.kind],  # type: ignore[arg-type]
+            kind={"create": "put", "replace": "put", "rewrite": "rewrite", "truncate": "truncate"}[
+                action.kind
+            ],  # type: ignore[arg-type]
             path=os.fsencode(file.path),
             user=file.user,
             group=file.group,
@@ -153,32 +171,55 @@ class PutBack:
         with _failing(f"prepare {file.path}", "let its owner write there, or use --files leave"):
             name = same_inode(files.locate, file) if action.kind == "rewrite" else file.path
             if not name:
-                raise RestoreFailed(f"the other names of {file.path} disappeared while it was being restored", cure="restore again")
+                raise RestoreFailed(
+                    f"the other names of {file.path} disappeared while it was being restored",
+                    cure="restore again",
+                )
             place = files.locate(name)
             about = place.stat()
             if about is not None and not stat.S_ISREG(about.st_mode):
-                raise RestoreFailed(f"{file.path} is no regular file any more", cure="move away what is there now")
+                raise RestoreFailed(
+                    f"{file.path} is no regular file any more", cure="move away what is there now"
+                )
             if about is None and change.saved:  # changed in place
-                raise RestoreFailed(f"{name} disappeared while it was being restored", cure="restore again")
+                raise RestoreFailed(
+                    f"{name} disappeared while it was being restored", cure="restore again"
+                )
             where = Inode(place.directory.device, place.directory.inode)
             old = inode_of(about) if about is not None else None
-            change = msgspec.structs.replace(change, path=os.fsencode(name), directory=where, old=old)
+            change = msgspec.structs.replace(
+                change, path=os.fsencode(name), directory=where, old=old
+            )
             if about is not None and not file.inode:  # imported images do not record the owner
                 if about.st_nlink > 1 and not place.directory.root_only:
-                    raise RestoreFailed(f"{name} has other names, and may be another user's file", cure="replace it with a copy of itself")
+                    raise RestoreFailed(
+                        f"{name} has other names, and may be another user's file",
+                        cure="replace it with a copy of itself",
+                    )
                 change = msgspec.structs.replace(change, user=about.st_uid, group=about.st_gid)
             located = Located(change, place)
             if change.temporary:
                 cells = self._cells(file.path)
                 descriptor = files.create(located.temporary, located.owner)
-                located = replace(located, change=msgspec.structs.replace(change, new=inode_of(os.fstat(descriptor))))
+                located = replace(
+                    located,
+                    change=msgspec.structs.replace(change, new=inode_of(os.fstat(descriptor))),
+                )
                 self._prepared.append(_Prepared(action, located, descriptor))
                 shown = os.path.join(place.directory.path, located.temporary.name)
                 self.targets.append(FileTarget(shown, file.size, cells, descriptor=descriptor))
             else:
                 self._prepared.append(_Prepared(action, located))
             if action.kind == "rewrite":
-                link = Change("link", os.fsencode(file.path), file.user, file.group, where, new=old, source=os.fsencode(name))
+                link = Change(
+                    "link",
+                    os.fsencode(file.path),
+                    file.user,
+                    file.group,
+                    where,
+                    new=old,
+                    source=os.fsencode(name),
+                )
                 self._links.append(Located(link, files.locate(file.path)))
 
     # -- during -------------------------------------------------------------------------------------------------------
@@ -219,7 +260,11 @@ class PutBack:
     def inodes(self) -> frozenset[Inode]:
         """Return the restored files that the job must have open."""
         changes = [located.change for located in self._located]
-        return frozenset(known for change in changes if (known := change.old if change.saved else change.new) is not None)
+        return frozenset(
+            known
+            for change in changes
+            if (known := change.old if change.saved else change.new) is not None
+        )
 
     # -- after --------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,11 @@ from icecore.store.format.cell import PAGE
 def shortage(folder: Path, targets: Sequence[FileTarget]) -> str:
     """Say by how much the targets' bytes exceed what is free in ``folder``; empty if they fit."""
     pages = sum(
-        int(np.bitwise_count(target.cells.records["data"] if target.within is None else target.within).sum(dtype=np.int64))
+        int(
+            np.bitwise_count(
+                target.cells.records["data"] if target.within is None else target.within
+            ).sum(dtype=np.int64)
+        )
         for target in targets
     )
     free = limits.free_space(str(folder))

@@ -39,7 +39,9 @@ def parse_events(data: bytes, children: list[int]) -> list[Event]:
     """
     events: list[Event] = []
     born = iter(children)
-    for kind, first, second, third in _MESSAGE.iter_unpack(data[: len(data) // EVENT_BYTES * EVENT_BYTES]):
+    for kind, first, second, third in _MESSAGE.iter_unpack(
+        data[: len(data) // EVENT_BYTES * EVENT_BYTES]
+    ):
         match kind:
             case 0x12:
                 events.append(Fault(second & ~(_PAGE - 1), first, third & 0xFFFFFFFF))
@@ -52,7 +54,9 @@ def parse_events(data: bytes, children: list[int]) -> list[Event]:
             case 0x16:
                 events.append(Unmap(first, second))
             case _:
-                raise RestoreFailed(f"userfaultfd event {kind:#x} is unknown", cure="use a newer icecore")
+                raise RestoreFailed(
+                    f"userfaultfd event {kind:#x} is unknown", cure="use a newer icecore"
+                )
     return events
 
 
@@ -134,7 +138,9 @@ class Daemon:
             What ended the daemon before.
         """
         with self._change:
-            done = self._change.wait_for(lambda: condition(self) or self._failure is not None, seconds)
+            done = self._change.wait_for(
+                lambda: condition(self) or self._failure is not None, seconds
+            )
             if self._failure is not None and not condition(self):
                 raise self._failure
             return done
@@ -151,7 +157,9 @@ class Daemon:
         if self.started and self._thread is not threading.current_thread():
             self._thread.join()
         for descriptor, (_, member) in self._by_descriptor.items():
-            with member.lock.writing():  # nobody may place through a number that soon means another file
+            with (
+                member.lock.writing()
+            ):  # nobody may place through a number that soon means another file
                 member.gone = True
                 os.close(descriptor)
         self._by_descriptor.clear()
@@ -241,7 +249,10 @@ class Daemon:
             case "started":
                 self._say(criu_pid=message.number("pid"))
             case "ended":
-                self._say(criu_status=message.number("status"), criu_error=str(message.about.get("why", "")))
+                self._say(
+                    criu_status=message.number("status"),
+                    criu_error=str(message.about.get("why", "")),
+                )
                 self.ended()
             case "exited":
                 with self._change:
@@ -254,13 +265,16 @@ class Daemon:
         process = message.number("process")
         if "error" in message.about:
             raise RestoreFailed(
-                f"the restore's guard could not take the userfaultfd of process {process}: {message.about['error']}", cure=MORE_DESCRIPTORS
+                f"the restore's guard could not take the userfaultfd of process {process}: {message.about['error']}",
+                cure=MORE_DESCRIPTORS,
             )
         descriptor, keep = message.descriptors[0], message.number("keep")
         # A process without missing memory is served too: CRIU registers its memory all the same, so that absent pages
         # would be waited for.
         family = self._families.get(process)
-        if family is None:  # one without cells is none that is missing: it may have memory that comes from a file
+        if (
+            family is None
+        ):  # one without cells is none that is missing: it may have memory that comes from a file
             family = Family.empty(process, self.check_unmapped)
         self._watch(family, Member(descriptor, keep, len(family)))
 
@@ -298,7 +312,10 @@ class Daemon:
     @contextmanager
     def _writing(self, member: Member) -> Iterator[None]:
         """Keep everybody from placing, threads and placers."""
-        with member.lock.writing(), self._shared.writing() if self._shared is not None else nullcontext():
+        with (
+            member.lock.writing(),
+            self._shared.writing() if self._shared is not None else nullcontext(),
+        ):
             yield
 
     def _apply_events(self, family: Family, member: Member, faults: list[Fault]) -> int:
@@ -306,13 +323,20 @@ class Daemon:
         message = self._guard.read_events(member.keep, _ANSWER_SECONDS)
         if "error" in message.about:
             cure = MORE_DESCRIPTORS if message.about.get("errno") == errno.EMFILE else ""
-            raise GuardLost(f"the restore's guard could not read a userfaultfd: {message.about['error']}", cure=cure)
+            raise GuardLost(
+                f"the restore's guard could not read a userfaultfd: {message.about['error']}",
+                cure=cure,
+            )
         events = parse_events(message.data, message.descriptors)
         children = message.about["children"]
         assert isinstance(children, list)
         born = iter(children)
         number = self._numbers.get(family.process)
-        if self._shared is not None and number is not None and not all(isinstance(event, Fault) for event in events):
+        if (
+            self._shared is not None
+            and number is not None
+            and not all(isinstance(event, Fault) for event in events)
+        ):
             self._shared.set_changed(number)
         for event in events:
             match event:

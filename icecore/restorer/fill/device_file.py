@@ -72,7 +72,12 @@ class _Process:
         start, end = self.ranges[0][0], self.ranges[-1][1]
         mode = userfaultfd.REGISTER_MISSING | userfaultfd.REGISTER_MINOR
         with self.lock:
-            self._each(member, start, end, lambda uffd, at, size: userfaultfd.register(uffd, at, size, mode))
+            self._each(
+                member,
+                start,
+                end,
+                lambda uffd, at, size: userfaultfd.register(uffd, at, size, mode),
+            )
             for low, high in self._holes:
                 self._each(member, low, high, userfaultfd.place_zero)
             self.member = member
@@ -87,7 +92,11 @@ class _Process:
         """Up to where everything is there. A huge page that is there in part is not divided."""
         while self._front < len(self._low) and self._there[self._front]:
             self._front += 1
-        return self.ranges[-1][1] if self._front == len(self._low) else self._low[self._front] // HUGE_PAGE * HUGE_PAGE
+        return (
+            self.ranges[-1][1]
+            if self._front == len(self._low)
+            else self._low[self._front] // HUGE_PAGE * HUGE_PAGE
+        )
 
     def _release(self, member: Member) -> None:
         until = self._until()
@@ -95,7 +104,9 @@ class _Process:
             self._each(member, self._released, until, _give_back)
             self._released = max(until, self._released)
 
-    def _each(self, member: Member, start: int, end: int, call: Callable[[int, int, int], object]) -> None:
+    def _each(
+        self, member: Member, start: int, end: int, call: Callable[[int, int, int], object]
+    ) -> None:
         """A call (userfaultfd, start, length) for each of the mappings' parts between two addresses."""
         with member.lock.reading():
             for first, last in self.ranges:
@@ -106,7 +117,9 @@ class _Process:
                     call(member.descriptor, low, high - low)
                 except OSError as error:
                     if not member.dead():
-                        raise FileUnusable(f"the device memory of process {self.image} cannot wait for its bytes: {error}") from error
+                        raise FileUnusable(
+                            f"the device memory of process {self.image} cannot wait for its bytes: {error}"
+                        ) from error
 
 
 def _give_back(descriptor: int, start: int, length: int) -> None:
@@ -155,7 +168,17 @@ class DeviceFile:
         self.placers = len(placers.all) if placers is not None else 0
         self._processes = [_Process(part) for part in memory]
         first = np.cumsum([0, *(len(part.cells) for part in memory)])
-        order = np.array(interleave([list(range(*bounds)) for bounds in pairwise(first.tolist()) if bounds[0] < bounds[1]] or [[]]), np.int64)
+        order = np.array(
+            interleave(
+                [
+                    list(range(*bounds))
+                    for bounds in pairwise(first.tolist())
+                    if bounds[0] < bounds[1]
+                ]
+                or [[]]
+            ),
+            np.int64,
+        )
         owner = np.searchsorted(first, order, "right") - 1
         #: For each row of the table its process's number, and which of that one's cells it is.
         self._owner, self._own = owner.tolist(), (order - first[owner]).tolist()
@@ -163,7 +186,11 @@ class DeviceFile:
         wanted = np.concatenate([part.wanted for part in memory])[order]
         position = np.concatenate([part.position for part in memory])[order]
         self._table = FileTable(records, wanted, position)
-        self._data, self._pages, self._position = records["data"].tobytes(), wanted.tobytes(), position.tolist()
+        self._data, self._pages, self._position = (
+            records["data"].tobytes(),
+            wanted.tobytes(),
+            position.tolist(),
+        )
         self._patience = limits.stall
         try:
             self.descriptor = huge_file.create(size)
@@ -177,7 +204,9 @@ class DeviceFile:
         self._mapped.madvise(mmap.MADV_DONTDUMP)
         with memoryview(self._mapped) as view:
             self._address = address_of(view)
-        self._fetcher = Fetcher(backend, decoder, records, self._store, limits, loop, failed=self._fail)
+        self._fetcher = Fetcher(
+            backend, decoder, records, self._store, limits, loop, failed=self._fail
+        )
         self._handed = Spent()
         self._running, self._ended = threading.Lock(), threading.Event()
         try:
@@ -243,7 +272,9 @@ class DeviceFile:
             spent.produced += int(data_pages(self._table.records[rows]).sum()) * PAGE
             progress(spent.produced, total)
 
-        left = hand_out(placers.all, len(self._table), came, lambda: self._failure is not None, self._patience)
+        left = hand_out(
+            placers.all, len(self._table), came, lambda: self._failure is not None, self._patience
+        )
         spent.redone = len(left)
         return left
 
@@ -262,7 +293,9 @@ class DeviceFile:
         if self._failure is not None:
             raise self._failure
 
-    def attach(self, member: Callable[[int], Member], failed: Callable[[BaseException], None]) -> None:
+    def attach(
+        self, member: Callable[[int], Member], failed: Callable[[BaseException], None]
+    ) -> None:
         """CRIU holds the tree, and the file is mapped: from now on the processes may read what is there, and wait for the rest.
 
         Args:
@@ -281,7 +314,9 @@ class DeviceFile:
 
     def _end_placers(self) -> None:
         if self._placers is not None:
-            with suppress(RestoreFailed):  # one that had to be killed: what it had not done has been done
+            with suppress(
+                RestoreFailed
+            ):  # one that had to be killed: what it had not done has been done
                 self._placers.close()
 
     def check_unmapped(self, pids: Iterable[int]) -> None:
@@ -293,8 +328,14 @@ class DeviceFile:
         own = os.fstat(self.descriptor)
         for pid in pids:
             with suppress(NotFound):
-                if any(m.inode == own.st_ino and m.device == (os.major(own.st_dev), os.minor(own.st_dev)) for m in procfs.read_maps(pid)):
-                    raise FileUnusable(f"the driver has not unmapped all device memory of process {pid}")
+                if any(
+                    m.inode == own.st_ino
+                    and m.device == (os.major(own.st_dev), os.minor(own.st_dev))
+                    for m in procfs.read_maps(pid)
+                ):
+                    raise FileUnusable(
+                        f"the driver has not unmapped all device memory of process {pid}"
+                    )
         for process in self._processes:
             process.detach()
 
@@ -336,7 +377,11 @@ class DeviceFile:
 
     def _store(self, row: int, data: memoryview) -> None:
         """Put a cell's wanted pages into the file; called by the fetcher's threads."""
-        source, to, bits = address_of(data), self._address + self._position[row], slice(BITMAP_BYTES * row, BITMAP_BYTES * (row + 1))
+        source, to, bits = (
+            address_of(data),
+            self._address + self._position[row],
+            slice(BITMAP_BYTES * row, BITMAP_BYTES * (row + 1)),
+        )
         for offset, position, length in page_pieces(self._data[bits], self._pages[bits]):
             ctypes.memmove(to + offset, source + position, length)
         self._there([row])

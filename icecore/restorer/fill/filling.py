@@ -68,7 +68,14 @@ class Filling:
         self._first: dict[int, int] = {}
         self._family_of: list[int] = []
         for part in memory:
-            family = Family(part.process, part.cells, part.wanted, self.daemon.check_unmapped, part.wiped, part.filed)
+            family = Family(
+                part.process,
+                part.cells,
+                part.wanted,
+                self.daemon.check_unmapped,
+                part.wiped,
+                part.filed,
+            )
             families[part.process] = family
             self._first[part.process] = len(self._family_of)
             self._family_of.extend([len(self._families)] * len(family))
@@ -87,7 +94,9 @@ class Filling:
         if placers is not None and self._families:
             self._records = records
             shared = SharedLock(placers.lock, len(self._families))
-            self.daemon.share(shared, {family.process: number for number, family in enumerate(self._families)})
+            self.daemon.share(
+                shared, {family.process: number for number, family in enumerate(self._families)}
+            )
             placers.begin()
             self._fetcher.hand_out(placers.all, self._through)
 
@@ -221,8 +230,12 @@ class Filling:
             rows = [row for row in range(start, start + count) if row not in taken]
             device.append([row for row in rows if self._device[row]])
             host.append([row for row in rows if not self._device[row]])
-        kinds = (host, device) if sum(map(len, host)) <= _LITTLE * len(self._device) else (device, host)
-        return early + [row for parts in kinds for row in interleave([part for part in parts if part])]
+        kinds = (
+            (host, device) if sum(map(len, host)) <= _LITTLE * len(self._device) else (device, host)
+        )
+        return early + [
+            row for parts in kinds for row in interleave([part for part in parts if part])
+        ]
 
     def _urgent(self, family: Family, row: int) -> None:
         self._fetcher.urgent(self._first[family.process] + row)
@@ -235,13 +248,21 @@ class Filling:
         """Have a placer deliver a batch, the only one; the rows that it could not have."""
         (batch,) = batches
         rows = [cell.row for cell in batch.cells]
-        owners = [(number, row - self._rows[number][0]) for row in rows for number in (self._family_of[row],)]
+        owners = [
+            (number, row - self._rows[number][0])
+            for row in rows
+            for number in (self._family_of[row],)
+        ]
         wanted, pages = [], []
         for cell, (number, own) in zip(batch.cells, owners, strict=True):
             family = self._families[number]
             window, bits = family.window(own)
             target = placer.target(family.members[0])
-            wanted.append(Wanted(cell.start, cell.stop, cell.base_start, cell.base_stop, window, number, target))
+            wanted.append(
+                Wanted(
+                    cell.start, cell.stop, cell.base_start, cell.base_stop, window, number, target
+                )
+            )
             pages.append(bits)
         answer = placer.deliver(batch, wanted, self._records[rows], b"".join(pages))
         outcomes = list(zip(owners, answer.states, answer.addresses, strict=True))
@@ -249,9 +270,15 @@ class Filling:
             mine = [(row, state, address) for (n, row), state, address in outcomes if n == number]
             self._families[number].note([(row, state) for row, state, _ in mine])
             # What was in the way.
-            self._families[number].fill_all([(row, at) for row, state, at in mine if state is State.HELD], placer)
+            self._families[number].fill_all(
+                [(row, at) for row, state, at in mine if state is State.HELD], placer
+            )
         # What could not be had, and what children miss that were born meanwhile.
-        return [row for row, (number, own) in zip(rows, owners, strict=True) if self._families[number].misses(own)]
+        return [
+            row
+            for row, (number, own) in zip(rows, owners, strict=True)
+            if self._families[number].misses(own)
+        ]
 
     def _needed(self, row: int) -> bool:
         number = self._family_of[row]

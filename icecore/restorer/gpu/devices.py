@@ -103,16 +103,24 @@ class Devices:
                 with suppress(FutureTimeout):
                     future.result(_POLL_SECONDS)
                     return
-                if not filling.has_device_memory():  # it waits for the store, which has limits of its own
+                if (
+                    not filling.has_device_memory()
+                ):  # it waits for the store, which has limits of its own
                     until = time.monotonic() + CALL_SECONDS
                 elif time.monotonic() > until:
-                    raise RestoreFailed(f"the driver has not restored process {image} within {CALL_SECONDS:.0f} s after all its memory was there")
+                    raise RestoreFailed(
+                        f"the driver has not restored process {image} within {CALL_SECONDS:.0f} s after all its memory was there"
+                    )
 
         def noting(image: int) -> None:
             try:
                 one(image)
             except DeviceError as error:
-                failed.append(error if _lives(pids[image]) else RestoreFailed(f"process {image} ended while it was restored"))
+                failed.append(
+                    error
+                    if _lives(pids[image])
+                    else RestoreFailed(f"process {image} ended while it was restored")
+                )
             except BaseException as error:  # noqa: BLE001 - raised once all have ended
                 failed.append(error)
 
@@ -135,7 +143,9 @@ class Devices:
         try:
             return self._helper.hold([], seconds)
         except DeviceError as error:
-            raise RestoreFailed(f"the driver cannot work: {error.message}", cure=error.cure) from error
+            raise RestoreFailed(
+                f"the driver cannot work: {error.message}", cure=error.cure
+            ) from error
 
 
 def _lives(pid: int) -> bool:
@@ -151,14 +161,18 @@ def _check(
     end_of_criu: Callable[[], BaseException | None],
 ) -> None:
     """Raise the cause before what follows from it."""
-    first = failure() or next((error for error in failed if not isinstance(error, DeviceError)), None)
+    first = failure() or next(
+        (error for error in failed if not isinstance(error, DeviceError)), None
+    )
     if first is not None:
         raise first
     found = [error for error in failed if isinstance(error, DeviceError)]
     if found:
         cures = dict.fromkeys(error.cure for error in found if error.cure)
         words = "; ".join(error.message for error in found)
-        raise RestoreFailed(f"the driver could not bring device memory back: {words}", cure="; ".join(cures))
+        raise RestoreFailed(
+            f"the driver could not bring device memory back: {words}", cure="; ".join(cures)
+        )
     if (ended := end_of_criu()) is not None:
         raise ended
 
@@ -175,5 +189,7 @@ def host_pids(root: int, plan: GpuPlan) -> dict[int, int]:
             found[procfs.status(pid).own_pid] = pid
     missing = [image for image in plan.processes if image not in found]
     if missing:
-        raise RestoreFailed(f"GPU processes {missing} of the snapshot are not there after CRIU restored it")
+        raise RestoreFailed(
+            f"GPU processes {missing} of the snapshot are not there after CRIU restored it"
+        )
     return {image: found[image] for image in plan.processes}

@@ -59,10 +59,15 @@ def recorded(manifest: Manifest) -> tuple[str, list[Old], dict[int, list[str]], 
             for d in manifest.requirements.devices
             if d.get("kind") == "cuda"
         ]
-        processes = {int(number): [str(uuid) for uuid in process["gpus"]] for number, process in known["processes"].items()}
+        processes = {
+            int(number): [str(uuid) for uuid in process["gpus"]]
+            for number, process in known["processes"].items()
+        }
         return str(known["driver"]), devices, processes, used
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged("manifest", manifest.snapshot, f"its record of GPUs: {type(error).__name__}: {error}") from error
+        raise Damaged(
+            "manifest", manifest.snapshot, f"its record of GPUs: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _bytes(value: object) -> int:
@@ -84,14 +89,21 @@ def temporary(manifest: Manifest) -> dict[int, list[tuple[int, int]]]:
     """
     try:
         processes = json.loads(manifest.extra.get("cuda", '{"processes": {}}'))["processes"]
-        found = {int(image): [(_bytes(start), _bytes(end)) for start, end in one.get("temporary", ())] for image, one in processes.items()}
+        found = {
+            int(image): [(_bytes(start), _bytes(end)) for start, end in one.get("temporary", ())]
+            for image, one in processes.items()
+        }
         for ranges in found.values():
             bounds = [bound for both in ranges for bound in both]
             if any(after < before for before, after in pairwise(bounds)):
                 raise ValueError("its ranges overlap or are out of order")
         return found
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged("manifest", manifest.snapshot, f"its record of device memory: {type(error).__name__}: {error}") from error
+        raise Damaged(
+            "manifest",
+            manifest.snapshot,
+            f"its record of device memory: {type(error).__name__}: {error}",
+        ) from error
 
 
 def assign(old: Sequence[Old], here: Sequence[Gpu], wanted: Mapping[str, str]) -> dict[str, str]:
@@ -112,11 +124,14 @@ def assign(old: Sequence[Old], here: Sequence[Gpu], wanted: Mapping[str, str]) -
         target = _named(right, list(new), "this machine")
         if source in out or target in out.values():
             raise RestoreRefused(
-                f"--gpu-map names {left if source in out else right} twice", cure="name every GPU once"
+                f"--gpu-map names {left if source in out else right} twice",
+                cure="name every GPU once",
             )
         why = _unfit(next(gpu for gpu in old if gpu.uuid == source), new[target])
         if why:
-            raise RestoreRefused(f"--gpu-map {left}={right}: {why}", cure=_fitting(source, old, here))
+            raise RestoreRefused(
+                f"--gpu-map {left}={right}: {why}", cure=_fitting(source, old, here)
+            )
         out[source] = target
     rest = sorted((gpu for gpu in old if gpu.uuid not in out), key=lambda gpu: not gpu.used)
     for gpu in rest:
@@ -129,7 +144,11 @@ def assign(old: Sequence[Old], here: Sequence[Gpu], wanted: Mapping[str, str]) -
                 raise RestoreRefused(
                     f"there is no GPU for {gpu.uuid} ({gpu.name}, {gpu.memory >> 20} MiB), which the job {'used' if gpu.used else 'had open'}",
                     cure=f"restore it where there are {len(old)} GPUs of that type"
-                    + ("" if gpu.used else "; jobs that are to need fewer are started with CUDA_VISIBLE_DEVICES"),
+                    + (
+                        ""
+                        if gpu.used
+                        else "; jobs that are to need fewer are started with CUDA_VISIBLE_DEVICES"
+                    ),
                 )
             out[gpu.uuid] = free[0].uuid
     return out
@@ -141,7 +160,8 @@ def _named(text: str, uuids: Sequence[str], where: str) -> str:
     found = [
         uuid
         for uuid in uuids
-        if uuid == text or (text and uuid.removeprefix("GPU-").startswith(text.removeprefix("GPU-")))
+        if uuid == text
+        or (text and uuid.removeprefix("GPU-").startswith(text.removeprefix("GPU-")))
     ]
     if len(found) != 1:
         raise RestoreRefused(

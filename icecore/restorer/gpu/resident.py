@@ -138,7 +138,9 @@ class Resident:
         if self._filling is not None:
             self._filling.stop()
         if self._placers is not None:
-            with suppress(RestoreFailed):  # one that had to be killed: nobody waits for what it was at
+            with suppress(
+                RestoreFailed
+            ):  # one that had to be killed: nobody waits for what it was at
                 self._placers.close()
         self._close_descriptors()
         if self._region is not None:
@@ -183,7 +185,9 @@ class Resident:
                         with suppress(NotFound):  # that one has ended, and let go of all
                             self._holder.forget(process.token)
             except IcecoreError as error:
-                raise RestoreFailed(f"resident memory could not be mapped: {error.message}", cure=error.cure) from error
+                raise RestoreFailed(
+                    f"resident memory could not be mapped: {error.message}", cure=error.cure
+                ) from error
 
     def outlive(self, init: int, status: Path) -> None:
         """They run: from now on their memory outlives them, unless they end well (`Keeper.keep`).
@@ -199,8 +203,14 @@ class Resident:
     def _descriptors(self, image: int) -> dict[int, int]:
         """What a process maps, by its identities: of memory that several have, each gets a duplicate of one descriptor, as it was."""
         found = {(piece.process, piece.about.identity): piece.descriptor for piece in self._pieces}
-        own = {identity: descriptor for (process, identity), descriptor in found.items() if process == image}
-        return own | {identity: found[owner] for identity, owner in self._processes[image].imports.items()}
+        own = {
+            identity: descriptor
+            for (process, identity), descriptor in found.items()
+            if process == image
+        }
+        return own | {
+            identity: found[owner] for identity, owner in self._processes[image].imports.items()
+        }
 
     def _assign(self, gpus: GpuPlan) -> list[_Piece]:
         pieces: list[_Piece] = []
@@ -233,10 +243,15 @@ class Resident:
         with ExitStack() as stack:
             stack.callback(self._close_descriptors)
             for image, process in self._processes.items():
-                own = {piece.about.identity: piece for piece in self._pieces if piece.process == image}
+                own = {
+                    piece.about.identity: piece for piece in self._pieces if piece.process == image
+                }
                 for one, descriptor in keeper.take(process.token):
                     piece = own.get(one.identity)
-                    if piece is None or (one.address, one.size) != (piece.about.address, piece.about.size):
+                    if piece is None or (one.address, one.size) != (
+                        piece.about.address,
+                        piece.about.size,
+                    ):
                         os.close(descriptor)
                         spare.setdefault(process.token, []).append(one.identity)
                         continue
@@ -245,7 +260,9 @@ class Resident:
             for piece, one in found:
                 if one.device != piece.device:
                     message = f"memory of process {piece.process} is held on {one.device}, not on {piece.device}"
-                    raise RestoreRefused(message, cure="restore without --from-resident: all is fetched then")
+                    raise RestoreRefused(
+                        message, cure="restore without --from-resident: all is fetched then"
+                    )
             # Since the snapshot, or on another way from there, one may have come to have another's.
             for number in repeated([(one, piece.descriptor) for piece, one in found]):
                 piece = found[number][0]
@@ -315,7 +332,12 @@ class Resident:
                     digests = self._worker.prepare_digests(devices)
                 region = pool.submit(self._have_region)
             self._worker.take_host(region.result(), devices[0])
-            filling = Filling(wanted.result(), self._worker, region.result(), partial(self._fetcher, wanted.result()))
+            filling = Filling(
+                wanted.result(),
+                self._worker,
+                region.result(),
+                partial(self._fetcher, wanted.result()),
+            )
         if self._placers is not None:
             filling.hand_out(self._placers, digests, bytes(self._repository.keys.chunk))
         self._filling = filling
@@ -326,14 +348,34 @@ class Resident:
         return self._region
 
     def _fetcher(self, wanted: Wanted, place: Callable[[int, memoryview], None]) -> Fetcher:
-        return Fetcher(self._repository.backend, self._reader, wanted.records, place, self._limits, self._loop, failed=lambda _: None)
+        return Fetcher(
+            self._repository.backend,
+            self._reader,
+            wanted.records,
+            place,
+            self._limits,
+            self._loop,
+            failed=lambda _: None,
+        )
 
     def _have(self, device: str, pieces: Sequence[_Piece]) -> None:
-        there, new = [piece for piece in pieces if piece.held], [piece for piece in pieces if not piece.held]
+        there, new = (
+            [piece for piece in pieces if piece.held],
+            [piece for piece in pieces if not piece.held],
+        )
         if there:
-            sizes, descriptors = [piece.about.size for piece in there], [piece.descriptor for piece in there]
+            sizes, descriptors = (
+                [piece.about.size for piece in there],
+                [piece.descriptor for piece in there],
+            )
             self._worker.map(device, [piece.handle for piece in there], sizes, descriptors)
-        made = self._worker.allocate(device, [piece.handle for piece in new], [piece.about.size for piece in new]) if new else []
+        made = (
+            self._worker.allocate(
+                device, [piece.handle for piece in new], [piece.about.size for piece in new]
+            )
+            if new
+            else []
+        )
         for piece, descriptor in zip(new, made, strict=True):
             piece.descriptor = descriptor
 
@@ -347,22 +389,34 @@ class Resident:
         handle: list[int] = []
         offset: list[int] = []
         seed, known = self._fingerprints() if self._held else (0, {})
-        for space in (s for s in self._reader.manifest.spaces if s.kind == "device" and int(s.key) in self._processes):
+        for space in (
+            s
+            for s in self._reader.manifest.spaces
+            if s.kind == "device" and int(s.key) in self._processes
+        ):
             image, cells = int(space.key), self._cells(space)
             own = {piece.about.address: piece for piece in self._pieces if piece.process == image}
             starts = np.array(sorted(own), np.uint64)
             complete = len(cells) == sum(piece.about.size for piece in own.values()) // CELL_BYTES
             if not complete:
                 raise Damaged("map", "of a space", f"device {space.key} lacks cells")
-            wanted = self._differing(own, cells, seed, known.get(f"device:{space.key}")) if self._held else cells.records["data"].any(axis=1)
+            wanted = (
+                self._differing(own, cells, seed, known.get(f"device:{space.key}"))
+                if self._held
+                else cells.records["data"].any(axis=1)
+            )
             rows = np.flatnonzero(wanted)
             pieces = [own[start] for start in starts.tolist()]
             at = np.searchsorted(starts, cells.base[rows], side="right") - 1
-            device.extend(np.array([devices.index(piece.device) for piece in pieces], np.int64)[at].tolist())
+            device.extend(
+                np.array([devices.index(piece.device) for piece in pieces], np.int64)[at].tolist()
+            )
             handle.extend(np.array([piece.handle for piece in pieces], np.int64)[at].tolist())
             offset.extend((cells.base[rows] - starts[at]).tolist())
             tables.append(cells.records[rows])
-        return Wanted(np.concatenate(tables) if tables else np.empty(0, CELL), devices, device, handle, offset)
+        return Wanted(
+            np.concatenate(tables) if tables else np.empty(0, CELL), devices, device, handle, offset
+        )
 
     # -- memory that is still held
 
@@ -374,8 +428,16 @@ class Resident:
             if manifest.hints:
                 limit = fingerprint_bytes(cells_of(manifest), len(manifest.spaces))
                 kind = limited(limit)
-                data = self._loop.run(self._repository.backend.get(manifest.hints, limit=kind.object_limit))
-                body = decode_hints(manifest.hints, data, keys.hints, bytes.fromhex(manifest.hints_digest), kind=kind)
+                data = self._loop.run(
+                    self._repository.backend.get(manifest.hints, limit=kind.object_limit)
+                )
+                body = decode_hints(
+                    manifest.hints,
+                    data,
+                    keys.hints,
+                    bytes.fromhex(manifest.hints_digest),
+                    kind=kind,
+                )
                 return seed, decode_fingerprints(body, limit)
         return seed, {}
 
@@ -394,13 +456,18 @@ class Resident:
         for piece in (piece for piece in own.values() if piece.held):
             words = self._worker.fingerprints(piece.device, [piece.handle], seed)
             first = int(np.searchsorted(cells.base, np.uint64(piece.about.address)))
-            differing[first : first + len(words)] = (there[first : first + len(words)] != words).any(axis=1)
+            differing[first : first + len(words)] = (
+                there[first : first + len(words)] != words
+            ).any(axis=1)
         return differing
 
 
 def _explained(error: BaseException) -> BaseException:
     if isinstance(error, WorkerFailed) or not isinstance(error, IcecoreError):
-        message, cure = getattr(error, "message", f"{type(error).__name__}: {error}"), getattr(error, "cure", "")
+        message, cure = (
+            getattr(error, "message", f"{type(error).__name__}: {error}"),
+            getattr(error, "cure", ""),
+        )
         made = RestoreFailed(f"resident memory could not be brought back: {message}", cure=cure)
         made.__cause__ = error
         return made

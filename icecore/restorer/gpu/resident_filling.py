@@ -72,7 +72,11 @@ class Filling:
     """
 
     def __init__(
-        self, wanted: Wanted, worker: Worker, region: HostRegion, fetcher: Callable[[Callable[[int, memoryview], None]], Fetcher]
+        self,
+        wanted: Wanted,
+        worker: Worker,
+        region: HostRegion,
+        fetcher: Callable[[Callable[[int, memoryview], None]], Fetcher],
     ) -> None:
         self._wanted, self._worker, self._region = wanted, worker, region
         self._fetcher = fetcher(self._place)
@@ -100,7 +104,9 @@ class Filling:
         for slot in range(_SLOTS):
             self._slots.put(slot)
         empty = [not any(bitmap) for bitmap in self._bitmaps]
-        for row in np.flatnonzero(empty).tolist():  # memory that is still held, where it is not zeros any more
+        for row in np.flatnonzero(
+            empty
+        ).tolist():  # memory that is still held, where it is not zeros any more
             self._place(row, memoryview(b""))
         self._fetcher.progress = progress
         self._fetcher.start(np.flatnonzero(~np.array(empty, np.bool_)).tolist())
@@ -119,9 +125,14 @@ class Filling:
             RestoreFailed: It is other than in the snapshot.
         """
         if self._doubtful:
-            self._worker.begin(self._wanted.devices, fingerprints=False)  # once all that was under way has arrived
+            self._worker.begin(
+                self._wanted.devices, fingerprints=False
+            )  # once all that was under way has arrived
             if self._other(self._doubtful, self._key):
-                raise RestoreFailed("a placer process was lost, and cells are damaged", cure="try again; icecore check finds the damage")
+                raise RestoreFailed(
+                    "a placer process was lost, and cells are damaged",
+                    cure="try again; icecore check finds the damage",
+                )
 
     def give_up(self) -> None:
         """Have `run` end; nothing, once it is complete."""
@@ -143,7 +154,10 @@ class Filling:
         for number, placer in enumerate(placers.all):
             region = Region(self._region.size, (_SLOTS + number * 2 * STAGED_CELLS) * CELL_BYTES)
             with ExitStack() as stack:
-                gpus = [stack.enter_context(self._worker.connect(device)).fileno() for device in self._wanted.devices]
+                gpus = [
+                    stack.enter_context(self._worker.connect(device)).fileno()
+                    for device in self._wanted.devices
+                ]
                 with suppress(PlacerLost):  # who asks it first is told
                     placer.share(region, self._region.descriptor, gpus)
         self._digests = digests
@@ -162,8 +176,15 @@ class Filling:
             table = records[rows]
             parts, at = [], 0
             for batch in batches:
-                cells = [Bounds(*cell[1:], device[cell.row], handle[cell.row], offset[cell.row]) for cell in batch.cells]
-                parts.append(Part(list(batch.reads), cells, table[at : at + len(cells)].tobytes(), batch.size))
+                cells = [
+                    Bounds(*cell[1:], device[cell.row], handle[cell.row], offset[cell.row])
+                    for cell in batch.cells
+                ]
+                parts.append(
+                    Part(
+                        list(batch.reads), cells, table[at : at + len(cells)].tobytes(), batch.size
+                    )
+                )
                 at += len(cells)
             digested = all(one.done() and one.exception() is None for one in self._digests)
             self.digested = self.digested or digested
@@ -175,8 +196,18 @@ class Filling:
                 raise
             if staged.broken:
                 raise WorkerFailed(staged.broken)
-            other = self._other([row for row, there in zip(rows, staged.there, strict=True) if there], self._key) if digested else ()
-            return [row for row, there in zip(rows, staged.there, strict=True) if not there or row in other]
+            other = (
+                self._other(
+                    [row for row, there in zip(rows, staged.there, strict=True) if there], self._key
+                )
+                if digested
+                else ()
+            )
+            return [
+                row
+                for row, there in zip(rows, staged.there, strict=True)
+                if not there or row in other
+            ]
 
         return through
 
@@ -187,7 +218,9 @@ class Filling:
         for number, name in enumerate(devices):
             own = [row for row in rows if device[row] == number and self._bitmaps[row] == FULL_CELL]
             if own:
-                digests = self._worker.digests(name, [(handle[row], offset[row]) for row in own], key)
+                digests = self._worker.digests(
+                    name, [(handle[row], offset[row]) for row in own], key
+                )
                 found.update(np.array(own)[(digests != records["chunk"][own]).any(axis=1)].tolist())
         return found
 
@@ -222,4 +255,6 @@ class Filling:
 
         wanted = self._wanted
         cell = (wanted.handle[row], wanted.offset[row])
-        self._worker.place(wanted.devices[wanted.device[row]], [cell], [slot * CELL_BYTES]).add_done_callback(done)
+        self._worker.place(
+            wanted.devices[wanted.device[row]], [cell], [slot * CELL_BYTES]
+        ).add_done_callback(done)

@@ -56,8 +56,14 @@ def recorded(manifest: Manifest) -> tuple[str, dict[int, RecordedProcess]]:
         processes = {
             int(image): RecordedProcess(
                 bytes.fromhex(about["token"]),
-                [Recorded(*(of(one) for of, one in zip(_FIELDS, row, strict=True))) for row in about["allocations"]],
-                {_number(identity): (int(owner), _number(there)) for identity, owner, there in about.get("imports", [])},
+                [
+                    Recorded(*(of(one) for of, one in zip(_FIELDS, row, strict=True)))
+                    for row in about["allocations"]
+                ],
+                {
+                    _number(identity): (int(owner), _number(there))
+                    for identity, owner, there in about.get("imports", [])
+                },
             )
             for image, about in known["processes"].items()
         }
@@ -68,14 +74,26 @@ def recorded(manifest: Manifest) -> tuple[str, dict[int, RecordedProcess]]:
             regions = [(region.start, region.length) for region in spaces[image].regions]
             if regions != [(one.address, one.size) for one in process.allocations]:
                 raise ValueError(f"the allocations of process {image} are not its regions")
-            if any(one.size % CELL_BYTES or one.address % CELL_BYTES for one in process.allocations):
+            if any(
+                one.size % CELL_BYTES or one.address % CELL_BYTES for one in process.allocations
+            ):
                 raise ValueError("an allocation does not consist of whole cells")
-        there = {(image, one.identity) for image, process in processes.items() for one in process.allocations}
-        if not there.issuperset(owner for process in processes.values() for owner in process.imports.values()):
+        there = {
+            (image, one.identity)
+            for image, process in processes.items()
+            for one in process.allocations
+        }
+        if not there.issuperset(
+            owner for process in processes.values() for owner in process.imports.values()
+        ):
             raise ValueError("a process has memory of another that is not there")
         return directory, processes
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged("manifest", manifest.snapshot, f"its record of resident memory: {type(error).__name__}: {error}") from error
+        raise Damaged(
+            "manifest",
+            manifest.snapshot,
+            f"its record of resident memory: {type(error).__name__}: {error}",
+        ) from error
 
 
 def left_to_driver(manifest: Manifest) -> dict[str, int]:
@@ -94,7 +112,12 @@ def outlives(manifest: Manifest) -> bool:
 
 def resident_bytes(manifest: Manifest) -> int:
     """What the processes have mapped of it: it goes neither into host memory nor through page faults."""
-    return sum(region.length for space in manifest.spaces if space.kind == "device" for region in space.regions)
+    return sum(
+        region.length
+        for space in manifest.spaces
+        if space.kind == "device"
+        for region in space.regions
+    )
 
 
 def _number(value: object) -> int:

@@ -64,7 +64,18 @@ class Guard:
         script = str(Path(guard_process.__file__))
         with theirs, open(os.path.join(workdir, "guard.output"), "wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-X", "utf8", script, str(theirs.fileno()), workdir, temporary, str(lock)],
+                [
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    "-X",
+                    "utf8",
+                    script,
+                    str(theirs.fileno()),
+                    workdir,
+                    temporary,
+                    str(lock),
+                ],
                 pass_fds=[theirs.fileno(), *([lock] if lock >= 0 else [])],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -84,11 +95,17 @@ class Guard:
         return self._socket.fileno()
 
     def run(
-        self, argv: Sequence[str], descriptors: Sequence[int] = (), environment: Mapping[str, str] | None = None
+        self,
+        argv: Sequence[str],
+        descriptors: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """Start CRIU. It inherits ``descriptors`` under the numbers that they have here, and has ``environment`` beside the guard's."""
         own = dict(environment or {})
-        self._send({"do": "run", "argv": list(argv), "numbers": list(descriptors), "environment": own}, descriptors)
+        self._send(
+            {"do": "run", "argv": list(argv), "numbers": list(descriptors), "environment": own},
+            descriptors,
+        )
 
     def undo_with(self, argv: Sequence[str], journal: Path) -> None:
         """Name the command that undoes what the restore does to files. It runs when the tree was killed and ``journal`` is still there."""
@@ -151,7 +168,11 @@ class Guard:
             ) from None
 
     def _send(self, request: dict[str, object], descriptors: Sequence[int] = ()) -> None:
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+        ancillary = (
+            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+            if descriptors
+            else []
+        )
         try:
             self._socket.sendmsg([json.dumps(request).encode()], ancillary)
         except OSError as error:
@@ -161,7 +182,10 @@ class Guard:
         self._socket.settimeout(seconds)
         try:
             payload, descriptors, flags, _ = socket.recv_fds(
-                self._socket, guard_process.MAX_MESSAGE, guard_process.MAX_EVENTS, socket.MSG_CMSG_CLOEXEC
+                self._socket,
+                guard_process.MAX_MESSAGE,
+                guard_process.MAX_EVENTS,
+                socket.MSG_CMSG_CLOEXEC,
             )
         except TimeoutError:
             raise
@@ -176,7 +200,10 @@ class Guard:
             # Whose they were nobody can tell any more: that memory would never come.
             for descriptor in descriptors:
                 os.close(descriptor)
-            raise RestoreFailed("this process cannot have the userfaultfd of another process: too many open files", cure=MORE_DESCRIPTORS)
+            raise RestoreFailed(
+                "this process cannot have the userfaultfd of another process: too many open files",
+                cure=MORE_DESCRIPTORS,
+            )
         text, _, data = payload.partition(b"\0")
         about = json.loads(text)
         return Message(about["say"], about, data, descriptors)

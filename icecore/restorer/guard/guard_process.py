@@ -125,9 +125,15 @@ class Guard:
         for descriptor in (control.fileno(), self.listener.fileno(), self.child_ended):
             self.poll.register(descriptor, select.POLLIN)
 
-    def say(self, message: dict[str, object], data: bytes = b"", descriptors: list[int] | None = None) -> None:
+    def say(
+        self, message: dict[str, object], data: bytes = b"", descriptors: list[int] | None = None
+    ) -> None:
         payload = json.dumps(message).encode() + (b"\0" + data if data else b"")
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+        ancillary = (
+            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+            if descriptors
+            else []
+        )
         try:
             self.control.sendmsg([payload], ancillary)
         except OSError:
@@ -142,7 +148,9 @@ class Guard:
                     self.reap()
                 elif descriptor == self.listener.fileno():
                     self.accept()
-                elif self.criu_connection is not None and descriptor == self.criu_connection.fileno():
+                elif (
+                    self.criu_connection is not None and descriptor == self.criu_connection.fileno()
+                ):
                     self.hear_criu()
                 elif descriptor == self.control.fileno() and not self.obey():
                     return
@@ -150,7 +158,9 @@ class Guard:
     def obey(self) -> bool:
         """One request of the restorer; false when there is nothing left to do."""
         try:
-            message, descriptors, _, _ = socket.recv_fds(self.control, MAX_MESSAGE, MAX_EVENTS, socket.MSG_CMSG_CLOEXEC)
+            message, descriptors, _, _ = socket.recv_fds(
+                self.control, MAX_MESSAGE, MAX_EVENTS, socket.MSG_CMSG_CLOEXEC
+            )
         except OSError:
             message, descriptors = b"", []
         if not message:
@@ -175,17 +185,36 @@ class Guard:
             return bool(request["stay"])
         return True
 
-    def run(self, argv: list[str], descriptors: list[int], numbers: list[int], environment: dict[str, str]) -> None:
+    def run(
+        self,
+        argv: list[str],
+        descriptors: list[int],
+        numbers: list[int],
+        environment: dict[str, str],
+    ) -> None:
         """Start CRIU, with the descriptors that came along under the given numbers."""
         # First out of the way of all those numbers, so that no descriptor is overwritten before it is placed.
         above = max(numbers, default=2) + 1
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         ours = list(descriptors)
         try:
-            ours += (moved := [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, above) for descriptor in descriptors])
-            ours.append(output := os.open("restore.log.stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
+            ours += (
+                moved := [
+                    fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, above)
+                    for descriptor in descriptors
+                ]
+            )
+            ours.append(
+                output := os.open(
+                    "restore.log.stderr",
+                    os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC,
+                    0o600,
+                )
+            )
             # As it would be without us; but it cannot be given descriptors above its limit.
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(self.soft_limit, *(one + 1 for one in ours)), hard))
+            resource.setrlimit(
+                resource.RLIMIT_NOFILE, (max(self.soft_limit, *(one + 1 for one in ours)), hard)
+            )
             # The tree inherits it from CRIU, with the minimum to which it may lower it: a job must not end up protected.
             with ordinary_oom_score(oom_score()):
                 self.criu = os.posix_spawn(
@@ -196,13 +225,19 @@ class Guard:
                         (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
                         (os.POSIX_SPAWN_DUP2, output, 1),
                         (os.POSIX_SPAWN_DUP2, output, 2),
-                        *((os.POSIX_SPAWN_DUP2, old, new) for old, new in zip(moved, numbers, strict=True)),
+                        *(
+                            (os.POSIX_SPAWN_DUP2, old, new)
+                            for old, new in zip(moved, numbers, strict=True)
+                        ),
                     ],
                     setsigdef=[*_IGNORED, signal.SIGCHLD, signal.SIGPIPE],
                     setsigmask=[],
                 )
             self.say({"say": "started", "pid": self.criu})
-        except (OSError, ValueError) as error:  # ValueError: a number above the hard limit, or a descriptor that did not arrive
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # ValueError: a number above the hard limit, or a descriptor that did not arrive
             self.say({"say": "ended", "status": 127, "why": str(error)})
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -229,9 +264,15 @@ class Guard:
         if number == RESTORE_FINISHED:
             self.say({"say": "restored"})
         elif number >= 0:  # the id of a zombie, which has no memory, is negative
-            _, descriptors, flags, _ = socket.recv_fds(self.criu_connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+            _, descriptors, flags, _ = socket.recv_fds(
+                self.criu_connection, 1, 1, socket.MSG_CMSG_CLOEXEC
+            )
             if descriptors:
-                self.say({"say": "task", "process": number, "keep": self.keep(descriptors[0])}, b"", descriptors)
+                self.say(
+                    {"say": "task", "process": number, "keep": self.keep(descriptors[0])},
+                    b"",
+                    descriptors,
+                )
             elif flags & socket.MSG_CTRUNC:
                 self.say({"say": "task", "process": number, "error": os.strerror(errno.EMFILE)})
 
@@ -247,7 +288,15 @@ class Guard:
         except BlockingIOError:
             data = b""
         except (KeyError, OSError) as error:
-            self.say({"say": "events", "keep": number, "children": [], "error": str(error), "errno": getattr(error, "errno", None)})
+            self.say(
+                {
+                    "say": "events",
+                    "keep": number,
+                    "children": [],
+                    "error": str(error),
+                    "errno": getattr(error, "errno", None),
+                }
+            )
             return
         born = [
             struct.unpack_from("<I", data, at + 8)[0]
@@ -293,7 +342,13 @@ class Guard:
         if not self.undo or not os.path.exists(self.journal):
             return
         with contextlib.suppress(OSError):
-            pid = os.posix_spawn(self.undo[0], self.undo, os.environ, setsigdef=[*_IGNORED, signal.SIGCHLD, signal.SIGPIPE], setsigmask=[])
+            pid = os.posix_spawn(
+                self.undo[0],
+                self.undo,
+                os.environ,
+                setsigdef=[*_IGNORED, signal.SIGCHLD, signal.SIGPIPE],
+                setsigmask=[],
+            )
             os.waitpid(pid, 0)
 
     def close_all(self) -> None:

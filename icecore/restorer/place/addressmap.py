@@ -68,7 +68,10 @@ class AddressMap:
         at = max(0, bisect_right(starts, original) - 1)
         while at < len(starts) and starts[at] < stop:
             segment = segments[at]
-            low, high = max(original, segment.original), min(stop, segment.original + segment.length)
+            low, high = (
+                max(original, segment.original),
+                min(stop, segment.original + segment.length),
+            )
             if low < high:
                 found.append(Piece(segment.current + low - segment.original, low, high - low))
             at += 1

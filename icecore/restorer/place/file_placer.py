@@ -28,7 +28,15 @@ class FilePlacer:
         stored: Room for what is read.
     """
 
-    def __init__(self, about: File, file: int, table: int, backend: LocalBackend, decoder: ChunkDecoder, stored: HugeBuffer) -> None:
+    def __init__(
+        self,
+        about: File,
+        file: int,
+        table: int,
+        backend: LocalBackend,
+        decoder: ChunkDecoder,
+        stored: HugeBuffer,
+    ) -> None:
         mapped = mmap.mmap(file, about.size)
         mapped.madvise(mmap.MADV_DONTDUMP)
         self._file = memoryview(mapped)
@@ -43,7 +51,9 @@ class FilePlacer:
         began = time.perf_counter()
         there, size, why = bytearray(request.stop - request.first), 0, ""
         rows, gap = range(request.first, request.stop), gap_for(self._backend.read_size)
-        for batch in plan_batches(self._table.records, rows, gap=gap, read_size=PLACER_BYTES, cells=ROOM_CELLS):
+        for batch in plan_batches(
+            self._table.records, rows, gap=gap, read_size=PLACER_BYTES, cells=ROOM_CELLS
+        ):
             size += batch.size
             why = self._batch(batch, request.first, there) or why
         return Stored(bytes(there), size, time.perf_counter() - began, why)
@@ -68,7 +78,15 @@ class FilePlacer:
         position, room = int(self._table.position[row]), self._room.view()
         if pages == FULL_CELL:
             to = self._file[position : position + CELL_BYTES]
-            reading.whole_cell((start, stop, base_start, base_stop), record, self._decoder, to, room, self._scratch, alone=alone)
+            reading.whole_cell(
+                (start, stop, base_start, base_stop),
+                record,
+                self._decoder,
+                to,
+                room,
+                self._scratch,
+                alone=alone,
+            )
             return
         stored = reading.until(max(stop, base_stop))
         base = stored[base_start:base_stop] if base_stop > base_start else None

@@ -53,5 +53,9 @@ class FileTable:
         finally:
             os.close(descriptor)
         records = np.frombuffer(data, CELL, rows)
-        wanted = np.frombuffer(data, np.uint8, rows * BITMAP_BYTES, records.nbytes).reshape(rows, BITMAP_BYTES)
-        return cls(records, wanted, np.frombuffer(data, np.int64, rows, records.nbytes + wanted.nbytes))
+        wanted = np.frombuffer(data, np.uint8, rows * BITMAP_BYTES, records.nbytes).reshape(
+            rows, BITMAP_BYTES
+        )
+        return cls(
+            records, wanted, np.frombuffer(data, np.int64, rows, records.nbytes + wanted.nbytes)
+        )

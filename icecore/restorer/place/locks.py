@@ -65,13 +65,16 @@ class SharedLock:
 
     def __init__(self, folder: str, families: int = 0) -> None:
         self._gate, self._lock, flags = (
-            os.open(os.path.join(folder, name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) for name in ("gate", "lock", "flags")
+            os.open(os.path.join(folder, name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            for name in ("gate", "lock", "flags")
         )
         try:
             if os.fstat(flags).st_size < families:
                 os.ftruncate(flags, families)
             if os.fstat(flags).st_size < max(1, families):
-                raise ValueError(f"{folder}: room for {os.fstat(flags).st_size} flags, not {families}")
+                raise ValueError(
+                    f"{folder}: room for {os.fstat(flags).st_size} flags, not {families}"
+                )
             self._flags = mmap.mmap(flags, 0)
         finally:
             os.close(flags)

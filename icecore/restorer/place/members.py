@@ -76,7 +76,18 @@ class Member:
         woken: How often a thread was waiting, by address, for a page that had been placed.
     """
 
-    __slots__ = ("_count", "descriptor", "forked", "gone", "keep", "left", "lock", "map", "missing", "woken")
+    __slots__ = (
+        "_count",
+        "descriptor",
+        "forked",
+        "gone",
+        "keep",
+        "left",
+        "lock",
+        "map",
+        "missing",
+        "woken",
+    )
 
     def __init__(self, descriptor: int, keep: int, cells: int) -> None:
         self.descriptor = descriptor
@@ -92,7 +103,9 @@ class Member:
 
     def dead(self) -> bool:
         """Whether its process has ended, or executes something else. Nobody closes the descriptor meanwhile."""
-        _, error = userfaultfd.zero(self.descriptor, 0, PAGE)  # there is never memory; whatever else a kernel may say of the address, somebody lives
+        _, error = userfaultfd.zero(
+            self.descriptor, 0, PAGE
+        )  # there is never memory; whatever else a kernel may say of the address, somebody lives
         return error == errno.ESRCH
 
     def child(self, descriptor: int, keep: int, wiped: Sequence[tuple[int, int]]) -> Member:
@@ -243,9 +256,17 @@ class Family:
         rows = [(row, source) for row, source in rows if self.misses(row)]
         for member in self.members if rows else ():
             with member.lock.reading():
-                wanted = [(row, source) for row, source in rows if member.missing[row] and not member.gone]
-                moves = [self._moves(member, row, source, self._pieces(row)) for row, source in wanted]
-                outcomes = placing.place(member, [move for some in moves for move in some]) if wanted else []
+                wanted = [
+                    (row, source) for row, source in rows if member.missing[row] and not member.gone
+                ]
+                moves = [
+                    self._moves(member, row, source, self._pieces(row)) for row, source in wanted
+                ]
+                outcomes = (
+                    placing.place(member, [move for some in moves for move in some])
+                    if wanted
+                    else []
+                )
                 after = 0
                 for (row, _), some in zip(wanted, moves, strict=True):
                     at, after = after, after + len(some)
@@ -269,10 +290,17 @@ class Family:
         return self._base[row], self._wanted[32 * row : 32 * row + 32]
 
     def _pieces(self, row: int) -> list[tuple[int, int, int]]:
-        return page_pieces(self._data[32 * row : 32 * row + 32], self._wanted[32 * row : 32 * row + 32])
+        return page_pieces(
+            self._data[32 * row : 32 * row + 32], self._wanted[32 * row : 32 * row + 32]
+        )
 
     def _fill_member(
-        self, member: Member, row: int, source: int, pieces: list[tuple[int, int, int]], placing: Placing
+        self,
+        member: Member,
+        row: int,
+        source: int,
+        pieces: list[tuple[int, int, int]],
+        placing: Placing,
     ) -> None:
         pause, tries = _PAUSE, 0
         give_up = time.monotonic() + _PATIENCE
@@ -301,11 +329,15 @@ class Family:
                         member.placed(row)
                     return
             if time.monotonic() > give_up:
-                raise RestoreFailed(f"process {self.process} has kept its address space changing for {_PATIENCE:.0f} s")
+                raise RestoreFailed(
+                    f"process {self.process} has kept its address space changing for {_PATIENCE:.0f} s"
+                )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _moves(self, member: Member, row: int, source: int, pieces: list[tuple[int, int, int]]) -> list[Move]:
+    def _moves(
+        self, member: Member, row: int, source: int, pieces: list[tuple[int, int, int]]
+    ) -> list[Move]:
         """Where the pieces of a cell belong now. The read lock is held."""
         base = self._base[row]
         return [
@@ -315,7 +347,12 @@ class Family:
         ]
 
     def _place(
-        self, member: Member, row: int, source: int, pieces: list[tuple[int, int, int]], placing: Placing
+        self,
+        member: Member,
+        row: int,
+        source: int,
+        pieces: list[tuple[int, int, int]],
+        placing: Placing,
     ) -> tuple[Stop, list[int]]:
         """One try; returns why it ended and where pages are not registered."""
         moves = self._moves(member, row, source, pieces)
@@ -323,7 +360,9 @@ class Family:
         for outcome in outcomes:
             if outcome.stop is not Stop.DONE:
                 return outcome.stop, []
-        return Stop.DONE, [move.destination for move, o in zip(moves, outcomes, strict=True) if o.unmapped]
+        return Stop.DONE, [
+            move.destination for move, o in zip(moves, outcomes, strict=True) if o.unmapped
+        ]
 
     def wake(self, member: Member, address: int) -> None:
         """Somebody waits for a page that was placed before: it looks again. A child that still does not find it had it
@@ -334,9 +373,13 @@ class Family:
         """
         member.woken[address] = member.woken.get(address, 0) + 1
         if member.forked and member.woken[address] > _WAKES:
-            userfaultfd.place_zero(member.descriptor, address, PAGE)  # changes nothing if it is there
+            userfaultfd.place_zero(
+                member.descriptor, address, PAGE
+            )  # changes nothing if it is there
         elif member.woken[address] > _HOPELESS:
-            raise RestoreFailed(f"process {self.process} lost the page at {address:#x} that it was given")
+            raise RestoreFailed(
+                f"process {self.process} lost the page at {address:#x} that it was given"
+            )
         try:
             userfaultfd.wake(member.descriptor, address, PAGE)
         except OSError:
@@ -372,5 +415,7 @@ class Family:
 
 def check_window(cells: SpaceCells) -> None:
     """A family's windows are ascending, disjoint and at most a cell long; `row_at` relies on it."""
-    if ((cells.high - cells.low) > np.uint64(CELL_BYTES)).any() or (cells.low[1:] < cells.high[:-1]).any():
+    if ((cells.high - cells.low) > np.uint64(CELL_BYTES)).any() or (
+        cells.low[1:] < cells.high[:-1]
+    ).any():
         raise ValueError("the cells of a process overlap")

@@ -87,13 +87,22 @@ class Placer:
                 assert self._stager is not None
                 return self._stager.stage(request)
             case Region():
-                self._stager = Stager(request, descriptors[0], descriptors[1:], self._backend, self._decoder, self._stored)
+                self._stager = Stager(
+                    request,
+                    descriptors[0],
+                    descriptors[1:],
+                    self._backend,
+                    self._decoder,
+                    self._stored,
+                )
             case Store():
                 assert self._file is not None
                 return self._file.store(request)
             case File():
                 file, table = descriptors
-                self._file = FilePlacer(request, file, table, self._backend, self._decoder, self._stored)
+                self._file = FilePlacer(
+                    request, file, table, self._backend, self._decoder, self._stored
+                )
             case Target(number):
                 self._targets[number] = descriptors[0]
             case Forget(number):
@@ -125,13 +134,24 @@ class Placer:
     def _read(self, cell: Wanted, record: np.void, reading: Reading, *, alone: bool) -> memoryview:
         """A cell's verified bytes, until the next is read. ``alone``: no other one needs its stored bytes."""
         size = cell.stop - cell.start
-        if alone and size <= CELL_BYTES and int(record["place"]["codec"]) == codec.RAW and not self._decoder.encrypted:
+        if (
+            alone
+            and size <= CELL_BYTES
+            and int(record["place"]["codec"]) == codec.RAW
+            and not self._decoder.encrypted
+        ):
             stored = self._hot.view(0, size)
             if reading.straight(cell.start, stored):
-                return self._decoder.decode(record, stored, None, self._rooms.view(0, CELL_BYTES), self._scratch)
+                return self._decoder.decode(
+                    record, stored, None, self._rooms.view(0, CELL_BYTES), self._scratch
+                )
         stored = reading.until(max(cell.stop, cell.base_stop))
-        base = stored[cell.base_start : cell.base_stop] if cell.base_stop > cell.base_start else None
-        return self._decoder.decode(record, stored[cell.start : cell.stop], base, self._hot.view(), self._scratch)
+        base = (
+            stored[cell.base_start : cell.base_stop] if cell.base_stop > cell.base_start else None
+        )
+        return self._decoder.decode(
+            record, stored[cell.start : cell.stop], base, self._hot.view(), self._scratch
+        )
 
     def _put(self, cell: Wanted, source: int, pieces: list[tuple[int, int, int]]) -> State:
         """Place a cell where it was in the snapshot, if its process still has that as it was."""
@@ -167,7 +187,9 @@ def serve(control: socket.socket) -> None:
     placer: Placer | None = None
     control.sendall(encode(Ready()))
     while True:
-        data, descriptors, _, _ = socket.recv_fds(control, MESSAGE, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+        data, descriptors, _, _ = socket.recv_fds(
+            control, MESSAGE, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+        )
         if not data:
             return
         request = decode(data)

@@ -54,7 +54,9 @@ _MOST = 16
 _LEAST_BESIDE, _EACH_BESIDE, _MOST_BESIDE = 128 << 20, 64 << 20, 8
 
 
-def placers_for(size: int, budget: int, cores: int | None = None, *, processes: int = 1, beside: bool = False) -> int:
+def placers_for(
+    size: int, budget: int, cores: int | None = None, *, processes: int = 1, beside: bool = False
+) -> int:
     """How many placers pay.
 
     Args:
@@ -66,8 +68,16 @@ def placers_for(size: int, budget: int, cores: int | None = None, *, processes: 
     """
     cores = cores or os.cpu_count() or 1
     if beside:
-        return 0 if cores < _LEAST_CORES or size < _LEAST_BESIDE else min(cores, size // _EACH_BESIDE, _MOST_BESIDE * processes, budget // _BYTES)
-    return 0 if cores < _LEAST_CORES or size < _LEAST_BYTES else min(cores, _MOST * processes, budget // _BYTES)
+        return (
+            0
+            if cores < _LEAST_CORES or size < _LEAST_BESIDE
+            else min(cores, size // _EACH_BESIDE, _MOST_BESIDE * processes, budget // _BYTES)
+        )
+    return (
+        0
+        if cores < _LEAST_CORES or size < _LEAST_BYTES
+        else min(cores, _MOST * processes, budget // _BYTES)
+    )
 
 
 class PlacerLost(RestoreFailed):
@@ -111,7 +121,9 @@ class Placer:
             if not self.ready:
                 raise PlacerLost(f"a placer process did not begin within {self._patience:.0f} s")
 
-    def deliver(self, batch: Batch, cells: Sequence[Wanted], records: Records, pages: bytes) -> Delivered:
+    def deliver(
+        self, batch: Batch, cells: Sequence[Wanted], records: Records, pages: bytes
+    ) -> Delivered:
         """Have cells of a batch read, decoded, verified, and placed if nothing speaks against that.
 
         Args:
@@ -122,7 +134,9 @@ class Placer:
         Raises:
             PlacerLost: It has ended.
         """
-        answer = self._ask(Deliver(list(batch.reads), list(cells), records.tobytes(), pages, batch.size))
+        answer = self._ask(
+            Deliver(list(batch.reads), list(cells), records.tobytes(), pages, batch.size)
+        )
         assert isinstance(answer, Delivered)
         return answer
 
@@ -214,7 +228,9 @@ class Placer:
         try:
             data = self._control.recv(MESSAGE)
         except TimeoutError:
-            raise RestoreFailed(f"a placer process gave no answer for {self._patience:.0f} s") from None
+            raise RestoreFailed(
+                f"a placer process gave no answer for {self._patience:.0f} s"
+            ) from None
         except ConnectionError as error:
             raise PlacerLost("a placer process has ended") from error
         if not data:
@@ -236,12 +252,29 @@ class Placers:
         lock: Directory of the shared lock; empty: they only stage cells.
     """
 
-    def __init__(self, count: int, folder: str, key: bytes, *, room: int, patience: float, word: str, lock: str) -> None:
+    def __init__(
+        self,
+        count: int,
+        folder: str,
+        key: bytes,
+        *,
+        room: int,
+        patience: float,
+        word: str,
+        lock: str,
+    ) -> None:
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(count)]
         theirs = [pair[1].fileno() for pair in pairs]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "icecore.restorer.place.placer_process", word, *map(str, theirs)],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "icecore.restorer.place.placer_process",
+                    word,
+                    *map(str, theirs),
+                ],
                 pass_fds=theirs,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -265,7 +298,9 @@ class Placers:
     def kill(self) -> None:
         """End them, whatever they are at; not yet waited for (`close`)."""
         if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)  # it leads a session, and all placers are in its group
+            os.killpg(
+                self._process.pid, signal.SIGKILL
+            )  # it leads a session, and all placers are in its group
 
     def close(self) -> None:
         """End them; afterwards none holds a userfaultfd. May be called twice.
@@ -282,12 +317,17 @@ class Placers:
         except subprocess.TimeoutExpired:
             self.kill()
             self._process.wait(_END_SECONDS)
-            raise RestoreFailed(f"a placer process did not end within {_END_SECONDS:.0f} s") from None
+            raise RestoreFailed(
+                f"a placer process did not end within {_END_SECONDS:.0f} s"
+            ) from None
 
     def __enter__(self) -> Placers:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()

@@ -73,7 +73,11 @@ class Reading:
         Raises:
             As `until`.
         """
-        if self._read is None or start != self._there or start + len(to) > self._read.at + self._read.length:
+        if (
+            self._read is None
+            or start != self._there
+            or start + len(to) > self._read.at + self._read.length
+        ):
             return False
         self._next(to)
         return True

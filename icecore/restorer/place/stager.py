@@ -78,7 +78,13 @@ class Stager:
     """
 
     def __init__(
-        self, region: Region, memory: int, gpus: Sequence[int], backend: LocalBackend, decoder: ChunkDecoder, stored: HugeBuffer
+        self,
+        region: Region,
+        memory: int,
+        gpus: Sequence[int],
+        backend: LocalBackend,
+        decoder: ChunkDecoder,
+        stored: HugeBuffer,
     ) -> None:
         self._region = memoryview(mmap.mmap(memory, region.size))
         os.close(memory)
@@ -97,7 +103,11 @@ class Stager:
             for part in request.parts:
                 self._half = 1 - self._half
                 self._finish(self._half)
-                here, wrong = self._part(part, self._at + self._half * STAGED_CELLS * CELL_BYTES, verified=not request.digested)
+                here, wrong = self._part(
+                    part,
+                    self._at + self._half * STAGED_CELLS * CELL_BYTES,
+                    verified=not request.digested,
+                )
                 there.extend(here)
                 why = wrong or why
             for half in (0, 1):
@@ -121,7 +131,11 @@ class Stager:
                 continue
             there[number] = True
         for device, copies in enumerate(self._copies):
-            own = [(cell.handle, cell.offset, at + n * CELL_BYTES) for n, cell in enumerate(part.cells) if there[n] and cell.device == device]
+            own = [
+                (cell.handle, cell.offset, at + n * CELL_BYTES)
+                for n, cell in enumerate(part.cells)
+                if there[n] and cell.device == device
+            ]
             if own:
                 copies.begin(self._half, own)
         return there, why
@@ -130,15 +144,37 @@ class Stager:
         for copies in self._copies:
             copies.finish(half)
 
-    def _cell(self, cell: Bounds, record: np.void, reading: Reading, to: memoryview, *, alone: bool, verified: bool) -> None:
+    def _cell(
+        self,
+        cell: Bounds,
+        record: np.void,
+        reading: Reading,
+        to: memoryview,
+        *,
+        alone: bool,
+        verified: bool,
+    ) -> None:
         """Put a cell where it is to be copied from. ``alone``: no other one needs its stored bytes."""
         bitmap = record["data"].tobytes()
         if bitmap == FULL_CELL:
-            reading.whole_cell(cell[:4], record, self._decoder, to, self._room.view(), self._scratch, alone=alone, verified=verified)
+            reading.whole_cell(
+                cell[:4],
+                record,
+                self._decoder,
+                to,
+                self._room.view(),
+                self._scratch,
+                alone=alone,
+                verified=verified,
+            )
             return
         stored = reading.until(max(cell.stop, cell.base_stop))
-        base = stored[cell.base_start : cell.base_stop] if cell.base_stop > cell.base_start else None
-        data = self._decoder.decode(record, stored[cell.start : cell.stop], base, self._room.view(), self._scratch)
+        base = (
+            stored[cell.base_start : cell.base_stop] if cell.base_stop > cell.base_start else None
+        )
+        data = self._decoder.decode(
+            record, stored[cell.start : cell.stop], base, self._room.view(), self._scratch
+        )
         ctypes.memset(address_of(to), 0, CELL_BYTES)
         for offset, position, length in page_pieces(bitmap, bitmap):
             to[offset : offset + length] = data[position : position + length]

@@ -115,7 +115,9 @@ def check_complete(cells: SpaceCells, extents: Extents, name: str) -> None:
     held = int(np.bitwise_count(covered(there, cells.base, extents)).sum(dtype=np.int64))
     wanted = int(extents["pages"].sum(dtype=np.int64)) if len(extents) else 0
     if held != wanted:
-        raise Damaged("map", name, f"CRIU's pagemap has {wanted} pages, the cells hold {held} of them")
+        raise Damaged(
+            "map", name, f"CRIU's pagemap has {wanted} pages, the cells hold {held} of them"
+        )
 
 
 class FileLayout:
@@ -158,7 +160,9 @@ class FileLayout:
         first = np.flatnonzero(new)
         count = np.diff(first, append=len(source))
         return list(
-            zip(source[first].tolist(), target[first].tolist(), (count * PAGE).tolist(), strict=True)
+            zip(
+                source[first].tolist(), target[first].tolist(), (count * PAGE).tolist(), strict=True
+            )
         )
 
 

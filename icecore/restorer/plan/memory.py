@@ -133,7 +133,9 @@ def _stored(places: Records) -> list[_Stored]:
     return list(map(_Stored, names, places["offset"].tolist(), lengths))
 
 
-def _batch(rows: list[int], places: list[tuple[_Stored, _Stored]], gap: int, read_size: int) -> Batch:
+def _batch(
+    rows: list[int], places: list[tuple[_Stored, _Stored]], gap: int, read_size: int
+) -> Batch:
     wanted = sorted({place for pair in places for place in pair if place.length})
     room = max(room_for(read_size), sum(place.length for place in wanted))
     spare = room - sum(place.length for place in wanted)

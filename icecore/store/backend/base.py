@@ -58,7 +58,9 @@ def check_name(name: str) -> str:
     if not name:
         raise UsageError("an object name is empty")
     if len(name) > MAX_NAME:
-        raise UsageError(f"object name {name[:40]!r}… has {len(name)} characters, more than {MAX_NAME}")
+        raise UsageError(
+            f"object name {name[:40]!r}… has {len(name)} characters, more than {MAX_NAME}"
+        )
     for part in name.split("/"):
         if not _PART.match(part):
             raise UsageError(

@@ -116,11 +116,15 @@ def scan(root: Path, folders: Sequence[str]) -> Found:
                         continue
                     try:
                         if entry.is_file(follow_symlinks=False):
-                            found.files.append((entry.name, entry.stat(follow_symlinks=False).st_size))
+                            found.files.append(
+                                (entry.name, entry.stat(follow_symlinks=False).st_size)
+                            )
                         elif entry.is_dir(follow_symlinks=False):
                             found.folders.append(entry.name)
                         else:
-                            found.others.append((entry.name, kind_of(entry.stat(follow_symlinks=False).st_mode)))
+                            found.others.append(
+                                (entry.name, kind_of(entry.stat(follow_symlinks=False).st_mode))
+                            )
                     except FileNotFoundError:
                         continue  # deleted while we were listing
         finally:

@@ -42,7 +42,9 @@ class Blocks:
         StoreError: The folder cannot be made.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], limit: int, *, touch_seconds: float = _TOUCH_SECONDS) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], limit: int, *, touch_seconds: float = _TOUCH_SECONDS
+    ) -> None:
         self.folder = Path(folder).expanduser().absolute()
         self.limit = limit
         self._touch_seconds = touch_seconds
@@ -51,7 +53,8 @@ class Blocks:
             self.folder.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise StoreError(
-                f"cannot make the cache {self.folder}: {error.strerror}", cure="correct [cache] directory"
+                f"cannot make the cache {self.folder}: {error.strerror}",
+                cure="correct [cache] directory",
             ) from error
 
     def _path(self, key: str, number: int) -> Path:
@@ -79,7 +82,10 @@ class Blocks:
             about = os.fstat(descriptor)
             if count >= _HEADER.size:
                 magic, whole, length, digest = _HEADER.unpack(header)
-                good = magic == _MAGIC and length == count - _HEADER.size == about.st_size - _HEADER.size
+                good = (
+                    magic == _MAGIC
+                    and length == count - _HEADER.size == about.st_size - _HEADER.size
+                )
                 if good and _digest(key, number, whole, room[:length]) == digest:
                     if time.time() - about.st_mtime >= self._touch_seconds:
                         os.utime(descriptor)
@@ -113,7 +119,9 @@ class Blocks:
                 # Counted before it is there: whoever dies in between leaves too high a count, which the next eviction corrects.
                 os.pwrite(lock, _USED.pack(used + size), 0)
                 path.parent.mkdir(mode=0o700, exist_ok=True)
-                descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                descriptor = os.open(
+                    temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
+                )
                 try:
                     if os.writev(descriptor, [header, data]) != size:
                         raise OSError("the disk is full")

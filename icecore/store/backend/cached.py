@@ -44,7 +44,12 @@ class Cached(Wrapper):
     """
 
     def __init__(
-        self, inner: Backend, blocks: Blocks, *, keep: Callable[[str], bool] = never_changes, emit: Sink = discard
+        self,
+        inner: Backend,
+        blocks: Blocks,
+        *,
+        keep: Callable[[str], bool] = never_changes,
+        emit: Sink = discard,
     ) -> None:
         super().__init__(inner)
         self.direct = False
@@ -61,7 +66,9 @@ class Cached(Wrapper):
         return self.inner.source
 
     def _key(self, name: str) -> str:
-        return blake3(f"{self.where}\0{check_name(name)}".encode("utf-8", "surrogateescape")).hexdigest()[:40]
+        return blake3(
+            f"{self.where}\0{check_name(name)}".encode("utf-8", "surrogateescape")
+        ).hexdigest()[:40]
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
@@ -81,8 +88,12 @@ class Cached(Wrapper):
                 self._sizes.clear()
             self._sizes[key] = size
         if end > size:
-            raise Damaged("object", name, f"it ends {end - max(size, offset)} bytes before offset {end}")
-        absent = ((max(offset, number * _BLOCK), min(end, (number + 1) * _BLOCK)) for number in missing)
+            raise Damaged(
+                "object", name, f"it ends {end - max(size, offset)} bytes before offset {end}"
+            )
+        absent = (
+            (max(offset, number * _BLOCK), min(end, (number + 1) * _BLOCK)) for number in missing
+        )
         self.hits += view.nbytes - sum(last - first for first, last in absent)
         while missing:
             missing = await self._fetch(name, key, missing, size, offset, view)
@@ -91,7 +102,11 @@ class Cached(Wrapper):
         self, name: str, key: str, missing: list[int], size: int, offset: int, out: memoryview
     ) -> list[int]:
         """Fill ``missing`` blocks into ``out``: wait for those that another task is reading, read the others; those that the other failed to read."""
-        others = {number: self._arriving[key, number] for number in missing if (key, number) in self._arriving}
+        others = {
+            number: self._arriving[key, number]
+            for number in missing
+            if (key, number) in self._arriving
+        }
         own = [number for number in missing if number not in others]
         futures = {number: asyncio.get_running_loop().create_future() for number in own}
         self._arriving |= {(key, number): future for number, future in futures.items()}
@@ -102,7 +117,10 @@ class Cached(Wrapper):
             data = memoryview(bytearray(min(size, (first + count) * _BLOCK) - first * _BLOCK))
             self.misses += data.nbytes
             await self.inner.get_into(name, first * _BLOCK, data)
-            pieces = {number: data[(number - first) * _BLOCK :][:_BLOCK] for number in range(first, first + count)}
+            pieces = {
+                number: data[(number - first) * _BLOCK :][:_BLOCK]
+                for number in range(first, first + count)
+            }
             for number, piece in pieces.items():
                 _place(piece, number, offset, out)
                 futures[number].set_result(piece)
@@ -165,7 +183,10 @@ class Cached(Wrapper):
             self.misses += len(data)
             if len(data) <= _WHOLE_LIMIT:
                 view = memoryview(data)
-                pieces = {number: view[number * _BLOCK :][:_BLOCK] for number in range(max(1, -(-len(data) // _BLOCK)))}
+                pieces = {
+                    number: view[number * _BLOCK :][:_BLOCK]
+                    for number in range(max(1, -(-len(data) // _BLOCK)))
+                }
                 await self._run(partial(self._to_disk, key, pieces, len(data)))
         else:
             self.hits += len(data)
@@ -182,7 +203,9 @@ class Cached(Wrapper):
                 return None
             length, size = found
             if size > limit:
-                raise Damaged("object", name, f"it has {size} bytes, more than the {limit} that it can have")
+                raise Damaged(
+                    "object", name, f"it has {size} bytes, more than the {limit} that it can have"
+                )
             pieces.append(bytes(room[:length]))
             have += length
         return b"".join(pieces)

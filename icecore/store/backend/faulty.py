@@ -49,7 +49,9 @@ Plan = Callable[[Call], Outcome]
 def stop_at(number: int, *, effect: bool) -> Plan:
     """Crash at call ``number``, with or without its effect."""
     return lambda call: (
-        (Outcome.STOP_AFTER if effect else Outcome.STOP_BEFORE) if call.number == number else Outcome.PASS
+        (Outcome.STOP_AFTER if effect else Outcome.STOP_BEFORE)
+        if call.number == number
+        else Outcome.PASS
     )
 
 
@@ -85,7 +87,9 @@ class FaultyBackend(Wrapper):
         plan: May be exchanged at any time.
     """
 
-    def __init__(self, inner: Backend, plan: Plan = always, *, delay: Callable[[Call], float] | None = None) -> None:
+    def __init__(
+        self, inner: Backend, plan: Plan = always, *, delay: Callable[[Call], float] | None = None
+    ) -> None:
         super().__init__(inner)
         self.plan = plan
         self.calls: list[Call] = []
@@ -175,7 +179,9 @@ class FaultyBackend(Wrapper):
             call, outcome = self.enter("delete_many", names[0] if names else "")
         except (StoreError, Crashed):
             if not ended:
-                await self.inner.delete_many(names[1::2])  # storage may have done a part, in any order
+                await self.inner.delete_many(
+                    names[1::2]
+                )  # storage may have done a part, in any order
             raise
         await self.pause(call)
         with self.reply(call, outcome):

@@ -28,7 +28,8 @@ class Limited(Wrapper):
         super().__init__(inner)
         if requests < 1 or budget < 1:
             raise UsageError(
-                f"{requests} requests and {budget} bytes at once let nothing pass", cure="give at least 1 of each"
+                f"{requests} requests and {budget} bytes at once let nothing pass",
+                cure="give at least 1 of each",
             )
         self.direct = False
         self.drafts = False

@@ -90,7 +90,12 @@ class LocalBackend(Backend):
     drafts = True
 
     def __init__(
-        self, root: str | os.PathLike[str], *, create: bool = False, open_files: int = 64, threads: int = 8
+        self,
+        root: str | os.PathLike[str],
+        *,
+        create: bool = False,
+        open_files: int = 64,
+        threads: int = 8,
     ) -> None:
         self.root = Path(root).absolute()
         self.where = self.folder = str(self.root)
@@ -103,9 +108,13 @@ class LocalBackend(Backend):
             except OSError as error:
                 raise _translate(error, "create", self.where) from error
         if not self.root.is_dir():
-            raise NotFound(f"{self.where} is no directory", cure="'icecore init' makes a repository")
+            raise NotFound(
+                f"{self.where} is no directory", cure="'icecore init' makes a repository"
+            )
         # A link that leads to the place can be changed by others than those who can write to the place: both names count.
-        self.known_as = tuple(dict.fromkeys(f"file://{name}" for name in (self.root, os.path.realpath(self.root))))
+        self.known_as = tuple(
+            dict.fromkeys(f"file://{name}" for name in (self.root, os.path.realpath(self.root)))
+        )
         self._limit = open_files
         self._files: OrderedDict[str, _OpenFile] = OrderedDict()
         self._lock = threading.Lock()
@@ -118,7 +127,11 @@ class LocalBackend(Backend):
 
     async def create(self, name: str, parts: Sequence[Buffer]) -> None:
         check_name(name)
-        await self.run(self._create, name, [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes])
+        await self.run(
+            self._create,
+            name,
+            [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes],
+        )
 
     def _create(self, name: str, parts: Sequence[memoryview]) -> None:
         draft = LocalDraft(self, name)
@@ -178,7 +191,11 @@ class LocalBackend(Backend):
             with open(self._open(name), "rb", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size
                 if size > limit:
-                    raise Damaged("object", name, f"it has {size} bytes, more than the {limit} that it can have")
+                    raise Damaged(
+                        "object",
+                        name,
+                        f"it has {size} bytes, more than the {limit} that it can have",
+                    )
                 data = file.read(size)
                 while len(data) < size:
                     more = file.read(size - len(data))
@@ -213,7 +230,9 @@ class LocalBackend(Backend):
                 count = os.preadv(file.descriptor, [view[done:]], offset + done)
                 if count == 0:
                     raise Damaged(
-                        "object", name, f"it ends {view.nbytes - done} bytes before offset {offset + view.nbytes}"
+                        "object",
+                        name,
+                        f"it ends {view.nbytes - done} bytes before offset {offset + view.nbytes}",
                     )
                 done += count
         except OSError as error:
@@ -295,11 +314,16 @@ class LocalBackend(Backend):
             except _ABSENT:
                 continue
             except OSError as error:
-                raise _translate(error, f"list {'/'.join(folders) or 'objects'} in", self.where) from error
+                raise _translate(
+                    error, f"list {'/'.join(folders) or 'objects'} in", self.where
+                ) from error
             odd = [(name, "a file") for name, _ in here.files if not is_part(name)]
             odd += [(name, "a directory") for name in here.folders if not is_part(name)]
             found += [
-                Foreign("/".join((*folders, name)), what if is_part(name) else f"{what} with a name that no object has")
+                Foreign(
+                    "/".join((*folders, name)),
+                    what if is_part(name) else f"{what} with a name that no object has",
+                )
                 for name, what in sorted(odd + here.others)
             ]
             pending += [(*folders, name) for name in here.folders if is_part(name)]
@@ -415,7 +439,10 @@ class LocalDraft(Draft):
 
     def append(self, parts: Sequence[Buffer]) -> None:
         try:
-            _write_all(self._descriptor, [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes])
+            _write_all(
+                self._descriptor,
+                [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes],
+            )
         except OSError as error:
             raise _translate(error, self._doing, self._backend.where) from error
 
@@ -426,7 +453,13 @@ class LocalDraft(Draft):
         """``publish`` in this thread."""
         try:
             os.fsync(self._descriptor)
-            os.link(self._temporary, self._last, src_dir_fd=self._folder, dst_dir_fd=self._folder, follow_symlinks=False)
+            os.link(
+                self._temporary,
+                self._last,
+                src_dir_fd=self._folder,
+                dst_dir_fd=self._folder,
+                follow_symlinks=False,
+            )
         except FileExistsError as error:
             raise ObjectExists(f"object {self._name} exists in {self._backend.where}") from error
         except OSError as error:
@@ -441,10 +474,15 @@ class LocalDraft(Draft):
             _sync_directory(self._folder)
         except OSError as error:
             # The object is there, whatever the reason; to say that there is no room, or no permission, would deny it.
-            raise StoreError(f"cannot {self._doing} {self._backend.where} for good: {error.strerror}") from error
+            raise StoreError(
+                f"cannot {self._doing} {self._backend.where} for good: {error.strerror}"
+            ) from error
 
     def discard(self) -> None:
-        (descriptor, self._descriptor), (folder, self._folder) = (self._descriptor, -1), (self._folder, -1)
+        (descriptor, self._descriptor), (folder, self._folder) = (
+            (self._descriptor, -1),
+            (self._folder, -1),
+        )
         if descriptor >= 0:
             os.close(descriptor)
             with suppress(FileNotFoundError):  # a sweep took it for a broken-off one
@@ -500,12 +538,17 @@ def _translate(error: OSError, doing: str, where: str | Path) -> StoreError:
     reason = error.strerror or str(error)
     if error.errno in _FULL:
         return StoreFull(
-            f"cannot {doing} {where}: {reason}", cure="free space there, or 'icecore forget' and 'icecore gc'"
+            f"cannot {doing} {where}: {reason}",
+            cure="free space there, or 'icecore forget' and 'icecore gc'",
         )
     if error.errno in _FORBIDDEN:
-        return StoreDenied(f"cannot {doing} {where}: {reason}", cure=_READ_CURE if doing.startswith(_READING) else _WRITE_CURE)
+        return StoreDenied(
+            f"cannot {doing} {where}: {reason}",
+            cure=_READ_CURE if doing.startswith(_READING) else _WRITE_CURE,
+        )
     if error.errno in _UNLINKABLE:
         return StoreDenied(
-            f"cannot {doing} {where}: {reason}", cure="the file system must support hard links and must be writable"
+            f"cannot {doing} {where}: {reason}",
+            cure="the file system must support hard links and must be writable",
         )
     return StoreError(f"cannot {doing} {where}: {reason}")

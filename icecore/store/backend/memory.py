@@ -43,7 +43,9 @@ class MemoryBackend(Backend):
         await asyncio.sleep(0)
         data = self._object(name)
         if len(data) > limit:
-            raise Damaged("object", name, f"it has {len(data)} bytes, more than the {limit} that it can have")
+            raise Damaged(
+                "object", name, f"it has {len(data)} bytes, more than the {limit} that it can have"
+            )
         return data
 
     async def get_into(self, name: str, offset: int, out: memoryview) -> None:
@@ -75,5 +77,9 @@ class MemoryBackend(Backend):
     def read_into(self, name: str, offset: int, out: memoryview) -> None:
         data = memoryview(self._object(name))[offset : offset + out.nbytes]
         if len(data) != out.nbytes:
-            raise Damaged("object", name, f"it ends {out.nbytes - len(data)} bytes before offset {offset + out.nbytes}")
+            raise Damaged(
+                "object",
+                name,
+                f"it ends {out.nbytes - len(data)} bytes before offset {offset + out.nbytes}",
+            )
         out.cast("B")[:] = data

@@ -39,7 +39,12 @@ class ReplicaBackend(Backend):
     """
 
     def __init__(
-        self, own: Backend, nearest: Sequence[Backend], *, emit: Sink = discard, hedge: float | None = None
+        self,
+        own: Backend,
+        nearest: Sequence[Backend],
+        *,
+        emit: Sink = discard,
+        hedge: float | None = None,
     ) -> None:
         if own not in nearest:
             raise ValueError("the repository itself is one of the places")
@@ -71,11 +76,15 @@ class ReplicaBackend(Backend):
     def _failed(self, place: Backend, name: str, error: Exception) -> None:
         if not isinstance(error, ObjectMissing):
             self._avoided[id(place)] = time.monotonic() + _AVOID_SECONDS
-        self._emit(Event("store.failover", {"object": name, "place": place.where, "error": str(error)}))
+        self._emit(
+            Event("store.failover", {"object": name, "place": place.where, "error": str(error)})
+        )
 
     def suspect(self, error: Exception) -> None:
         name = error.name if isinstance(error, Damaged) else ""
-        self._emit(Event("store.failover", {"object": name, "place": self.where, "error": str(error)}))
+        self._emit(
+            Event("store.failover", {"object": name, "place": self.where, "error": str(error)})
+        )
 
     async def get(self, name: str, *, limit: int = 1 << 30) -> bytes:
         return await self._first(name, lambda place: place.get(name, limit=limit), None)
@@ -97,7 +106,9 @@ class ReplicaBackend(Backend):
     async def size(self, name: str) -> int:
         return await self._first(name, lambda place: place.size(name), None)
 
-    async def _first(self, name: str, read: Callable[[Backend], Awaitable[T]], size: int | None) -> T:
+    async def _first(
+        self, name: str, read: Callable[[Backend], Awaitable[T]], size: int | None
+    ) -> T:
         """What the first place gives that answers; the next is asked when one fails, or is slow."""
         waiting = self._order(name)
         if len(waiting) == 1:
@@ -113,7 +124,9 @@ class ReplicaBackend(Backend):
                 if not running:
                     raise _worst(errors)
                 patience = self._patience(size) if waiting else None
-                done, _ = await asyncio.wait(running, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(
+                    running, timeout=patience, return_when=asyncio.FIRST_COMPLETED
+                )
                 for task in done:
                     place = running.pop(task)
                     error = task.exception()
@@ -188,6 +201,10 @@ def _worst(errors: Sequence[Exception]) -> Exception:
     """Of what each place said, what tells most: that one could not be reached (so try again), then that one is damaged, then that it is nowhere."""
     for kind in (IcecoreError, Damaged):
         for error in errors:
-            if isinstance(error, kind) and not isinstance(error, ObjectMissing) and (kind is Damaged or not isinstance(error, Damaged)):
+            if (
+                isinstance(error, kind)
+                and not isinstance(error, ObjectMissing)
+                and (kind is Damaged or not isinstance(error, Damaged))
+            ):
                 return error
     return errors[0]

@@ -59,7 +59,9 @@ class Retrying(Wrapper):
         emit: Gets a ``store.retry`` event for each failure that is not the last.
     """
 
-    def __init__(self, inner: Backend, patience: Patience | None = None, emit: Sink = discard) -> None:
+    def __init__(
+        self, inner: Backend, patience: Patience | None = None, emit: Sink = discard
+    ) -> None:
         super().__init__(inner)
         self._patience = patience or Patience()
         self._emit = emit
@@ -78,7 +80,8 @@ class Retrying(Wrapper):
                 if in_doubt is None:
                     raise
                 raise StoreError(
-                    f"whether object {name} was created is unknown: {error.message}", cure=error.cure
+                    f"whether object {name} was created is unknown: {error.message}",
+                    cure=error.cure,
                 ) from error
             except StoreError as error:
                 in_doubt = error
@@ -116,7 +119,9 @@ class Retrying(Wrapper):
         await self._again("delete", name, lambda: self.inner.delete(name))
 
     async def delete_many(self, names: Sequence[str]) -> None:
-        await self._again("delete_many", names[0] if names else "", lambda: self.inner.delete_many(names))
+        await self._again(
+            "delete_many", names[0] if names else "", lambda: self.inner.delete_many(names)
+        )
 
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         pauses = self._patience.pauses()
@@ -124,7 +129,9 @@ class Retrying(Wrapper):
         while True:
             try:
                 async for info in self.inner.list(prefix):
-                    if info.name > last:  # names ascend, so that a new listing goes on where the broken one ended
+                    if (
+                        info.name > last
+                    ):  # names ascend, so that a new listing goes on where the broken one ended
                         last = info.name
                         yield info
                 return
@@ -150,10 +157,17 @@ class Retrying(Wrapper):
             except StoreError as error:
                 await asyncio.sleep(self._pause(operation, name, error, pauses))
 
-    def _pause(self, operation: str, name: str, error: StoreError, pauses: Iterator[float]) -> float:
+    def _pause(
+        self, operation: str, name: str, error: StoreError, pauses: Iterator[float]
+    ) -> float:
         """Seconds to wait before the next try; raises ``error`` if there is none to be made."""
         pause = next(pauses, None) if may_pass(error) else None
         if pause is None:
             raise error
-        self._emit(Event("store.retry", {"operation": operation, "object": name, "error": str(error), "pause": pause}))
+        self._emit(
+            Event(
+                "store.retry",
+                {"operation": operation, "object": name, "error": str(error), "pause": pause},
+            )
+        )
         return pause

@@ -93,7 +93,9 @@ class S3Place:
 
     def __post_init__(self) -> None:
         if not _BUCKET.match(self.bucket):
-            raise UsageError(f"{self.bucket!r} is no name of a bucket", cure="write s3://BUCKET/PREFIX")
+            raise UsageError(
+                f"{self.bucket!r} is no name of a bucket", cure="write s3://BUCKET/PREFIX"
+            )
         parts = self.prefix.split("/") if self.prefix else []
         if len(self.prefix) > _MAX_PREFIX or not all(_PREFIX_PART.match(part) for part in parts):
             raise UsageError(
@@ -134,13 +136,19 @@ def _connect(place: S3Place) -> tuple[S3Store, str]:
         client = session.client(
             "s3",
             endpoint_url=place.endpoint or _endpoint_of(session, said),
-            region_name=place.region or said.get("region") or session.region_name or _DEFAULT_REGION,
-            config=Config(s3={} if place.addressing == "auto" else {"addressing_style": place.addressing}),
+            region_name=place.region
+            or said.get("region")
+            or session.region_name
+            or _DEFAULT_REGION,
+            config=Config(
+                s3={} if place.addressing == "auto" else {"addressing_style": place.addressing}
+            ),
         )
         credentials = session.get_credentials()
     except (botocore.exceptions.BotoCoreError, ValueError) as error:
         raise UsageError(
-            f"{place.location} cannot be reached: {error}", cure="correct [s3] or the AWS configuration that it uses"
+            f"{place.location} cannot be reached: {error}",
+            cure="correct [s3] or the AWS configuration that it uses",
         ) from error
     if credentials is None:
         raise StoreDenied(
@@ -150,28 +158,38 @@ def _connect(place: S3Place) -> tuple[S3Store, str]:
     endpoint, region = client.meta.endpoint_url, client.meta.region_name
     style = (client.meta.config.s3 or {}).get("addressing_style", "auto")
     client.close()
-    amazon = re.search(r"\.amazonaws\.com(\.cn)?$", endpoint.partition("://")[2].partition("/")[0].partition(":")[0])
+    amazon = re.search(
+        r"\.amazonaws\.com(\.cn)?$",
+        endpoint.partition("://")[2].partition("/")[0].partition(":")[0],
+    )
     # The name of a bucket is unique in all of AWS, whatever the region; in other services only behind one endpoint.
     service = f"aws{amazon[1] or ''}" if amazon else endpoint.rstrip("/").lower()
     known_as = f"s3 {service} {place.bucket}/{place.prefix}"
-    in_host = style == "virtual" or (style == "auto" and amazon is not None and "." not in place.bucket)
+    in_host = style == "virtual" or (
+        style == "auto" and amazon is not None and "." not in place.bucket
+    )
     if in_host:
         scheme, _, host = endpoint.partition("://")
         endpoint = f"{scheme}://{place.bucket}.{host}"
     options: ClientConfig = {
         "allow_http": endpoint.startswith("http://"),
         "connect_timeout": timedelta(seconds=min(10.0, place.patience)),
-        "timeout": timedelta(hours=6),  # what a request may take follows from its bytes: see ``_within``
+        "timeout": timedelta(
+            hours=6
+        ),  # what a request may take follows from its bytes: see ``_within``
         "user_agent": "icecore",
     }
-    bundle = session._session.get_config_variable("ca_bundle") or os.environ.get("REQUESTS_CA_BUNDLE")
+    bundle = session._session.get_config_variable("ca_bundle") or os.environ.get(
+        "REQUESTS_CA_BUNDLE"
+    )
     if bundle and endpoint.startswith("https://"):
         try:
             with open(bundle, "rb") as file:
                 options["root_certificate"] = file.read(1 << 22)
         except OSError as error:
             raise UsageError(
-                f"the certificates in {bundle} cannot be read: {error.strerror}", cure="correct AWS_CA_BUNDLE"
+                f"the certificates in {bundle} cannot be read: {error.strerror}",
+                cure="correct AWS_CA_BUNDLE",
             ) from error
     store = S3Store(
         place.bucket,
@@ -224,11 +242,16 @@ class S3Backend(Backend):
             with self._failing(doing, name):
                 whole = body[0] if len(body) == 1 else body or b""
                 await self._within(
-                    length_of(body), doing, self._store.put_async(name, whole, mode="create", use_multipart=False)
+                    length_of(body),
+                    doing,
+                    self._store.put_async(name, whole, mode="create", use_multipart=False),
                 )
-        except ObjectMissing as error:  # an answer of 404 to a PUT that does not speak of the bucket
+        except (
+            ObjectMissing
+        ) as error:  # an answer of 404 to a PUT that does not speak of the bucket
             raise NotFound(
-                f"there is no bucket for {self.where}", cure="make the bucket first, or correct the location"
+                f"there is no bucket for {self.where}",
+                cure="make the bucket first, or correct the location",
             ) from error
 
     async def get(self, name: str, *, limit: int = 1 << 30) -> bytes:
@@ -238,7 +261,9 @@ class S3Backend(Backend):
             reply = await self._within(0, doing, self._store.get_async(name))
             size = reply.meta["size"]
             if size > limit:
-                raise Damaged("object", name, f"it has {size} bytes, more than the {limit} that it can have")
+                raise Damaged(
+                    "object", name, f"it has {size} bytes, more than the {limit} that it can have"
+                )
             data = (await self._within(size, doing, reply.bytes_async())).to_bytes()
         if len(data) != size:
             raise StoreError(f"cannot {doing} {self.where}: {len(data)} of {size} bytes came")
@@ -255,7 +280,9 @@ class S3Backend(Backend):
         at = 0
         with self._failing(doing, name, end=offset + view.nbytes):
             reply = await self._within(
-                0, doing, self._store.get_async(name, options={"range": (offset, offset + view.nbytes)})
+                0,
+                doing,
+                self._store.get_async(name, options={"range": (offset, offset + view.nbytes)}),
             )
             size = reply.meta["size"]
             if size < offset + view.nbytes:
@@ -342,7 +369,9 @@ class S3Backend(Backend):
             yield
         except AlreadyExistsError as error:
             if is_conflict(str(error)):
-                raise StoreError(f"cannot {doing} {self.where}: another request for it is under way") from error
+                raise StoreError(
+                    f"cannot {doing} {self.where}: another request for it is under way"
+                ) from error
             raise ObjectExists(f"object {name} exists in {self.where}") from error
         except (BaseError, FileNotFoundError, PermissionError) as error:
             if _UNNAMEABLE in str(error):
@@ -354,7 +383,9 @@ class S3Backend(Backend):
                 raise Damaged("object", name, f"it ends before offset {end}") from error
             raise translate(str(error), doing, self.where, name) from error
         except botocore.exceptions.BotoCoreError as error:
-            raise StoreDenied(f"cannot {doing} {self.where}: {error}", cure="renew the credentials") from error
+            raise StoreDenied(
+                f"cannot {doing} {self.where}: {error}", cure="renew the credentials"
+            ) from error
 
 
 class _Order:
@@ -372,7 +403,9 @@ class _Order:
     def add(self, info: ObjectInfo) -> list[ObjectInfo]:
         """Take one row; the rows that are certainly next."""
         part, slash, _ = info.name[len(self._prefix) :].partition("/")
-        if self._held and (part == self._group or part.startswith((f"{self._group}-", f"{self._group}."))):
+        if self._held and (
+            part == self._group or part.startswith((f"{self._group}-", f"{self._group}."))
+        ):
             self._held.append(info)
             return []
         ready = self.rest()
@@ -415,7 +448,9 @@ def _wait_for_threads() -> None:
     time.sleep(_LAST_THREADS_SECONDS)
     end = time.monotonic() + _MOST_THREADS_SECONDS
     own = threading.get_native_id()
-    while time.monotonic() < end and any(_runs(int(thread)) for thread in os.listdir("/proc/self/task") if int(thread) != own):
+    while time.monotonic() < end and any(
+        _runs(int(thread)) for thread in os.listdir("/proc/self/task") if int(thread) != own
+    ):
         time.sleep(0.01)
 
 

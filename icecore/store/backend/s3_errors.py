@@ -16,9 +16,7 @@ _MESSAGE = re.compile(r"<Message>([^<]{1,300})")
 _REGION = re.compile(r"<Region>([a-z0-9-]{1,40})</Region>|expecting '([a-z0-9-]{1,40})'")
 _DEBUG = "\n\nDebug source:"
 
-_CREDENTIALS = (
-    "see which credentials are used: [s3] profile, AWS_PROFILE, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws"
-)
+_CREDENTIALS = "see which credentials are used: [s3] profile, AWS_PROFILE, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws"
 _CURES = {
     "InvalidAccessKeyId": _CREDENTIALS,
     "SignatureDoesNotMatch": _CREDENTIALS,
@@ -35,7 +33,11 @@ _CURES = {
 #: Errors of those statuses say that the request is wrong, whatever the code; others of the 4xx may pass.
 _PASSING = {408, 409, 425, 429}
 _FULL = {"QuotaExceeded", "StorageFull", "XMinioStorageFull", "EntityTooLarge"}
-_WRONG_REGION = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
+_WRONG_REGION = {
+    "PermanentRedirect",
+    "AuthorizationHeaderMalformed",
+    "IllegalLocationConstraintException",
+}
 _RANGE = "InvalidRange"
 
 
@@ -108,7 +110,8 @@ def translate(text: str, doing: str, where: str, name: str = "") -> IcecoreError
         and reply.code not in ("RequestTimeout", "SlowDown", "BadDigest", "IncompleteBody")
     ):
         return StoreDenied(
-            failure, cure="the store does not accept the request: see whether [s3] endpoint is an S3 service"
+            failure,
+            cure="the store does not accept the request: see whether [s3] endpoint is an S3 service",
         )
     cure = (
         ""

@@ -99,7 +99,9 @@ class BackendConformance(ABC):
                     async with self.opened() as backend:
                         barrier.wait(_SECONDS)
                         try:
-                            await asyncio.wait_for(backend.create(f"race/{number}", [bytes([who]) * 70_000]), _SECONDS)
+                            await asyncio.wait_for(
+                                backend.create(f"race/{number}", [bytes([who]) * 70_000]), _SECONDS
+                            )
                         except ObjectExists:
                             return False
                         return True
@@ -108,7 +110,9 @@ class BackendConformance(ABC):
 
             with ThreadPoolExecutor(self.racers) as pool:
                 won = list(pool.map(creator, range(self.racers)))
-            assert won.count(True) == 1, f"{won.count(True)} creators of one name were told that they won"
+            assert won.count(True) == 1, (
+                f"{won.count(True)} creators of one name were told that they won"
+            )
 
             async def look(backend: Backend) -> None:
                 assert await backend.get(f"race/{number}") == bytes([won.index(True)]) * 70_000
@@ -139,7 +143,14 @@ class BackendConformance(ABC):
         async def work(backend: Backend) -> None:
             data = secrets.token_bytes(10_000)
             await backend.create("ranges", [data])
-            for offset, length in ((0, 1), (0, 10_000), (9_999, 1), (4_096, 4_096), (17, 0), (10_000, 0)):
+            for offset, length in (
+                (0, 1),
+                (0, 10_000),
+                (9_999, 1),
+                (4_096, 4_096),
+                (17, 0),
+                (10_000, 0),
+            ):
                 out = bytearray(length)
                 await backend.get_into("ranges", offset, memoryview(out))
                 assert out == data[offset : offset + length]
@@ -148,13 +159,18 @@ class BackendConformance(ABC):
                     await asyncio.to_thread(backend.read_into, "ranges", offset, memoryview(out))
                     assert out == data[offset : offset + length]
             for offset, length in ((9_999, 2), (10_001, 1), (0, 10_001), (1 << 40, 1)):
-                await self._fails(Damaged, backend.get_into("ranges", offset, memoryview(bytearray(length))))
+                await self._fails(
+                    Damaged, backend.get_into("ranges", offset, memoryview(bytearray(length)))
+                )
             wide = memoryview(bytearray(4_000)).cast("Q")
             await backend.get_into("ranges", 8, wide)
             assert wide.cast("B") == data[8:4_008]
             outs = [bytearray(100) for _ in range(64)]
             await asyncio.gather(
-                *(backend.get_into("ranges", at * 100, memoryview(out)) for at, out in enumerate(outs))
+                *(
+                    backend.get_into("ranges", at * 100, memoryview(out))
+                    for at, out in enumerate(outs)
+                )
             )
             assert b"".join(outs) == data[:6_400]
 
@@ -202,7 +218,9 @@ class BackendConformance(ABC):
             for name in ("missing", "missing/too", "there/is/that", "there/is"):
                 await self._fails(ObjectMissing, backend.get(name))
                 await self._fails(ObjectMissing, backend.size(name))
-                await self._fails(ObjectMissing, backend.get_into(name, 0, memoryview(bytearray(1))))
+                await self._fails(
+                    ObjectMissing, backend.get_into(name, 0, memoryview(bytearray(1)))
+                )
                 await backend.delete(name)
             assert await backend.get("there/is/this") == b"1"
 
@@ -211,7 +229,19 @@ class BackendConformance(ABC):
     def test_lists_in_order(self) -> None:
         async def work(backend: Backend) -> None:
             names = sorted(
-                ["a/b/1", "a/b/2", "a/b-1", "a/b.1", "a/b0", "a/c", "a0", "ab/1", "b/x/y/z", "b/x/y", "config"]
+                [
+                    "a/b/1",
+                    "a/b/2",
+                    "a/b-1",
+                    "a/b.1",
+                    "a/b0",
+                    "a/c",
+                    "a0",
+                    "ab/1",
+                    "b/x/y/z",
+                    "b/x/y",
+                    "config",
+                ]
                 + [f"many/{n:04x}" for n in range(self.listed)]
             )
             names.remove("b/x/y")  # storage with folders cannot hold both
@@ -219,7 +249,9 @@ class BackendConformance(ABC):
                 await backend.create(name, [name.encode()])
             for prefix in ("", "a/", "a/b/", "b/", "b/x/", "many/", "none/", "a/b/1/"):
                 listed = [(info.name, info.size) async for info in backend.list(prefix)]
-                assert listed == [(name, len(name)) for name in names if name.startswith(prefix)], prefix
+                assert listed == [(name, len(name)) for name in names if name.startswith(prefix)], (
+                    prefix
+                )
             async for info in backend.list("many/"):  # a listing may be left early
                 assert info.name == "many/0000"
                 break
@@ -303,7 +335,9 @@ class BackendConformance(ABC):
     def test_many_calls_at_once(self) -> None:
         async def work(backend: Backend) -> None:
             data = [secrets.token_bytes(5_000) for _ in range(100)]
-            await asyncio.gather(*(backend.create(f"at/once/{n}", [body]) for n, body in enumerate(data)))
+            await asyncio.gather(
+                *(backend.create(f"at/once/{n}", [body]) for n, body in enumerate(data))
+            )
             assert await asyncio.gather(*(backend.get(f"at/once/{n}") for n in range(100))) == data
             assert await backend.sweep(3600) == 0
             await asyncio.gather(*(backend.delete(f"at/once/{n}") for n in range(100)))
@@ -317,9 +351,14 @@ class BackendConformance(ABC):
             await backend.create("there", [data])
             for pause in (0, 0.001, 0.01):
                 calls = [
-                    *(asyncio.create_task(backend.create(f"c/{n}-{pause}", [data])) for n in range(8)),
                     *(
-                        asyncio.create_task(backend.get_into("there", n, memoryview(bytearray(1 << 20))))
+                        asyncio.create_task(backend.create(f"c/{n}-{pause}", [data]))
+                        for n in range(8)
+                    ),
+                    *(
+                        asyncio.create_task(
+                            backend.get_into("there", n, memoryview(bytearray(1 << 20)))
+                        )
                         for n in range(8)
                     ),
                 ]
@@ -330,7 +369,9 @@ class BackendConformance(ABC):
             async for info in backend.list("c/"):
                 assert info.size == len(data), "a part of an object was left behind"
             outs = [bytearray(1000) for _ in range(32)]
-            await asyncio.gather(*(backend.get_into("there", n, memoryview(out)) for n, out in enumerate(outs)))
+            await asyncio.gather(
+                *(backend.get_into("there", n, memoryview(out)) for n, out in enumerate(outs))
+            )
             assert all(out == data[n : n + 1000] for n, out in enumerate(outs))
             await backend.create("after", [b"1"])
 

@@ -90,7 +90,9 @@ def group(records: Sequence[Records]) -> Groups:
     begins = np.ones(len(cell), np.bool_)
     begins[1:] = ~same_region | (np.diff(number) != 0)
     first: Indices = np.flatnonzero(begins)
-    return Groups(together, np.concatenate((first, np.array([len(cell)]))), region[first], number[first])
+    return Groups(
+        together, np.concatenate((first, np.array([len(cell)]))), region[first], number[first]
+    )
 
 
 def node_ids(key: bytes, nodes: Sequence[Buffer]) -> list[bytes]:
@@ -102,7 +104,9 @@ class NodeEncoder:
     """Compresses nodes into their stored form. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._zstd = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True, write_checksum=False)
+        self._zstd = zstandard.ZstdCompressor(
+            level=_LEVEL, write_content_size=True, write_checksum=False
+        )
 
     def encode(self, node: memoryview) -> bytes:
         """The stored form of one node."""
@@ -121,7 +125,10 @@ def encode_nodes(key: bytes, records: Sequence[Records]) -> list[tuple[bytes, by
     """All nodes of a space, in (region, group) order, as ``(id, stored bytes)``; ``key`` is the repository's node key."""
     nodes = group(records).node_bytes()
     encoder = NodeEncoder()
-    return [(identity, encoder.encode(node)) for identity, node in zip(node_ids(key, nodes), nodes, strict=True)]
+    return [
+        (identity, encoder.encode(node))
+        for identity, node in zip(node_ids(key, nodes), nodes, strict=True)
+    ]
 
 
 class NodeDecoder:
@@ -185,14 +192,19 @@ class NodeDecoder:
             plain.append(self.plain(s, identities[32 * i : 32 * i + 32]))
             limit -= len(plain[-1])
             if limit < 0:
-                raise _damaged(identities[32 * i : 32 * i + 32], "with it, the records of the snapshot's cells take more memory than this machine has to spare")
+                raise _damaged(
+                    identities[32 * i : 32 * i + 32],
+                    "with it, the records of the snapshot's cells take more memory than this machine has to spare",
+                )
         counts = np.fromiter((len(p) // CELL.itemsize for p in plain), np.int64, len(plain))
         records = np.frombuffer(b"".join(plain), CELL)
         owner = np.repeat(np.arange(len(plain)), counts)
         wrong = _wrong(records, refs["group"].astype(np.int64)[owner], owner, overhead(self._key))
         if wrong.any():
             node = int(owner[np.flatnonzero(wrong)[0]])
-            raise _damaged(identities[32 * node : 32 * node + 32], "a record in it contradicts itself")
+            raise _damaged(
+                identities[32 * node : 32 * node + 32], "a record in it contradicts itself"
+            )
         return records, counts
 
     def verify(self, stored: memoryview, ref: np.void) -> None:
@@ -201,7 +213,9 @@ class NodeDecoder:
         Raises:
             Damaged: They are not what was written.
         """
-        self.plain(self._opened(stored, ref) if overhead(self._key) else stored, ref["node"].tobytes())
+        self.plain(
+            self._opened(stored, ref) if overhead(self._key) else stored, ref["node"].tobytes()
+        )
 
     def _opened(self, stored: memoryview, ref: np.void) -> memoryview:
         identity, pack = ref["node"].tobytes(), object_name("nodes", ref["pack"].tobytes())
@@ -233,7 +247,11 @@ def _wrong(records: Records, groups: Indices, owner: Indices, tag: int) -> npt.N
     pages = np.bitwise_count(records["data"]).sum(axis=1, dtype=np.int64)
     numbers, length = records["place"]["codec"], records["place"]["length"].astype(np.int64)
     delta = numbers & codec.DELTA != 0
-    wrong |= ~_KNOWN_CODECS[numbers] | (length > pages * PAGE + tag) | ((numbers == codec.ZERO) != (length == 0))
+    wrong |= (
+        ~_KNOWN_CODECS[numbers]
+        | (length > pages * PAGE + tag)
+        | ((numbers == codec.ZERO) != (length == 0))
+    )
     wrong |= (numbers == codec.RAW) & (length != pages * PAGE + tag)
     base_numbers, base_length = records["base_place"]["codec"], records["base_place"]["length"]
     wrong |= delta != records["base"].any(axis=1)
@@ -261,7 +279,9 @@ def check_regions(regions: Sequence[Region], records: Records, region: Indices) 
     """
     if not len(records):
         return
-    bounds = np.array([(one.origin, one.start, one.start + one.length) for one in regions], np.int64)
+    bounds = np.array(
+        [(one.origin, one.start, one.start + one.length) for one in regions], np.int64
+    )
     origin, start, end = bounds[region].T
     base = origin + records["cell"].astype(np.int64) * CELL_BYTES
     if ((base >= end) | (base + CELL_BYTES <= start)).any():
@@ -270,7 +290,9 @@ def check_regions(regions: Sequence[Region], records: Records, region: Indices) 
     pages = np.arange(CELL_PAGES)
     for first in range(0, len(edges), _ROWS):
         rows = edges[first : first + _ROWS]
-        there = np.unpackbits(records["data"][rows] | records["zero"][rows], axis=1, bitorder="little").view(np.bool_)
+        there = np.unpackbits(
+            records["data"][rows] | records["zero"][rows], axis=1, bitorder="little"
+        ).view(np.bool_)
         address = base[rows, None] + pages * PAGE
         if (there & ((address < start[rows, None]) | (address >= end[rows, None]))).any():
             raise ValueError("a page of a cell lies outside its region")

@@ -47,7 +47,10 @@ def align(base_bitmap: Buffer, base: Buffer, bitmap: Buffer, out: memoryview) ->
     Returns:
         ``out``, filled.
     """
-    wanted, there = page_mask(np.frombuffer(bitmap, np.uint8)), page_mask(np.frombuffer(base_bitmap, np.uint8))
+    wanted, there = (
+        page_mask(np.frombuffer(bitmap, np.uint8)),
+        page_mask(np.frombuffer(base_bitmap, np.uint8)),
+    )
     pages, target = as_pages(base), as_pages(out)
     if len(target) != np.count_nonzero(wanted) or len(pages) != np.count_nonzero(there):
         raise ValueError("the bytes do not fit their page bitmap")

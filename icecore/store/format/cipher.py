@@ -79,7 +79,9 @@ def seal_whole(key: bytes, name: str, header: Buffer, body: Buffer) -> bytes:
     if not name:
         raise ValueError("what is encrypted has a name")
     salt = secrets.token_bytes(SALT_BYTES)
-    return salt + AESGCM(_derive(key, salt, name)).encrypt(bytes(12), body, _associated(name, 0, header))
+    return salt + AESGCM(_derive(key, salt, name)).encrypt(
+        bytes(12), body, _associated(name, 0, header)
+    )
 
 
 def open_whole(key: bytes, name: str, header: Buffer, payload: Buffer) -> bytes:
@@ -98,7 +100,9 @@ def open_whole(key: bytes, name: str, header: Buffer, payload: Buffer) -> bytes:
         raise ValueError("it is not what was encrypted for its name") from None
 
 
-def seal_piece(key: bytes, name: str, offset: int, context: Buffer, parts: Sequence[Buffer], out: memoryview) -> None:
+def seal_piece(
+    key: bytes, name: str, offset: int, context: Buffer, parts: Sequence[Buffer], out: memoryview
+) -> None:
     """Encrypt a piece of object ``name``, or copy it where ``key`` does not encrypt. Releases the GIL.
 
     Args:
@@ -119,7 +123,9 @@ def seal_piece(key: bytes, name: str, offset: int, context: Buffer, parts: Seque
     out[at:] = sealing.tag
 
 
-def open_piece(key: bytes, name: str, offset: int, context: Buffer, stored: Buffer, out: memoryview) -> memoryview:
+def open_piece(
+    key: bytes, name: str, offset: int, context: Buffer, stored: Buffer, out: memoryview
+) -> memoryview:
     """Decrypt a piece; nothing is in ``out`` that was not verified. Releases the GIL.
 
     Args:
@@ -145,7 +151,9 @@ def open_piece(key: bytes, name: str, offset: int, context: Buffer, stored: Buff
     return room
 
 
-def peek_piece(key: bytes, name: str, offset: int, start: int, stored: Buffer, out: memoryview) -> None:
+def peek_piece(
+    key: bytes, name: str, offset: int, start: int, stored: Buffer, out: memoryview
+) -> None:
     """Decrypt part of a piece without knowing whether it is sound: for estimates only, never for what is stored or handed out.
 
     Args:
@@ -157,7 +165,9 @@ def peek_piece(key: bytes, name: str, offset: int, start: int, stored: Buffer, o
         raise ValueError(f"a part that begins at {start}")
     # GCM is counter mode; with a nonce of 12 bytes the text begins at counter 2 (NIST SP 800-38D).
     counter = (_FIRST_COUNTER + start // _BLOCK_BYTES).to_bytes(4, "big")
-    opening = Cipher(AES256(_derive(key, b"", name)), CTR(_NONCE.pack(offset) + counter)).decryptor()
+    opening = Cipher(
+        AES256(_derive(key, b"", name)), CTR(_NONCE.pack(offset) + counter)
+    ).decryptor()
     opening.update_into(stored, out)
 
 
@@ -174,7 +184,9 @@ def opened_piece(key: bytes, name: str, offset: int, context: Buffer, stored: Bu
     """The inverse of :func:`sealed_piece`; raises what :func:`open_piece` does."""
     if encryption_of(key) is None:
         return stored
-    return open_piece(key, name, offset, context, stored, memoryview(bytearray(max(0, len(stored) - TAG_BYTES))))
+    return open_piece(
+        key, name, offset, context, stored, memoryview(bytearray(max(0, len(stored) - TAG_BYTES)))
+    )
 
 
 def _derive(key: bytes, salt: bytes, name: str) -> bytes:

@@ -82,7 +82,10 @@ _NAMES: Mapping[int, str] = MappingProxyType(
         RAW: "raw",
         LZ4: "lz4",
         ZSTD: "zstd",
-        **{n: f"{'bit' if b.shuffle == 2 else ''}shuffle{b.item}+{b.compressor}" for n, b in BLOSC.items()},
+        **{
+            n: f"{'bit' if b.shuffle == 2 else ''}shuffle{b.item}+{b.compressor}"
+            for n, b in BLOSC.items()
+        },
     }
 )
 
@@ -105,7 +108,9 @@ def known(codec: int) -> bool:
 def name(codec: int) -> str:
     """The codec's name as events, ``show`` and the documents write it, e.g. ``xor/shuffle4+zstd``."""
     base = _NAMES.get(codec & ~DELTA, f"unknown {codec}")
-    return {0: base, XOR: f"xor/{base}", PATCH: f"patch/{base}"}.get(codec & DELTA, f"unknown {codec}")
+    return {0: base, XOR: f"xor/{base}", PATCH: f"patch/{base}"}.get(
+        codec & DELTA, f"unknown {codec}"
+    )
 
 
 def seal(*parts: Buffer) -> bytes:
@@ -154,11 +159,15 @@ class Encoder:
         if len(data) % form.item:
             raise ValueError(f"{len(data)} bytes are not items of {form.item}")
         items = np.frombuffer(data, f"<u{form.item}")
-        compressed = _blosc.compress(items, form.compressor.encode(), max(1, choice.level), form.shuffle, _BLOSC_BLOCK)
+        compressed = _blosc.compress(
+            items, form.compressor.encode(), max(1, choice.level), form.shuffle, _BLOSC_BLOCK
+        )
         return compressed
 
 
-def encode(data: Buffer, choice: Choice, encoder: Encoder | None = None) -> tuple[int, tuple[Buffer, ...]]:
+def encode(
+    data: Buffer, choice: Choice, encoder: Encoder | None = None
+) -> tuple[int, tuple[Buffer, ...]]:
     """One full form of ``data``.
 
     Returns:

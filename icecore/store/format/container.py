@@ -51,7 +51,9 @@ class Container:
     def footer(self, key: bytes, name: bytes, table: bytes, offset: int) -> bytes:
         """The footer of object ``name`` whose pieces end at ``offset``; ``table`` is their entries."""
         count = len(table) // self.entry.itemsize
-        head = _TAIL.pack(self.magic, self.version | flag(key), count, offset, name, b"")[:-_DIGEST_BYTES]
+        head = _TAIL.pack(self.magic, self.version | flag(key), count, offset, name, b"")[
+            :-_DIGEST_BYTES
+        ]
         table = sealed_piece(key, object_name(self.kind, name), offset, _TABLE, table)
         return table + head + _digest(key, table, head)
 
@@ -71,7 +73,11 @@ class Container:
         if own_name != name:
             raise self.damaged(name, f"it says that it is {own_name.hex()}")
         length = size - offset
-        if not TAIL_BYTES <= length <= TAIL_BYTES + self.max_entries * self.entry.itemsize + TAG_BYTES:
+        if (
+            not TAIL_BYTES
+            <= length
+            <= TAIL_BYTES + self.max_entries * self.entry.itemsize + TAG_BYTES
+        ):
             raise self.damaged(name, f"its footer cannot begin at {offset} of {size} bytes")
         return Where(offset, length)
 
@@ -95,7 +101,8 @@ class Container:
         _, version, count, *_ = _TAIL.unpack(view[-TAIL_BYTES:])
         if version & ~ENCRYPTED > self.version:
             raise FormatTooNew(
-                f"{object_name(self.kind, name)} has version {version & ~ENCRYPTED}, this icecore reads up to {self.version}", cure="use a newer icecore"
+                f"{object_name(self.kind, name)} has version {version & ~ENCRYPTED}, this icecore reads up to {self.version}",
+                cure="use a newer icecore",
             )
         if version & ENCRYPTED != flag(key):
             raise self.damaged(name, "it is encrypted, or not, unlike its repository")
@@ -108,7 +115,9 @@ class Container:
         entries = np.frombuffer(table, self.entry)
         ends = np.cumsum(entries["length"], dtype=np.int64)
         starts = ends - entries["length"]
-        if (ends[-1] if count else 0) != where.offset or (starts != entries["offset"].astype(np.int64)).any():
+        if (ends[-1] if count else 0) != where.offset or (
+            starts != entries["offset"].astype(np.int64)
+        ).any():
             raise self.damaged(name, "its pieces do not lie back to back")
         return entries
 

@@ -75,7 +75,12 @@ def base_bitmap(stored: Buffer) -> bytes:
 
 
 def decode(
-    number: int, stored: memoryview, bitmap: Buffer, base: memoryview, out: memoryview, scratch: memoryview
+    number: int,
+    stored: memoryview,
+    bitmap: Buffer,
+    base: memoryview,
+    out: memoryview,
+    scratch: memoryview,
 ) -> None:
     """Fill ``out`` with a chunk from its delta and its base.
 
@@ -95,7 +100,10 @@ def decode(
     body = codec.unseal(stored)
     if len(body) < HEADER_BYTES:
         raise ValueError("shorter than a delta's header")
-    theirs, changed = bytes(body[:BITMAP_BYTES]), np.frombuffer(body[BITMAP_BYTES:HEADER_BYTES], np.uint8)
+    theirs, changed = (
+        bytes(body[:BITMAP_BYTES]),
+        np.frombuffer(body[BITMAP_BYTES:HEADER_BYTES], np.uint8),
+    )
     pages = len(out) // PAGE
     rows = np.flatnonzero(page_mask(changed))
     if len(rows) and rows[-1] >= pages:
@@ -111,7 +119,9 @@ def decode(
     _place(number, rows, as_pages(residual), as_pages(out))
 
 
-def _place(number: int, rows: np.ndarray[tuple[int], np.dtype[np.int64]], residual: Bytes, target: Bytes) -> None:
+def _place(
+    number: int, rows: np.ndarray[tuple[int], np.dtype[np.int64]], residual: Bytes, target: Bytes
+) -> None:
     if number & codec.PATCH:
         target[rows] = residual
     elif len(rows) == len(target):

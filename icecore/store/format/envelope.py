@@ -94,7 +94,9 @@ def seal(kind: ObjectKind, body: bytes, key: bytes, name: str = "") -> Sealed:
     return Sealed(header + digest + payload, digest)
 
 
-def unseal(kind: ObjectKind, name: str, data: bytes, key: bytes, digest: bytes | None = None) -> bytes:
+def unseal(
+    kind: ObjectKind, name: str, data: bytes, key: bytes, digest: bytes | None = None
+) -> bytes:
     """The body of object ``name``.
 
     Args:
@@ -131,7 +133,11 @@ def unseal(kind: ObjectKind, name: str, data: bytes, key: bytes, digest: bytes |
             raise Damaged(kind.title, name, str(error)) from error
         payload = memoryview(inner)[_INNER.size :]
     if length > kind.limit:
-        raise Damaged(kind.title, name, f"it claims {length} bytes, more than the {kind.limit} that it can have")
+        raise Damaged(
+            kind.title,
+            name,
+            f"it claims {length} bytes, more than the {kind.limit} that it can have",
+        )
     if compression == _NONE:
         if len(payload) != length:
             raise Damaged(kind.title, name, f"it has {len(payload)} bytes instead of {length}")
@@ -141,7 +147,9 @@ def unseal(kind: ObjectKind, name: str, data: bytes, key: bytes, digest: bytes |
     try:
         # zstd allocates what the frame says; it has to say what the header says.
         if zstandard.frame_content_size(payload) != length:
-            raise Damaged(kind.title, name, "its compressed frame has another length than its header")
+            raise Damaged(
+                kind.title, name, "its compressed frame has another length than its header"
+            )
         body = zstandard.ZstdDecompressor().decompress(payload, max_output_size=length)
     except zstandard.ZstdError as error:
         raise Damaged(kind.title, name, f"it does not decompress: {error}") from error

@@ -31,7 +31,17 @@ FILTER_KIND = ObjectKind("index filter", b"ICEFILT", 1, 256 << 20, None)
 _HASH = slice(16, 24)
 #: Odd numbers by which the second is multiplied for each word; the leading five bits of the product are the bit's number. As in Parquet.
 _SALTS = np.array(
-    [0x47B6137B, 0x44974D91, 0x8824AD5B, 0xA2B7289D, 0x705495C7, 0x2DF1424B, 0x9EFC4947, 0x5C6BFB31], np.uint32
+    [
+        0x47B6137B,
+        0x44974D91,
+        0x8824AD5B,
+        0xA2B7289D,
+        0x705495C7,
+        0x2DF1424B,
+        0x9EFC4947,
+        0x5C6BFB31,
+    ],
+    np.uint32,
 )
 
 Words = npt.NDArray[np.uint32]
@@ -76,7 +86,11 @@ def decode_filter(name: str, data: bytes, key: bytes, segment: SegmentRef) -> Wo
     if body[:DIGEST_BYTES] != segment.digest:
         raise Damaged(FILTER_KIND.title, name, "it is that of another segment")
     if len(body) != DIGEST_BYTES + block_count(segment) * _BLOCK_BYTES:
-        raise Damaged(FILTER_KIND.title, name, f"it has {len(body)} bytes, which does not fit the {segment.count} entries of its segment")
+        raise Damaged(
+            FILTER_KIND.title,
+            name,
+            f"it has {len(body)} bytes, which does not fit the {segment.count} entries of its segment",
+        )
     return np.frombuffer(body, "<u4", offset=DIGEST_BYTES).reshape(-1, _WORDS)
 
 
@@ -136,7 +150,9 @@ class FilterSet:
         high, bits = _hash(ids)
         found = self._layers[:, ids[:, 0]]
         for layer in found:
-            block = self._base[layer] + (high * self._blocks[layer] >> np.uint64(32)).astype(np.int64)
+            block = self._base[layer] + (high * self._blocks[layer] >> np.uint64(32)).astype(
+                np.int64
+            )
             # Four 64-bit words for eight of 32 bits: whether all of an id's bits are set.
             absent = (~np.take(self._words, block, axis=0) & bits).view(np.uint64)
             denied = (absent[:, 0] | absent[:, 1] | absent[:, 2] | absent[:, 3]) != 0

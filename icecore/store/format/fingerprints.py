@@ -50,7 +50,9 @@ def encode_fingerprints(spaces: Mapping[str, Fingerprints]) -> bytes:
     """Fingerprints of many spaces (by ``kind:key``) as one hint object."""
     entries = {
         stored(space): _Stored(
-            known.key.astype("<u8").tobytes(), known.fingerprint.tobytes(), known.restless.astype("<u8").tobytes()
+            known.key.astype("<u8").tobytes(),
+            known.fingerprint.tobytes(),
+            known.restless.astype("<u8").tobytes(),
         )
         for space, known in spaces.items()
     }
@@ -84,7 +86,9 @@ def decode_fingerprints(data: bytes, limit: int = _MAX_HINTS) -> dict[str, Finge
         )
         out = {}
         for space, item in entries.items():
-            keys, restless = (np.frombuffer(part, "<u8").astype(np.uint64) for part in (item.key, item.restless))
+            keys, restless = (
+                np.frombuffer(part, "<u8").astype(np.uint64) for part in (item.key, item.restless)
+            )
             fingerprint = np.frombuffer(item.fingerprint, FINGERPRINT)
             if len(keys) != len(fingerprint):
                 raise ValueError(f"{space}: {len(keys)} addresses, {len(fingerprint)} fingerprints")

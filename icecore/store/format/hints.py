@@ -17,7 +17,12 @@ def limited(limit: int) -> ObjectKind:
 
 
 def decode_hints(
-    name: str, data: bytes, key: bytes, digest: bytes | None = None, *, kind: ObjectKind = HINTS_KIND
+    name: str,
+    data: bytes,
+    key: bytes,
+    digest: bytes | None = None,
+    *,
+    kind: ObjectKind = HINTS_KIND,
 ) -> bytes:
     """The body of hints object ``name``; ``key`` is the repository's hints key.
 

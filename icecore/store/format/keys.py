@@ -95,8 +95,14 @@ class Keys:
         made: dict[str, Any] = {use: _derive(f"1 {use}", secret) for use in USES}
         if repository:
             bound = secret + bytes.fromhex(repository)
-            made = {use: Key(key, _derive(f"2 encryption of {use}", secret)) for use, key in made.items()}
-            made |= {use: Key(_derive(f"2 {use}", bound), _derive(f"2 encryption of {use}", bound)) for use in _OWN}
+            made = {
+                use: Key(key, _derive(f"2 encryption of {use}", secret))
+                for use, key in made.items()
+            }
+            made |= {
+                use: Key(_derive(f"2 {use}", bound), _derive(f"2 encryption of {use}", bound))
+                for use in _OWN
+            }
         return cls(**made, secret=secret, repository=repository)
 
     def __repr__(self) -> str:
@@ -146,7 +152,8 @@ def open_slot(name: str, data: bytes) -> bytes:
         raise Damaged(KEY_KIND.title, name, str(error)) from error
     if slot.format > FORMAT or slot.method != "plain":
         raise FormatTooNew(
-            f"key slot {name} has method {slot.method!r}, which this icecore does not know", cure="use a newer icecore"
+            f"key slot {name} has method {slot.method!r}, which this icecore does not know",
+            cure="use a newer icecore",
         )
     if len(slot.secret) != 32:
         raise Damaged(KEY_KIND.title, name, f"its secret has {len(slot.secret)} bytes")
@@ -175,6 +182,10 @@ def decode_config(name: str, data: bytes, keys: Keys) -> Config:
             f"the repository has format {config.format}, this icecore reads up to {ENCRYPTED_FORMAT}",
             cure="use a newer icecore",
         )
-    if (config.format == ENCRYPTED_FORMAT) != keys.encrypted or (keys.encrypted and config.id != keys.repository):
-        raise Damaged(CONFIG_KIND.title, name, "it is not that of the repository whose keys these are")
+    if (config.format == ENCRYPTED_FORMAT) != keys.encrypted or (
+        keys.encrypted and config.id != keys.repository
+    ):
+        raise Damaged(
+            CONFIG_KIND.title, name, "it is not that of the repository whose keys these are"
+        )
     return config

@@ -25,7 +25,14 @@ from icecore.text import loaded, stored
 
 #: Reference to one map node: the group of 64 cells of one region that it holds, its id, and where its stored bytes lie.
 NODE_REF = np.dtype(
-    [("region", "<u4"), ("group", "<u4"), ("node", "u1", 32), ("pack", "u1", 16), ("offset", "<u8"), ("length", "<u4")]
+    [
+        ("region", "<u4"),
+        ("group", "<u4"),
+        ("node", "u1", 32),
+        ("pack", "u1", 16),
+        ("offset", "<u8"),
+        ("length", "<u4"),
+    ]
 )
 
 #: Lists are bounded before they are made: a decoder reads how long one is to be first.
@@ -199,7 +206,13 @@ _OUTLINE: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
             if field.name in _PIECES
             else (field.name, field.type)
             if field.required
-            else (field.name, field.type, field.default if field.default is not msgspec.NODEFAULT else msgspec.field(default_factory=field.default_factory))
+            else (
+                field.name,
+                field.type,
+                field.default
+                if field.default is not msgspec.NODEFAULT
+                else msgspec.field(default_factory=field.default_factory),
+            )
             for field in msgspec.structs.fields(Manifest)
         ],
     )
@@ -220,11 +233,15 @@ def encode_manifest(manifest: Manifest, key: bytes, name: str = "") -> Sealed:
         try:
             body = msgspec.msgpack.encode(msgspec.structs.replace(manifest, format=_PLAIN_FORMAT))
         except UnicodeEncodeError:  # readers of format 1 would take an escaped path for the path
-            body = msgspec.msgpack.encode(_with_texts(msgspec.structs.replace(manifest, format=MANIFEST_FORMAT), stored))
+            body = msgspec.msgpack.encode(
+                _with_texts(msgspec.structs.replace(manifest, format=MANIFEST_FORMAT), stored)
+            )
         _decode(body)
         return seal(MANIFEST_KIND, body, key, name)
     except ValueError as error:
-        raise StoreError(f"the manifest of snapshot {manifest.snapshot} cannot be kept: {error}") from error
+        raise StoreError(
+            f"the manifest of snapshot {manifest.snapshot} cannot be kept: {error}"
+        ) from error
 
 
 class _Long(msgspec.Struct):
@@ -247,7 +264,12 @@ def _lengths(raw: msgspec.Raw) -> Iterator[tuple[str, int]]:
     for field in _Long.__struct_fields__:
         data = memoryview(getattr(long, field))
         kind = data[0]
-        yield field, kind & 15 if kind >> 4 == 9 else int.from_bytes(data[1 : 1 + _LENGTH_BYTES.get(kind, 0)], "big")
+        yield (
+            field,
+            kind & 15
+            if kind >> 4 == 9
+            else int.from_bytes(data[1 : 1 + _LENGTH_BYTES.get(kind, 0)], "big"),
+        )
 
 
 def _decode(body: bytes) -> Manifest:
@@ -259,9 +281,18 @@ def _decode(body: bytes) -> Manifest:
     try:
         outline = _OUTLINE.decode(body)
         if outline.format > MANIFEST_FORMAT:  # the caller says so; its rules are not known here
-            known: dict[str, Any] = {field: getattr(outline, field) for field in Manifest.__struct_fields__ if field not in _PIECES}
+            known: dict[str, Any] = {
+                field: getattr(outline, field)
+                for field in Manifest.__struct_fields__
+                if field not in _PIECES
+            }
             return Manifest(**known, processes=[], spaces=[], files=[])
-        left = {"regions": MAX_REGIONS, "nodes": MAX_NODES * NODE_REF_BYTES, "command": MAX_WORDS, "links": MAX_WORDS}
+        left = {
+            "regions": MAX_REGIONS,
+            "nodes": MAX_NODES * NODE_REF_BYTES,
+            "command": MAX_WORDS,
+            "links": MAX_WORDS,
+        }
         made: dict[str, Any] = {}
         for name, decoder in _PIECES.items():
             made[name] = list[Any]()
@@ -273,7 +304,10 @@ def _decode(body: bytes) -> Manifest:
                 made[name].append(decoder.decode(raw))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(str(error)) from error
-    every: dict[str, Any] = {field: made[field] if field in made else getattr(outline, field) for field in Manifest.__struct_fields__}
+    every: dict[str, Any] = {
+        field: made[field] if field in made else getattr(outline, field)
+        for field in Manifest.__struct_fields__
+    }
     manifest = Manifest(**every)
     if manifest.format == MANIFEST_FORMAT:
         manifest = msgspec.convert(_with_texts(manifest, loaded), Manifest)
@@ -282,7 +316,9 @@ def _decode(body: bytes) -> Manifest:
     for space in manifest.spaces:
         if len(space.nodes) % NODE_REF.itemsize:
             raise ValueError(f"the node references of {space.kind} {space.key} are cut off")
-        if len(space.nodes) and int(np.frombuffer(space.nodes, NODE_REF)["region"].max()) >= len(space.regions):
+        if len(space.nodes) and int(np.frombuffer(space.nodes, NODE_REF)["region"].max()) >= len(
+            space.regions
+        ):
             raise ValueError(f"a node of {space.kind} {space.key} belongs to no region")
     return manifest
 

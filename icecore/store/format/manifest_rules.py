@@ -79,11 +79,19 @@ NODE_REF_BYTES = 68
 
 
 def _identity(manifest: Manifest) -> Iterator[str]:
-    if not manifest.snapshot or not _SNAPSHOT.match(manifest.snapshot) or not _SNAPSHOT.match(manifest.parent):
+    if (
+        not manifest.snapshot
+        or not _SNAPSHOT.match(manifest.snapshot)
+        or not _SNAPSHOT.match(manifest.parent)
+    ):
         yield "its id, or its parent's, is not that of a snapshot"
     if not _LINEAGE.match(manifest.lineage):
         yield f"its lineage is called {_shown(manifest.lineage)}"
-    if not _HINTS.match(manifest.hints) or not _DIGEST.match(manifest.hints_digest) or (manifest.hints and not manifest.hints_digest):
+    if (
+        not _HINTS.match(manifest.hints)
+        or not _DIGEST.match(manifest.hints_digest)
+        or (manifest.hints and not manifest.hints_digest)
+    ):
         yield f"its hints are called {_shown(manifest.hints)}"
     if not math.isfinite(manifest.window_seconds):
         yield "its window has no length"
@@ -100,8 +108,12 @@ def _space(space: Space) -> str:
     if not space.regions:
         if space.nodes:
             return "it has a map and no region"
-        return "it has a size and no region" if space.size and space.kind in ("file", "image") else ""
-    table = np.array([(region.start, region.length, region.origin) for region in space.regions], np.int64)
+        return (
+            "it has a size and no region" if space.size and space.kind in ("file", "image") else ""
+        )
+    table = np.array(
+        [(region.start, region.length, region.origin) for region in space.regions], np.int64
+    )
     start, length, origin = table.T
     end = start + length
     top = _TOP_ADDRESS if space.kind == "process" else _TOP
@@ -113,7 +125,9 @@ def _space(space: Space) -> str:
         return "a region does not lie in its own grid of cells"
     if (start[1:] < end[:-1]).any():
         return "its regions overlap, or are not in order"
-    if space.kind in ("file", "image") and (len(table) > 1 or start[0] or not length[0] - PAGE < space.size <= length[0]):
+    if space.kind in ("file", "image") and (
+        len(table) > 1 or start[0] or not length[0] - PAGE < space.size <= length[0]
+    ):
         return f"its region is not that of {space.size} bytes"
     return ""
 

@@ -30,7 +30,9 @@ def marked(
     )
     if changed == record:
         return record
-    return msgspec.structs.replace(changed, marks=[*record.marks, secrets.token_bytes(_ID_BYTES)][-REMEMBERED:])
+    return msgspec.structs.replace(
+        changed, marks=[*record.marks, secrets.token_bytes(_ID_BYTES)][-REMEMBERED:]
+    )
 
 
 def joined(ours: SnapshotRecord, theirs: SnapshotRecord) -> SnapshotRecord:
@@ -47,7 +49,9 @@ def joined(ours: SnapshotRecord, theirs: SnapshotRecord) -> SnapshotRecord:
     elif not other or other in ours.marks:
         return ours
     elif not mine or mine in theirs.marks:
-        return msgspec.structs.replace(ours, pinned=theirs.pinned, tags=theirs.tags, marks=theirs.marks)
+        return msgspec.structs.replace(
+            ours, pinned=theirs.pinned, tags=theirs.tags, marks=theirs.marks
+        )
     pair = sorted((mine, other))
     older = [one for one in dict.fromkeys([*ours.marks, *theirs.marks]) if one not in pair]
     newest = blake3(b"".join(pair)).digest(_ID_BYTES)

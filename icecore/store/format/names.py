@@ -132,4 +132,6 @@ def new_snapshot_id() -> str:
 
     The time only keeps neighbours in time on the same page of the snapshot list; nothing relies on it.
     """
-    return (time.time_ns() // 1_000_000 & (1 << 48) - 1).to_bytes(6, "big").hex() + secrets.token_hex(10)
+    return (time.time_ns() // 1_000_000 & (1 << 48) - 1).to_bytes(
+        6, "big"
+    ).hex() + secrets.token_hex(10)

@@ -89,7 +89,6 @@ class Head:
         """
         return np.maximum(np.searchsorted(self.first, keys, side="right").astype(np.int64) - 1, 0)
 
-
     def blocks_between(self, low: int, high: int) -> tuple[int, int]:
         """The blocks, as first and last + 1, in which ids can be whose leading numbers are at least ``low`` and less than ``high`` (at most 2^64)."""
         last = int(np.searchsorted(self.first, np.uint64(high - 1), side="right"))
@@ -104,10 +103,14 @@ def head_bytes(count: int, key: bytes) -> int:
 
 def segment_bytes(count: int, key: bytes) -> int:
     """Length in bytes of a whole segment with ``count`` entries that was written under ``key``."""
-    return head_bytes(count, key) + count * ENTRY.itemsize + -(-count // BLOCK_ENTRIES) * overhead(key)
+    return (
+        head_bytes(count, key) + count * ENTRY.itemsize + -(-count // BLOCK_ENTRIES) * overhead(key)
+    )
 
 
-def parse_head(name: str, data: bytes | memoryview, key: bytes, digest: bytes | None = None) -> Head:
+def parse_head(
+    name: str, data: bytes | memoryview, key: bytes, digest: bytes | None = None
+) -> Head:
     """The head in the first bytes of segment ``name``; ``data`` may go on after it.
 
     Args:
@@ -124,7 +127,11 @@ def parse_head(name: str, data: bytes | memoryview, key: bytes, digest: bytes | 
     if magic != MAGIC:
         raise Damaged(TITLE, name, f"it begins with {magic!r} instead of {MAGIC!r}")
     if not 0 < count <= MAX_ENTRIES:
-        raise Damaged(TITLE, name, f"it claims {count} entries, more than the {MAX_ENTRIES} that it can have, or none")
+        raise Damaged(
+            TITLE,
+            name,
+            f"it claims {count} entries, more than the {MAX_ENTRIES} that it can have, or none",
+        )
     end = head_bytes(count, key)
     if view.nbytes < end:
         raise Damaged(TITLE, name, f"its fence table ends after {view.nbytes} of {end} bytes")
@@ -135,7 +142,8 @@ def parse_head(name: str, data: bytes | memoryview, key: bytes, digest: bytes | 
         raise Damaged(TITLE, name, "it is a different one than the one that was referred to")
     if version & ~ENCRYPTED > VERSION:
         raise FormatTooNew(
-            f"{TITLE} {name} has version {version & ~ENCRYPTED}, this icecore reads up to {VERSION}", cure="use a newer icecore"
+            f"{TITLE} {name} has version {version & ~ENCRYPTED}, this icecore reads up to {VERSION}",
+            cure="use a newer icecore",
         )
     if bits > 8 or reserved != bytes(6):
         raise Damaged(TITLE, name, "its header has values that are not defined")
@@ -159,7 +167,9 @@ def _head_digest(header: bytes, fences: bytes | memoryview, key: bytes) -> bytes
     return hasher.digest()
 
 
-def verify_block(head: Head, number: int, data: bytes | bytearray | memoryview, key: bytes) -> Records:
+def verify_block(
+    head: Head, number: int, data: bytes | bytearray | memoryview, key: bytes
+) -> Records:
     """The entries of a block.
 
     Raises:
@@ -171,7 +181,9 @@ def verify_block(head: Head, number: int, data: bytes | bytearray | memoryview, 
     return np.frombuffer(data, ENTRY)
 
 
-def parse_segment(name: str, data: bytes | memoryview, key: bytes, digest: bytes | None = None) -> tuple[Head, Records]:
+def parse_segment(
+    name: str, data: bytes | memoryview, key: bytes, digest: bytes | None = None
+) -> tuple[Head, Records]:
     """Head and all entries of segment ``name``, every block verified.
 
     Raises:
@@ -216,7 +228,11 @@ def encode_segment(
         return [*parts, body], digest
     at = len(parts[0])
     for number in range(len(fences)):
-        parts.append(sealed_piece(key, name, at, _BLOCK, body[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]))
+        parts.append(
+            sealed_piece(
+                key, name, at, _BLOCK, body[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
+            )
+        )
         at += len(parts[-1])
     return parts, digest
 
@@ -303,7 +319,10 @@ def search_block(entries: Records, ids: Bytes) -> tuple[Mask, npt.NDArray[np.int
 
 
 def search(
-    entries: Records, keys: npt.NDArray[np.uint64], ids: Bytes, order: npt.NDArray[np.int64] | None = None
+    entries: Records,
+    keys: npt.NDArray[np.uint64],
+    ids: Bytes,
+    order: npt.NDArray[np.int64] | None = None,
 ) -> tuple[Mask, npt.NDArray[np.int64]]:
     """Look ``ids`` up in ``entries``: which were found, and where (0 for those that were not).
 

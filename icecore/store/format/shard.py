@@ -93,7 +93,9 @@ class ShardBuilder(ShardTable):
         super().__init__(name, len(buffer))
         self.buffer = buffer
 
-    def reserve(self, chunk: bytes, data: Buffer, base: bytes, number: int, length: int) -> tuple[int, memoryview]:
+    def reserve(
+        self, chunk: bytes, data: Buffer, base: bytes, number: int, length: int
+    ) -> tuple[int, memoryview]:
         """As :meth:`add`; returns also the room for the chunk, to be filled before :meth:`finish`."""
         offset = self.add(chunk, data, base, number, length)
         return offset, self.buffer[offset : offset + length]

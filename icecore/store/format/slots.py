@@ -116,7 +116,11 @@ def decode_slots(name: str, data: bytes) -> Slots | None:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Damaged(KEY_KIND.title, name, str(error)) from error
     if not _ID.match(slots.repository) or not 0 < len(slots.slots) <= MAX_SLOTS:
-        raise Damaged(KEY_KIND.title, name, f"it has {len(slots.slots)} slots of repository {slots.repository[:40]!r}")
+        raise Damaged(
+            KEY_KIND.title,
+            name,
+            f"it has {len(slots.slots)} slots of repository {slots.repository[:40]!r}",
+        )
     for slot in slots.slots:
         cost = Cost(slot.memory_kib, slot.passes, slot.lanes)
         sane = (
@@ -125,9 +129,17 @@ def decode_slots(name: str, data: bytes) -> Slots | None:
             and 0 < cost.passes <= _MAX_PASSES
         )
         if not sane or len(slot.salt) != _SALT_BYTES:
-            raise Damaged(KEY_KIND.title, name, f"slot {slot.id[:16]!r} asks for {cost} and has {len(slot.salt)} bytes of salt")
+            raise Damaged(
+                KEY_KIND.title,
+                name,
+                f"slot {slot.id[:16]!r} asks for {cost} and has {len(slot.salt)} bytes of salt",
+            )
     if work(slots) > MAX_WORK:
-        raise Damaged(KEY_KIND.title, name, f"its slots require {work(slots) >> 20} GiB of memory before a passphrase proves wrong")
+        raise Damaged(
+            KEY_KIND.title,
+            name,
+            f"its slots require {work(slots) >> 20} GiB of memory before a passphrase proves wrong",
+        )
     return slots
 
 
@@ -150,7 +162,9 @@ def unlock(name: str, slots: Slots, passphrase: bytes) -> tuple[bytes, Slot]:
     """
     for slot in slots.slots:
         try:
-            secret = AESGCM(_stretch(slot, passphrase)).decrypt(bytes(12), slot.wrapped, _about(slots.repository, slot))
+            secret = AESGCM(_stretch(slot, passphrase)).decrypt(
+                bytes(12), slot.wrapped, _about(slots.repository, slot)
+            )
         except InvalidTag:
             continue
         verify(name, slots, secret)
@@ -168,7 +182,9 @@ def verify(name: str, slots: Slots, secret: bytes) -> None:
         Damaged: It was somebody else.
     """
     if len(secret) != 32 or not hmac.compare_digest(_digest(slots, secret), slots.digest):
-        raise Damaged(KEY_KIND.title, name, "its slots were changed by somebody without the master secret")
+        raise Damaged(
+            KEY_KIND.title, name, "its slots were changed by somebody without the master secret"
+        )
 
 
 def add(slots: Slots, secret: bytes, passphrase: bytes, label: str, cost: Cost) -> Slots:
@@ -181,7 +197,10 @@ def add(slots: Slots, secret: bytes, passphrase: bytes, label: str, cost: Cost) 
         raise UsageError(f"there are {MAX_SLOTS} slots already", cure="'icecore key remove' one")
     require_label(label)
     if any(slot.label == label for slot in slots.slots):
-        raise UsageError(f"there is a slot {label!r} already", cure="give another --label, or 'icecore key rotate' it")
+        raise UsageError(
+            f"there is a slot {label!r} already",
+            cure="give another --label, or 'icecore key rotate' it",
+        )
     new = _wrap(slots.repository, secret, passphrase, label, cost)
     return _sealed(slots.repository, secret, [*slots.slots, new], slots.changes)
 
@@ -195,7 +214,10 @@ def remove(slots: Slots, secret: bytes, which: str) -> Slots:
     found = find(slots, which)
     left = [slot for slot in slots.slots if slot.id != found.id]
     if not left:
-        raise UsageError("this is the only passphrase: nobody could open the repository any more", cure="add another first")
+        raise UsageError(
+            "this is the only passphrase: nobody could open the repository any more",
+            cure="add another first",
+        )
     return _sealed(slots.repository, secret, left, slots.changes)
 
 
@@ -225,18 +247,34 @@ def find(slots: Slots, which: str) -> Slot:
 
 def _wrap(repository: str, secret: bytes, passphrase: bytes, label: str, cost: Cost) -> Slot:
     if len(passphrase) < MIN_PASSPHRASE:
-        raise UsageError(f"a passphrase of {len(passphrase)} bytes", cure=f"use at least {MIN_PASSPHRASE}, better five random words")
+        raise UsageError(
+            f"a passphrase of {len(passphrase)} bytes",
+            cure=f"use at least {MIN_PASSPHRASE}, better five random words",
+        )
     slot = Slot(
-        secrets.token_hex(8), label, time.time_ns(), secrets.token_bytes(_SALT_BYTES), cost.memory_kib, cost.passes, cost.lanes, b""
+        secrets.token_hex(8),
+        label,
+        time.time_ns(),
+        secrets.token_bytes(_SALT_BYTES),
+        cost.memory_kib,
+        cost.passes,
+        cost.lanes,
+        b"",
     )
-    wrapped = AESGCM(_stretch(slot, passphrase)).encrypt(bytes(12), secret, _about(repository, slot))
+    wrapped = AESGCM(_stretch(slot, passphrase)).encrypt(
+        bytes(12), secret, _about(repository, slot)
+    )
     return msgspec.structs.replace(slot, wrapped=wrapped)
 
 
 def _stretch(slot: Slot, passphrase: bytes) -> bytes:
     """Argon2id (RFC 9106) of the passphrase; with a random salt for each slot, so the key wraps one secret once."""
     return Argon2id(
-        salt=slot.salt, length=32, iterations=slot.passes, lanes=slot.lanes, memory_cost=slot.memory_kib
+        salt=slot.salt,
+        length=32,
+        iterations=slot.passes,
+        lanes=slot.lanes,
+        memory_cost=slot.memory_kib,
     ).derive(passphrase)
 
 
@@ -244,7 +282,9 @@ def _about(repository: str, slot: Slot) -> bytes:
     return msgspec.msgpack.encode([repository, msgspec.structs.replace(slot, wrapped=b"")])
 
 
-def _sealed(repository: str, secret: bytes, slots: Sequence[Slot], before: Sequence[bytes]) -> Slots:
+def _sealed(
+    repository: str, secret: bytes, slots: Sequence[Slot], before: Sequence[bytes]
+) -> Slots:
     changes = [*before[-_CHANGES + 1 :], secrets.token_bytes(16)]
     made = Slots(ENCRYPTED_FORMAT, METHOD, repository, list(slots), changes, b"")
     return msgspec.structs.replace(made, digest=_digest(made, secret))

@@ -202,7 +202,9 @@ def encode_entry(state: State, key: bytes) -> Sealed:
         _decode_state(name, body)
         return _seal(ENTRY_KIND, body, key, name)
     except (Damaged, ValueError) as error:
-        raise StoreError(f"the log entry {name} cannot be written: {getattr(error, 'why', error)}") from error
+        raise StoreError(
+            f"the log entry {name} cannot be written: {getattr(error, 'why', error)}"
+        ) from error
 
 
 def _decode_state(name: str, body: bytes) -> State:
@@ -226,7 +228,11 @@ def _decode_state(name: str, body: bytes) -> State:
         if len(set(identities)) != len(identities):
             raise Damaged(ENTRY_KIND.title, name, f"it names one {what} twice")
     if state.snapshots > MAX_SNAPSHOTS:
-        raise Damaged(ENTRY_KIND.title, name, f"it lists {state.snapshots} snapshots, more than {MAX_SNAPSHOTS}")
+        raise Damaged(
+            ENTRY_KIND.title,
+            name,
+            f"it lists {state.snapshots} snapshots, more than {MAX_SNAPSHOTS}",
+        )
     if any(ref.prefix >> ref.bits for ref in state.segments):
         raise Damaged(ENTRY_KIND.title, name, "an index segment has a prefix longer than its bits")
     if not all(math.isfinite(record.window_seconds) for record in state.tail):
@@ -242,9 +248,13 @@ def decode_entry(name: str, generation: int, data: bytes, key: bytes) -> State:
     """
     state = _decode_state(name, unseal(ENTRY_KIND, name, data, key))
     if state.generation != generation:
-        raise Damaged(ENTRY_KIND.title, name, f"it holds generation {state.generation}, not {generation}")
+        raise Damaged(
+            ENTRY_KIND.title, name, f"it holds generation {state.generation}, not {generation}"
+        )
     if len(state.predecessor) != (32 if generation > 1 else 0):
-        raise Damaged(ENTRY_KIND.title, name, f"its predecessor's digest has {len(state.predecessor)} bytes")
+        raise Damaged(
+            ENTRY_KIND.title, name, f"its predecessor's digest has {len(state.predecessor)} bytes"
+        )
     return state
 
 
@@ -259,7 +269,9 @@ def encode_page(records: list[SnapshotRecord], key: bytes, name: str = "") -> Se
         _decode_records(name, body)
         return _seal(PAGE_KIND, body, key, name)
     except (Damaged, ValueError) as error:
-        raise StoreError(f"the snapshot page {name} cannot be written: {getattr(error, 'why', error)}") from error
+        raise StoreError(
+            f"the snapshot page {name} cannot be written: {getattr(error, 'why', error)}"
+        ) from error
 
 
 def _decode_records(name: str, body: bytes) -> list[SnapshotRecord]:
@@ -275,10 +287,14 @@ def _decode_records(name: str, body: bytes) -> list[SnapshotRecord]:
 def page_ref(identity: bytes, sealed: Sealed, records: list[SnapshotRecord]) -> PageRef:
     """The reference to the page that holds ``records``."""
     prefixes = [leading(record.snapshot) for record in records]
-    return PageRef(identity, sealed.digest, len(sealed.data), len(records), min(prefixes), max(prefixes))
+    return PageRef(
+        identity, sealed.digest, len(sealed.data), len(records), min(prefixes), max(prefixes)
+    )
 
 
-def decode_page(name: str, data: bytes, key: bytes, ref: PageRef | None = None) -> list[SnapshotRecord]:
+def decode_page(
+    name: str, data: bytes, key: bytes, ref: PageRef | None = None
+) -> list[SnapshotRecord]:
     """The records on page ``name``, checked against the reference that led to it.
 
     Raises:
@@ -286,7 +302,9 @@ def decode_page(name: str, data: bytes, key: bytes, ref: PageRef | None = None) 
     """
     records = _decode_records(name, unseal(PAGE_KIND, name, data, key, ref.digest if ref else None))
     if ref is not None and len(records) != ref.count:
-        raise Damaged(PAGE_KIND.title, name, f"it has {len(records)} records instead of {ref.count}")
+        raise Damaged(
+            PAGE_KIND.title, name, f"it has {len(records)} records instead of {ref.count}"
+        )
     return records
 
 
@@ -302,12 +320,19 @@ def join_names(names: list[tuple[Kind, bytes]]) -> bytes:
 
 def split_names(names: bytes) -> list[tuple[Kind, bytes]]:
     """The inverse of ``join_names``."""
-    return [(KINDS[names[at]], names[at + 1 : at + NAME_BYTES]) for at in range(0, len(names), NAME_BYTES)]
+    return [
+        (KINDS[names[at]], names[at + 1 : at + NAME_BYTES])
+        for at in range(0, len(names), NAME_BYTES)
+    ]
 
 
 def _check_names(kind: ObjectKind, name: str, names: bytes) -> None:
     if len(names) % NAME_BYTES:
-        raise Damaged(kind.title, name, f"a list of names has {len(names)} bytes, not a multiple of {NAME_BYTES}")
+        raise Damaged(
+            kind.title,
+            name,
+            f"a list of names has {len(names)} bytes, not a multiple of {NAME_BYTES}",
+        )
     if any(code >= len(KINDS) for code in names[::NAME_BYTES]):
         raise Damaged(kind.title, name, "a list of names has an unknown kind")
 
@@ -317,7 +342,9 @@ def encode_names(names: list[tuple[Kind, bytes]], key: bytes, name: str = "") ->
     return _seal(NAMES_KIND, join_names(names), key, name)
 
 
-def decode_names(name: str, data: bytes, key: bytes, ref: NameListRef | None = None) -> list[tuple[Kind, bytes]]:
+def decode_names(
+    name: str, data: bytes, key: bytes, ref: NameListRef | None = None
+) -> list[tuple[Kind, bytes]]:
     """The names in list object ``name``.
 
     Raises:
@@ -326,7 +353,11 @@ def decode_names(name: str, data: bytes, key: bytes, ref: NameListRef | None = N
     joined = unseal(NAMES_KIND, name, data, key, ref.digest if ref else None)
     _check_names(NAMES_KIND, name, joined)
     if ref is not None and len(joined) != ref.count * NAME_BYTES:
-        raise Damaged(NAMES_KIND.title, name, f"it has {len(joined) // NAME_BYTES} names instead of {ref.count}")
+        raise Damaged(
+            NAMES_KIND.title,
+            name,
+            f"it has {len(joined) // NAME_BYTES} names instead of {ref.count}",
+        )
     return split_names(joined)
 
 

@@ -103,7 +103,9 @@ class Pages:
         await self._store(identity, sealed)
         return page_ref(identity, sealed, records)
 
-    async def read_names(self, batch: Condemned, *, cached: bool = True) -> list[tuple[Kind, bytes]]:
+    async def read_names(
+        self, batch: Condemned, *, cached: bool = True
+    ) -> list[tuple[Kind, bytes]]:
         """The objects of a condemned batch."""
         if batch.ref is None:
             return split_names(batch.names)
@@ -117,7 +119,9 @@ class Pages:
         identity = random_id()
         sealed = encode_names(names, self._key, object_name("page", identity))
         await self._store(identity, sealed)
-        return Condemned(generation, ref=NameListRef(identity, sealed.digest, len(sealed.data), len(names)))
+        return Condemned(
+            generation, ref=NameListRef(identity, sealed.digest, len(sealed.data), len(names))
+        )
 
 
 async def add(state: State, records: Sequence[SnapshotRecord], pages: Pages) -> State:
@@ -153,7 +157,10 @@ def _size_class(count: int) -> int:
 
 
 async def edit(
-    state: State, snapshots: Collection[str], change: Callable[[SnapshotRecord], SnapshotRecord | None], pages: Pages
+    state: State,
+    snapshots: Collection[str],
+    change: Callable[[SnapshotRecord], SnapshotRecord | None],
+    pages: Pages,
 ) -> State:
     """``state`` with ``change`` applied to the records of ``snapshots`` (None removes); only pages that hold one of them are rewritten.
 
@@ -176,7 +183,10 @@ async def edit(
                 previous = parts[-1] if parts else None
                 if isinstance(previous, list) and len(previous) + len(after) <= PAGE_RECORDS:
                     previous.extend(after)
-                elif isinstance(previous, PageRef) and previous.count + len(after) <= PAGE_RECORDS // 2:
+                elif (
+                    isinstance(previous, PageRef)
+                    and previous.count + len(after) <= PAGE_RECORDS // 2
+                ):
                     parts[-1] = [*await pages.read(previous), *after]
                 else:
                     parts.append(after)
@@ -243,4 +253,6 @@ async def pardon(state: State, cleared: Collection[tuple[Kind, bytes]], pages: P
             batches.append(batch)
         elif left:
             batches.append(await pages.condemned(batch.generation, left))
-    return state if batches == state.condemned else msgspec.structs.replace(state, condemned=batches)
+    return (
+        state if batches == state.condemned else msgspec.structs.replace(state, condemned=batches)
+    )

@@ -106,7 +106,11 @@ def _step_back(entry: Entry, to: int) -> int:
     # Generation 1 carries no transaction: only its successor names it.
     step = max(to, entry.generation - REMEMBERED + 1, 2 if entry.generation > 2 else 1)
     anchor = entry.state.anchor
-    if anchor is None or not to <= anchor.generation < step or gaps.gap_of(entry.state.gaps, anchor.generation) is not None:
+    if (
+        anchor is None
+        or not to <= anchor.generation < step
+        or gaps.gap_of(entry.state.gaps, anchor.generation) is not None
+    ):
         return step
     return anchor.generation
 
@@ -118,7 +122,9 @@ def _names(entry: Entry, before: Entry) -> bool:
         return state.predecessor == before.digest
     if anchor is not None and anchor.generation == before.generation:
         return anchor.digest == before.digest
-    return before.state.transactions[-1:] != [] and before.state.transactions[-1] in state.transactions
+    return (
+        before.state.transactions[-1:] != [] and before.state.transactions[-1] in state.transactions
+    )
 
 
 @dataclass(frozen=True)
@@ -270,7 +276,9 @@ class Log:
             else:
                 base = generation
                 break
-        planted = {generation for generation in unreadable if generation > base + FAR} - self._planted
+        planted = {
+            generation for generation in unreadable if generation > base + FAR
+        } - self._planted
         self._planted |= planted
         for generation in sorted(planted):
             self.emit(Event("log.planted", {"object": log_name(generation), "error": PLANTED}))
@@ -290,7 +298,11 @@ class Log:
                     raise
                 return None
             if following.state.predecessor != entry.digest:
-                raise Damaged(ENTRY_KIND.title, log_name(following.generation), "it does not follow the entry before it")
+                raise Damaged(
+                    ENTRY_KIND.title,
+                    log_name(following.generation),
+                    "it does not follow the entry before it",
+                )
             entry = following
 
     async def continues(self, entry: Entry) -> None:
@@ -321,7 +333,11 @@ class Log:
         """
         newest, lost = entry.generation, entry.state.gaps
         noted = gaps.gap_of(lost, seen.generation) is not None
-        if not noted and _may_be_trimmed(seen.generation, newest) and await self._digest(seen.generation) is None:
+        if (
+            not noted
+            and _may_be_trimmed(seen.generation, newest)
+            and await self._digest(seen.generation) is None
+        ):
             return None  # nothing that is kept names it
         while entry.generation > seen.generation:
             at = gaps.step(lost, entry.generation, _step_back(entry, seen.generation))
@@ -341,12 +357,19 @@ class Log:
             except Damaged:
                 above = await self._above(max(at, entry.generation - REMEMBERED), entry.generation)
                 if above is None:
-                    if entry.generation - 1 == seen.generation and entry.state.predecessor.hex() == seen.digest:
+                    if (
+                        entry.generation - 1 == seen.generation
+                        and entry.state.predecessor.hex() == seen.digest
+                    ):
                         return None
                     raise
                 before = above
             gap = gaps.gap_of(lost, before.generation + 1)
-            follows = gap.base == before.digest if gap is not None and gap.last + 1 == entry.generation else _names(entry, before)
+            follows = (
+                gap.base == before.digest
+                if gap is not None and gap.last + 1 == entry.generation
+                else _names(entry, before)
+            )
             if not follows:
                 raise self._other(seen)
             entry = before
@@ -364,12 +387,18 @@ class Log:
             RollbackDetected: It names another entry than the one that was seen.
         """
         gap = gaps.gap_of(lost, seen.generation)
-        if gap is not None and gap.last == seen.generation and entry.state.predecessor != (gap.base or bytes(32)):
+        if (
+            gap is not None
+            and gap.last == seen.generation
+            and entry.state.predecessor != (gap.base or bytes(32))
+        ):
             if entry.state.predecessor.hex() != seen.digest:
                 raise self._other(seen)
             return
         error = f"a repair found generation {seen.generation}, which this client has seen, to be lost: changes that only that entry held are gone"
-        self.emit(Event("log.repaired", {"seen": seen.generation, "continued": newest, "error": error}))
+        self.emit(
+            Event("log.repaired", {"seen": seen.generation, "continued": newest, "error": error})
+        )
 
     async def _beyond(self, entry: Entry, missing: int) -> Entry:
         """Return an entry newer than ``entry``, because a trim took the one of generation ``missing`` while the log was read.
@@ -446,7 +475,9 @@ class Log:
         self._proven_at = _now()
         self.watermark.save(Seen(entry.generation, entry.digest.hex()))
 
-    async def transact(self, change: Change, words: str, *, prove: bool = True, leave: int | None = None) -> Entry:
+    async def transact(
+        self, change: Change, words: str, *, prove: bool = True, leave: int | None = None
+    ) -> Entry:
         """Apply ``change`` to the newest state, again and again until it is the one that was changed.
 
         Args:
@@ -492,7 +523,11 @@ class Log:
                         waiting.result.set_exception(error)
                 if isinstance(error, asyncio.CancelledError):
                     raise
-            if self._known is not None and self._known.generation % _TRIM_EVERY == 0 and not self._waiting:
+            if (
+                self._known is not None
+                and self._known.generation % _TRIM_EVERY == 0
+                and not self._waiting
+            ):
                 try:
                     await self.trim(KEPT_ENTRIES)
                 except StoreError:
@@ -505,7 +540,8 @@ class Log:
             self.pages.attempt = attempt
             if entry.generation == LAST_GENERATION:
                 raise StoreError(
-                    f"the log in {self._backend.where} has reached its last generation", cure="'icecore copy' brings its snapshots to a new repository"
+                    f"the log in {self._backend.where} has reached its last generation",
+                    cure="'icecore copy' brings its snapshots to a new repository",
                 )
             state = msgspec.structs.replace(
                 entry.state,
@@ -554,7 +590,12 @@ class Log:
                 sealed = encode_entry(state, self._key)
                 # One at most is left unproven, for a short time, and only where its anchor proves it together with the next.
                 assert self._proven is not None
-                prove = any(waiting.prove for waiting in carried) or entry is not self._proven or entry.anchor is None or not self._recent()
+                prove = (
+                    any(waiting.prove for waiting in carried)
+                    or entry is not self._proven
+                    or entry.anchor is None
+                    or not self._recent()
+                )
                 try:
                     won = await self._won(state, sealed, self._proven, prove=prove)
                 except (StoreFull, StoreDenied):
@@ -601,7 +642,9 @@ class Log:
         Anchors are trimmed before all that follows them. Entries without one are trimmed before all that follows them as well.
         """
         anchor = entry.anchor
-        generation, digest = (anchor.generation, anchor.digest) if anchor else (entry.generation, entry.digest)
+        generation, digest = (
+            (anchor.generation, anchor.digest) if anchor else (entry.generation, entry.digest)
+        )
         return await self._digest(generation) == digest
 
     async def _won(self, state: State, sealed: Sealed, proven: Entry, *, prove: bool) -> bool:
@@ -634,8 +677,14 @@ class Log:
             return True
         if await self._reached(state, sealed):
             return True
-        if self._known is not None and self._known is not proven and await self._digest(self._known.generation) == self._known.digest:
-            await self._backend.delete(log_name(self._known.generation))  # the unproven one: at best it was about to be trimmed
+        if (
+            self._known is not None
+            and self._known is not proven
+            and await self._digest(self._known.generation) == self._known.digest
+        ):
+            await self._backend.delete(
+                log_name(self._known.generation)
+            )  # the unproven one: at best it was about to be trimmed
         return False
 
     async def _digest(self, generation: int) -> bytes | None:
@@ -651,7 +700,11 @@ class Log:
     async def _reached(self, state: State, sealed: Sealed) -> bool:
         """Whether the entry is in the chain of the newest, by the transaction ids that entries repeat; if not, it is removed."""
         ours = state.transactions[-1]
-        generations = [generation async for generation in self.generations() if generation >= state.generation and generation not in self._planted]
+        generations = [
+            generation
+            async for generation in self.generations()
+            if generation >= state.generation and generation not in self._planted
+        ]
         for generation in reversed(generations):
             if generation == state.generation and len(generations) > 1:
                 continue  # it is what is in doubt
@@ -705,11 +758,21 @@ class Log:
         """
         newest = await self.newest()
         since = newest.anchor.since if newest.anchor else newest.generation
-        old = [generation async for generation in self.generations() if generation <= newest.generation - keep]
-        first = [generation for generation in reversed(old) if generation < since or is_anchor(generation)]
+        old = [
+            generation
+            async for generation in self.generations()
+            if generation <= newest.generation - keep
+        ]
+        first = [
+            generation
+            for generation in reversed(old)
+            if generation < since or is_anchor(generation)
+        ]
         for generation in first:
             await self._backend.delete(log_name(generation))
-        await self._backend.delete_many([log_name(generation) for generation in sorted(set(old).difference(first))])
+        await self._backend.delete_many(
+            [log_name(generation) for generation in sorted(set(old).difference(first))]
+        )
         return len(old)
 
 

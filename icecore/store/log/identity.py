@@ -119,9 +119,15 @@ async def from_copies(
         Distrusted: Only what ``admit`` refuses would open it.
     """
     objects = await readable(backend)
-    configs = [(name, data) for name in _CONFIGS if (data := await _get(backend, name, CONFIG_KIND.object_limit)) is not None]
+    configs = [
+        (name, data)
+        for name in _CONFIGS
+        if (data := await _get(backend, name, CONFIG_KIND.object_limit)) is not None
+    ]
     if not configs and not objects:
-        raise NotFound(f"{backend.where} is no repository", cure="'icecore init' makes one") from error
+        raise NotFound(
+            f"{backend.where} is no repository", cure="'icecore init' makes one"
+        ) from error
     tried: list[tuple[Newest, Keys]] = []
     opened: list[Keys] = []
     too_new: FormatTooNew | None = None
@@ -164,13 +170,21 @@ async def from_copies(
     for keys in opened:
         if await is_of(backend, keys):
             if not rebuild:
-                why = "it is missing, and so is its copy" if not configs else "neither it nor its copy can be read"
-                raise Damaged(CONFIG_KIND.title, CONFIG, why, cure=f"'icecore repair' rebuilds it; {RECOVER}") from error
+                why = (
+                    "it is missing, and so is its copy"
+                    if not configs
+                    else "neither it nor its copy can be read"
+                )
+                raise Damaged(
+                    CONFIG_KIND.title, CONFIG, why, cure=f"'icecore repair' rebuilds it; {RECOVER}"
+                ) from error
             config = await _rebuilt(backend, keys, known)
             return Identity(keys, config, encode_config(config, keys).data)
     if opened and isinstance(error, ObjectMissing):
         # keys without anything that they open: 'init' broke off, and goes on where it was
-        raise NotFound(f"{backend.where} is no repository", cure="'icecore init' makes one") from error
+        raise NotFound(
+            f"{backend.where} is no repository", cure="'icecore init' makes one"
+        ) from error
     raise error
 
 
@@ -181,15 +195,23 @@ def _work(found: Newest) -> int:
 async def _rebuilt(backend: Backend, keys: Keys, known: str) -> Config:
     """Return a configuration like the lost one. The id of an encrypted repository is known; in a plain one another id is harmless."""
     largest = max([info.size async for info in backend.list(PREFIX["shard"])], default=0)
-    size = Parameters().shard_bytes if not largest else min(1 << 30, max(_MIB, 1 << (largest - 1).bit_length()))
+    size = (
+        Parameters().shard_bytes
+        if not largest
+        else min(1 << 30, max(_MIB, 1 << (largest - 1).bit_length()))
+    )
     number = ENCRYPTED_FORMAT if keys.encrypted else FORMAT
-    return Config(number, keys.repository or known or random_id().hex(), time.time_ns(), Parameters(size))
+    return Config(
+        number, keys.repository or known or random_id().hex(), time.time_ns(), Parameters(size)
+    )
 
 
 async def is_of(backend: Backend, keys: Keys) -> bool:
     """Return whether anything in ``backend`` verifies under the keys: a log entry, or a manifest."""
 
-    async def opens(names: AsyncIterator[str], limit: int, read: Callable[[str, bytes], object]) -> bool:
+    async def opens(
+        names: AsyncIterator[str], limit: int, read: Callable[[str, bytes], object]
+    ) -> bool:
         tried = 0
         async for name in names:
             data = await _get(backend, name, limit)
@@ -212,7 +234,9 @@ async def is_of(backend: Backend, keys: Keys) -> bool:
         return decode_entry(name, log_generation(name) or 0, data, keys.log)
 
     return await opens(listed(LOG), ENTRY_KIND.object_limit, entry) or await opens(
-        listed(PREFIX["manifest"]), MANIFEST_KIND.object_limit, lambda name, data: decode_manifest(data, keys.manifest, name=name)
+        listed(PREFIX["manifest"]),
+        MANIFEST_KIND.object_limit,
+        lambda name, data: decode_manifest(data, keys.manifest, name=name),
     )
 
 
@@ -239,7 +263,14 @@ class Mend:
     harmless: bool = False
 
 
-async def inspect(backend: Backend, keys: Keys, config: Config, *, spare_config: bytes = b"", spare_key: tuple[int, bytes] | None = None) -> list[Mend]:
+async def inspect(
+    backend: Backend,
+    keys: Keys,
+    config: Config,
+    *,
+    spare_config: bytes = b"",
+    spare_key: tuple[int, bytes] | None = None,
+) -> list[Mend]:
     """Return what is wrong with the configuration, the keys and their copies.
 
     Args:
@@ -254,7 +285,9 @@ async def inspect(backend: Backend, keys: Keys, config: Config, *, spare_config:
     return mends + await _keys(backend, keys, spare_key, bool(copies))
 
 
-async def _configs(backend: Backend, keys: Keys, config: Config, spare: bytes, copies: bool) -> list[Mend]:
+async def _configs(
+    backend: Backend, keys: Keys, config: Config, spare: bytes, copies: bool
+) -> list[Mend]:
     held: dict[str, bytes | None] = {}
     wrong: dict[str, str] = {}
     for name in _CONFIGS:
@@ -270,10 +303,15 @@ async def _configs(backend: Backend, keys: Keys, config: Config, spare: bytes, c
     source, how = good or spare or encode_config(config, keys).data, "stored anew"
     if not good and not spare:
         how = f"rebuilt from what this client knows, with the id {config.id}"
-    return [_mend(CONFIG_KIND.title, name, why, how, source, held[name], copies) for name, why in wrong.items()]
+    return [
+        _mend(CONFIG_KIND.title, name, why, how, source, held[name], copies)
+        for name, why in wrong.items()
+    ]
 
 
-async def _keys(backend: Backend, keys: Keys, spare: tuple[int, bytes] | None, copies: bool) -> list[Mend]:
+async def _keys(
+    backend: Backend, keys: Keys, spare: tuple[int, bytes] | None, copies: bool
+) -> list[Mend]:
     held: dict[tuple[int, str], bytes] = {}
     wrong: dict[str, str] = {}
     later: list[Mend] = []
@@ -300,15 +338,30 @@ async def _keys(backend: Backend, keys: Keys, spare: tuple[int, bytes] | None, c
         counts, source = 0, encode_slot(new_slot(keys.secret)).data
     else:
         named = sorted(wrong) or [key_name(0)]
-        return [Mend(KEY_KIND.title, name, wrong.get(name, "there is none"), "", None, None) for name in named] + later
+        return [
+            Mend(KEY_KIND.title, name, wrong.get(name, "there is none"), "", None, None)
+            for name in named
+        ] + later
     mends = later
     for name in (key_name(counts), copy_name(key_name(counts))):
         if (counts, name) not in held or name in wrong:
             why = wrong.get(name, "it is missing")
-            mends.append(_mend(KEY_KIND.title, name, why, "stored anew", source, held.get((counts, name)), copies))
+            mends.append(
+                _mend(
+                    KEY_KIND.title,
+                    name,
+                    why,
+                    "stored anew",
+                    source,
+                    held.get((counts, name)),
+                    copies,
+                )
+            )
     for (number, name), data in held.items():
         if name in wrong and number != counts:
-            mends.append(Mend(KEY_KIND.title, name, wrong[name], "removed: it opens nothing", None, data))
+            mends.append(
+                Mend(KEY_KIND.title, name, wrong[name], "removed: it opens nothing", None, data)
+            )
     return mends
 
 
@@ -320,9 +373,19 @@ def _decode(name: str, data: bytes, keys: Keys) -> Config:
         raise Damaged(error.kind, name, error.why) from error
 
 
-def _mend(kind: str, name: str, why: str, how: str, source: bytes, before: bytes | None, copies: bool) -> Mend:
+def _mend(
+    kind: str, name: str, why: str, how: str, source: bytes, before: bytes | None, copies: bool
+) -> Mend:
     harmless = before is None and name.startswith(COPIES) and not copies
-    return Mend(kind, name, "it has no second copy" if harmless else why, "a second copy is stored" if harmless else how, source, before, harmless)
+    return Mend(
+        kind,
+        name,
+        "it has no second copy" if harmless else why,
+        "a second copy is stored" if harmless else how,
+        source,
+        before,
+        harmless,
+    )
 
 
 def _verify(name: str, data: bytes, keys: Keys) -> None:
@@ -370,5 +433,7 @@ async def agreed(backend: Backend, name: str, data: bytes) -> bytes:
     except ObjectExists:
         held = await _get(backend, name, CONFIG_KIND.object_limit)
         if held is None:
-            raise StoreError(f"{name} is created and removed at the same time", cure="try again") from None
+            raise StoreError(
+                f"{name} is created and removed at the same time", cure="try again"
+            ) from None
         return held

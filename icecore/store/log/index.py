@@ -78,7 +78,9 @@ def plan_merges(segments: Sequence[SegmentRef], *, entries: int) -> list[Merge]:
     merges = []
     for (bits, _), members in ranges.items():
         for size in range(max(size_class(ref.count) for ref in members), -1, -1):
-            if sum(size_class(ref.count) == size for ref in members) >= (FAN_IN // 2 if bits else FAN_IN):
+            if sum(size_class(ref.count) == size for ref in members) >= (
+                FAN_IN // 2 if bits else FAN_IN
+            ):
                 merge_ = Merge(tuple(ref for ref in members if size_class(ref.count) <= size))
                 if merge_.entries <= entries:
                     merges.append(merge_)
@@ -111,10 +113,14 @@ def build(
         return []
     # The name begins with the range, so that the folder of a segment says what is in it.
     name = bytes([prefix << (8 - bits) & 0xFF if bits else 0]) + identity()[1:]
-    parts, digest = encode_segment(entries, key, bits=bits, prefix=prefix, name=object_name("segment", name))
+    parts, digest = encode_segment(
+        entries, key, bits=bits, prefix=prefix, name=object_name("segment", name)
+    )
     length = sum(memoryview(part).nbytes for part in parts)
     ref = SegmentRef(name, digest, length, len(entries), bits, prefix)
-    return [NewSegment(ref, parts, entries, make_filter(ref, entries, key) if filtered(ref) else None)]
+    return [
+        NewSegment(ref, parts, entries, make_filter(ref, entries, key) if filtered(ref) else None)
+    ]
 
 
 def filtered(ref: SegmentRef) -> bool:
@@ -173,18 +179,27 @@ async def merge_long(
     while planned.entries >> (bits - first.bits) > SPLIT_ENTRIES and bits < _FINEST:
         bits = min(_FINEST, bits + _FINER)
     if bits == first.bits:
-        for segment in await merge_segments(lambda ref: read_segment(backend, ref, key), planned, key, identity, dead):
+        for segment in await merge_segments(
+            lambda ref: read_segment(backend, ref, key), planned, key, identity, dead
+        ):
             yield segment
         return
     heads = [await read_head(backend, ref, key) for ref in reversed(planned.inputs)]
-    for prefix in range(first.prefix << (bits - first.bits), (first.prefix + 1) << (bits - first.bits)):
+    for prefix in range(
+        first.prefix << (bits - first.bits), (first.prefix + 1) << (bits - first.bits)
+    ):
         runs = [await _read_range(backend, head, key, bits, prefix) for head in heads]
         for segment in await asyncio.to_thread(_built, runs, dead, key, identity, bits, prefix):
             yield segment
 
 
 def _built(
-    runs: list[Records], dead: frozenset[bytes], key: bytes, identity: Callable[[], bytes], bits: int, prefix: int
+    runs: list[Records],
+    dead: frozenset[bytes],
+    key: bytes,
+    identity: Callable[[], bytes],
+    bits: int,
+    prefix: int,
 ) -> list[NewSegment]:
     return build(merge(runs, dead), key, identity, bits=bits, prefix=prefix)
 

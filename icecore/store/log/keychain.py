@@ -120,7 +120,12 @@ def replaced(found: Newest, keys: Keys, objects: Iterable[Newest]) -> bool:
         return False
     for other in objects:
         theirs = other.slots
-        if other.number <= found.number or theirs is None or theirs.repository != mine.repository or theirs.changes[-1:] == mine.changes[-1:]:
+        if (
+            other.number <= found.number
+            or theirs is None
+            or theirs.repository != mine.repository
+            or theirs.changes[-1:] == mine.changes[-1:]
+        ):
             continue
         try:
             verify(other.name, theirs, keys.secret)
@@ -168,7 +173,11 @@ async def read_keys(
 
 
 async def open_keys(
-    backend: Backend, found: Newest, passphrase: Passphrase | None, secret: bytes = b"", admit: Admit | None = None
+    backend: Backend,
+    found: Newest,
+    passphrase: Passphrase | None,
+    secret: bytes = b"",
+    admit: Admit | None = None,
 ) -> Keys:
     """Return the keys in a key object; arguments and errors as of `read_keys`."""
     if found.slots is None:
@@ -216,13 +225,19 @@ async def change(backend: Backend, keys: Keys, edit: Callable[[Slots], Slots]) -
         found = await newest(backend)
         if found.slots is None:
             raise UsageError(
-                f"{backend.where} is not encrypted", cure="'icecore init --encrypt' makes one that is, 'icecore copy' fills it"
+                f"{backend.where} is not encrypted",
+                cure="'icecore init --encrypt' makes one that is, 'icecore copy' fills it",
             )
         verify(found.name, found.slots, keys.secret)
         changed = await asyncio.to_thread(edit, found.slots)
         number, data = found.above + 1, encode_slots(changed).data
         if number > LAST_KEY:
-            raise Damaged(KEY_KIND.title, found.name, "its number is the last one, so no change can follow it: somebody has planted it", cure=_PLANTED)
+            raise Damaged(
+                KEY_KIND.title,
+                found.name,
+                "its number is the last one, so no change can follow it: somebody has planted it",
+                cure=_PLANTED,
+            )
         if await _create(backend, key_name(number), data):
             # The number may have been taken and given up while we slept: what counts is whether the newest follows ours.
             counts = (await newest(backend)).slots
@@ -272,5 +287,7 @@ async def numbers_of(backend: Backend, prefix: str = "") -> list[int]:
     Args:
         prefix: `COPIES` for the second copies.
     """
-    numbers = [key_number(info.name.removeprefix(prefix)) async for info in backend.list(prefix + KEYS)]
+    numbers = [
+        key_number(info.name.removeprefix(prefix)) async for info in backend.list(prefix + KEYS)
+    ]
     return sorted(number for number in numbers if number is not None)

@@ -125,7 +125,9 @@ class KnownPlace:
 
     def _complete(self) -> bool:
         led = [self._read(name, _Alias) for name in self._aliases]
-        return self._known_at(self._own) is not None and all(alias is not None and alias.leads_to == self._own for alias in led)
+        return self._known_at(self._own) is not None and all(
+            alias is not None and alias.leads_to == self._own for alias in led
+        )
 
     def _write(self, known: Known) -> None:
         # The place first: an alias without it would tell nothing.

@@ -100,7 +100,11 @@ class Index:
         refs = list(reversed(segments))  # the newest first: it is the likeliest to know
         self._count = sum(ref.count for ref in refs)
         # A filter is a fortieth of its segment. Unless all is short, only what has none is read as a whole.
-        short = refs if segment_bytes(self._count, key) <= budget else [ref for ref in refs if not filtered(ref)]
+        short = (
+            refs
+            if segment_bytes(self._count, key) <= budget
+            else [ref for ref in refs if not filtered(ref)]
+        )
         left, whole = budget, set[bytes]()
         for ref in sorted(short, key=lambda ref: ref.count):
             left -= segment_bytes(ref.count, key)
@@ -146,7 +150,14 @@ class Index:
                 self._damage(ref, error)
                 return
             if len(entries) != ref.count:
-                self._damage(ref, Damaged("index segment", object_name("segment", ref.id), f"it has {len(entries)} entries instead of {ref.count}"))
+                self._damage(
+                    ref,
+                    Damaged(
+                        "index segment",
+                        object_name("segment", ref.id),
+                        f"it has {len(entries)} entries instead of {ref.count}",
+                    ),
+                )
                 return
             if self._avoid:
                 entries = entries[~in_shards(entries, self._avoid)]
@@ -222,7 +233,9 @@ class Index:
             return
         with self._lock:  # other threads wait: they need them as well
             wanted = filters.unknown(ids)
-            for first in range(0, len(wanted), _AT_ONCE):  # no more at once: all of them are most of the memory that the index takes
+            for first in range(
+                0, len(wanted), _AT_ONCE
+            ):  # no more at once: all of them are most of the memory that the index takes
                 self._read_some(filters, wanted[first : first + _AT_ONCE])
 
     def _read_some(self, filters: FilterSet, wanted: Sequence[int]) -> None:
@@ -230,7 +243,9 @@ class Index:
         names = [filter_name(ref.id) for ref in refs]
         rooms = [memoryview(bytearray(filter_bytes(ref, self._key))) for ref in refs]
         failures = self._read([(name, 0, room) for name, room in zip(names, rooms, strict=True)])
-        for number, ref, name, room, failure in zip(wanted, refs, names, rooms, failures, strict=True):
+        for number, ref, name, room, failure in zip(
+            wanted, refs, names, rooms, failures, strict=True
+        ):
             words = None
             try:
                 if failure is not None:
@@ -240,7 +255,9 @@ class Index:
                 pass  # as if it were not there: what it would have denied is then sought
             filters.put(number, words)
 
-    def _resolve(self, ids: Bytes, left: Numbers, candidates: Numbers, found: Mask, places: Records) -> None:
+    def _resolve(
+        self, ids: Bytes, left: Numbers, candidates: Numbers, found: Mask, places: Records
+    ) -> None:
         """Seek what may be there: first beside what was found before, then a few in their blocks, then what lies beside those, and so on.
 
         Args:
@@ -267,7 +284,13 @@ class Index:
             probes *= 2
 
     def _search_blocks(
-        self, ids: Bytes, left: Numbers, candidates: Numbers, step: int, found: Mask, places: Records
+        self,
+        ids: Bytes,
+        left: Numbers,
+        candidates: Numbers,
+        step: int,
+        found: Mask,
+        places: Records,
     ) -> Mask:
         """Seek every ``step``-th id, and what else must be in the same blocks, in its first candidate; what is not there loses that candidate."""
         layer = (candidates >= 0).argmax(axis=0)
@@ -287,7 +310,9 @@ class Index:
         hit = np.zeros(len(left), np.bool_)
         wanted = np.unique(keys[asked])
         for first in range(0, len(wanted), _BLOCKS):
-            blocks = self._read_blocks([(int(key) >> 32, int(key) & 0xFFFFFFFF) for key in wanted[first : first + _BLOCKS]])
+            blocks = self._read_blocks(
+                [(int(key) >> 32, int(key) & 0xFFFFFFFF) for key in wanted[first : first + _BLOCKS]]
+            )
             for number, entries in blocks.items():
                 members = np.flatnonzero(asked & (segment == number))
                 good, at = search_block(entries, ids[left[members]])
@@ -306,7 +331,10 @@ class Index:
             elif number not in self._heads:
                 wanted.append(number)
         names = [object_name("segment", self._large[number].id) for number in wanted]
-        rooms = [memoryview(bytearray(head_bytes(self._large[number].count, self._key))) for number in wanted]
+        rooms = [
+            memoryview(bytearray(head_bytes(self._large[number].count, self._key)))
+            for number in wanted
+        ]
         failures = self._read([(name, 0, room) for name, room in zip(names, rooms, strict=True)])
         for number, name, room, failure in zip(wanted, names, rooms, failures, strict=True):
             ref = self._large[number]
@@ -315,7 +343,9 @@ class Index:
                     raise failure
                 head = parse_head(name, bytes(room), self._key, ref.digest)
                 if head.count != ref.count:
-                    raise Damaged("index segment", name, f"it has {head.count} entries instead of {ref.count}")
+                    raise Damaged(
+                        "index segment", name, f"it has {head.count} entries instead of {ref.count}"
+                    )
                 self._heads[number] = head
             except (Damaged, ObjectMissing) as error:
                 self._heads[number] = None
@@ -343,7 +373,10 @@ class Index:
             if self._avoid:
                 entries = entries[~in_shards(entries, self._avoid)]
             blocks.setdefault(number, []).append(entries)
-        return {number: parts[0] if len(parts) == 1 else np.concatenate(parts) for number, parts in blocks.items()}
+        return {
+            number: parts[0] if len(parts) == 1 else np.concatenate(parts)
+            for number, parts in blocks.items()
+        }
 
     def _read_tables(self, names: bytes, *, eager: bool) -> int:
         """Read the tables of shards in which something was found: of all, or of those in which it was not the first; how many were read.
@@ -356,7 +389,11 @@ class Index:
         shards = [names[at : at + 16] for at in range(0, len(names), 16)]
         with self._lock:
             self._found_in.update(shards)
-            new = {shard for shard in shards if shard not in self._tabled and (eager or self._found_in[shard] >= _TOGETHER)}
+            new = {
+                shard
+                for shard in shards
+                if shard not in self._tabled and (eager or self._found_in[shard] >= _TOGETHER)
+            }
             self._tabled.update(new)
         if not new:
             return 0
@@ -380,7 +417,9 @@ class Index:
         except RuntimeError:
             return False
 
-    def _read(self, reads: Sequence[tuple[str, int, memoryview]]) -> list[Damaged | ObjectMissing | None]:
+    def _read(
+        self, reads: Sequence[tuple[str, int, memoryview]]
+    ) -> list[Damaged | ObjectMissing | None]:
         """Read many ranges, many at once; of each, what was wrong with it.
 
         Raises:
@@ -404,14 +443,18 @@ class Index:
 
         if reads:
             assert self._loop is not None
-            asyncio.run_coroutine_threadsafe(each(range(len(reads)), read, at_once=_AT_ONCE), self._loop).result()
+            asyncio.run_coroutine_threadsafe(
+                each(range(len(reads)), read, at_once=_AT_ONCE), self._loop
+            ).result()
         return failures
 
     def _damage(self, ref: SegmentRef, error: Damaged | ObjectMissing) -> None:
         if any(known.id == ref.id for known, _ in self.damaged):
             return
         self.damaged.append((ref, error))
-        self._emit(Event("index.damaged", {"segment": object_name("segment", ref.id), "error": str(error)}))
+        self._emit(
+            Event("index.damaged", {"segment": object_name("segment", ref.id), "error": str(error)})
+        )
 
     async def entries_of(self, ref: SegmentRef) -> Records:
         """All entries of a live segment, from memory where they are held, and then not those in condemned shards."""

@@ -60,7 +60,10 @@ class Neighbours:
         left = np.arange(len(ids))
         for number, (keys, entries) in groups:
             # What lies together is asked together: of many, a few tell whether this group has any.
-            if len(left) > _MANY and not search(entries, keys, ids[left[:: len(left) // _SAMPLE]])[0].any():
+            if (
+                len(left) > _MANY
+                and not search(entries, keys, ids[left[:: len(left) // _SAMPLE]])[0].any()
+            ):
                 continue
             hit, at = search(entries, keys, ids[left])
             if not hit.any():

@@ -42,7 +42,9 @@ def write(path: Path, data: bytes) -> None:
     try:
         _make(path.parent)
         try:
-            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+            with open(
+                os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb"
+            ) as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -92,5 +94,6 @@ def _sync(folder: Path) -> None:
 
 def _failed(doing: str, path: Path, error: OSError) -> StoreError:
     return StoreError(
-        f"cannot {doing} this client's record {path}: {error.strerror}", cure="correct its permissions or make room, or set ICECORE_STATE"
+        f"cannot {doing} this client's record {path}: {error.strerror}",
+        cure="correct its permissions or make room, or set ICECORE_STATE",
     )

@@ -27,7 +27,11 @@ def this_process() -> Process | None:
 def has_ended(process: Process | None) -> bool:
     """Whether ``process`` ran on this kernel, in our namespaces, and does not run any more. False wherever that is not certain."""
     ours = this_process()
-    if process is None or ours is None or (process.boot, process.namespaces) != (ours.boot, ours.namespaces):
+    if (
+        process is None
+        or ours is None
+        or (process.boot, process.namespaces) != (ours.boot, ours.namespaces)
+    ):
         return False
     try:
         # Not by /proc alone: a mount with hidepid does not show other users' processes.

@@ -51,7 +51,11 @@ async def export(repository: Repository) -> bytes:
     if found.slots is not None:
         verify(found.name, found.slots, repository.keys.secret)
     config = encode_config(repository.config, repository.keys).data
-    return seal(_KIND, msgspec.msgpack.encode(Recovery(FORMAT, found.number, found.data, config, time.time_ns())), PUBLIC).data
+    return seal(
+        _KIND,
+        msgspec.msgpack.encode(Recovery(FORMAT, found.number, found.data, config, time.time_ns())),
+        PUBLIC,
+    ).data
 
 
 def decode(name: str, data: bytes) -> Recovery:
@@ -68,7 +72,10 @@ def decode(name: str, data: bytes) -> Recovery:
     except Damaged as error:
         raise Damaged(error.kind, error.name, error.why, cure=_ANOTHER) from error
     if recovery.format > FORMAT:
-        raise FormatTooNew(f"recovery file {name} has format {recovery.format}, this icecore reads up to {FORMAT}", cure="use a newer icecore")
+        raise FormatTooNew(
+            f"recovery file {name} has format {recovery.format}, this icecore reads up to {FORMAT}",
+            cure="use a newer icecore",
+        )
     return recovery
 
 
@@ -83,7 +90,15 @@ class Restorer:
         passphrase: Opens the slots in it, if the repository is encrypted.
     """
 
-    def __init__(self, backend: Backend, name: str, data: bytes, passphrase: Passphrase | None, *, emit: Sink = discard) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        name: str,
+        data: bytes,
+        passphrase: Passphrase | None,
+        *,
+        emit: Sink = discard,
+    ) -> None:
         self._backend = backend
         self._name = name
         self._recovery = decode(name, data)
@@ -104,12 +119,20 @@ class Restorer:
                 cure="name the repository that it was exported from, or use the file of this one",
             )
         spare = self._recovery.number, self._recovery.key
-        mends = await inspect(self._backend, keys, config, spare_config=self._recovery.config, spare_key=spare)
+        mends = await inspect(
+            self._backend, keys, config, spare_config=self._recovery.config, spare_key=spare
+        )
         await mend(self._backend, mends)
         return mends
 
     async def _open(self) -> tuple[Keys, Config]:
         recovery = self._recovery
-        found = Newest(self._name, recovery.number, recovery.key, decode_slots(self._name, recovery.key), recovery.number)
+        found = Newest(
+            self._name,
+            recovery.number,
+            recovery.key,
+            decode_slots(self._name, recovery.key),
+            recovery.number,
+        )
         keys = await open_keys(self._backend, found, self._passphrase)
         return keys, decode_config(CONFIG, recovery.config, keys)

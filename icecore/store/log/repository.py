@@ -118,15 +118,22 @@ class Repository:
         else:
             given = await asyncio.to_thread(passphrase)
             master = secret or secrets.token_bytes(32)
-            slot = encode_slot(await asyncio.to_thread(new_slots, named, master, given, "first", cost or Cost()))
-        await identity.agreed(backend, copy_name(key_name(0)), await identity.agreed(backend, key_name(0), slot.data))
+            slot = encode_slot(
+                await asyncio.to_thread(new_slots, named, master, given, "first", cost or Cost())
+            )
+        await identity.agreed(
+            backend, copy_name(key_name(0)), await identity.agreed(backend, key_name(0), slot.data)
+        )
         keys = await read_keys(backend, (lambda: given) if passphrase is not None else None)
         if (passphrase is not None) != keys.encrypted or (secret and keys.secret != secret):
             raise _begun(backend)
         log = Log(backend, keys.log, watermark=watermark)
         await log.found()
         if any([generation > 1 async for generation in log.generations()]):
-            raise UsageError(f"{backend.where} holds the log of a repository that lost its configuration", cure=_REMAINS_CURE)
+            raise UsageError(
+                f"{backend.where} holds the log of a repository that lost its configuration",
+                cure=_REMAINS_CURE,
+            )
         number, named = (ENCRYPTED_FORMAT, keys.repository) if keys.encrypted else (FORMAT, named)
         config = Config(number, named, time.time_ns(), parameters or Parameters())
         data = await identity.agreed(backend, copy_name(CONFIG), encode_config(config, keys).data)
@@ -174,14 +181,25 @@ class Repository:
         recalled = recollection.load() if recollection is not None else b""
         if recalled:
             try:
-                keys = await read_keys(backend, passphrase, secret, encrypted=is_encrypted(recalled), admit=admit, emit=emit)
-                return cls._opened(backend, decode_config(CONFIG, recalled, keys), keys, watermark, admit, emit)
+                keys = await read_keys(
+                    backend,
+                    passphrase,
+                    secret,
+                    encrypted=is_encrypted(recalled),
+                    admit=admit,
+                    emit=emit,
+                )
+                return cls._opened(
+                    backend, decode_config(CONFIG, recalled, keys), keys, watermark, admit, emit
+                )
             except (Damaged, Distrusted, FormatTooNew, UsageError, WrongPassphrase):
                 pass  # another repository is in this place now, or none: what it says itself counts
         later: FormatTooNew | None = None
         try:
             data = await backend.get(CONFIG, limit=CONFIG_KIND.object_limit)
-            keys = await read_keys(backend, passphrase, secret, encrypted=is_encrypted(data), admit=admit, emit=emit)
+            keys = await read_keys(
+                backend, passphrase, secret, encrypted=is_encrypted(data), admit=admit, emit=emit
+            )
             try:
                 config = decode_config(CONFIG, data, keys)
             except FormatTooNew as error:
@@ -189,8 +207,24 @@ class Repository:
             else:
                 if admit is not None:
                     admit(config.id, keys.encrypted)
-        except (Damaged, Distrusted, FormatTooNew, ObjectMissing, UsageError, WrongPassphrase) as error:
-            found = await identity.from_copies(backend, passphrase, secret, error, rebuild=rebuild, known=known, admit=admit, emit=emit)
+        except (
+            Damaged,
+            Distrusted,
+            FormatTooNew,
+            ObjectMissing,
+            UsageError,
+            WrongPassphrase,
+        ) as error:
+            found = await identity.from_copies(
+                backend,
+                passphrase,
+                secret,
+                error,
+                rebuild=rebuild,
+                known=known,
+                admit=admit,
+                emit=emit,
+            )
             keys, config, data = found.keys, found.config, found.data
         if later is not None:
             raise later
@@ -201,7 +235,13 @@ class Repository:
 
     @classmethod
     def _opened(
-        cls, backend: Backend, config: Config, keys: Keys, watermark: Watermark | None, admit: Admit | None, emit: Sink
+        cls,
+        backend: Backend,
+        config: Config,
+        keys: Keys,
+        watermark: Watermark | None,
+        admit: Admit | None,
+        emit: Sink,
     ) -> Repository:
         if admit is not None:
             admit(config.id, keys.encrypted)
@@ -222,7 +262,10 @@ class Repository:
     async def _find(self, state: State, snapshot: str) -> SnapshotRecord:
         record = await catalog.find(state, snapshot, self.log.pages)
         if record is None:
-            raise NotFound(f"there is no snapshot {snapshot} in {self.backend.where}", cure="'icecore ls' lists them")
+            raise NotFound(
+                f"there is no snapshot {snapshot} in {self.backend.where}",
+                cure="'icecore ls' lists them",
+            )
         return record
 
     async def newest_of(self, job: str) -> SnapshotRecord | None:
@@ -262,12 +305,18 @@ class Repository:
     async def _manifest_from(self, backend: Backend, record: SnapshotRecord) -> Manifest:
         parsed = parse_name(record.manifest)
         if parsed is None or parsed[0] != "manifest":
-            raise Damaged("snapshot", record.snapshot, f"its manifest has the name {record.manifest[:80]!a}")
+            raise Damaged(
+                "snapshot", record.snapshot, f"its manifest has the name {record.manifest[:80]!a}"
+            )
         data = await backend.get(record.manifest, limit=MANIFEST_KIND.object_limit)
-        manifest = decode_manifest(data, self.keys.manifest, name=record.manifest, digest=record.manifest_digest)
+        manifest = decode_manifest(
+            data, self.keys.manifest, name=record.manifest, digest=record.manifest_digest
+        )
         if manifest.snapshot != record.snapshot:
             raise Damaged(
-                MANIFEST_KIND.title, record.manifest, f"it is of snapshot {manifest.snapshot}, not {record.snapshot}"
+                MANIFEST_KIND.title,
+                record.manifest,
+                f"it is of snapshot {manifest.snapshot}, not {record.snapshot}",
             )
         return manifest
 
@@ -313,7 +362,9 @@ class Repository:
             NotFound: ``base`` is not listed.
         """
         pins = [] if base is None else [base]
-        await self.backend.keep_reserve()  # a repository of an earlier version has none, or others have used it
+        await (
+            self.backend.keep_reserve()
+        )  # a repository of an earlier version has none, or others have used it
         return await self._begin(pins, purpose, load_index, beat_seconds, prove, leave)
 
     async def read_session(
@@ -327,7 +378,13 @@ class Repository:
         return await self._begin([snapshot], purpose, False, beat_seconds, True, READERS_LEAVE)
 
     async def _begin(
-        self, pins: Sequence[str], purpose: str, load_index: bool, beat_seconds: float | None, prove: bool, leave: int | None
+        self,
+        pins: Sequence[str],
+        purpose: str,
+        load_index: bool,
+        beat_seconds: float | None,
+        prove: bool,
+        leave: int | None,
     ) -> Session:
         return await sessions.begin(
             self.backend,
@@ -388,7 +445,8 @@ class Repository:
             changed = await catalog.edit(state, [snapshot], set_fields, pages)
             if not updated:
                 raise NotFound(
-                    f"there is no snapshot {snapshot} in {self.backend.where}", cure="'icecore ls' lists them"
+                    f"there is no snapshot {snapshot} in {self.backend.where}",
+                    cure="'icecore ls' lists them",
                 )
             return changed
 
@@ -402,7 +460,8 @@ class Repository:
 
 def _begun(backend: Backend) -> UsageError:
     return UsageError(
-        f"{backend.where} was begun as another repository and never finished", cure="remove its 'keys' and 'copies', or name another place"
+        f"{backend.where} was begun as another repository and never finished",
+        cure="remove its 'keys' and 'copies', or name another place",
     )
 
 
@@ -416,7 +475,10 @@ async def probe(backend: Backend) -> None:
     name = f"probe/{secrets.token_hex(16)}"
     first, second = secrets.token_bytes(100), secrets.token_bytes(100)
     cure = "use a file system with hard links, or an object store with conditional writes (If-None-Match: *)"
-    twice = UsageError(f"{backend.where} lets an object be created twice: concurrent writers would lose data", cure=cure)
+    twice = UsageError(
+        f"{backend.where} lets an object be created twice: concurrent writers would lose data",
+        cure=cure,
+    )
     await backend.create(name, [first])
     raced = f"{name}-raced"
     try:
@@ -437,7 +499,12 @@ async def probe(backend: Backend) -> None:
         part = bytearray(10)
         await backend.get_into(name, 50, memoryview(part))
         listed = [info async for info in backend.list("probe/") if info.name == name]
-        if await backend.get(name) != first or part != first[50:60] or len(listed) != 1 or listed[0].size != 100:
+        if (
+            await backend.get(name) != first
+            or part != first[50:60]
+            or len(listed) != 1
+            or listed[0].size != 100
+        ):
             raise UsageError(f"{backend.where} does not give back what was written", cure=cure)
     finally:
         await backend.delete(name)

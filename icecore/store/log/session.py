@@ -65,7 +65,9 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
 
 def encode_heartbeat(beat: Heartbeat, key: bytes) -> bytes:
     """The object of ``beat``."""
-    return seal(BEAT_KIND, msgspec.msgpack.encode(beat), key, heartbeat_name(beat.session, beat.sequence)).data
+    return seal(
+        BEAT_KIND, msgspec.msgpack.encode(beat), key, heartbeat_name(beat.session, beat.sequence)
+    ).data
 
 
 def decode_heartbeat(name: str, data: bytes, key: bytes) -> Heartbeat:
@@ -208,7 +210,10 @@ class Session:
         """
         self._beats += 1
         beat = Heartbeat(self.id, self._beats, time.time_ns(), host_name(), os.getpid())
-        name, data = heartbeat_name(self.id, self._beats), encode_heartbeat(beat, self._keys.sessions)
+        name, data = (
+            heartbeat_name(self.id, self._beats),
+            encode_heartbeat(beat, self._keys.sessions),
+        )
         try:
             await self._backend.create(name, [data])
         except StoreFull:
@@ -227,7 +232,9 @@ class Session:
                 try:
                     await self.heartbeat()
                 except StoreError as error:
-                    self._emit(Event("session.heartbeat", {"session": self.id, "error": str(error)}))
+                    self._emit(
+                        Event("session.heartbeat", {"session": self.id, "error": str(error)})
+                    )
 
         self._beating = asyncio.create_task(beat())
 
@@ -251,7 +258,10 @@ class Session:
         return await self.transform(change, f"commit {record.snapshot}", entries)
 
     async def transform(
-        self, change: Callable[[State, Pages], Awaitable[State]], words: str, entries: Records | None = None
+        self,
+        change: Callable[[State, Pages], Awaitable[State]],
+        words: str,
+        entries: Records | None = None,
     ) -> Entry:
         """End the session with another ``change`` than one new snapshot; raises what ``commit`` does.
 
@@ -261,7 +271,11 @@ class Session:
             entries: As in ``commit``.
         """
         publish = await self._segments(entries)
-        own = {parsed for parsed in map(parse_name, self._created | self._adopted) if parsed is not None}
+        own = {
+            parsed
+            for parsed in map(parse_name, self._created | self._adopted)
+            if parsed is not None
+        }
 
         async def whole(state: State, pages: Pages) -> State:
             state = self._without(state)
@@ -286,9 +300,13 @@ class Session:
                 f"session {self.id} has been ended by another process, its work is void",
                 cure="a session that gives no sign of life for long is fenced; do it again",
             )
-        return msgspec.structs.replace(state, sessions=[session for session in state.sessions if session.id != self.id])
+        return msgspec.structs.replace(
+            state, sessions=[session for session in state.sessions if session.id != self.id]
+        )
 
-    async def _segments(self, entries: Records | None) -> Callable[[list[SegmentRef]], Awaitable[list[SegmentRef]]]:
+    async def _segments(
+        self, entries: Records | None
+    ) -> Callable[[list[SegmentRef]], Awaitable[list[SegmentRef]]]:
         """How this session's new index entries get into a list of live segments: merged with small ones, or as they are."""
         own = (
             await asyncio.to_thread(build, sort_entries(entries), self._keys.segment, random_id)
@@ -300,7 +318,9 @@ class Session:
         live = (self._log.known or self.state).segments
         merges = [
             planned
-            for planned in plan_merges([*live, *(segment.ref for segment in own)], entries=COMMIT_MERGE_ENTRIES)
+            for planned in plan_merges(
+                [*live, *(segment.ref for segment in own)], entries=COMMIT_MERGE_ENTRIES
+            )
             if own and held.keys() <= {ref.id for ref in planned.inputs}
         ]
         merged: list[NewSegment] = []
@@ -391,7 +411,10 @@ class Session:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.abort()
 
@@ -425,9 +448,14 @@ async def begin(
         for snapshot in pins:
             listed = await catalog.find(state, snapshot, pages)
             if listed is None:
-                raise NotFound(f"there is no snapshot {snapshot} in {backend.where}", cure="'icecore ls' lists them")
+                raise NotFound(
+                    f"there is no snapshot {snapshot} in {backend.where}",
+                    cure="'icecore ls' lists them",
+                )
             found.append(listed)
-        record = SessionRecord(identity, state.generation, purpose, host, time.time_ns(), found, this_process())
+        record = SessionRecord(
+            identity, state.generation, purpose, host, time.time_ns(), found, this_process()
+        )
         return msgspec.structs.replace(state, sessions=[*state.sessions, record])
 
     entry = await log.transact(change, f"begin {purpose} {identity}", prove=prove, leave=leave)

@@ -16,7 +16,9 @@ from icecore.store.format.shard import SHARD, parse_footer
 _GUESS_BYTES = 128 << 10
 
 
-async def read_table(backend: Backend, key: bytes, shard: bytes, size: int | None = None) -> Records:
+async def read_table(
+    backend: Backend, key: bytes, shard: bytes, size: int | None = None
+) -> Records:
     """The footer's table of a shard, in one or two reads.
 
     Args:

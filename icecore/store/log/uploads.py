@@ -36,10 +36,20 @@ class Uploads:
         self._stored: set[bytes] = set()
 
     def start(
-        self, kind: Kind, identity: bytes, parts: Sequence[Buffer], finished: Callable[[], None] | None = None
+        self,
+        kind: Kind,
+        identity: bytes,
+        parts: Sequence[Buffer],
+        finished: Callable[[], None] | None = None,
     ) -> None:
         """Store an object from ``parts``, which must not change until ``finished`` is called (once, whatever the outcome)."""
-        self._run(self._session.put_named(kind, identity, parts), kind, identity, length_of(parts), finished)
+        self._run(
+            self._session.put_named(kind, identity, parts),
+            kind,
+            identity,
+            length_of(parts),
+            finished,
+        )
 
     def draft(self, kind: Kind, identity: bytes) -> Draft:
         """A draft of an object.
@@ -86,7 +96,9 @@ class Uploads:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
 
         def ended(result: concurrent.futures.Future[object]) -> None:
-            error = concurrent.futures.CancelledError() if result.cancelled() else result.exception()
+            error = (
+                concurrent.futures.CancelledError() if result.cancelled() else result.exception()
+            )
             with self._change:
                 self._running -= 1
                 if error is None:
@@ -100,7 +112,12 @@ class Uploads:
                 seconds = time.perf_counter() - started
                 rate = size / seconds / 1e9
                 name = object_name(kind, identity)
-                self._emit(Event("store.upload", {"object": name, "bytes": size, "seconds": seconds, "gb_per_s": rate}))
+                self._emit(
+                    Event(
+                        "store.upload",
+                        {"object": name, "bytes": size, "seconds": seconds, "gb_per_s": rate},
+                    )
+                )
 
         future.add_done_callback(ended)
 

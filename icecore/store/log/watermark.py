@@ -62,7 +62,8 @@ class Watermark:
         """
         if self._seen != instead_of:
             raise RollbackDetected(
-                f"this client has meanwhile seen generation {self._seen.generation} of the log, not {instead_of.generation}", cure="look again"
+                f"this client has meanwhile seen generation {self._seen.generation} of the log, not {instead_of.generation}",
+                cure="look again",
             )
         self._seen = seen
 

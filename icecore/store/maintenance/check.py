@@ -192,10 +192,14 @@ class _Checker:
         self._lineages: set[str] = set()
         self._manifest: Manifest | None = None
 
-    def note(self, error: IcecoreError, kind: str, name: str, snapshots: Sequence[str] = ()) -> None:
+    def note(
+        self, error: IcecoreError, kind: str, name: str, snapshots: Sequence[str] = ()
+    ) -> None:
         """Take an error down as damage of object ``name``, or of what the error names."""
         if isinstance(error, Damaged):
-            self.damage(error.kind if error.kind != "object" else kind, error.name, error.why, snapshots)
+            self.damage(
+                error.kind if error.kind != "object" else kind, error.name, error.why, snapshots
+            )
         elif isinstance(error, ObjectMissing):
             self.damage(kind, name, "it is missing", snapshots)
         else:
@@ -232,11 +236,15 @@ class _Checker:
         await self._foreign()
         records = await self._records(state)
         self.report.snapshots = len(records)
-        self.report.quarantined = {record.snapshot: record.quarantined for record in records if record.quarantined}
+        self.report.quarantined = {
+            record.snapshot: record.quarantined for record in records if record.quarantined
+        }
         pinned = {pin.manifest: pin for session in state.sessions for pin in session.pins}
         for record in {**pinned, **{record.manifest: record for record in records}}.values():
             await self._snapshot(record)
-        for name in sorted(name for name in self._named if name[0] == "nodes" and name in self._sizes):
+        for name in sorted(
+            name for name in self._named if name[0] == "nodes" and name in self._sizes
+        ):
             if (
                 await self._footer(PACK, "nodes", name) is None
                 and self._packs[name[1]] <= self.report.quarantined.keys()
@@ -272,7 +280,13 @@ class _Checker:
             if generation > known + FAR:
                 self.damage(ENTRY_KIND.title, log_name(generation), PLANTED)
         if newest is not None:
-            await self._older(newest, sorted((generation for generation in listed if generation < newest.generation), reverse=True))
+            await self._older(
+                newest,
+                sorted(
+                    (generation for generation in listed if generation < newest.generation),
+                    reverse=True,
+                ),
+            )
         return newest
 
     async def _older(self, newest: Entry, listed: Sequence[int]) -> None:
@@ -284,16 +298,24 @@ class _Checker:
                 continue
             await self._absent(following, generation, newest)
             gap = gap_of(noted, generation + 1)
-            expected = wanted if generation + 1 == following else gap.base if gap is not None else b""
+            expected = (
+                wanted if generation + 1 == following else gap.base if gap is not None else b""
+            )
             following, wanted = generation, b""
             try:
                 entry = await self._repository.log.read(generation)
             except IcecoreError as error:
-                if not isinstance(error, ObjectMissing) or not await self._trimmed(generation, newest.generation):
+                if not isinstance(error, ObjectMissing) or not await self._trimmed(
+                    generation, newest.generation
+                ):
                     self.note(error, ENTRY_KIND.title, log_name(generation))
                 continue
             if expected and expected != entry.digest:
-                self.damage(ENTRY_KIND.title, log_name(generation), "it is not the one that its successor follows")
+                self.damage(
+                    ENTRY_KIND.title,
+                    log_name(generation),
+                    "it is not the one that its successor follows",
+                )
             wanted = entry.state.predecessor
 
     async def _absent(self, following: int, generation: int, newest: Entry) -> None:
@@ -308,7 +330,9 @@ class _Checker:
     async def _trimmed(self, generation: int, newest: int) -> bool:
         """Whether an entry is missing because everything older is, too; or it is no longer kept and its anchor is missing: a trim that is under way."""
         left = {other async for other in self._repository.log.generations()}
-        return min(left) > generation or (generation <= newest - KEPT_ENTRIES and anchor_before(generation) not in left)
+        return min(left) > generation or (
+            generation <= newest - KEPT_ENTRIES and anchor_before(generation) not in left
+        )
 
     async def _list(self) -> None:
         for kind in KINDS:
@@ -326,12 +350,19 @@ class _Checker:
         for prefix in (*PREFIX.values(), LOG, KEYS, SESSIONS, FILTERS):
             async for info in self._backend.list(prefix):
                 if not is_known(info.name):
-                    found.setdefault(info.name, Foreign(info.name, "an object with a name that none of the repository's has"))
+                    found.setdefault(
+                        info.name,
+                        Foreign(
+                            info.name, "an object with a name that none of the repository's has"
+                        ),
+                    )
                 if len(found) >= FOREIGN_AT_MOST:
                     break
         self.report.foreign = [found[name] for name in sorted(found)]
         for one in self.report.foreign:
-            self._repository.emit(Event("check.foreign", {"object": ascii(one.name)[1:-1], "what": one.what}))
+            self._repository.emit(
+                Event("check.foreign", {"object": ascii(one.name)[1:-1], "what": one.what})
+            )
 
     async def _records(self, state: State) -> list[SnapshotRecord]:
         records: list[SnapshotRecord] = []
@@ -371,7 +402,12 @@ class _Checker:
         self._lineages.add(manifest.lineage)
         await self._hints_of(manifest)
         if parsed is not None and self._sizes.get(parsed) != record.manifest_length:
-            self.damage(MANIFEST_KIND.title, record.manifest, "it has another length than its record says", snapshots)
+            self.damage(
+                MANIFEST_KIND.title,
+                record.manifest,
+                "it has another length than its record says",
+                snapshots,
+            )
         numbers = self._of_snapshot.setdefault(record.snapshot, [])
         for space, refs in zip(manifest.spaces, spaces, strict=True):
             own = await self._space(refs, snapshots)
@@ -385,7 +421,13 @@ class _Checker:
             try:
                 kind = limited(fingerprint_bytes(cells_of(manifest), len(manifest.spaces)))
                 data = await self._backend.get(manifest.hints, limit=kind.object_limit)
-                decode_hints(manifest.hints, data, self._keys.hints, bytes.fromhex(manifest.hints_digest) or None, kind=kind)
+                decode_hints(
+                    manifest.hints,
+                    data,
+                    self._keys.hints,
+                    bytes.fromhex(manifest.hints_digest) or None,
+                    kind=kind,
+                )
             except IcecoreError as error:
                 self.note(error, HINTS_KIND.title, manifest.hints)
 
@@ -404,11 +446,21 @@ class _Checker:
         """Working sets and heartbeats: whoever cannot read one does without."""
         async for info in self._backend.list(HINTS):
             if touched_lineage(info.name) in self._lineages:
-                await self._readable(info.name, HINTS_KIND, lambda name, data: decode_hints(name, data, self._keys.hints))
+                await self._readable(
+                    info.name,
+                    HINTS_KIND,
+                    lambda name, data: decode_hints(name, data, self._keys.hints),
+                )
         async for info in self._backend.list(SESSIONS):
-            await self._readable(info.name, BEAT_KIND, lambda name, data: decode_heartbeat(name, data, self._keys.sessions))
+            await self._readable(
+                info.name,
+                BEAT_KIND,
+                lambda name, data: decode_heartbeat(name, data, self._keys.sessions),
+            )
 
-    async def _readable(self, name: str, kind: ObjectKind, decode: Callable[[str, bytes], object]) -> None:
+    async def _readable(
+        self, name: str, kind: ObjectKind, decode: Callable[[str, bytes], object]
+    ) -> None:
         try:
             decode(name, await self._backend.get(name, limit=kind.object_limit))
         except ObjectMissing:
@@ -416,16 +468,27 @@ class _Checker:
         except IcecoreError as error:
             self.note(error, kind.title, name)
 
-    def _regions(self, record: SnapshotRecord, space: Space, refs: Refs, numbers: dict[int, int]) -> None:
+    def _regions(
+        self, record: SnapshotRecord, space: Space, refs: Refs, numbers: dict[int, int]
+    ) -> None:
         """Hold cells against their regions, as every reader of the map does."""
         nodes = [self._nodes[number] for number in numbers.values()]
         if not nodes:
             return
         regions = refs["region"][list(numbers)].astype(np.int64)
         try:
-            check_regions(space.regions, np.concatenate(nodes), np.repeat(regions, [len(node) for node in nodes]))
+            check_regions(
+                space.regions,
+                np.concatenate(nodes),
+                np.repeat(regions, [len(node) for node in nodes]),
+            )
         except ValueError as error:
-            self.damage(MANIFEST_KIND.title, record.manifest, f"{space.kind} {space.key!a}: {error}", [record.snapshot])
+            self.damage(
+                MANIFEST_KIND.title,
+                record.manifest,
+                f"{space.kind} {space.key!a}: {error}",
+                [record.snapshot],
+            )
 
     async def _space(self, refs: Refs, snapshots: list[str]) -> dict[int, int]:
         """Read the nodes that were not seen before; of each reference whose node can be read, the node's number."""
@@ -441,7 +504,11 @@ class _Checker:
         return {at: self._numbers[key] for at, key in enumerate(keys) if key in self._numbers}
 
     async def _nodes_of(
-        self, refs: Refs, keys: list[tuple[bytes, bytes, int]], which: npt.NDArray[np.int64], snapshots: list[str]
+        self,
+        refs: Refs,
+        keys: list[tuple[bytes, bytes, int]],
+        which: npt.NDArray[np.int64],
+        snapshots: list[str],
     ) -> None:
         """Read nodes together; where that fails, halve them until the damaged ones stand alone."""
         if not len(which):
@@ -469,7 +536,9 @@ class _Checker:
         if size is None:
             self.damage(kind, object_name(*name), "it is missing")
             return None
-        parse: Callable[[bytes, bytes, int, bytes], Records] = parse_footer if kind == "shard" else parse_pack_footer
+        parse: Callable[[bytes, bytes, int, bytes], Records] = (
+            parse_footer if kind == "shard" else parse_pack_footer
+        )
         try:
             tail = bytearray(min(size, TAIL_BYTES))
             await self._backend.get_into(object_name(*name), size - len(tail), memoryview(tail))
@@ -503,7 +572,11 @@ class _Checker:
         table = await self._table(shard)
         if table is None:
             self.report.doubtful.add(shard)
-            self._affect("shard", object_name("shard", shard), self._snapshots_of(shard, held[place]["offset"], place))
+            self._affect(
+                "shard",
+                object_name("shard", shard),
+                self._snapshots_of(shard, held[place]["offset"], place),
+            )
             return
         wrong = held[~_agree(table, held[place], held[chunk])]
         if len(wrong):
@@ -522,16 +595,24 @@ class _Checker:
                 both = tuple(sorted({*damage.snapshots, *snapshots}))
                 self.report.damages[at] = Damage(damage.kind, damage.name, damage.why, both)
 
-    def _snapshots_of(self, shard: bytes, offsets: npt.NDArray[np.uint64], *places: str) -> list[str]:
+    def _snapshots_of(
+        self, shard: bytes, offsets: npt.NDArray[np.uint64], *places: str
+    ) -> list[str]:
         """Snapshots that have a cell at one of these places."""
         wanted = np.frombuffer(shard, np.uint8)
         nodes = set()
         for number, node in enumerate(self._nodes):
             for place in places:
-                here = (node[place]["shard"] == wanted).all(axis=1) & np.isin(node[place]["offset"], offsets)
+                here = (node[place]["shard"] == wanted).all(axis=1) & np.isin(
+                    node[place]["offset"], offsets
+                )
                 if (here & (node[place]["length"] > 0)).any():
                     nodes.add(number)
-        return [snapshot for snapshot, numbers in self._of_snapshot.items() if not nodes.isdisjoint(numbers)]
+        return [
+            snapshot
+            for snapshot, numbers in self._of_snapshot.items()
+            if not nodes.isdisjoint(numbers)
+        ]
 
     async def _segments(self, state: State) -> None:
         """Index segments: readable, and what they say of shards is so."""
@@ -545,19 +626,30 @@ class _Checker:
                 self.note(error, SEGMENT_TITLE, name)
                 continue
             if len(entries) != ref.count:
-                self.damage(SEGMENT_TITLE, name, f"it has {len(entries)} entries instead of {ref.count}")
+                self.damage(
+                    SEGMENT_TITLE, name, f"it has {len(entries)} entries instead of {ref.count}"
+                )
             if filtered(ref):
                 await self._filter(ref, entries)
             for shard, which in _by_shard(entries["place"]):
                 if ("shard", shard) in condemned:
                     continue  # marked, so nobody uses what the index says of it
                 if ("shard", shard) not in self._sizes:
-                    self.damage(SEGMENT_TITLE, name, f"it names {object_name('shard', shard)}, which is missing")
+                    self.damage(
+                        SEGMENT_TITLE,
+                        name,
+                        f"it names {object_name('shard', shard)}, which is missing",
+                    )
                     continue
                 table = await self._table(shard)
-                if table is not None and not _agree(table, entries["place"][which], entries["chunk"][which]).all():
+                if (
+                    table is not None
+                    and not _agree(table, entries["place"][which], entries["chunk"][which]).all()
+                ):
                     self.damage(
-                        SEGMENT_TITLE, name, f"it names chunks that {object_name('shard', shard)} does not have"
+                        SEGMENT_TITLE,
+                        name,
+                        f"it names chunks that {object_name('shard', shard)} does not have",
                     )
 
     async def _filter(self, ref: SegmentRef, entries: Records) -> None:
@@ -611,8 +703,13 @@ class _Checker:
                 place = record["place"]
                 shard = place["shard"].tobytes()
                 based = record["base_place"]["length"] > 0
-                self.report.doubtful |= {shard, *([record["base_place"]["shard"].tobytes()] if based else [])}
-                snapshots = self._snapshots_of(shard, np.array([place["offset"]]), "place", "base_place")
+                self.report.doubtful |= {
+                    shard,
+                    *([record["base_place"]["shard"].tobytes()] if based else []),
+                }
+                snapshots = self._snapshots_of(
+                    shard, np.array([place["offset"]]), "place", "base_place"
+                )
                 self.note(error, "chunk", record["chunk"].tobytes().hex(), snapshots)
 
         await each(range(0, len(cells), _READ_BATCH), work, at_once=self._threads)
@@ -634,7 +731,9 @@ def _by_shard(places: Records) -> Iterator[tuple[bytes, npt.NDArray[np.int64]]]:
     """Shards that ``places`` name, and which of them name each."""
     if not len(places):
         return
-    shards, inverse = np.unique(np.ascontiguousarray(places["shard"]).view("S16")[:, 0], return_inverse=True)
+    shards, inverse = np.unique(
+        np.ascontiguousarray(places["shard"]).view("S16")[:, 0], return_inverse=True
+    )
     order = np.argsort(inverse, kind="stable")
     edges = np.searchsorted(inverse[order], np.arange(len(shards) + 1))
     for number, name in enumerate(shards.tolist()):

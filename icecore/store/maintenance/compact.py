@@ -61,7 +61,9 @@ class Compacted:
     rebased: int = 0
 
 
-def find_sparse(reach: Reach, sizes: Mapping[tuple[Kind, bytes], int], below: float) -> list[Sparse]:
+def find_sparse(
+    reach: Reach, sizes: Mapping[tuple[Kind, bytes], int], below: float
+) -> list[Sparse]:
     """Shards of which less than the share ``below`` is reached, in order of their names.
 
     Args:
@@ -75,7 +77,9 @@ def find_sparse(reach: Reach, sizes: Mapping[tuple[Kind, bytes], int], below: fl
     return sorted(sparse, key=lambda item: item.shard)
 
 
-async def compact(repository: Repository, sizes: Mapping[tuple[Kind, bytes], int], below: float) -> Compacted:
+async def compact(
+    repository: Repository, sizes: Mapping[tuple[Kind, bytes], int], below: float
+) -> Compacted:
     """Rewrite what is sparse; the old shards are then the collector's.
 
     Args:
@@ -104,13 +108,20 @@ async def compact(repository: Repository, sizes: Mapping[tuple[Kind, bytes], int
                 copied.append(item)
             except (Damaged, ObjectMissing) as error:
                 # It stays as it is, for 'check' and 'repair'; the others need not wait for that.
-                repository.emit(Event("gc.damaged", {"object": object_name("shard", item.shard), "error": str(error)}))
+                repository.emit(
+                    Event(
+                        "gc.damaged",
+                        {"object": object_name("shard", item.shard), "error": str(error)},
+                    )
+                )
         await writer.flush()
         rewriter = MapRewriter(repository, session, {**copier.moved, **rebaser.moved})
         swaps: dict[str, tuple[str, NewManifest]] = {}
         for record in records:
             if not record.quarantined:  # nor are the shards that such a one reaches sparse
-                changed = await rewriter.manifest(await repository.manifest(record), record.manifest)
+                changed = await rewriter.manifest(
+                    await repository.manifest(record), record.manifest
+                )
                 if changed is not None:
                     swaps[record.snapshot] = record.manifest, changed
         await rewriter.flush()
@@ -154,7 +165,9 @@ async def _rebase(
 def _left(item: Sparse, rebaser: Rebaser) -> Sparse:
     """What is to be copied of a shard: not what was stored anew in another form, nor what nobody needs any more."""
     done = {offset for shard, offset in rebaser.gone | rebaser.moved.keys() if shard == item.shard}
-    offsets = item.live.offsets[~np.isin(item.live.offsets, list(done))] if done else item.live.offsets
+    offsets = (
+        item.live.offsets[~np.isin(item.live.offsets, list(done))] if done else item.live.offsets
+    )
     return Sparse(item.shard, item.bytes, Live(item.live.bytes, offsets))
 
 
@@ -181,7 +194,9 @@ class _Copier:
         async def read(run: tuple[int, int]) -> list[tuple[np.void, memoryview]]:
             entries = wanted[slice(*run)]
             start = int(entries["offset"][0])
-            data = np.empty(int(entries["offset"][-1] + entries["length"][-1]) - start, np.uint8).data
+            data = np.empty(
+                int(entries["offset"][-1] + entries["length"][-1]) - start, np.uint8
+            ).data
             await backend.get_into(name, start, data)
             return await asyncio.to_thread(self._verified, name, entries, start, data)
 
@@ -190,12 +205,18 @@ class _Copier:
         async with aclosing(in_order(_ranges(wanted), read, ahead=_AHEAD)) as runs:
             async for pieces in runs:
                 for entry, plain in pieces:
-                    chunk, bitmap, base = (entry[field].tobytes() for field in ("chunk", "data", "base"))
-                    place = await self._writer.put(chunk, bitmap, base, int(entry["codec"]), [plain])
+                    chunk, bitmap, base = (
+                        entry[field].tobytes() for field in ("chunk", "data", "base")
+                    )
+                    place = await self._writer.put(
+                        chunk, bitmap, base, int(entry["codec"]), [plain]
+                    )
                     moved[item.shard, int(entry["offset"])] = place
         self.moved.update(moved)
 
-    def _verified(self, name: str, entries: Records, start: int, data: memoryview) -> list[tuple[np.void, memoryview]]:
+    def _verified(
+        self, name: str, entries: Records, start: int, data: memoryview
+    ) -> list[tuple[np.void, memoryview]]:
         """Chunks that lie in ``data``, which is from offset ``start`` on, each with its stored form."""
         found = []
         for entry in entries:
@@ -224,7 +245,10 @@ def _ranges(wanted: Records) -> list[tuple[int, int]]:
     """Runs of pieces (ascending by offset) that are read together, as ``(first, last + 1)``."""
     runs: list[tuple[int, int]] = []
     first = 0
-    offsets, lengths = wanted["offset"].astype(np.int64).tolist(), wanted["length"].astype(np.int64).tolist()
+    offsets, lengths = (
+        wanted["offset"].astype(np.int64).tolist(),
+        wanted["length"].astype(np.int64).tolist(),
+    )
     for at in range(1, len(wanted) + 1):
         if (
             at == len(wanted)

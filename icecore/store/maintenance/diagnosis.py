@@ -170,7 +170,11 @@ class Diagnosis:
 
     async def _lists(self) -> list[SnapshotRecord]:
         """Every snapshot record that can be had, and the lists of marks that cannot be read."""
-        pages, records, unreadable = self._repository.log.pages, list[SnapshotRecord](), list[PageRef]()
+        pages, records, unreadable = (
+            self._repository.log.pages,
+            list[SnapshotRecord](),
+            list[PageRef](),
+        )
         for ref in self._state.pages:
             try:
                 records += await pages.read(ref, cached=False)
@@ -179,11 +183,17 @@ class Diagnosis:
         records += self._state.tail
         for batch in self._state.condemned:
             try:
-                self._condemned |= {object_name(*name) for name in await pages.read_names(batch, cached=False)}
+                self._condemned |= {
+                    object_name(*name) for name in await pages.read_names(batch, cached=False)
+                }
             except _UNREADABLE:
                 assert batch.ref is not None
                 self._survey.forget_marks.add(batch.ref.id)
-                self._fix("name list", object_name("page", batch.ref.id), "left out: the collector marks anew")
+                self._fix(
+                    "name list",
+                    object_name("page", batch.ref.id),
+                    "left out: the collector marks anew",
+                )
         known = {record.snapshot for record in records}
         for ref in unreadable:
             found, how = await self._page(ref, known, {record.manifest for record in records})
@@ -196,12 +206,16 @@ class Diagnosis:
             records += found
         return records
 
-    async def _page(self, ref: PageRef, known: set[str], named: set[str]) -> tuple[list[SnapshotRecord], str]:
+    async def _page(
+        self, ref: PageRef, known: set[str], named: set[str]
+    ) -> tuple[list[SnapshotRecord], str]:
         name = object_name("page", ref.id)
         if self._source is not None:
             try:
                 data = await self._source.backend.get(name, limit=PAGE_KIND.object_limit)
-                return decode_page(name, data, self._repository.keys.log, ref), "taken from the replica"
+                return decode_page(
+                    name, data, self._repository.keys.log, ref
+                ), "taken from the replica"
             except _UNREADABLE:
                 pass
         found: dict[str, SnapshotRecord] = {}
@@ -209,11 +223,16 @@ class Diagnosis:
             if info.name in named or info.name in self._condemned:
                 continue
             try:
-                data = await self._repository.backend.get(info.name, limit=MANIFEST_KIND.object_limit)
+                data = await self._repository.backend.get(
+                    info.name, limit=MANIFEST_KIND.object_limit
+                )
                 manifest = decode_manifest(data, self._repository.keys.manifest, name=info.name)
             except _UNREADABLE:
                 continue
-            if manifest.snapshot not in known and ref.first <= leading(manifest.snapshot) <= ref.last:
+            if (
+                manifest.snapshot not in known
+                and ref.first <= leading(manifest.snapshot) <= ref.last
+            ):
                 record = record_of(manifest, info.name, data)
                 # Of two manifests of one snapshot one was swapped out by a collector: the one whose nodes are there counts.
                 if manifest.snapshot not in found or await self._complete(manifest):
@@ -245,14 +264,20 @@ class Diagnosis:
             await self._read(refs[fresh])
             for at in fresh:
                 if names[at] in self._survey.lost_nodes:
-                    self._lose(record.snapshot, f"node {names[at].hex()} of its maps cannot be read")
+                    self._lose(
+                        record.snapshot, f"node {names[at].hex()} of its maps cannot be read"
+                    )
 
     async def _manifest(self, record: SnapshotRecord) -> Manifest | None:
         if record.snapshot in self._suffering:
             other = await self._another(record.snapshot)
             if other is not None:
                 self._survey.restored.add(record.snapshot)
-                self._fix(MANIFEST_KIND.title, record.manifest, f"taken from {other[0]}, which is of the same snapshot and refers to existing objects")
+                self._fix(
+                    MANIFEST_KIND.title,
+                    record.manifest,
+                    f"taken from {other[0]}, which is of the same snapshot and refers to existing objects",
+                )
                 return other[1]
         try:
             manifest = await self._repository.manifest(record)
@@ -276,21 +301,30 @@ class Diagnosis:
             if info.name in self._named:
                 continue
             try:
-                data = await self._repository.backend.get(info.name, limit=MANIFEST_KIND.object_limit)
+                data = await self._repository.backend.get(
+                    info.name, limit=MANIFEST_KIND.object_limit
+                )
                 manifest = decode_manifest(data, self._repository.keys.manifest, name=info.name)
             except _UNREADABLE:
                 continue
-            if manifest.snapshot == snapshot and await complete(self._repository, manifest, info.name, self._shard_names):
+            if manifest.snapshot == snapshot and await complete(
+                self._repository, manifest, info.name, self._shard_names
+            ):
                 return info.name, manifest
         return None
 
     async def _read(self, refs: Refs) -> None:
         failed: list[int] = []
-        for at, cells in await readable_nodes(self._repository, refs, lambda at, error: failed.append(at)):
+        for at, cells in await readable_nodes(
+            self._repository, refs, lambda at, error: failed.append(at)
+        ):
             self._nodes[refs["node"][at].tobytes()] = cells
         for node, pack in zip(refs["node"], refs["pack"], strict=True):
             # A pack of which a part is damaged: what still reads in it is stored anew, so that the pack can go.
-            if object_name("nodes", pack.tobytes()) in self._packs and node.tobytes() in self._nodes:
+            if (
+                object_name("nodes", pack.tobytes()) in self._packs
+                and node.tobytes() in self._nodes
+            ):
                 self._survey.new_nodes.add(node.tobytes())
         left = refs[failed]
         if self._source is not None and len(left):
@@ -305,7 +339,9 @@ class Diagnosis:
         """Every chunk in a doubtful shard that is still reached."""
         cells = np.concatenate(list(self._nodes.values())) if self._nodes else np.empty(0, CELL)
         # Those, too, that only the index names: writers would come to use them.
-        named = {parse_name(damage.name) for damage in self._report.damages if damage.kind == "shard"}
+        named = {
+            parse_name(damage.name) for damage in self._report.damages if damage.kind == "shard"
+        }
         told = {name[1] for name in named if name is not None}
         doubtful = frozenset(self._report.doubtful | told | (_reached([cells]) - sizes.keys()))
         if not doubtful:
@@ -335,10 +371,14 @@ class Diagnosis:
                 self._fix("shard", object_name("shard", shard), how)
         for key in salvage.instead:
             self._fix(
-                "chunk", f"at {key[1]} of {object_name('shard', key[0])}", "its base is lost; found at another place"
+                "chunk",
+                f"at {key[1]} of {object_name('shard', key[0])}",
+                "its base is lost; found at another place",
             )
         for snapshot, nodes in self._of_snapshot.items():
-            gone = _count_lost([self._nodes[node] for node in nodes if node in self._nodes], salvage)
+            gone = _count_lost(
+                [self._nodes[node] for node in nodes if node in self._nodes], salvage
+            )
             if gone:
                 self._lose(snapshot, f"{gone} of its chunks are lost")
 
@@ -352,15 +392,21 @@ class Diagnosis:
             if name in wrong or self._survey.forget_marks:
                 # Which shards are condemned is not known without their marks: only what is reached may be found.
                 self._survey.segments[ref.id], dropped = None, True
-                self._fix(SEGMENT_TITLE, name, "left out; made anew from the shards that are reached")
+                self._fix(
+                    SEGMENT_TITLE, name, "left out; made anew from the shards that are reached"
+                )
                 continue
             kept.append(ref)
             if harmed:
-                entries = await read_segment(self._repository.backend, ref, self._repository.keys.segment)
+                entries = await read_segment(
+                    self._repository.backend, ref, self._repository.keys.segment
+                )
                 dead = in_shards(entries, harmed)
                 if dead.any():
                     self._survey.segments[ref.id] = entries[~dead]
-                    self._fix(SEGMENT_TITLE, name, f"{int(dead.sum())} entries of damaged shards left out")
+                    self._fix(
+                        SEGMENT_TITLE, name, f"{int(dead.sum())} entries of damaged shards left out"
+                    )
         if dropped:
             index = Index(self._repository.backend, kept, self._repository.keys.segment)
             await index.load()
@@ -373,7 +419,9 @@ class Diagnosis:
                 self._survey.reindex.append(entries[~found])
 
     async def _table(self, shard: bytes, sizes: dict[bytes, int]) -> Records:
-        return await read_table(self._repository.backend, self._repository.keys.shard, shard, sizes.get(shard, 0))
+        return await read_table(
+            self._repository.backend, self._repository.keys.shard, shard, sizes.get(shard, 0)
+        )
 
     def _lose(self, snapshot: str, why: str) -> None:
         reasons = self._lost.setdefault(snapshot, [])
@@ -383,7 +431,9 @@ class Diagnosis:
     def _quarantine(self) -> None:
         for snapshot, record in self._survey.records.items():
             reasons = self._lost.get(snapshot, [])
-            why = "; ".join(map(harmless, reasons[:3])) + (f"; and {len(reasons) - 3} more" if len(reasons) > 3 else "")
+            why = "; ".join(map(harmless, reasons[:3])) + (
+                f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
+            )
             if why and why != record.quarantined:
                 self._plan.quarantine[snapshot] = why
             elif not why and record.quarantined and self._read_all():
@@ -398,16 +448,24 @@ class Diagnosis:
         hints = {damage.name for damage in self._report.damages if damage.kind == HINTS_KIND.title}
         for snapshot, manifest in list(self._survey.manifests.items()):
             if manifest.hints in hints:
-                self._survey.manifests[snapshot] = msgspec.structs.replace(manifest, hints="", hints_digest="")
+                self._survey.manifests[snapshot] = msgspec.structs.replace(
+                    manifest, hints="", hints_digest=""
+                )
                 self._survey.restored.add(snapshot)
                 self._fix(HINTS_KIND.title, manifest.hints, "left out: they only save time")
         for damage in self._report.damages:
             if damage.kind == FILTER_KIND.title:
                 self._survey.trim.append(damage.name)
-                self._fix(FILTER_KIND.title, damage.name, "removed: it only saves time, and 'gc' makes it anew")
+                self._fix(
+                    FILTER_KIND.title,
+                    damage.name,
+                    "removed: it only saves time, and 'gc' makes it anew",
+                )
             elif damage.kind == BEAT_KIND.title:
                 self._survey.trim.append(damage.name)
-                self._fix(BEAT_KIND.title, damage.name, "removed: its session gives the next sign of life")
+                self._fix(
+                    BEAT_KIND.title, damage.name, "removed: its session gives the next sign of life"
+                )
             elif damage.kind == HINTS_KIND.title and touched_lineage(damage.name) is not None:
                 self._survey.trim.append(damage.name)
                 self._fix(HINTS_KIND.title, damage.name, "removed: it only saves time")
@@ -421,7 +479,9 @@ class Diagnosis:
             if damage.why == PLANTED:
                 self._survey.trim.append(damage.name)
                 self._fix(damage.kind, damage.name, "removed: it is no log entry")
-        wrong = {log_generation(damage.name) or 0 for damage in damages if damage.why != PLANTED} - {0}
+        wrong = {
+            log_generation(damage.name) or 0 for damage in damages if damage.why != PLANTED
+        } - {0}
         listed = {generation async for generation in log.generations()}
         self._survey.absent = sorted(wrong - listed)
         for first, last in ranges(wrong):
@@ -432,11 +492,17 @@ class Diagnosis:
                 except _UNREADABLE:
                     pass
             self._survey.lost.append(Gap(first, last, digest))
-            self._fix(ENTRY_KIND.title, log_name(last), f"{last - first + 1} entries recorded as lost: later entries hold the complete state")
+            self._fix(
+                ENTRY_KIND.title,
+                log_name(last),
+                f"{last - first + 1} entries recorded as lost: later entries hold the complete state",
+            )
 
     async def _identity(self) -> None:
         """Configuration, keys, and the second copies of both."""
-        mends = await inspect(self._repository.backend, self._repository.keys, self._repository.config)
+        mends = await inspect(
+            self._repository.backend, self._repository.keys, self._repository.config
+        )
         self._survey.mends = mends
         for mend in mends:
             if mend.how:
@@ -451,7 +517,10 @@ def _reached(nodes: Iterable[Records]) -> set[bytes]:
     for records in nodes:
         for field_ in ("place", "base_place"):
             places = records[field_][records[field_]["length"] > 0]
-            found |= {bytes(shard).ljust(16, b"\0") for shard in set(places["shard"].copy().view("S16")[:, 0].tolist())}
+            found |= {
+                bytes(shard).ljust(16, b"\0")
+                for shard in set(places["shard"].copy().view("S16")[:, 0].tolist())
+            }
     return found
 
 
@@ -462,12 +531,16 @@ def _count_lost(nodes: Iterable[Records], salvage: Salvage) -> int:
     shards = frozenset(shard for shard, _ in salvage.lost)
     gone: set[Key] = set()
     for records in nodes:
-        doubtful = of_shards(records["place"]["shard"], shards) | of_shards(records["base_place"]["shard"], shards)
+        doubtful = of_shards(records["place"]["shard"], shards) | of_shards(
+            records["base_place"]["shard"], shards
+        )
         for row in map(unpack, records[doubtful]):
             place, _, base = row.stored
             key = place.shard, place.offset
             if key in salvage.lost or (
-                not salvage.replaced(key) and base.length and (base.shard, base.offset) in salvage.lost
+                not salvage.replaced(key)
+                and base.length
+                and (base.shard, base.offset) in salvage.lost
             ):
                 gone.add(key)
     return len(gone)

@@ -14,7 +14,15 @@ from icecore.store.format.state import SnapshotRecord
 ALL = -1
 
 _NS = 1_000_000_000
-_UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400, "mo": 30 * 86_400, "y": 365 * 86_400}
+_UNITS = {
+    "s": 1,
+    "min": 60,
+    "h": 3600,
+    "d": 86_400,
+    "w": 7 * 86_400,
+    "mo": 30 * 86_400,
+    "y": 365 * 86_400,
+}
 _DURATION = re.compile(r"(\d+)(min|mo|[shdwy])")
 
 Bucket = Callable[[datetime.datetime], tuple[int, ...]]
@@ -54,14 +62,21 @@ class Policy:
     def __post_init__(self) -> None:
         for name in ("last", *_PERIODS):
             if getattr(self, name) < ALL:
-                raise UsageError(f"keep-{name} is {getattr(self, name)}", cure="use a number, or -1 for all")
+                raise UsageError(
+                    f"keep-{name} is {getattr(self, name)}", cure="use a number, or -1 for all"
+                )
         if self.within_seconds < 0:
             raise UsageError("keep-within is negative")
 
     @property
     def empty(self) -> bool:
         """Whether it keeps nothing but pinned snapshots."""
-        return not (self.last or self.within_seconds or self.tags or any(getattr(self, name) for name in _PERIODS))
+        return not (
+            self.last
+            or self.within_seconds
+            or self.tags
+            or any(getattr(self, name) for name in _PERIODS)
+        )
 
 
 @dataclass(frozen=True)
@@ -124,7 +139,10 @@ def _group(records: Sequence[SnapshotRecord], policy: Policy) -> list[Decision]:
                 seen.add(at)
                 reasons[record.snapshot].append(name)
     for record in newest_first:
-        if policy.within_seconds and newest_first[0].created_ns - record.created_ns <= policy.within_seconds * _NS:
+        if (
+            policy.within_seconds
+            and newest_first[0].created_ns - record.created_ns <= policy.within_seconds * _NS
+        ):
             reasons[record.snapshot].append("within")
         reasons[record.snapshot].extend(f"tag {tag}" for tag in record.tags if tag in policy.tags)
     for record in by_age:

@@ -248,7 +248,9 @@ class Collector:
         if find_sparse(self._reach, self._sizes, self._options.compact_below):
             with phase(emit, "gc.compact") as running:
                 try:
-                    compacted = await compact(self._repository, self._sizes, self._options.compact_below)
+                    compacted = await compact(
+                        self._repository, self._sizes, self._options.compact_below
+                    )
                 except StoreFull as error:
                     self._no_room("shards", error)
                 running.bytes = compacted.copied_bytes
@@ -263,7 +265,12 @@ class Collector:
 
     def _no_room(self, what: str, error: StoreFull) -> None:
         """Rewriting frees space in the end, but takes some first; what can be deleted as it is must not wait for that."""
-        self._repository.emit(Event("gc.no_room", {"what": what, "error": f"{what} are not rewritten this time: {error.message}"}))
+        self._repository.emit(
+            Event(
+                "gc.no_room",
+                {"what": what, "error": f"{what} are not rewritten this time: {error.message}"},
+            )
+        )
 
     async def _collect(self, session: str, fenced: int, compacted: Compacted) -> Result:
         emit = self._repository.emit
@@ -271,27 +278,37 @@ class Collector:
         for _ in range(_ROUNDS):
             entry, new = await self._condemn()
             if entry.state.session(session) is None:
-                raise SessionFenced("another process took this collector for dead", cure="collect again")
+                raise SessionFenced(
+                    "another process took this collector for dead", cure="collect again"
+                )
             with phase(emit, "gc.delete") as running:
                 deletable, waits = await self._deletable(entry.state)
                 await each(deletable, lambda name: self._backend.delete(object_name(*name)))
                 running.bytes = sum(self._sizes.get(name, 0) for name in deletable)
             # What was condemned before the listing began, and was not listed, has been deleted by a collector that stopped then.
             marks = await self._marks(entry.state)
-            absent = {name for name, at in marks.items() if at <= self._before and name not in self._sizes}
+            absent = {
+                name for name, at in marks.items() if at <= self._before and name not in self._sizes
+            }
             rewritten = 0
             try:
                 rewritten = await Reindexer(self._repository, absent.union(deletable)).run()
             except StoreFull as error:
                 self._no_room("index segments", error)
-            condemned, deleted, merged = condemned + new, deleted + len(deletable), merged + rewritten
+            condemned, deleted, merged = (
+                condemned + new,
+                deleted + len(deletable),
+                merged + rewritten,
+            )
             deleted_bytes, waiting = deleted_bytes + running.bytes, len(waits)
             await self._survey()
             # What rewriting the index and the lists of marks left behind is collected at once.
             if not self._unreached((await self._log.newest()).state) - set(waits):
                 break
         trimmed = await self._trim()
-        return Result(fenced, compacted, condemned, deleted, deleted_bytes, waiting, merged, trimmed)
+        return Result(
+            fenced, compacted, condemned, deleted, deleted_bytes, waiting, merged, trimmed
+        )
 
     async def _survey(self) -> None:
         """List all objects that sessions write. Comes before reading the state: what is listed was written by a session that began before."""
@@ -360,7 +377,12 @@ class Collector:
             if record.id in latest:
                 try:
                     data = await self._backend.get(latest[record.id], limit=1 << 17)
-                    heard = max(heard, decode_heartbeat(latest[record.id], data, self._repository.keys.sessions).at_ns)
+                    heard = max(
+                        heard,
+                        decode_heartbeat(
+                            latest[record.id], data, self._repository.keys.sessions
+                        ).at_ns,
+                    )
                 except (ObjectMissing, Damaged):
                     continue  # it beats just now, or its sign cannot be read: let it live
             patience = self._options.fence_seconds
@@ -378,7 +400,11 @@ class Collector:
 
         async def change(state: State, pages: Pages) -> State:
             left = [record for record in state.sessions if record.id not in silent]
-            return state if len(left) == len(state.sessions) else msgspec.structs.replace(state, sessions=left)
+            return (
+                state
+                if len(left) == len(state.sessions)
+                else msgspec.structs.replace(state, sessions=left)
+            )
 
         await self._log.transact(change, f"fence {' '.join(sorted(silent))}", leave=0)
         self._repository.emit(Event("gc.fence", {"sessions": sorted(silent)}))
@@ -410,14 +436,22 @@ class Collector:
         marks = await self._marks(state)
         unreached = self._unreached(state)
         oldest = min((record.began for record in _keeping(state)), default=state.generation + 1)
-        delete = sorted(name for name, generation in marks.items() if name in unreached and generation < oldest)
-        return delete, sorted(name for name, generation in marks.items() if name in unreached and generation >= oldest)
+        delete = sorted(
+            name for name, generation in marks.items() if name in unreached and generation < oldest
+        )
+        return delete, sorted(
+            name for name, generation in marks.items() if name in unreached and generation >= oldest
+        )
 
     async def _old(self) -> list[Item]:
         """What lies outside the state's reach and is known to be of no use: signs of sessions that are over, hints of nobody, probes."""
         # A filter is stored after its segment: one that was there before a listing without its segment is that of a deleted one.
         filters = [info async for info in self._backend.list(FILTERS)]
-        segments = {info.name async for info in self._backend.list(PREFIX["segment"])} if filters else set()
+        segments = (
+            {info.name async for info in self._backend.list(PREFIX["segment"])}
+            if filters
+            else set()
+        )
         beats = [info async for info in self._backend.list(SESSIONS)]
         hints = [info async for info in self._backend.list(HINTS)]
         old = [Item(*info) async for info in self._backend.list(PROBE)]
@@ -430,7 +464,9 @@ class Collector:
         open_ = {record.id for record in state.sessions}
         keeping = _keeping(state)
         old += [Item(*info) for info in beats if heartbeat_session(info.name) not in open_]
-        if not keeping:  # an open session may have stored the hints of a snapshot that is yet to be committed
+        if (
+            not keeping
+        ):  # an open session may have stored the hints of a snapshot that is yet to be committed
             old += [Item(*info) for info in hints if not self._advises(info.name)]
         return old
 

@@ -89,7 +89,9 @@ def _unique(parts: list[npt.NDArray[np.void]]) -> npt.NDArray[np.void]:
 
 def _by_shard(pieces: npt.NDArray[np.void]) -> Iterator[tuple[int, int, npt.NDArray[np.int64]]]:
     numbers = (pieces["key"] >> np.uint64(_OFFSET_BITS)).astype(np.int64)
-    edges = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)] if len(numbers) else []
+    edges = (
+        [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)] if len(numbers) else []
+    )
     for start, end in pairwise(edges):
         here = pieces[start:end]
         offsets = (here["key"] & np.uint64((1 << _OFFSET_BITS) - 1)).astype(np.int64)
@@ -119,7 +121,9 @@ class Seen:
         left = np.flatnonzero(~found)
         if not self._pending:
             return left
-        return np.array([i for i in left.tolist() if halves[i].tobytes() not in self._pending], np.int64)
+        return np.array(
+            [i for i in left.tolist() if halves[i].tobytes() not in self._pending], np.int64
+        )
 
     def add(self, ids: npt.NDArray[np.uint8]) -> None:
         """Add ids that are not in it."""

@@ -68,14 +68,18 @@ class Reach:
         Raises:
             Damaged, ObjectMissing: Part of a snapshot cannot be read, so what it reaches is unknown.
         """
-        new = {record.manifest: record for record in records if record.manifest not in self._manifests}
+        new = {
+            record.manifest: record for record in records if record.manifest not in self._manifests
+        }
         await each(new.values(), self._snapshot, at_once=self._at_once)
         self._manifests.update(new)
 
     async def _snapshot(self, record: SnapshotRecord) -> None:
         parsed = parse_name(record.manifest)
         if parsed is None or parsed[0] != "manifest":
-            raise Damaged("log entry", record.snapshot, f"its manifest has the name {record.manifest!r}")
+            raise Damaged(
+                "log entry", record.snapshot, f"its manifest has the name {record.manifest!r}"
+            )
         self.lineages.add(record.lineage)
         try:
             manifest = await self._repository.manifest(record)
@@ -93,7 +97,9 @@ class Reach:
 
     async def _space(self, refs: Refs, record: SnapshotRecord) -> None:
         packs = refs["pack"].tobytes()
-        self.names.update(("nodes", pack) for pack in {packs[at : at + 16] for at in range(0, len(packs), 16)})
+        self.names.update(
+            ("nodes", pack) for pack in {packs[at : at + 16] for at in range(0, len(packs), 16)}
+        )
         if record.quarantined:
             for _, cells in await readable_nodes(self._repository, refs):
                 self._cells(cells)
@@ -132,9 +138,13 @@ class Reach:
             shards = np.ascontiguousarray(places["shard"])
             halves = shards.view(np.uint64)
             # Chunks of one shard mostly follow each other: its name is only looked at where it begins.
-            starts = np.flatnonzero(np.concatenate(([True], (halves[1:] != halves[:-1]).any(axis=1))))
+            starts = np.flatnonzero(
+                np.concatenate(([True], (halves[1:] != halves[:-1]).any(axis=1)))
+            )
             names = shards[starts].tobytes()
-            numbers = np.fromiter((self._number(names[at : at + 16]) for at in range(0, len(names), 16)), np.uint64)
+            numbers = np.fromiter(
+                (self._number(names[at : at + 16]) for at in range(0, len(names), 16)), np.uint64
+            )
             runs = np.diff(starts, append=len(places))
             self._pieces.add(np.repeat(numbers, runs), places["offset"], places["length"])
 
@@ -215,7 +225,9 @@ async def read_nodes(repository: Repository, refs: Refs) -> tuple[Records, npt.N
         data = memoryview(bytearray(read.length))
         await repository.backend.get_into(object_name("nodes", read.pack), read.offset, data)
         starts = (refs["offset"][read.refs].astype(np.int64) - read.offset).tolist()
-        for at, start, length in zip(read.refs.tolist(), starts, refs["length"][read.refs].tolist(), strict=True):
+        for at, start, length in zip(
+            read.refs.tolist(), starts, refs["length"][read.refs].tolist(), strict=True
+        ):
             stored[at] = data[start : start + length]
     decoder = NodeDecoder(repository.keys.node)
     if len(refs) < _INLINE_NODES:

@@ -60,10 +60,17 @@ class Orphans:
 
     def add(self, records: Records) -> None:
         """Take down what the CELL records of some nodes say."""
-        own = records["place"][(records["place"]["length"] > 0) & of_shards(records["place"]["shard"], self._shards)]
+        own = records["place"][
+            (records["place"]["length"] > 0) & of_shards(records["place"]["shard"], self._shards)
+        ]
         shards = own["shard"].tobytes()
-        self._own.update((shards[16 * at : 16 * at + 16], offset) for at, offset in enumerate(own["offset"].tolist()))
-        based = (records["base_place"]["length"] > 0) & of_shards(records["base_place"]["shard"], self._shards)
+        self._own.update(
+            (shards[16 * at : 16 * at + 16], offset)
+            for at, offset in enumerate(own["offset"].tolist())
+        )
+        based = (records["base_place"]["length"] > 0) & of_shards(
+            records["base_place"]["shard"], self._shards
+        )
         for row in map(unpack, records[based]):
             place, _, base = row.stored
             held = self._deltas.setdefault((base.shard, base.offset), {})
@@ -136,11 +143,15 @@ class Rebaser:
         self.moved[row.stored.place.shard, row.stored.place.offset] = stored
 
     async def _put(self, form: _Form, base: bytes) -> Place:
-        return await self._writer.put(form.row.chunk, form.row.data, base, form.number, [bytes(part) for part in form.parts])
+        return await self._writer.put(
+            form.row.chunk, form.row.data, base, form.number, [bytes(part) for part in form.parts]
+        )
 
     async def _read(self, place: Place) -> memoryview:
         out = memoryview(bytearray(place.length))
-        await self._repository.backend.get_into(object_name("shard", place.shard), place.offset, out)
+        await self._repository.backend.get_into(
+            object_name("shard", place.shard), place.offset, out
+        )
         return out
 
     def _forms(self, orphan: Orphan, base: memoryview, stored: list[memoryview]) -> list[_Form]:
@@ -164,7 +175,9 @@ class Rebaser:
         number, parts = codec.encode(content, Choice(form, _LEVEL), self._scratch.encoder)
         return _Form(row, number, tuple(bytes(part) for part in parts), False)
 
-    def _delta(self, row: Row, content: memoryview, base_bitmap: bytes, base: memoryview, form: int) -> _Form:
+    def _delta(
+        self, row: Row, content: memoryview, base_bitmap: bytes, base: memoryview, form: int
+    ) -> _Form:
         full = self._full(row, content, form)
         scratch = self._scratch
         if base_bitmap != row.data:

@@ -56,7 +56,9 @@ class Reindexer:
         sound = [ref for ref in segments if ref.id not in self._damaged]
         merges = plan_merges(sound, entries=_ANY_SIZE)
         planned = {ref.id for merge in merges for ref in merge.inputs}
-        return merges + [Merge((ref,)) for ref in sound if self._naming.get(ref.id) and ref.id not in planned]
+        return merges + [
+            Merge((ref,)) for ref in sound if self._naming.get(ref.id) and ref.id not in planned
+        ]
 
     async def run(self) -> int:
         """Do it; safe to stop anywhere.
@@ -75,7 +77,9 @@ class Reindexer:
             outputs: list[list[SegmentRef]] = []
             for merge in merges:
                 outputs.append([])
-                made = merge_long(repository.backend, merge, repository.keys.segment, random_id, self._shards)
+                made = merge_long(
+                    repository.backend, merge, repository.keys.segment, random_id, self._shards
+                )
                 async with aclosing(made) as segments_:
                     async for segment in segments_:
                         await session.put_segment(segment)
@@ -125,7 +129,9 @@ class Reindexer:
     async def _look(self, segments: list[SegmentRef]) -> None:
         """Find out which of the shards that are gone each segment names."""
         if self._shards:
-            await each([ref for ref in segments if ref.id not in self._naming], self._look_at, at_once=4)
+            await each(
+                [ref for ref in segments if ref.id not in self._naming], self._look_at, at_once=4
+            )
 
     async def _look_at(self, ref: SegmentRef) -> None:
         try:

@@ -122,7 +122,9 @@ async def look(log: Log) -> Condition:
         low = generation if base is not None else max(0, top - KEPT_ENTRIES)
         absent = top - low - sum(low < known <= top for known in listed)
         damaged = {known: why for known, why in damaged.items() if known <= limit}
-        return Condition(base, top, damaged, gaps.ranges(_absent(listed, generation, top)), absent, planted)
+        return Condition(
+            base, top, damaged, gaps.ranges(_absent(listed, generation, top)), absent, planted
+        )
     raise StoreError("other clients keep adding to the log", cure="try again")
 
 
@@ -196,7 +198,11 @@ class Relogger:
     async def _verify(self, condition: Condition, error: Damaged) -> None:
         """Check that what is left continues what this client has seen, and that entries are damaged only: absent ones may be an older copy's."""
         if condition.absent:
-            ends = f"generation {condition.base.generation}" if condition.base is not None else "none that can be read"
+            ends = (
+                f"generation {condition.base.generation}"
+                if condition.base is not None
+                else "none that can be read"
+            )
             raise RollbackDetected(
                 f"{condition.absent} log entries up to generation {condition.top} of the repository in {self._backend.where} are absent: the newest"
                 f" whole one is {ends}, and nobody can tell whether storage has lost the others, or somebody has deleted them",
@@ -238,7 +244,15 @@ class Relogger:
 
     async def _found(self, condition: Condition) -> Relogging:
         base = condition.base
-        plan = Relogging(condition, (condition.top if condition.top and (base or condition.damaged) else condition.top + _FAR) + 1)
+        plan = Relogging(
+            condition,
+            (
+                condition.top
+                if condition.top and (base or condition.damaged)
+                else condition.top + _FAR
+            )
+            + 1,
+        )
         if plan.generation > LAST_GENERATION - FAR:
             raise StoreError(
                 f"the log in {self._backend.where} has hardly any generations left after {plan.generation - 1}",
@@ -251,11 +265,16 @@ class Relogger:
             listed += base.state.tail
             for batch in base.state.condemned:
                 try:
-                    condemned |= {object_name(*name) for name in await self._log.pages.read_names(batch, cached=False)}
+                    condemned |= {
+                        object_name(*name)
+                        for name in await self._log.pages.read_names(batch, cached=False)
+                    }
                 except _UNREADABLE:
                     pass  # the repair that follows leaves the list out
             plan.pins = [pin for session in base.state.sessions for pin in session.pins]
-            plan.began = min((session.began for session in base.state.sessions), default=plan.generation)
+            plan.began = min(
+                (session.began for session in base.state.sessions), default=plan.generation
+            )
         known = {record.snapshot for record in listed}
         forgotten = await self._listed_before(base, known)
         forgotten |= {pin.snapshot for pin in plan.pins} - known
@@ -272,19 +291,27 @@ class Relogger:
                 data = await self._backend.get(info.name, limit=MANIFEST_KIND.object_limit)
                 manifest = decode_manifest(data, self._repository.keys.manifest, name=info.name)
             except _UNREADABLE as error:
-                plan.unreadable[info.name] = f"it cannot be read: {error.why if isinstance(error, Damaged) else error}"
+                plan.unreadable[info.name] = (
+                    f"it cannot be read: {error.why if isinstance(error, Damaged) else error}"
+                )
                 continue
             if manifest.snapshot in known or manifest.snapshot in found:
                 continue
             if manifest.snapshot in forgotten:
                 plan.unlisted[info.name] = f"snapshot {manifest.snapshot} was forgotten before"
             elif not await complete(self._repository, manifest, info.name, shards):
-                plan.unlisted[info.name] = f"parts of snapshot {manifest.snapshot} of job {manifest.job!r} are missing"
+                plan.unlisted[info.name] = (
+                    f"parts of snapshot {manifest.snapshot} of job {manifest.job!r} are missing"
+                )
             else:
                 record = record_of(manifest, info.name, data)
-                found[manifest.snapshot] = marks.marked(record, tags=[*(tag for tag in record.tags if tag != RECOVERED), RECOVERED])
+                found[manifest.snapshot] = marks.marked(
+                    record, tags=[*(tag for tag in record.tags if tag != RECOVERED), RECOVERED]
+                )
                 plan.unlisted.pop(info.name, None)
-        plan.recovered = sorted(found.values(), key=lambda record: (record.created_ns, record.snapshot))
+        plan.recovered = sorted(
+            found.values(), key=lambda record: (record.created_ns, record.snapshot)
+        )
         return plan
 
     async def _records(self, refs: Iterable[PageRef]) -> list[SnapshotRecord]:
@@ -311,7 +338,11 @@ class Relogger:
             before.update(record.snapshot for record in state.tail)
             pages.update({ref.id: ref for ref in state.pages})
 
-        older = [generation async for generation in self._log.generations() if generation < base.generation]
+        older = [
+            generation
+            async for generation in self._log.generations()
+            if generation < base.generation
+        ]
         await each(older, read)
         for ref in base.state.pages:
             pages.pop(ref.id, None)
@@ -327,16 +358,29 @@ class Relogger:
             refs.append(await pages.write(tail[:_PAGE_RECORDS]))
             del tail[:_PAGE_RECORDS]
         now = time.time_ns()
-        guard = SessionRecord(secrets.token_hex(16), plan.began or generation, GUARD, socket.gethostname(), now, plan.pins)
+        guard = SessionRecord(
+            secrets.token_hex(16),
+            plan.began or generation,
+            GUARD,
+            socket.gethostname(),
+            now,
+            plan.pins,
+        )
         digest = base.digest if base is not None else b""
         state = msgspec.structs.replace(
             before,
             generation=generation,
             predecessor=digest or bytes(32),
             created_ns=now,
-            changes=[f"repair: continues after generation {first - 1}, {generation - first} entries lost, {len(plan.recovered)} snapshots found"],
+            changes=[
+                f"repair: continues after generation {first - 1}, {generation - first} entries lost, {len(plan.recovered)} snapshots found"
+            ],
             transactions=[
-                *[written for written in before.transactions if written.generation > generation - REMEMBERED],
+                *[
+                    written
+                    for written in before.transactions
+                    if written.generation > generation - REMEMBERED
+                ],
                 Written(generation, secrets.token_bytes(16)),
             ],
             pages=refs,
@@ -361,12 +405,16 @@ async def fill(repository: Repository, generation: int) -> None:
     """Take the name of a lost entry, so that no suspended writer creates it and takes its entry for valid."""
     name = log_name(generation)
     try:
-        await repository.backend.create(name, [seal(_LOST_KIND, b"", repository.keys.log, name).data])
+        await repository.backend.create(
+            name, [seal(_LOST_KIND, b"", repository.keys.log, name).data]
+        )
     except ObjectExists:
         pass
 
 
-async def complete(repository: Repository, manifest: Manifest, name: str, shards: set[bytes]) -> bool:
+async def complete(
+    repository: Repository, manifest: Manifest, name: str, shards: set[bytes]
+) -> bool:
     """Return whether everything that a manifest refers to exists.
 
     Args:
@@ -375,7 +423,9 @@ async def complete(repository: Repository, manifest: Manifest, name: str, shards
     failed: list[int] = []
     try:
         for refs in space_refs(manifest, name):
-            for _, cells in await readable_nodes(repository, refs, lambda at, error: failed.append(at)):
+            for _, cells in await readable_nodes(
+                repository, refs, lambda at, error: failed.append(at)
+            ):
                 if not named_shards(cells) <= shards:
                     return False
     except Damaged:
@@ -388,7 +438,10 @@ def named_shards(cells: Records) -> set[bytes]:
     found: set[bytes] = set()
     for field_ in ("place", "base_place"):
         places = cells[field_][cells[field_]["length"] > 0]
-        found |= {bytes(shard).ljust(16, b"\0") for shard in np.unique(np.ascontiguousarray(places["shard"]).view("S16")).tolist()}
+        found |= {
+            bytes(shard).ljust(16, b"\0")
+            for shard in np.unique(np.ascontiguousarray(places["shard"]).view("S16")).tolist()
+        }
     return found
 
 
@@ -416,11 +469,13 @@ def record_of(manifest: Manifest, name: str, data: bytes) -> SnapshotRecord:
 
 def lost(condition: Condition) -> list[tuple[str, str]]:
     """Return the lost entries, each with a reason, for reports."""
-    found = [(log_name(generation), why) for generation, why in sorted(condition.damaged.items(), reverse=True)]
+    found = [
+        (log_name(generation), why)
+        for generation, why in sorted(condition.damaged.items(), reverse=True)
+    ]
     for first, last in reversed(condition.missing):
         more = f", and so are the {last - first} before it" if last > first else ""
         found.append((log_name(last), f"it is missing{more}"))
     if condition.base is None and not found:
         found.append((LOG, "there is no entry at all"))
     return found + [(log_name(generation), PLANTED) for generation in condition.planted]
-

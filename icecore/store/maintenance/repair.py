@@ -50,7 +50,14 @@ class Repairer:
         UsageError: ``source`` is no replica.
     """
 
-    def __init__(self, repository: Repository, source: Repository | None = None, *, read_data: float = 1.0, accept_rollback: bool = False) -> None:
+    def __init__(
+        self,
+        repository: Repository,
+        source: Repository | None = None,
+        *,
+        read_data: float = 1.0,
+        accept_rollback: bool = False,
+    ) -> None:
         if source is not None and not _same_secret(source.keys, repository.keys):
             raise UsageError(
                 f"{source.backend.where} is no replica of {repository.backend.where}",
@@ -83,7 +90,12 @@ class Repairer:
         relogging = await self._relogger.apply()
         if relogging is not None:
             done = _continued(relogging)
-            self._repository.emit(Event("repair.log", {"generation": relogging.generation, "recovered": list(done.recovered)}))
+            self._repository.emit(
+                Event(
+                    "repair.log",
+                    {"generation": relogging.generation, "recovered": list(done.recovered)},
+                )
+            )
         with phase(self._repository.emit, "repair"):
             for round_ in range(_ROUNDS):
                 async with await self._begin() as session:
@@ -121,7 +133,13 @@ class Repairer:
                 cure="try again; if the storage itself has lost it (a bad disk), delete the object and repair again",
             )
         survey = Survey(Plan(report.damages))
-        mends = [] if report.damages else await inspect(self._repository.backend, self._repository.keys, self._repository.config)
+        mends = (
+            []
+            if report.damages
+            else await inspect(
+                self._repository.backend, self._repository.keys, self._repository.config
+            )
+        )
         if report.sound and not report.quarantined and not mends and not index:
             return survey
         await Diagnosis(self._repository, self._source, session, report, survey, index=index).run()
@@ -132,9 +150,13 @@ def _continued(relogging: Relogging) -> Plan:
     plan = Plan([Damage(ENTRY_KIND.title, name, why) for name, why in lost(relogging.condition)])
     plan.fixes = [Fix(ENTRY_KIND.title, log_name(relogging.generation), relogging.words())]
     for record in relogging.recovered:
-        plan.recovered[record.snapshot] = f"of job {record.job!r}: it is unknown whether it had been committed, or forgotten since"
+        plan.recovered[record.snapshot] = (
+            f"of job {record.job!r}: it is unknown whether it had been committed, or forgotten since"
+        )
     plan.unlisted = relogging.unlisted
-    plan.beyond = [Damage(MANIFEST_KIND.title, name, why) for name, why in relogging.unreadable.items()]
+    plan.beyond = [
+        Damage(MANIFEST_KIND.title, name, why) for name, why in relogging.unreadable.items()
+    ]
     return plan
 
 
@@ -157,7 +179,12 @@ class _Apply:
         survey = self._survey
         moved = await self._pieces()
         rewriter = MapRewriter(
-            self._repository, self._session, moved, read=self._nodes, again=survey.new_nodes, skip=survey.lost_nodes
+            self._repository,
+            self._session,
+            moved,
+            read=self._nodes,
+            again=survey.new_nodes,
+            skip=survey.lost_nodes,
         )
         swaps: dict[str, tuple[str, NewManifest]] = {}
         for snapshot, manifest in survey.manifests.items():
@@ -174,7 +201,11 @@ class _Apply:
                 return record  # another has swapped it meanwhile: what was found out is not of this one
             if record.snapshot in swaps:
                 record = swaps[record.snapshot][1](record)
-            why = "" if record.snapshot in plan.release else plan.quarantine.get(record.snapshot, record.quarantined)
+            why = (
+                ""
+                if record.snapshot in plan.release
+                else plan.quarantine.get(record.snapshot, record.quarantined)
+            )
             return msgspec.structs.replace(record, quarantined=why)
 
         async def change(state: State, pages: Pages) -> State:
@@ -189,16 +220,21 @@ class _Apply:
                 state,
                 pages=refs,
                 condemned=[
-                    batch for batch in state.condemned if batch.ref is None or batch.ref.id not in survey.forget_marks
+                    batch
+                    for batch in state.condemned
+                    if batch.ref is None or batch.ref.id not in survey.forget_marks
                 ],
-                segments=[ref for ref in state.segments if ref.id not in survey.segments] + segments,
+                segments=[ref for ref in state.segments if ref.id not in survey.segments]
+                + segments,
                 gaps=joined([*state.gaps, *survey.lost]),
             )
             if state.anchor is not None and gap_of(state.gaps, state.anchor.generation) is not None:
                 state = msgspec.structs.replace(state, anchor=None)  # nobody finds it there
             return await catalog.edit(state, {*swaps, *plan.quarantine, *plan.release}, edit, pages)
 
-        await self._session.transform(change, f"repair: {len(plan.fixes)} fixes, {len(plan.quarantine)} quarantined")
+        await self._session.transform(
+            change, f"repair: {len(plan.fixes)} fixes, {len(plan.quarantine)} quarantined"
+        )
 
     async def _pieces(self) -> dict[Key, Place | Stored]:
         """Store what was saved; where everything is now that was in damaged shards."""
@@ -207,7 +243,9 @@ class _Apply:
         async with ShardWriter(self._repository, self._session) as writer:
             for key, saved in sorted(salvage.saved.items()):
                 piece = saved.piece
-                moved[key] = await writer.put(piece.chunk, saved.bitmap, piece.base, piece.place.codec, [saved.stored])
+                moved[key] = await writer.put(
+                    piece.chunk, saved.bitmap, piece.base, piece.place.codec, [saved.stored]
+                )
             await writer.flush()
             new = writer.entries()
         self._entries += [] if new is None else [new]
@@ -225,8 +263,16 @@ class _Apply:
 
     async def _segments(self) -> list[SegmentRef]:
         survey = self._survey
-        entries = [*self._entries, *survey.reindex, *(kept for kept in survey.segments.values() if kept is not None)]
-        made = build(sort_entries(np.concatenate(entries)), self._repository.keys.segment, random_id) if entries else []
+        entries = [
+            *self._entries,
+            *survey.reindex,
+            *(kept for kept in survey.segments.values() if kept is not None),
+        ]
+        made = (
+            build(sort_entries(np.concatenate(entries)), self._repository.keys.segment, random_id)
+            if entries
+            else []
+        )
         for segment in made:
             await self._session.put_segment(segment)
         return [segment.ref for segment in made]

@@ -79,7 +79,9 @@ class MapRewriter:
         self._ids: list[bytes] = []
         self._used = 0
 
-    async def manifest(self, manifest: Manifest, name: str, *, store: bool = False) -> NewManifest | None:
+    async def manifest(
+        self, manifest: Manifest, name: str, *, store: bool = False
+    ) -> NewManifest | None:
         """Rewrite one snapshot; None if nothing of it changes.
 
         Args:
@@ -116,7 +118,11 @@ class MapRewriter:
         """Read the nodes that were not seen before, and rewrite those that have a chunk that was moved."""
         identities = np.ascontiguousarray(refs["node"]).tobytes()
         names = [identities[32 * at : 32 * at + 32] for at in range(len(refs))]
-        fresh = [at for at, name in enumerate(names) if name not in self._untouched and name not in self._rewritten]
+        fresh = [
+            at
+            for at, name in enumerate(names)
+            if name not in self._untouched and name not in self._rewritten
+        ]
         if not fresh:
             return
         records, counts = await self._read(refs[fresh])
@@ -135,7 +141,9 @@ class MapRewriter:
         touched = np.zeros(len(records), np.bool_)
         for field in ("place", "base_place"):
             places = records[field]
-            for at in np.flatnonzero((places["length"] > 0) & of_shards(places["shard"], self._shards)).tolist():
+            for at in np.flatnonzero(
+                (places["length"] > 0) & of_shards(places["shard"], self._shards)
+            ).tolist():
                 found = self._moved.get((places["shard"][at].tobytes(), int(places["offset"][at])))
                 if found is None:
                     continue
@@ -169,4 +177,8 @@ class MapRewriter:
 
 def _set(places: Records, at: int, place: Place) -> None:
     places["shard"][at] = np.frombuffer(place.shard, np.uint8)
-    places["offset"][at], places["length"][at], places["codec"][at] = place.offset, place.length, place.codec
+    places["offset"][at], places["length"][at], places["codec"][at] = (
+        place.offset,
+        place.length,
+        place.codec,
+    )

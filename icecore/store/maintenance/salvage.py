@@ -84,7 +84,9 @@ class Salvage:
     def harmed(self) -> set[bytes]:
         """Shards in which something cannot be read."""
         away = {key for key, saved in self.saved.items() if saved.elsewhere}
-        return {shard for shard, _ in away | self.found.keys() | self.twins.keys() | self.lost.keys()}
+        return {
+            shard for shard, _ in away | self.found.keys() | self.twins.keys() | self.lost.keys()
+        }
 
 
 def pieces_in(records: Records, shards: frozenset[bytes]) -> list[Piece]:
@@ -94,7 +96,9 @@ def pieces_in(records: Records, shards: frozenset[bytes]) -> list[Piece]:
         pieces.setdefault((row.stored.place.shard, row.stored.place.offset), _own(row))
     for row in _rows(records, "base_place", shards):
         place = row.stored.base_place
-        pieces.setdefault((place.shard, place.offset), Piece(row.stored.base, place, None, NO_CHUNK, row))
+        pieces.setdefault(
+            (place.shard, place.offset), Piece(row.stored.base, place, None, NO_CHUNK, row)
+        )
     return list(pieces.values())
 
 
@@ -146,7 +150,11 @@ class Salvager:
                 salvage.saved[piece.key] = saved
             else:
                 salvage.lost[piece.key] = piece
-        whole = {saved.piece.chunk: key for key, saved in salvage.saved.items() if not _is_delta(saved.piece)}
+        whole = {
+            saved.piece.chunk: key
+            for key, saved in salvage.saved.items()
+            if not _is_delta(saved.piece)
+        }
         for key, piece in list(salvage.lost.items()):
             if piece.chunk in whole:
                 salvage.twins[key] = whole[piece.chunk]
@@ -165,7 +173,11 @@ class Salvager:
     def _based(self, bases: frozenset[Key]) -> list[Piece]:
         """Deltas on pieces that are lost."""
         rows = _rows(self._records, "base_place", frozenset(shard for shard, _ in bases))
-        pieces = (_own(row) for row in rows if (row.stored.base_place.shard, row.stored.base_place.offset) in bases)
+        pieces = (
+            _own(row)
+            for row in rows
+            if (row.stored.base_place.shard, row.stored.base_place.offset) in bases
+        )
         return list({piece.key: piece for piece in pieces}.values())
 
     async def _look(self, piece: Piece) -> Saved | None:
@@ -216,19 +228,35 @@ class Salvager:
         wanted = np.frombuffer(piece.chunk, np.uint8)
         places = []
         for chunk, place in (("chunk", "place"), ("base", "base_place")):
-            same = self._records[(self._records[chunk] == wanted).all(axis=1) & (self._records[place]["length"] > 0)]
+            same = self._records[
+                (self._records[chunk] == wanted).all(axis=1) & (self._records[place]["length"] > 0)
+            ]
             places += [
-                Place(one["shard"].tobytes(), int(one["offset"]), int(one["length"]), int(one["codec"]))
+                Place(
+                    one["shard"].tobytes(),
+                    int(one["offset"]),
+                    int(one["length"]),
+                    int(one["codec"]),
+                )
                 for one in same[place][:_OTHERS]
             ]
         found, held = self._index.lookup(wanted.reshape(1, 32))
         if found[0]:
             one = held[0]
-            places.append(Place(one["shard"].tobytes(), int(one["offset"]), int(one["length"]), int(one["codec"])))
+            places.append(
+                Place(
+                    one["shard"].tobytes(),
+                    int(one["offset"]),
+                    int(one["length"]),
+                    int(one["codec"]),
+                )
+            )
         return [
             place
             for place in dict.fromkeys(places)
-            if not place.codec & codec.DELTA and codec.known(place.codec) and place.shard not in self._doubtful
+            if not place.codec & codec.DELTA
+            and codec.known(place.codec)
+            and place.shard not in self._doubtful
         ]
 
 

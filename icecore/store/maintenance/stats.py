@@ -108,7 +108,9 @@ async def stats(repository: Repository, *, register: bool = True) -> Stats:
     with phase(repository.emit, "stats"):
         if not register:
             return await _Counter(repository).run((await repository.log.newest()).state)
-        async with await repository.begin(None, "stats", load_index=False, leave=READERS_LEAVE) as session:
+        async with await repository.begin(
+            None, "stats", load_index=False, leave=READERS_LEAVE
+        ) as session:
             return await _Counter(repository).run(session.state)
 
 
@@ -160,7 +162,11 @@ class _Counter:
             except (Damaged, ObjectMissing):
                 continue
             for refs in spaces:
-                fresh = refs[[node.tobytes() not in seen for node in refs["node"]]] if len(refs) else refs
+                fresh = (
+                    refs[[node.tobytes() not in seen for node in refs["node"]]]
+                    if len(refs)
+                    else refs
+                )
                 seen.update(node.tobytes() for node in fresh["node"])
                 for _, cells in await readable_nodes(self._repository, fresh):
                     gathered += [self._pieces(cells, "base_place"), self._pieces(cells, "place")]
@@ -171,11 +177,17 @@ class _Counter:
         cells = cells[cells[field_]["length"] > 0]
         places = cells[field_]
         pieces = np.zeros(len(cells), _PIECE)
-        shards, inverse = np.unique(np.ascontiguousarray(places["shard"]).view("S16"), return_inverse=True)
+        shards, inverse = np.unique(
+            np.ascontiguousarray(places["shard"]).view("S16"), return_inverse=True
+        )
         numbers = [
-            self._numbers.setdefault(bytes(shard).ljust(16, b"\0"), len(self._numbers)) for shard in shards.tolist()
+            self._numbers.setdefault(bytes(shard).ljust(16, b"\0"), len(self._numbers))
+            for shard in shards.tolist()
         ]
-        pieces["key"] = np.array(numbers, np.uint64)[inverse.reshape(-1)] << np.uint64(_OFFSET_BITS) | places["offset"]
+        pieces["key"] = (
+            np.array(numbers, np.uint64)[inverse.reshape(-1)] << np.uint64(_OFFSET_BITS)
+            | places["offset"]
+        )
         pieces["length"], pieces["codec"] = places["length"], places["codec"]
         if field_ == "place":
             pieces["pages"] = data_pages(cells)
@@ -202,7 +214,8 @@ def _groups(
         members.setdefault(name(pair), []).append(pair)
     reached = {group: _different(pieces[pair] for pair in own) for group, own in members.items()}
     keys, times = np.unique(
-        np.concatenate([np.zeros(0, np.uint64), *(one["key"] for one in reached.values())]), return_counts=True
+        np.concatenate([np.zeros(0, np.uint64), *(one["key"] for one in reached.values())]),
+        return_counts=True,
     )
     single = keys[times == 1]
     groups = []

@@ -58,12 +58,15 @@ async def plan(
     # In this order: what the target has from the source and the source does not list now, it has forgotten.
     there = {record.snapshot: record for record in await target.snapshots()}
     here = await source.snapshots()
-    wanted = records if records is not None else [record for record in here if job in ("", record.job)]
+    wanted = (
+        records if records is not None else [record for record in here if job in ("", record.job)]
+    )
     bring = [record for record in wanted if record.snapshot not in there]
     mark = [
         record
         for record in wanted
-        if record.snapshot in there and joined(there[record.snapshot], record) is not there[record.snapshot]
+        if record.snapshot in there
+        and joined(there[record.snapshot], record) is not there[record.snapshot]
     ]
     if not forget:
         return Plan(bring, mark)
@@ -76,7 +79,9 @@ async def plan(
     gone = [
         record
         for record in there.values()
-        if record.origin == source.config.id and record.snapshot not in listed and job in ("", record.job)
+        if record.origin == source.config.id
+        and record.snapshot not in listed
+        and job in ("", record.job)
     ]
     return Plan(bring, mark, gone)
 

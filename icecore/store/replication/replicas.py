@@ -99,7 +99,14 @@ class Synced:
     lost: list[Lost] = field(default_factory=list)
 
 
-async def sync(source: Repository, target: Repository, todo: Plan, *, patience: float = 60.0, register: bool = True) -> Synced:
+async def sync(
+    source: Repository,
+    target: Repository,
+    todo: Plan,
+    *,
+    patience: float = 60.0,
+    register: bool = True,
+) -> Synced:
     """Do what `icecore.store.replication.reconcile.plan` found: marks first, as a pin protects; then the snapshots, each with all that it reaches first and its
     place in the replica's log last; then, if nothing had to be left out, the forgets. Safe to stop anywhere and to begin again with a new plan.
 
@@ -121,14 +128,18 @@ async def sync(source: Repository, target: Repository, todo: Plan, *, patience: 
     run.done.marked = await reconcile.carry_marks(target, todo.mark)
     for record in todo.bring:
         try:
-            reading = await source.read_session(record.snapshot, purpose=PURPOSE) if register else None
+            reading = (
+                await source.read_session(record.snapshot, purpose=PURPOSE) if register else None
+            )
         except NotFound:
             continue  # forgotten meanwhile
         async with reading or nullcontext():
             await run.bring(reading.base or record if reading is not None else record)
     # Who could not be brought over is a reason to be careful with what only the target has.
     if todo.forget and not run.done.lost:
-        run.done.forgotten = [record.snapshot for record in await target.forget([one.snapshot for one in todo.forget])]
+        run.done.forgotten = [
+            record.snapshot for record in await target.forget([one.snapshot for one in todo.forget])
+        ]
         left = {record.snapshot for record in await target.snapshots()}
         run.done.kept = [record.snapshot for record in todo.forget if record.snapshot in left]
     return run.done
@@ -160,11 +171,16 @@ class _Sync:
             session = await self._begin(names)
             # Not "async with": on failure what was stored stays, for the next attempt or the collector.
             try:
-                if await catalog.find(session.state, record.snapshot, self._target.log.pages) is not None:
+                if (
+                    await catalog.find(session.state, record.snapshot, self._target.log.pages)
+                    is not None
+                ):
                     return
                 entries = await self._objects(session, record, names, sorted(reach.hints))
                 await session.transform(
-                    partial(_list, replace(record, origin=self._source.config.id)), f"sync {record.snapshot}", entries
+                    partial(_list, replace(record, origin=self._source.config.id)),
+                    f"sync {record.snapshot}",
+                    entries,
                 )
                 self.done.snapshots.append(record.snapshot)
             except (Damaged, ObjectMissing) as error:
@@ -184,7 +200,9 @@ class _Sync:
         while True:
             session = await self._target.begin(None, PURPOSE, load_index=False)
             try:
-                marks = wanted & await catalog.condemned_names(session.state, self._target.log.pages)
+                marks = wanted & await catalog.condemned_names(
+                    session.state, self._target.log.pages
+                )
                 busy = any(record.purpose == COLLECT for record in session.state.sessions)
             except BaseException:
                 await session.abort()
@@ -232,7 +250,9 @@ class _Sync:
                 await one(name)
             except (Damaged, ObjectMissing) as error:
                 # Advice: a snapshot is whole without it.
-                self._target.emit(Event("sync.hints_missing", {"object": name, "error": str(error)}))
+                self._target.emit(
+                    Event("sync.hints_missing", {"object": name, "error": str(error)})
+                )
 
         kinds = ("shards/", "nodes/", "snapshots/")
         for kind in kinds:
@@ -303,7 +323,12 @@ def verify(keys: Keys, name: str, data: bytes, record: SnapshotRecord) -> Record
     kind, identity = parsed
     view = memoryview(data)
     if kind == "manifest":
-        decode_manifest(data, keys.manifest, name=name, digest=record.manifest_digest if name == record.manifest else None)
+        decode_manifest(
+            data,
+            keys.manifest,
+            name=name,
+            digest=record.manifest_digest if name == record.manifest else None,
+        )
         return None
     container, parse = (SHARD, parse_footer) if kind == "shard" else (PACK, parse_pack_footer)
     where = container.parse_tail(identity, len(data), view[-TAIL_BYTES:])
@@ -312,7 +337,12 @@ def verify(keys: Keys, name: str, data: bytes, record: SnapshotRecord) -> Record
         _verify_nodes(keys, identity, table, view)
         return None
     for entry in table:
-        _verify_chunk(keys, name, entry, view[int(entry["offset"]) : int(entry["offset"]) + int(entry["length"])])
+        _verify_chunk(
+            keys,
+            name,
+            entry,
+            view[int(entry["offset"]) : int(entry["offset"]) + int(entry["length"])],
+        )
     entries = index_entries(identity, table)
     return entries if len(entries) else None
 

@@ -78,7 +78,9 @@ def copy(
         StoreError: Storage failed; what was committed stays.
     """
     if source.config.id == target.config.id:
-        raise UsageError(f"{source.backend.where} is copied into itself", cure="name another repository")
+        raise UsageError(
+            f"{source.backend.where} is copied into itself", cure="name another repository"
+        )
     if not register:
         target.emit(Event("copy.warning", {"message": UNREGISTERED}))
     done = Copied()
@@ -92,13 +94,19 @@ def copy(
         if record.snapshot in listed:
             continue
         try:
-            reading = loop.run(source.read_session(record.snapshot, purpose=PURPOSE)) if register else None
+            reading = (
+                loop.run(source.read_session(record.snapshot, purpose=PURPOSE))
+                if register
+                else None
+            )
         except NotFound:
             continue  # forgotten meanwhile
         try:
             with phase(target.emit, "copy.snapshot", snapshot=record.snapshot) as running:
                 before = done.stored
-                _Copy(source, target, loop, threads or os.cpu_count() or 1, objective, done).run(record, _base(record, both))
+                _Copy(source, target, loop, threads or os.cpu_count() or 1, objective, done).run(
+                    record, _base(record, both)
+                )
                 running.bytes = done.stored - before
             listed.add(record.snapshot)
             both.append(record)
@@ -116,7 +124,9 @@ def _base(record: SnapshotRecord, both: Sequence[SnapshotRecord]) -> str | None:
     """What a copy is built on: the parent, or where one of the two repositories has forgotten it, the lineage's newest before it."""
     if any(one.snapshot == record.parent for one in both):
         return record.parent
-    earlier = [one for one in both if one.lineage == record.lineage and one.created_ns < record.created_ns]
+    earlier = [
+        one for one in both if one.lineage == record.lineage and one.created_ns < record.created_ns
+    ]
     return max(earlier, key=lambda one: one.created_ns).snapshot if earlier else None
 
 
@@ -171,18 +181,27 @@ class _Copy:
             statistics = writer.statistics
             sizes: Sizes = msgspec.structs.replace(manifest.sizes, stored=statistics.stored)
             # Fingerprints are made with the source's keys: the next dump makes new ones.
-            whole: Manifest = msgspec.structs.replace(manifest, spaces=spaces, sizes=sizes, hints="", hints_digest="")
+            whole: Manifest = msgspec.structs.replace(
+                manifest, spaces=spaces, sizes=sizes, hints="", hints_digest=""
+            )
             writer.commit(msgspec.structs.replace(whole, tags=record.tags, pinned=record.pinned))
         self._done.stored += statistics.stored
 
     def _space(
-        self, reader: SnapshotReader, writer: SnapshotWriter, space: Space, stream: int, before: _Parents
+        self,
+        reader: SnapshotReader,
+        writer: SnapshotWriter,
+        space: Space,
+        stream: int,
+        before: _Parents,
     ) -> Space:
         parent = before.space(space)
         copied: list[Records] = []
         for region, records in zip(space.regions, reader.records(space), strict=True):
             rows = np.zeros(len(records), CELL)
-            self._region(reader, writer, records, rows, stream, region, before.region(space, region))
+            self._region(
+                reader, writer, records, rows, stream, region, before.region(space, region)
+            )
             copied.append(rows)
         return writer.put_map(space.kind, space.key, space.size, space.regions, copied, parent)
 
@@ -232,7 +251,13 @@ class _Copy:
             self._done.read += len(data)
             self._done.logical += len(data)
         return writer.store_cell(
-            stream, cell, record["data"].tobytes(), record["zero"].tobytes(), data, ours, region=region.start
+            stream,
+            cell,
+            record["data"].tobytes(),
+            record["zero"].tobytes(),
+            data,
+            ours,
+            region=region.start,
         )
 
 
@@ -245,7 +270,9 @@ class _Parents:
         self._ours: dict[tuple[str, str, int], Records] = {}
 
     @classmethod
-    def load(cls, source: Repository, target: Repository, loop: LoopThread, parent: str | None) -> _Parents:
+    def load(
+        cls, source: Repository, target: Repository, loop: LoopThread, parent: str | None
+    ) -> _Parents:
         """Read the parent; where it cannot be read, it is done without."""
         made = cls()
         if parent is None:
@@ -289,7 +316,9 @@ def _same(one: np.void, other: np.void) -> bool:
 
 def _usable(writer: SnapshotWriter, record: np.void) -> bool:
     usable: Callable[[bytes], bool] = writer.session.usable
-    places = [record["place"]] + ([record["base_place"]] if int(record["place"]["codec"]) & codec.DELTA else [])
+    places = [record["place"]] + (
+        [record["base_place"]] if int(record["place"]["codec"]) & codec.DELTA else []
+    )
     return all(usable(place["shard"].tobytes()) for place in places if int(place["length"]))
 
 

@@ -11,7 +11,9 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-async def each(items: Iterable[T], work: Callable[[T], Awaitable[None]], *, at_once: int = 16) -> None:
+async def each(
+    items: Iterable[T], work: Callable[[T], Awaitable[None]], *, at_once: int = 16
+) -> None:
     """Do ``work`` for each of ``items``, ``at_once`` of them at a time.
 
     Raises:
@@ -33,7 +35,9 @@ async def each(items: Iterable[T], work: Callable[[T], Awaitable[None]], *, at_o
         raise
 
 
-async def in_order(items: Iterable[T], work: Callable[[T], Awaitable[R]], *, ahead: int) -> AsyncGenerator[R, None]:
+async def in_order(
+    items: Iterable[T], work: Callable[[T], Awaitable[R]], *, ahead: int
+) -> AsyncGenerator[R, None]:
     """What ``work`` makes of ``items``, in their order; ``ahead`` of them are begun before it is their turn.
 
     To be closed (``contextlib.aclosing``) where it may not be read to its end: what was begun is then cancelled.

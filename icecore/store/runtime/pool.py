@@ -63,7 +63,8 @@ class BufferPool:
                     return huge_buffer(self.length)
                 if waited >= timeout:
                     raise StoreError(
-                        f"no upload finished for {timeout:.0f} s", cure="see whether the storage still answers"
+                        f"no upload finished for {timeout:.0f} s",
+                        cure="see whether the storage still answers",
                     )
                 self._change.wait(0.5)
                 waited += 0.5
@@ -92,7 +93,9 @@ class Scratch:
     def __init__(self) -> None:
         rooms = 3 * _STORED_ROOM
         memory = huge_buffer(rooms + 4 * CELL_BYTES + SAMPLE_BYTES)
-        self.stored, self.base_stored, self.plain = (memory[at : at + _STORED_BYTES] for at in range(0, rooms, _STORED_ROOM))
+        self.stored, self.base_stored, self.plain = (
+            memory[at : at + _STORED_BYTES] for at in range(0, rooms, _STORED_ROOM)
+        )
         self.base, self.aligned, self.own, self.residual = (
             memory[at : at + CELL_BYTES] for at in range(rooms, rooms + 4 * CELL_BYTES, CELL_BYTES)
         )

@@ -89,12 +89,16 @@ class ReadAhead:
         if sequence.count >= _IN_A_ROW:
             if not sequence.windows:
                 sequence.next = max(sequence.end, offset + length)
-            for start in [start for start in sequence.windows if start + _WINDOW + _BEHIND < offset]:
+            for start in [
+                start for start in sequence.windows if start + _WINDOW + _BEHIND < offset
+            ]:
                 sequence.windows.pop(start).cancel()
             while sequence.next < offset + _AHEAD * _WINDOW and len(sequence.windows) <= _AHEAD:
                 if sequence.size is not None and sequence.next >= sequence.size:
                     break
-                sequence.windows[sequence.next] = self._submit(self._window(name, sequence, sequence.next))
+                sequence.windows[sequence.next] = self._submit(
+                    self._window(name, sequence, sequence.next)
+                )
                 sequence.next += _WINDOW
         sequence.end = max(sequence.end, offset + length)
         return found
@@ -110,7 +114,10 @@ class ReadAhead:
         return data
 
     def _filled(
-        self, windows: list[tuple[int, concurrent.futures.Future[memoryview]]], offset: int, out: memoryview
+        self,
+        windows: list[tuple[int, concurrent.futures.Future[memoryview]]],
+        offset: int,
+        out: memoryview,
     ) -> bool:
         """Copy what lies in ``windows``; whether that was all."""
         filled = 0

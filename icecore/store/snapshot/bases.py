@@ -140,13 +140,18 @@ class Deltas:
             if looked is not None and looked > WORTH * full * _DOUBT:
                 return None
             content = self._content(base, place, theirs, scratch)
-            made = self._encode(region, bitmap, data, Base(base, place, theirs, content), full, scratch)
+            made = self._encode(
+                region, bitmap, data, Base(base, place, theirs, content), full, scratch
+            )
             # Only what is built upon has to be proven: most failed attempts end before this.
             if made is not None and chunk_id(self._key, theirs, content) != base:
                 raise Damaged("chunk", base.hex(), "its bytes do not have its id")
         except (Damaged, ObjectMissing) as error:
             self._emit(
-                Event("store.base_damaged", {"chunk": base.hex(), "shard": place.shard.hex(), "error": str(error)})
+                Event(
+                    "store.base_damaged",
+                    {"chunk": base.hex(), "shard": place.shard.hex(), "error": str(error)},
+                )
             )
             return None
         if made is not None:
@@ -158,7 +163,13 @@ class Deltas:
         return made
 
     def _encode(
-        self, region: int, bitmap: bytes, data: memoryview, base: Base, full: float, scratch: Scratch
+        self,
+        region: int,
+        bitmap: bytes,
+        data: memoryview,
+        base: Base,
+        full: float,
+        scratch: Scratch,
     ) -> Delta | None:
         content = base.content
         if base.bitmap != bitmap:
@@ -176,7 +187,13 @@ class Deltas:
         length = delta.HEADER_BYTES + len(body) + codec.DIGEST_BYTES
         if length >= WORTH * full:
             return None
-        return Delta(number, delta.parts(number, base.bitmap, found.changed, body), length, base.chunk, base.place)
+        return Delta(
+            number,
+            delta.parts(number, base.bitmap, found.changed, body),
+            length,
+            base.chunk,
+            base.place,
+        )
 
     def _bitmap(self, previous: Row, scratch: Scratch) -> bytes:
         """The base's data bitmap: the record's own, or from the header of the delta that it says."""
@@ -213,7 +230,12 @@ class Deltas:
     def _look(self, region: int, data: memoryview, place: Place, scratch: Scratch) -> float | None:
         """How long a delta would be, from a few of the base's pages; None where such a look is not possible or not cheap."""
         pages = len(data) // PAGE
-        if not self._peek or place.codec != codec.RAW or place.length != len(data) + overhead(self._key) or pages < 2 * SAMPLE_PAGES:
+        if (
+            not self._peek
+            or place.codec != codec.RAW
+            or place.length != len(data) + overhead(self._key)
+            or pages < 2 * SAMPLE_PAGES
+        ):
             return None
         mine, theirs = sample(data), scratch.base[:SAMPLE_BYTES]
         length = SAMPLE_BYTES // SAMPLE_RUNS
@@ -225,7 +247,9 @@ class Deltas:
         share = len(found.xor) / len(mine)
         return self._choose(region, found, share, scratch).ratio * share * len(data)
 
-    def _choose(self, region: int, found: delta.Difference, share: float, scratch: Scratch) -> Estimate:
+    def _choose(
+        self, region: int, found: delta.Difference, share: float, scratch: Scratch
+    ) -> Estimate:
         habit, objective = self._small if share * _SMALL <= 1 else self._large
         return habit.choose(region, found.xor, scratch, partial(best_residual, found, objective))
 
@@ -236,7 +260,9 @@ class Deltas:
             if overhead(self._key):
                 if place.codec == codec.RAW:
                     return self._whole(base, self._opened(base, place, scratch, content), content)
-                codec.decode(place.codec, self._opened(base, place, scratch, scratch.plain), content)
+                codec.decode(
+                    place.codec, self._opened(base, place, scratch, scratch.plain), content
+                )
             elif place.codec == codec.RAW and place.length == len(content):
                 self._fetch(place.shard, place.offset, content)
             else:
@@ -244,12 +270,16 @@ class Deltas:
                 self._fetch(place.shard, place.offset, stored)
                 codec.decode(place.codec, stored, content)
         except ValueError as error:
-            raise Damaged("chunk", base.hex(), f"{error} (in {object_name('shard', place.shard)})") from error
+            raise Damaged(
+                "chunk", base.hex(), f"{error} (in {object_name('shard', place.shard)})"
+            ) from error
         return content
 
     def _whole(self, base: bytes, opened: memoryview, content: memoryview) -> memoryview:
         if len(opened) != len(content):
-            raise Damaged("chunk", base.hex(), f"{len(opened)} raw bytes where {len(content)} belong")
+            raise Damaged(
+                "chunk", base.hex(), f"{len(opened)} raw bytes where {len(content)} belong"
+            )
         return content
 
 

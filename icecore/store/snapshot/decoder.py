@@ -63,14 +63,25 @@ class ChunkDecoder:
             return out[:0]
         if self.encrypted and number != codec.ZERO:
             # Raw bytes are decrypted to where they are wanted.
-            stored = self._open(row.chunk, row.stored.place, stored, out[:size] if number == codec.RAW else scratch.plain)
+            stored = self._open(
+                row.chunk,
+                row.stored.place,
+                stored,
+                out[:size] if number == codec.RAW else scratch.plain,
+            )
         if number & codec.DELTA:
             if self.encrypted and base_stored is not None:
-                base_stored = self._open(row.stored.base, row.stored.base_place, base_stored, scratch.own)
-            return self._decode_delta(row, size, stored, base_stored, out, scratch, verified=verified)
+                base_stored = self._open(
+                    row.stored.base, row.stored.base_place, base_stored, scratch.own
+                )
+            return self._decode_delta(
+                row, size, stored, base_stored, out, scratch, verified=verified
+            )
         if number == codec.RAW:
             if len(stored) != size:
-                raise damaged_chunk(row.chunk, row.stored.place, f"{len(stored)} raw bytes where {size} belong")
+                raise damaged_chunk(
+                    row.chunk, row.stored.place, f"{len(stored)} raw bytes where {size} belong"
+                )
             content = stored
         else:
             content = out[:size]
@@ -136,5 +147,9 @@ def _decode_full(chunk: bytes, place: Place, stored: memoryview, out: memoryview
 
 def damaged_chunk(chunk: bytes, place: Place, why: str) -> Damaged:
     """What is wrong with a chunk, and where it lies."""
-    where = "" if place.codec == codec.ZERO else f" (at {place.offset} of {object_name('shard', place.shard)})"
+    where = (
+        ""
+        if place.codec == codec.ZERO
+        else f" (at {place.offset} of {object_name('shard', place.shard)})"
+    )
     return Damaged("chunk", chunk.hex(), f"{why}{where}")

@@ -86,18 +86,25 @@ class MapWriter:
         if not self._nodes:
             return None
         lengths = [len(node) for node in self._nodes]
-        return [b"".join(self._nodes), pack_footer(self._keys.shard, self.name, list(self._places), lengths)]
+        return [
+            b"".join(self._nodes),
+            pack_footer(self._keys.shard, self.name, list(self._places), lengths),
+        ]
 
     def _place(self, identity: bytes, node: memoryview) -> tuple[int, int]:
         place = self._places.get(identity)
         if place is None:
-            stored = place_node(self._keys.node, self.name, self._used, identity, self._encoder.encode(node))
+            stored = place_node(
+                self._keys.node, self.name, self._used, identity, self._encoder.encode(node)
+            )
             place = self._places[identity] = self._used, len(stored)
             self._nodes.append(stored)
             self._used += len(stored)
         return place
 
-    def _reuse(self, refs: Refs, ids: Sequence[bytes], parent: Space | None) -> npt.NDArray[np.bool_]:
+    def _reuse(
+        self, refs: Refs, ids: Sequence[bytes], parent: Space | None
+    ) -> npt.NDArray[np.bool_]:
         """Fill in the places of nodes that the parent has in a pack worth keeping; which those are."""
         reused = np.zeros(len(refs), np.bool_)
         if parent is None or not parent.nodes:

@@ -55,13 +55,23 @@ def plan_nodes(refs: npt.NDArray[np.void], *, gap: int, read_size: int) -> list[
     if not len(refs):
         return []
     packs = refs["pack"].tobytes()
-    rank = {pack: at for at, pack in enumerate(sorted({packs[at : at + 16] for at in range(0, len(packs), 16)}))}
-    pack = np.fromiter((rank[packs[at : at + 16]] for at in range(0, len(packs), 16)), np.int64, len(refs))
+    rank = {
+        pack: at
+        for at, pack in enumerate(sorted({packs[at : at + 16] for at in range(0, len(packs), 16)}))
+    }
+    pack = np.fromiter(
+        (rank[packs[at : at + 16]] for at in range(0, len(packs), 16)), np.int64, len(refs)
+    )
     offset, length = refs["offset"].astype(np.int64), refs["length"].astype(np.int64)
     order = np.lexsort((offset, pack))
     names = list(rank)
     reads: list[Read] = []
-    breaks = np.flatnonzero((np.diff(pack[order]) != 0) | (np.diff(offset[order]) > gap + length[order][:-1])) + 1
+    breaks = (
+        np.flatnonzero(
+            (np.diff(pack[order]) != 0) | (np.diff(offset[order]) > gap + length[order][:-1])
+        )
+        + 1
+    )
     for run in np.split(order, breaks):
         first = 0
         while first < len(run):
@@ -88,7 +98,10 @@ class SnapshotReader:
     """
 
     def __init__(
-        self, repository: Repository, manifest: Manifest, loop: asyncio.AbstractEventLoop | None = None
+        self,
+        repository: Repository,
+        manifest: Manifest,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self.manifest = manifest
         self._backend = repository.backend
@@ -98,7 +111,11 @@ class SnapshotReader:
         self._scratch = ScratchPerThread()
         #: Bytes of the records that each space was found to have.
         self._map_bytes: dict[tuple[str, str], int] = {}
-        self._ahead = None if loop is None or repository.backend.direct else ReadAhead(repository.backend, loop)
+        self._ahead = (
+            None
+            if loop is None or repository.backend.direct
+            else ReadAhead(repository.backend, loop)
+        )
 
     @classmethod
     def open(
@@ -110,7 +127,11 @@ class SnapshotReader:
             NotFound: It is not listed.
             Damaged: Its manifest is not what was written.
         """
-        return cls(repository, asyncio.run_coroutine_threadsafe(repository.manifest(snapshot), loop).result(), loop)
+        return cls(
+            repository,
+            asyncio.run_coroutine_threadsafe(repository.manifest(snapshot), loop).result(),
+            loop,
+        )
 
     def records(self, space: Space) -> list[Records]:
         """The CELL records of a space: one array per region, ascending by cell. Nodes are read in few large ranges and verified.
@@ -125,7 +146,9 @@ class SnapshotReader:
         try:
             refs = parse_refs(space.nodes, len(space.regions))
         except ValueError as error:
-            raise Damaged("manifest", self.manifest.snapshot, f"{space.kind} {space.key}: {error}") from error
+            raise Damaged(
+                "manifest", self.manifest.snapshot, f"{space.kind} {space.key}: {error}"
+            ) from error
         stored: list[memoryview] = [memoryview(b"")] * len(refs)
         for read in plan_nodes(refs, gap=_GAP_BYTES, read_size=_READ_BYTES):
             data = memoryview(bytearray(read.length))
@@ -134,14 +157,24 @@ class SnapshotReader:
             lengths = refs["length"][read.refs].tolist()
             for at, start, length in zip(read.refs.tolist(), starts, lengths, strict=True):
                 stored[at] = data[start : start + length]
-        others = sum(size for key, size in self._map_bytes.items() if key != (space.kind, space.key))
+        others = sum(
+            size for key, size in self._map_bytes.items() if key != (space.kind, space.key)
+        )
         records, counts = NodeDecoder(self._keys.node).decode(stored, refs, _MAP_BYTES - others)
         self._map_bytes[space.kind, space.key] = records.nbytes
         try:
-            check_regions(space.regions, records, np.repeat(refs["region"].astype(np.int64), counts))
+            check_regions(
+                space.regions, records, np.repeat(refs["region"].astype(np.int64), counts)
+            )
         except ValueError as error:
-            raise Damaged("map", f"of snapshot {self.manifest.snapshot}", f"{space.kind} {space.key!a}: {error}") from error
-        per_region = np.bincount(refs["region"], weights=counts, minlength=len(space.regions)).astype(np.int64)
+            raise Damaged(
+                "map",
+                f"of snapshot {self.manifest.snapshot}",
+                f"{space.kind} {space.key!a}: {error}",
+            ) from error
+        per_region = np.bincount(
+            refs["region"], weights=counts, minlength=len(space.regions)
+        ).astype(np.int64)
         edges = np.concatenate(([0], np.cumsum(per_region))).tolist()
         return [records[a:b] for a, b in pairwise(edges)]
 
@@ -216,7 +249,9 @@ class SnapshotReader:
 
     def _fetch(self, backend: Backend, chunk: bytes, place: Place, room: memoryview) -> memoryview:
         if place.length > len(room):
-            raise damaged_chunk(chunk, place, f"its record says that it has {place.length} stored bytes")
+            raise damaged_chunk(
+                chunk, place, f"its record says that it has {place.length} stored bytes"
+            )
         out = room[: place.length]
         if place.codec != codec.ZERO:
             name = object_name("shard", place.shard)

@@ -32,7 +32,13 @@ class _Filling(ABC):
 
     @abstractmethod
     def add(
-        self, chunk: bytes, bitmap: bytes, base: bytes, number: int, parts: Sequence[codec.Buffer], length: int
+        self,
+        chunk: bytes,
+        bitmap: bytes,
+        base: bytes,
+        number: int,
+        parts: Sequence[codec.Buffer],
+        length: int,
     ) -> int:
         """Enter a chunk of ``length`` stored bytes; its offset."""
 
@@ -59,14 +65,22 @@ class _Buffered(_Filling):
         self._session = session
 
     def add(
-        self, chunk: bytes, bitmap: bytes, base: bytes, number: int, parts: Sequence[codec.Buffer], length: int
+        self,
+        chunk: bytes,
+        bitmap: bytes,
+        base: bytes,
+        number: int,
+        parts: Sequence[codec.Buffer],
+        length: int,
     ) -> int:
         offset, room = self._builder.reserve(chunk, bitmap, base, number, length)
         place_chunk(self._keys.chunk, self._builder.name, offset, chunk, parts, room)
         return offset
 
     async def store(self) -> None:
-        await self._session.put_named("shard", self._builder.name, self._builder.finish(self._keys.shard))
+        await self._session.put_named(
+            "shard", self._builder.name, self._builder.finish(self._keys.shard)
+        )
 
 
 class _Drafted(_Filling):
@@ -80,7 +94,13 @@ class _Drafted(_Filling):
         self._held = 0
 
     def add(
-        self, chunk: bytes, bitmap: bytes, base: bytes, number: int, parts: Sequence[codec.Buffer], length: int
+        self,
+        chunk: bytes,
+        bitmap: bytes,
+        base: bytes,
+        number: int,
+        parts: Sequence[codec.Buffer],
+        length: int,
     ) -> int:
         offset = self.table.add(chunk, bitmap, base, number, length)
         self._pieces.append((offset, chunk, parts, length))
@@ -94,7 +114,9 @@ class _Drafted(_Filling):
         pieces, self._pieces, self._held = self._pieces, [], 0
         await asyncio.to_thread(self._append, pieces, footer)
 
-    def _append(self, pieces: Sequence[tuple[int, bytes, Sequence[codec.Buffer], int]], footer: bytes) -> None:
+    def _append(
+        self, pieces: Sequence[tuple[int, bytes, Sequence[codec.Buffer], int]], footer: bytes
+    ) -> None:
         key, written = self._keys.chunk, list[codec.Buffer]()
         for offset, chunk, parts, length in pieces:
             if overhead(key):
@@ -133,7 +155,9 @@ class ShardWriter:
         self._spare: list[memoryview] = []
         self._tables: list[tuple[bytes, Records]] = []
 
-    async def put(self, chunk: bytes, bitmap: bytes, base: bytes, number: int, parts: Sequence[codec.Buffer]) -> Place:
+    async def put(
+        self, chunk: bytes, bitmap: bytes, base: bytes, number: int, parts: Sequence[codec.Buffer]
+    ) -> Place:
         """Store a chunk's stored form (decrypted: in its new place it is another ciphertext).
 
         Args:
@@ -145,7 +169,9 @@ class ShardWriter:
         length = sum(len(part) for part in parts) + overhead(self._repository.keys.chunk)
         if self._filling is None or not self._filling.table.fits(length):
             await self._close()
-            self._filling = await self._begin(max(self._repository.config.parameters.shard_bytes, length))
+            self._filling = await self._begin(
+                max(self._repository.config.parameters.shard_bytes, length)
+            )
         filling = self._filling
         offset = filling.add(chunk, bitmap, base, number, parts, length)
         work = filling.due()
@@ -168,7 +194,11 @@ class ShardWriter:
         if self._repository.backend.drafts:
             return await asyncio.to_thread(_Drafted, self._repository, self._session, room)
         buffer = self._spare.pop() if self._spare else memoryview(b"")
-        return _Buffered(self._repository, self._session, (buffer if len(buffer) >= room else huge_buffer(room))[:room])
+        return _Buffered(
+            self._repository,
+            self._session,
+            (buffer if len(buffer) >= room else huge_buffer(room))[:room],
+        )
 
     async def _close(self) -> None:
         """Begin to store the shard that is being filled."""
@@ -200,7 +230,10 @@ class ShardWriter:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._storing is not None:
             filling, task = self._storing

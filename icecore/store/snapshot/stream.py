@@ -33,7 +33,13 @@ class ShardStream(ABC):
 
     @abstractmethod
     def put(
-        self, chunk: bytes, data: bytes, base: bytes, number: int, parts: Sequence[Buffer], length: int
+        self,
+        chunk: bytes,
+        data: bytes,
+        base: bytes,
+        number: int,
+        parts: Sequence[Buffer],
+        length: int,
     ) -> tuple[bytes, int, int]:
         """Store one chunk.
 
@@ -89,7 +95,13 @@ class DraftStream(ShardStream):
         self._lanes = [_Lane() for _ in range(os.cpu_count() or 1)]
 
     def put(
-        self, chunk: bytes, data: bytes, base: bytes, number: int, parts: Sequence[Buffer], length: int
+        self,
+        chunk: bytes,
+        data: bytes,
+        base: bytes,
+        number: int,
+        parts: Sequence[Buffer],
+        length: int,
     ) -> tuple[bytes, int, int]:
         stored = length + overhead(self._keys.chunk)
         lane = self._take()
@@ -178,7 +190,9 @@ class BufferedStream(ShardStream):
         patience: Seconds to wait for a buffer.
     """
 
-    def __init__(self, pool: BufferPool, uploads: Uploads, keys: Keys, closed: Closed, patience: float) -> None:
+    def __init__(
+        self, pool: BufferPool, uploads: Uploads, keys: Keys, closed: Closed, patience: float
+    ) -> None:
         self._pool = pool
         self._uploads = uploads
         self._keys = keys
@@ -191,7 +205,13 @@ class BufferedStream(ShardStream):
         self._begun = False
 
     def put(
-        self, chunk: bytes, data: bytes, base: bytes, number: int, parts: Sequence[Buffer], length: int
+        self,
+        chunk: bytes,
+        data: bytes,
+        base: bytes,
+        number: int,
+        parts: Sequence[Buffer],
+        length: int,
     ) -> tuple[bytes, int, int]:
         stored = length + overhead(self._keys.chunk)
         with self._order:
@@ -241,4 +261,6 @@ class BufferedStream(ShardStream):
         builder = shard.builder
         self._closed(builder)
         parts = builder.finish(self._keys.shard)
-        self._uploads.start("shard", builder.name, parts, lambda: self._pool.release(builder.buffer))
+        self._uploads.start(
+            "shard", builder.name, parts, lambda: self._pool.release(builder.buffer)
+        )

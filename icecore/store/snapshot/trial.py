@@ -31,7 +31,12 @@ _QUICK = (
     Choice(codec.SHUFFLE4_ZSTD, 1),
     Choice(codec.SHUFFLE8_ZSTD, 1),
 )
-_SLOW = (Choice(codec.ZSTD, 3), Choice(codec.ZSTD, 6), Choice(codec.SHUFFLE2_ZSTD, 5), Choice(codec.SHUFFLE4_ZSTD, 5))
+_SLOW = (
+    Choice(codec.ZSTD, 3),
+    Choice(codec.ZSTD, 6),
+    Choice(codec.SHUFFLE2_ZSTD, 5),
+    Choice(codec.SHUFFLE4_ZSTD, 5),
+)
 _SLOW_LINK = 0.2e9
 
 SAMPLE_RUNS = 8
@@ -154,7 +159,11 @@ class Habit:
         self._credit = _FIRST_CREDIT
 
     def choose(
-        self, region: int, data: memoryview, scratch: Scratch, measure: Callable[[Scratch], Estimate]
+        self,
+        region: int,
+        data: memoryview,
+        scratch: Scratch,
+        measure: Callable[[Scratch], Estimate],
     ) -> Estimate:
         """The form for a chunk of ``region``.
 
@@ -175,7 +184,11 @@ class Habit:
         estimate = measure(scratch)
         self._credit -= time.thread_time() - started
         self._anywhere[bucket] = estimate
-        if kept is not None and kept.estimate.choice == estimate.choice and kept.estimate.kind == estimate.kind:
+        if (
+            kept is not None
+            and kept.estimate.choice == estimate.choice
+            and kept.estimate.kind == estimate.kind
+        ):
             kept.interval = min(2 * kept.interval, _LAST_INTERVAL)
             kept.estimate, kept.left = estimate, kept.interval
         else:

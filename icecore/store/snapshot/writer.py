@@ -132,10 +132,15 @@ class SnapshotWriter:
     def _make_streams(self, count: int, memory: int) -> Sequence[ShardStream]:
         keys, shard_bytes = self._keys, self._repository.config.parameters.shard_bytes
         if self._repository.backend.drafts:
-            return [DraftStream(self._uploads, keys, self._closed, shard_bytes) for _ in range(count)]
+            return [
+                DraftStream(self._uploads, keys, self._closed, shard_bytes) for _ in range(count)
+            ]
         buffers = count + IN_FLIGHT
         pool = BufferPool(max(_LEAST_SHARD_BYTES, min(shard_bytes, memory // buffers)), buffers)
-        return [BufferedStream(pool, self._uploads, keys, self._closed, _PATIENCE_SECONDS) for _ in range(count)]
+        return [
+            BufferedStream(pool, self._uploads, keys, self._closed, _PATIENCE_SECONDS)
+            for _ in range(count)
+        ]
 
     @property
     def statistics(self) -> Statistics:
@@ -143,7 +148,13 @@ class SnapshotWriter:
         with self._lock:
             now = self._statistics
             return Statistics(
-                now.logical, now.stored, now.reused, now.chunks, now.deltas, now.by_codec.copy(), now.reused_from.copy()
+                now.logical,
+                now.stored,
+                now.reused,
+                now.chunks,
+                now.deltas,
+                now.by_codec.copy(),
+                now.reused_from.copy(),
             )
 
     def lookup_many(self, ids: Bytes) -> npt.NDArray[np.bool_]:
@@ -284,7 +295,11 @@ class SnapshotWriter:
                 pinned=manifest.pinned,
                 device=sizes.device,
             )
-            self._wait(self.session.commit(record, np.concatenate(self._entries) if self._entries else None))
+            self._wait(
+                self.session.commit(
+                    record, np.concatenate(self._entries) if self._entries else None
+                )
+            )
             self._over = True
             running.fields |= {
                 "stored": self._statistics.stored,
@@ -313,7 +328,10 @@ class SnapshotWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._over:
             return
@@ -346,7 +364,9 @@ class SnapshotWriter:
             self._uploads.check()
         try:
             where, stored = self._elsewhere(chunk, before)
-            if stored is not None and not (stored.place.codec & codec.DELTA or self._can_be(stored.place, length)):
+            if stored is not None and not (
+                stored.place.codec & codec.DELTA or self._can_be(stored.place, length)
+            ):
                 stored = None
         except BaseException:
             self._settle(chunk, None)
@@ -374,7 +394,11 @@ class SnapshotWriter:
         if before is not None:
             was = before.stored
             delta = was.place.codec & codec.DELTA
-            if before.chunk == chunk and usable(was.place.shard) and (not delta or usable(was.base_place.shard)):
+            if (
+                before.chunk == chunk
+                and usable(was.place.shard)
+                and (not delta or usable(was.base_place.shard))
+            ):
                 return "parent", was
             if delta and was.base == chunk and usable(was.base_place.shard):
                 return "parent", Stored(was.base_place)
@@ -390,8 +414,16 @@ class SnapshotWriter:
         """Whether a chunk of ``length`` bytes can lie there in full. The index, or a delta's record, only says so; a map with a place that cannot be
         would be refused as a whole."""
         tag = overhead(self._keys.chunk)
-        longest = place.length <= length + tag if place.codec != codec.RAW else place.length == length + tag
-        return longest and place.offset <= MAX_CONTAINER_BYTES and (place.codec == codec.ZERO) == (place.length == 0)
+        longest = (
+            place.length <= length + tag
+            if place.codec != codec.RAW
+            else place.length == length + tag
+        )
+        return (
+            longest
+            and place.offset <= MAX_CONTAINER_BYTES
+            and (place.codec == codec.ZERO) == (place.length == 0)
+        )
 
     def _from_index(self, place: np.void) -> Stored | None:
         shard, number = place["shard"].tobytes(), int(place["codec"])
@@ -401,16 +433,26 @@ class SnapshotWriter:
         return Stored(Place(shard, int(place["offset"]), int(place["length"]), number))
 
     def _store(
-        self, stream: int, region: int, chunk: bytes, bitmap: bytes, data: memoryview, before: Row | None
+        self,
+        stream: int,
+        region: int,
+        chunk: bytes,
+        bitmap: bytes,
+        data: memoryview,
+        before: Row | None,
     ) -> Stored:
         if data[: len(_ZEROS)] == _ZEROS and not np.frombuffer(data, np.uint64).any():
             return _NOTHING_HERE
         scratch = self._scratch.get()
         habit = self._habits[stream]
-        estimate = habit.choose(region, data, scratch, lambda scratch: trial(sample(data), scratch, self._objective))
+        estimate = habit.choose(
+            region, data, scratch, lambda scratch: trial(sample(data), scratch, self._objective)
+        )
         put = partial(self._streams[stream].put, chunk, bitmap)
         if before is not None and before.chunk != NO_CHUNK:
-            made = self._deltas[stream].make(region, chunk, bitmap, data, before, estimate.ratio * len(data), scratch)
+            made = self._deltas[stream].make(
+                region, chunk, bitmap, data, before, estimate.ratio * len(data), scratch
+            )
             if made is not None:
                 shard, offset, length = put(made.base, made.number, made.parts, made.length)
                 return Stored(Place(shard, offset, length, made.number), made.base, made.base_place)
